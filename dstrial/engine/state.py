@@ -117,11 +117,7 @@ def engine_extra_state(engine: DeepSpeedEngine) -> dict[str, Any]:
 
 
 def restore_engine_extra_state(engine: DeepSpeedEngine, state: Mapping[str, Any]) -> None:
-    """Put back what ``engine_extra_state`` returned, once the engine is loaded.
-
-    Args:
-        engine: the engine that ``load_engine`` has loaded.
-        state: what this rank saved.
+    """Put back this rank's ``engine_extra_state``, once ``load_engine`` has run.
 
     Raises:
         CheckpointError: the module's buffers are others than those saved.

@@ -136,14 +136,12 @@ class EngineAdapter(Protocol):
 class WrappedEngine:
     """What adapters of every kind answer alike.
 
-    Args:
-        engine: the wrapped engine.
-        data_parallel_rank: replica of this rank.
-        data_parallel_world_size: number of replicas.
-
     Attributes:
+        engine: the wrapped engine.
         micro_batch_size: records in one forward pass of one replica.
         micro_batches_per_batch: micro batches of one replica in one optimizer step.
+        data_parallel_rank: replica of this rank, from 0.
+        data_parallel_world_size: number of replicas.
     """
 
     def __init__(self, engine: Any, data_parallel_rank: int, data_parallel_world_size: int) -> None:

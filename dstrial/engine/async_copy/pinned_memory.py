@@ -63,11 +63,7 @@ class LockingRuntime(Protocol):
 
 
 class CudaRuntime:
-    """Locks pages through the CUDA runtime.
-
-    Args:
-        device: the rank's device, with its index.
-    """
+    """Locks pages through the CUDA runtime, for a device with its index."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -104,9 +100,6 @@ class PinnedMemory:
     microseconds, and models have thousands of small tensors. What is registered begins and ends at a page of its own, because
     a page can be registered once only (``cudaErrorHostMemoryAlreadyRegistered``, 712). It is not torch's pinned memory, which
     rounds sizes up to a power of two.
-
-    Args:
-        runtime: locks the pages.
     """
 
     def __init__(self, runtime: LockingRuntime) -> None:

@@ -112,9 +112,6 @@ def main_of_many(paths: Sequence[str], num_parallel: int) -> int:
     Args:
         paths: request, answer, request, answer and so on.
         num_parallel: how many run at the same time.
-
-    Returns:
-        0.
     """
     from dstrial.engine.deepspeed_internals.process import LATE_MODULES
     from dstrial.engine.dryrun.patches import without_compiler

@@ -69,11 +69,7 @@ class MemoryForms:
 
 
 def same_before_update(trace: Trace) -> bool:
-    """Whether the last two steps make and free alike until the update, sizes aside.
-
-    Args:
-        trace: of at least two whole steps.
-    """
+    """Whether a trace's last two steps are alike until the update, sizes aside."""
     return _same(_Steps(trace))
 
 
@@ -85,11 +81,6 @@ def memory_forms(trace: Trace, low: int, high: int) -> MemoryForms:
     which knows nothing of the micro batch: each allocation has a size that is linear in the micro batch size, and so is
     the sum of those alive at any time. A phase's peak is the greatest of these sums, which different times may be at
     different sizes. What only earlier steps do is taken to grow like the same phase of the last one.
-
-    Args:
-        trace: of two or three steps.
-        low: micro batch size of the first step.
-        high: of the second.
     """
     steps = _Steps(trace)
     is_linear = _same(steps)
@@ -206,13 +197,6 @@ def _highest(base: _Floats, slope: _Floats) -> list[tuple[float, float]]:
 
 
 def line_through(at_low: float, at_high: float, low: int, high: int) -> Line:
-    """Return the line through two values.
-
-    Args:
-        at_low: value at the micro batch size ``low``.
-        at_high: value at ``high``.
-        low: one micro batch size.
-        high: another one.
-    """
+    """Return the line through the values at two micro batch sizes."""
     growth = (at_high - at_low) / (high - low)
     return Line(at_low - growth * low, growth)

@@ -49,9 +49,6 @@ _OWN = str(pathlib.Path(__file__).resolve().parent) + os.sep
 def virtual_world(world_size: int) -> Iterator[None]:
     """Be rank 0 of many: collectives return at once, and fill in nothing.
 
-    Args:
-        world_size: number of ranks.
-
     Ranks: this one is the only one that exists.
     Source: torch's ``fake`` process group.
     """

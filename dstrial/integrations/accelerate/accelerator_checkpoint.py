@@ -22,8 +22,7 @@ _USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 class Accelerated(Checkpointable):
     """Saves and loads with the accelerator's ``save_state`` and ``load_state``.
 
-    Args:
-        accelerator: the script's, with everything prepared.
+    It is the script's, with everything prepared.
 
     Source: accelerate 1.15 ``Accelerator.save_state``: engine *i* under the tag ``pytorch_model`` or ``pytorch_model_<i>``,
         schedulers that DeepSpeed does not own, samplers, registered objects and random states beside them.

@@ -113,12 +113,7 @@ def require_micro_batch(loaders: Iterable[Any], before: int | None, now: int) ->
 
 
 def warn_of_unrepeatable_order(loader: Any, *, is_chief: bool) -> None:
-    """Say once that a loader shuffles in an order that a resume cannot repeat.
-
-    Args:
-        loader: the training loader.
-        is_chief: whether this rank says it.
-    """
+    """Say once, on the chief, if training records are shuffled in no repeatable order."""
     from accelerate.data_loader import SeedableRandomSampler
     from torch.utils.data import RandomSampler
 

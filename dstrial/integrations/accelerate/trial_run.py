@@ -291,10 +291,6 @@ class Run:
 def checkpoint_to_resume(runtime: TrialRuntime, info: Any) -> str | None:
     """Return the checkpoint that a run goes on from; None for a new one.
 
-    Args:
-        runtime: of the trial.
-        info: the cluster's; None off a cluster.
-
     Raises:
         CheckpointNotFoundError: the newest one of a run was asked for, and it has none.
     """

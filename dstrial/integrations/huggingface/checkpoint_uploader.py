@@ -72,12 +72,7 @@ class Kept:
 
 
 class Storing:
-    """Stores checkpoints of one training.
-
-    Args:
-        context: of the trial.
-        kept: what every checkpoint says of the run.
-    """
+    """Stores checkpoints of one training; ``kept`` is what each says of the run."""
 
     def __init__(self, context: core.Context, kept: Kept) -> None:
         self._checkpoint = context.checkpoint

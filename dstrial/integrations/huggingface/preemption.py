@@ -168,11 +168,7 @@ class JointStop:
 
 
 class LeaveTrainingError(Exception):
-    """Ends ``Trainer.train`` from a callback; this package's ``train`` catches it.
-
-    Args:
-        step: batches trained.
-    """
+    """Ends ``Trainer.train`` from a callback; this package's ``train`` catches it."""
 
     def __init__(self, step: int) -> None:
         super().__init__(

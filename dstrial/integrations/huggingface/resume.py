@@ -176,12 +176,7 @@ def directory_for(found: OpenedCheckpoint, train_batch_size: int) -> Iterator[pa
 
 
 def load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, distributed: Any) -> None:
-    """Load weights, optimizer and scheduler, brought into the engine's layout.
-
-    Args:
-        engine: freshly made.
-        opened_checkpoint: what the run goes on from.
-        distributed: the ranks.
+    """Load weights, optimizer and scheduler, brought into the new engine's layout.
 
     Raises:
         CheckpointLayoutError: it cannot be loaded in this layout.

@@ -26,11 +26,7 @@ _MODEL_ONLY = "args.save_only_model is True: checkpoints hold no optimizer, and 
 
 
 class Beginning:
-    """Looks at the arguments and opens the checkpoint, if there is one.
-
-    Args:
-        context: of the trial.
-        args: of the Trainer; not changed.
+    """Looks at a Trainer's arguments and opens the checkpoint, if there is one.
 
     Attributes:
         facts: of the trial.

@@ -27,10 +27,7 @@ class AttachedTrainer:
         return self.trainer is not None
 
     def require(self, problem: str) -> None:
-        """Make sure that it is known.
-
-        Args:
-            problem: what cannot be done without it.
+        """Make sure that the Trainer is known; ``problem`` says what needs it.
 
         Raises:
             CheckpointError: it is not; tells the line to write.
@@ -60,11 +57,7 @@ class AttachedTrainer:
     ) -> bool:
         """Whether the resumed step's evaluation was left, or is the last and not ended.
 
-        Args:
-            args: the Trainer's.
-            state: the Trainer's.
-            is_last: whether nothing is left to train.
-            leaves: whether evaluations may be left.
+        Evaluations may be left if ``leaves``; nothing is left to train if ``is_last``.
         """
         if not self.is_known or not self.can_evaluate(args) or arguments.has_evaluated(state):
             return False

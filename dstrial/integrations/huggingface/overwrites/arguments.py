@@ -129,10 +129,6 @@ def write_effective_config(config: Mapping[str, Any], directory: Path) -> Path:
     """Write a config under a name made from its content; no reader sees half of it.
 
     Ranks that write the same config at the same time write the same file, one after the other.
-
-    Args:
-        config: an effective DeepSpeed config.
-        directory: an existing directory.
     """
     text = json.dumps(config, indent=2) + "\n"
     digest = hashlib.sha256(text.encode()).hexdigest()[:_NUM_NAME_CHARS]
