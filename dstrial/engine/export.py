@@ -35,6 +35,7 @@ _CODES: Mapping[torch.dtype, str] = {
 _TYPES = {code: dtype for dtype, code in _CODES.items()}
 
 OnBytes = Callable[[int], None]
+"""Told how many more bytes were written."""
 
 
 class ModelWeights:
@@ -96,13 +97,9 @@ def write_safetensors(
     specs: Sequence[TensorSpec] | None = None,
     on_bytes: OnBytes | None = None,
 ) -> None:
-    """Write one safetensors file; its metadata maps further names of tied weights.
+    """Write a new safetensors file; its metadata maps further names of tied weights.
 
-    Args:
-        weights: where the tensors come from.
-        path: the file, which does not exist yet.
-        specs: which of the tensors; None for all.
-        on_bytes: told how many more bytes were written.
+    Without ``specs`` all tensors are written.
 
     Raises:
         OSError: it cannot be written.
@@ -159,14 +156,14 @@ def write_hugging_face(
     files: Sequence[pathlib.Path] = (),
     on_bytes: OnBytes | None = None,
 ) -> None:
-    """Write a model directory as ``save_pretrained`` of Transformers lays it out.
+    """Write a new model directory as ``save_pretrained`` of Transformers lays it out.
 
     Args:
         weights: where the tensors come from.
         directory: does not exist yet.
         max_shard_bytes: most bytes of tensors in one file; with more than one there is an index.
         files: config and tokenizer files to copy.
-        on_bytes: told how many more bytes were written.
+        on_bytes: told of what is written.
 
     Raises:
         OSError: it cannot be written.

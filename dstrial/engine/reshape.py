@@ -54,15 +54,10 @@ class _Target:
 
 
 def load_reshaped(engine: DeepSpeedEngine, saved: SavedEngine, now: Layout) -> None:
-    """Load a checkpoint of another layout into an engine, and compare the two.
-
-    Args:
-        engine: a freshly initialised engine.
-        saved: the checkpoint's.
-        now: how this engine lies over the ranks that run.
+    """Load a checkpoint of another layout into a new engine, and compare the two.
 
     Raises:
-        CheckpointLayoutError: the checkpoint cannot be loaded in this layout.
+        CheckpointLayoutError: the checkpoint cannot be loaded in the layout of ``now``.
         CheckpointDamagedError: the checkpoint's files are not as its manifest says.
         CheckpointError: after loading, a value is not the checkpoint's.
 

@@ -52,12 +52,7 @@ def save_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> 
 
 
 def load_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> None:
-    """Load ``engine`` from ``path/tag``, or raise.
-
-    Args:
-        engine: a freshly initialised engine in the arrangement that wrote the checkpoint.
-        path: directory of the checkpoint.
-        tag: folder of this engine in it.
+    """Load a new ``engine`` of the same arrangement from ``path/tag``, or raise.
 
     Raises:
         CheckpointError: a file that this rank reads is missing, or DeepSpeed found nothing to load.

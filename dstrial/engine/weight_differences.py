@@ -62,11 +62,8 @@ def weight_differences(
 ) -> Iterator[WeightDifference]:
     """Compare two engines and yield every parameter, equal ones too.
 
-    Args:
-        a: the first engine.
-        b: the second one.
-        with_optimizer: whether the optimizer's state by element is compared, too, where both have it.
-        on_bytes: told how many more bytes were compared, in double precision.
+    With ``with_optimizer`` the optimizer's state by element is compared, too, where both have it. ``on_bytes`` is told how many
+    more bytes were compared, in double precision.
 
     Raises:
         CheckpointDamagedError: a file is missing or too short.

@@ -66,8 +66,6 @@ def plan_data_parallel(
 
     Raises:
         ValueError: a size is not positive, or there is no such replica.
-
-    Ranks: any; no communication.
     """
     _check(num_records, records_per_micro_batch, 1, replica, num_replicas)
     num_whole = num_records // (records_per_micro_batch * num_replicas)
@@ -106,8 +104,6 @@ def plan_pipeline(
 
     Raises:
         ValueError: a size is not positive, or there is no such replica.
-
-    Ranks: any; no communication.
     """
     _check(num_records, records_per_micro_batch, micro_batches_per_round, replica, num_replicas)
     num_whole = num_records // (records_per_micro_batch * num_replicas)

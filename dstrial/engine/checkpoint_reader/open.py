@@ -32,8 +32,6 @@ def open_saved_engine(
         CheckpointLayoutError: its state cannot be read by parameter.
         CheckpointDamagedError: a file is missing or cannot be read.
         UntrustedCheckpointError: a file holds classes that are not on the list.
-
-    Ranks: any; no communication.
     """
     path = pathlib.Path(root)
     tied: dict[str, Mapping[str, torch.Tensor]] = {}

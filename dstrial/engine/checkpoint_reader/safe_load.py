@@ -71,8 +71,6 @@ def load(
     Raises:
         UntrustedCheckpointError: it holds what is not on the list; it is named.
         RuntimeError, EOFError, OSError, pickle.UnpicklingError: it cannot be read.
-
-    Ranks: any; no communication.
     """
     is_vouched = trusts_code or _vouched_depth > 0
     unlisted = unlisted_names(contents_of(path))
@@ -94,14 +92,12 @@ def load_mapped(path: pathlib.Path, *, holds: str, trusts_code: bool = False) ->
     Args:
         path: of the file.
         holds: what it should hold, for the message.
-        trusts_code: whether somebody vouches for the file, so that it may run code where the list does not suffice.
+        trusts_code: as for ``load``.
 
     Raises:
         CheckpointDamagedError: it is missing or cannot be read.
         UntrustedCheckpointError: it holds classes that are not on the list.
         ImportError, AttributeError: it is trusted, and holds objects of a class that cannot be imported here.
-
-    Ranks: any; no communication.
     """
     try:
         loaded: dict[str, Any] = load(path, mmap=True, trusts_code=trusts_code)
@@ -239,8 +235,6 @@ def restoring(*, trusts_code: bool) -> Iterator[None]:
 
     Args:
         trusts_code: whether somebody vouches for everything in the checkpoint; then nothing is kept from running.
-
-    Ranks: any; no communication.
     """
     global _vouched_depth  # torch's list and its switch are the process's too
     with _lock:
@@ -280,8 +274,6 @@ def bind_checkpoint_engine(engine: Any) -> None:
 
     DeepSpeed 0.19.8 loads with ``weights_only=False`` (``torch_checkpoint_engine.py:37``). Only ``load`` is replaced: the class
     stays, by which DeepSpeed and ``copied_engine`` tell the kinds apart.
-
-    Ranks: any; no communication.
     """
     own = engine.checkpoint_engine
     if own is None:
@@ -299,7 +291,6 @@ def make_plain_config(engine: Any) -> None:
     The engine saves the object that it was given (``ds_config``); an ``AttrDict`` would bring its class into every checkpoint.
     The user's own object stays as it is.
 
-    Ranks: any; no communication.
     Source: DeepSpeed 0.19.8 ``DeepSpeedEngine._save_checkpoint``.
     """
     if isinstance(engine.config, Mapping):

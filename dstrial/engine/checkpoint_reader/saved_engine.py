@@ -44,8 +44,6 @@ class SavedEngine:
 
     Raises:
         CheckpointLayoutError: state of a kind that cannot be read by parameter.
-
-    Ranks: any; no communication.
     """
 
     def __init__(

@@ -213,11 +213,8 @@ class ScalarReads:
     User code is told a declared constant, libraries what keeps them going. DeepSpeed is told 0, which is no overflow and a
     gradient norm of 0, after which it takes the step; torch's optimizers are told 1, which is their first step.
 
-    Args:
-        constant: what user code is told.
-
     Attributes:
-        bypasses: each place at which user code was told it.
+        bypasses: each place at which user code was told the constant.
     """
 
     def __init__(self, constant: float = USER_CONSTANT) -> None:

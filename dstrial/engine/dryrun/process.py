@@ -37,11 +37,7 @@ class DryRunError(DstrialError):
 
 
 def dry_run(request: DryRunRequest, *, deadline_s: float = 300.0) -> DryRunResult:
-    """Run what is asked in a new process and return what it found.
-
-    Args:
-        request: what to run.
-        deadline_s: seconds after which the process is ended.
+    """Run what is asked in a new process, which is ended after ``deadline_s`` seconds.
 
     Raises:
         DryRunError: the run failed, or took too long.

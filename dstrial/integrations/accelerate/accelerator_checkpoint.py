@@ -96,10 +96,7 @@ def require_deepspeed_on_all_ranks(
 ) -> None:
     """Refuse an accelerator that sees other ranks or does not use DeepSpeed.
 
-    Args:
-        accelerator: the script's.
-        identity: who this process is.
-        environ: environment variables, which say whether DeepSpeed was configured.
+    The environment variables say whether DeepSpeed was configured.
 
     Raises:
         RankError: it counts other ranks.

@@ -69,11 +69,7 @@ def opened(
 ) -> Iterator[OpenedCheckpoint]:
     """Give a checkpoint to read in the block, every file compared with its manifest.
 
-    Args:
-        context: of the trial.
-        uuid: its name, or its directory.
-        trial_id: number of the trial.
-        exp_conf: its config.
+    ``uuid`` may be its directory as well.
 
     Raises:
         CheckpointNotFoundError: there is none, or it is no Trainer's.
