@@ -102,7 +102,6 @@ def measure(request: DryRunRequest) -> DryRunResult:
     config, accumulation = _config(request)
     reads = patches.ScalarReads()
     tracker = Tracker(_host_test(request.target, request.is_real), None if request.is_real else reads)
-    tokens: list[int] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(
             patches.all_of_them(
@@ -122,16 +121,7 @@ def measure(request: DryRunRequest) -> DryRunResult:
         stack.enter_context(tracker)
         engines = workload.build(config, device)
         low, high = request.micro_batch_sizes
-        sizes = [low, high]
-        for step_idx, size in enumerate(sizes):
-            gc.collect()
-            for micro_batch_idx in range(accumulation):
-                tracker.begin_micro_batch(step_idx, micro_batch_idx)
-                tokens.append(_num_tokens(workload.train_micro_batch(size)))
-            tracker.end_step()
-            # ZeRO 3 learns in its first step in which order modules run, and fetches ahead from the second on.
-            if step_idx == 1 and not same_before_update(tracker.trace):
-                sizes.append(low)
+        tokens = _train(workload, tracker, [low, high], accumulation)
         parameters = [full_numel(parameter) for engine in engines for parameter in engine.module.parameters()]
         trainable = [
             full_numel(parameter)
@@ -140,7 +130,7 @@ def measure(request: DryRunRequest) -> DryRunResult:
             if parameter.requires_grad
         ]
     memory = memory_forms(tracker.trace, low, high)
-    steady, last = len(sizes) - 1, accumulation - 1
+    steady, last = len(tokens) // accumulation - 1, accumulation - 1
     totals = tracker.totals()
     return DryRunResult(
         device=memory.device,
@@ -160,6 +150,21 @@ def measure(request: DryRunRequest) -> DryRunResult:
         wall_s=time.monotonic() - started_s,
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
+
+
+def _train(workload: Workload, tracker: Tracker, sizes: list[int], accumulation: int) -> list[int]:
+    """Train a step at each micro batch size; return the tokens of every micro batch."""
+    tokens: list[int] = []
+    for step_idx, size in enumerate(sizes):
+        gc.collect()
+        for micro_batch_idx in range(accumulation):
+            tracker.begin_micro_batch(step_idx, micro_batch_idx)
+            tokens.append(_num_tokens(workload.train_micro_batch(size)))
+        tracker.end_step()
+        # ZeRO 3 learns in its first step in which order modules run, and fetches ahead from the second on.
+        if step_idx == 1 and not same_before_update(tracker.trace):
+            sizes.append(sizes[0])
+    return tokens
 
 
 def _config(request: DryRunRequest) -> tuple[dict[str, Any], int]:
