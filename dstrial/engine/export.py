@@ -14,7 +14,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -109,12 +109,7 @@ def write_safetensors(
     aliases = {alias: name for alias, name in weights.aliases.items() if name in names}
     with path.open("xb") as file:
         file.write(header_bytes(ordered, {"format": "pt", **aliases}))
-        for spec in ordered:
-            for piece in weights.pieces(spec):
-                file.write(piece)
-                if on_bytes is not None:
-                    on_bytes(len(piece))
-        file.flush()
+        _write_tensors(file, weights, ordered, on_bytes)
         os.fsync(file.fileno())
 
 
@@ -131,12 +126,7 @@ def write_torch(weights: ModelWeights, path: pathlib.Path, on_bytes: OnBytes | N
     ordered = in_file_order(weights.specs)
     try:
         with beside.open("xb+") as file:
-            for spec in ordered:
-                for piece in weights.pieces(spec):
-                    file.write(piece)
-                    if on_bytes is not None:
-                        on_bytes(len(piece))
-            file.flush()
+            _write_tensors(file, weights, ordered, on_bytes)
             tensors = _mapped(file.fileno(), ordered)
             state = {spec.name: tensors[spec.name] for spec in weights.specs}
             state |= {alias: tensors[name] for alias, name in weights.aliases.items()}
@@ -185,6 +175,17 @@ def write_hugging_face(
         path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     for file in files:
         shutil.copyfile(file, directory / file.name)
+
+
+def _write_tensors(
+    file: BinaryIO, weights: ModelWeights, specs: Sequence[TensorSpec], on_bytes: OnBytes | None
+) -> None:
+    for spec in specs:
+        for piece in weights.pieces(spec):
+            file.write(piece)
+            if on_bytes is not None:
+                on_bytes(len(piece))
+    file.flush()
 
 
 def _spec(name: str, shape: Sequence[int], own: torch.dtype, asked: torch.dtype | None) -> TensorSpec:
