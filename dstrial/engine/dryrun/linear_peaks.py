@@ -1,4 +1,4 @@
-"""The trace of a dry run's allocations, and bytes by micro batch size from it; pure.
+"""A dry run's trace of allocations, and from it bytes by micro batch size; pure.
 
 A trace is of two or three steps at two micro batch sizes.
 """
