@@ -64,7 +64,7 @@ def inputs_of(workload: Workload, *, is_free: bool, known: PredictInputs | None 
             "checkpoints": model.recomputes,
         }
         return DryRunRequest(
-            workload="dstrial.engine.dryrun.workload:ModelWorkload",
+            workload="dstrial.engine.dryrun.measure:ModelWorkload",
             options={
                 "model": "dsat_dry_runs:scored_model" if model.keeps_scores else "gpt_model:model",
                 "batch": "gpt_model:batch",

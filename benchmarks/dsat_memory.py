@@ -226,7 +226,7 @@ def request(
 ) -> DryRunRequest:
     """Return the request of a dry run of the benchmark's model."""
     return DryRunRequest(
-        workload="dstrial.engine.dryrun.workload:ModelWorkload",
+        workload="dstrial.engine.dryrun.measure:ModelWorkload",
         options={"model": "gpt_model:model", "batch": "gpt_model:batch", "shape": shape},
         deepspeed_config=config,
         world_size=world_size,

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from dstrial.engine.dryrun import patches
-from dstrial.engine.dryrun.workload import ModelWorkload
+from dstrial.engine.dryrun.measure import ModelWorkload
 from dstrial.ranks.process_group import without_compiled_collectives
 
 NUM_STEPS = 3

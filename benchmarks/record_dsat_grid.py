@@ -107,7 +107,7 @@ def dry_run_grid(path: Path) -> None:
     def request_of(structure: Structure, is_accumulating: bool) -> DryRunRequest:
         candidate = of.candidate(structure, 0 if is_accumulating else of.ladder.last)
         return DryRunRequest(
-            workload="dstrial.engine.dryrun.workload:ModelWorkload",
+            workload="dstrial.engine.dryrun.measure:ModelWorkload",
             options={"model": "gpt_model:model", "batch": "gpt_model:batch", "shape": SHAPE},
             deepspeed_config=of.config(candidate),
             world_size=RANKS,

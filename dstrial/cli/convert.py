@@ -14,8 +14,8 @@ from dstrial.config import load_experiment
 from dstrial.config.diagnostics import render
 from dstrial.config.parsing.documents import read_json, read_yaml
 from dstrial.errors import ConfigError, ConfigProblem
-from dstrial.integrations.accelerate.converter.convert import convert
-from dstrial.integrations.accelerate.converter.experiment_yaml import (
+from dstrial.integrations.accelerate.converter.convert import (
+    convert,
     deepspeed_json,
     experiment_yaml,
     open_decisions,

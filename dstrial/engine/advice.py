@@ -1,7 +1,8 @@
-"""What to change where DeepSpeed 0.19 refuses what it once took; ``dstrial check`` says the same where the source shows it."""
+"""Remedies for what DeepSpeed 0.19 refuses and earlier releases took."""
 
 from __future__ import annotations
 
+# `dstrial check` says the same where the source shows it.
 _REMEDIES = (
     (
         # deepspeed 0.19.8 __init__.py:530
@@ -19,10 +20,10 @@ _MISSING_ATTRIBUTE = "deepscale_config"
 
 
 def append_remedy(error: BaseException) -> None:
-    """Append the remedy to the message of an error of DeepSpeed's that has one; its class and its traceback stay.
+    """Append the remedy, if known, to the message of an error of DeepSpeed's.
 
     Args:
-        error: whatever user code raised.
+        error: whatever user code raised; its class and traceback stay.
     """
     text = str(error.args[0]) if error.args else ""
     for fragment, remedy in _REMEDIES:

@@ -1,8 +1,8 @@
-"""Write the weights of a saved engine as one model, for every ZeRO stage and for pipelines, without ranks or an accelerator.
+"""Write a saved engine's weights as one model, without ranks or an accelerator.
 
-Names and shapes are those of the module's ``state_dict``. A weight is the optimizer's master weight, rounded once where
-another type is asked for. Files are written tensor by tensor through one buffer of ``_BUFFER_NUMEL`` elements, so that
-memory does not grow with the model.
+For every ZeRO stage and for pipelines. Names and shapes are those of the module's ``state_dict``. A weight is the optimizer's
+master weight, rounded once where another type is asked for. Files are written tensor by tensor through one buffer of
+``_BUFFER_NUMEL`` elements, so that memory does not grow with the model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ _CODES: Mapping[torch.dtype, str] = {
 _TYPES = {code: dtype for dtype, code in _CODES.items()}
 
 OnBytes = Callable[[int], None]
+"""Told how many more bytes were written."""
 
 
 class ModelWeights:
@@ -78,7 +79,7 @@ class ModelWeights:
         return sum(spec.num_bytes for spec in self.specs)
 
     def pieces(self, spec: TensorSpec) -> Iterator[memoryview]:
-        """Yield the bytes of one tensor in order; each piece is valid until the next one is asked for."""
+        """Yield a tensor's bytes in order; each piece is valid until the next one's turn."""
         scratch = torch.empty(min(spec.numel, _BUFFER_NUMEL), dtype=_TYPES[spec.dtype])
         buffer = self._buffers.get(spec.name)
         for begin in range(0, spec.numel, _BUFFER_NUMEL):
@@ -96,13 +97,9 @@ def write_safetensors(
     specs: Sequence[TensorSpec] | None = None,
     on_bytes: OnBytes | None = None,
 ) -> None:
-    """Write one safetensors file. Further names of tied weights stand in its metadata: name -> name in the file.
+    """Write a new safetensors file; its metadata maps further names of tied weights.
 
-    Args:
-        weights: where the tensors come from.
-        path: the file, which does not exist yet.
-        specs: which of the tensors; None for all.
-        on_bytes: told how many more bytes were written.
+    Without ``specs`` all tensors are written.
 
     Raises:
         OSError: it cannot be written.
@@ -112,17 +109,12 @@ def write_safetensors(
     aliases = {alias: name for alias, name in weights.aliases.items() if name in names}
     with path.open("xb") as file:
         file.write(header_bytes(ordered, {"format": "pt", **aliases}))
-        for spec in ordered:
-            for piece in weights.pieces(spec):
-                file.write(piece)
-                if on_bytes is not None:
-                    on_bytes(len(piece))
-        file.flush()
+        _write_tensors(file, weights, ordered, on_bytes)
         os.fsync(file.fileno())
 
 
 def write_torch(weights: ModelWeights, path: pathlib.Path, on_bytes: OnBytes | None = None) -> None:
-    """Write a ``state_dict`` that ``torch.load`` reads, tied weights sharing their storage.
+    """Write a ``state_dict`` for ``torch.load``, whose tied weights share storage.
 
     torch writes only from tensors in memory. So the bytes go to a file beside ``path`` first, which is mapped: what torch
     reads of it is the system's file cache, and the mapped file is removed afterwards. It takes as much room as the result.
@@ -134,12 +126,7 @@ def write_torch(weights: ModelWeights, path: pathlib.Path, on_bytes: OnBytes | N
     ordered = in_file_order(weights.specs)
     try:
         with beside.open("xb+") as file:
-            for spec in ordered:
-                for piece in weights.pieces(spec):
-                    file.write(piece)
-                    if on_bytes is not None:
-                        on_bytes(len(piece))
-            file.flush()
+            _write_tensors(file, weights, ordered, on_bytes)
             tensors = _mapped(file.fileno(), ordered)
             state = {spec.name: tensors[spec.name] for spec in weights.specs}
             state |= {alias: tensors[name] for alias, name in weights.aliases.items()}
@@ -159,14 +146,14 @@ def write_hugging_face(
     files: Sequence[pathlib.Path] = (),
     on_bytes: OnBytes | None = None,
 ) -> None:
-    """Write a model directory as ``save_pretrained`` of Hugging Face Transformers lays it out.
+    """Write a new model directory as ``save_pretrained`` of Transformers lays it out.
 
     Args:
         weights: where the tensors come from.
         directory: does not exist yet.
         max_shard_bytes: most bytes of tensors in one file; with more than one there is an index.
         files: config and tokenizer files to copy.
-        on_bytes: told how many more bytes were written.
+        on_bytes: told of what is written.
 
     Raises:
         OSError: it cannot be written.
@@ -190,6 +177,17 @@ def write_hugging_face(
         shutil.copyfile(file, directory / file.name)
 
 
+def _write_tensors(
+    file: BinaryIO, weights: ModelWeights, specs: Sequence[TensorSpec], on_bytes: OnBytes | None
+) -> None:
+    for spec in specs:
+        for piece in weights.pieces(spec):
+            file.write(piece)
+            if on_bytes is not None:
+                on_bytes(len(piece))
+    file.flush()
+
+
 def _spec(name: str, shape: Sequence[int], own: torch.dtype, asked: torch.dtype | None) -> TensorSpec:
     dtype = asked if asked is not None and own.is_floating_point else own
     if dtype not in _CODES:
@@ -200,7 +198,7 @@ def _spec(name: str, shape: Sequence[int], own: torch.dtype, asked: torch.dtype 
 
 
 def _mapped(descriptor: int, specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
-    """Map a file of tensors one after the other; each tensor's storage is its own bytes alone."""
+    """Map a file of consecutive tensors; each one's storage is its own bytes alone."""
     total = sum(spec.num_bytes for spec in specs)
     # Written to by nobody; torch wants memory that could be.
     mapped: Any = mmap.mmap(descriptor, total, access=mmap.ACCESS_COPY) if total else b""

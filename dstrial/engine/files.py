@@ -1,6 +1,6 @@
-"""Which files of a DeepSpeed checkpoint a rank writes and which it reads, from DeepSpeed's own naming.
+"""Which files of a DeepSpeed checkpoint a rank writes and reads.
 
-Paths are relative to the directory that ``save_checkpoint`` is given; a tag is a folder in it.
+Names are DeepSpeed's own. Paths are relative to the directory that ``save_checkpoint`` is given; a tag is a folder in it.
 """
 
 from __future__ import annotations
@@ -108,12 +108,12 @@ def latest_tag(load_dir: str | pathlib.Path, *, is_universal: bool = False) -> s
 
 
 def missing_files(root: str | pathlib.Path, paths: tuple[str, ...]) -> list[str]:
-    """Return those of ``paths`` that are no files under ``root``. Ranks: any; no communication."""
+    """Return those of ``paths`` that are no files under ``root``. Ranks: any."""
     return [path for path in paths if not (pathlib.Path(root) / path).is_file()]
 
 
 def describe_rank(engine: DeepSpeedEngine) -> str:
-    """Name this rank for a message, with its stage where there is one. Ranks: any; no communication."""
+    """Name this rank and its pipeline stage for a message. Ranks: any."""
     if isinstance(engine, PipelineEngine):
         return f"rank {comm.get_rank()} (stage {engine.stage_id})"
     return f"rank {comm.get_rank()}"

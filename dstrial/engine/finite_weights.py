@@ -1,4 +1,4 @@
-"""Whether what an engine trains is still finite, and how many steps it took; reads only, on this rank."""
+"""Read whether this rank's weights are finite, and how many steps were taken."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class FiniteWeights:
         self._known = frozenset(self._not_finite())
 
     def lost(self) -> str | None:
-        """Return the name of a weight on this rank that is not finite any more; None if all are. Synchronises the device."""
+        """Return a weight here that is no longer finite, or None. Synchronises the device."""
         return next((name for name in self._not_finite() if name not in self._known), None)
 
     def _not_finite(self) -> list[str]:
@@ -83,7 +83,7 @@ class FiniteWeights:
 
 
 def _here(parameter: Any) -> torch.Tensor | None:
-    """Return what this rank holds of a parameter; None where that is nothing, on disk, or of a type without an order."""
+    """Return what this rank holds of a parameter; None if absent or without an order."""
     weights = parameter.detach()
     if optimizers.is_cut(parameter):
         weights = optimizers.held_part(parameter)

@@ -1,4 +1,4 @@
-"""Read from a live engine where every parameter's elements lie; the values are ``layout``'s."""
+"""Read where a live engine's parameters lie; the values are ``layout``'s."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _offload_device(offload: Any) -> str:
 
 
 def _slots(engine: DeepSpeedEngine, part: int) -> tuple[dict[int, _Slot], list[FlatBuffer]]:
-    """Return the slot of each parameter that the optimizer owns, by ``id``, and the optimizer's buffers."""
+    """Return the slots of the optimizer's parameters by ``id``, and its buffers."""
     sub_groups = optimizers.sub_groups(engine.optimizer)
     if sub_groups is not None:
         return _slots_of_sub_groups(sub_groups, part)
@@ -162,7 +162,7 @@ def _slots_of_sub_groups(sub_groups: list[SubGroup], part: int) -> tuple[dict[in
 
 
 def _places(engine: DeepSpeedEngine, part: int, slots: dict[int, _Slot], stage: int) -> list[ParameterPlace]:
-    """Return this rank's parameters in the order of the module, every name of a shared one included."""
+    """Return this rank's parameters in module order, with all names of shared ones."""
     first_names: dict[int, str] = {}
     places = []
     for name, param in engine.module.named_parameters(remove_duplicate=False):
@@ -189,7 +189,7 @@ def _places(engine: DeepSpeedEngine, part: int, slots: dict[int, _Slot], stage: 
 
 
 def _tied_across_parts(places: Iterable[ParameterPlace]) -> Iterable[ParameterPlace]:
-    """Mark the copies of layers that a pipeline ties across stages: they share one name."""
+    """Mark copies of layers tied across a pipeline's stages: they share one name."""
     first_stages: dict[str, int] = {}
     for place in places:
         first = first_stages.setdefault(place.name, place.stage)

@@ -1,8 +1,8 @@
-"""Load a checkpoint into an engine of another layout: another number of ranks, ZeRO stage, offload or pipeline split.
+"""Load a checkpoint into an engine of another layout.
 
-Every rank copies what it owns straight from the mapped files into the tensors that it trains with, parameter by parameter,
-and never takes more memory than one piece of a parameter. Afterwards everything is read again and compared bit
-by bit, before the first step is made with it.
+That is another number of ranks, ZeRO stage, offload or pipeline split. Every rank copies what it owns straight from the
+mapped files into the tensors that it trains with, parameter by parameter, and never takes more memory than one piece of a
+parameter. Afterwards everything is read again and compared bit by bit, before the first step is made with it.
 
 Which tensors DeepSpeed trains with is known to ``deepspeed_internals.optimizers``.
 """
@@ -22,8 +22,8 @@ from dstrial.checkpoint.shards import Piece, Pieces, own_piece, positions_in_gro
 from dstrial.engine.checkpoint_reader.equality import is_equal
 from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine
 from dstrial.engine.deepspeed_internals import engines, optimizers
-from dstrial.engine.extra_state import describe_untied
 from dstrial.engine.files import describe_rank
+from dstrial.engine.state import describe_untied
 from dstrial.errors import CheckpointError, CheckpointLayoutError
 
 _SCRATCH_NUMEL = 1 << 20
@@ -53,15 +53,10 @@ class _Target:
 
 
 def load_reshaped(engine: DeepSpeedEngine, saved: SavedEngine, now: Layout) -> None:
-    """Put the state of a checkpoint of another layout into an engine, and compare it with the checkpoint.
-
-    Args:
-        engine: a freshly initialised engine.
-        saved: the checkpoint's.
-        now: how this engine lies over the ranks that run.
+    """Load a checkpoint of another layout into a new engine, and compare the two.
 
     Raises:
-        CheckpointLayoutError: the checkpoint cannot be loaded in this layout.
+        CheckpointLayoutError: the checkpoint cannot be loaded in the layout of ``now``.
         CheckpointDamagedError: the checkpoint's files are not as its manifest says.
         CheckpointError: after loading, a value is not the checkpoint's.
 
@@ -144,7 +139,7 @@ class _Live:
 
 
 def _own_masters(optimizer: Any, places: Mapping[str, ParameterPlace]) -> dict[str, torch.Tensor]:
-    """Return the master weights that a wrapper keeps one by one, by name of the parameter; none for other wrappers."""
+    """Return the masters that a wrapper keeps one by one, by parameter name, if any."""
     masters = optimizers.own_masters(optimizer)
     if masters is None:
         return {}
@@ -166,7 +161,7 @@ def _is_same_class(engine: DeepSpeedEngine, saved: SavedEngine) -> bool:
 def _settings_by_group(
     engine: DeepSpeedEngine, saved: SavedEngine, live: _Live, problems: list[str]
 ) -> dict[int, dict[str, Any]]:
-    """Return the saved settings of each of this rank's parameter groups; groups that have become one add to ``problems``."""
+    """Return the saved settings of this rank's groups; joined ones are ``problems``."""
     own_groups = _base_groups(engine)
     found: dict[int, tuple[str, dict[str, Any]]] = {}
     for name, place in live.places.items():
@@ -185,17 +180,18 @@ def _settings_by_group(
 
 
 def _scalars_for(engine: DeepSpeedEngine, saved: SavedEngine, name: str) -> dict[str, Any]:
-    """Return a parameter's scalars as this engine's optimizer keeps them: DeepSpeed counts steps in an int, torch in a tensor."""
+    """Return a parameter's scalars in the types of this engine's optimizer."""
     values = saved.scalars(name)
     if "step" not in values or _is_same_class(engine, saved):
         return values
+    # DeepSpeed counts steps in an int, torch in a tensor.
     is_torch = type(optimizers.base_optimizer(engine.optimizer)).__module__.startswith("torch.")
     num_steps = float(values["step"])
     return {**values, "step": torch.tensor(num_steps) if is_torch else int(num_steps)}
 
 
 def _load_base_state(engine: DeepSpeedEngine, saved: SavedEngine, targets: list[_Target]) -> None:
-    """Put the optimizer's own state in: values by element into tensors, and the scalars of the parameters."""
+    """Load the optimizer's own state: values by element, and parameters' scalars."""
     optimizer = optimizers.base_optimizer(engine.optimizer)
     if optimizer is None:
         return
@@ -226,12 +222,12 @@ def _load_base_state(engine: DeepSpeedEngine, saved: SavedEngine, targets: list[
 
 
 def _counts_on_device(optimizer: Any) -> bool:
-    """Whether torch wants the step where the parameter is, as its ``load_state_dict`` puts it."""
+    """Whether torch's ``load_state_dict`` puts the step on the parameter's device."""
     return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
 
 def _load_module(saved: SavedEngine, live: _Live) -> None:
-    """Put the weights in that the module computes with, frozen ones included; those of the optimizer are rounded masters."""
+    """Load the weights that the module computes with: rounded masters, frozen ones."""
     for name, tensor, piece in live.module_tensors():
         # Where the module computes with the master itself it is there already; copying it again changes nothing.
         saved.copy(name, MASTER, piece.parameter_begin, tensor[piece.begin : piece.begin + piece.numel])
@@ -256,7 +252,7 @@ def _load_counters(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
 
 
 def _load_loss_scale(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
-    """Let a dynamic loss scale go on where it was; how it moves is the configuration's, as is a static one."""
+    """Continue a dynamic loss scale; its settings, and a static one, are the config's."""
     state = saved.loss_scale_state()
     holder = optimizers.loss_scale_holder(engine.optimizer)
     if holder is None or not state.get("dynamic_loss_scale"):

@@ -1,4 +1,4 @@
-"""Save and load an engine with nothing lost and no silence; repairs what DeepSpeed 0.19.8 leaves out.
+"""Save or load all of an engine, or raise; mends what DeepSpeed 0.19.8 omits.
 
 DeepSpeed's own files hold weights, optimizer, scheduler and step counters. What they lack is kept beside
 them, one small dictionary per rank, see ``engine_extra_state``.
@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import pathlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine, PipelineEngine, PipelineModule, checkpointing
 
+from dstrial.checkpoint.layout import Layout
+from dstrial.engine.checkpoint_reader.equality import is_equal
 from dstrial.engine.deepspeed_internals import engines, optimizers
 from dstrial.engine.files import describe_rank, engine_files, latest_tag, missing_files
-from dstrial.errors import CheckpointError
+from dstrial.errors import CheckpointError, CheckpointLayoutError
 
 
 def save_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> None:
-    """Save ``engine`` under ``path/tag`` and make sure that DeepSpeed wrote what it should have.
+    """Save ``engine`` under ``path/tag``, and check that all files were written.
 
     Args:
         engine: a wrapped engine, between two optimizer steps.
@@ -50,12 +52,7 @@ def save_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> 
 
 
 def load_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> None:
-    """Load ``engine`` from ``path/tag``, or raise.
-
-    Args:
-        engine: a freshly initialised engine in the arrangement that wrote the checkpoint.
-        path: directory of the checkpoint.
-        tag: folder of this engine in it.
+    """Load a new ``engine`` of the same arrangement from ``path/tag``, or raise.
 
     Raises:
         CheckpointError: a file that this rank reads is missing, or DeepSpeed found nothing to load.
@@ -115,11 +112,7 @@ def engine_extra_state(engine: DeepSpeedEngine) -> dict[str, Any]:
 
 
 def restore_engine_extra_state(engine: DeepSpeedEngine, state: Mapping[str, Any]) -> None:
-    """Put back what ``engine_extra_state`` returned, after the engine itself is loaded.
-
-    Args:
-        engine: the engine that ``load_engine`` has loaded.
-        state: what this rank saved.
+    """Put back this rank's ``engine_extra_state``, once ``load_engine`` has run.
 
     Raises:
         CheckpointError: the module's buffers are others than those saved.
@@ -140,6 +133,88 @@ def restore_engine_extra_state(engine: DeepSpeedEngine, state: Mapping[str, Any]
         for key in tied:
             engine.module.tied_modules[key].load_state_dict(state["tied_modules"][key])
     _refresh_last_learning_rates(engine)
+
+
+def extra_state_for(
+    engine: DeepSpeedEngine, saved: Layout, now: Layout, extras: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return this rank's extra state from what the ranks of another layout saved.
+
+    ``restore_engine_extra_state`` takes it. A replica takes over the buffers of the replica of its own number, or where there
+    were fewer, of one of those that there were; a pipeline stage those of the layers that it has.
+
+    Args:
+        engine: the engine to be restored.
+        saved: the layout that was saved.
+        now: that of ``engine``.
+        extras: what ``engine_extra_state`` returned, by rank of the saved layout.
+
+    Raises:
+        CheckpointLayoutError: no saved rank has a buffer that this one needs.
+
+    Ranks: any; no communication.
+    """
+    replica = engines.replica(engine) % saved.data_parallel_size
+    parts = [
+        extras[part * saved.data_parallel_size + replica]
+        for part in range(len(extras) // saved.data_parallel_size)
+    ]
+    buffers: dict[str, torch.Tensor] = {}
+    tied: dict[str, Any] = {}
+    for extra in parts:
+        buffers.update(extra["buffers"])
+        tied.update(extra.get("tied_modules", {}))
+    wanted = [name for name, _ in engine.module.named_buffers()]
+    missing = [name for name in wanted if name not in buffers]
+    if missing:
+        raise CheckpointLayoutError(
+            f"the checkpoint has no buffers {', '.join(missing)}; expected those of the model. Use the same model."
+        )
+    first = parts[0]
+    state = {
+        **first,
+        "micro_steps": engine.global_steps * now.micro_batches_per_batch,
+        "buffers": {name: buffers[name] for name in wanted},
+        "tied_modules": tied,
+    }
+    if "micro_offset" in first:
+        forwards = int(first["micro_offset"])
+        state["micro_offset"] = forwards // saved.micro_batches_per_batch * now.micro_batches_per_batch
+    elif now.engine_kind == "pipeline":
+        state["micro_offset"] = engine.global_steps * now.micro_batches_per_batch
+    return state
+
+
+def merged_tied_modules(extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state of a pipeline's tied layers from every rank's extra state.
+
+    Args:
+        extras: what ``engine_extra_state`` returned, by rank.
+
+    Raises:
+        CheckpointLayoutError: the ranks hold different values of one layer.
+    """
+    tied: dict[str, Any] = {}
+    unequal: set[str] = set()
+    for extra in extras:
+        for key, state in extra.get("tied_modules", {}).items():
+            known = tied.setdefault(key, state)
+            unequal |= {
+                f"tied_modules.{key}.{name}" for name in state if not is_equal(known[name], state[name])
+            }
+    if unequal:
+        raise CheckpointLayoutError(
+            f"the checkpoint was written for another layout, and this one cannot take it: {describe_untied(sorted(unequal))}."
+        )
+    return tied
+
+
+def describe_untied(names: Sequence[str]) -> str:
+    """Say that tied parameters differ between stages, and what to do."""
+    return (
+        f"the tied parameters {', '.join(names)} differ between the pipeline's stages: keep the stages, or name them in "
+        "tied_weight_attr of the TiedLayerSpec in a new run"
+    )
 
 
 def bind_load_checkpoint(engine: PipelineEngine) -> None:
@@ -186,7 +261,7 @@ def bind_load_checkpoint(engine: PipelineEngine) -> None:
 
 
 def _tied_without_file(module: PipelineModule) -> list[str]:
-    """Return the tied layers of this stage that DeepSpeed writes no file for, in an order all ranks share."""
+    """Return this stage's tied layers without a file, in an order all ranks share."""
     with_file = engines.tied_layers_with_file(module)
     return sorted(key for key in module.tied_modules if key not in with_file)
 
@@ -205,7 +280,7 @@ def _restore_buffers(engine: DeepSpeedEngine, saved: Mapping[str, torch.Tensor])
 
 
 def _refresh_last_learning_rates(engine: DeepSpeedEngine) -> None:
-    """Let ``lr_scheduler.get_last_lr()`` answer with the loaded rates, which DeepSpeed's schedulers do not save."""
+    """Make ``get_last_lr()`` give the loaded rates, which schedulers do not save."""
     scheduler = engine.lr_scheduler
     if scheduler is not None and hasattr(scheduler, "_last_lr") and hasattr(scheduler, "optimizer"):
         scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]

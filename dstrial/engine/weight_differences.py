@@ -1,4 +1,4 @@
-"""How far two saved engines are apart, parameter by parameter, whatever layouts wrote them."""
+"""How far two saved engines are apart by parameter, whatever layouts wrote them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine
 
-_PIECE_NUMEL = 1 << 20
+_PIECE_NUMEL = 1 << 20  # all that is in memory of an engine at a time
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class WeightDifference:
 
 
 def comparable(a: SavedEngine, b: SavedEngine) -> list[str]:
-    """Return the parameters that both have in the same shape, each storage once, in the order of the first."""
+    """Return parameters of one shape in both, each storage once, in the first's order."""
     return [
         name
         for name, place in a.places.items()
@@ -60,13 +60,10 @@ def weight_differences(
     with_optimizer: bool = False,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Iterator[WeightDifference]:
-    """Compare two engines and yield every parameter, equal ones too. Memory holds pieces of ``_PIECE_NUMEL`` elements.
+    """Compare two engines and yield every parameter, equal ones too.
 
-    Args:
-        a: the first engine.
-        b: the second one.
-        with_optimizer: whether the optimizer's state by element is compared, too, where both have it.
-        on_bytes: told how many more bytes were compared, in double precision.
+    With ``with_optimizer`` the optimizer's state by element is compared, too, where both have it. ``on_bytes`` is told how many
+    more bytes were compared, in double precision.
 
     Raises:
         CheckpointDamagedError: a file is missing or too short.

@@ -1,4 +1,4 @@
-"""What lets training loops of other libraries run as trials: ``huggingface`` (transformers' Trainer), ``accelerate``.
+"""Other libraries' training loops as trials: ``huggingface``, ``accelerate``.
 
 Each package needs its library, which is an optional extra of dstrial; nothing else imports them.
 """

@@ -24,9 +24,8 @@ from dstrial.engine.adapters.batch_sizes import recount_micro_batches
 from dstrial.engine.checkpoint_reader.open import read_rank_state
 from dstrial.engine.checkpoint_reader.safe_load import load, restoring
 from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
-from dstrial.engine.extra_state import extra_state_for, merged_tied_modules
 from dstrial.engine.reshape import load_reshaped
-from dstrial.engine.state import restore_engine_extra_state
+from dstrial.engine.state import extra_state_for, merged_tied_modules, restore_engine_extra_state
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointLayoutError
 from dstrial.loop.checkpoint_trust import trusts_code
 from dstrial.loop.metrics import merge_windows, weighed_window

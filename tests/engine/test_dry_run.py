@@ -36,7 +36,7 @@ def request(stage: int = 0, world_size: int = 8, kind: str = "plain", **more: An
         "gradient_accumulation_steps": more.pop("accumulation", 1),
     }
     return DryRunRequest(
-        workload="dstrial.engine.dryrun.workload:ModelWorkload",
+        workload="dstrial.engine.dryrun.measure:ModelWorkload",
         options={
             "model": "dry_run_models:tower",
             "batch": "dry_run_models:records",

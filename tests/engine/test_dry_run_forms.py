@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.engine.dryrun.linear_peaks import memory_forms, same_before_update
-from dstrial.engine.dryrun.trace import Trace
+from dstrial.engine.dryrun.linear_peaks import Trace, memory_forms, same_before_update
 from dstrial.engine.dryrun.values import (
     PHASES,
     Bypass,

@@ -11,7 +11,7 @@ import torch
 from sample_layouts import PLAIN_LAYOUT
 
 from dstrial.checkpoint.layout import Layout, ParameterPlace, reshape_problems
-from dstrial.engine.extra_state import merged_tied_modules
+from dstrial.engine.state import merged_tied_modules
 from dstrial.errors import CheckpointLayoutError
 from dstrial.testing.ranks import run_function
 

@@ -16,8 +16,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from dstrial.engine.checkpoint_reader.mapped_file import load_mapped
-from dstrial.engine.checkpoint_reader.safe_load import load, restoring, unlisted_in
+from dstrial.engine.checkpoint_reader.safe_load import load, load_mapped, restoring, unlisted_in
 from dstrial.errors import UntrustedCheckpointError
 
 

@@ -20,7 +20,6 @@ from dstrial.integrations.huggingface.batch_sizes import (
     sizes_to_keep,
 )
 from dstrial.integrations.huggingface.context import _require_no_named_checkpoint
-from dstrial.integrations.huggingface.coordinated_stop import JointStop
 from dstrial.integrations.huggingface.logged_metrics import (
     LogKind,
     Throughput,
@@ -28,6 +27,7 @@ from dstrial.integrations.huggingface.logged_metrics import (
     reported,
     require_searcher_metrics,
 )
+from dstrial.integrations.huggingface.preemption import JointStop
 from dstrial.integrations.huggingface.stall_detector import STOPPING_WAIT_S, WAIT_S, DataWait
 from dstrial.loop.sync_point import StopReason
 from dstrial.resume.metadata import EngineRecord, SavedRun

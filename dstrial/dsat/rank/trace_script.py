@@ -36,7 +36,7 @@ _NO_CLUSTER, _NO_MASTER = "dry run", "http://localhost:1"
 
 
 class ScriptWorkload:
-    """A script's model and first batch as an ``engine.dryrun.workload.Workload``.
+    """A script's model and first batch as an ``engine.dryrun.measure.Workload``.
 
     What the script does with the engine's output is not run: the loss is the output itself where that is one number, its
     ``loss``, or the mean of all numbers of the output.

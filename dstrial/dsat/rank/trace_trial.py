@@ -36,7 +36,7 @@ _BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", 
 
 
 class TrialWorkload:
-    """A DeepSpeedTrial as a dry run's ``engine.dryrun.workload.Workload``.
+    """A DeepSpeedTrial as a dry run's ``engine.dryrun.measure.Workload``.
 
     Args:
         trial: ``module:Class``.

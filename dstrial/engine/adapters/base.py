@@ -1,4 +1,4 @@
-"""The seam between the training loop and DeepSpeed: what the loop needs of an engine, and nothing else.
+"""What the training loop needs of a DeepSpeed engine, and nothing else.
 
 The loop never asks which kind of engine it has. Whatever differs between a data-parallel engine and
 a pipeline engine is answered by an adapter, one per wrapped engine.
@@ -26,7 +26,7 @@ class EngineAdapter(Protocol):
 
     @property
     def topology(self) -> Any:
-        """How a pipeline's ranks are arranged, DeepSpeed's ``PipelineParallelGrid``; None for data parallel."""
+        """The ``PipelineParallelGrid`` of a pipeline's ranks; None for data parallel."""
 
     @property
     def pipeline_stages(self) -> int:
@@ -45,11 +45,11 @@ class EngineAdapter(Protocol):
 
     @property
     def micro_batches_per_batch(self) -> int:
-        """Micro batches of one replica in one optimizer step (``gradient_accumulation_steps``)."""
+        """A replica's micro batches per step (``gradient_accumulation_steps``)."""
 
     @property
     def micro_batches_stepped(self) -> int:
-        """Micro batches that have gone through ``step`` (a pipeline's ``train_batch``) since the engine was made."""
+        """Micro batches stepped (``step``, ``train_batch``) since the engine was made."""
 
     @property
     def data_parallel_rank(self) -> int:
@@ -61,11 +61,11 @@ class EngineAdapter(Protocol):
 
     @property
     def reports_metrics(self) -> bool:
-        """Whether this rank holds the loss: always for data parallel, on the last stage of a pipeline."""
+        """Whether this rank holds the loss: every rank, or a pipeline's last stage."""
 
     @property
     def needs_loader(self) -> bool:
-        """Whether this rank reads records: always for data parallel, first and last stage of a pipeline."""
+        """Whether this rank reads records: all ranks, or a pipeline's two end stages."""
 
     @property
     def sends_ragged_micro_batches(self) -> bool:
@@ -92,12 +92,12 @@ class EngineAdapter(Protocol):
 
     @property
     def micro_batches_per_evaluation(self) -> int:
-        """Micro batches that one call of ``evaluate_batch`` takes: 1 for data parallel, a pipeline's accumulation."""
+        """Micro batches per ``evaluate_batch``: 1, or a pipeline's accumulation."""
 
     def validation_rounds(
         self, num_records: int, records_per_micro_batch: int, *, all_replicas: bool = False
     ) -> tuple[ValidationRound, ...]:
-        """Plan a validation that covers every record exactly once, in equally many rounds on every replica.
+        """Plan a validation: every record once, equally many rounds on every replica.
 
         Args:
             num_records: records in the validation set, the same on all ranks.
@@ -112,7 +112,7 @@ class EngineAdapter(Protocol):
     def bind_validation_round(
         self, validation_round: ValidationRound | None, iterator: Iterator[Any] | None
     ) -> None:
-        """Make ``engine.eval_batch`` serve one round, with or without its iterator argument.
+        """Make ``engine.eval_batch`` serve one round, with or without its iterator.
 
         Args:
             validation_round: the round that the next ``eval_batch`` call evaluates; None ends validation.
@@ -121,7 +121,7 @@ class EngineAdapter(Protocol):
         """
 
     def layout(self, allgather: Callable[[Any], list[Any]]) -> Layout:
-        """Describe how this engine's state is laid out over ranks, for the checkpoint manifest.
+        """Describe for the manifest how the engine's state is laid out over ranks.
 
         Args:
             allgather: hands a picklable object to all ranks; returns those of all ranks, in rank order.
@@ -131,3 +131,26 @@ class EngineAdapter(Protocol):
 
         Ranks: all, collectively (one ``allgather``).
         """
+
+
+class WrappedEngine:
+    """What adapters of every kind answer alike.
+
+    Attributes:
+        engine: the wrapped engine.
+        micro_batch_size: records in one forward pass of one replica.
+        micro_batches_per_batch: micro batches of one replica in one optimizer step.
+        data_parallel_rank: replica of this rank, from 0.
+        data_parallel_world_size: number of replicas.
+    """
+
+    def __init__(self, engine: Any, data_parallel_rank: int, data_parallel_world_size: int) -> None:
+        self.engine = engine
+        self.micro_batch_size: int = engine.train_micro_batch_size_per_gpu()
+        self.micro_batches_per_batch: int = engine.gradient_accumulation_steps()
+        self.data_parallel_rank = data_parallel_rank
+        self.data_parallel_world_size = data_parallel_world_size
+
+    def set_training(self, training: bool) -> None:
+        """Put the module into training or evaluation mode. Ranks: any; no communication."""
+        self.engine.train(training)

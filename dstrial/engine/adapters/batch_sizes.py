@@ -63,15 +63,9 @@ def set_batch_sizes(
 
 
 def recount_micro_batches(engine: DeepSpeedEngine, saved: Layout, now: Layout) -> None:
-    """Let an engine that DeepSpeed has loaded in the layout that wrote it count its micro batches in those of now.
+    """Recount a loaded engine's micro batches in the accumulation of now.
 
-    Its boundaries between optimizer steps are at multiples of the accumulation.
-
-    Args:
-        engine: loaded from a checkpoint.
-        saved: the layout of the checkpoint.
-        now: that of the engine.
-
+    ``saved`` is its checkpoint's layout. Boundaries between optimizer steps are at multiples of the accumulation.
     Ranks: any; no communication.
     """
     if saved.micro_batches_per_batch == now.micro_batches_per_batch:

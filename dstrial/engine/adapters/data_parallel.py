@@ -1,4 +1,4 @@
-"""The adapter for a data-parallel DeepSpeed engine: the user calls forward, backward and step."""
+"""The adapter of data-parallel engines: users call forward, backward and step."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 from deepspeed import DeepSpeedEngine, comm
 
 from dstrial.checkpoint.layout import Layout
+from dstrial.engine.adapters.base import WrappedEngine
 from dstrial.engine.adapters.validation_plan import ValidationRound, plan_data_parallel
 from dstrial.engine.parameter_table import collect_layout
 
 
-class DataParallelAdapter:
-    """What the loop asks of one ``DeepSpeedEngine``; see ``EngineAdapter`` for the contract.
+class DataParallelAdapter(WrappedEngine):
+    """What the loop asks of a ``DeepSpeedEngine``, as ``EngineAdapter`` describes it.
 
     Args:
         engine: the wrapped engine; it is not changed.
@@ -27,25 +28,16 @@ class DataParallelAdapter:
         data_parallel_rank: int | None = None,
         data_parallel_world_size: int | None = None,
     ) -> None:
-        self._engine = engine
-        self._micro_batch_size: int = engine.train_micro_batch_size_per_gpu()
-        self._micro_batches_per_batch: int = engine.gradient_accumulation_steps()
-        self._data_parallel_rank: int = (
+        super().__init__(
+            engine,
             comm.get_rank(group=engine.data_parallel_group)
             if data_parallel_rank is None
-            else data_parallel_rank
-        )
-        self._data_parallel_world_size: int = (
-            engine.dp_world_size if data_parallel_world_size is None else data_parallel_world_size
+            else data_parallel_rank,
+            engine.dp_world_size if data_parallel_world_size is None else data_parallel_world_size,
         )
         self._forward_is_collective: bool = (
             engine.zero_optimization_partition_weights() or engine.has_moe_layers
         )
-
-    @property
-    def engine(self) -> DeepSpeedEngine:
-        """The wrapped engine itself."""
-        return self._engine
 
     @property
     def topology(self) -> None:
@@ -59,32 +51,12 @@ class DataParallelAdapter:
     @property
     def train_calls_per_batch(self) -> int:
         """One call per micro batch."""
-        return self._micro_batches_per_batch
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Records in one forward pass of one replica."""
-        return self._micro_batch_size
-
-    @property
-    def micro_batches_per_batch(self) -> int:
-        """Micro batches of one replica in one optimizer step."""
-        return self._micro_batches_per_batch
+        return self.micro_batches_per_batch
 
     @property
     def micro_batches_stepped(self) -> int:
         """DeepSpeed counts the calls of ``step`` (0.19.8 runtime/engine.py:3680)."""
-        return int(self._engine.micro_steps)
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Which replica this rank belongs to, from 0."""
-        return self._data_parallel_rank
-
-    @property
-    def data_parallel_world_size(self) -> int:
-        """Number of replicas."""
-        return self._data_parallel_world_size
+        return int(self.engine.micro_steps)
 
     @property
     def reports_metrics(self) -> bool:
@@ -103,12 +75,8 @@ class DataParallelAdapter:
 
     @property
     def forward_is_collective(self) -> bool:
-        """ZeRO 3 gathers parameters in forward and experts exchange tokens, so every replica must run it equally often."""
+        """Whether forward talks: ZeRO 3 gathers parameters, experts exchange tokens."""
         return self._forward_is_collective
-
-    def set_training(self, training: bool) -> None:
-        """Put the module into training or evaluation mode. Ranks: any; no communication."""
-        self._engine.train(training)
 
     def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
         """Do nothing: this engine draws no data of its own."""
@@ -121,12 +89,12 @@ class DataParallelAdapter:
     def validation_rounds(
         self, num_records: int, records_per_micro_batch: int, *, all_replicas: bool = False
     ) -> tuple[ValidationRound, ...]:
-        """Plan one micro batch per call; see ``plan_data_parallel``. Ranks: any; no communication."""
+        """Plan one micro batch per call; see ``plan_data_parallel``. Ranks: any."""
         return plan_data_parallel(
             num_records,
             records_per_micro_batch,
-            self._data_parallel_rank,
-            self._data_parallel_world_size,
+            self.data_parallel_rank,
+            self.data_parallel_world_size,
             forward_is_collective=self._forward_is_collective or all_replicas,
         )
 
@@ -136,5 +104,5 @@ class DataParallelAdapter:
         """Do nothing: this engine has no ``eval_batch``."""
 
     def layout(self, allgather: Callable[[Any], list[Any]]) -> Layout:
-        """Describe the engine's state for the manifest. Ranks: all, collectively (one ``allgather``)."""
-        return collect_layout(self._engine, allgather)
+        """Describe the engine's state. Ranks: all, collectively (one ``allgather``)."""
+        return collect_layout(self.engine, allgather)

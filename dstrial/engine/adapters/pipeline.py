@@ -18,6 +18,7 @@ from deepspeed import PipelineEngine, comm
 from deepspeed.accelerator import get_accelerator
 
 from dstrial.checkpoint.layout import Layout
+from dstrial.engine.adapters.base import WrappedEngine
 from dstrial.engine.adapters.validation_plan import ValidationRound, plan_pipeline
 from dstrial.engine.deepspeed_internals import engines
 from dstrial.engine.files import describe_rank
@@ -29,8 +30,8 @@ _TRAINING_SHAPE = "training"
 _VALIDATION_SHAPE = "validation"
 
 
-class PipelineAdapter:
-    """What the loop asks of one ``PipelineEngine``; see ``EngineAdapter`` for the contract.
+class PipelineAdapter(WrappedEngine):
+    """What the loop asks of a ``PipelineEngine``, as ``EngineAdapter`` describes it.
 
     Args:
         engine: the wrapped engine; its ``train_batch``, ``eval_batch`` and the reduction of validation
@@ -45,16 +46,13 @@ class PipelineAdapter:
         data_parallel_rank: int | None = None,
         data_parallel_world_size: int | None = None,
     ) -> None:
-        self._engine = engine
-        self._micro_batch_size: int = engine.train_micro_batch_size_per_gpu()
-        self._micro_batches_per_batch: int = engine.gradient_accumulation_steps()
-        self._data_parallel_rank: int = (
-            engine.grid.get_data_parallel_rank() if data_parallel_rank is None else data_parallel_rank
-        )
-        self._data_parallel_world_size: int = (
-            engine.grid.get_data_parallel_world_size()
+        grid = engine.grid
+        super().__init__(
+            engine,
+            grid.get_data_parallel_rank() if data_parallel_rank is None else data_parallel_rank,
+            grid.get_data_parallel_world_size()
             if data_parallel_world_size is None
-            else data_parallel_world_size
+            else data_parallel_world_size,
         )
         self._reports_metrics: bool = engine.is_last_stage()
         self._needs_loader: bool = engine.is_first_stage() or engine.is_last_stage()
@@ -63,19 +61,14 @@ class PipelineAdapter:
         bind_load_checkpoint(engine)
 
     @property
-    def engine(self) -> PipelineEngine:
-        """The wrapped engine itself."""
-        return self._engine
-
-    @property
     def topology(self) -> Any:
         """The engine's grid."""
-        return self._engine.mpu
+        return self.engine.mpu
 
     @property
     def pipeline_stages(self) -> int:
         """Stages of the grid."""
-        return int(self._engine.grid.get_pipe_parallel_world_size())
+        return int(self.engine.grid.get_pipe_parallel_world_size())
 
     @property
     def train_calls_per_batch(self) -> int:
@@ -83,29 +76,9 @@ class PipelineAdapter:
         return 1
 
     @property
-    def micro_batch_size(self) -> int:
-        """Records in one forward pass of one replica."""
-        return self._micro_batch_size
-
-    @property
-    def micro_batches_per_batch(self) -> int:
-        """Micro batches of one replica in one optimizer step."""
-        return self._micro_batches_per_batch
-
-    @property
     def micro_batches_stepped(self) -> int:
         """A pipeline steps once per schedule, in which every micro batch of a batch is."""
-        return int(self._engine.global_steps) * self._micro_batches_per_batch
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Which pipeline this rank belongs to, from 0."""
-        return self._data_parallel_rank
-
-    @property
-    def data_parallel_world_size(self) -> int:
-        """Number of pipelines."""
-        return self._data_parallel_world_size
+        return int(self.engine.global_steps) * self.micro_batches_per_batch
 
     @property
     def reports_metrics(self) -> bool:
@@ -124,22 +97,18 @@ class PipelineAdapter:
 
     @property
     def forward_is_collective(self) -> bool:
-        """Stages exchange activations, and every evaluation begins with a barrier of the world."""
+        """Always: stages exchange activations, evaluations begin with a world barrier."""
         return True
 
-    def set_training(self, training: bool) -> None:
-        """Put the module into training or evaluation mode. Ranks: any; no communication."""
-        self._engine.train(training)
-
     def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
-        """Make ``engine.train_batch()`` draw from ``iterator``. Ranks: any; no communication."""
+        """Make ``engine.train_batch()`` draw from ``iterator``. Ranks: any."""
         self._binding.training_iterator = iterator
-        self._engine.set_dataiterator(iterator)
+        self.engine.set_dataiterator(iterator)
 
     @property
     def micro_batches_per_evaluation(self) -> int:
         """A full round of the schedule."""
-        return self._micro_batches_per_batch
+        return self.micro_batches_per_batch
 
     def validation_rounds(
         self,
@@ -148,28 +117,28 @@ class PipelineAdapter:
         *,
         all_replicas: bool = False,  # noqa: ARG002  # they always do
     ) -> tuple[ValidationRound, ...]:
-        """Plan full, remaining and ragged rounds; see ``plan_pipeline``. Ranks: any; no communication."""
+        """Plan full, remaining and ragged rounds; see ``plan_pipeline``. Ranks: any."""
         return plan_pipeline(
             num_records,
             records_per_micro_batch,
-            self._micro_batches_per_batch,
-            self._data_parallel_rank,
-            self._data_parallel_world_size,
+            self.micro_batches_per_batch,
+            self.data_parallel_rank,
+            self.data_parallel_world_size,
         )
 
     def bind_validation_round(
         self, validation_round: ValidationRound | None, iterator: Iterator[Any] | None
     ) -> None:
-        """Make ``engine.eval_batch`` serve one round; None ends validation. Ranks: any; no communication."""
+        """Bind ``engine.eval_batch`` to a round; None ends validation. Ranks: any."""
         self._binding.validation_round = validation_round
         self._binding.validation_iterator = iterator
         if validation_round is None:
             self._binding.shape = None
 
     def layout(self, allgather: Callable[[Any], list[Any]]) -> Layout:
-        """Describe the engine's state for the manifest. Ranks: all, collectively (one ``allgather``)."""
-        stages = Stages(self.pipeline_stages, int(self._engine.stage_id))
-        return collect_layout(self._engine, allgather, stages)
+        """Describe the engine's state. Ranks: all, collectively (one ``allgather``)."""
+        stages = Stages(self.pipeline_stages, int(self.engine.stage_id))
+        return collect_layout(self.engine, allgather, stages)
 
 
 @dataclasses.dataclass(slots=True)
@@ -231,7 +200,7 @@ class _Binding:
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Evaluate the current validation round, or, told so by other arguments, whatever DeepSpeed would.
+        """Evaluate the bound round, or what DeepSpeed would if other arguments say so.
 
         Args:
             data_iter: yields the micro batches; None draws from the loader that the loop has bound.
@@ -289,7 +258,7 @@ class _Binding:
         reduce_dp: bool = True,
         micro_batches: int | None = None,
     ) -> Any:
-        """Reduce the losses of one evaluation on the last stage; weighted by records in a bound round.
+        """Reduce losses on the last stage; a bound round weighs them by records.
 
         Ranks: the last stage of every replica, collectively (one all-reduce of two numbers).
         """
@@ -312,7 +281,7 @@ class _Binding:
         return total[0] / total[1]
 
     def _hold_shape(self, shape: str | None) -> None:
-        """Let all stages forget the shapes of activations unless they already hold ``shape``."""
+        """Let stages forget activation shapes unless they already hold ``shape``."""
         if shape is None or shape != self.shape:
             self.engine.reset_activation_shape()
         self.shape = shape

@@ -1,4 +1,4 @@
-"""Decide which replica evaluates which records, in which calls; pure arithmetic, no communication.
+"""Decide which replica evaluates which records in which calls; pure arithmetic.
 
 Every record of the validation set is evaluated exactly once over all replicas, and every replica makes
 equally many calls with equally many micro batches, so that collectives inside a forward pass always meet.
@@ -38,7 +38,7 @@ class ValidationRound:
 
     @property
     def is_filler(self) -> bool:
-        """Whether the round is computed only so that collectives meet, and its result is discarded."""
+        """Whether the round only makes collectives meet, and its result is discarded."""
         return self.records == 0 and self.num_micro_batches > 0
 
 
@@ -66,8 +66,6 @@ def plan_data_parallel(
 
     Raises:
         ValueError: a size is not positive, or there is no such replica.
-
-    Ranks: any; no communication.
     """
     _check(num_records, records_per_micro_batch, 1, replica, num_replicas)
     num_whole = num_records // (records_per_micro_batch * num_replicas)
@@ -106,8 +104,6 @@ def plan_pipeline(
 
     Raises:
         ValueError: a size is not positive, or there is no such replica.
-
-    Ranks: any; no communication.
     """
     _check(num_records, records_per_micro_batch, micro_batches_per_round, replica, num_replicas)
     num_whole = num_records // (records_per_micro_batch * num_replicas)

@@ -1,4 +1,4 @@
-"""Let DeepSpeed save an engine into copies in memory, of which files are made later.
+"""Let DeepSpeed save an engine into copies in memory, to be written later.
 
 ``save_checkpoint`` runs as it always does, barriers included, but the files that it writes through its checkpoint engine are
 copied instead. What it writes by itself (``latest``, the conversion script, the swap files of NVMe offload) it writes at once.
@@ -65,9 +65,9 @@ def copy_engine(
 
 
 def sizes_to_copy(engine: DeepSpeedEngine) -> list[int]:
-    """Guess the sizes in bytes of what ``copy_engine`` will copy on this rank, for ``HostBuffers.prepare``.
+    """Guess the bytes of each buffer that ``copy_engine`` will need on this rank.
 
-    Ranks: any; no communication.
+    For ``HostBuffers.prepare``. Ranks: any; no communication.
     """
     base = optimizers.base_optimizer(engine.optimizer)
     states = [value for state in getattr(base, "state", {}).values() for value in state.values()]
@@ -94,7 +94,7 @@ _WORTH_PREPARING_BYTES = 1 << 16
 
 
 class _CopyingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # deepspeed ships no types
-    """Copies what DeepSpeed hands to its ``TorchCheckpointEngine``, which would write it with ``torch.save``."""
+    """Copies what ``TorchCheckpointEngine`` would write with ``torch.save``."""
 
     def __init__(self, own: TorchCheckpointEngine, copies: StateCopies, trims_layers: bool) -> None:
         self.name = own.name
@@ -124,5 +124,5 @@ class _CopyingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # deeps
         return bool(self._own.is_data_parallel_writer(dp_rank))
 
     def preserves_storage_sharing(self) -> bool:
-        """Say whether DeepSpeed clones tensors before handing them in; layers are trimmed here instead."""
+        """Whether DeepSpeed clones tensors before saving; here layers are trimmed instead."""
         return not self._trims_layers and bool(self._own.preserves_storage_sharing())

@@ -1,4 +1,4 @@
-"""How much memory of this machine a process may still take, its control groups included."""
+"""Memory of this machine that a process may take, its control groups counted."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def available_bytes(
     own_cgroups: pathlib.Path = _OWN_CGROUPS,
     cgroup_root: pathlib.Path = _CGROUP_ROOT,
 ) -> int | None:
-    """Return what can still be allocated without swapping or being killed; None where the system does not say.
+    """Return the bytes that can be allocated without swapping or being killed.
 
-    The least of the kernel's own estimate for the machine and of what is left in each control group that this process is
-    in, the page cache of the group counted as free.
+    None where the system does not say. Else the least of the kernel's own estimate for the machine and of what is left in each
+    control group that this process is in, the page cache of the group counted as free.
 
     Args:
         meminfo: the kernel's table of the machine's memory.

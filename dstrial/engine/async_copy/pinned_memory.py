@@ -1,4 +1,4 @@
-"""Host memory for copies of state, locked in place where a CUDA device copies into it."""
+"""Host memory for copies of state, locked where a CUDA device copies into it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class HostMemory(Protocol):
     """Where buffers come from."""
 
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
-        """Return a storage of exactly this size, above 0, whose content is arbitrary. Any thread, one at a time."""
+        """Return a storage of this size, above 0, not cleared; any thread, one at a time."""
         ...
 
     def forget(self) -> None:
@@ -63,11 +63,7 @@ class LockingRuntime(Protocol):
 
 
 class CudaRuntime:
-    """Locks pages through the CUDA runtime.
-
-    Args:
-        device: the rank's device, with its index.
-    """
+    """Locks pages through the CUDA runtime, for a device with its index."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -98,15 +94,12 @@ class CudaRuntime:
 
 
 class PinnedMemory:
-    """Memory that is locked for fast copies from a device; ordinary memory once the device has refused to lock some.
+    """Memory locked for fast device copies; ordinary once a device refuses to lock.
 
     Buffers of 1 MiB and more are registered one by one, smaller ones lie in slabs of 4 MiB: a registration takes tens of
     microseconds, and models have thousands of small tensors. What is registered begins and ends at a page of its own, because
     a page can be registered once only (``cudaErrorHostMemoryAlreadyRegistered``, 712). It is not torch's pinned memory, which
     rounds sizes up to a power of two.
-
-    Args:
-        runtime: locks the pages.
     """
 
     def __init__(self, runtime: LockingRuntime) -> None:
@@ -134,7 +127,7 @@ class PinnedMemory:
         self._slab, self._num_used = np.empty(0, dtype=np.uint8), 0
 
     def _locked(self, num_bytes: int) -> Any:
-        """Return an array of this size in locked pages; an empty one if they cannot be locked."""
+        """Return an array in locked pages; an empty one if they cannot be locked."""
         nothing = np.empty(0, dtype=np.uint8)
         if self._is_refused:
             return nothing
@@ -166,5 +159,5 @@ def _unlock(runtime: LockingRuntime, address: int) -> None:
 
 
 def host_memory_for(device: torch.device) -> HostMemory:
-    """Return where buffers for copies from this device come from. Ranks: any; no communication."""
+    """Return where buffers for copies from a device come from. Ranks: any."""
     return PinnedMemory(CudaRuntime(device)) if device.type == "cuda" else PageableMemory()

@@ -1,4 +1,4 @@
-"""Copies of state in host memory, taken in one go and written to files later, from another thread.
+"""Copies of state in host memory, taken at once, written later by another thread.
 
 What is written has the bits of a file written at the moment of copying: ``torch.save`` pickles the value at once, through a
 pickle module that keeps the bytes and copies the storages; later it is given a pickle module that hands both back.
@@ -61,7 +61,7 @@ class HostBuffers:
         return free + sum(buffer.nbytes() for buffer in self._taken)
 
     def prepare(self, sizes: Sequence[int]) -> None:
-        """Allocate buffers of these sizes, in bytes, in a thread, so that the first save need not.
+        """Allocate buffers of these sizes, in bytes, in a thread, ahead of the first save.
 
         A wrong guess costs time or, until the first save, memory, and nothing else. Does nothing where there is no room.
         """
@@ -84,7 +84,7 @@ class HostBuffers:
             preparing.join()
 
     def has_room(self, sizes: Iterable[int]) -> bool:
-        """Say whether buffers of these sizes, in bytes, are there or can be allocated; log once when not."""
+        """Say whether buffers of these sizes in bytes can be had; log once when not."""
         self._end_preparing()
         missing_bytes = 0
         wanted: dict[int, int] = {}
@@ -117,7 +117,7 @@ class HostBuffers:
         return buffer
 
     def release(self) -> None:
-        """Take all buffers back for the next save, and free those that this one did not use."""
+        """Take back all buffers for the next save; free those that this one did not use."""
         self._end_preparing()
         self._free = {}
         for buffer in self._taken:
@@ -279,7 +279,7 @@ class StateCopies:
         return buffer
 
     def finish_copying(self) -> None:
-        """Let training change the state afterwards: what it asks of the accelerator from now on comes behind the copies.
+        """Let training change the state again; its device work comes behind the copies.
 
         On CUDA nothing waits here: copies lie on the stream that training goes on with, before the next forward, and ``write``
         waits for them. Not on a stream of their own, because a forward changes state, too, such as the statistics of
@@ -296,7 +296,7 @@ class StateCopies:
         self._device_sources.clear()
 
     def write(self) -> None:
-        """Write what is held, in the order in which it was handed in, and take the buffers back.
+        """Write what is held in the order it was handed in, and take the buffers back.
 
         Raises:
             Exception: what copying or writing raised first.
@@ -345,7 +345,7 @@ class _Pickled(Exception):  # noqa: N818  # not an error: ends torch.save once i
 
 
 def _pickled_by_torch(value: Any) -> tuple[bytes, tuple[torch.UntypedStorage, ...]]:
-    """Return what ``torch.save`` pickles, and the storages that it would write, by number."""
+    """Return what ``torch.save`` pickles, and by number the storages it would write."""
     try:
         torch.save(value, io.BytesIO(), pickle_module=_CapturingModule)
     except _Pickled as done:
@@ -354,7 +354,7 @@ def _pickled_by_torch(value: Any) -> tuple[bytes, tuple[torch.UntypedStorage, ..
 
 
 class _TorchPickler:
-    """What ``torch.save`` derives its pickler from: it adds ``persistent_id``, which numbers storages."""
+    """Base of ``torch.save``'s pickler, whose ``persistent_id`` numbers storages."""
 
     persistent_id: Callable[[Any], Any]
 

@@ -1,1 +1,4 @@
-"""Engines as checkpoints have them, read without running what a pickle names."""
+"""Engines as checkpoints have them, read without running what a pickle names.
+
+Nothing here communicates: any rank may call it, and any process that has no ranks.
+"""

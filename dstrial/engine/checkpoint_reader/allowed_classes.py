@@ -1,4 +1,4 @@
-"""The classes that files of a checkpoint may hold, each with the reason why data of a stranger cannot misuse it.
+"""The classes that a checkpoint's files may hold, and why each is harmless.
 
 torch's ``weights_only`` unpickler lets a file do three things with a class on the list: call it with any arguments, make an
 instance without calling it, and give an instance any state (``torch/_weights_only_unpickler.py``: REDUCE, NEWOBJ, BUILD, torch
@@ -25,7 +25,7 @@ def _zero_stage(value: Any) -> ZeroStageEnum:
 
 
 class _CountsAsDict(type):
-    """Makes a class equal to ``dict``: torch fills only ``dict``, ``OrderedDict`` and ``Counter``, compared by ``==``."""
+    """Makes a class equal to ``dict``, one of the few that torch fills (by ``==``)."""
 
     def __eq__(cls, other: object) -> bool:
         return other is dict or other is cls

@@ -9,7 +9,7 @@ import torch
 
 
 def is_equal(left: Any, right: Any) -> bool:
-    """Compare numbers, texts, tensors of one type, and mappings and sequences of them. Ranks: any; no communication."""
+    """Compare values: numbers, texts, tensors of one type, mappings and sequences."""
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
         return bool(torch.equal(torch.as_tensor(left).cpu(), torch.as_tensor(right).cpu()))
     if isinstance(left, Mapping) and isinstance(right, Mapping):

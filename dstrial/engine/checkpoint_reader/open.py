@@ -1,4 +1,4 @@
-"""Open the engines of a checkpoint for reading, and what a checkpoint says of them besides their weights."""
+"""Open a checkpoint's engines for reading, and what else it says of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from dstrial.checkpoint.file_roles import engine_folder, rank_state_name
 from dstrial.checkpoint.layout import Layout
-from dstrial.engine.checkpoint_reader.mapped_file import load_mapped
+from dstrial.engine.checkpoint_reader.safe_load import load_mapped
 from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
 from dstrial.errors import CheckpointError
 
@@ -20,10 +20,10 @@ _TIED_PREFIX = "tied_modules."
 def open_saved_engine(
     root: str | pathlib.Path, engine_idx: int, layout: Layout, *, trusts_code: bool = False
 ) -> SavedEngine:
-    """Open one engine of a checkpoint that ``DeepSpeedTrial.save``, Accelerate or the Hugging Face Trainer wrote.
+    """Open one engine of a checkpoint, whatever wrote it.
 
     Args:
-        root: the checkpoint's directory.
+        root: directory of a checkpoint of ``DeepSpeedTrial.save``, Accelerate or the Hugging Face Trainer.
         engine_idx: which of the trial's engines, 0-based.
         layout: that engine's.
         trusts_code: whether somebody vouches for the files, see ``safe_load.load``.
@@ -32,8 +32,6 @@ def open_saved_engine(
         CheckpointLayoutError: its state cannot be read by parameter.
         CheckpointDamagedError: a file is missing or cannot be read.
         UntrustedCheckpointError: a file holds classes that are not on the list.
-
-    Ranks: any; no communication.
     """
     path = pathlib.Path(root)
     tied: dict[str, Mapping[str, torch.Tensor]] = {}
@@ -48,13 +46,13 @@ def open_saved_engine(
 
 
 def folder_in(root: str | pathlib.Path, engine_idx: int) -> str:
-    """Return the folder of an engine in a checkpoint directory, as ``engine_folder`` names it."""
+    """Return an engine's folder in a checkpoint, as ``engine_folder`` names it."""
     path = pathlib.Path(root)
     return engine_folder((found.relative_to(path).as_posix() for found in path.glob("*/*")), engine_idx)
 
 
 def read_rank_state(root: str | pathlib.Path, rank: int, *, trusts_code: bool = False) -> dict[str, Any]:
-    """Return what the trial saved on one rank beside the engines, its tensors mapped from the file.
+    """Return what one rank saved beside the engines, tensors mapped from the file.
 
     Raises:
         CheckpointDamagedError: the file is missing or cannot be read.
@@ -112,7 +110,7 @@ def optimizer_summary(saved: SavedEngine) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON can hold it: small tensors become numbers, what is neither becomes text."""
+    """Return a value as JSON holds it: small tensors as numbers, the rest as text."""
     if isinstance(value, torch.Tensor):
         return value.tolist() if value.numel() <= 16 else f"tensor of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""Loading what torch has written into a checkpoint without running code that lies in it.
+"""Load what torch has written into a checkpoint without running code in it.
 
 Every load of ours, and everything that DeepSpeed, transformers and accelerate load while a checkpoint is restored, goes through
-torch's ``weights_only`` unpickler with the list of ``listed_classes``. Whoever vouches for a checkpoint (its own account, which
+torch's ``weights_only`` unpickler with the list of ``allowed_classes``. Whoever vouches for a checkpoint (its own account, which
 signed it, or a person) has what is not on the list loaded as well, for that checkpoint and no other.
 """
 
@@ -21,7 +21,7 @@ from torch import _weights_only_unpickler
 
 from dstrial.checkpoint.pickle_scan import PickleContents, read_pickle
 from dstrial.engine.checkpoint_reader.allowed_classes import LISTED
-from dstrial.errors import UntrustedCheckpointError
+from dstrial.errors import CheckpointDamagedError, UntrustedCheckpointError
 
 _NUMPY_NAMES = frozenset(
     {
@@ -71,8 +71,6 @@ def load(
     Raises:
         UntrustedCheckpointError: it holds what is not on the list; it is named.
         RuntimeError, EOFError, OSError, pickle.UnpicklingError: it cannot be read.
-
-    Ranks: any; no communication.
     """
     is_vouched = trusts_code or _vouched_depth > 0
     unlisted = unlisted_names(contents_of(path))
@@ -88,10 +86,36 @@ def load(
     return torch.load(path, map_location=map_location, mmap=mmap, weights_only=False)
 
 
+def load_mapped(path: pathlib.Path, *, holds: str, trusts_code: bool = False) -> dict[str, Any]:
+    """Load what lies in a file, its tensors mapped, on the CPU.
+
+    Args:
+        path: of the file.
+        holds: what it should hold, for the message.
+        trusts_code: as for ``load``.
+
+    Raises:
+        CheckpointDamagedError: it is missing or cannot be read.
+        UntrustedCheckpointError: it holds classes that are not on the list.
+        ImportError, AttributeError: it is trusted, and holds objects of a class that cannot be imported here.
+    """
+    try:
+        loaded: dict[str, Any] = load(path, mmap=True, trusts_code=trusts_code)
+    except FileNotFoundError:
+        raise CheckpointDamagedError(
+            f"{path} is missing; expected {holds}. Restore it, or use another checkpoint."
+        ) from None
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        raise CheckpointDamagedError(
+            f"{path} cannot be read ({error}); expected {holds}, as torch has written it. Use another checkpoint."
+        ) from error
+    return loaded
+
+
 def untrusted(
     found: Mapping[str, Iterable[str]], fix: str = "Add --trust-code if you trust who wrote it."
 ) -> UntrustedCheckpointError:
-    """Return the error that names every file and what it holds that is not on the list.
+    """Return the error that names every file with what is not on the list.
 
     Args:
         found: file -> classes and functions.
@@ -179,7 +203,7 @@ def unlisted_in(root: pathlib.Path, names: Iterable[str]) -> dict[str, tuple[str
 
 
 def may_be_unpickled(name: str) -> bool:
-    """Whether a file of a checkpoint can be one that somebody unpickles when a run goes on from it, by its name."""
+    """Whether, by its name, a file may be unpickled when a run goes on from it."""
     return pathlib.PurePosixPath(name).name not in _READ_BY_NOBODY and not name.startswith("code/")
 
 
@@ -189,7 +213,7 @@ def _head(path: pathlib.Path) -> bytes:
 
 
 def _begins_as_pickle(path: pathlib.Path) -> bool:
-    """Whether a file begins as an archive of torch's or as a pickle of protocol 2 or later.
+    """Whether a file begins as torch's archive or a pickle of protocol 2 or later.
 
     Raises:
         OSError: it cannot be read.
@@ -204,15 +228,13 @@ def _is_loaded_by_us(name: str) -> bool:
 
 @contextlib.contextmanager
 def restoring(*, trusts_code: bool) -> Iterator[None]:
-    """Restore a checkpoint in the block: whatever torch loads meanwhile, in this process, is loaded by the list.
+    """Have torch load by the list only, in this process, while the block lasts.
 
     Also what libraries load with ``weights_only=False``: torch's own switch in the environment is stronger than their argument.
     DeepSpeed 0.19.8 does so for experts, for universal checkpoints and for fp32 weights of ZeRO 3, beside its checkpoint engine.
 
     Args:
         trusts_code: whether somebody vouches for everything in the checkpoint; then nothing is kept from running.
-
-    Ranks: any; no communication.
     """
     global _vouched_depth  # torch's list and its switch are the process's too
     with _lock:
@@ -237,7 +259,7 @@ def restoring(*, trusts_code: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _torch_listed() -> Iterator[None]:
-    """Have our list beside torch's own while the block lasts; what others have added stays."""
+    """Add our list to torch's while the block lasts; what others added stays."""
     with _lock:
         known: set[Any] = set(torch.serialization.get_safe_globals())
         added: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
@@ -252,8 +274,6 @@ def bind_checkpoint_engine(engine: Any) -> None:
 
     DeepSpeed 0.19.8 loads with ``weights_only=False`` (``torch_checkpoint_engine.py:37``). Only ``load`` is replaced: the class
     stays, by which DeepSpeed and ``copied_engine`` tell the kinds apart.
-
-    Ranks: any; no communication.
     """
     own = engine.checkpoint_engine
     if own is None:
@@ -266,11 +286,11 @@ def bind_checkpoint_engine(engine: Any) -> None:
 
 
 def make_plain_config(engine: Any) -> None:
-    """Let an engine keep its config as plain dictionaries, for it saves the object that it was given (``ds_config``).
+    """Make an engine's config plain dictionaries, for checkpoints hold that object.
 
-    An ``AttrDict`` would bring its class into every checkpoint. The user's own object stays as it is.
+    The engine saves the object that it was given (``ds_config``); an ``AttrDict`` would bring its class into every checkpoint.
+    The user's own object stays as it is.
 
-    Ranks: any; no communication.
     Source: DeepSpeed 0.19.8 ``DeepSpeedEngine._save_checkpoint``.
     """
     if isinstance(engine.config, Mapping):

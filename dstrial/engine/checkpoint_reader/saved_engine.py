@@ -1,4 +1,4 @@
-"""Read one engine's state out of a checkpoint, by parameter, whatever layout wrote it.
+"""Read an engine's state from a checkpoint by parameter, whatever layout wrote it.
 
 The files are DeepSpeed's own; they are mapped into memory, so that only what is copied out is read. Neither ranks nor an
 accelerator are needed.
@@ -21,7 +21,7 @@ import torch
 from dstrial.checkpoint.layout import Layout, ParameterPlace
 from dstrial.checkpoint.shards import Piece, Pieces, overlaps, own_piece, positions_in_groups
 from dstrial.engine.checkpoint_reader.equality import is_equal
-from dstrial.engine.checkpoint_reader.mapped_file import load_mapped
+from dstrial.engine.checkpoint_reader.safe_load import load_mapped
 from dstrial.errors import CheckpointDamagedError, CheckpointLayoutError
 
 MASTER = "master"
@@ -44,8 +44,6 @@ class SavedEngine:
 
     Raises:
         CheckpointLayoutError: state of a kind that cannot be read by parameter.
-
-    Ranks: any; no communication.
     """
 
     def __init__(
@@ -99,7 +97,7 @@ class SavedEngine:
         return self.place(name).group_idx is not None
 
     def state_keys(self, name: str) -> list[str]:
-        """Return the keys of the optimizer's state that has a value for every element; none before the first step."""
+        """Return the keys of the optimizer's state by element; none before the first step."""
         place = self.place(name)
         if place.group_idx is None:
             return []
@@ -107,7 +105,7 @@ class SavedEngine:
         return sorted(key for key, value in entry.items() if self._is_by_element(place, key, value))
 
     def scalars(self, name: str) -> dict[str, Any]:
-        """Return the optimizer's state that has one value for the whole parameter, ``step`` for example."""
+        """Return the optimizer's state of one value per parameter, such as ``step``."""
         place = self.place(name)
         if place.group_idx is None:
             return {}
@@ -134,7 +132,7 @@ class SavedEngine:
         self._copy(self.place(name), key, begin, out)
 
     def unequal_copies(self) -> list[str]:
-        """Return the parameters of tied layers whose copies on the stages of a pipeline hold different values.
+        """Return the tied layers' parameters whose copies differ between pipeline stages.
 
         DeepSpeed keeps equal what ``tied_weight_attr`` names, ``weight`` unless told otherwise; the rest of a tied layer, its
         bias for example, goes its own way on every stage, and cannot become one parameter without loss.
@@ -189,7 +187,7 @@ class SavedEngine:
         return out.reshape(place.shape)
 
     def group_settings(self, name: str) -> dict[str, Any] | None:
-        """Return the optimizer's settings of the group of a parameter; None if the optimizer does not own it.
+        """Return the settings of a parameter's group; None if no optimizer owns it.
 
         A pipeline's stages have groups of their own, of which those without parameters are dropped.
         """
@@ -208,7 +206,7 @@ class SavedEngine:
         return all(is_equal(self._model_file(part, 0).get("lr_scheduler"), first) for part in stages)
 
     def engine_state(self) -> dict[str, Any]:
-        """Return what belongs to the engine as a whole: counters, scheduler; without weights and optimizer."""
+        """Return the engine's counters and scheduler, without weights and optimizer."""
         state = self._model_file(0, 0)
         kept = (
             "lr_scheduler",
@@ -221,7 +219,7 @@ class SavedEngine:
         return {key: state.get(key) for key in kept}
 
     def loss_scale_state(self) -> dict[str, Any]:
-        """Return where DeepSpeed's loss scale stands, under the names of its attributes; empty where it has none."""
+        """Return the loss scale by DeepSpeed's attribute names; empty where it has none."""
         state = self._optimizer_state(0, 0)
         if state is None:
             return {}
@@ -233,7 +231,7 @@ class SavedEngine:
         return {name: values[name] for name in names if name in values}
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the module's persistent buffers by name as replica 0 had them, mapped from the files."""
+        """Return the persistent buffers by name as replica 0 had them, mapped from files."""
         found: dict[str, torch.Tensor] = {}
         for part in range(self.layout.pipeline_stages):
             for name in self._model_file(part, 0)["buffer_names"]:
@@ -291,13 +289,13 @@ class SavedEngine:
         return _flat(self._state_entry(place, piece.replica)[key])
 
     def _state_entry(self, place: ParameterPlace, replica: int) -> Mapping[str, Any]:
-        """Return the base optimizer's state of a parameter, or of the flat buffer that it lies in."""
+        """Return the base optimizer's state of a parameter or of its flat buffer."""
         base = self._base_state(place.model_part, replica)
         entry: Mapping[str, Any] = base["state"].get(self._state_idx(place), {})
         return entry
 
     def _state_idx(self, place: ParameterPlace) -> int:
-        """Return the number under which torch's ``state_dict`` has a parameter or buffer: by group, then position."""
+        """Return a parameter's or buffer's number in ``state_dict``: by group, position."""
         if place.buffer_idx is None:
             return self._order_of_parameters(place.model_part)[place.name]
         return self._order_of_buffers(place.model_part)[place.buffer_idx]
@@ -341,7 +339,7 @@ class SavedEngine:
         return dict(base)
 
     def _optimizer_state(self, part: int, replica: int) -> dict[str, Any] | None:
-        """Return the optimizer's state in a file of its own (ZeRO, BF16_Optimizer), else the one beside the weights."""
+        """Return the optimizer state from its file (ZeRO, BF16_Optimizer) or the model's."""
         if self.layout.zero_stage or self.layout.wrapper == "BF16_Optimizer":
             prefix = "bf16_" if self.layout.precision == "bf16" else ""
             name = f"{prefix}zero_pp_rank_{replica}_mp_rank_{part:02d}_optim_states.pt"
@@ -376,7 +374,7 @@ class SavedEngine:
         return module[name]
 
     def _layer_file(self, layer_idx: int) -> str:
-        """Return the file of a pipeline's layer; with a model-parallel axis its name says which slice it holds."""
+        """Return a pipeline layer's file; a model-parallel axis adds the slice's number."""
         plain = f"layer_{layer_idx:02d}-model_states.pt"
         return (
             plain if (self._directory / plain).exists() else f"layer_{layer_idx:02d}-model_00-model_states.pt"

@@ -1,4 +1,4 @@
-"""Every name of DeepSpeed that it does not document, and that dstrial reads, calls or replaces.
+"""Every undocumented name of DeepSpeed that dstrial reads, calls or replaces.
 
 ``engines`` has what belongs to engines and pipelines, ``optimizers`` what belongs to optimizers, their parameters and the classes
 that they save, ``process`` what DeepSpeed keeps once per process. Nothing else in dstrial imports a submodule of DeepSpeed

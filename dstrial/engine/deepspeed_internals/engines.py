@@ -1,4 +1,4 @@
-"""What dstrial reads of DeepSpeed's engines and pipelines, and changes in them, beyond their documentation."""
+"""Undocumented parts of DeepSpeed's engines and pipelines that dstrial uses."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ GRID_METHODS = frozenset(
 
 
 def config_of(engine: DeepSpeedEngine) -> Mapping[str, Any]:
-    """Return the config that an engine was made from, whether that was a dictionary or a file.
+    """Return the config that an engine was made from, be it a dictionary or a file.
 
     Source: ``DeepSpeedConfig._param_dict``, ``runtime/config.py:433``.
     """
@@ -116,27 +116,27 @@ def config_of(engine: DeepSpeedEngine) -> Mapping[str, Any]:
 
 
 def set_train_batch_size(engine: DeepSpeedEngine, train_batch_size: int) -> None:
-    """Set the batch in the parsed config and in the throughput timer, which ``set_train_batch_size`` leaves as it was.
+    """Set the batch in the parsed config and in the throughput timer.
 
-    Source: ``DeepSpeedEngine.set_train_batch_size`` and ``tput_timer``, ``runtime/engine.py:637``.
+    Source: ``DeepSpeedEngine.set_train_batch_size``, which leaves ``tput_timer`` as it was, ``runtime/engine.py:637``.
     """
     engine._config.train_batch_size = train_batch_size
     engine.tput_timer.batch_size = engine.train_batch_size()
 
 
 def load_config_file(path: str) -> dict[str, Any]:
-    """Read a config's file as ``deepspeed.initialize`` does. Source: ``runtime/tensor_parallel/init_utils.py:19``."""
+    """Read a config as DeepSpeed does, ``runtime/tensor_parallel/init_utils.py:19``."""
     config: dict[str, Any] = load_ds_config(path)
     return config
 
 
 def basic_optimizer(engine: DeepSpeedEngine) -> Any:
-    """Return the optimizer that DeepSpeed has wrapped or taken as it is; None if the engine has none to train with."""
+    """Return the optimizer that DeepSpeed wrapped or took as it is; None without one."""
     return getattr(engine, "basic_optimizer", None)
 
 
 def replica(engine: DeepSpeedEngine) -> int:
-    """Return which replica this rank is of, ranks that share a sequence counted as replicas: so ZeRO cuts state."""
+    """Return this rank's replica as ZeRO cuts state: a sequence's ranks are replicas."""
     return int(comm.get_rank(group=engine.seq_data_parallel_group))
 
 
@@ -164,12 +164,12 @@ def model_file(engine: DeepSpeedEngine, tag: str, *, part: str | None = None) ->
 
 
 def zero_file(engine: DeepSpeedEngine, tag: str) -> str:
-    """Return the file with the optimizer's state of this rank. Source: ``DeepSpeedEngine._get_zero_ckpt_name``."""
+    """Return the file with this rank's optimizer state (``_get_zero_ckpt_name``)."""
     return pathlib.PurePath(engine._get_zero_ckpt_name("", tag)).as_posix()
 
 
 def layer_files(engine: PipelineEngine, tag: str) -> dict[int, str]:
-    """Return the files of this stage's layers that have weights, by the layer's index in the stage.
+    """Return the files of this stage's layers with weights, by index in the stage.
 
     Source: ``PipelineModule.save_state_dict`` and ``ckpt_layer_path``, ``runtime/pipe/module.py``.
     """
@@ -181,7 +181,7 @@ def layer_files(engine: PipelineEngine, tag: str) -> dict[int, str]:
 
 
 def written_layers(engine: PipelineEngine) -> range:
-    """Return which of this stage's layers this replica writes. Source: ``PipelineModule.save_state_dict``."""
+    """Return the layers that this replica writes (``PipelineModule.save_state_dict``)."""
     num_layers = len(engine.module.forward_funcs)
     writer = engine.grid.get_data_parallel_id()
     if not engine.module.checkpoint_parallel_write_pipeline:
@@ -191,7 +191,7 @@ def written_layers(engine: PipelineEngine) -> range:
 
 
 def tied_layers_with_file(module: PipelineModule) -> set[str]:
-    """Return the keys of the tied layers that ``save_checkpoint`` writes: those called without a ``forward_fn``."""
+    """Return the keys of tied layers that are saved: those without a ``forward_fn``."""
     return {
         spec.key
         for spec in module._layer_specs
@@ -205,33 +205,33 @@ def set_global_grad_norm(engine: DeepSpeedEngine, norm: float | None) -> None:
 
 
 def load_zero_states(engine: DeepSpeedEngine, load_dir: str, tag: str | None) -> None:
-    """Load each replica's own file of optimizer state, as ``load_checkpoint`` does with ZeRO. Ranks: all, collectively."""
+    """Load each replica's optimizer state, as with ZeRO. Ranks: all, collectively."""
     engine._load_zero_checkpoint(load_dir, tag, load_optimizer_states=True)
 
 
 def random_ltd_scheduler(engine: DeepSpeedEngine) -> Any:
-    """Return the scheduler of random layer-token dropping; only where ``random_ltd_enabled()``."""
+    """Return random layer-token dropping's scheduler; needs ``random_ltd_enabled()``."""
     return engine.random_ltd_scheduler
 
 
 def gradient_scaler(engine: DeepSpeedEngine) -> Any:
-    """Return torch autocast's gradient scaler in an engine without ZeRO; None if it has none."""
+    """Return torch autocast's scaler in an engine without ZeRO; None without one."""
     return getattr(engine, "torch_autocast_z0_gradscaler", None)
 
 
 def bind_output_reduction(engine: PipelineEngine, function: Callable[..., Any]) -> None:
-    """Have ``eval_batch`` of this engine reduce its outputs with a function, which takes what ``reduce_outputs`` does."""
+    """Have ``eval_batch`` call a function with the arguments of ``reduce_outputs``."""
     engine._reduce_outputs = function
 
 
 def reduce_outputs(
     engine: PipelineEngine, outputs: list[Any], reduce: str | None, reduce_dp: bool, micro_batches: int | None
 ) -> Any:
-    """Reduce the outputs of an evaluation as DeepSpeed does (``runtime/pipe/engine.py:527``). Ranks: the last stage's."""
+    """Reduce outputs like ``runtime/pipe/engine.py:527``. Ranks: the last stage's."""
     return type(engine)._reduce_outputs(engine, outputs, reduce, reduce_dp, micro_batches)
 
 
 def forget_losses(engine: PipelineEngine) -> None:
-    """Drop the sum of losses, to which 0.19.0 and 0.19.8 add those of evaluations, too, whatever their shape."""
+    """Drop the losses' sum: 0.19.0 and 0.19.8 add evaluations' to it, of any shape."""
     engine.total_loss = None
     engine.total_additional_losses = None

@@ -1,4 +1,4 @@
-"""Where DeepSpeed's optimizers keep weights and settings, how ZeRO 3 cuts parameters, and which classes are saved with them.
+"""How DeepSpeed's optimizers keep weights and settings, and how ZeRO 3 cuts them.
 
 Source: ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``, ``runtime/bf16_optimizer.py``,
 ``runtime/fp16/fused_optimizer.py``, ``runtime/fp16/unfused_optimizer.py``, ``runtime/zero/partition_parameters.py``.
@@ -25,7 +25,7 @@ from deepspeed.utils.tensor_fragment import fragment_address as fragment_address
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatGroups:
-    """The parameter groups of an optimizer that keeps each in one flat buffer; indexed by group.
+    """Parameter groups of an optimizer that keeps each in a flat buffer; by group.
 
     Attributes:
         groups: parameters in the order in which they lie in the buffer.
@@ -42,7 +42,7 @@ class FlatGroups:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SubGroup:
-    """Parameters that ZeRO 3 keeps in one flat buffer, each cut over the replicas by itself.
+    """Parameters in one flat buffer of ZeRO 3, each cut over the replicas by itself.
 
     Attributes:
         parameters: in the order in which their pieces lie in the buffer.
@@ -72,7 +72,7 @@ def sub_groups(optimizer: Any) -> list[SubGroup] | None:
 
 
 def flat_groups(optimizer: Any) -> FlatGroups | None:
-    """Return the groups of ZeRO 1 and 2, ``BF16_Optimizer`` and ``FP16_Optimizer``; None for other optimizers.
+    """Return groups of ZeRO 1, 2, ``BF16_Optimizer``, ``FP16_Optimizer``; else None.
 
     Source: ``runtime/zero/stage_1_and_2.py:413`` and on; 0.19.0 knows no gaps between parameters (``parameter_alignment``).
     """
@@ -94,14 +94,14 @@ def _numels(flat: Sequence[torch.Tensor]) -> list[int]:
 
 
 def plain_groups(optimizer: Any) -> list[list[torch.nn.Parameter]]:
-    """Return the parameters by group of an optimizer that keeps each by itself; none without an optimizer."""
+    """Return parameters by group where each is kept by itself; none without optimizer."""
     if isinstance(optimizer, FP16_UnfusedOptimizer):
         return list(optimizer.fp16_groups)
     return [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
 
 
 def flat_masters(optimizer: Any) -> list[torch.Tensor] | None:
-    """Return this rank's flat buffers of master weights, by index of the buffer; None where there are none."""
+    """Return this rank's flat buffers of master weights by index; None without any."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         masters: list[torch.Tensor] = optimizer.fp32_partitioned_groups_flat
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
@@ -116,33 +116,33 @@ def flat_masters(optimizer: Any) -> list[torch.Tensor] | None:
 
 
 def replica_masters(optimizer: Any) -> list[torch.Tensor]:
-    """Return the master weights that are saved in a file of each replica: of ZeRO and ``BF16_Optimizer``."""
+    """Return master weights saved per replica: those of ZeRO and ``BF16_Optimizer``."""
     return [] if isinstance(optimizer, FP16_Optimizer) else flat_masters(optimizer) or []
 
 
 def own_masters(optimizer: Any) -> list[list[torch.Tensor]] | None:
-    """Return the master weights that a wrapper keeps one by one, by group and position; None for other optimizers."""
+    """Return master weights kept one by one, by group and position; else None."""
     return optimizer.fp32_groups if isinstance(optimizer, FP16_UnfusedOptimizer) else None
 
 
 def base_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer inside DeepSpeed's wrapper; the optimizer itself where there is none."""
+    """Return the optimizer inside DeepSpeed's wrapper, or itself without one."""
     is_wrapper = isinstance(optimizer, FP16_UnfusedOptimizer) or flat_masters(optimizer) is not None
     return optimizer.optimizer if is_wrapper else optimizer
 
 
 def has_file_per_replica(optimizer: Any) -> bool:
-    """Whether DeepSpeed saves a file of each replica for an optimizer though ZeRO is off."""
+    """Whether an optimizer is saved in a file of each replica though ZeRO is off."""
     return isinstance(optimizer, BF16_Optimizer)
 
 
 def restore_masters_from_weights(optimizer: Any) -> None:
-    """Make master weights from the module's, as ``load_checkpoint`` does without optimizer states."""
+    """Make master weights from the module's, as a load without optimizer states does."""
     optimizer._restore_from_bit16_weights()
 
 
 def gather_persistent(optimizer: Any) -> None:
-    """Let ZeRO 3 put its small parameters, which it keeps whole, together again from the pieces. Ranks: all.
+    """Let ZeRO 3 reassemble the small parameters that it keeps whole. Ranks: all.
 
     Source: ``DeepSpeedZeroOptimizer_Stage3.load_state_dict``; does nothing for other optimizers.
     """
@@ -162,7 +162,7 @@ def set_accumulation(optimizer: Any, micro_batches_per_batch: int) -> None:
 
 
 def loss_scale_holder(optimizer: Any) -> Any:
-    """Return the object whose attributes are the dynamic loss scale; None where there is no such scale.
+    """Return the object with the dynamic loss scale; None without one.
 
     Its attributes are ``cur_scale``, ``cur_iter``, ``last_overflow_iter`` and ``cur_hysteresis``.
     """
@@ -172,7 +172,7 @@ def loss_scale_holder(optimizer: Any) -> Any:
 
 
 def gradient_scaler(optimizer: Any) -> Any:
-    """Return torch autocast's gradient scaler in an optimizer of ZeRO; None if it has none."""
+    """Return torch autocast's scaler in an optimizer of ZeRO; None without one."""
     return getattr(optimizer, "torch_autocast_gradscaler", None)
 
 
@@ -182,7 +182,7 @@ def swaps_to_nvme(optimizer: Any) -> int:
 
 
 def is_cut(parameter: Any) -> bool:
-    """Whether ZeRO 3 has cut a parameter over the replicas (``partition_parameters.py``, ``_convert_to_deepspeed_param``)."""
+    """Whether ZeRO 3 has cut a parameter (``_convert_to_deepspeed_param``)."""
     return hasattr(parameter, "ds_id")
 
 
@@ -197,18 +197,18 @@ def full_numel(parameter: Any) -> int:
 
 
 def cut_part(parameter: Any) -> torch.Tensor:
-    """Return this rank's piece of a parameter that is cut, flat, its padding included; of it ZeRO 3 gathers the whole."""
+    """Return this rank's flat, padded piece of a cut parameter, for ZeRO 3 to gather."""
     part: torch.Tensor = parameter.ds_tensor
     return part
 
 
 def cut_numel(parameter: Any) -> int:
-    """Return the number of elements of each rank's piece of a parameter that is cut, its padding included."""
+    """Return the elements of each rank's piece of a cut parameter, padding included."""
     return int(parameter.partition_numel())
 
 
 def held_part(parameter: Any) -> torch.Tensor | None:
-    """Return what this rank holds of a parameter that is cut; None while that is on its way, or on disk."""
+    """Return this rank's piece of a cut parameter; None while on its way or on disk."""
     held = getattr(parameter, "ds_tensor", None)
     if held is None or getattr(held, "status", None) is not PartitionedParamStatus.AVAILABLE:
         return None

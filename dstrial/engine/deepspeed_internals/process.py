@@ -1,4 +1,4 @@
-"""What DeepSpeed keeps once per process and dstrial replaces, resets or asks for: communication, kernels, globals.
+"""DeepSpeed's state of the process: communication, kernels and globals.
 
 DeepSpeed is imported by the functions, not by the module: some of them are called before anything of it may be.
 """
@@ -88,7 +88,7 @@ CONTAINERS = (
 
 
 def torch_backend() -> Any:
-    """Return the class with the collectives and ``send`` and ``recv`` of ``deepspeed.comm``."""
+    """Return the class of collectives, ``send`` and ``recv`` in ``deepspeed.comm``."""
     # Not `import deepspeed.comm.torch as`, which finds the `torch` that deepspeed.comm imports.
     return importlib.import_module("deepspeed.comm.torch").TorchBackend
 
@@ -114,7 +114,7 @@ def no_compatible_ops() -> Iterator[None]:
 
 
 def replace_available_memory(function: Callable[..., int]) -> None:
-    """Have the CUDA accelerator ask ``function(accelerator, device_index=None)`` for free memory, in bytes.
+    """Have CUDA's free bytes asked of ``function(accelerator, device_index=None)``.
 
     Source: ``accelerator/cuda_accelerator.py:188``, which takes words of ``CUDA_VISIBLE_DEVICES`` for integers.
     """
@@ -131,7 +131,7 @@ def op_builder() -> Any:
 
 
 def nested_phases() -> list[tuple[Any, str, str]]:
-    """Return where gradients are sent and parameters gathered: class or module, name, and ``reduce`` or ``gather``."""
+    """Return calls that communicate: class or module, name, ``reduce`` or ``gather``."""
     from deepspeed import DeepSpeedEngine
     from deepspeed.runtime import bf16_optimizer
     from deepspeed.runtime.zero import partitioned_param_coordinator, stage3, stage_1_and_2
@@ -152,7 +152,7 @@ def nested_phases() -> list[tuple[Any, str, str]]:
 
 
 def reset_globals() -> None:
-    """Make the modules of ``GLOBALS`` that are imported what they were, and empty ``METHOD_CACHES``."""
+    """Reset the imported modules of ``GLOBALS``, and empty ``METHOD_CACHES``."""
     for name, values in GLOBALS.items():
         module = sys.modules.get(name)
         for attribute, value in values.items() if isinstance(module, ModuleType) else ():
@@ -193,7 +193,7 @@ def release_groups() -> None:
 
 
 def operators() -> list[tuple[str, Any, bool]]:
-    """Return DeepSpeed's operators: name, builder, and whether the installed package has it compiled."""
+    """Return DeepSpeed's operators: name, builder, whether the package compiled it."""
     from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
@@ -201,7 +201,7 @@ def operators() -> list[tuple[str, Any, bool]]:
 
 
 def can_compile(builder: Any) -> bool:
-    """Say whether an operator can be compiled here; not where DeepSpeed's own probe fails.
+    """Say whether an operator can be compiled here; not if DeepSpeed's probe fails.
 
     Source: ``probe_is_compatible``, ``ops/op_builder/builder.py:64``, which 0.19.0 does not have.
     """
@@ -217,7 +217,7 @@ def can_compile(builder: Any) -> bool:
 
 
 def cuda_mismatch() -> str | None:
-    """Return why DeepSpeed would not compile with this nvcc for this torch; None if it would."""
+    """Return why DeepSpeed refuses this nvcc for this torch; None if it does not."""
     from deepspeed.ops.op_builder import builder
 
     try:

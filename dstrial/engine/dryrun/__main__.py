@@ -1,6 +1,6 @@
-"""The process of a dry run: reads a request, writes an answer. ``python -m dstrial.engine.dryrun REQUEST ANSWER``.
+"""The process of a dry run: ``python -m dstrial.engine.dryrun REQUEST ANSWER``.
 
-With more pairs of files it imports everything once and answers each in a fork of its own.
+It reads a request and writes an answer. With more pairs of files it imports everything once and answers each in a fork.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def main(request_path: str, answer_path: str) -> int:
 
 
 def limit_memory(free_bytes: int | None = None) -> int | None:
-    """Have allocations of this process fail before the machine runs out of memory, so that nothing else has to be killed.
+    """Make allocations fail here before the machine has to kill something for memory.
 
     Args:
         free_bytes: memory that may be taken; that which the machine has free if None.
@@ -112,9 +112,6 @@ def main_of_many(paths: Sequence[str], num_parallel: int) -> int:
     Args:
         paths: request, answer, request, answer and so on.
         num_parallel: how many run at the same time.
-
-    Returns:
-        0.
     """
     from dstrial.engine.deepspeed_internals.process import LATE_MODULES
     from dstrial.engine.dryrun.patches import without_compiler
@@ -144,7 +141,7 @@ def main_of_many(paths: Sequence[str], num_parallel: int) -> int:
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """Have this process end when the one that started it dies: nobody else keeps its deadline.
+    """End this process when its parent dies: nobody else keeps its deadline.
 
     Args:
         parent_pid: process id of the one that started it, which may be dead already.
@@ -163,7 +160,7 @@ def _exit(status: int) -> NoReturn:
 
 
 def user_place(error: BaseException) -> str | None:
-    """Return ``file:line`` of the innermost frame of an error that is neither Python's, a library's nor ours; None without."""
+    """Return ``file:line`` of the innermost frame of user code in an error, or None."""
     found = None
     frame = error.__traceback__
     while frame is not None:

@@ -1,16 +1,56 @@
-"""From the allocations of three steps at two micro batch sizes to bytes as functions of the micro batch size; pure."""
+"""A dry run's trace of allocations, and from it bytes by micro batch size; pure.
+
+A trace is of two or three steps at two micro batch sizes.
+"""
 
 from __future__ import annotations
 
+import array
 import dataclasses
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dstrial.engine.dryrun.trace import Trace
 from dstrial.engine.dryrun.values import PHASES, Line, MemoryForm, PhaseMemory, upper_envelope
 
 _Floats = NDArray[np.float64]
+
+
+def _integers() -> array.array[int]:
+    return array.array("q")
+
+
+@dataclasses.dataclass(slots=True)
+class Trace:
+    """Allocations and frees, on the device and on the host.
+
+    Attributes:
+        events: +n where allocation n (from 1) is made, -n where it is freed.
+        phases: of each event, as an index into ``PHASES``.
+        sizes: bytes of allocation n, at n - 1.
+        on_host: 1 where allocation n is on the host, at n - 1.
+        marks: how many events there were when the first step began, and at the end of each step.
+    """
+
+    events: array.array[int] = dataclasses.field(default_factory=_integers)
+    phases: array.array[int] = dataclasses.field(default_factory=_integers)
+    sizes: array.array[int] = dataclasses.field(default_factory=_integers)
+    on_host: array.array[int] = dataclasses.field(default_factory=_integers)
+    marks: list[int] = dataclasses.field(default_factory=list)
+
+    def allocate(self, size: int, on_host: bool, phase_idx: int) -> int:
+        """Note an allocation and return its number."""
+        self.sizes.append(size)
+        self.on_host.append(on_host)
+        number = len(self.sizes)
+        self.events.append(number)
+        self.phases.append(phase_idx)
+        return number
+
+    def free(self, number: int, phase_idx: int) -> None:
+        """Note that an allocation is freed."""
+        self.events.append(-number)
+        self.phases.append(phase_idx)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,11 +69,7 @@ class MemoryForms:
 
 
 def same_before_update(trace: Trace) -> bool:
-    """Return whether the last two steps made and freed the same until their optimizer step, whatever the sizes.
-
-    Args:
-        trace: of at least two whole steps.
-    """
+    """Whether a trace's last two steps are alike until the update, sizes aside."""
     return _same(_Steps(trace))
 
 
@@ -45,11 +81,6 @@ def memory_forms(trace: Trace, low: int, high: int) -> MemoryForms:
     which knows nothing of the micro batch: each allocation has a size that is linear in the micro batch size, and so is
     the sum of those alive at any time. A phase's peak is the greatest of these sums, which different times may be at
     different sizes. What only earlier steps do is taken to grow like the same phase of the last one.
-
-    Args:
-        trace: of two or three steps.
-        low: micro batch size of the first step.
-        high: of the second.
     """
     steps = _Steps(trace)
     is_linear = _same(steps)
@@ -111,7 +142,7 @@ class _Steps:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Alive:
-    """Bytes alive after each event, as lines, and whether the event made an allocation of this kind of memory."""
+    """Bytes alive after each event, as lines, and whether it allocated such memory."""
 
     base: _Floats
     slope: _Floats
@@ -166,13 +197,6 @@ def _highest(base: _Floats, slope: _Floats) -> list[tuple[float, float]]:
 
 
 def line_through(at_low: float, at_high: float, low: int, high: int) -> Line:
-    """Return the line through two values.
-
-    Args:
-        at_low: value at the micro batch size ``low``.
-        at_high: value at ``high``.
-        low: one micro batch size.
-        high: another one.
-    """
+    """Return the line through the values at two micro batch sizes."""
     growth = (at_high - at_low) / (high - low)
     return Line(at_low - growth * low, growth)

@@ -1,29 +1,97 @@
-"""Run one workload at two micro batch sizes and turn what was seen into a result."""
+"""What a dry run trains, and its training at two micro batch sizes as a result."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import gc
+import importlib
 import resource
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
+import deepspeed
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dstrial.engine.deepspeed_internals.optimizers import full_numel
 from dstrial.engine.dryrun import patches
 from dstrial.engine.dryrun.linear_peaks import line_through, memory_forms, same_before_update
 from dstrial.engine.dryrun.tracker import Tracker
 from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult, Flops
-from dstrial.engine.dryrun.workload import Workload, load
+
+
+class Workload(Protocol):
+    """Builds engines and trains with them in a dry run; tensors are fake by default."""
+
+    def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
+        """Return the engines, with this merged config.
+
+        Args:
+            deepspeed_config: batch sizes solved for the micro batch that follows; not to be changed.
+            device: where batches belong.
+        """
+        ...
+
+    def train_micro_batch(self, micro_batch_size: int) -> Any:
+        """Train one micro batch of that many records: forward, backward, step; return it."""
+        ...
+
+
+def load(reference: str) -> Callable[..., Any]:
+    """Return what ``module:name`` refers to.
+
+    Raises:
+        ValueError: it is not of that form.
+        ImportError: there is no such module, or it cannot be imported.
+        AttributeError: the module has no such name.
+    """
+    module_name, separator, name = reference.partition(":")
+    if not (separator and module_name and name):
+        raise ValueError(f"workload is {reference!r}; expected module:callable. Name both.")
+    found: Callable[..., Any] = getattr(importlib.import_module(module_name), name)
+    return found
+
+
+class ModelWorkload:
+    """A model whose forward returns the loss, and a function that makes its batches.
+
+    Args:
+        model: ``module:callable`` that returns the model.
+        batch: ``module:callable`` that returns the positional arguments of the forward pass, its first argument being the
+            micro batch size.
+        shape: keyword arguments of both.
+    """
+
+    def __init__(self, model: str, batch: str, shape: Mapping[str, Any] | None = None) -> None:
+        self._make_model, self._make_batch = load(model), load(batch)
+        self._shape = dict(shape or {})
+        self._engine: Any = None
+        self._device = torch.device("cpu")
+
+    def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
+        """Return the one engine."""
+        self._device = device
+        model = self._make_model(**self._shape)
+        self._engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=dict(deepspeed_config)
+        )
+        return [self._engine]
+
+    def train_micro_batch(self, micro_batch_size: int) -> Any:
+        """Train on a batch made for it."""
+        batch = self._make_batch(micro_batch_size, **self._shape)
+        batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._device), batch)
+        loss = self._engine(*batch)
+        self._engine.backward(loss)
+        self._engine.step()
+        return batch
 
 
 def measure(request: DryRunRequest) -> DryRunResult:
-    """Build the engines and train two steps, one at each micro batch size, and a third where the first was special.
+    """Build the engines and train one step at each of the two micro batch sizes.
 
     Raises:
         Exception: whatever the workload, torch or DeepSpeed raises; not everything can be run with fake tensors.
@@ -34,7 +102,6 @@ def measure(request: DryRunRequest) -> DryRunResult:
     config, accumulation = _config(request)
     reads = patches.ScalarReads()
     tracker = Tracker(_host_test(request.target, request.is_real), None if request.is_real else reads)
-    tokens: list[int] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(
             patches.all_of_them(
@@ -54,16 +121,7 @@ def measure(request: DryRunRequest) -> DryRunResult:
         stack.enter_context(tracker)
         engines = workload.build(config, device)
         low, high = request.micro_batch_sizes
-        sizes = [low, high]
-        for step_idx, size in enumerate(sizes):
-            gc.collect()
-            for micro_batch_idx in range(accumulation):
-                tracker.begin_micro_batch(step_idx, micro_batch_idx)
-                tokens.append(_num_tokens(workload.train_micro_batch(size)))
-            tracker.end_step()
-            # ZeRO 3 learns in its first step in which order modules run, and fetches ahead from the second on.
-            if step_idx == 1 and not same_before_update(tracker.trace):
-                sizes.append(low)
+        tokens = _train(workload, tracker, [low, high], accumulation)
         parameters = [full_numel(parameter) for engine in engines for parameter in engine.module.parameters()]
         trainable = [
             full_numel(parameter)
@@ -72,7 +130,7 @@ def measure(request: DryRunRequest) -> DryRunResult:
             if parameter.requires_grad
         ]
     memory = memory_forms(tracker.trace, low, high)
-    steady, last = len(sizes) - 1, accumulation - 1
+    steady, last = len(tokens) // accumulation - 1, accumulation - 1
     totals = tracker.totals()
     return DryRunResult(
         device=memory.device,
@@ -94,8 +152,23 @@ def measure(request: DryRunRequest) -> DryRunResult:
     )
 
 
+def _train(workload: Workload, tracker: Tracker, sizes: list[int], accumulation: int) -> list[int]:
+    """Train a step at each micro batch size; return the tokens of every micro batch."""
+    tokens: list[int] = []
+    for step_idx, size in enumerate(sizes):
+        gc.collect()
+        for micro_batch_idx in range(accumulation):
+            tracker.begin_micro_batch(step_idx, micro_batch_idx)
+            tokens.append(_num_tokens(workload.train_micro_batch(size)))
+        tracker.end_step()
+        # ZeRO 3 learns in its first step in which order modules run, and fetches ahead from the second on.
+        if step_idx == 1 and not same_before_update(tracker.trace):
+            sizes.append(sizes[0])
+    return tokens
+
+
 def _config(request: DryRunRequest) -> tuple[dict[str, Any], int]:
-    """Return the config for the first size, with one or two micro batches to a step, and that number."""
+    """Return the config for the first size and its micro batches per step, 1 or 2."""
     config = copy.deepcopy(dict(request.deepspeed_config))
     accumulation = min(int(config.get("gradient_accumulation_steps") or 1), 2)
     config["train_micro_batch_size_per_gpu"] = request.micro_batch_sizes[0]
@@ -116,7 +189,7 @@ def _host_test(target: str, is_real: bool) -> Any:
 
 @contextlib.contextmanager
 def _quiet_collector() -> Iterator[None]:
-    """Collect cycles between steps only, so that memory is freed at the same places at both sizes."""
+    """Collect cycles between steps only, so that both sizes free at the same places."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -15,10 +15,11 @@ _META = "Meta"
 
 @contextlib.contextmanager
 def meta_collectives() -> Iterator[None]:
-    """Let collectives take fake tensors where torch has no kernels for them: 2.6 has none, 2.13 has one for each.
+    """Let collectives take fake tensors where torch has no kernels for them.
 
-    Such a kernel gives back what it was to fill, as it was, and a ``Work`` that has ended. Python cannot make one in torch 2.6:
-    it is the answer of torch's ``fake`` process group, which must be the default one, to a collective of nothing.
+    Torch 2.6 has none, 2.13 has one for each. Such a kernel gives back what it was to fill, as it was, and a ``Work`` that has
+    ended. Python cannot make one in torch 2.6: it is the answer of torch's ``fake`` process group, which must be the default one,
+    to a collective of nothing.
 
     Ranks: this one; nothing is sent.
     Source: torch 2.6 csrc/distributed/c10d/Ops.cpp registers CPU, CUDA and other devices; schemas return what they fill, and

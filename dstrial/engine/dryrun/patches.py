@@ -1,4 +1,4 @@
-"""Everything that is put in place of torch and DeepSpeed so that a real engine runs alone, and with fake tensors.
+"""What replaces parts of torch and DeepSpeed for an engine alone on fake tensors.
 
 Nothing else of the dry run changes foreign code, and nothing here outlives the process of a dry run's: patches are undone
 when their block ends, and ``dstrial.engine.dryrun.process`` gives each dry run an interpreter of its own.
@@ -47,10 +47,7 @@ _OWN = str(pathlib.Path(__file__).resolve().parent) + os.sep
 
 @contextlib.contextmanager
 def virtual_world(world_size: int) -> Iterator[None]:
-    """Be rank 0 of so many ranks: collectives return at once, and leave what they should have received as it was.
-
-    Args:
-        world_size: number of ranks.
+    """Be rank 0 of many: collectives return at once, and fill in nothing.
 
     Ranks: this one is the only one that exists.
     Source: torch's ``fake`` process group.
@@ -80,7 +77,7 @@ def _always(value: Any) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def without_shared_memory_op() -> Iterator[None]:
-    """Keep DeepSpeed from its shared-memory collectives for CPUs, which wait for ranks that do not exist."""
+    """Disable DeepSpeed's shared-memory CPU collectives, which wait for absent ranks."""
     module, name = process.SHARED_MEMORY_OP
     # As an attribute of deepspeed.comm, torch is the library.
     with mock.patch.object(importlib.import_module(module), name, _always(None)):
@@ -88,7 +85,7 @@ def without_shared_memory_op() -> Iterator[None]:
 
 
 class _NoKernels:
-    """Stands where a compiled extension would: every function of it exists, does nothing and returns 0."""
+    """Replaces a compiled extension: every function does nothing and returns 0."""
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *_args, **_kwargs: 0
@@ -96,7 +93,7 @@ class _NoKernels:
 
 @contextlib.contextmanager
 def without_compiled_ops() -> Iterator[None]:
-    """Let DeepSpeed's optimizers be built without a compiler; their kernels change values, and never allocate."""
+    """Build DeepSpeed's optimizers without a compiler; their kernels never allocate."""
     with (
         mock.patch.object(process.op_builder(), "load", _always(_NoKernels())),
         mock.patch(".".join(process.FUSED_ADAM_KERNEL), _always(None), create=True),
@@ -106,7 +103,7 @@ def without_compiled_ops() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """Let ``torch.compile`` leave everything as it is: loading the compiler takes seconds, and it would compile nothing.
+    """Let ``torch.compile`` do nothing: loading the compiler alone takes seconds.
 
     A compiled model needs another amount of memory than this one.
     """
@@ -120,9 +117,9 @@ def without_compiler() -> Iterator[None]:
 
 @contextlib.contextmanager
 def module_conversion() -> Iterator[None]:
-    """Let ``nn.Module.to``, ``.half()`` and the like convert fake parameters, by giving each new data.
+    """Let ``nn.Module.to``, ``.half()`` and the like convert fake parameters.
 
-    torch swaps the tensor objects instead, and refuses where anything else refers to them.
+    Each gets new data. torch swaps the tensor objects instead, and refuses where anything else refers to them.
     """
 
     def apply(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
@@ -145,7 +142,7 @@ def module_conversion() -> Iterator[None]:
 
 @contextlib.contextmanager
 def lists_agree() -> Iterator[None]:
-    """Let ZeRO 3's comparison of lists between ranks find that they agree; it reads values that fake tensors do not have."""
+    """Let ZeRO 3's comparison of lists agree; fake tensors have no values to read."""
     compare, take_from_rank_0 = process.LIST_COMPARISONS
     with mock.patch(compare, _always(None)), mock.patch(take_from_rank_0, list):
         yield
@@ -153,7 +150,7 @@ def lists_agree() -> Iterator[None]:
 
 @contextlib.contextmanager
 def data_with_device() -> Iterator[None]:
-    """Let ``tensor.data = other`` give a fake tensor the device of ``other`` too, as it does with real ones."""
+    """Make ``tensor.data = other`` set a fake tensor's device too, as with real ones."""
     base: Any = torch.Tensor.data
 
     def assign(self: FakeTensor, value: torch.Tensor) -> None:
@@ -167,7 +164,7 @@ def data_with_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def device_beside_host(tracker: Tracker, device_bytes: int | None) -> Iterator[None]:
-    """Let DeepSpeed take ``DEVICE_NAME`` for its accelerator, so that it moves tensors between device and host.
+    """Make ``DEVICE_NAME`` DeepSpeed's accelerator, so that tensors move to and fro.
 
     Args:
         tracker: knows how much of the device is taken.
@@ -182,7 +179,7 @@ def device_beside_host(tracker: Tracker, device_bytes: int | None) -> Iterator[N
         return tensor.clone()
 
     def placed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Let a function that makes fake tensors of values, which torch puts on ``cpu``, put them where it is asked to."""
+        """Let a maker of fake tensors put them where asked; torch puts values on ``cpu``."""
 
         def made(*args: Any, **kwargs: Any) -> torch.Tensor:
             tensor = make(*args, **kwargs)
@@ -211,16 +208,13 @@ def device_beside_host(tracker: Tracker, device_bytes: int | None) -> Iterator[N
 
 
 class ScalarReads:
-    """Answers ``.item()`` and the like on fake tensors: a declared constant to user code, what keeps going to libraries.
+    """Answers ``.item()`` and the like on fake tensors, which have no values.
 
-    DeepSpeed is told 0, which is no overflow and a gradient norm of 0, after which it takes the step; torch's optimizers are
-    told 1, which is their first step.
-
-    Args:
-        constant: what user code is told.
+    User code is told a declared constant, libraries what keeps them going. DeepSpeed is told 0, which is no overflow and a
+    gradient norm of 0, after which it takes the step; torch's optimizers are told 1, which is their first step.
 
     Attributes:
-        bypasses: each place at which user code was told it.
+        bypasses: each place at which user code was told the constant.
     """
 
     def __init__(self, constant: float = USER_CONSTANT) -> None:
@@ -246,7 +240,7 @@ class ScalarReads:
 
 
 def _reader() -> tuple[str, int]:
-    """Return file and line of whoever reads a scalar: the innermost frame outside torch's machinery and this package."""
+    """Return who reads a scalar: the innermost file and line outside torch and us."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

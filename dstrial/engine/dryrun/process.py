@@ -1,4 +1,4 @@
-"""Give a dry run an interpreter of its own, so that what it puts in place of torch and DeepSpeed ends with it."""
+"""Give a dry run a process of its own, with which its patches end."""
 
 from __future__ import annotations
 
@@ -37,11 +37,7 @@ class DryRunError(DstrialError):
 
 
 def dry_run(request: DryRunRequest, *, deadline_s: float = 300.0) -> DryRunResult:
-    """Run what is asked in a new process and return what it found.
-
-    Args:
-        request: what to run.
-        deadline_s: seconds after which the process is ended.
+    """Run what is asked in a new process, which is ended after ``deadline_s`` seconds.
 
     Raises:
         DryRunError: the run failed, or took too long.
@@ -58,7 +54,7 @@ def dry_run(request: DryRunRequest, *, deadline_s: float = 300.0) -> DryRunResul
 def dry_runs(
     requests: Sequence[DryRunRequest], *, deadline_s: float = 600.0, num_parallel: int = 1
 ) -> list[DryRunResult | DryRunError]:
-    """Run everything that is asked, in forks of one new process, which imports torch and DeepSpeed once.
+    """Run all requests in forks of one process that imports torch and DeepSpeed once.
 
     Args:
         requests: what to run; all with the same first directory.
@@ -123,7 +119,7 @@ def _answer(
 
 
 def _environment() -> dict[str, str]:
-    """Return this environment without what says which rank of a job this process is, and without accelerators."""
+    """Return the environment without this process's rank in a job or accelerators."""
     ranks = (
         "RANK",
         "LOCAL_RANK",

@@ -1,4 +1,4 @@
-"""Watch every tensor operation: bytes allocated and freed, collectives sent, floating-point operations.
+"""Watch every tensor operation: bytes allocated and freed, collectives, FLOPs.
 
 It sees what reaches torch's dispatcher, so outputs of operations, and not the scratch memory inside a kernel.
 """
@@ -16,7 +16,7 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dstrial.engine.dryrun.trace import Trace
+from dstrial.engine.dryrun.linear_peaks import Trace
 from dstrial.engine.dryrun.values import PHASES, Collective
 
 _ATEN = torch.ops.aten
@@ -47,7 +47,7 @@ _COLLECTIVES = {
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Records what happens while it is entered; enter it after ``FakeTensorMode``, so that it sees fake tensors.
+    """Records operations; enter it after ``FakeTensorMode``, to see fake tensors.
 
     Args:
         is_host: whether memory on a torch device is the host's.
@@ -82,7 +82,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Spare a detour through the compiler for each operation; nothing is compiled here."""
+        """Spare each operation a detour through the compiler, which has nothing to do."""
         return False
 
     @property
@@ -115,7 +115,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self.trace.marks.append(len(self.trace.events))
 
     def watch(self, tensors: Any) -> None:
-        """Follow the memory of tensors that were made before, nested in lists, tuples and dicts."""
+        """Follow the memory of existing tensors, nested in lists, tuples and dicts."""
         for leaf in tree_leaves(tensors):
             if isinstance(leaf, torch.Tensor):
                 self._follow(leaf)

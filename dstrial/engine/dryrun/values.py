@@ -19,7 +19,7 @@ Pool = Literal["device", "host"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Line:
-    """A number of bytes or operations that grows with the micro batch: ``base + per_record * micro_batch_size``.
+    """Bytes or operations by micro batch: ``base + per_record * micro_batch_size``.
 
     Attributes:
         base: at no records.
@@ -112,7 +112,7 @@ class Flops:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bypass:
-    """One place at which user code was told a constant, because a fake tensor has no values.
+    """A place where user code was told a constant, as a fake tensor has no values.
 
     Attributes:
         place: ``file:line``.
@@ -219,9 +219,10 @@ class DryRunResult:
         return _summed([*repeated, *self.last_collectives])
 
     def flops_ratio(self, micro_batch_size: int) -> float | None:
-        """Return model FLOPs over 6 * trainable parameters * tokens, about 1 for a transformer; None without tokens."""
+        """Return model FLOPs over 6 * trainable parameters * tokens; None without tokens."""
         if self.tokens is None or not self.trainable_parameters:
             return None
+        # About 1 for a transformer.
         rule = 6 * self.trainable_parameters * self.tokens.at(micro_batch_size)
         return self.flops.model.at(micro_batch_size) / rule if rule else None
 
@@ -266,7 +267,7 @@ def _summed(collectives: Sequence[Collective]) -> tuple[Collective, ...]:
 
 
 def upper_envelope(lines: Iterable[tuple[float, float]], smallest: float = 1.0) -> tuple[Line, ...]:
-    """Return those lines that are the greatest somewhere from ``smallest`` on, by growing slope.
+    """Return the lines that are greatest somewhere from ``smallest`` on, by slope.
 
     Args:
         lines: (base, per_record) of each.

@@ -1,6 +1,7 @@
-"""Training loops written with Accelerate as trials: :class:`Reporter` for the loop, ``convert`` for its config files.
+"""Accelerate's training loops as trials: :class:`Reporter`, and ``convert``.
 
-``convert`` needs nothing but a YAML reader; ``Reporter`` needs accelerate and deepspeed, and is imported at its first use.
+``convert`` is for its config files and needs nothing but a YAML reader; ``Reporter`` is for the loop, needs accelerate and
+deepspeed, and is imported at its first use.
 """
 
 from __future__ import annotations

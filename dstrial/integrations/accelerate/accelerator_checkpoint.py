@@ -1,4 +1,4 @@
-"""What an ``Accelerator`` holds, as something that dstrial saves, loads and reshapes; and whether it can be trusted with it."""
+"""What an ``Accelerator`` holds, saved, loaded and reshaped; and checks of it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ _USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 
 
 class Accelerated(Checkpointable):
-    """Saves and loads through ``accelerator.save_state`` and ``accelerator.load_state``.
+    """Saves and loads with the accelerator's ``save_state`` and ``load_state``.
 
-    Args:
-        accelerator: the script's, with everything prepared.
+    It is the script's, with everything prepared.
 
     Source: accelerate 1.15 ``Accelerator.save_state``: engine *i* under the tag ``pytorch_model`` or ``pytorch_model_<i>``,
         schedulers that DeepSpeed does not own, samplers, registered objects and random states beside them.
@@ -35,7 +34,7 @@ class Accelerated(Checkpointable):
         self._accelerator = accelerator
 
     def save(self, context: DeepSpeedTrialContext, path: pathlib.Path) -> None:  # noqa: ARG002  # the base's
-        """Write everything that the accelerator has prepared or registered. Ranks: all, collectively."""
+        """Write all that was prepared or registered. Ranks: all, collectively."""
         with _into_given_directory(self._accelerator):
             self._accelerator.save_state(str(path))
 
@@ -95,12 +94,9 @@ class Accelerated(Checkpointable):
 def require_deepspeed_on_all_ranks(
     accelerator: Any, identity: RankIdentity, environ: Mapping[str, str]
 ) -> None:
-    """Refuse an accelerator that does not see the ranks that were launched, or that does not use DeepSpeed.
+    """Refuse an accelerator that sees other ranks or does not use DeepSpeed.
 
-    Args:
-        accelerator: the script's.
-        identity: who this process is.
-        environ: environment variables, which say whether DeepSpeed was configured.
+    The environment variables say whether DeepSpeed was configured.
 
     Raises:
         RankError: it counts other ranks.
@@ -158,7 +154,7 @@ def prepared_engines(accelerator: Any) -> list[DeepSpeedEngine]:
 
 @contextlib.contextmanager
 def _into_given_directory(accelerator: Any) -> Iterator[None]:
-    """Have ``save_state`` write where it is told, also where the script lets it name, count and delete checkpoints itself.
+    """Have ``save_state`` write where it is told, not where it counts by itself.
 
     Source: accelerate 1.15 ``Accelerator.save_state``, which ignores its directory with ``automatic_checkpoint_naming``.
     """
@@ -173,7 +169,7 @@ def _into_given_directory(accelerator: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _loads_or_raises(engine: DeepSpeedEngine, path: pathlib.Path) -> Iterator[None]:
-    """Make an engine that finds nothing to load say so, which DeepSpeed only warns of, while the block lasts."""
+    """Make an engine raise if it finds nothing to load; DeepSpeed only warns."""
     load = engine.load_checkpoint
 
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
@@ -194,7 +190,7 @@ def _loads_or_raises(engine: DeepSpeedEngine, path: pathlib.Path) -> Iterator[No
 
 @contextlib.contextmanager
 def _loads_nothing(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Keep Accelerate from loading an engine that is loaded already, while the block lasts."""
+    """Keep Accelerate from loading an already loaded engine, while the block lasts."""
     load = engine.load_checkpoint
     engine.load_checkpoint = lambda *_args, **_kwargs: (None, {})
     try:

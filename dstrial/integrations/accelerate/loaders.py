@@ -36,7 +36,7 @@ def length_of(loader: Any) -> int:
 
 
 def epoch_length_of(loader: Any, micro_batches_per_batch: int) -> int:
-    """Return the batches of one epoch, the same on whatever ranks share a batch; at least 1.
+    """Return an epoch's batches, at least 1; the same however ranks share a batch.
 
     The rest that is no whole batch counts as one, or is left out where the loader drops its last records.
 
@@ -75,7 +75,7 @@ def require_equal_lengths(lengths: Sequence[int]) -> None:
 
 
 def micro_batch_of(accelerator: Any, own: int | None) -> int:
-    """Return the micro batch that an accelerator's DeepSpeed config gives; the script's own where that is left open.
+    """Return the DeepSpeed config's micro batch; the script's own where that is open.
 
     Args:
         accelerator: made with DeepSpeed.
@@ -94,7 +94,7 @@ def micro_batch_of(accelerator: Any, own: int | None) -> int:
 
 
 def require_micro_batch(loaders: Iterable[Any], before: int | None, now: int) -> None:
-    """Refuse loaders that still read the micro batch of before, where the run's batch is shared otherwise now.
+    """Refuse loaders of the old micro batch where ranks now share the batch otherwise.
 
     Args:
         loaders: all that the accelerator has prepared; one of them is the training loader.
@@ -113,12 +113,7 @@ def require_micro_batch(loaders: Iterable[Any], before: int | None, now: int) ->
 
 
 def warn_of_unrepeatable_order(loader: Any, *, is_chief: bool) -> None:
-    """Say once that a loader shuffles in an order that a resume cannot repeat.
-
-    Args:
-        loader: the training loader.
-        is_chief: whether this rank says it.
-    """
+    """Say once, on the chief, if training records are shuffled in no repeatable order."""
     from accelerate.data_loader import SeedableRandomSampler
     from torch.utils.data import RandomSampler
 

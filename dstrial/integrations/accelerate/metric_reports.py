@@ -1,4 +1,4 @@
-"""What a ``Reporter`` sends: metrics, progress, and the answer whether a validation was the best so far."""
+"""What a ``Reporter`` sends: metrics, progress, and whether a validation is best."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from determined import core, util
 
 from dstrial.errors import TrialContractError
-from dstrial.integrations.accelerate.schedule import Plan
+from dstrial.integrations.accelerate.progress_tracker import Plan
 from dstrial.local.mirror import MirroredTrainContext
 from dstrial.local.train_context import LocalTrainContext
 from dstrial.loop.boundaries import asks_for_checkpoint
@@ -31,7 +31,7 @@ class Reports:
         self._plan = plan
 
     def mean_over_ranks(self, metrics: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Return the mean over ranks of every metric, the same on all. Ranks: all, collectively (one ``allgather``).
+        """Return each metric's mean. Ranks: all, collectively (one ``allgather``).
 
         Args:
             metrics: metric name -> value on this rank: number, array or tensor.

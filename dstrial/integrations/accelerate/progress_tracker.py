@@ -1,19 +1,114 @@
-"""How far an Accelerate loop is, how long it trains, and what is due after the batch of now."""
+"""How far an Accelerate loop is, how long it trains, and what is due now."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any, Literal, cast
 
 from determined import pytorch
 
-from dstrial.errors import CheckpointError
-from dstrial.integrations.accelerate.schedule import Plan
-from dstrial.loop.boundaries import Boundary, Progress, due, total_batches
+from dstrial.config import Length
+from dstrial.config.dotted_keys import dstrial_section
+from dstrial.errors import CheckpointError, ConfigError, ConfigProblem
+from dstrial.loop.boundaries import Boundary, Period, Progress, due, searcher_length, total_batches, train_unit
 from dstrial.loop.sync_point import StopReason
+
+_TEST_BATCHES = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """What an experiment config says about a run.
+
+    Attributes:
+        length: how long to train; None if the config does not say.
+        periods: how often to report, validate and checkpoint, besides at the end; None for only then.
+        checkpoint_policy: whether a validation is followed by a checkpoint: always, if it is the best so far, or never.
+        metric: the searcher's validation metric; None if there is no searcher.
+        smaller_is_better: which way it is compared.
+        saves_in_background: whether checksums, upload and registration of a checkpoint happen behind the loop.
+    """
+
+    length: pytorch.TrainUnit | None
+    periods: Mapping[Boundary, Period | None]
+    checkpoint_policy: Literal["best", "all", "none"]
+    metric: str | None
+    smaller_is_better: bool
+    saves_in_background: bool
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Mapping[str, Any],
+        *,
+        global_batch_size: int,
+        length: pytorch.TrainUnit | None,
+        is_test: bool,
+    ) -> Plan:
+        """Read a plan from an experiment config.
+
+        Args:
+            config: the whole config, or nothing: then training metrics are reported every 100 batches.
+            global_batch_size: records of one optimizer step, for lengths counted in records.
+            length: what the caller said itself, which wins.
+            is_test: two batches and nothing in between.
+
+        Raises:
+            ConfigError: a length in the config is none.
+        """
+        searcher = config.get("searcher") or {}
+
+        def period(key: str) -> Period | None:
+            value = config.get(key)
+            if not value or is_test:
+                return None
+            found = Length.from_config(value)
+            return None if found.value == 0 else Period.from_train_unit(train_unit(found, global_batch_size))
+
+        if is_test:
+            length = pytorch.Batch(_TEST_BATCHES)
+        elif length is None:
+            length = searcher_length(searcher, global_batch_size)
+        every = 1 if is_test else int(config.get("scheduling_unit") or 100)
+        policy = "none" if is_test else str(config.get("checkpoint_policy") or "best")
+        metric = searcher.get("metric")
+        background = dstrial_section(config).get("background_saving", True)
+        return cls(
+            length=length,
+            periods={
+                Boundary.REPORT: Period("batches", every=every),
+                Boundary.VALIDATE: period("min_validation_period"),
+                Boundary.CHECKPOINT: period("min_checkpoint_period"),
+            },
+            checkpoint_policy=cast(
+                Literal["best", "all", "none"], "all" if policy == "best" and metric is None else policy
+            ),
+            metric=None if metric is None else str(metric),
+            smaller_is_better=bool(searcher.get("smaller_is_better", True)),
+            saves_in_background=background is not False,
+        )
+
+    def require_length(self) -> pytorch.TrainUnit:
+        """Return how long to train.
+
+        Raises:
+            ConfigError: neither the config nor the script says so.
+        """
+        if self.length is None:
+            problem = ConfigProblem(
+                "searcher.max_length",
+                "not given, and Reporter(length=...) is not either",
+                "how long to train",
+                "Set searcher.max_length: {batches: 1000}, or pass Reporter(accelerator, length=dstrial.Batch(1000)).",
+            )
+            raise ConfigError([problem])
+        return self.length
 
 
 class Course:
-    """Counts the batches of a run against its plan; the same on every rank, without a word between them.
+    """Counts a run's batches against its plan; alike on all ranks, without exchange.
 
     Attributes:
         progress: the counters, which checkpoints keep. How long an epoch is stays out of them: the loop learns that only when
@@ -67,7 +162,7 @@ class Course:
 
     @property
     def epoch_idx(self) -> int:
-        """Epoch of the batch to train next, from 0; 0 as long as an epoch's length is not known."""
+        """Epoch of the next batch, from 0; 0 while an epoch's length is not known."""
         return self.batches_trained // self._epoch_length if self._epoch_length else 0
 
     @property

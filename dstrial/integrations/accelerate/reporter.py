@@ -115,7 +115,7 @@ class Reporter:
         error: BaseException | None,
         traceback: types.TracebackType | None,
     ) -> None:
-        """Save what is not saved, wait for the last checkpoint, and say how training ended. Ranks: all, collectively."""
+        """Save the rest, wait for it, say how training ended. Ranks: all, collectively."""
         is_leaving = isinstance(error, SystemExit) and not error.code
         if error is not None and not is_leaving:
             if self._run is not None:
@@ -146,7 +146,7 @@ class Reporter:
         return dict(runtime_of(self._context).hparams or {})
 
     def micro_batch_size(self, own: int | None = None) -> int:
-        """Return the batch size for the script's loaders: the DeepSpeed config's, with which a resume keeps the run's batch.
+        """Return the DeepSpeed config's micro batch, which keeps a resumed run's batch.
 
         Args:
             own: the script's, for a config that leaves it ``"auto"``.
@@ -163,7 +163,7 @@ class Reporter:
 
     @property
     def batches_total(self) -> int | None:
-        """Length of the run in batches; None before ``batches`` where it is counted in epochs."""
+        """The run's batches; None before ``batches`` where it is counted in epochs."""
         return self._course.batches_total
 
     @property
@@ -178,7 +178,7 @@ class Reporter:
 
     @property
     def should_stop(self) -> bool:
-        """Whether training is over, at its length or because it was asked to stop; the same on all ranks."""
+        """Whether training reached its length or was asked to stop; alike on all ranks."""
         return self._course.is_over
 
     @property
@@ -189,7 +189,7 @@ class Reporter:
     # ---- the loop ------------------------------------------------------------------------------------
 
     def resume(self) -> int:
-        """Go on from the newest checkpoint of the run, if there is one; call it after ``accelerator.prepare``.
+        """Go on from the run's newest checkpoint; call it after ``accelerator.prepare``.
 
         Weights, optimizer, schedulers, registered objects, counters and random states are the checkpoint's; on another
         number of ranks, or in another ZeRO stage, they are brought into the new layout. A checkpoint of another trial gives its
@@ -214,7 +214,7 @@ class Reporter:
         return self._course.batches_trained
 
     def batches(self, loader: Any) -> Iterator[Any]:
-        """Yield micro batches, epoch after epoch, from where the run stands until it is over.
+        """Yield micro batches, epoch after epoch, from where the run is until its end.
 
         Records that were trained before a resume are skipped. A loader that drops its last records gives whole batches, as many
         on any number of ranks; otherwise the last one of an epoch may be smaller. Checkpoints that are due are saved between
@@ -255,7 +255,7 @@ class Reporter:
     # ---- reports and checkpoints of the script's own --------------------------------------------------
 
     def report_training(self, metrics: Mapping[str, Any]) -> None:
-        """Report training metrics now, beside what ``step`` reports: the mean over ranks of each.
+        """Report each metric's mean over ranks now, beside what ``step`` reports.
 
         Args:
             metrics: metric name -> value on this rank: number, array or tensor.
@@ -265,7 +265,7 @@ class Reporter:
         self._resumed("report_training()").report_training(metrics)
 
     def report_validation(self, metrics: Mapping[str, Any]) -> None:
-        """Report validation metrics of the weights of now: the mean over ranks of each. Saves if the policy says so.
+        """Report each validation metric's mean over ranks; save if the policy says so.
 
         Args:
             metrics: metric name -> value on this rank: number, array or tensor. What ``gather_for_metrics`` has made the
@@ -279,10 +279,10 @@ class Reporter:
         self._resumed("report_validation()").report_validation(metrics)
 
     def save(self) -> str:
-        """Save a checkpoint of now, between two optimizer steps; checksums, upload and registration happen behind the loop.
+        """Save between two optimizer steps; checksums and upload happen behind the loop.
 
         Returns:
-            Its uuid; it is complete when training goes on from the next save or ends.
+            Its uuid; it is complete, and registered, when training goes on from the next save or ends.
 
         Raises:
             CheckpointError: it cannot be written, or the one before it was not completed.

@@ -1,4 +1,4 @@
-"""The run behind a ``Reporter``: from the checkpoint it goes on from to the last one that it writes."""
+"""The run behind a ``Reporter``: from the checkpoint resumed to the last written."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from dstrial.integrations.accelerate.loaders import (
     warn_of_unrepeatable_order,
 )
 from dstrial.integrations.accelerate.metric_reports import Reports
-from dstrial.integrations.accelerate.progress_tracker import Course
-from dstrial.integrations.accelerate.schedule import Plan
+from dstrial.integrations.accelerate.progress_tracker import Course, Plan
 from dstrial.local.run_directory import TEST_VARIABLE
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.checkpoint_loader import CheckpointLoader
@@ -119,7 +118,7 @@ class Run:
         self._set_status("training")
 
     def _load(self, checkpoint: str) -> int | None:
-        """Restore a checkpoint; return the batches of an epoch that it was written with, if it knows them."""
+        """Restore a checkpoint; return its batches of an epoch, if it knows them."""
         context = self._context
         loop_state, continues = self._loader.restore(checkpoint, None)
         self._accelerator.step = 0
@@ -139,7 +138,7 @@ class Run:
         return epoch_length
 
     def end(self) -> None:
-        """Save what is not saved, wait for the last checkpoint, and say how training ended. Ranks: all, collectively."""
+        """Save the rest, wait for it, say how training ended. Ranks: all, collectively."""
         course = self._course
         if course.batches_trained and not course.progress.checkpoint_is_current:
             self.save()
@@ -201,7 +200,7 @@ class Run:
         return True
 
     def _exchange(self) -> None:
-        """Agree on stopping, and in the same exchange report metrics and hear of the save under way. Ranks: all."""
+        """Agree on stopping; with it report metrics and hear of the save. Ranks: all."""
         course, batches = self._course, self._course.batches_trained
         reports = course.is_report_due or (course.is_at_end and batches > self._window_start)
         share = self._window.totals() if reports and len(self._window) else None
@@ -230,7 +229,7 @@ class Run:
                 )
 
     def _between_batches(self) -> bool:
-        """Save what is due once the script has done its part of a batch; says whether training is over. Ranks: all."""
+        """Save what is due after a batch; say whether training is over. Ranks: all."""
         if not self._has_batch_to_finish:
             return False
         self._has_batch_to_finish = False
@@ -250,7 +249,7 @@ class Run:
             self._reports.training(averages, self._course.batches_trained)
 
     def report_validation(self, metrics: Mapping[str, Any]) -> None:
-        """Report validation metrics of the weights of now, and save if the policy says so. Ranks: all, collectively."""
+        """Report validation metrics; save if the policy says so. Ranks: all, collectively."""
         averages = self._reports.mean_over_ranks(metrics, "report_validation")
         self._reports.require_searcher_metric(averages)
         progress = self._course.progress
@@ -292,10 +291,6 @@ class Run:
 def checkpoint_to_resume(runtime: TrialRuntime, info: Any) -> str | None:
     """Return the checkpoint that a run goes on from; None for a new one.
 
-    Args:
-        runtime: of the trial.
-        info: the cluster's; None off a cluster.
-
     Raises:
         CheckpointNotFoundError: the newest one of a run was asked for, and it has none.
     """
@@ -307,9 +302,9 @@ def checkpoint_to_resume(runtime: TrialRuntime, info: Any) -> str | None:
 
 
 def settings_as_given(runtime: TrialRuntime, engine_idx: int) -> dict[str, Any]:
-    """Return an engine's settings as the experiment gives them, with which a later resume compares its config.
+    """Return an engine's settings as given, to compare with those of a later resume.
 
-    What Accelerate was given has all sizes solved for these ranks, or taken from the script.
+    The experiment gives them: what Accelerate was given has all sizes solved for these ranks, or taken from the script.
     """
     given = runtime.given_hparams or {}
     source = given.get(MAIN_KEY)
@@ -328,6 +323,6 @@ def settings_as_given(runtime: TrialRuntime, engine_idx: int) -> dict[str, Any]:
 
 
 def micro_batch_before(runtime: TrialRuntime) -> int | None:
-    """Return the micro batch of the checkpoint that this very run goes on from; None for a new run."""
+    """Return the micro batch of this very run's checkpoint; None for a new run."""
     resumed = runtime.resumed
     return None if resumed is None or not resumed.saved.engines else resumed.saved.engines[0].micro_batch_size

@@ -1,4 +1,4 @@
-"""Hugging Face's ``Trainer`` as a trial: ``DetCallback`` reports, checkpoints and stops; ``train`` resumes.
+"""A ``Trainer`` as a trial: ``DetCallback`` reports and stops, ``train`` resumes.
 
 ::
 

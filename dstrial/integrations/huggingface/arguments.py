@@ -43,7 +43,7 @@ def evaluates(args: TrainingArguments) -> bool:
 
 
 def evaluates_at_epochs(args: TrainingArguments) -> bool:
-    """Whether the Trainer evaluates at the end of each epoch, and so at the end of training."""
+    """Whether the Trainer evaluates after each epoch, and so at the end of training."""
     return _word(args.eval_strategy) == "epoch"
 
 
@@ -53,7 +53,7 @@ def is_deepspeed(args: TrainingArguments) -> bool:
 
 
 def given_of(args: TrainingArguments) -> dict[str, Any]:
-    """Return what ``EngineRecord.given`` is to keep of the arguments of a run that begins."""
+    """Return what ``EngineRecord.given`` keeps of a beginning run's arguments."""
     plugin = getattr(args, "deepspeed_plugin", None)
     config: Mapping[str, Any] = plugin.deepspeed_config if plugin is not None else {}
     kinds = {key: kind for key, kind in given_settings(config).items() if key in ("optimizer", "scheduler")}
@@ -63,7 +63,7 @@ def given_of(args: TrainingArguments) -> dict[str, Any]:
 def problems_of(
     args: TrainingArguments, searcher: Mapping[str, Any], saved: SavedRun | None, num_ranks: int
 ) -> list[ConfigProblem]:
-    """Return everything in which the arguments contradict the ranks, the searcher and the checkpoint.
+    """Return where the arguments contradict the ranks, searcher and checkpoint.
 
     Args:
         args: the Trainer's.
@@ -92,11 +92,11 @@ def problems_of(
 
 
 def plain_record(args: TrainingArguments, train_batch_size: int) -> EngineRecord:
-    """Return what a checkpoint says of a Trainer without DeepSpeed: its batch, which any number of ranks can share.
+    """Return a checkpoint's record of a Trainer without DeepSpeed: its batch.
 
     Args:
         args: the Trainer's.
-        train_batch_size: records of one batch over all ranks.
+        train_batch_size: records of one batch over all ranks, which any number of them can share.
     """
     sizes = sizes_of(args)
     return EngineRecord(
@@ -158,7 +158,7 @@ class TrainerLength:
 
     @classmethod
     def of(cls, max_steps: int, num_train_epochs: float) -> TrainerLength:
-        """Return what ``TrainingArguments`` mean: ``max_steps`` where it is above 0, else ``num_train_epochs``."""
+        """Return what ``TrainingArguments`` mean: ``max_steps`` above 0, else epochs."""
         if max_steps > 0:
             return cls(max_steps, "batches", "--max_steps")
         return cls(num_train_epochs, "epochs", "--num_train_epochs")

@@ -1,4 +1,4 @@
-"""The batch of a Trainer that goes on: which arguments keep it on another number of ranks; pure."""
+"""Which arguments keep a resumed Trainer's batch on another number of ranks; pure."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ArgumentSizes:
 def sizes_to_keep(
     arguments: CommandLine, config: Mapping[str, Any], saved: SavedRun, num_ranks: int
 ) -> BatchSolution | None:
-    """Return the sizes that keep the batch of a run whose arguments are not parsed yet; None where nothing has to be said.
+    """Return sizes that keep a run's batch before parsing; None if none are needed.
 
     Args:
         arguments: the script's command line.
@@ -74,7 +74,7 @@ def sizes_to_keep(
 
 
 def kept_sizes(given: ArgumentSizes, saved: SavedRun, num_ranks: int) -> BatchSolution | None:
-    """Return the sizes that keep the batch of a run; None where the arguments keep it, or were changed on purpose.
+    """Return sizes that keep a run's batch; None if kept, or changed on purpose.
 
     Raises:
         ConfigError: the ranks cannot share the batch evenly.
@@ -87,7 +87,7 @@ def kept_sizes(given: ArgumentSizes, saved: SavedRun, num_ranks: int) -> BatchSo
 
 
 def batch_problems(given: ArgumentSizes, saved: SavedRun, num_ranks: int) -> list[ConfigProblem]:
-    """Return what keeps a Trainer's arguments from going on with a run: another batch than its checkpoint's.
+    """Return problems of arguments that come to another batch than the checkpoint's.
 
     Args:
         given: of the arguments.
@@ -117,7 +117,7 @@ def batch_problems(given: ArgumentSizes, saved: SavedRun, num_ranks: int) -> lis
 
 
 def _is_as_before(given: ArgumentSizes, engine: EngineRecord) -> bool:
-    """Say whether arguments are those with which the run began, or come to its batch where it was written."""
+    """Whether arguments are as the run began, or come to its batch where written."""
     began = (engine.given.get(BATCH_KEYS[1]), engine.given.get(BATCH_KEYS[2]))
     if (given.micro_batch_size, given.micro_batches_per_batch) == began:
         return True

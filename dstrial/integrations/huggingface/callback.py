@@ -1,4 +1,4 @@
-"""``DetCallback``: a Trainer's metrics, checkpoints, progress and stops, told to whoever runs the trial."""
+"""``DetCallback``: a Trainer's metrics, checkpoints, progress and stops."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger("dstrial.integrations.huggingface")
 
 
 class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy does not follow transformers
-    """Reports metrics and progress, stores checkpoints, stops when asked, and resumes; signature of Determined's.
+    """Reports, stores checkpoints, stops when asked, resumes; Determined's signature.
 
     Works on a cluster, under the embedded master and outside of any, with the core context of
     :func:`dstrial.integrations.huggingface.init` or of ``det.core.init``. At the end of training, unless it was stopped, there
@@ -87,7 +87,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
 
     @property
     def checkpoint_path(self) -> str | None:
-        """What ``Trainer.train(resume_from_checkpoint=...)`` has to be given; None for a trial that starts anew."""
+        """For ``Trainer.train(resume_from_checkpoint=...)``; None for a new trial."""
         return self._beginning.checkpoint_path
 
     @property
@@ -100,7 +100,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self._attached.trainer = trainer
 
     def prepare_save(self, args: TrainingArguments, step: int) -> None:
-        """Have the Trainer's directory of a step share no file with a checkpoint. Ranks: all, collectively."""
+        """Have a step's directory share no checkpoint's file. Ranks: all, collectively."""
         self._saving.prepare(args, step)
 
     def load_engine(self, engine: DeepSpeedEngine) -> None:
@@ -183,7 +183,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self._expect(args, state, control)
 
     def _only_train(self, control: TrainerControl) -> None:
-        """Keep a trial of dsat, whose steps are timed, from evaluating and saving between them."""
+        """Keep a trial of dsat, whose steps are timed, from evaluating and saving."""
         if self._beginning.facts.is_measuring:
             control.should_evaluate = control.should_save = False
 
@@ -200,7 +200,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         control.should_save = state.global_step > self._saving.last_step
 
     def _skip_evaluation(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Leave out an evaluation of a stopped run, unless it is one that nobody makes up for later."""
+        """Leave out a stopped run's evaluation, unless nobody makes up for it later."""
         if self._leaves_evaluation or not arguments.is_evaluation_due(args, state):
             control.should_evaluate = False
 
@@ -244,7 +244,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
     ) -> None:
-        """Report an evaluation that is complete; stop after it if that was asked for meanwhile."""
+        """Report a complete evaluation; then stop if that was asked for meanwhile."""
         if not self._in_training or self._attached.has_one_evaluation_set():
             self._reporting.flush(state)
         if not self._in_training:
@@ -268,7 +268,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         control: TrainerControl,  # noqa: ARG002
         **_kwargs: Any,
     ) -> None:
-        """Make a checkpoint of what the Trainer has just written, unless no loss is finite any more."""
+        """Make a checkpoint of what the Trainer wrote, unless no loss is finite any more."""
         self._reporting.flush(state)
         if self._losses.holds_back(state.global_step):
             self._wait.begin(state.global_step)
@@ -318,7 +318,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self.end(state.global_step, state.max_steps)
 
     def end(self, step: int, max_steps: int) -> None:
-        """Close what training needed, and tell the master of a stop before the end. Ranks: all; no communication."""
+        """Close what training needed; tell of a stop. Ranks: all; no communication."""
         if self._in_training and self.is_stopped:
             # To the master, exit code 0 without this means that the trial is complete.
             self._stopping.acknowledge()

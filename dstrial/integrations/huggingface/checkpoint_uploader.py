@@ -1,4 +1,4 @@
-"""Make a checkpoint of the directory that a Trainer has just written, without writing its files a second time.
+"""Make a checkpoint of a directory just written, without writing it again.
 
 Files are linked into the storage where that is the same file system, and copied where it is another one. The Trainer writes into
 files that are there already, so a directory of an earlier attempt gives its links up before it is written again.
@@ -72,12 +72,7 @@ class Kept:
 
 
 class Storing:
-    """Stores checkpoints of one training.
-
-    Args:
-        context: of the trial.
-        kept: what every checkpoint says of the run.
-    """
+    """Stores checkpoints of one training; ``kept`` is what each says of the run."""
 
     def __init__(self, context: core.Context, kept: Kept) -> None:
         self._checkpoint = context.checkpoint
@@ -86,7 +81,7 @@ class Storing:
         self._stale_steps: frozenset[int] = frozenset()
 
     def begin(self, output_dir: pathlib.Path, step: int) -> None:
-        """Look for directories of an earlier attempt that training will come to again. Ranks: all, collectively."""
+        """Find older directories that training will come to. Ranks: all, collectively."""
         found = {
             int(path.name.removeprefix("checkpoint-"))
             for path in (output_dir.glob("checkpoint-*") if output_dir.is_dir() else ())
@@ -96,7 +91,7 @@ class Storing:
         self._stale_steps = frozenset().union(*gathered)
 
     def is_stale(self, step: int) -> bool:
-        """Whether a directory of a step is known to share its files with a checkpoint, or may. Ranks: all, alike."""
+        """Whether a step's directory may share files with a checkpoint. Ranks: all, alike."""
         return step in self._stale_steps
 
     def prepare(self, output_dir: pathlib.Path, step: int) -> None:
@@ -172,7 +167,7 @@ class Storing:
         return str(uuid)
 
     def _layout(self, engine: DeepSpeedEngine, directory: pathlib.Path) -> Layout | None:
-        """Return how the engine's state lies in the directory; None where the Trainer saved the model only."""
+        """Return the layout of an engine's state; None where only the model was saved."""
         layout = collect_layout(engine, self._distributed.allgather)
         latest = directory / _LATEST_NAME
         # DeepSpeed writes it on rank 0 only, maybe where no other machine sees it.
@@ -214,7 +209,7 @@ class Storing:
         )
 
     def _mine(self, listings: Sequence[Sequence[tuple[str, int]]]) -> list[str]:
-        """Return the files that this rank puts into the checkpoint: its share of those that its machine is the first to see."""
+        """Return this rank's share of the files that its machine is the first to see."""
         here = self._distributed.rank - self._distributed.local_rank
         owners: dict[str, int] = {}
         for rank, listing in enumerate(listings):

@@ -1,4 +1,4 @@
-"""Where a Trainer script runs: a core context for every place, and the facts of its trial."""
+"""Where a Trainer script runs: its core context and the facts of its trial."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OVERWRITE_KEY = "overwrite_deepspeed_args"
 def init(
     *, exp_conf: dict[str, Any] | None = None, run_dir: str | os.PathLike[str] | None = None
 ) -> Iterator[core.Context]:
-    """Give a Trainer script its core context: on a cluster, under the embedded master, and outside of any.
+    """Give a Trainer script its core context, on a cluster, a master or neither.
 
     As :func:`dstrial.core_context`; and accelerate, which the Trainer trains through, sees all ranks where they are CPUs.
     ``det.core.init(distributed=...)`` serves ``DetCallback`` as well.
@@ -138,7 +138,7 @@ def _newest_checkpoint(context: core.Context) -> str:
 
 
 def _require_no_named_checkpoint() -> None:
-    """Refuse a core context that was made without us under ``dstrial run --resume``: it would begin afresh."""
+    """Refuse a foreign core context under ``dstrial run --resume``: it begins afresh."""
     named = os.environ.get(RESUME_VARIABLE)
     if not named or not os.environ.get(RUN_DIR_VARIABLE):
         return
@@ -159,7 +159,7 @@ def hyperparameters(
     arguments: Sequence[str] | None = None,
     hparams: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the trial's hyperparameters, such that a run that goes on keeps its batch on any number of slots.
+    """Return hyperparameters with which a resumed run keeps its batch on any slots.
 
     Pass them to ``dstrial.dsat.get_hf_args_with_overwrites`` before the arguments are parsed: a Trainer's batch is fixed once
     its ``TrainingArguments`` are made. Where the run goes on and its arguments come to another batch on the slots that there
@@ -192,7 +192,7 @@ def hyperparameters(
 
 
 def _deepspeed_config(hparams: Mapping[str, Any], arguments: CommandLine) -> Mapping[str, Any]:
-    """Return the DeepSpeed config with its overwrites: the trial's, or the one that ``--deepspeed`` names; empty without one."""
+    """Return the trial's or ``--deepspeed``'s config with its overwrites, if any."""
     overwrite = hparams.get(OVERWRITE_KEY) or {}
     named = hparams.get(MAIN_KEY) or arguments.value("deepspeed")
     if isinstance(named, str) and named.lstrip().startswith("{"):
@@ -203,7 +203,7 @@ def _deepspeed_config(hparams: Mapping[str, Any], arguments: CommandLine) -> Map
 
 
 def saved_run_of(context: core.Context) -> SavedRun | None:
-    """Return what the checkpoint says that this very trial goes on from; None without one. Ranks: all, collectively."""
+    """Return what this trial goes on from, or None. Ranks: all, collectively."""
     found: Surroundings | None = getattr(context, SURROUNDINGS_ATTRIBUTE, None)
     info = cluster_info() if found is None else found.info
     is_mirrored = isinstance(context.train, MirroredTrainContext)

@@ -93,7 +93,7 @@ def require_searcher_metrics(metrics: Mapping[str, Any], wanted: Sequence[tuple[
 
 @dataclasses.dataclass(slots=True)
 class Throughput:
-    """Counts records and tokens per second between reports, without the time of evaluations and checkpoints.
+    """Counts records and tokens per second, without evaluations and checkpoints.
 
     Attributes:
         clock: seconds that never run backwards.

@@ -56,7 +56,7 @@ class Reporting:
         self._evaluated_step = -1
 
     def start(self, state: TrainerState) -> None:
-        """Begin at the step from which training goes on. Ranks: all; no communication among them."""
+        """Begin at the step training goes on from. Ranks: all; no communication."""
         if isinstance(self._train, (LocalTrainContext, MirroredTrainContext)):
             self._train.rewind_to(state.global_step)
         self._last_percent = 100 * state.global_step // max(state.max_steps, 1)
@@ -69,7 +69,7 @@ class Reporting:
     def log(
         self, logs: Mapping[str, Any], state: TrainerState, train_batch_size: int, *, is_stopped: bool
     ) -> None:
-        """Take a line that the Trainer logs: training metrics are reported, an evaluation's kept until it is complete.
+        """Take a logged line: report training metrics, collect an evaluation's.
 
         Args:
             logs: the line.
@@ -125,7 +125,7 @@ class Reporting:
             self._train.report_progress(min(step / max_steps, 1.0))
 
     def finish(self, step: int, max_steps: int) -> None:
-        """Report that training is complete, and say so if the searcher has nothing to go by."""
+        """Report that training is complete; say if the searcher has nothing to go by."""
         self.progress(max(step, max_steps), max_steps)
         metric = dict(self._wanted).get("searcher.metric")
         if self._is_chief and metric is not None and self._last_validation < 0:
@@ -141,7 +141,7 @@ def _position(state: TrainerState) -> dict[str, Any]:
 
 
 class CurrentOperation:
-    """The one operation of a trial, as ``DetCallback.current_op`` of Determined before 0.38 gave it.
+    """A trial's one operation, as ``DetCallback.current_op`` before Determined 0.38.
 
     Args:
         length: how long the Trainer trains, in batches or epochs.
@@ -161,12 +161,12 @@ class CurrentOperation:
         return self._is_completed
 
     def report_progress(self, length: float) -> None:
-        """Report how far training is, in the unit of ``length``. Ranks: any; only the chief does anything."""
+        """Report how far training is, in the unit of ``length``. Ranks: any; chief acts."""
         if self._is_chief and self.length > 0:
             self._train.report_progress(min(max(length / self.length, 0.0), 1.0))
 
     def report_completed(self, searcher_metric: float | None = None) -> None:
-        """Say that the operation is done; the metric is what the last validation has reported already."""
+        """Say that the operation is done; the last validation has reported its metric."""
         del searcher_metric
         if not self._is_completed:
             self._is_completed = True

@@ -1,4 +1,4 @@
-"""Whether a Trainer's logs still have a finite loss; decided from what it logs, which is the same on all ranks."""
+"""Whether a Trainer's logged losses are finite; logs are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("dstrial.integrations.huggingface")
 
 
 class LossWatch:
-    """Counts logs without a finite loss in a row, and acts as ``data.dstrial.non_finite`` says.
+    """Counts logs in a row without a finite loss; acts by ``data.dstrial.non_finite``.
 
     Args:
         exp_conf: of the trial.
@@ -67,7 +67,7 @@ class LossWatch:
         self._guard.judge([{"loss": tail}], shown, [], window, is_last=step >= max_steps > 0)
 
     def holds_back(self, step: int) -> bool:
-        """Say whether what the Trainer has saved is to stay out of the trial's checkpoints. Ranks: all, alike."""
+        """Whether a save of the Trainer is to be no checkpoint. Ranks: all, alike."""
         if not self._is_bad or self._mode != "fail":
             self._has_told = False
             return False

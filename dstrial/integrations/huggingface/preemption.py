@@ -1,23 +1,174 @@
-"""When the ranks of a Trainer agree to stop, and why."""
+"""Let all ranks of a Trainer stop after the same beat, without exchange before.
+
+A thread on each rank looks for a wish to stop, its own or another rank's, in the process group's store. Once there is one, the
+thread notes under a lock in which beat its rank is and has the rank wait at that beat's end. Rank 0 takes the furthest of these
+beats: no rank has passed it, and every rank comes to it, since a rank waits for threads only and never for another rank's
+training. Nothing is assumed of what the ranks exchange while they train, or when.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
 import uuid
+from collections.abc import Callable
+from typing import Any
 
+import torch.distributed
 from determined import core
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from dstrial.integrations.huggingface.coordinated_stop import JointStop, own_store
+from dstrial.errors import RankError, RankTimeoutError
 from dstrial.loop.sync_point import StopReason
 from dstrial.ranks.control_channel import timeout_from_environ
 from dstrial.ranks.stop_signals import StopSignals
 
+LOOK_S = 0.1
+"""How long, in seconds, a wish may go unseen on another rank; on more than 128 ranks in proportion, for rank 0 answers all."""
 
-class LeaveTrainingError(Exception):
-    """Ends ``Trainer.train`` from within a callback; ``train`` of this package catches it.
+_RANKS_PER_LOOK = 128
+_ASKED, _DECIDED = "asked", "decided"
+
+
+def own_store(name: str) -> PrefixStore:
+    """Return the group's store under a name, with a connection that only it uses.
+
+    Ranks: any, after the process group was made; no communication among them.
+    """
+    store: Any = _get_default_store()
+    if hasattr(store, "clone"):  # torch 2.8
+        return PrefixStore(name, store.clone())
+    inner = store
+    while isinstance(inner, PrefixStore):
+        inner = inner.underlying_store
+    tcp_store: Any = vars(torch.distributed)["TCPStore"]
+    if isinstance(inner, tcp_store):
+        return PrefixStore(name, tcp_store(inner.host, inner.port, is_master=False, wait_for_workers=False))
+    return PrefixStore(name, store)
+
+
+class JointStop:
+    """One rank's part in the agreement on one training.
 
     Args:
-        step: batches trained.
+        store: shared by all ranks, for this training only.
+        rank: this rank.
+        size: ranks.
+        wish: returns this rank's reason to stop, or None; called in the thread, must not communicate with ranks.
+        timeout_s: how long ranks wait for each other, seconds.
+        look_s: seconds between two looks.
     """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        wish: Callable[[], StopReason | None],
+        timeout_s: float,
+        look_s: float = LOOK_S,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._wish = wish
+        self._timeout_s = timeout_s
+        self._look_s = look_s * max(1.0, size / _RANKS_PER_LOOK)
+        self._lock = threading.Lock()
+        self._num_passed = 0
+        self._is_held = False
+        self._is_over = threading.Event()
+        self._is_decided = threading.Event()
+        self._stop: tuple[int, StopReason] | None = None
+        self._failure: RankError | None = None
+        self._thread = threading.Thread(target=self._watch, name="dstrial-joint-stop", daemon=True)
+        self._thread.start()
+
+    def beat(self) -> StopReason | None:
+        """Count a beat; return why all ranks stop after it, or None to go on.
+
+        Raises:
+            RankTimeoutError: a stop was asked for and not agreed on in time; names the ranks that were missing.
+            RankError: the store cannot be reached any more.
+
+        Ranks: all, in step; no communication here, and no wait unless a stop was asked for.
+        """
+        with self._lock:
+            if not self._is_held:
+                self._num_passed += 1
+                return None
+        if not self._is_decided.wait(self._timeout_s + 2 * self._look_s):
+            raise self._missing([])
+        if self._failure is not None:
+            raise self._failure
+        assert self._stop is not None, "a decision without a failure"
+        self._num_passed += 1
+        beat, reason = self._stop
+        return reason if self._num_passed >= beat else None
+
+    def close(self) -> None:
+        """End the thread; safe to call again."""
+        self._is_over.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        try:
+            while not self._is_over.wait(self._look_s):
+                wish = self._wish()
+                if wish is not None:
+                    self._store.set(_ASKED, wish.value)
+                if wish is not None or self._store.check([_ASKED]):
+                    self._agree()
+                    return
+        except RuntimeError as error:  # torch's errors of a store whose other end is gone
+            self._failure = RankError(
+                f"rank {self._rank} cannot agree with the other ranks on where to stop: {error}; expected the process group's "
+                "store to be there. Look for the rank that failed first."
+            )
+        finally:
+            self._is_decided.set()
+
+    def _agree(self) -> None:
+        with self._lock:
+            self._is_held = True
+            mine = self._num_passed + 1
+        self._store.set(_place(self._rank), str(mine))
+        if self._rank == 0:
+            names = [_place(rank) for rank in range(self._size)]
+            if not self._await(names):
+                return
+            beats = [int(self._store.get(name)) for name in names]
+            reason = self._store.get(_ASKED).decode()
+            self._store.set(_DECIDED, f"{max(beats)} {reason}")
+        elif not self._await([_DECIDED]):
+            return
+        beat, reason = self._store.get(_DECIDED).decode().split()
+        self._stop = int(beat), StopReason(reason)
+
+    def _await(self, names: list[str]) -> bool:
+        """Wait until the store has some keys; False if training is over or the time is."""
+        give_up_at_s = time.monotonic() + self._timeout_s
+        while not self._store.check(names):
+            if self._is_over.is_set():
+                return False
+            if time.monotonic() > give_up_at_s:
+                absent = [rank for rank in range(self._size) if not self._store.check([_place(rank)])]
+                self._failure = self._missing(absent)
+                return False
+            time.sleep(self._look_s / 10)
+        return True
+
+    def _missing(self, ranks: list[int]) -> RankTimeoutError:
+        names = ", ".join(map(str, ranks)) or "rank 0's decision"
+        return RankTimeoutError(
+            f"the stop of training was asked for and is still without {'ranks ' if ranks else ''}{names} after "
+            f"{self._timeout_s:g} s; expected all {self._size} ranks. Look at the output of those that are missing."
+        )
+
+
+class LeaveTrainingError(Exception):
+    """Ends ``Trainer.train`` from a callback; this package's ``train`` catches it."""
 
     def __init__(self, step: int) -> None:
         super().__init__(
@@ -28,10 +179,10 @@ class LeaveTrainingError(Exception):
 
 
 class Stopping:
-    """Asks for wishes to stop and lets all ranks take the same decision at the same beat.
+    """Looks for wishes to stop; all ranks decide alike at the same beat.
 
     A beat is a training step, or a step of an evaluation that may be left. A wish is followed at the end of the beat in which
-    the ranks learn of it: on a single rank that looks at every beat, on several within :data:`joint_stop.LOOK_S`.
+    the ranks learn of it: on a single rank that looks at every beat, on several within :data:`LOOK_S`.
 
     Args:
         core_context: whose ``preempt`` is asked, in whatever mode it was made.
@@ -48,11 +199,11 @@ class Stopping:
 
     @property
     def reason(self) -> StopReason | None:
-        """Why training stops before its end, once all ranks have agreed to; None until then."""
+        """Why training stops before its end, once all ranks agree; None until then."""
         return self._reason
 
     def start(self) -> None:
-        """Begin to look for wishes. Ranks: all, collectively (one broadcast, on several ranks)."""
+        """Begin to look for wishes. Ranks: all, collectively (a broadcast if several)."""
         if self._joint is not None or self._distributed.size == 1:
             return
         name = self._distributed.broadcast(f"dstrial/stop/{uuid.uuid4()}")
@@ -66,20 +217,20 @@ class Stopping:
             joint.close()
 
     def beat(self) -> bool:
-        """Count a step; say whether all ranks stop after it. Ranks: all, in step; no communication."""
+        """Count a step; say if ranks stop after it. Ranks: all, in step, no exchange."""
         if self._reason is None:
             self._reason = self.wish_here() if self._joint is None else self._joint.beat()
         return self._reason is not None
 
     def ask(self) -> bool:
-        """Say whether all ranks stop now, whatever the beat. Ranks: all, collectively (one exchange)."""
+        """Say whether all ranks stop now. Ranks: all, collectively (one exchange)."""
         if self._reason is None:
             wishes = self._distributed.allgather(self.wish_here())
             self._reason = next((wish for wish in wishes if wish is not None), None)
         return self._reason is not None
 
     def wish_here(self) -> StopReason | None:
-        """Return why this rank alone knows that training should stop; for any thread, no communication among ranks."""
+        """Return this rank's own reason to stop; for any thread, no communication."""
         if self._is_preempted_here():
             return StopReason.PREEMPTED
         if self._signals is not None and self._signals.requested is not None:
@@ -87,7 +238,7 @@ class Stopping:
         return None
 
     def acknowledge(self) -> None:
-        """Tell the master that the trial wants to go on later. Ranks: any; the chief tells."""
+        """Tell the master that the trial wants to go on later. Ranks: any; chief tells."""
         if self._distributed.rank == 0:
             self._preempt.acknowledge_preemption_signal()
 
@@ -100,3 +251,7 @@ class Stopping:
         # In mode WorkersAskChief every question is a broadcast; what it would tell is known to the chief's watcher already.
         watcher = getattr(self._preempt, "_watcher", None)
         return watcher is not None and bool(watcher.should_preempt())
+
+
+def _place(rank: int) -> str:
+    return f"at/{rank}"

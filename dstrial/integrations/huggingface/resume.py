@@ -1,4 +1,4 @@
-"""Open the checkpoint that a Trainer goes on from, and load its engine in whatever layout runs now."""
+"""Open a Trainer's checkpoint, and load its engine in whatever layout runs now."""
 
 from __future__ import annotations
 
@@ -66,13 +66,9 @@ class OpenedCheckpoint:
 def opened(
     context: core.Context, uuid: str, trial_id: int, exp_conf: Mapping[str, Any]
 ) -> Iterator[OpenedCheckpoint]:
-    """Give a checkpoint to read from while the block lasts, every file compared with its manifest.
+    """Give a checkpoint to read in the block, every file compared with its manifest.
 
-    Args:
-        context: of the trial.
-        uuid: its name, or its directory.
-        trial_id: number of the trial.
-        exp_conf: its config.
+    ``uuid`` may be its directory as well.
 
     Raises:
         CheckpointNotFoundError: there is none, or it is no Trainer's.
@@ -111,7 +107,7 @@ def opened(
 
 
 def _files_of(root: pathlib.Path, directory: pathlib.Path) -> list[str]:
-    """Return the files of a Trainer's directory that has no manifest, relative to ``root``."""
+    """Return the files of a directory without a manifest, relative to ``root``."""
     return sorted(path.relative_to(root).as_posix() for path in directory.rglob("*") if path.is_file())
 
 
@@ -120,7 +116,7 @@ def _metadata_beside(root: pathlib.Path) -> Mapping[str, Any]:
 
 
 def _trainer_directory(root: pathlib.Path) -> pathlib.Path:
-    """Return the newest ``checkpoint-<step>`` in a checkpoint, or the checkpoint itself if it is one.
+    """Return the newest ``checkpoint-<step>`` in a checkpoint, or it if it is one.
 
     Raises:
         CheckpointNotFoundError: neither.
@@ -147,7 +143,7 @@ def _step_of(directory: pathlib.Path) -> int:
 
 @contextlib.contextmanager
 def directory_for(found: OpenedCheckpoint, train_batch_size: int) -> Iterator[pathlib.Path]:
-    """Give the directory from which a Trainer with a certain micro batch resumes, while the block lasts.
+    """Give the directory that a Trainer of a micro batch resumes from, in the block.
 
     The Trainer takes the micro batch of the checkpoint in place of that of its arguments, whatever the number of ranks. So one
     with another micro batch gets a directory of links to the checkpoint's files, in which the state says its own.
@@ -175,12 +171,7 @@ def directory_for(found: OpenedCheckpoint, train_batch_size: int) -> Iterator[pa
 
 
 def load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, distributed: Any) -> None:
-    """Load weights, optimizer and scheduler of the checkpoint, brought into the layout of the engine.
-
-    Args:
-        engine: freshly made.
-        opened_checkpoint: what the run goes on from.
-        distributed: the ranks.
+    """Load weights, optimizer and scheduler, brought into the new engine's layout.
 
     Raises:
         CheckpointLayoutError: it cannot be loaded in this layout.
@@ -236,7 +227,7 @@ def _load_as_it_is(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint)
 
 
 def _load_buffers(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
-    """Put the module's persistent buffers in, as replica 0 had them; the others are made by the model."""
+    """Load persistent buffers as replica 0 had them; the model makes the others."""
     buffers = saved.buffers()
     with torch.no_grad():
         for name, buffer in engine.module.named_buffers():

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 class Saving:
     """Stores what the Trainer saves, once for each step.
 
-    Args:
-        storing: makes the checkpoints.
-
     Attributes:
         last_step: of the newest checkpoint; -1 before the first one.
     """
@@ -39,11 +36,11 @@ class Saving:
         self._storing.begin(arguments.output_dir(args), state.global_step)
 
     def prepare(self, args: TrainingArguments, step: int) -> None:
-        """Let the Trainer write its directory of a step. Ranks: all, collectively (one exchange)."""
+        """Let the Trainer write a step's directory. Ranks: all, collectively."""
         self._storing.prepare(arguments.output_dir(args), step)
 
     def is_stale(self, step: int) -> bool:
-        """Whether the Trainer's directory of a step may share files with a checkpoint. Ranks: all, alike."""
+        """Whether a step's directory may share files with a checkpoint. Ranks: all, alike."""
         return self._storing.is_stale(step)
 
     def now(
@@ -57,15 +54,8 @@ class Saving:
     ) -> None:
         """Have the Trainer save at once, in place of later.
 
-        Args:
-            trainer: the Trainer.
-            args: its arguments.
-            state: its state.
-            control: its control.
-            tells_again: whether ``prepare`` comes before it writes the directory of this step once more; if not, the checkpoint
-                is a copy that shares no file with it.
-
-        Ranks: all, collectively.
+        With ``tells_again``, ``prepare`` comes before this step's directory is written once more; else the checkpoint is a copy
+        that shares no file with it. Ranks: all, collectively.
         """
         self.prepare(args, state.global_step)
         trainer._save_checkpoint(trainer.model_wrapped, None)
@@ -85,14 +75,7 @@ class Saving:
         control: TrainerControl,
         checkpoint_path: str,
     ) -> None:
-        """Save what was loaded, before the first batch.
-
-        Args:
-            attached: the Trainer.
-            args: its arguments.
-            state: its state.
-            control: its control.
-            checkpoint_path: from which it was loaded.
+        """Save what was loaded from ``checkpoint_path``, before the first batch.
 
         Raises:
             CheckpointError: the script calls ``trainer.train()``, which cannot be left.
@@ -108,15 +91,9 @@ class Saving:
     def store(
         self, trainer: Any, args: TrainingArguments, state: TrainerState, train_batch_size: int
     ) -> bool:
-        """Make a checkpoint of what the Trainer has just written; say whether there was none of this step.
+        """Make a checkpoint of what the Trainer wrote; say whether the step had none.
 
-        Args:
-            trainer: None where it is not known.
-            args: the Trainer's.
-            state: the Trainer's.
-            train_batch_size: records of one batch over all ranks.
-
-        Ranks: all, collectively.
+        ``train_batch_size`` is records over all ranks; ``trainer`` may be None. Ranks: all, collectively.
         """
         step = state.global_step
         if step == self.last_step:
@@ -153,13 +130,10 @@ class Saving:
 
 
 class EngineFinder:
-    """Waits for the first forward pass of an engine around a model.
+    """Waits for the first forward pass of an engine around a Trainer's model.
 
-    An engine is a torch module whose ``module`` is the Trainer's model; torch tells of every module that is called, and is asked
-    to do so only until the engine has been seen.
-
-    Args:
-        model: the Trainer's, not wrapped.
+    An engine is a torch module whose ``module`` is that model, not wrapped; torch tells of every module that is called, and is
+    asked to do so only until the engine has been seen.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -169,7 +143,7 @@ class EngineFinder:
 
     @property
     def engine(self) -> DeepSpeedEngine | None:
-        """The engine; None before its first forward pass, and for a Trainer without DeepSpeed."""
+        """The engine; None before its first forward pass, and without DeepSpeed."""
         return self._engine
 
     def close(self) -> None:

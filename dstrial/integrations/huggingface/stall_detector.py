@@ -1,4 +1,4 @@
-"""Say which rank waits for data: a thread looks at what this rank is doing and logs when that takes long."""
+"""Log which rank waits long for data: a thread looks at what this rank is doing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOOK_S = 1.0
 
 
 def is_communicating(thread_id: int) -> bool:
-    """Whether a thread is inside an exchange with other ranks now, as its stack shows; for any thread.
+    """Whether a thread is in an exchange with other ranks, by its stack; any thread.
 
     The Trainer counts a batch's tokens over all ranks while it fetches the batch: a rank that has its own data waits there for
     the one that has not.
@@ -34,7 +34,7 @@ def is_communicating(thread_id: int) -> bool:
 
 
 class DataWait:
-    """Watches one rank's waits for data while training lasts: ``start`` to ``stop``, on the thread that trains.
+    """Watches a rank's waits for data; training's thread calls ``start`` to ``stop``.
 
     Args:
         rank: this rank.
@@ -78,7 +78,7 @@ class DataWait:
         self._waiting = None
 
     def look(self) -> str | None:
-        """Return what is to be said now; None if nothing is. A wait is told again when it has doubled."""
+        """Return what to say now, or None; a wait is told again once it has doubled."""
         waiting = self._waiting
         if waiting is None:
             self._said_s = 0.0

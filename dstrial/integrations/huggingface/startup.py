@@ -1,4 +1,4 @@
-"""What a Trainer's trial begins with: who it is, arguments that fit, and the checkpoint that it goes on from."""
+"""How a Trainer's trial begins: who it is, fitting arguments, its checkpoint."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ _MODEL_ONLY = "args.save_only_model is True: checkpoints hold no optimizer, and 
 
 
 class Beginning:
-    """Looks at the arguments and opens the checkpoint, if there is one.
-
-    Args:
-        context: of the trial.
-        args: of the Trainer; not changed.
+    """Looks at a Trainer's arguments and opens the checkpoint, if there is one.
 
     Attributes:
         facts: of the trial.
@@ -109,9 +105,9 @@ class Beginning:
             )
 
     def settle_best_model(self, state: TrainerState) -> None:
-        """Forget where the best model lies if that directory was an earlier attempt's and is gone, which the Trainer expects.
+        """Forget a best model whose directory, an earlier attempt's, is gone.
 
-        Ranks: all, collectively (one exchange, only where there is a checkpoint to go on from).
+        The Trainer expects it. Ranks: all, collectively (one exchange, only where there is a checkpoint to go on from).
         """
         best = state.best_model_checkpoint
         if self.checkpoint_path is None:

@@ -1,4 +1,4 @@
-"""The Trainer that a callback belongs to, where it is known: ``train`` of this package tells, ``trainer.train()`` does not."""
+"""The Trainer of a callback: this package's ``train`` tells, others do not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class AttachedTrainer:
-    """Answers what callbacks are not told, from the Trainer where it is known, else from its arguments.
+    """Answers from the Trainer what callbacks are not told, else from its arguments.
 
     Attributes:
         trainer: None where it is not known.
@@ -27,10 +27,7 @@ class AttachedTrainer:
         return self.trainer is not None
 
     def require(self, problem: str) -> None:
-        """Make sure that it is known.
-
-        Args:
-            problem: what cannot be done without it.
+        """Make sure that the Trainer is known; ``problem`` says what needs it.
 
         Raises:
             CheckpointError: it is not; tells the line to write.
@@ -52,19 +49,15 @@ class AttachedTrainer:
         return self.trainer.eval_dataset is not None if self.is_known else arguments.evaluates(args)
 
     def has_one_evaluation_set(self) -> bool:
-        """Whether an evaluation that has ended is all of it; of several sets the last is known by what comes next."""
+        """Whether an ended evaluation is all; of several sets, the next event tells."""
         return self.is_known and not isinstance(self.trainer.eval_dataset, dict)
 
     def owes_evaluation(
         self, args: TrainingArguments, state: TrainerState, *, is_last: bool, leaves: bool
     ) -> bool:
-        """Whether an evaluation of the step from which training goes on was left, or is the last one and has not ended.
+        """Whether the resumed step's evaluation was left, or is the last and not ended.
 
-        Args:
-            args: the Trainer's.
-            state: the Trainer's.
-            is_last: whether nothing is left to train.
-            leaves: whether evaluations may be left.
+        Evaluations may be left if ``leaves``; nothing is left to train if ``is_last``.
         """
         if not self.is_known or not self.can_evaluate(args) or arguments.has_evaluated(state):
             return False

@@ -1,20 +1,28 @@
-"""``train(trainer, callback)``: ``Trainer.train`` that goes on from the trial's checkpoint, whatever layout wrote it."""
+"""``Trainer.train`` from the trial's or another trial's checkpoint, of any layout."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from deepspeed import DeepSpeedEngine
 
+from dstrial.engine.checkpoint_reader.open import open_saved_engine
+from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine
+from dstrial.engine.deepspeed_internals import optimizers
+from dstrial.errors import CheckpointLayoutError
 from dstrial.integrations.huggingface.callback import DetCallback
 from dstrial.integrations.huggingface.preemption import LeaveTrainingError
-from dstrial.integrations.huggingface.warm_start import load_weights
+from dstrial.integrations.huggingface.resume import OpenedCheckpoint
 
 if TYPE_CHECKING:
     from transformers import Trainer
     from transformers.trainer_utils import TrainOutput
+
+_WEIGHTS_NAMES = ("model.safetensors", "model.safetensors.index.json")
 
 
 def train(trainer: Trainer, callback: DetCallback, **kwargs: Any) -> TrainOutput:
@@ -71,7 +79,7 @@ def _output(step: int) -> TrainOutput:
 
 @contextlib.contextmanager
 def _preparing_saves(trainer: Trainer, callback: DetCallback) -> Iterator[None]:
-    """Let no save of the Trainer, whoever asked for it, write into a stored checkpoint while the block lasts.
+    """Keep every save of the Trainer from writing into a stored checkpoint.
 
     Source: transformers 4.56 and 5.23 write ``checkpoint-<step>`` in ``Trainer._save_checkpoint``, called by all ranks.
     """
@@ -94,7 +102,7 @@ def _preparing_saves(trainer: Trainer, callback: DetCallback) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_model_init(trainer: Trainer) -> Iterator[None]:
-    """Keep the Trainer from making its model anew, which would lose the weights that it has taken over."""
+    """Keep the Trainer from making its model anew, without the weights taken over."""
     model_init = trainer.model_init
     trainer.model_init = None
     try:
@@ -105,7 +113,7 @@ def _without_model_init(trainer: Trainer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _loading_through(trainer: Trainer, callback: DetCallback) -> Iterator[None]:
-    """Have the engine that the Trainer makes load its checkpoint through the callback while the block lasts.
+    """Have the Trainer's new engine load its checkpoint through the callback.
 
     Source: transformers 4.56 and 5.23 make the engine with ``accelerator.prepare`` and load it with
         ``integrations.deepspeed.deepspeed_load_checkpoint``, which calls the engine's ``load_checkpoint``.
@@ -128,7 +136,7 @@ def _loading_through(trainer: Trainer, callback: DetCallback) -> Iterator[None]:
 
 
 def _bind(engine: DeepSpeedEngine, callback: DetCallback) -> None:
-    """Let the next ``load_checkpoint`` of an engine load the trial's checkpoint; those after it are DeepSpeed's own."""
+    """Let the next ``load_checkpoint`` load the trial's; later ones are DeepSpeed's."""
 
     def load_checkpoint(load_dir: str, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
         del args, kwargs, engine.load_checkpoint
@@ -136,3 +144,87 @@ def _bind(engine: DeepSpeedEngine, callback: DetCallback) -> None:
         return load_dir, {}
 
     engine.load_checkpoint = load_checkpoint
+
+
+def load_weights(model: torch.nn.Module, opened_checkpoint: OpenedCheckpoint) -> None:
+    """Take over another trial's weights, before a Trainer wraps the model.
+
+    Args:
+        model: the Trainer's, not wrapped; under ZeRO 3 its parameters may be cut over the ranks already.
+        opened_checkpoint: the other trial's.
+
+    Raises:
+        CheckpointLayoutError: it has no weights that can be read here, or those of another model.
+
+    Ranks: all, collectively (ZeRO 3 gathers one parameter at a time; else no communication).
+    """
+    source = _saved_weights(opened_checkpoint)
+    parameters = dict(model.named_parameters())
+    missing = sorted(name for name in parameters if name not in source)
+    if missing:
+        raise CheckpointLayoutError(
+            f"checkpoint {opened_checkpoint.root} has no parameter {missing[0]!r}; expected those of the model. Start from the "
+            "weights of the same model, or without them."
+        )
+    for name, parameter in parameters.items():
+        with _whole(parameter):
+            if not _is_cut(parameter) or torch.distributed.get_rank() == 0:
+                parameter.data.copy_(source[name])
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in source:
+                buffer.copy_(source[name])
+
+
+class _SavedWeights:
+    """Weights by name, read one at a time from a DeepSpeed engine's files."""
+
+    def __init__(self, saved: SavedEngine) -> None:
+        self._saved = saved
+        self._buffers = saved.buffers()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._saved.places or name in self._buffers
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._buffers[name] if name in self._buffers else self._saved.full(name, MASTER)
+
+
+def _saved_weights(opened_checkpoint: OpenedCheckpoint) -> Any:
+    if opened_checkpoint.layouts:
+        saved = open_saved_engine(
+            opened_checkpoint.root,
+            0,
+            opened_checkpoint.layouts[0],
+            trusts_code=opened_checkpoint.trusts_code,
+        )
+        return _SavedWeights(saved)
+    directory = opened_checkpoint.trainer_directory
+    names = [name for name in _WEIGHTS_NAMES if (directory / name).is_file()]
+    if not names:
+        raise CheckpointLayoutError(
+            f"checkpoint {directory} has no {_WEIGHTS_NAMES[0]}; expected the weights of another trial in it. Start from a "
+            "checkpoint that dstrial wrote, or without one."
+        )
+    from safetensors.torch import load_file
+
+    weights: dict[str, torch.Tensor] = {}
+    for path in sorted(directory.glob("model*.safetensors")):
+        weights |= load_file(path)
+    return weights
+
+
+def _is_cut(parameter: torch.nn.Parameter) -> bool:
+    return optimizers.is_cut(parameter) and math.prod(optimizers.full_shape(parameter)) > 0
+
+
+@contextlib.contextmanager
+def _whole(parameter: torch.nn.Parameter) -> Iterator[None]:
+    """Put a cut parameter together in the block; all ranks get what rank 0 writes."""
+    if not _is_cut(parameter):
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        yield

@@ -19,8 +19,7 @@ import yaml
 
 from dstrial.cli.app import main as dstrial
 from dstrial.errors import CheckpointError
-from dstrial.integrations.accelerate.progress_tracker import Course
-from dstrial.integrations.accelerate.schedule import Plan
+from dstrial.integrations.accelerate.progress_tracker import Course, Plan
 from dstrial.testing.master import MasterForTest
 from dstrial.testing.ranks import run_script
 

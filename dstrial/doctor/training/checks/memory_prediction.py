@@ -62,7 +62,7 @@ def run(bench: Bench) -> Finding:
 def _predicted(bench: Bench, chosen: list[tuple[str, int]]) -> list[dict[str, Any]]:
     requests = [
         DryRunRequest(
-            workload="dstrial.engine.dryrun.workload:ModelWorkload",
+            workload="dstrial.engine.dryrun.measure:ModelWorkload",
             options={"model": f"{_PROGRAMS}.gpt:model", "batch": f"{_PROGRAMS}.gpt:batch", "shape": _SHAPE},
             deepspeed_config=deepspeed_config(stage, precision),
             world_size=1,

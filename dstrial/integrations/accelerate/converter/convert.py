@@ -1,19 +1,29 @@
-"""Make a DeepSpeed JSON and an experiment config of what ``accelerate config`` writes, and say where every key went.
+"""Convert what ``accelerate config`` writes, and say where every key went.
 
-Pure: reads nothing, writes nothing. Accelerate need not be installed.
+It becomes a DeepSpeed JSON and an experiment config. Pure: reads nothing, writes nothing; Accelerate need not be installed.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
+
+import yaml
 
 from dstrial.config.batch import AUTO, BATCH_KEYS
 from dstrial.errors import ConfigError
 from dstrial.integrations.accelerate.converter.deepspeed_keys import SECTION
-from dstrial.integrations.accelerate.converter.result import Choices, Conversion, ConversionDraft
+from dstrial.integrations.accelerate.converter.result import JSON_NAME, Choices, Conversion, ConversionDraft
 from dstrial.integrations.accelerate.converter.top_level_keys import take_key
 
+MARK = "CHOOSE"
+"""The word in the comment of every line that the Accelerate config could not decide."""
+
+DEFAULT_METRIC = "validation_loss"
+_DEFAULT_BATCHES = 1000
+_DEFAULT_PERIOD = 100
+_DEFAULT_SCRIPT = "train.py"
 _DEFAULT_STAGE = 2  # of DeepSpeedPlugin, accelerate 1.15
 
 
@@ -53,7 +63,7 @@ def convert(
 
 
 def _with_sizes(draft: ConversionDraft, micro: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the JSON with its batch sizes, and what the experiment config sets over it."""
+    """Return the JSON with batch sizes, and what the experiment config sets over it."""
     if draft.file is not None:
         deepspeed = dict(draft.file)
         is_other = micro is not None and deepspeed.get(BATCH_KEYS[1]) != micro
@@ -64,3 +74,109 @@ def _with_sizes(draft: ConversionDraft, micro: int | None) -> tuple[dict[str, An
         sizes = {BATCH_KEYS[0]: AUTO, **sizes}
     rest = {key: value for key, value in draft.deepspeed.items() if key != BATCH_KEYS[2]}
     return {**sizes, **rest, "zero_optimization": {"stage": draft.stage, **draft.zero}}, {}
+
+
+def experiment_yaml(conversion: Conversion, source: str) -> str:
+    """Return the text of an experiment config.
+
+    Args:
+        conversion: what was converted.
+        source: how the comment at the top calls the Accelerate config.
+    """
+    choices = conversion.choices
+    script = choices.entrypoint or _DEFAULT_SCRIPT
+    lines = [
+        f"# Made of {source} by `dstrial convert accelerate`. Lines marked {MARK} wait for your decision.",
+        f"name: {_scalar(choices.name)}",
+        f"entrypoint: {_scalar(f'python3 -m dstrial.launch {script}')}"
+        + ("" if choices.entrypoint else f" # {MARK}: the training script, with its arguments"),
+        "",
+        "hyperparameters:",
+        "  # Relative to the directory of the model definition.",
+        f"  deepspeed_config: {JSON_NAME}",
+    ]
+    if conversion.overwrites:
+        lines += ["  overwrite_deepspeed_args:"]
+        lines += [f"    {key}: {_scalar(value)}" for key, value in conversion.overwrites.items()]
+    elif _is_open(conversion):
+        lines += [
+            f"  # {MARK}: the micro batch of one rank, as in {{train_micro_batch_size_per_gpu: 8}}; as long as it is auto,",
+            "  # Accelerate takes the batch size of the first loader that the script prepares.",
+            "  overwrite_deepspeed_args: {}",
+        ]
+    else:
+        lines += ["  overwrite_deepspeed_args: {}"]
+    if "optimizer" in conversion.deepspeed:
+        lines += [
+            "  # The JSON has the optimizer: the script prepares accelerate.utils.DummyOptim in its place."
+        ]
+    else:
+        lines += [
+            f"  # {MARK}: nothing, if the script makes its own optimizer; with one in the JSON it takes DummyOptim."
+        ]
+    lines += [
+        "",
+        "searcher:",
+        f"  name: single # {MARK}: or random, grid, adaptive_asha, async_halving",
+        f"  metric: {_scalar(choices.metric or DEFAULT_METRIC)}"
+        + ("" if choices.metric else f" # {MARK}: what the script reports; of a Trainer that is eval_loss"),
+        "  smaller_is_better: true",
+        "  max_length:",
+        f"    batches: {choices.num_batches or _DEFAULT_BATCHES}"
+        + ("" if choices.num_batches else f" # {MARK}: how long to train, in optimizer steps"),
+        "",
+        f"min_validation_period: {{batches: {_DEFAULT_PERIOD}}} # {MARK}: when the reporter has the script validate",
+        f"min_checkpoint_period: {{batches: {_DEFAULT_PERIOD}}} # {MARK}: how much a crash may cost",
+        "",
+        "resources:",
+        f"  slots_per_trial: {conversion.slots}",
+    ]
+    if conversion.variables:
+        lines += ["", "environment:", "  environment_variables:"]
+        lines += [f"    - {_scalar(f'{name}={value}')}" for name, value in conversion.variables.items()]
+    return "\n".join(lines) + "\n"
+
+
+def deepspeed_json(conversion: Conversion) -> str:
+    """Return the text of the DeepSpeed JSON."""
+    return json.dumps(conversion.deepspeed, indent=2, ensure_ascii=False) + "\n"
+
+
+def open_decisions(conversion: Conversion) -> list[str]:
+    """Return what the Accelerate config could not decide, one sentence each."""
+    found = []
+    if conversion.choices.entrypoint is None:
+        found.append(
+            f"entrypoint: the training script ({_DEFAULT_SCRIPT} is a guess); give it with --entrypoint"
+        )
+    if _is_open(conversion):
+        found.append(
+            "train_micro_batch_size_per_gpu: auto, taken from the script's loader; give it with --micro-batch"
+        )
+    if "optimizer" in conversion.deepspeed:
+        found.append(
+            "optimizer: the JSON's; a script with a loop of its own prepares DummyOptim in its place"
+        )
+    else:
+        found.append(
+            "optimizer: the script's own, or add one to the JSON and use accelerate.utils.DummyOptim"
+        )
+    if conversion.choices.metric is None:
+        found.append(f"searcher.metric: {DEFAULT_METRIC} is a guess")
+    if conversion.choices.num_batches is None:
+        found.append(f"searcher.max_length: {_DEFAULT_BATCHES} batches is a guess")
+    found.append(
+        f"min_validation_period and min_checkpoint_period: {_DEFAULT_PERIOD} batches are guesses; not for a Trainer, which has "
+        "--eval_steps and --save_steps"
+    )
+    return found
+
+
+def _is_open(conversion: Conversion) -> bool:
+    sizes = {**conversion.deepspeed, **conversion.overwrites}
+    known = [sizes.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu")]
+    return not any(isinstance(size, int) for size in known)
+
+
+def _scalar(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()

@@ -1,4 +1,4 @@
-"""The section ``deepspeed_config`` of an Accelerate config: what becomes of each of its keys.
+"""What becomes of the keys of an Accelerate config's ``deepspeed_config``.
 
 Source: accelerate 1.15 ``utils/dataclasses.py:DeepSpeedPlugin`` (how they become DeepSpeed's), ``utils/launch.py``.
 """

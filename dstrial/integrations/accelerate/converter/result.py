@@ -153,7 +153,7 @@ class ConversionDraft:
             take(self, f"{key}.{name}", inner)
 
     def whole_number(self, value: Any, key: str, at_least: int) -> int:
-        """Return a value that has to be a whole number; the least one, with a problem, if it is none."""
+        """Return a whole number; the least one, with a problem, if the value is none."""
         if isinstance(value, int) and not isinstance(value, bool) and value >= at_least:
             return value
         self.problem(key, value, f"an integer of at least {at_least}", "Correct it.")

@@ -1,4 +1,4 @@
-"""The keys of an Accelerate config outside its DeepSpeed section: what becomes of each of them.
+"""What becomes of an Accelerate config's keys outside its DeepSpeed section.
 
 Source: accelerate 1.15 ``utils/launch.py``, ``commands/config/config_args.py``.
 """

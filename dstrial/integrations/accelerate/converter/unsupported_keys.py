@@ -1,4 +1,4 @@
-"""Keys of an Accelerate config file that have no counterpart here, with the reason; pure data.
+"""Keys of an Accelerate config without a counterpart, with the reason; pure data.
 
 Source: accelerate 1.15 ``commands/config/config_args.py`` (``ClusterConfig``), ``commands/config/cluster.py`` (the
 questionnaire), ``utils/launch.py`` (what becomes of each key).

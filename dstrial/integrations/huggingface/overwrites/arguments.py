@@ -43,7 +43,7 @@ _FLAG_BY_KEY = {"train_micro_batch_size_per_gpu": MICRO_FLAG, "gradient_accumula
 
 
 def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any]) -> list[str]:
-    """Return a Trainer script's arguments with the DeepSpeed config of its trial worked in.
+    """Return a script's arguments with the DeepSpeed config of its trial worked in.
 
     Batch sizes, accumulation, clipping, precision, learning rate, the optimizer's parameters, warm-up and ``--deepspeed`` are
     brought to what ``hyperparameters.deepspeed_config`` and ``overwrite_deepspeed_args`` say; what the config gives as
@@ -87,7 +87,7 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
 
 
 def effective_directory(environ: Mapping[str, str]) -> Path:
-    """Return where the effective config of a trial is kept: its run directory, its launcher's files, else the user's cache.
+    """Return where effective configs go: run directory, launcher's files or cache.
 
     Raises:
         ConfigError: the private directory belongs to somebody else.
@@ -114,7 +114,7 @@ def effective_directory(environ: Mapping[str, str]) -> Path:
 
 
 def _cache_directory() -> Path:
-    """Return the place for ranks that no launcher of ours has started; nobody knows when the last of them has ended."""
+    """Return the place for ranks of other launchers: nobody knows when the last ends."""
     import platformdirs
 
     directory = Path(platformdirs.user_cache_dir("dstrial")) / "deepspeed_config"
@@ -126,13 +126,9 @@ def _cache_directory() -> Path:
 
 
 def write_effective_config(config: Mapping[str, Any], directory: Path) -> Path:
-    """Write a config under a name that its content decides, such that a reader never sees half of it.
+    """Write a config under a name made from its content; no reader sees half of it.
 
     Ranks that write the same config at the same time write the same file, one after the other.
-
-    Args:
-        config: an effective DeepSpeed config.
-        directory: an existing directory.
     """
     text = json.dumps(config, indent=2) + "\n"
     digest = hashlib.sha256(text.encode()).hexdigest()[:_NUM_NAME_CHARS]
@@ -149,7 +145,7 @@ def write_effective_config(config: Mapping[str, Any], directory: Path) -> Path:
 
 
 def _lengthened(args: Sequence[str], hparams: Mapping[str, Any]) -> Sequence[str]:
-    """Return the arguments with the length of a measuring trial, so that enough steps can be timed; others as they are."""
+    """Return the arguments; in a measuring trial with the length that it times."""
     num_batches = (hparams.get(SETTINGS_KEY) or {}).get("num_batches") if is_measuring(hparams) else None
     return (
         args if num_batches is None else CommandLine.of(args).with_value(_LENGTH_FLAG, str(num_batches)).words
@@ -157,7 +153,7 @@ def _lengthened(args: Sequence[str], hparams: Mapping[str, Any]) -> Sequence[str
 
 
 def _is_plain_batch(args: Sequence[str], hparams: Mapping[str, Any]) -> bool:
-    """Whether there is no DeepSpeed config and the overwrites are nothing but a micro batch and an accumulation."""
+    """Whether only micro batch and accumulation are overwritten, and no config named."""
     overwrite = hparams.get(_OVERWRITE_KEY)
     if hparams.get(MAIN_KEY) is not None or CommandLine.of(args).find(CONFIG_FLAG) is not None:
         return False
@@ -174,7 +170,7 @@ def _with_batch(args: Sequence[str], overwrite: Mapping[str, Any]) -> list[str]:
 
 
 def _source(args: Sequence[str], hparams: Mapping[str, Any]) -> DeepSpeedSource | None:
-    """Return the trial's DeepSpeed config; the one that ``--deepspeed`` names where the trial only overwrites."""
+    """Return the trial's config, or ``--deepspeed``'s where the trial only overwrites."""
     overwrite = hparams.get(_OVERWRITE_KEY)
     named = hparams.get(MAIN_KEY)
     if named is None and not overwrite:
@@ -197,7 +193,7 @@ def _cluster_info() -> Any:
 
 
 def _resumed(info: Any) -> SavedRun | None:
-    """Return the checkpoint of this very run that it goes on from, if its directory is on this machine."""
+    """Return this run's checkpoint to go on from, if it is on this machine."""
     if info is None or (info.latest_checkpoint is None and os.environ.get(RUN_DIR_VARIABLE)):
         saved = saved_run_to_resume()
         return saved if saved is not None and saved.keeps_batch else None

@@ -120,7 +120,7 @@ def _solve(draft: Draft, keys: Sizes, micro: int | None, steps: int | None, worl
 
 
 def _attempts(keys: Sizes, micro: int | None, steps: int | None) -> Iterator[tuple[int | None, int | None]]:
-    """Yield micro batch and accumulation to try: with both flags, without the accumulation, without the micro batch, neither."""
+    """Yield micro batch and accumulation to try: both flags', one alone, neither."""
     seen = set()
     for with_micro, with_steps in ((micro, steps), (micro, None), (None, steps), (None, None)):
         attempt = (with_micro if keys[1] is None else keys[1], with_steps if keys[2] is None else keys[2])
@@ -130,11 +130,10 @@ def _attempts(keys: Sizes, micro: int | None, steps: int | None) -> Iterator[tup
 
 
 def _is_kept(own: BatchSolution | None, keys: Sizes, engine: EngineRecord, *, is_micro_given: bool) -> bool:
-    """Say whether the sizes are those with which the run began, and come to another batch now.
+    """Whether sizes are those the run began with, and make another batch now.
 
-    So is a micro batch that was only solved, and larger than the run's, which is known to fit into memory.
-
-    Others were changed on purpose; a run cannot go on with them, which is for the checkpoint's reader to say.
+    So is a micro batch that was only solved, and larger than the run's, which is known to fit into memory. Others were changed
+    on purpose; a run cannot go on with them, which is for the checkpoint's reader to say.
     """
     if own is None:
         return keys[0] == engine.train_batch_size
@@ -146,7 +145,7 @@ def _is_kept(own: BatchSolution | None, keys: Sizes, engine: EngineRecord, *, is
 
 
 def _is_as_begun(engine: EngineRecord, micro: int | None, steps: int | None, solution: BatchSolution) -> bool:
-    """Say whether the arguments are those of the run's beginning, and other sizes come to its batch now."""
+    """Whether arguments are the run's first ones, and other sizes make its batch now."""
     began = (engine.given.get(_MICRO), engine.given.get(_STEPS))
     given = (micro or DEFAULT_MICRO_BATCH, steps or 1)
     return given == began and solution.train_batch_size == engine.train_batch_size

@@ -56,7 +56,7 @@ class Decision:
 
 
 class Draft:
-    """The one mutable object of a reconciliation: what is going to be returned, and why.
+    """The one mutable object of a reconciliation: the result, and the reasons.
 
     Args:
         arguments: as given.
@@ -86,7 +86,7 @@ class Draft:
     def number_of_key(
         self, key: str, *, minimum: float | None = None, is_whole: bool = False
     ) -> float | None:
-        """Return the number under a key; None if it is absent or ``"auto"``, or no such number, which is recorded."""
+        """Return a key's number; None if absent, ``"auto"``, or wrong, which is recorded."""
         value = self.key_value(key)
         if value is None or value == AUTO:
             return None
@@ -95,7 +95,7 @@ class Draft:
     def number_of_flag(
         self, name: str, *, minimum: float | None = None, is_whole: bool = False
     ) -> float | None:
-        """Return the number that a flag gives; None if it is not given, or no such number, which is recorded."""
+        """Return a flag's number; None if not given, or wrong, which is recorded."""
         flag = self._given.find(name)
         if flag is None:
             return None
@@ -178,7 +178,7 @@ def auto_hint(key: str) -> str:
 
 
 def as_text(value: float | int | str) -> str:
-    """Return a number as a flag takes it, such that it is read back as the same number."""
+    """Return a number as a flag takes it, to be read back as the same number."""
     return value if isinstance(value, str) else repr(value)
 
 

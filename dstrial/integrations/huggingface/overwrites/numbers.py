@@ -21,7 +21,7 @@ from dstrial.integrations.huggingface.overwrites.draft import Draft, Outcome, as
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NumberPair:
-    """An argument of the Trainer and the keys of DeepSpeed that the Trainer wants to have its value.
+    """An argument of the Trainer, and DeepSpeed's keys that have to have its value.
 
     Attributes:
         argument: field of ``TrainingArguments``.
@@ -181,8 +181,8 @@ def _reconcile_betas(draft: Draft) -> None:
 
 
 def _reconcile_length(draft: Draft) -> None:
-    """Let the length of training win over the schedule's: it is the experiment's, and the Trainer knows it before it trains."""
-    (key,) = LENGTH.keys
+    """Let the length of training, which the experiment gives, win over the schedule's."""
+    (key,) = LENGTH.keys  # of what the Trainer knows before it trains
     number = draft.number_of_key(key, minimum=1, is_whole=True)
     asked = draft.number_of_flag(LENGTH.argument, is_whole=True)
     if number is None:
@@ -211,7 +211,7 @@ def _reconcile_length(draft: Draft) -> None:
 
 
 def _is_read(draft: Draft, key: str) -> bool:
-    """Say whether DeepSpeed would read a key that is missing: its section is there, and its type takes the parameter."""
+    """Whether DeepSpeed reads a missing key: it has the section, whose type takes it."""
     section, _, parameter = key.rpartition(".params.")
     if not section:
         return True

@@ -53,7 +53,7 @@ class ReconciledArguments:
     decisions: tuple[Decision, ...]
 
     def pointing_to(self, path: str) -> list[str]:
-        """Return the words of the command line with ``--deepspeed`` naming the effective config."""
+        """Return the command line with ``--deepspeed`` naming the effective config."""
         return [*self.arguments.with_value(CONFIG_FLAG, path).words]
 
     @property
@@ -146,7 +146,7 @@ def _reconcile_precision(draft: Draft) -> None:
 
 
 def _settle_both_precisions(draft: Draft, said: dict[str, bool | None]) -> None:
-    """Let the overwrite win where the config has both precisions on; without one that is the user's to settle."""
+    """Let an overwrite decide between two precisions; without one the user has to."""
     if not all(said.values()):
         return
     keys = [f"{precision}.enabled" for precision in _PRECISIONS]
