@@ -300,6 +300,10 @@ class Reader:
             for alias in node.names:
                 entity = self._global(f"{node.module}.{alias.name}")
                 self._add(alias.lineno, alias.col_offset, alias.name, entity)
+        elif isinstance(node, ast.Assign) and scope.kind == "module" and _is_all(node):
+            for each in ast.walk(node.value):
+                if isinstance(each, ast.Constant) and isinstance(each.value, str):
+                    self._add(each.lineno, each.col_offset + 1, each.value, self._resolve(each.value, scope))
         elif isinstance(node, (ast.Global, ast.Nonlocal)):
             self._words_of(node, node.names, scope)
         elif isinstance(node, ast.ExceptHandler) and node.name:
@@ -548,6 +552,10 @@ def _walk(root: nodes.Node) -> typing.Iterator[nodes.Node]:
                 part = getattr(item, name, None)
                 if isinstance(part, (list, tuple, nodes.Node)):
                     waiting.append(part)
+
+
+def _is_all(node: ast.Assign) -> bool:
+    return any(isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets)
 
 
 def _span(node: ast.expr) -> Span:

@@ -23,6 +23,7 @@ import ast
 import collections
 import dataclasses
 import fnmatch
+import functools
 import io
 import json
 import pathlib
@@ -276,23 +277,32 @@ def apply_mentions(path: pathlib.Path, edits: list[tuple[Mention, str]]) -> list
     return lost
 
 
-def prose_regions(source: str) -> list[tuple[int, int]]:
-    """Return where the docstrings and comments of a file lie, as offsets."""
+def docstring_owners(source: str, module: str) -> dict[int, str]:
+    """Return whose docstring begins in which line, by full name."""
+    owners: dict[int, str] = {}
+
+    def walk(node: ast.AST, fullname: str) -> None:
+        for statement in getattr(node, "body", None) or []:
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                owners.setdefault(statement.value.lineno, fullname)
+            is_named = isinstance(statement, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+            walk(statement, f"{fullname}.{statement.name}" if is_named else fullname)
+
+    walk(ast.parse(source), module)
+    return owners
+
+
+def prose_regions(source: str, docstrings: dict[int, str]) -> list[tuple[int, int, str]]:
+    """Return where the docstrings and comments of a file lie, as offsets, and whose docstring it is."""
     starts = [0]
     for line in source.split("\n"):
         starts.append(starts[-1] + len(line) + 1)
-    docstrings = set()
-    for node in ast.walk(ast.parse(source)):
-        body = getattr(node, "body", None)
-        for statement in body if isinstance(body, list) else []:
-            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                docstrings.add(statement.value.lineno)
     regions = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and token.start[0] in docstrings):
-            regions.append(
-                (starts[token.start[0] - 1] + token.start[1], starts[token.end[0] - 1] + token.end[1])
-            )
+            owner = docstrings[token.start[0]] if token.type == tokenize.STRING else ""
+            start, end = (starts[row - 1] + column for row, column in (token.start, token.end))
+            regions.append((start, end, owner))
     return regions
 
 
@@ -335,12 +345,26 @@ def in_arguments(names: dict[str, str]) -> typing.Callable[[str], str]:
     return lambda text: pattern.sub(lambda match: match[1] + names[match[2]], text) if names else text
 
 
-def change_prose(source: str, *changes: typing.Callable[[str], str]) -> str:
-    """Return a Python file with its docstrings and comments changed."""
-    for start, end in reversed(prose_regions(source)):
+def change_prose(
+    source: str,
+    docstrings: dict[int, str],
+    arguments: dict[str, dict[str, str]],
+    *changes: typing.Callable[[str], str],
+) -> str:
+    """Return a Python file with its docstrings and comments changed.
+
+    Args:
+        source: of the file.
+        docstrings: by first line, whose they are.
+        arguments: by full name of a function or class, its parameters and fields, old -> new.
+        changes: of a docstring's or comment's text.
+    """
+    for start, end, owner in reversed(prose_regions(source, docstrings)):
         text = source[start:end]
         for change in changes:
             text = change(text)
+        if known := {**arguments.get(owner, {}), **arguments.get(f"{owner}.__init__", {})}:
+            text = in_arguments(known)(text)
         source = source[:start] + text + source[end:]
     return source
 
@@ -372,17 +396,22 @@ def change_programs(source: str, names: dict[str, str]) -> str:
     return data.decode()
 
 
-def change_dotted(text: str, names: dict[str, str]) -> str:
-    """Return a text with the full names changed (``dstrial.module.Name``, ``dstrial.module:Name``)."""
+def change_dotted(text: str, names: dict[str, str], *, is_prose: bool = False) -> str:
+    """Return a text with the full names changed (``dstrial.module.Name``, ``dstrial.module:Name``).
+
+    Prose may leave out ``dstrial.``.
+    """
 
     def one(match: re.Match[str]) -> str:
+        prefix = "" if match[0].startswith("dstrial.") else "dstrial."
         parts = re.split(r"([.:])", match[0])
         for end in range(1, len(parts) + 1, 2):
-            if new := names.get("".join(parts[:end]).replace(":", ".")):
+            if new := names.get(prefix + "".join(parts[:end]).replace(":", ".")):
                 parts[end - 1] = new
         return "".join(parts)
 
-    return re.sub(r"\bdstrial\.[\w.]+(?::\w+)?", one, text) if names else text
+    form = r"(?<![\w.])[a-z]\w*(?:\.\w+)+(?::\w+)?" if is_prose else r"\bdstrial\.[\w.]+(?::\w+)?"
+    return re.sub(form, one, text) if names else text
 
 
 def change_words(source: str, old: str, new: str) -> str:
@@ -418,9 +447,8 @@ def apply_texts(texts: list[TextRename]) -> int:
             before = path.read_text()
             if text.kind == "word":
                 after = change_words(before, text.old, text.new)
-                after = change_prose(
-                    after, in_backquotes({text.old: text.new}), in_arguments({text.old: text.new})
-                )
+                docstrings = docstring_owners(before, "")
+                after = change_prose(after, docstrings, {}, in_backquotes({text.old: text.new}))
                 if after != before and re.search(rf"\b{text.new}\b", before):
                     say(f"CLASH? {text.line}: {text.new} was in {path}")
             else:
@@ -465,22 +493,27 @@ def apply_names(renamer: Renamer, mentions: dict[str, list[Mention]]) -> None:
         if any(str(path).endswith(name) for name in UNTOUCHED):
             continue
         found = edits.get(module, [])
+        docstrings = docstring_owners(path.read_text(), module)
         for text in apply_mentions(path, [(mention, rename.new) for mention, rename in found]):
             say(f"NOT PLACED: {text}")
-        for _, rename in found:
-            rename.num_changed += 1
         here: dict[str, set[str]] = collections.defaultdict(set)
+        arguments: dict[str, dict[str, str]] = collections.defaultdict(dict)
         for mention, rename in found:
+            rename.num_changed += 1
             here[mention.name].add(rename.new)
+            if mention.entity and mention.entity.kind != "global":
+                arguments[mention.entity.owner][mention.name] = rename.new
         known = {old: next(iter(new)) for old, new in here.items() if len(new) == 1}
         before = path.read_text()
         after = change_dotted(change_programs(before, full), full)
-        after = change_prose(after, everywhere(distinct), in_backquotes(known), in_arguments(known))
+        dotted = functools.partial(change_dotted, names=full, is_prose=True)
+        after = change_prose(after, docstrings, arguments, dotted, everywhere(distinct), in_backquotes(known))
         if after != before:
             path.write_text(after)
     for path in {path for path in files_of(DOCUMENTS) if path.name != HISTORY}:
         before = path.read_text()
-        after = everywhere(distinct)(change_dotted(before, full))
+        after = everywhere(distinct)(change_dotted(before, full, is_prose=True))
+        after = in_backquotes({old: new for old, new in alone.items() if old[0].isupper()})(after)
         if after != before:
             path.write_text(after)
 
