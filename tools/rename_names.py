@@ -321,8 +321,8 @@ def everywhere(names: dict[str, str]) -> typing.Callable[[str], str]:
     return lambda text: pattern.sub(lambda match: names[match[1]], text)
 
 
-def in_backquotes(names: dict[str, str]) -> typing.Callable[[str], str]:
-    """Return what puts new names for old ones that stand between backquotes."""
+def in_backquotes(names: dict[str, str], *, calls: bool = False) -> typing.Callable[[str], str]:
+    """Return what puts new names for old ones that stand between backquotes; ``calls``: only before a parenthesis."""
     quoted = re.compile(r"(`+)([^`\n]+)\1")
     inner = re.compile(
         r"(?<![\w/\"'$-])("
@@ -332,7 +332,7 @@ def in_backquotes(names: dict[str, str]) -> typing.Callable[[str], str]:
 
     def one(match: re.Match[str]) -> str:
         text = match[2]
-        if not re.fullmatch(r"~?\.?[\w.]+(\(.*\))?", text):
+        if not re.fullmatch(r"~?\.?[\w.]+(\(.*\))" if calls else r"~?\.?[\w.]+(\(.*\))?", text):
             return match[0]
         return match[1] + inner.sub(lambda found: names[found[1]], text) + match[1]
 
@@ -466,6 +466,11 @@ def apply_texts(texts: list[TextRename]) -> int:
     return num_failed
 
 
+def _string_constants(source: str) -> set[str]:
+    found = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
+    return {value for value in found if isinstance(value, str)}
+
+
 def apply_names(renamer: Renamer, mentions: dict[str, list[Mention]]) -> None:
     """Write the new names into code, docstrings, comments and documents."""
     edits = {
@@ -503,16 +508,19 @@ def apply_names(renamer: Renamer, mentions: dict[str, list[Mention]]) -> None:
             here[mention.name].add(rename.new)
             if mention.entity and mention.entity.kind != "global":
                 arguments[mention.entity.owner][mention.name] = rename.new
-        known = {old: next(iter(new)) for old, new in here.items() if len(new) == 1}
         before = path.read_text()
+        words = _string_constants(before)  # a key or value of this spelling may be what prose means
+        known = {old: next(iter(new)) for old, new in here.items() if len(new) == 1 and old not in words}
         after = change_dotted(change_programs(before, full), full)
         dotted = functools.partial(change_dotted, names=full, is_prose=True)
-        after = change_prose(after, docstrings, arguments, dotted, everywhere(distinct), in_backquotes(known))
+        changes = dotted, everywhere(distinct), in_backquotes(known), in_backquotes(alone, calls=True)
+        after = change_prose(after, docstrings, arguments, *changes)
         if after != before:
             path.write_text(after)
     for path in {path for path in files_of(DOCUMENTS) if path.name != HISTORY}:
         before = path.read_text()
         after = everywhere(distinct)(change_dotted(before, full, is_prose=True))
+        after = in_backquotes(alone, calls=True)(after)
         after = in_backquotes({old: new for old, new in alone.items() if old[0].isupper()})(after)
         if after != before:
             path.write_text(after)
