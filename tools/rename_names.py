@@ -466,6 +466,29 @@ def apply_texts(texts: list[TextRename]) -> int:
     return num_failed
 
 
+def wrap_prose(path: pathlib.Path, limit: int = 130) -> None:
+    """Break lines of docstrings and comments that new names have made longer than ruff allows."""
+    source = path.read_text()
+    if all(len(line) <= limit for line in source.split("\n")):
+        return
+    prose: dict[int, str] = {}
+    docstrings = docstring_owners(source, "")
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.STRING and token.start[0] in docstrings:
+            prose.update(dict.fromkeys(range(token.start[0], token.end[0] + 1), ""))
+        elif token.type == tokenize.COMMENT and not token.line[: token.start[1]].strip():
+            prose[token.start[0]] = "# "
+    lines = []
+    for number, line in enumerate(source.split("\n"), 1):
+        while number in prose and len(line) > limit and " " in line[40:limit]:
+            indent = re.match(r"\s*", line)[0]  # type: ignore[index]
+            end = line.rindex(" ", 0, limit)
+            lines.append(line[:end])
+            line = indent + prose[number] + line[end + 1 :]
+        lines.append(line)
+    path.write_text("\n".join(lines))
+
+
 def _string_constants(source: str) -> set[str]:
     found = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
     return {value for value in found if isinstance(value, str)}
@@ -554,6 +577,8 @@ def main(project: Project | None = None) -> int:
     num_failed = len(failed)
     if not args.check:
         num_failed += apply_texts(texts)
+        for path in files_of(f"{root}/*.py" for root in ROOTS):
+            wrap_prose(path)
         subprocess.run(
             [sys.executable, "-m", "ruff", "check", "-q", "--select", "I", "--fix", "."], check=False
         )
