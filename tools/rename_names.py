@@ -136,6 +136,7 @@ class Renamer:
 
     def _find(self, rename: Rename) -> None:
         if rename.name.startswith("*."):
+            rename.module = self._module(rename.module)
             return
         module = self._module(rename.module)
         entity = self._entity(module, rename.name)
