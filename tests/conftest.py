@@ -60,7 +60,7 @@ _broken_rules: list[str] | None = None
 def pytest_configure() -> None:
     """Let signals end the programs that tests start, though whoever started pytest in the background ignores them."""
     sys.addaudithook(_note_what_breaks_the_tier)
-    vars(ranks)["subprocess"] = types.SimpleNamespace(Popen=warm_start.popen)  # a fork, not a new Python
+    vars(ranks)["subprocess"] = types.SimpleNamespace(Popen=warm_start.Popen)  # a fork, not a new Python
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
@@ -191,6 +191,6 @@ def _is_running(pid: int) -> bool:
     except OSError:
         return False
     # One of each per process, for its whole life.
-    if b"multiprocessing.resource_tracker" in command or b"warm_start.py" in command:
+    if b"multiprocessing.resource_tracker" in command or pid in warm_start.servers:
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"

@@ -1,11 +1,11 @@
 """Start programs as forks of a process that has imported torch and DeepSpeed.
 
-A new process imports them for 2 to 3 s of CPU time, a fork for none. ``run`` and ``popen`` stand for those of
+A new process imports them for 2 to 3 s of CPU time, a fork for none. ``run`` and ``Popen`` stand for those of
 ``subprocess``. The libraries of ``IMPORTED_AHEAD`` are there already; our own modules and Determined's are imported anew,
 and variables, signals, the import path, open files and the working directory are those of a new process.
 
-A launcher's ranks are forks, too: not of the launcher, which has threads and state of its own, but of a copy that was made
-before it began. The launcher becomes their parent, as it is of new processes. A program whose variables change how Python or
+Who asks for a program becomes its parent, as of a new process. A launcher's ranks are forks, too: not of the launcher, which
+has threads and state of its own, but of a copy that was made before it began. A program whose variables change how Python or
 torch start is a new process.
 
 ``TEST_FORKS=0`` has every program start as a new process. Not for tests of how processes are started or found: in /proc a
@@ -18,13 +18,13 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
 import inspect
 import json
 import os
 import runpy
-import select
 import signal
 import socket
 import struct
@@ -35,7 +35,7 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 IMPORTED_AHEAD = (
     "torch._dynamo",
@@ -56,8 +56,19 @@ _READ_AT_START = ("PYTHON", "LD_", "DS_ACCELERATOR", "OMP_NUM_THREADS", "TORCHDY
 _READ_LATER = ("PYTHONPATH", "PYTHONFAULTHANDLER", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED")
 _VARIABLES = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-_server: tuple[socket.socket, dict[str, str]] | None = None
 _lock = threading.Lock()
+servers: set[int] = set()
+"""The process that is forked, once there is one; it ends with this process."""
+
+
+class Popen(subprocess.Popen[Any]):
+    """``subprocess.Popen`` whose ``[sys.executable, "-m" MODULE or FILE, ...]`` is a fork."""
+
+    def _execute_child(self, *given: Any) -> None:
+        command: Any = self.args
+        has_forks = command[0] == sys.executable and os.environ.get(SWITCH) != "0"
+        if not has_forks or not _fork(self, *_server(), given):
+            super()._execute_child(*given)  # type: ignore[misc]
 
 
 def run(
@@ -74,98 +85,60 @@ def run(
         subprocess.TimeoutExpired: it was killed after ``timeout`` seconds.
     """
     command = [sys.executable, "-m", *arguments]
-    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        program = popen(command, env=env, cwd=cwd, stdout=stdout, stderr=stdout if is_merged else stderr)
+    stderr = subprocess.STDOUT if is_merged else subprocess.PIPE
+    with Popen(command, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=stderr, text=True) as program:
         try:
-            returncode = program.wait(timeout)
+            texts = program.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            program.send_signal(signal.SIGKILL)
-            program.wait(timeout)
+            program.kill()
             raise
-        texts = []
-        for file in (stdout, stderr):
-            file.seek(0)
-            texts.append(file.read().decode().replace("\r\n", "\n"))
-    return subprocess.CompletedProcess(command, returncode, *texts)
+    return subprocess.CompletedProcess(command, program.returncode, *texts)
 
 
-def popen(
-    command: Sequence[str],
-    *,
-    env: Mapping[str, str],
-    stdout: IO[bytes],
-    stderr: IO[bytes],
-    cwd: str | os.PathLike[str] | None = None,
-    start_new_session: bool = False,
-) -> Program | subprocess.Popen[bytes]:
-    """Start a command, as ``subprocess.Popen`` does: ``[sys.executable, "-m", MODULE or FILE, ...]`` as a fork."""
-    has_forks = command[0] == sys.executable and os.environ.get(SWITCH) != "0"
-    server, start = _running_server() if has_forks else (None, {})
-    if server is None or not _starts_as(env, start):
-        return subprocess.Popen(
-            command, env=env, cwd=cwd, stdout=stdout, stderr=stderr, start_new_session=start_new_session
-        )
-    sys.audit("subprocess.Popen", command[0], command, cwd, env)  # for the rules of tests without a marker
-    answers, theirs = socket.socketpair()
-    with theirs, Path(os.devnull).open("rb") as stdin, _lock:
-        files = [file.fileno() for file in (stdin, stdout, stderr, theirs)]
-        _send(server, [list(command[1:]), dict(env), str(cwd or Path.cwd()), start_new_session], files)
-    return Program(command, answers)
-
-
-class Program:
-    """A program that is a fork, with what ``subprocess.Popen`` has of it.
-
-    Args:
-        command: what was asked for.
-        answers: tells its process, and later its exit code.
-    """
-
-    def __init__(self, command: Sequence[str], answers: socket.socket) -> None:
-        self.args = command
-        self.returncode: int | None = None
-        self._answers = answers
-        (self.pid,) = struct.unpack("i", answers.recv(4))
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Return how it ended: its exit code, or less than 0 for a signal."""
-        if self.returncode is None:
-            if not select.select([self._answers], [], [], timeout)[0]:
-                assert timeout is not None
-                raise subprocess.TimeoutExpired(self.args, timeout)
-            (self.returncode,) = struct.unpack("i", self._answers.recv(4))
-            self._answers.close()
-        assert self.returncode is not None
-        return self.returncode
-
-    def poll(self) -> int | None:
-        """Return how it ended, or None."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.wait(0.0)
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        """Send it a signal, if it has not ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-
-def _running_server() -> tuple[socket.socket, dict[str, str]]:
+@functools.cache
+def _server() -> tuple[socket.socket, dict[str, str]]:
     """Return where to ask for programs, and the variables with which their libraries were imported."""
-    global _server
-    if _server is None:
-        ours, theirs = socket.socketpair()
-        start = {**os.environ, **_VARIABLES}
-        with theirs:
-            subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
-                env=start,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        _server = ours, start
-    return _server
+    ours, theirs = socket.socketpair()
+    start = {**os.environ, **_VARIABLES}
+    with theirs:
+        server = subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno())],
+            env=start,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    servers.add(server.pid)
+    return ours, start
+
+
+def _fork(
+    process: subprocess.Popen[Any], server: socket.socket, start: Mapping[str, str], given: Sequence[Any]
+) -> bool:
+    """Do what ``Popen._execute_child`` does, by a fork of the server; False where only a new process will do."""
+    asked = inspect.signature(subprocess.Popen._execute_child).bind(process, *given).arguments  # type: ignore[attr-defined]
+    variables = dict(os.environ if asked["env"] is None else asked["env"])
+    if asked["pass_fds"] or asked["preexec_fn"] or not _starts_as(variables, start):
+        return False
+    sys.audit("subprocess.Popen", asked["args"][0], asked["args"], asked["cwd"], asked["env"])
+    pipes = (asked["p2cread"], asked["c2pwrite"], asked["errwrite"])
+    request = [
+        list(map(os.fspath, asked["args"][1:])),
+        variables,
+        os.fspath(asked["cwd"] or Path.cwd()),
+        asked["start_new_session"],
+        os.getpid(),
+    ]
+    libc = ctypes.CDLL(None)
+    with _lock:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        _send(server, request, [idx if file == -1 else file for idx, file in enumerate(pipes)])
+        (process.pid,) = struct.unpack("i", server.recv(4))
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+    process._child_created = True  # type: ignore[attr-defined]
+    ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+    process._close_pipe_fds(*(asked[name] for name in ends))  # type: ignore[attr-defined]
+    return True
 
 
 def _send(connection: socket.socket, request: list[Any], files: list[int]) -> None:
@@ -197,26 +170,28 @@ def _starts_as(env: Mapping[str, str], other: Mapping[str, str]) -> bool:
     return at_start(env) == at_start(other)
 
 
-def _serve(connection: socket.socket, start: Mapping[str, str], path: list[str]) -> None:
-    """Begin what is asked for, each in a process that waits for it and tells how it ended."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # those who wait for programs are not waited for
+def _serve(connection: socket.socket, start: Mapping[str, str], path: list[str]) -> NoReturn:
+    """Start what a process asks for as its children, until it has ended."""
+    for of_signal in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(of_signal, signal.SIG_IGN)  # its end is ours
     while request := _receive(connection):
-        (arguments, env, cwd, is_leader), files = request
-        if os.fork() == 0:
-            connection.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            asked = socket.socket(fileno=files.pop())
+        (arguments, env, cwd, is_leader, parent), files = request
+        told, tell = os.pipe()
+        between = os.fork()
+        if between == 0:
             pid = os.fork()
             if pid == 0:
-                asked.close()
+                connection.close()
+                while os.getppid() != parent:
+                    pass  # until the process between has ended, a moment
                 _become(arguments, env, cwd, files, start, path, is_leader=is_leader)
-            with contextlib.suppress(OSError):
-                asked.sendall(struct.pack("i", pid))
-                status = os.waitpid(pid, 0)[1]
-                asked.sendall(struct.pack("i", os.waitstatus_to_exitcode(status)))
+            os.write(tell, struct.pack("i", pid))
             os._exit(0)
-        for file in files:
+        os.waitpid(between, 0)  # its child is now that of who asked
+        connection.sendall(os.read(told, 4))
+        for file in (*files, told, tell):
             os.close(file)
+    os._exit(0)
 
 
 def _become(
@@ -301,76 +276,18 @@ def _fork_its_ranks(start: Mapping[str, str], path: list[str]) -> None:
         ours.close()
         for number in range(3):
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
-        _serve_program(theirs, start, path)
+        _serve(theirs, start, path)
     theirs.close()
     usual = subprocess.Popen._execute_child  # type: ignore[attr-defined]
-    names = inspect.signature(usual)
 
+    @functools.wraps(usual)
     def _execute_child(self: subprocess.Popen[Any], *given: Any) -> None:
-        asked = names.bind(self, *given).arguments
-        command, env, pipes = asked["args"], asked["env"], ("p2cread", "c2pwrite", "errwrite")
-        variables = dict(os.environ if env is None else env)
-        if not (
-            _is_rank(command)
-            and _starts_as(variables, start)
-            and not asked["pass_fds"]
-            and not asked["preexec_fn"]
-        ):
+        command: Any = self.args  # a list here
+        is_rank = not isinstance(command, (str, bytes)) and tuple(command[:3]) == (sys.executable, "-m", RANK)
+        if not is_rank or not _fork(self, ours, start, given):
             usual(self, *given)
-            return
-        files = [asked[name] if asked[name] != -1 else number for number, name in enumerate(pipes)]
-        request = [
-            list(command[1:]),
-            variables,
-            os.fspath(asked["cwd"] or Path.cwd()),
-            asked["start_new_session"],
-        ]
-        libc = ctypes.CDLL(None)
-        with _lock:
-            libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-            _send(ours, [*request, os.getpid()], files)
-            (self.pid,) = struct.unpack("i", ours.recv(4))
-            libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-        self._child_created = True  # type: ignore[attr-defined]
-        self._close_pipe_fds(  # type: ignore[attr-defined]
-            *(asked[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"))
-        )
 
     subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
-
-
-def _is_rank(command: Any) -> bool:
-    return (
-        isinstance(command, (list, tuple))
-        and len(command) > 2
-        and tuple(command[:2]) == (sys.executable, "-m")
-        and command[2] == RANK
-        and all(isinstance(word, str) for word in command)
-    )
-
-
-def _serve_program(connection: socket.socket, start: Mapping[str, str], path: list[str]) -> NoReturn:
-    """Start what the program that we are a copy of asks for, as its children, until it has ended."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the program's end is ours
-    while request := _receive(connection):
-        (arguments, env, cwd, is_leader, parent), files = request
-        told, tell = os.pipe()
-        between = os.fork()
-        if between == 0:
-            pid = os.fork()
-            if pid == 0:
-                connection.close()
-                while os.getppid() != parent:
-                    pass  # until the process between has ended, a moment
-                _become(arguments, env, cwd, files, start, path, is_leader=is_leader)
-            os.write(tell, struct.pack("i", pid))
-            os._exit(0)
-        os.waitpid(between, 0)  # its child is now that of the program
-        connection.sendall(os.read(told, 4))
-        for file in (*files, told, tell):
-            os.close(file)
-    os._exit(0)
 
 
 def main() -> None:
