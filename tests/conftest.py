@@ -8,12 +8,15 @@ import sys
 import threading
 import time
 import traceback
+import types
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+import warm_start
 from hypothesis import HealthCheck, settings
 
+from dstrial.testing import ranks
 from dstrial.testing.master import MasterForTest, master_for_test
 
 # Both would fail a test because its machine is busy.
@@ -57,6 +60,7 @@ _broken_rules: list[str] | None = None
 def pytest_configure() -> None:
     """Let signals end the programs that tests start, though whoever started pytest in the background ignores them."""
     sys.addaudithook(_note_what_breaks_the_tier)
+    vars(ranks)["subprocess"] = types.SimpleNamespace(Popen=warm_start.Popen)  # a fork, not a new Python
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
@@ -186,6 +190,7 @@ def _is_running(pid: int) -> bool:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-    if b"multiprocessing.resource_tracker" in command:  # one per process, for its whole life
+    # One of each per process, for its whole life.
+    if b"multiprocessing.resource_tracker" in command or pid in warm_start.servers:
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"

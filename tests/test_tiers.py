@@ -67,8 +67,9 @@ BROKEN = {
 
 @pytest.mark.process
 def test_what_needs_a_marker_fails_by_name_without_one(tmp_path: Path) -> None:
-    rules = Path(__file__).with_name("conftest.py").read_text(encoding="utf-8")
-    (tmp_path / "conftest.py").write_text(rules, encoding="utf-8")
+    for name in ("conftest.py", "warm_start.py"):
+        rules = Path(__file__).with_name(name).read_text(encoding="utf-8")
+        (tmp_path / name).write_text(rules, encoding="utf-8")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    process\n    ranks\n    gpu\n")
     (tmp_path / "test_all.py").write_text(TESTS)
     (tmp_path / "looks_around.py").write_text("import subprocess\nsubprocess.run(['true'])\n")

@@ -7,12 +7,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_start
 import yaml
 from checkpoint_maker import DEFINITIONS
 
@@ -27,9 +27,9 @@ Command = Callable[..., tuple[int, str, str]]
 
 
 def reshape(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dstrial.cli", "checkpoint", "reshape", *map(str, words)]
+    command = ["dstrial.cli", "checkpoint", "reshape", *map(str, words)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "DSTRIAL_TIMEOUT_S": "100"}
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200)
+    return warm_start.run(command, env=environ, cwd=Path.cwd(), timeout=200)
 
 
 def layout_in(path: Path) -> Layout:
@@ -63,9 +63,9 @@ def test_the_output_holds_the_same_bits_and_is_resumed_without_reshaping(
         "DSTRIAL_RUN_DIR": str(resumed.path),
         "DSTRIAL_RESUME": str(output),
     }
-    command = [sys.executable, "-m", "dstrial.launch", "--slots", "1", "--trial", "wide_trials:WideTrial"]
+    command = ["dstrial.launch", "--slots", "1", "--trial", "wide_trials:WideTrial"]
     command += ["--config", str(tmp_path / "experiment.yaml"), "--context-dir", str(DEFINITIONS)]
-    run = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200)
+    run = warm_start.run(command, env=environ, cwd=tmp_path, timeout=200)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "is brought into another layout" not in run.stderr
     assert "at batch 2" in run.stderr

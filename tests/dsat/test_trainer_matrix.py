@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_start
 
 pytest.importorskip("transformers")
 
@@ -24,8 +23,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     file = directory / "table.json"
     script = str(ROOT / "tools" / "trainer_arguments_table.py")
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    finished = subprocess.run(
-        [sys.executable, "-m", "dstrial.launch", "--slots", str(NUM_RANKS), script, "--json", str(file)],
+    finished = warm_start.run(
+        ["dstrial.launch", "--slots", str(NUM_RANKS), script, "--json", str(file)],
         cwd=directory,
         env={
             **kept,
@@ -34,11 +33,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
             "DS_ACCELERATOR": "cpu",
             "TMPDIR": str(directory),
         },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
         timeout=240,
-        check=False,
+        is_merged=True,
     )
     assert finished.returncode == 0, finished.stdout
     made: list[dict[str, Any]] = json.loads(file.read_text())["rows"]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm_start
 import yaml
 
 pytestmark = [
@@ -56,15 +55,12 @@ def test_the_trainer_of_hugging_face_is_not_disturbed(tmp_path: Path) -> None:
     (tmp_path / "e.yaml").write_text(yaml.safe_dump(experiment))
     kept = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
 
-    ended = subprocess.run(
-        [sys.executable, "-m", "dstrial.launch", "--config", "e.yaml", "--slots", "2", "train.py"],
+    ended = warm_start.run(
+        ["dstrial.launch", "--config", "e.yaml", "--slots", "2", "train.py"],
         cwd=tmp_path,
         env={**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
         timeout=200,
-        check=False,
+        is_merged=True,
     )
 
     assert ended.returncode == 0, ended.stdout

@@ -166,7 +166,8 @@ def store_of(directory: Path, num_ranks: int) -> dict[str, str]:
     return {"DSTRIAL_STORE": json.dumps(value), "MASTER_PORT": str(port)}
 
 
-def test_identify_needs_no_torch(tmp_path: Any) -> None:
+def test_identify_needs_no_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("TEST_FORKS", "0")  # a fork has torch
     script = tmp_path / "who.py"
     script.write_text(
         "import sys\n"

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import foreign
 import pytest
+import warm_start
 import yaml
 
 from dstrial.local.checkpoint_directory import newest_checkpoint
@@ -107,14 +106,12 @@ def reporter_run(directory: Path, *, batches: int = 4, **env: str) -> tuple[int,
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "DSTRIAL_"))
     }
-    ended = subprocess.run(
-        [sys.executable, "-m", "dstrial.launch", "--config", "e.yaml", "--slots", "1", "reporter_program.py"],
+    ended = warm_start.run(
+        ["dstrial.launch", "--config", "e.yaml", "--slots", "1", "reporter_program.py"],
         cwd=directory,
         env={**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
         timeout=DEADLINE_S,
+        is_merged=True,
     )
     return ended.returncode, ended.stdout
 

@@ -4,9 +4,8 @@ import dataclasses
 import json
 import os
 import pathlib
-import subprocess
-import sys
 
+import warm_start
 import yaml
 
 from dstrial.local.run_directory import RunDirectory
@@ -93,9 +92,7 @@ def train(
         **({"DSTRIAL_RESUME": "latest"} if run else {}),
         **(env or {}),
     }
-    command = [sys.executable, "-m", "dstrial.launch", "--slots", str(ranks), "--config", str(config_path)]
-    command += ["--context-dir", str(context_dir), "--trial", f"{module}:{trial}"]
-    done = subprocess.run(
-        command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=timeout_s
-    )
+    words = ["dstrial.launch", "--slots", str(ranks), "--config", str(config_path)]
+    words += ["--context-dir", str(context_dir), "--trial", f"{module}:{trial}"]
+    done = warm_start.run(words, env=environ, cwd=tmp_path, timeout=timeout_s)
     return Run(directory, done.stdout + done.stderr, done.returncode)

@@ -9,12 +9,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm_start
 import yaml
 
 from dstrial.cli.app import main as dstrial
@@ -83,16 +83,13 @@ def launch(
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "DSTRIAL_"))
     }
-    command = [sys.executable, "-m", "dstrial.launch", "--config", "e.yaml", "--slots", str(slots)]
-    ended = subprocess.run(
+    command = ["dstrial.launch", "--config", "e.yaml", "--slots", str(slots)]
+    ended = warm_start.run(
         [*command, "reporter_program.py", *arguments],
         cwd=directory,
         env={**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **(env or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
         timeout=DEADLINE_S,
-        check=False,
+        is_merged=True,
     )
     assert ended.returncode == exit_code, ended.stdout
     return ended.stdout
