@@ -12,7 +12,15 @@ from determined import pytorch
 from dstrial.config import Length
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.errors import CheckpointError, ConfigError, ConfigProblem
-from dstrial.loop.boundaries import Boundary, Period, Progress, due, searcher_length, total_batches, train_unit
+from dstrial.loop.boundaries import (
+    Boundary,
+    Period,
+    Progress,
+    due,
+    searcher_length,
+    total_batches,
+    train_unit,
+)
 from dstrial.loop.sync_point import StopReason
 
 _TEST_BATCHES = 2
