@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from dsat_workloads import WORKLOADS, Workload
 
 from dstrial.dsat.driver.dry_runs import dry_run_space
-from dstrial.dsat.predictor.config_groups import Structures
+from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.predictor.hardware import DEVICES, nominal_machine
 from dstrial.dsat.predictor.profiles import PredictInputs
 from dstrial.dsat.space.space import Structure
@@ -45,7 +45,7 @@ def inputs_of(workload: Workload, *, is_free: bool, known: PredictInputs | None 
         known: of the other kind of batch; what it has of the same keys is the same, for no batch size is in a dry run.
     """
     space, machine = workload.space(free_batch=is_free), workload.machine
-    keys = Structures(space).representatives()
+    keys = ConfigGroups(space).representatives()
     if known is not None and keys.keys() <= known.runs.keys():
         runs = {key: known.runs[key] for key in keys}
         return _with_machine(workload, dataclasses.replace(known, runs=runs, failures={}))
@@ -77,7 +77,7 @@ def inputs_of(workload: Workload, *, is_free: bool, known: PredictInputs | None 
             module_paths=(str(Path(__file__).resolve().parent),),
         )
 
-    return _with_machine(workload, dry_run_space(Structures(space), request_of, deadline_s=_DEADLINE_S))
+    return _with_machine(workload, dry_run_space(ConfigGroups(space), request_of, deadline_s=_DEADLINE_S))
 
 
 def _with_machine(workload: Workload, found: PredictInputs) -> dict[str, Any]:

@@ -131,9 +131,9 @@ def _measured(
     from dsat_memory_real import FreesElsewhere, highest
     from torch.profiler import ProfilerActivity, profile
 
-    from dstrial.dsat.rank.hooks import probing
+    from dstrial.dsat.rank.hooks import observe_engines
     from dstrial.dsat.rank.statistics import SamplingLimits
-    from dstrial.dsat.rank.step_timer import Meter, Mode
+    from dstrial.dsat.rank.step_timer import Mode, StepTimer
 
     def build() -> None:
         torch.manual_seed(0)
@@ -163,12 +163,12 @@ def _measured(
     else:
         build()
     built_s = time.perf_counter()
-    meter = Meter(SamplingLimits(max_s=max_s))
+    timer = StepTimer(SamplingLimits(max_s=max_s))
     wanted = (Mode.PROFILE, Mode.WINDOW, Mode.PHASES) if is_first else (Mode.PROFILE, Mode.WINDOW)
-    with probing(meter):
-        while meter.mode in wanted:
+    with observe_engines(timer):
+        while timer.mode in wanted:
             step()
-    metrics |= dict(meter.result().metrics)
-    meter.forget_engines()
+    metrics |= dict(timer.result().metrics)
+    timer.forget_engines()
     measured_s = time.perf_counter()
     return {**metrics, "build_s": built_s - began_s, "measure_s": measured_s - built_s}

@@ -12,19 +12,19 @@ from typing import Any, Protocol
 
 from dstrial.config import merge_deepspeed
 from dstrial.dsat.core.candidate import BatchSplit, Candidate
-from dstrial.dsat.core.outcome import TIE, Failure, Measured, Outcome, gain
+from dstrial.dsat.core.outcome import TIE, Failure, Measured, Outcome, relative_gain
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.methods.base import (
     Action,
+    ConfigSearch,
     Finish,
     Measure,
     MethodOptions,
     ReportFacts,
-    SearchMethod,
     measures,
 )
 from dstrial.dsat.predictor.profiles import PredictInputs
-from dstrial.dsat.space.filters import Gates
+from dstrial.dsat.space.filters import Filters
 from dstrial.dsat.space.space import Space, Structure
 from dstrial.search.random_state import SearchRandom
 
@@ -140,7 +140,7 @@ class RandomLegal:
             ]
             structure = Structure(stage, tuple(sorted(settings)))
             candidate = self._space.candidate(structure, self._random.integer_below(self._positions))
-            if candidate not in self._seen and self._space.illegal(candidate) is None:
+            if candidate not in self._seen and self._space.illegal_reason(candidate) is None:
                 self._seen.add(candidate)
                 return [Measure(trial_id + 1, candidate, "drawn")]
 
@@ -155,7 +155,7 @@ class RandomLegal:
 
 def positions(problem: Problem) -> int:
     """Return how many positions of the ladder could fit by activations alone; all that a fixed batch has."""
-    ladder = problem.space.ladder
+    ladder = problem.space.batch_size_grid
     return 1 + min(ladder.last, ladder.position(problem.device_bytes / problem.activation_bytes))
 
 
@@ -163,12 +163,12 @@ def play_ours(problem: Problem, name: str, seed: int, cost: Cost, *, max_trials:
     """Play ``predict``, ``asha``, ``binary``, ``random`` (``-no-gates``), or ``random-legal``."""
     space = problem.space
     options = MethodOptions(metric=METRIC, max_trials=max_trials, seed=seed)
-    method: SearchMethod
+    method: ConfigSearch
     if name == "random-legal":
         method = RandomLegal(space, options, positions(problem))
     else:
         base, _, no_gates = name.partition("-")
-        method = search_method(base, space, options, Gates(space, is_open=bool(no_gates)), problem.inputs)
+        method = search_method(base, space, options, Filters(space, disabled=bool(no_gates)), problem.inputs)
     played, waiting, is_living = Played(), [], False
     actions = method.start()
     while True:
@@ -201,7 +201,7 @@ def _best(played: Played, *, has_own: bool) -> Candidate | None:
         return None
     value, best = max(scored, key=lambda pair: pair[0])
     own = next((worth for worth, candidate in scored if candidate.is_own), None)
-    if has_own and own is not None and gain(value, own) <= TIE:
+    if has_own and own is not None and relative_gain(value, own) <= TIE:
         return next(candidate for _, candidate in scored if candidate.is_own)
     return best
 
@@ -244,7 +244,7 @@ class Opponents:
                 played.best = _best(played, has_own=False)
                 return played
             candidate = candidate_of(problem.space, message["measure"])
-            if name == "optuna" and problem.space.illegal(candidate) is not None:
+            if name == "optuna" and problem.space.illegal_reason(candidate) is not None:
                 self._say({"illegal": True})
                 continue
             outcome = problem.ground.outcome(candidate)
@@ -304,15 +304,15 @@ def _batches(problem: Problem, stage: int, name: str) -> list[dict[str, int]]:
     if name.startswith("deepspeed"):
         plain = Structure(stage, ())
         runs = [at for at in chosen if problem.ground.throughput(space.candidate(plain, at)) is not None]
-        largest = space.ladder.split(max(runs, default=0)).micro_batch_size
-        chosen = sorted({space.ladder.position(largest * share) for share in (0.5, 0.75, 1.0)})
+        largest = space.batch_size_grid.split(max(runs, default=0)).micro_batch_size
+        chosen = sorted({space.batch_size_grid.position(largest * share) for share in (0.5, 0.75, 1.0)})
     return [
         {
             "train_batch_size": split.train_batch_size,
             "train_micro_batch_size_per_gpu": split.micro_batch_size,
             "gradient_accumulation_steps": split.accumulation,
         }
-        for split in (space.ladder.split(position) for position in chosen)
+        for split in (space.batch_size_grid.split(position) for position in chosen)
     ]
 
 

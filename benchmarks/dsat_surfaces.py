@@ -287,7 +287,7 @@ class Grid:
     def __init__(self, workload: Workload, space: Space, stages: Sequence[int] | None = None) -> None:
         # Of a free batch no more than activations could fit is looked at.
         largest = workload.machine.device_bytes / (0.8 * activation_bytes_per_record(workload))
-        ladder = space.ladder
+        ladder = space.batch_size_grid
         sizes = [ladder.split(position) for position in range(ladder.position(largest) + 1)]
         self.stages: dict[int, tuple[Knobs, Sequence[Candidate]]] = {}
         for stage in space.stages if stages is None else stages:
@@ -354,7 +354,7 @@ def _legal_structures(space: Space, stage: int) -> list[tuple[int, tuple[tuple[s
     bound = [knob for knob in knobs if not knob.counts_params]
     result = []
     for structure in space.structures(stage, bound):
-        if space.illegal(space.candidate(structure, 0)) is not None:
+        if space.illegal_reason(space.candidate(structure, 0)) is not None:
             continue
         for values in itertools.product(*(knob.values for knob in free)):
             settings = dict(structure.settings) | dict(zip((knob.path for knob in free), values, strict=True))

@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 
 from dstrial.dsat.core.outcome import Measured
-from dstrial.dsat.worker.messages import Answer, Order, OrderBook
+from dstrial.dsat.worker.messages import Task, TaskQueue, TaskResult
 from dstrial.dsat.worker.transport import ANSWERS_NAME, ORDERS_NAME
 from dstrial.local.json_files import read_json_lines, write_json_atomically
 from dstrial.local.measuring_variables import HPARAMS_VARIABLE
@@ -101,14 +101,14 @@ def _children_cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def living(all_hparams: list[dict[str, Any]], directory: Path) -> tuple[list[Answer], float]:
+def living(all_hparams: list[dict[str, Any]], directory: Path) -> tuple[list[TaskResult], float]:
     """Measure all in one worker; returns its answers and the seconds of the whole."""
     # A metric that nothing has: no configuration is measured again for comparison.
     orders = [
-        Order(number, number, hparams, DEADLINE_S, "nothing") for number, hparams in enumerate(all_hparams, 1)
+        Task(number, number, hparams, DEADLINE_S, "nothing") for number, hparams in enumerate(all_hparams, 1)
     ]
     began_s = time.monotonic()
-    write_json_atomically(directory / ORDERS_NAME, OrderBook(tuple(orders)).to_json())
+    write_json_atomically(directory / ORDERS_NAME, TaskQueue(tuple(orders)).to_json())
     with (directory / "output.log").open("wb") as output:
         worker = subprocess.Popen(
             [
@@ -126,12 +126,12 @@ def living(all_hparams: list[dict[str, Any]], directory: Path) -> tuple[list[Ans
             raise SystemExit((directory / "output.log").read_text()[-4000:])
         time.sleep(0.05)
     seconds = time.monotonic() - began_s
-    write_json_atomically(directory / ORDERS_NAME, OrderBook(results={}).to_json())
+    write_json_atomically(directory / ORDERS_NAME, TaskQueue(results={}).to_json())
     worker.wait()
-    return [Answer.from_json(line) for line in read_json_lines(path)], seconds
+    return [TaskResult.from_json(line) for line in read_json_lines(path)], seconds
 
 
-def overhead_s(answer: Answer) -> float:
+def overhead_s(answer: TaskResult) -> float:
     """Return the seconds of an answer that went into anything but its measurement."""
     return answer.seconds - answer.details["measure_s"]
 
@@ -185,13 +185,13 @@ def main() -> None:
 
 
 def _some(
-    wanted: list[dict[str, Any]], answers: list[Answer], options: argparse.Namespace
-) -> list[tuple[dict[str, Any], Answer]]:
+    wanted: list[dict[str, Any]], answers: list[TaskResult], options: argparse.Namespace
+) -> list[tuple[dict[str, Any], TaskResult]]:
     """Return X with its last answer, and the first others with theirs: as many as are to be launched."""
     return [(wanted[0], answers[-1]), *zip(wanted[1:], answers[1:], strict=False)][: options.launched]
 
 
-def _value(answer: Answer, name: str) -> float:
+def _value(answer: TaskResult, name: str) -> float:
     assert isinstance(answer.outcome, Measured), answer
     return answer.outcome.metrics[name]
 

@@ -40,7 +40,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dstrial.config import ParallelDims
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.driver.dry_runs import dry_run_space
-from dstrial.dsat.predictor.config_groups import Structures
+from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.space.space import Space, Structure
 from dstrial.engine.dryrun.values import DryRunRequest
 from dstrial.local.json_files import write_json_atomically
@@ -91,9 +91,9 @@ def grid() -> list[Candidate]:
     found: dict[str, Candidate] = {}
     for stage in STAGES:
         for structure in of.structures(stage):
-            for position in range(of.ladder.last + 1):
+            for position in range(of.batch_size_grid.last + 1):
                 candidate = of.candidate(structure, position)
-                if of.illegal(candidate) is None:
+                if of.illegal_reason(candidate) is None:
                     found.setdefault(of.identity(candidate), candidate)
     own = of.own()
     found[of.identity(own)] = own
@@ -105,7 +105,7 @@ def dry_run_grid(path: Path) -> None:
     of = space()
 
     def request_of(structure: Structure, is_accumulating: bool) -> DryRunRequest:
-        candidate = of.candidate(structure, 0 if is_accumulating else of.ladder.last)
+        candidate = of.candidate(structure, 0 if is_accumulating else of.batch_size_grid.last)
         return DryRunRequest(
             workload="dstrial.engine.dryrun.measure:ModelWorkload",
             options={"model": "gpt_model:model", "batch": "gpt_model:batch", "shape": SHAPE},
@@ -115,7 +115,7 @@ def dry_run_grid(path: Path) -> None:
             module_paths=(str(Path(__file__).resolve().parent),),
         )
 
-    found = dry_run_space(Structures(of, is_cpu=True), request_of)
+    found = dry_run_space(ConfigGroups(of, is_cpu=True), request_of)
     for key, why in found.failures.items():
         print(f"no dry run of {key}: {why}", file=sys.stderr)
     write_json_atomically(path, found.to_json(), sync=False)

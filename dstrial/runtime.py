@@ -25,7 +25,7 @@ from dstrial.local.checkpoint_directory import KeepPolicy
 from dstrial.local.core_context import LocalContext
 from dstrial.local.json_files import read_json
 from dstrial.local.measuring_variables import STAND_IN_CLUSTER
-from dstrial.local.mirror import MirroredTrainContext, mirror, tidy
+from dstrial.local.mirror import MirroredTrainContext, mirror, remove_tensorboard_directories
 from dstrial.local.run_directory import RUN_DIR_VARIABLE, RunDirectory, RunState, default_runs_dir
 from dstrial.ranks import process_group
 from dstrial.ranks.control_channel import ControlChannel, timeout_from_environ
@@ -34,12 +34,12 @@ from dstrial.ranks.stop_signals import StopSignals
 
 logger = logging.getLogger("dstrial.trainer")
 
-SURROUNDINGS_ATTRIBUTE = "dstrial_surroundings"
-"""Attribute of a core context made here, under which integrations find its ``Surroundings``."""
+RUNTIME_ATTRIBUTE = "dstrial_surroundings"
+"""Attribute of a core context made here, under which integrations find its ``ProcessRuntime``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Surroundings:
+class ProcessRuntime:
     """What there is around a training process.
 
     Attributes:
@@ -98,17 +98,17 @@ def core_context(
 
     Ranks: all, collectively.
     """
-    with surroundings(exp_conf=exp_conf, run_dir=run_dir, distributed=distributed) as found:
+    with process_runtime(exp_conf=exp_conf, run_dir=run_dir, distributed=distributed) as found:
         yield found.core_context
 
 
 @contextlib.contextmanager
-def surroundings(
+def process_runtime(
     *,
     exp_conf: dict[str, Any] | None,
     run_dir: str | os.PathLike[str] | None,
     distributed: core.DistributedContext | None,
-) -> Iterator[Surroundings]:
+) -> Iterator[ProcessRuntime]:
     """Enter what :func:`core_context` gives, and what else a trainer needs of it.
 
     Arguments, errors and ranks as there.
@@ -135,7 +135,7 @@ def surroundings(
             if os.environ.get(RUN_DIR_VARIABLE):
                 kept = RunDirectory.open(os.environ[RUN_DIR_VARIABLE])
                 mirrored = _mirror(made, kept, exp_conf or {})
-                stack.callback(tidy, made, kept)
+                stack.callback(remove_tensorboard_directories, made, kept)
                 stack.callback(mirrored.flush_progress)
         else:
             directory, is_own = _run_directory(run_dir, exp_conf, channel)
@@ -144,8 +144,8 @@ def surroundings(
         if own_run is not None:
             stack.push(lambda kind, error, _traceback: _end_own_run(own_run, kind, error))
         stack.enter_context(made)
-        found = Surroundings(made, channel, device, signals, info, exp_conf, own_run)
-        setattr(made, SURROUNDINGS_ATTRIBUTE, found)
+        found = ProcessRuntime(made, channel, device, signals, info, exp_conf, own_run)
+        setattr(made, RUNTIME_ATTRIBUTE, found)
         yield found
 
 

@@ -35,7 +35,7 @@ from dstrial.ranks.identity import identify
 from dstrial.ranks.startup_phase import begin_phase, end_phases
 from dstrial.resume.locate import resumed_run, trial_id_of
 from dstrial.resume.metadata import RESUME_VARIABLE
-from dstrial.runtime import cluster_info, surroundings
+from dstrial.runtime import cluster_info, process_runtime
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.runtime import TrialRuntime
 from dstrial.trial.trial import DeepSpeedTrial
@@ -84,7 +84,9 @@ def init(
     with contextlib.ExitStack() as stack:
         stack.callback(end_phases)
         begin_phase("connecting the ranks")
-        found = stack.enter_context(surroundings(exp_conf=exp_conf, run_dir=run_dir, distributed=distributed))
+        found = stack.enter_context(
+            process_runtime(exp_conf=exp_conf, run_dir=run_dir, distributed=distributed)
+        )
         info, core_context = found.info, found.core_context
         exp_conf = found.exp_conf
         if info is not None:
@@ -257,7 +259,7 @@ class Trainer:
             self._trial,
             self._context,
             settings,
-            wish_to_stop=self._wish_to_stop,
+            stop_request=self._stop_request,
             on_start=self._on_start,
             on_progress=self._on_progress,
             on_steps=self._on_steps,
@@ -279,7 +281,7 @@ class Trainer:
                 runtime.own_run.end_attempt(RunState.STOPPED)
         return result
 
-    def _wish_to_stop(self) -> StopReason | None:
+    def _stop_request(self) -> StopReason | None:
         runtime = self._runtime
         if self._info is not None and runtime.is_chief and runtime.core.preempt.should_preempt():
             return StopReason.PREEMPTED

@@ -24,7 +24,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from dstrial.config import overwrite_deepspeed_config
 from dstrial.config.deepspeed_source import MAIN_KEY, read_deepspeed
-from dstrial.config.diagnostics import Findings
+from dstrial.config.diagnostics import Diagnostics
 from dstrial.dsat import get_hf_args_with_overwrites
 from dstrial.errors import ConfigError
 from dstrial.integrations import huggingface
@@ -290,7 +290,7 @@ def row_of(case: Case, directory: Path, world_size: int) -> dict[str, Any]:
     }
     row["config"] = json.dumps(overwrite_deepspeed_config(dict(case.config), dict(case.overwrite)))
     try:
-        source = read_deepspeed(MAIN_KEY, hparams, Path(), {}, "", Findings({}, ""))
+        source = read_deepspeed(MAIN_KEY, hparams, Path(), {}, "", Diagnostics({}, ""))
         assert source is not None
         found = reconcile(arguments, source, world_size)
         returned = get_hf_args_with_overwrites(arguments, hparams)

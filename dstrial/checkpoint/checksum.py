@@ -100,21 +100,21 @@ def _make(path: pathlib.Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-SEAL_KEY = "sha256"
+CHECKSUM_KEY = "sha256"
 """Key of the checksum, at the top level."""
 
 
-def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
+def with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the same JSON values with their checksum."""
-    return {**values, SEAL_KEY: _checksum(values)}
+    return {**values, CHECKSUM_KEY: _checksum(values)}
 
 
 def is_intact(values: Mapping[str, Any]) -> bool:
-    """Say whether what ``sealed`` returned is unchanged; True without a checksum."""
-    return SEAL_KEY not in values or values[SEAL_KEY] == _checksum(values)
+    """Say whether what ``with_checksum`` returned is unchanged; True without a checksum."""
+    return CHECKSUM_KEY not in values or values[CHECKSUM_KEY] == _checksum(values)
 
 
 def _checksum(values: Mapping[str, Any]) -> str:
-    rest = {key: value for key, value in values.items() if key != SEAL_KEY}
+    rest = {key: value for key, value in values.items() if key != CHECKSUM_KEY}
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("utf-8")).hexdigest()

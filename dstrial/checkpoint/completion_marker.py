@@ -8,14 +8,14 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.checkpoint.checksum import SEAL_KEY, is_intact, sealed
+from dstrial.checkpoint.checksum import CHECKSUM_KEY, is_intact, with_checksum
 from dstrial.errors import CheckpointDamagedError, CheckpointNotFoundError
 
-MARK_NAME = "COMPLETE"
+MARKER_NAME = "COMPLETE"
 """File name of the completion mark."""
 
 
-def write_mark(path: str | os.PathLike[str], info: Mapping[str, Any] | None = None) -> None:
+def write_marker(path: str | os.PathLike[str], info: Mapping[str, Any] | None = None) -> None:
     """Wait until everything under ``path`` is on the disk, then make it a checkpoint.
 
     A crash at any point leaves the directory either without a mark or with a whole one.
@@ -31,30 +31,30 @@ def write_mark(path: str | os.PathLike[str], info: Mapping[str, Any] | None = No
     """
     root = pathlib.Path(path)
     fsync_tree(root)
-    temporary = root / (MARK_NAME + ".tmp")
+    temporary = root / (MARKER_NAME + ".tmp")
     with temporary.open("w", encoding="utf-8") as stream:
-        json.dump(sealed({} if info is None else info), stream)
+        json.dump(with_checksum({} if info is None else info), stream)
         stream.write("\n")
         stream.flush()
         os.fsync(stream.fileno())
-    temporary.replace(root / MARK_NAME)
+    temporary.replace(root / MARKER_NAME)
     _fsync(root)
     _fsync(root.parent)
 
 
-def read_mark(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what ``write_mark`` was given.
+def read_marker(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what ``write_marker`` was given.
 
     Raises:
         CheckpointNotFoundError: there is no mark.
-        CheckpointDamagedError: the mark is not what ``write_mark`` wrote.
+        CheckpointDamagedError: the mark is not what ``write_marker`` wrote.
     """
-    mark = pathlib.Path(path) / MARK_NAME
+    mark = pathlib.Path(path) / MARKER_NAME
     try:
         info = json.loads(mark.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointNotFoundError(
-            f"{path} has no file {MARK_NAME}; expected a complete checkpoint. Resume from another one."
+            f"{path} has no file {MARKER_NAME}; expected a complete checkpoint. Resume from another one."
         ) from None
     except ValueError as error:
         raise CheckpointDamagedError(
@@ -70,18 +70,18 @@ def read_mark(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{mark} is of another content than its own checksum says; expected the mark that dstrial wrote. "
             "Resume from an earlier checkpoint."
         )
-    return {key: value for key, value in info.items() if key != SEAL_KEY}
+    return {key: value for key, value in info.items() if key != CHECKSUM_KEY}
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:
     """Return whether ``path`` is a directory that carries the mark."""
-    return (pathlib.Path(path) / MARK_NAME).is_file()
+    return (pathlib.Path(path) / MARKER_NAME).is_file()
 
 
-def remove_mark(path: str | os.PathLike[str]) -> None:
+def remove_marker(path: str | os.PathLike[str]) -> None:
     """Make ``path`` a checkpoint no more; the first step of deleting one."""
     root = pathlib.Path(path)
-    (root / MARK_NAME).unlink(missing_ok=True)
+    (root / MARKER_NAME).unlink(missing_ok=True)
     _fsync(root)
 
 

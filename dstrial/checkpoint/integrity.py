@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
-from dstrial.checkpoint.completion_marker import MARK_NAME, is_complete, read_mark
+from dstrial.checkpoint.completion_marker import MARKER_NAME, is_complete, read_marker
 from dstrial.checkpoint.file_roles import FileRole, layouts_of, rank_state_name, role_of
 from dstrial.checkpoint.manifest import MANIFEST_NAME, Manifest, hash_file, read_manifest, share_of
 from dstrial.errors import CheckpointDamagedError, CheckpointError
@@ -58,7 +58,7 @@ def verify_files(
     for path, entry in manifest.files.items():
         if wanted is not None and path not in wanted:
             continue
-        found = _look_at(
+        found = _check_file(
             pathlib.Path(root), pathlib.Path(root) / path, entry.num_bytes, entry.sha256, on_bytes
         )
         if found is not None:
@@ -114,7 +114,7 @@ def damaged_error(root: str | os.PathLike[str], damages: Sequence[Damage]) -> Ch
     )
 
 
-def _look_at(
+def _check_file(
     root: pathlib.Path,
     path: pathlib.Path,
     num_bytes: int,
@@ -150,7 +150,7 @@ def _readers(ranks: tuple[int, ...]) -> str:
 
 
 _MAX_READERS = 4
-_BESIDE = frozenset({MANIFEST_NAME, MARK_NAME, "metadata.json"})
+_BESIDE = frozenset({MANIFEST_NAME, MARKER_NAME, "metadata.json"})
 
 FaultKind = Literal["missing", "truncated", "longer", "changed", "unreadable", "unexpected", "incomplete"]
 
@@ -190,7 +190,7 @@ class Fault:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wholeness:
+class IntegrityReport:
     """What was found.
 
     Attributes:
@@ -204,23 +204,23 @@ class Wholeness:
     faults: tuple[Fault, ...]
 
     @property
-    def is_whole(self) -> bool:
+    def is_intact(self) -> bool:
         """Whether it is what was written."""
         return not self.faults
 
 
 def bytes_to_read(manifest: Manifest) -> int:
-    """Return how many bytes ``examine`` reads of a checkpoint that is whole."""
+    """Return how many bytes ``check_integrity`` reads of a checkpoint that is whole."""
     return sum(entry.num_bytes for entry in manifest.files.values())
 
 
-def examine(
+def check_integrity(
     root: str | os.PathLike[str],
     manifest: Manifest | None = None,
     *,
     needs_mark: bool = False,
     on_bytes: Callable[[int], None] | None = None,
-) -> Wholeness:
+) -> IntegrityReport:
     """Compare every file of a checkpoint with its manifest, several at a time.
 
     Args:
@@ -263,7 +263,7 @@ def examine(
         if name not in manifest.files and name not in _BESIDE:
             size = f"{(path / name).lstat().st_size:,} bytes"
             faults.append(Fault(name, "unexpected", size, "no such file", role_of(name, layouts)))
-    return Wholeness(len(manifest.files), bytes_to_read(manifest), tuple(faults))
+    return IntegrityReport(len(manifest.files), bytes_to_read(manifest), tuple(faults))
 
 
 def _damages(
@@ -288,11 +288,11 @@ def _faults_of_mark(root: pathlib.Path, *, needs_mark: bool) -> list[Fault]:
     role = FileRole("other")
     if not is_complete(root):
         text = "the mark that is written last; the checkpoint is being written, or its writer was killed"
-        return [Fault(MARK_NAME, "incomplete", "no file", text, role)] if needs_mark else []
+        return [Fault(MARKER_NAME, "incomplete", "no file", text, role)] if needs_mark else []
     try:
-        read_mark(root)
+        read_marker(root)
     except CheckpointError as error:
-        return [Fault(MARK_NAME, "changed", str(error), "the mark that dstrial wrote", role)]
+        return [Fault(MARKER_NAME, "changed", str(error), "the mark that dstrial wrote", role)]
     return []
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dstrial.checkpoint import checksum
-from dstrial.checkpoint.checksum import SEAL_KEY, is_intact, sealed
+from dstrial.checkpoint.checksum import CHECKSUM_KEY, is_intact, with_checksum
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 
 MANIFEST_NAME = "manifest.json"
@@ -125,7 +125,7 @@ def write_manifest(root: str | os.PathLike[str], manifest: Manifest) -> None:
     target = pathlib.Path(root) / MANIFEST_NAME
     temporary = target.with_name(target.name + ".tmp")
     temporary.write_text(
-        json.dumps(sealed(checksum.signed(manifest.to_json())), indent=1) + "\n", encoding="utf-8"
+        json.dumps(with_checksum(checksum.signed(manifest.to_json())), indent=1) + "\n", encoding="utf-8"
     )
     temporary.replace(target)
 
@@ -174,7 +174,7 @@ def is_own_manifest(root: str | os.PathLike[str]) -> bool:
         return False
     if not isinstance(values, dict):
         return False
-    return checksum.is_own({key: value for key, value in values.items() if key != SEAL_KEY})
+    return checksum.is_own({key: value for key, value in values.items() if key != CHECKSUM_KEY})
 
 
 def hash_files(root: str | os.PathLike[str], paths: Iterable[str]) -> dict[str, FileEntry]:

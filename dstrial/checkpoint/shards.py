@@ -14,7 +14,7 @@ from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
+class Shard:
     """Some neighbouring elements of a parameter in one replica's partition.
 
     Attributes:
@@ -35,7 +35,7 @@ class Piece:
         return self.parameter_begin + self.numel
 
 
-class Pieces:
+class ShardMap:
     """The pieces of every parameter of a layout, a checkpoint's or a live engine's."""
 
     def __init__(self, layout: Layout) -> None:
@@ -47,18 +47,18 @@ class Pieces:
             return None
         return self._buffers[place.model_part, place.buffer_idx]
 
-    def of(self, place: ParameterPlace) -> list[Piece]:
+    def of(self, place: ParameterPlace) -> list[Shard]:
         """Return the pieces of a parameter that the optimizer owns, in element order."""
         numel = math.prod(place.shape)
         buffer = self.buffer(place)
         if buffer is None or place.offset is None:
-            return [Piece(0, 0, 0, numel)] if numel else []
+            return [Shard(0, 0, 0, numel)] if numel else []
         if place.is_cut:
             assert place.partition_numel is not None
-            return list(_cut_pieces(numel, place.partition_numel, buffer.num_partitions, place.offset))
-        return list(_flat_pieces(numel, place.offset, buffer))
+            return list(_cut_shards(numel, place.partition_numel, buffer.num_partitions, place.offset))
+        return list(_flat_shards(numel, place.offset, buffer))
 
-    def on(self, place: ParameterPlace, replica: int) -> list[Piece]:
+    def on(self, place: ParameterPlace, replica: int) -> list[Shard]:
         """Return the pieces in one replica's partition; all if the buffer is not cut."""
         buffer = self.buffer(place)
         if buffer is None or buffer.num_partitions == 1:
@@ -66,12 +66,12 @@ class Pieces:
         return [piece for piece in self.of(place) if piece.replica == replica]
 
 
-def own_piece(place: ParameterPlace, replica: int) -> Piece | None:
+def own_shard(place: ParameterPlace, replica: int) -> Shard | None:
     """Return the elements of a ZeRO 3 parameter that a replica holds; None if padding."""
     assert place.partition_numel is not None
     begin = replica * place.partition_numel
     numel = min(place.partition_numel, math.prod(place.shape) - begin)
-    return Piece(replica, 0, begin, numel) if numel > 0 else None
+    return Shard(replica, 0, begin, numel) if numel > 0 else None
 
 
 def positions_in_groups(places: Iterable[ParameterPlace]) -> dict[str, tuple[int, int]]:
@@ -91,7 +91,7 @@ def positions_in_groups(places: Iterable[ParameterPlace]) -> dict[str, tuple[int
     return positions
 
 
-def overlaps(pieces: Iterable[Piece], begin: int, numel: int) -> Iterator[tuple[Piece, int, int, int]]:
+def overlaps(pieces: Iterable[Shard], begin: int, numel: int) -> Iterator[tuple[Shard, int, int, int]]:
     """Yield the overlaps of pieces with an interval of a parameter.
 
     Yields:
@@ -104,19 +104,19 @@ def overlaps(pieces: Iterable[Piece], begin: int, numel: int) -> Iterator[tuple[
             yield piece, low - piece.parameter_begin, low - begin, high - low
 
 
-def _cut_pieces(numel: int, partition_numel: int, num_partitions: int, offset: int) -> Iterator[Piece]:
+def _cut_shards(numel: int, partition_numel: int, num_partitions: int, offset: int) -> Iterator[Shard]:
     for replica in range(num_partitions):
         begin = replica * partition_numel
         length = min(partition_numel, numel - begin)
         if length > 0:
-            yield Piece(replica, offset, begin, length)
+            yield Shard(replica, offset, begin, length)
 
 
-def _flat_pieces(numel: int, offset: int, buffer: FlatBuffer) -> Iterator[Piece]:
+def _flat_shards(numel: int, offset: int, buffer: FlatBuffer) -> Iterator[Shard]:
     done = 0
     while done < numel:
         at = offset + done
         replica, begin = divmod(at, buffer.partition_numel)
         length = min(buffer.partition_numel - begin, numel - done)
-        yield Piece(replica, begin, done, length)
+        yield Shard(replica, begin, done, length)
         done += length

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.checkpoint.completion_marker import MARK_NAME
+from dstrial.checkpoint.completion_marker import MARKER_NAME
 from dstrial.checkpoint.integrity import verify_files
 from dstrial.checkpoint.manifest import (
     MANIFEST_DIGEST,
@@ -26,7 +26,7 @@ from dstrial.master.client import Client
 from dstrial.master.lifecycle.checkpoint_gc import checkpoint_directory
 from dstrial.master.state_directory import StateDirectory
 
-_TRACES = (MANIFEST_NAME, MARK_NAME, "load_data.json", "dstrial_rank0.pt", "model0")
+_TRACES = (MANIFEST_NAME, MARKER_NAME, "load_data.json", "dstrial_rank0.pt", "model0")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import quote
 
-from dstrial.checkpoint.completion_marker import read_mark
-from dstrial.checkpoint.integrity import Wholeness, bytes_to_read, examine
+from dstrial.checkpoint.completion_marker import read_marker
+from dstrial.checkpoint.integrity import IntegrityReport, bytes_to_read, check_integrity
 from dstrial.checkpoint.manifest import (
     MANIFEST_DIGEST,
     MANIFEST_NAME,
@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
     """
     source = find_checkpoint(args.checkpoint, runs_dir=args.runs_dir, state_dir=args.state_dir)
     try:
-        wholeness = verified(source, is_plain=args.no_progress or args.as_json)
+        report = verified(source, is_plain=args.no_progress or args.as_json)
     except CheckpointError as error:
         if not args.as_json:
             raise
@@ -80,9 +80,9 @@ def main(args: argparse.Namespace) -> int:
         _print_json(
             {
                 "path": str(source.path),
-                "is_whole": wholeness.is_whole,
-                "num_files": wholeness.num_files,
-                "num_bytes": wholeness.num_bytes,
+                "is_whole": report.is_intact,
+                "num_files": report.num_files,
+                "num_bytes": report.num_bytes,
                 "registration": dataclasses.asdict(registration),
                 "faults": [
                     {
@@ -95,14 +95,14 @@ def main(args: argparse.Namespace) -> int:
                         "writer_rank": fault.role.writer_rank,
                         "reader_ranks": list(fault.reader_ranks),
                     }
-                    for fault in wholeness.faults
+                    for fault in report.faults
                 ],
             }
         )
     else:
-        _print_text(source, wholeness)
+        _print_text(source, report)
         sys.stdout.write(f"{registration}\n")
-    return 0 if wholeness.is_whole and registration.state != "changed" else 1
+    return 0 if report.is_intact and registration.state != "changed" else 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -167,13 +167,13 @@ def registration_of(source: CheckpointSource, state: StateDirectory) -> Registra
 def _uuid_of(path: Path) -> str:
     """Return the UUID in a directory's mark, as it may be a copy, else its name."""
     try:
-        name = read_mark(path).get("uuid")
+        name = read_marker(path).get("uuid")
     except CheckpointError:
         name = None
     return quote(name if isinstance(name, str) else path.name, safe="")
 
 
-def verified(source: CheckpointSource, *, is_plain: bool) -> Wholeness:
+def verified(source: CheckpointSource, *, is_plain: bool) -> IntegrityReport:
     """Read every file of a checkpoint, with a progress bar on a terminal.
 
     Raises:
@@ -181,17 +181,17 @@ def verified(source: CheckpointSource, *, is_plain: bool) -> Wholeness:
     """
     manifest = read_manifest(source.path)
     with BytesBar("verifying", bytes_to_read(manifest), is_plain=is_plain) as bar:
-        return examine(source.path, manifest, needs_mark=source.needs_mark, on_bytes=bar.advance)
+        return check_integrity(source.path, manifest, needs_mark=source.needs_mark, on_bytes=bar.advance)
 
 
-def _print_text(source: CheckpointSource, wholeness: Wholeness) -> None:
-    size = f"{wholeness.num_files} files, {size_text(wholeness.num_bytes)}"
-    if wholeness.is_whole:
+def _print_text(source: CheckpointSource, report: IntegrityReport) -> None:
+    size = f"{report.num_files} files, {size_text(report.num_bytes)}"
+    if report.is_intact:
         sys.stdout.write(f"{source.path} is whole: {size}\n")
         return
-    for fault in wholeness.faults:
+    for fault in report.faults:
         sys.stdout.write(f"{fault}\n")
-    count = len(wholeness.faults)
+    count = len(report.faults)
     sys.stdout.write(
         f"{source.path} is not whole: {count} {'fault' if count == 1 else 'faults'} in {size}. "
         "Restore the files from a copy, or use another checkpoint.\n"

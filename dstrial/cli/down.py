@@ -62,7 +62,7 @@ def main(args: argparse.Namespace) -> int:
     daemon.request_stop(record, is_kill=args.now)
     if not args.now:
         try:
-            if daemon.wait_for_end(state, record, args.deadline, _tell):
+            if daemon.wait_for_end(state, record, args.deadline, _print_waiting):
                 sys.stdout.write("the master has ended\n")
                 return 0
         except KeyboardInterrupt:
@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tell(num_allocations: int) -> None:
+def _print_waiting(num_allocations: int) -> None:
     if num_allocations:
         what = "1 trial" if num_allocations == 1 else f"{num_allocations} trials"
         sys.stdout.write(f"waiting for {what} to save a checkpoint\n")

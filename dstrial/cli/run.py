@@ -23,7 +23,7 @@ from dstrial.cli.run_outcome import (
     summary,
 )
 from dstrial.cli.run_resume import ResumePoint, add_experiment_arguments, chosen_point, newest_resumable
-from dstrial.cli.streams import LastingStream, typed
+from dstrial.cli.streams import LossTolerantStream, typed
 from dstrial.config import ExperimentConfig, load_experiment
 from dstrial.config.experiment_config.startup_hook import HOOK_NAME, requirements_of
 from dstrial.config.parsing.documents import read_yaml
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from dstrial.cli.run_display import Display
-    from dstrial.cli.run_follow import Followed
+    from dstrial.cli.run_follow import FollowResult
     from dstrial.cli.run_submission import Master
     from dstrial.launch.failures import LaunchOutcome
     from dstrial.master.store.observe import ExperimentView
@@ -152,7 +152,7 @@ def _read_request(args: argparse.Namespace) -> _Request:
         )
     entrypoint = parse_entrypoint(given.entrypoint, str(given.path))
     _require_trainable(args, given, entrypoint, is_search=is_search)
-    err = LastingStream(sys.stderr)
+    err = LossTolerantStream(sys.stderr)
     for warning in given.warnings:
         err.write(f"warning: {warning}\n")
     if point is not None:
@@ -267,7 +267,7 @@ def _attempt(request: _Request, run_directory: RunDirectory) -> int:
     experiment, args = request.experiment, request.args
     num_slots = args.slots if args.slots is not None else experiment.slots_per_trial
     _require_startable(request)
-    out, err = LastingStream(sys.stdout), LastingStream(sys.stderr)
+    out, err = LossTolerantStream(sys.stdout), LossTolerantStream(sys.stderr)
     with noted_signals() as signals:
         master, is_new_master = find_or_start_master(num_slots)
         if is_new_master:
@@ -315,8 +315,8 @@ def _train(
     master: Master,
     run_directory: RunDirectory,
     signals: list[signal.Signals],
-    out: LastingStream,
-    err: LastingStream,
+    out: LossTolerantStream,
+    err: LossTolerantStream,
     num_slots: int,
 ) -> int:
     from dstrial.cli.run_display import Refresher, make_display
@@ -382,7 +382,7 @@ def _stop_text(request: _Request, *, has_trained: bool) -> str:
 
 
 def _end(
-    request: _Request, run_directory: RunDirectory, followed: Followed, monitor: RunMonitor
+    request: _Request, run_directory: RunDirectory, followed: FollowResult, monitor: RunMonitor
 ) -> tuple[list[str], int, LaunchOutcome]:
     """Record the attempt's end; return lines to print, exit status and ranks' outcome."""
     outcome = outcome_of(run_directory, followed)
@@ -419,7 +419,7 @@ def _start(
     if point is not None and point.run_directory is not None:
         newest = newest_checkpoint(run_directory.checkpoints_path)
         is_newest = newest is not None and newest.path == point.checkpoint
-        living = submission.living_experiment(master, run_directory, mark, is_newest=is_newest)
+        living = submission.running_experiment(master, run_directory, mark, is_newest=is_newest)
         if living is None or living.state == "PAUSED":
             run_directory.begin_attempt(["dstrial", *_own_arguments(request.args)])
             run_directory.write_config(experiment.raw)
@@ -457,14 +457,14 @@ def _shower(display: Display) -> Any:
 
 
 def _verdict(
-    request: _Request, run_directory: RunDirectory, followed: Followed, outcome: LaunchOutcome
+    request: _Request, run_directory: RunDirectory, followed: FollowResult, outcome: LaunchOutcome
 ) -> Verdict:
     status = read_json(run_directory.status_path) or {}
     judged = judge(outcome, status, is_trial=request.entrypoint.trial is not None)
     return judge_experiment(followed, judged)
 
 
-def _ways_on(followed: Followed) -> list[str]:
+def _ways_on(followed: FollowResult) -> list[str]:
     view = followed.view
     assert view is not None
     if followed.is_master_gone:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from dstrial.cli.streams import LastingStream
+from dstrial.cli.streams import LossTolerantStream
 from dstrial.local.run_monitor import Report, RunView, named_metric
 from dstrial.visible_text import visible
 
@@ -42,7 +42,7 @@ class Display(Protocol):
 
 
 def make_display(
-    out: LastingStream, err: LastingStream, *, num_ranks: int, metric: str | None, is_plain: bool
+    out: LossTolerantStream, err: LossTolerantStream, *, num_ranks: int, metric: str | None, is_plain: bool
 ) -> Display:
     """Choose the display that fits where the output goes."""
     if is_plain or not out.isatty():
@@ -91,7 +91,9 @@ class PlainDisplay:
         metric: the searcher metric.
     """
 
-    def __init__(self, out: LastingStream, err: LastingStream, *, num_ranks: int, metric: str | None) -> None:
+    def __init__(
+        self, out: LossTolerantStream, err: LossTolerantStream, *, num_ranks: int, metric: str | None
+    ) -> None:
         self._out = out
         self._err = err
         self._num_ranks = num_ranks

@@ -20,7 +20,7 @@ _REPORT_BEGINS = re.compile(r"rank \d+ failed first \(")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Followed:
+class FollowResult:
     """How following ended.
 
     Attributes:
@@ -95,7 +95,7 @@ def follow(
     *,
     on_look: Callable[[ExperimentView], None],
     on_stop: Callable[[signal.Signals], None],
-) -> Followed:
+) -> FollowResult:
     """Wait until an experiment settles; pause it at a signal, leave at a later SIGINT.
 
     ``on_look`` is called about ten times a second, ``on_stop`` with the first of the ``noted_signals`` once the master has been
@@ -105,7 +105,7 @@ def follow(
     is_asked = False
     next_look_at_s = 0.0
     gone_since_s: float | None = None
-    view = observe.look(master.state, experiment_id)
+    view = observe.experiment_view(master.state, experiment_id)
     while True:
         if signals and asked is None:
             asked = signals[0]
@@ -114,19 +114,19 @@ def follow(
             if is_asked:
                 on_stop(asked)
         if asked is not None and signal.SIGINT in signals[1:]:
-            return Followed(view, asked.name, is_detached=True)
+            return FollowResult(view, asked.name, is_detached=True)
         if time.monotonic() >= next_look_at_s:
             next_look_at_s = time.monotonic() + _LOOK_PERIOD_S
-            view = observe.look(master.state, experiment_id)
+            view = observe.experiment_view(master.state, experiment_id)
             is_gone = master.state.running() is None
             gone_since_s = (gone_since_s or time.monotonic()) if is_gone else None
         if view is None:
-            return Followed(None, asked.name if asked else None)
+            return FollowResult(None, asked.name if asked else None)
         on_look(view)
         if view.is_settled:
-            return Followed(view, asked.name if asked else None)
+            return FollowResult(view, asked.name if asked else None)
         if gone_since_s is not None and time.monotonic() - gone_since_s > _GONE_AFTER_S:
-            return Followed(view, asked.name if asked else None, is_master_gone=True)
+            return FollowResult(view, asked.name if asked else None, is_master_gone=True)
         time.sleep(_POLL_PERIOD_S)
 
 

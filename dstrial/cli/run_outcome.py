@@ -18,7 +18,7 @@ from dstrial.local.run_directory import RunDirectory, RunState, shown_path
 from dstrial.local.run_monitor import RunView, read_validations
 
 if TYPE_CHECKING:
-    from dstrial.cli.run_follow import Followed
+    from dstrial.cli.run_follow import FollowResult
 
 _BY_SIGTERM = 128 + signal.SIGTERM
 
@@ -38,7 +38,7 @@ class Verdict:
     reason: str | None = None
 
 
-def outcome_of(run_directory: RunDirectory, followed: Followed) -> LaunchOutcome:
+def outcome_of(run_directory: RunDirectory, followed: FollowResult) -> LaunchOutcome:
     """Return how the last attempt's ranks ended, by their launcher or else the master."""
     fields = None
     with contextlib.suppress(DstrialError):
@@ -54,7 +54,7 @@ def outcome_of(run_directory: RunDirectory, followed: Followed) -> LaunchOutcome
     return dataclasses.replace(outcome, stopped_by=followed.stopped_by)
 
 
-def judge_experiment(followed: Followed, judged: Verdict) -> Verdict:
+def judge_experiment(followed: FollowResult, judged: Verdict) -> Verdict:
     """Correct a verdict on the ranks by what the master says of the experiment."""
     view = followed.view
     if view is None:

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from dstrial.cli.run_display import number
-from dstrial.cli.run_follow import Followed, follow
+from dstrial.cli.run_follow import FollowResult, follow
 from dstrial.cli.run_submission import Master, Submission, config_of_run, fingerprint, read_context, submit
 from dstrial.cli.run_submission import submitted_config as config_of
 from dstrial.cli.streams import text_table, typed
@@ -19,7 +19,7 @@ from dstrial.master.store.observe import ExperimentView, Start, TrialView
 
 if TYPE_CHECKING:
     from dstrial.cli.run_entrypoint import Entrypoint
-    from dstrial.cli.streams import LastingStream
+    from dstrial.cli.streams import LossTolerantStream
     from dstrial.config import ExperimentConfig
 
 _MOST_TRIALS_SHOWN = 50
@@ -32,7 +32,7 @@ def search(
     master: Master,
     run_directory: RunDirectory,
     signals: list[signal.Signals],
-    out: LastingStream,
+    out: LossTolerantStream,
     *,
     num_slots: int,
     max_restarts: int,
@@ -66,7 +66,7 @@ def search(
     return _end(experiment, run_directory, followed, out)
 
 
-def _tell_start(starts: list[Start], told: set[str], out: LastingStream) -> None:
+def _tell_start(starts: list[Start], told: set[str], out: LossTolerantStream) -> None:
     """Say once what holds up a search's first trial; the others' logs say it of them."""
     for start in starts[:1]:
         age_s = time.time() - start.since_s
@@ -95,7 +95,7 @@ def progress_line(view: ExperimentView, metric: str, *, smaller_is_better: bool)
 
 
 def _end(
-    experiment: ExperimentConfig, run_directory: RunDirectory, followed: Followed, out: LastingStream
+    experiment: ExperimentConfig, run_directory: RunDirectory, followed: FollowResult, out: LossTolerantStream
 ) -> int:
     view = followed.view
     if view is None:
@@ -115,7 +115,7 @@ def _end(
     return exit_code
 
 
-def _judge(followed: Followed, view: ExperimentView) -> tuple[RunState, int, str | None]:
+def _judge(followed: FollowResult, view: ExperimentView) -> tuple[RunState, int, str | None]:
     if followed.is_master_gone:
         return RunState.STOPPED, 1, "the master has ended; the search goes on at the next `dstrial up`"
     if view.state == "COMPLETED":

@@ -221,7 +221,7 @@ def submit(master: Master, config: Mapping[str, Any], files: list[v1File]) -> in
     return int(master.client.post("/api/v1/experiments", body)["experiment"]["id"])
 
 
-def living_experiment(
+def running_experiment(
     master: Master, run_directory: RunDirectory, now: str, *, is_newest: bool
 ) -> observe.ExperimentView | None:
     """Return the run's experiment if it can go on: paused, or active since an ``up``.
@@ -237,7 +237,7 @@ def living_experiment(
     last = Submission.read(run_directory)
     if last is None or last.cluster_id != master.record.cluster_id:
         return None
-    view = observe.look(master.state, last.experiment_id)
+    view = observe.experiment_view(master.state, last.experiment_id)
     if view is None or (view.is_settled and view.state != "PAUSED"):
         return None
     if last.fingerprint == now and is_newest and (view.is_settled or view.state == "ACTIVE"):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 
-class LastingStream:
+class LossTolerantStream:
     """A text stream that goes silent when it cannot be written any more.
 
     That is so when the reader of a pipe has ended (``| head``, or ``| tee`` at a Ctrl-C), when the terminal

@@ -98,7 +98,7 @@ def main(args: argparse.Namespace) -> int:
         return _serve(state, options)
     else:
         record = daemon.start(state, options, meanwhile=_import_login)
-    _tell(state, record)
+    _print_login(state, record)
     return 0
 
 
@@ -135,13 +135,15 @@ def _serve(state: StateDirectory, options: daemon.MasterOptions) -> int:
         state,
         options,
         # Logging in sends requests to this very process.
-        on_ready=lambda record: threading.Thread(target=_tell, args=(state, record), daemon=True).start(),
+        on_ready=lambda record: threading.Thread(
+            target=_print_login, args=(state, record), daemon=True
+        ).start(),
         shows_log=True,
     )
     return 0
 
 
-def _tell(state: StateDirectory, record: MasterRecord) -> None:
+def _print_login(state: StateDirectory, record: MasterRecord) -> None:
     """Log ``det`` in and print what the user has to know."""
     from dstrial.master.login import browser_link, log_in
 

@@ -70,7 +70,7 @@ _BY_ACCELERATE: Mapping[str, str] = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Filler:
+class AutoValues:
     """What puts values in place of ``"auto"`` when a script trains.
 
     Attributes:
@@ -84,7 +84,7 @@ class Filler:
     arguments: CommandLine
 
     @classmethod
-    def of(cls, script: ScriptSource | None) -> Filler | None:
+    def of(cls, script: ScriptSource | None) -> AutoValues | None:
         """Return who fills in for a script; None where its source does not tell."""
         if script is None or script.library is None:
             return None

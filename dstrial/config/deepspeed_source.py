@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.config.diagnostics import OVERRIDE_LABEL, Findings, KeyPath, Lines, dotted, locate, render
+from dstrial.config.diagnostics import OVERRIDE_LABEL, Diagnostics, KeyPath, Lines, dotted, locate, render
 from dstrial.config.dotted_keys import nested
 from dstrial.config.merge import merge_deepspeed
 from dstrial.config.parsing.documents import Document, read_json
@@ -51,7 +51,7 @@ def read_deepspeed(
     context_dir: Path,
     lines: Lines,
     label: str,
-    findings: Findings,
+    findings: Diagnostics,
 ) -> DeepSpeedSource | None:
     """Read and merge one DeepSpeed config of an experiment.
 
@@ -100,7 +100,7 @@ def read_deepspeed(
 
 
 def _read_base(
-    key: str, given: Any, context_dir: Path, lines: Lines, label: str, findings: Findings
+    key: str, given: Any, context_dir: Path, lines: Lines, label: str, findings: Diagnostics
 ) -> Document | None:
     """Return a DeepSpeed config without its overwrites; None after a problem."""
     # It comes from its file or from the experiment config.
@@ -149,7 +149,7 @@ def _merged_lines(
 
 def deepspeed_configs(hyperparameters: Mapping[str, Any], context_dir: Path) -> list[dict[str, Any]]:
     """Return a trial's merged DeepSpeed configs that can be read, the main one first."""
-    ignored = Findings({}, "")
+    ignored = Diagnostics({}, "")
     found = [
         read_deepspeed(key, hyperparameters, context_dir, {}, "", ignored)
         for key in (MAIN_KEY, *other_configs(hyperparameters))

@@ -74,7 +74,7 @@ def locate(lines: Lines, path: KeyPath, default: str) -> str:
     return default
 
 
-class Findings:
+class Diagnostics:
     """A growing list of problems and warnings about one document. Not thread-safe.
 
     Args:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dstrial.config.deepspeed_schema import deepspeed_rules
-from dstrial.config.diagnostics import OVERRIDE_LABEL, Findings, KeyPath, key_path, nested_form, render
+from dstrial.config.diagnostics import OVERRIDE_LABEL, Diagnostics, KeyPath, key_path, nested_form, render
 from dstrial.config.parsing.documents import Document, parse_yaml_value
 from dstrial.config.parsing.limits import check_value
 from dstrial.errors import ConfigError, ConfigProblem
@@ -47,7 +47,7 @@ def nested(overwrite: Mapping[str, Any]) -> dict[str, Any]:
     return _nested(overwrite, deepspeed_rules().root)
 
 
-def check_dotted_names(hyperparameters: Mapping[str, Any], findings: Findings) -> None:
+def check_dotted_names(hyperparameters: Mapping[str, Any], findings: Diagnostics) -> None:
     """Report hyperparameters that DeepSpeed misses for the dots in their names."""
     for name, value in hyperparameters.items():
         first, dot, rest = name.partition(".")
@@ -71,7 +71,7 @@ def check_dotted_names(hyperparameters: Mapping[str, Any], findings: Findings) -
         _check_given_once(overwrite, findings)
 
 
-def _check_given_once(overwrite: Mapping[str, Any], findings: Findings) -> None:
+def _check_given_once(overwrite: Mapping[str, Any], findings: Diagnostics) -> None:
     for key, value in overwrite.items():
         first, dot, _ = str(key).partition(".")
         if not dot or not _is_section(first, deepspeed_rules().root):

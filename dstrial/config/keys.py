@@ -12,8 +12,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.config.auto_values import Filler
-from dstrial.config.diagnostics import Findings, KeyPath, dotted, nested_form, render
+from dstrial.config.auto_values import AutoValues
+from dstrial.config.diagnostics import Diagnostics, KeyPath, dotted, nested_form, render
 
 AUTO = "auto"
 
@@ -107,13 +107,13 @@ class Dialect:
     consequence: str = ""
     null_is_absent: bool = False
     auto: str = "value"
-    filler: Filler | None = None
+    filler: AutoValues | None = None
     unknown_is_warning: bool = False
     removed: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 
 def check_keys(
-    section: Section, value: Mapping[str, Any], dialect: Dialect, findings: Findings, path: KeyPath = ()
+    section: Section, value: Mapping[str, Any], dialect: Dialect, findings: Diagnostics, path: KeyPath = ()
 ) -> dict[str, Any]:
     """Check one mapping, which stands at ``path``, and everything below it.
 
@@ -150,7 +150,7 @@ def check_keys(
 
 
 def _unknown_key(
-    section: Section, key: str, value: object, dialect: Dialect, findings: Findings, path: KeyPath
+    section: Section, key: str, value: object, dialect: Dialect, findings: Diagnostics, path: KeyPath
 ) -> None:
     inner = (*path, key)
     owner = dotted(path)
@@ -178,7 +178,7 @@ def _unknown_key(
 
 
 def _check_value(
-    rule: Rule, value: Any, section: Section, dialect: Dialect, findings: Findings, path: KeyPath
+    rule: Rule, value: Any, section: Section, dialect: Dialect, findings: Diagnostics, path: KeyPath
 ) -> tuple[bool, Any]:
     """Return whether a value is usable, and the value with its own defaults filled in."""
     if (
@@ -215,7 +215,7 @@ def _check_value(
 
 
 def _check_auto(
-    rule: Rule, section: Section, dialect: Dialect, findings: Findings, path: KeyPath
+    rule: Rule, section: Section, dialect: Dialect, findings: Diagnostics, path: KeyPath
 ) -> tuple[bool, Any]:
     if dialect.filler is not None:
         says = dialect.filler.says(dotted(path))

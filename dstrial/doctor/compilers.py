@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dstrial.doctor.finding import Finding, note, ok
 from dstrial.doctor.libraries import DeepSpeedBuild, Libraries, Operator, TorchBuild
-from dstrial.launch.stale_locks import abandoned_locks
+from dstrial.launch.stale_locks import find_stale_locks
 
 _TOOL_TIMEOUT_S = 5.0
 
@@ -76,7 +76,7 @@ def measure() -> Compilers:
         headers_dir=headers,
         nvcc=nvcc,
         nvcc_release=None if release is None else release[1],
-        stale_locks=tuple(map(str, abandoned_locks())),
+        stale_locks=tuple(map(str, find_stale_locks())),
     )
 
 

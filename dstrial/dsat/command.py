@@ -12,11 +12,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from dstrial.dsat.backends import LateBackend
-from dstrial.dsat.config import SearchSettings, read_settings, with_parallel
-from dstrial.dsat.core.journal import SearchEnd, SearchRecord
+from dstrial.dsat.backends import BackendFactory
+from dstrial.dsat.config import SearchConfig, read_config, with_parallel
+from dstrial.dsat.core.journal import SearchRecord, SearchStatus
 from dstrial.dsat.core.outcome import TrialResult, best_of
-from dstrial.dsat.driver.disk_full import NO_ROOM
+from dstrial.dsat.driver.disk_full import DISK_FULL_ERRORS
 from dstrial.dsat.driver.driver import Driver
 from dstrial.dsat.driver.dry_runs import gather_inputs, on_one_device, target_here
 from dstrial.dsat.driver.full_run import run_full
@@ -24,10 +24,10 @@ from dstrial.dsat.flags import PlanFlags, SearchFlags
 from dstrial.dsat.methods import METHODS, search_method
 from dstrial.dsat.predictor.hardware import DEVICES, nominal_machine
 from dstrial.dsat.predictor.memory import DeviceMemory, unmeasured_peak
-from dstrial.dsat.predictor.plan import Plan, headline, make_plan, one_device, table_rows
+from dstrial.dsat.predictor.plan import HardwarePlan, headline, make_plan, one_device, table_rows
 from dstrial.dsat.predictor.profiles import PredictInputs
 from dstrial.dsat.report.live import LiveTable, summary
-from dstrial.dsat.space.filters import Gates
+from dstrial.dsat.space.filters import Filters
 from dstrial.errors import LaunchError, SearchError
 from dstrial.local.json_files import write_json_atomically, write_text_atomically
 from dstrial.ranks.stop_signals import noted_signals
@@ -52,15 +52,15 @@ def run_command(flags: SearchFlags | PlanFlags) -> int:
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
     if isinstance(flags, PlanFlags):
         return run_plan(flags)
-    settings = read_settings(flags)
+    settings = read_config(flags)
     for warning in settings.warnings:
         sys.stderr.write(f"warning: {warning}\n")
     # A method that does not exist is refused before anything is written.
-    search_method(settings.method, settings.space, settings.options, Gates(settings.space))
+    search_method(settings.method, settings.space, settings.options, Filters(settings.space))
     try:
         return _search(settings)
     except OSError as error:
-        if error.errno not in NO_ROOM:
+        if error.errno not in DISK_FULL_ERRORS:
             raise
         raise LaunchError(
             f"{error.filename or settings.output} cannot be written ({error.strerror}); expected room on the disk. Make "
@@ -68,25 +68,25 @@ def run_command(flags: SearchFlags | PlanFlags) -> int:
         ) from error
 
 
-def _search(settings: SearchSettings) -> int:
+def _search(settings: SearchConfig) -> int:
     flags = settings.flags
     record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=flags.fresh)
     with record.lock(), noted_signals() as signals:
-        _tell(f"search:        {record.path}")
-        backend = LateBackend(settings, record, signals, _tell)
+        _print_line(f"search:        {record.path}")
+        backend = BackendFactory(settings, record, signals, _print_line)
         settings = with_parallel(settings, _num_parallel(settings, record, backend))
-        gates = Gates(settings.space, is_open=flags.no_gates)
+        filters = Filters(settings.space, disabled=flags.no_gates)
         inputs = None
         if METHODS[settings.method].predicts:
             try:
                 with _interruptible(signals):
                     inputs = _inputs(settings, record, backend)
             except KeyboardInterrupt:
-                _tell(
+                _print_line(
                     "search:        not finished; nothing is measured yet, and the same command begins again"
                 )
                 return 128 + int(signals[0])
-        method = search_method(settings.method, settings.space, settings.options, gates, inputs)
+        method = search_method(settings.method, settings.space, settings.options, filters, inputs)
         table = LiveTable(
             flags.metric,
             max_trials=settings.options.max_trials,
@@ -99,7 +99,7 @@ def _search(settings: SearchSettings) -> int:
                 record,
                 method,
                 backend.make,
-                table.tell,
+                table.print_line,
                 table.show,
                 flops_per_record=None if inputs is None else inputs.flops_per_record,
             )
@@ -110,7 +110,7 @@ def _search(settings: SearchSettings) -> int:
         )
         best = best_of(trials, flags.metric)
         if flags.run_full_experiment and end.is_finished and best is not None:
-            return run_full(settings, record, backend, best, signals, _tell)
+            return run_full(settings, record, backend, best, signals, _print_line)
     return _exit_code(end, best)
 
 
@@ -136,7 +136,7 @@ def _interruptible(signals: list[signal.Signals]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _num_parallel(settings: SearchSettings, record: SearchRecord, backend: LateBackend) -> int:
+def _num_parallel(settings: SearchConfig, record: SearchRecord, backend: BackendFactory) -> int:
     """Return how many trials run at once; a replay needs the search's first answer."""
     path = record.path / "parallel.json"
     if path.exists():
@@ -152,7 +152,7 @@ def _num_parallel(settings: SearchSettings, record: SearchRecord, backend: LateB
     return num
 
 
-def _inputs(settings: SearchSettings, record: SearchRecord, backend: LateBackend) -> PredictInputs:
+def _inputs(settings: SearchConfig, record: SearchRecord, backend: BackendFactory) -> PredictInputs:
     """Return what ``predict`` starts from: from the record, else found and recorded."""
     for event in record.events():
         if event["event"] == "inputs":
@@ -163,21 +163,21 @@ def _inputs(settings: SearchSettings, record: SearchRecord, backend: LateBackend
     began_s, budget_s = time.monotonic(), settings.flags.budget
     # Half of a budget is for measuring at least.
     deadline_s = _DESCRIBING_S if budget_s is None else min(_DESCRIBING_S, budget_s / 2)
-    inputs = gather_inputs(settings, target=target, deadline_s=deadline_s, tell=_tell)
+    inputs = gather_inputs(settings, target=target, deadline_s=deadline_s, print_line=_print_line)
     for note in inputs.notes:
         if not note.startswith("described by"):  # told already
-            _tell(f"note:          {note}")
+            _print_line(f"note:          {note}")
     record.append("inputs", {**inputs.to_json(), "seconds": time.monotonic() - began_s})
     return inputs
 
 
-def _exit_code(end: SearchEnd, best: TrialResult | None) -> int:
+def _exit_code(end: SearchStatus, best: TrialResult | None) -> int:
     if end.stopped_by is not None:
         return 128 + int(end.stopped_by)
     return 1 if end.is_failure or best is None else 0
 
 
-def _tell(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
@@ -194,9 +194,9 @@ def run_plan(flags: PlanFlags) -> int:
     name = flags.device
     device = DEVICES[name or "a100"]
     device_bytes = flags.device_memory or int(device.memory_bytes)
-    settings = read_settings(flags.search)
+    settings = read_config(flags.search)
     space = settings.space
-    inputs = gather_inputs(settings, target="cuda", capacity_bytes=device_bytes, tell=_tell)
+    inputs = gather_inputs(settings, target="cuda", capacity_bytes=device_bytes, print_line=_print_line)
     if not inputs.runs:
         reason = next(iter(inputs.failures.values()), "nothing was dry-run")
         raise SearchError(f"the plan needs a description of the training code, and there is none: {reason}")
@@ -223,11 +223,11 @@ def run_plan(flags: PlanFlags) -> int:
         "train_batch_size": space.own().batch.train_batch_size,
     }
     write_json_atomically(output, {**facts, **plan.to_json()})
-    _tell(f"report:        {output.absolute()}")
+    _print_line(f"report:        {output.absolute()}")
     return 0 if any(row.fits for row in plan.rows) else 1
 
 
-def _print(plan: Plan, title: str, note: str | None) -> None:
+def _print(plan: HardwarePlan, title: str, note: str | None) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.config import ExperimentConfig, load_experiment
-from dstrial.config.auto_values import DEFAULT_MICRO_BATCH, SIZE_FLAGS, Filler
+from dstrial.config.auto_values import DEFAULT_MICRO_BATCH, SIZE_FLAGS, AutoValues
 from dstrial.config.batch import AUTO, BATCH_KEYS
 from dstrial.config.deepspeed_source import DeepSpeedSource
-from dstrial.config.diagnostics import Findings
+from dstrial.config.diagnostics import Diagnostics
 from dstrial.config.experiment_config.entrypoint import trial_spec
 from dstrial.config.experiment_config.script_source import find_script
 from dstrial.config.parsing.documents import read_yaml
@@ -35,7 +35,7 @@ from dstrial.errors import ConfigError, ConfigProblem
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SearchSettings:
+class SearchConfig:
     """A search that may be run.
 
     Attributes:
@@ -81,7 +81,7 @@ class SearchSettings:
         return smaller_is_better(self.flags.metric)
 
 
-def read_settings(flags: SearchFlags) -> SearchSettings:
+def read_config(flags: SearchFlags) -> SearchConfig:
     """Read and check everything that a command line names.
 
     Raises:
@@ -119,7 +119,7 @@ def read_settings(flags: SearchFlags) -> SearchSettings:
     assert space is not None
     written: dict[str, Any] = copy.deepcopy(read_yaml(path, str(path)).value)
     output = Path(flags.output or f"dsat/{_slug(experiment.name)}-{flags.search_method}").absolute()
-    return SearchSettings(
+    return SearchConfig(
         method=flags.search_method,
         flags=flags,
         experiment=experiment,
@@ -132,7 +132,7 @@ def read_settings(flags: SearchFlags) -> SearchSettings:
     )
 
 
-def with_parallel(settings: SearchSettings, num_parallel: int) -> SearchSettings:
+def with_parallel(settings: SearchConfig, num_parallel: int) -> SearchConfig:
     """Return the settings for as many trials at the same time as there is room for."""
     return dataclasses.replace(
         settings, options=dataclasses.replace(settings.options, num_parallel=num_parallel)
@@ -212,7 +212,7 @@ def with_batch_sizes(experiment: ExperimentConfig) -> tuple[dict[str, Any], tupl
     filler = _filler(experiment)
     if filler is None or all(value not in (None, AUTO) for value in sizes.values()):
         return source.merged, ()
-    findings = Findings(source.lines, source.label)
+    findings = Diagnostics(source.lines, source.label)
     warnings: tuple[str, ...] = ()
     if filler.is_trainer:
         filler, warnings = _with_arguments(filler, experiment, sizes, findings)
@@ -229,15 +229,15 @@ def with_batch_sizes(experiment: ExperimentConfig) -> tuple[dict[str, Any], tupl
     return {**source.merged, **{key: getattr(solution, key) for key in BATCH_KEYS}}, warnings
 
 
-def _filler(experiment: ExperimentConfig) -> Filler | None:
+def _filler(experiment: ExperimentConfig) -> AutoValues | None:
     given = experiment.entrypoint
     words = shlex.split(given) if isinstance(given, str) else list(given or [])
-    return Filler.of(find_script(words, experiment.context_dir))
+    return AutoValues.of(find_script(words, experiment.context_dir))
 
 
 def _with_arguments(
-    filler: Filler, experiment: ExperimentConfig, sizes: Mapping[str, Any], findings: Findings
-) -> tuple[Filler, tuple[str, ...]]:
+    filler: AutoValues, experiment: ExperimentConfig, sizes: Mapping[str, Any], findings: Diagnostics
+) -> tuple[AutoValues, tuple[str, ...]]:
     """Return the Trainer with every size that is said anywhere among its arguments.
 
     Raises:
@@ -281,7 +281,7 @@ def _with_arguments(
             )
     if problems:
         raise ConfigError(problems)
-    return Filler(filler.name, filler.is_trainer, arguments), tuple(warnings)
+    return AutoValues(filler.name, filler.is_trainer, arguments), tuple(warnings)
 
 
 def _hyperparameter(hyperparameters: Mapping[str, Any], name: str) -> int | None:

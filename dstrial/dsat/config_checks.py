@@ -140,7 +140,9 @@ def values_refused(flags: SearchFlags, space: Space) -> tuple[list[ConfigProblem
     warnings: list[str] = []
     for path, values in space.extra.items():
         reasons = {
-            repr(value): reason for value in values if (reason := space.refused(path, value)) is not None
+            repr(value): reason
+            for value in values
+            if (reason := space.rejection_reason(path, value)) is not None
         }
         if len(reasons) == len(values):
             reason = next(iter(reasons.values()))

@@ -18,7 +18,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from dstrial.checkpoint.layout import Layout, ParameterPlace, reshape_problems
-from dstrial.checkpoint.shards import Piece, Pieces, own_piece, positions_in_groups
+from dstrial.checkpoint.shards import Shard, ShardMap, own_shard, positions_in_groups
 from dstrial.engine.checkpoint_reader.equality import is_equal
 from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine
 from dstrial.engine.deepspeed_internals import engines, optimizers
@@ -101,7 +101,7 @@ class _Live:
     def __init__(self, engine: DeepSpeedEngine, now: Layout) -> None:
         self._engine = engine
         self._optimizer = engine.optimizer
-        self._pieces = Pieces(now)
+        self._pieces = ShardMap(now)
         part = engines.checkpoint_part(engine)
         self.places = {place.name: place for place in now.parameters if place.model_part == part}
         self.replica = engines.replica(engine)
@@ -126,16 +126,16 @@ class _Live:
                     name, piece.parameter_begin, piece.numel, owner.data.view(-1), piece.begin, owner
                 )
 
-    def module_tensors(self) -> Iterator[tuple[str, torch.Tensor, Piece]]:
+    def module_tensors(self) -> Iterator[tuple[str, torch.Tensor, Shard]]:
         """Yield the elements of each parameter that the module of this rank computes with."""
         for name, parameter in self.parameters.items():
             place = self.places[name]
             if place.is_cut:
-                piece = own_piece(place, self.replica)
+                piece = own_shard(place, self.replica)
                 if piece is not None:
                     yield name, optimizers.cut_part(parameter).data.view(-1), piece
             else:
-                yield name, parameter.data.view(-1), Piece(self.replica, 0, 0, parameter.numel())
+                yield name, parameter.data.view(-1), Shard(self.replica, 0, 0, parameter.numel())
 
 
 def _own_masters(optimizer: Any, places: Mapping[str, ParameterPlace]) -> dict[str, torch.Tensor]:

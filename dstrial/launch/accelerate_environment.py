@@ -17,7 +17,7 @@ from typing import Any
 from dstrial.config import ParallelDims, SavedRun, solve_batch
 from dstrial.config.batch import BATCH_KEYS
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, read_deepspeed
-from dstrial.config.diagnostics import Findings
+from dstrial.config.diagnostics import Diagnostics
 from dstrial.resume.metadata import given_sizes
 from dstrial.resume.rules import with_kept_batch
 
@@ -65,7 +65,7 @@ def accelerate_variables(
     """
     if hyperparameters.get(MAIN_KEY) is None or environ.get(USE_DEEPSPEED, "true").lower() != "true":
         return {}
-    findings = Findings({}, "experiment config")
+    findings = Diagnostics({}, "experiment config")
     source = read_deepspeed(
         MAIN_KEY, hyperparameters, context_dir or Path(), {}, "experiment config", findings
     )

@@ -22,7 +22,7 @@ from dstrial.errors import LaunchError
 from dstrial.launch.failures import ERROR_FILE_VARIABLE, TRACEBACK_FILE_VARIABLE, LaunchOutcome, RankFailure
 from dstrial.launch.output import LineReader, OnLine, Stream
 from dstrial.launch.rendezvous import Rendezvous
-from dstrial.launch.stale_locks import remove_abandoned_locks
+from dstrial.launch.stale_locks import remove_stale_locks
 from dstrial.launch.start_watch import watched_start
 from dstrial.launch.supervisor import Supervisor
 from dstrial.ranks.identity import LOOPBACK_ADDR
@@ -109,7 +109,7 @@ def run_ranks(
         RankError: another program has taken the port of a job on several machines.
     """
     _check_command(command, num_ranks)
-    remove_abandoned_locks()
+    remove_stale_locks()
     where = placement or Placement()
     supervisor = Supervisor(
         shutdown_timeout_s=shutdown_timeout_s, failure_grace_s=failure_grace_s, on_stop=on_stop

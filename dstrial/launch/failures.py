@@ -29,7 +29,7 @@ TRACEBACK_FILE_VARIABLE = "DSTRIAL_TRACEBACK_FILE"
 
 # What gloo, NCCL and the c10d store say in a rank whose peer went away. Compared in lower case.
 # Source: torch 2.13 torch/csrc/distributed/c10d, ProcessGroupNCCL.cpp and NCCLUtils.cpp; NCCL's ncclRemoteError.
-_PEER_LOSS_PHRASES = (
+_PEER_ERROR_PHRASES = (
     "connection closed by peer",
     "connection reset by peer",
     "connection was likely closed",
@@ -124,7 +124,7 @@ class ErrorRecord:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ending:
+class RankEnding:
     """One failed rank as the launcher saw it, before it is known which one was first.
 
     Attributes:
@@ -138,7 +138,7 @@ class Ending:
     is_consequence: bool
 
 
-def first_failure(endings: Iterable[Ending]) -> RankFailure | None:
+def first_failure(endings: Iterable[RankEnding]) -> RankFailure | None:
     """Pick the failure that caused the others; None without any.
 
     The earliest that is no mere consequence: a rank that closes its connections while it unwinds makes
@@ -232,10 +232,10 @@ def read_record(path: Path) -> ErrorRecord | None:
 
 def is_consequence(record: ErrorRecord | None) -> bool:
     """Say whether a record tells of a lost peer, not of a fault of its own rank."""
-    return record is not None and is_peer_loss(record.summary)
+    return record is not None and is_peer_error(record.summary)
 
 
-def is_watchdogs_end(signal_name: str | None, stderr_text: str) -> bool:
+def is_watchdog_abort(signal_name: str | None, stderr_text: str) -> bool:
     """Say whether NCCL's watchdog ended a rank, because others came to no collective.
 
     It throws in a thread of C++, which ends the process by SIGABRT: there is no exception that Python could record.
@@ -246,17 +246,17 @@ def is_watchdogs_end(signal_name: str | None, stderr_text: str) -> bool:
 
     Ranks: any; no communication.
     """
-    return signal_name == "SIGABRT" and is_peer_loss(stderr_text)
+    return signal_name == "SIGABRT" and is_peer_error(stderr_text)
 
 
-def is_peer_loss(error_text: str) -> bool:
+def is_peer_error(error_text: str) -> bool:
     """Say whether an error merely reports that another rank went away.
 
     Args:
         error_text: the exception's message, without its traceback (source lines could match by chance).
     """
     lowered = error_text.lower()
-    return any(phrase in lowered for phrase in _PEER_LOSS_PHRASES)
+    return any(phrase in lowered for phrase in _PEER_ERROR_PHRASES)
 
 
 def signal_name(status: int) -> str | None:

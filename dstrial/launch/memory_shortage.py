@@ -25,7 +25,7 @@ _VMSTAT = Path("/proc/vmstat")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Held:
+class HeldMemory:
     """What a process held of one kind of memory.
 
     Attributes:
@@ -136,23 +136,25 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / 1024:.0f} KiB"
 
 
-def _on_host(parts: Mapping[str, int]) -> Held:
+def _on_host(parts: Mapping[str, int]) -> HeldMemory:
     resident = 0
     with contextlib.suppress(OSError, ValueError, IndexError):
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         resident = pages * resource.getpagesize()
     total = _number(_MEMINFO, "MemTotal:")
-    return Held(
+    return HeldMemory(
         "host", resident, None if total is None else total * 1024, available_bytes(), _named(parts, resident)
     )
 
 
-def _on_device(torch: Any, tensors: Mapping[str, Mapping[str, int]]) -> Held:
+def _on_device(torch: Any, tensors: Mapping[str, Mapping[str, int]]) -> HeldMemory:
     device = torch.cuda.current_device()
     allocated = int(torch.cuda.memory_allocated(device))
     free, capacity = torch.cuda.mem_get_info(device)
     parts = _named(tensors.get(f"cuda:{device}", {}), allocated)
-    return Held(f"cuda:{device}", int(torch.cuda.memory_reserved(device)), int(capacity), int(free), parts)
+    return HeldMemory(
+        f"cuda:{device}", int(torch.cuda.memory_reserved(device)), int(capacity), int(free), parts
+    )
 
 
 def _named(parts: Mapping[str, int], total: int) -> dict[str, int]:

@@ -131,11 +131,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # It is the same on every rank; the launcher shows it once.
         sys.exit(1 if record_exception(error, text, whole=whole) else text)
     except BaseException as error:  # noqa: BLE001  # trial process main: recorded, shown, and the process ends
-        _tell(error)
+        _record_failure(error)
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
-def _tell(error: BaseException) -> None:
+def _record_failure(error: BaseException) -> None:
     """Leave this rank's last exception to our launcher; without one, show it."""
     advice = memory_advice(error)
     short = short_traceback(error)

@@ -26,7 +26,7 @@ _MIN_AGE_ON_NETWORK_S = 1800.0
 _LOCAL_FILE_SYSTEMS = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
 
 
-def remove_abandoned_locks(root: Path | None = None) -> list[Path]:
+def remove_stale_locks(root: Path | None = None) -> list[Path]:
     """Remove, and log, each lock below compiled extensions that no process holds.
 
     A lock is abandoned when it lies on a file system of this machine and none of its processes has it open, or,
@@ -40,11 +40,11 @@ def remove_abandoned_locks(root: Path | None = None) -> list[Path]:
 
     Ranks: none; for the launcher, before it starts ranks.
     """
-    return [lock for lock in abandoned_locks(root) if _remove(lock)]
+    return [lock for lock in find_stale_locks(root) if _remove(lock)]
 
 
-def abandoned_locks(root: Path | None = None) -> list[Path]:
-    """Return the locks that ``remove_abandoned_locks`` would remove; changes nothing."""
+def find_stale_locks(root: Path | None = None) -> list[Path]:
+    """Return the locks that ``remove_stale_locks`` would remove; changes nothing."""
     folder = root or extensions_root()
     try:
         locks = _locks(folder)
@@ -53,7 +53,7 @@ def abandoned_locks(root: Path | None = None) -> list[Path]:
     if not locks or not _PROCESSES.is_dir():
         return []
     held = _open_files()
-    return [lock for lock in locks if _is_abandoned(lock, held)]
+    return [lock for lock in locks if _is_stale(lock, held)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def extensions_root() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "torch_extensions"
 
 
-def _is_abandoned(lock: Path, held: set[tuple[int, int]]) -> bool:
+def _is_stale(lock: Path, held: set[tuple[int, int]]) -> bool:
     try:
         found = lock.stat()
         min_age_s = _MIN_AGE_S if _is_local(lock) else _MIN_AGE_ON_NETWORK_S

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE
-from dstrial.launch.stale_locks import Build, builds_under_way, extensions_root, remove_abandoned_locks
+from dstrial.launch.stale_locks import Build, builds_under_way, extensions_root, remove_stale_locks
 from dstrial.ranks.startup_phase import read_phase
 
 STARTING_NAME = "starting.json"
@@ -113,7 +113,7 @@ def build_activity(operator: str, since_s: float, folder: Path, holder: str) -> 
 @contextlib.contextmanager
 def watched_start(
     phase_files: Callable[[], Sequence[Path]],
-    tell: Callable[[str], None],
+    print_line: Callable[[str], None],
     *,
     root: Path | None = None,
     every_s: float = _LOOK_EVERY_S,
@@ -125,13 +125,13 @@ def watched_start(
 
     Args:
         phase_files: returns the file of each rank.
-        tell: shows a line; called from another thread.
+        print_line: shows a line; called from another thread.
         root: the folder of compiled extensions; that of torch if None.
         every_s: how often to look, seconds.
 
     Ranks: none; for the launcher, around its ranks.
     """
-    watch = _Watch(phase_files, tell, root)
+    watch = _Watch(phase_files, print_line, root)
     is_over = threading.Event()
 
     def look() -> None:
@@ -156,10 +156,10 @@ def _worth_s(build: Build) -> float:
 
 class _Watch:
     def __init__(
-        self, phase_files: Callable[[], Sequence[Path]], tell: Callable[[str], None], root: Path | None
+        self, phase_files: Callable[[], Sequence[Path]], print_line: Callable[[str], None], root: Path | None
     ) -> None:
         self._phase_files = phase_files
-        self._tell = tell
+        self._print_line = print_line
         self._root = root or extensions_root()
         self._began_s = time.time()
         self._last_told_s = self._began_s
@@ -172,7 +172,7 @@ class _Watch:
     def look(self) -> None:
         if time.monotonic() >= self._next_cleaning_s:
             self._next_cleaning_s = time.monotonic() + 5.0
-            remove_abandoned_locks(self._root)
+            remove_stale_locks(self._root)
         found = activity([read_phase(path) for path in self._phase_files()], self._began_s)
         now_s = time.time()
         builds = [one for one in builds_under_way(self._root) if now_s - one.since_s >= _worth_s(one)]
@@ -190,7 +190,7 @@ class _Watch:
             self._told[key] = age_s
             still = "still " if is_again else ""
             detail = f" {found.detail}" if found.detail and not is_again else lasting(age_s)
-            self._tell(f"starting: {still}{found.text}{detail}")
+            self._print_line(f"starting: {still}{found.text}{detail}")
 
     def close(self) -> None:
         self._show(None)

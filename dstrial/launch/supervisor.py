@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dstrial.launch.failures import (
-    Ending,
+    RankEnding,
     RankFailure,
     first_failure,
     is_consequence,
-    is_watchdogs_end,
+    is_watchdog_abort,
     read_record,
     shell_exit_code,
     signal_name,
@@ -130,7 +130,7 @@ class Supervisor:
         endings = (self._ending(local_rank) for local_rank in sorted(self._ended))
         return first_failure(ending for ending in endings if ending is not None)
 
-    def _ending(self, local_rank: int) -> Ending | None:
+    def _ending(self, local_rank: int) -> RankEnding | None:
         ended_s, status = self._ended[local_rank]
         record = read_record(self._error_files[local_rank])
         ours = (status == -signal.SIGTERM and local_rank in self._term_sent_s) or (
@@ -147,7 +147,7 @@ class Supervisor:
             error = tail(stderr_file) if stderr_file is not None else ""
             # Below the message stands a C++ stack of dozens of frames.
             printed = tail(stderr_file, num_lines=400) if stderr_file is not None else ""
-            is_caused = is_watchdogs_end(signal_name(status), printed)
+            is_caused = is_watchdog_abort(signal_name(status), printed)
         else:
             error = record.text
             told = {"summary": record.line, "advice": record.advice, "whole": record.whole}
@@ -163,7 +163,7 @@ class Supervisor:
             error=error,
             **told,
         )
-        return Ending(failure, ended_s if record is None else record.time_s, is_caused)
+        return RankEnding(failure, ended_s if record is None else record.time_s, is_caused)
 
     def _await_end(self, local_rank: int, pid: int) -> None:
         try:

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrial.checkpoint.completion_marker import is_complete, read_mark, remove_mark
+from dstrial.checkpoint.completion_marker import is_complete, read_marker, remove_marker
 from dstrial.errors import CheckpointDamagedError, DstrialError
 from dstrial.local.json_files import read_json, write_json_atomically
 
@@ -144,7 +144,7 @@ def remove_checkpoint(checkpoints_path: Path, storage_id: str) -> None:
     if path.is_dir():
         with contextlib.suppress(OSError):  # a full disk
             _saving_path(checkpoints_path, storage_id).mkdir(exist_ok=True)
-        remove_mark(path)
+        remove_marker(path)
         shutil.rmtree(path, ignore_errors=True)
     end_saving(checkpoints_path, storage_id)
 
@@ -163,7 +163,7 @@ def list_checkpoints(checkpoints_path: Path) -> list[StoredCheckpoint]:
 
 
 def _read_stored(path: Path) -> StoredCheckpoint:
-    mark = read_mark(path)
+    mark = read_marker(path)
     try:
         return StoredCheckpoint(path.name, path, int(mark["steps_completed"]), str(mark["time"]))
     except (KeyError, TypeError, ValueError) as error:

@@ -22,7 +22,7 @@ from determined import core
 from determined.common import storage
 from determined.core._checkpoint import merge_metadata
 
-from dstrial.checkpoint.completion_marker import MARK_NAME, is_complete, read_mark, write_mark
+from dstrial.checkpoint.completion_marker import MARKER_NAME, is_complete, read_marker, write_marker
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, RankError
 from dstrial.local.checkpoint_directory import (
@@ -122,7 +122,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
                 f"CheckpointContext.store_path(shard=False) is called on rank {self._dist.rank}; expected "
                 "rank 0. Pass shard=True and call it on all ranks, or call it on the chief only."
             )
-        begun = self._together(
+        begun = self._run_on_all_ranks(
             shard,
             "begun",
             lambda: (
@@ -156,7 +156,9 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
     ) -> None:
         """Complete a checkpoint that all ranks have saved; remove it where that fails."""
         try:
-            all_metadata = self._together(shard, f"saved in {path}", lambda: dict(metadata or {}), error)
+            all_metadata = self._run_on_all_ranks(
+                shard, f"saved in {path}", lambda: dict(metadata or {}), error
+            )
             merged, conflicts = merge_metadata(all_metadata)
             if conflicts:
                 raise CheckpointError(
@@ -168,7 +170,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
                     f"metadata of checkpoint {path} is {merged!r}; expected the key 'steps_completed'. Add "
                     "how many batches are trained."
                 )
-            self._together(
+            self._run_on_all_ranks(
                 shard,
                 f"completed in {path}",
                 (lambda: self._complete(path, storage_id, merged)) if self._dist.rank == 0 else lambda: None,
@@ -202,7 +204,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
                 "from the last one."
             ) from error
 
-    def _together(
+    def _run_on_all_ranks(
         self, shard: bool, done: str, step: Callable[[], T], error: Exception | None = None
     ) -> list[T]:
         """Do a step on every rank; the failure of one is the failure of all.
@@ -250,7 +252,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
             "time": utc_now(),
             _METADATA_DIGEST: hash_file(path / METADATA_FILE).sha256,
         }
-        write_mark(path, info)
+        write_marker(path, info)
         _written_here[storage_id] = path
         end_saving(self._checkpoints_path, storage_id)
         logger.info("saved checkpoint %s at batch %s", storage_id, metadata["steps_completed"])
@@ -303,7 +305,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         """
         with self.store_path(metadata, shard=shard) as (path, storage_id):
             source = None if ckpt_dir is None else Path(ckpt_dir)
-            listings = self._together(
+            listings = self._run_on_all_ranks(
                 shard, "listed", lambda: None if source is None else _selected_digests(source, selector)
             )
             if all(listing is None for listing in listings):
@@ -416,7 +418,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
                 f"checkpoint is {storage_id!r}; expected one that is complete in {path.parent}. Choose one "
                 f"of: {complete}."
             )
-        expected = read_mark(path).get(_METADATA_DIGEST) if is_read else None
+        expected = read_marker(path).get(_METADATA_DIGEST) if is_read else None
         if expected is not None:
             _require_metadata(path / METADATA_FILE, expected)
         return path
@@ -448,7 +450,7 @@ def _require_metadata(path: Path, sha256: str) -> None:
     if found != sha256:
         got = found if found == "missing" else f"of checksum {found[:12]}"
         raise CheckpointDamagedError(
-            f"{path} is {got}; expected {sha256[:12]} (SHA-256), as {MARK_NAME} says. Resume from an earlier checkpoint, or "
+            f"{path} is {got}; expected {sha256[:12]} (SHA-256), as {MARKER_NAME} says. Resume from an earlier checkpoint, or "
             "restore the file from a copy."
         )
 

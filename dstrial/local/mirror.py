@@ -16,7 +16,7 @@ from determined import core
 from determined.common.api import bindings
 from determined.common.api.errors import ForbiddenException, NotFoundException
 
-from dstrial.checkpoint.completion_marker import remove_mark, write_mark
+from dstrial.checkpoint.completion_marker import remove_marker, write_marker
 from dstrial.local.checkpoint_directory import (
     KeepPolicy,
     checkpoints_to_delete,
@@ -175,7 +175,7 @@ class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  
         path = self._run_directory.checkpoints_path / storage_id
         steps_completed = (metadata or {}).get("steps_completed")
         if path.is_dir() and steps_completed is not None:
-            write_mark(path, {"uuid": storage_id, "steps_completed": steps_completed, "time": utc_now()})
+            write_marker(path, {"uuid": storage_id, "steps_completed": steps_completed, "time": utc_now()})
         super()._report_checkpoint(storage_id, resources, metadata)
         self._apply_keep_policy()
 
@@ -192,7 +192,7 @@ class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  
         for storage_id in superfluous:
             if not self._is_own(storage_id):
                 continue
-            remove_mark(self._run_directory.checkpoints_path / storage_id)
+            remove_marker(self._run_directory.checkpoints_path / storage_id)
             self.delete(storage_id)
             logger.debug("deleted checkpoint %s, which the keep policy does not keep", storage_id)
 
@@ -251,7 +251,8 @@ def mirror(
         keep: which checkpoints to keep; None keeps all.
 
     Returns:
-        What ``core_context.train`` now is; call its ``flush_progress`` at the end, and :func:`tidy` of the directory.
+        What ``core_context.train`` now is; call its ``flush_progress`` at the end, and :func:`remove_tensorboard_directories` of
+        the directory.
 
     Ranks: all; no communication.
     """
@@ -274,7 +275,7 @@ def mirror(
     return train
 
 
-def tidy(core_context: core.Context, run_directory: RunDirectory) -> None:
+def remove_tensorboard_directories(core_context: core.Context, run_directory: RunDirectory) -> None:
     """Remove the directories that Determined makes for TensorBoard files.
 
     A run directory has them in ``tensorboard/``. Call it at the end of a run: while ranks begin, one may still be making what

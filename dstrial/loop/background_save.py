@@ -100,7 +100,7 @@ class SaveJob:
         return SaveStatus(True, str(self.error) or type(self.error).__name__)
 
 
-def together(
+def run_on_all_ranks(
     distributed: core.DistributedContext, step: Callable[[], T], describe: Callable[[Exception], str]
 ) -> list[T]:
     """Do a step on every rank; the failure of one is the failure of all.
@@ -141,7 +141,7 @@ _DEADLINE_S = 600.0
 _TICK_S = 0.002
 
 
-class ReportsUnderway:
+class PendingReports:
     """The metric reports that the master has not taken yet.
 
     Args:

@@ -38,7 +38,7 @@ from dstrial.engine.async_copy.state_copy import HostBuffers, StateCopies
 from dstrial.engine.files import engine_files, missing_files
 from dstrial.engine.state import engine_extra_state
 from dstrial.errors import CheckpointError
-from dstrial.loop.background_save import ReportsUnderway, SaveJob, SaveStatus, together
+from dstrial.loop.background_save import PendingReports, SaveJob, SaveStatus, run_on_all_ranks
 from dstrial.loop.run_state import RunState, random_states, reducer_state
 from dstrial.ranks.control_channel import ControlChannel
 from dstrial.trial.trial import Checkpointable
@@ -100,7 +100,7 @@ class CheckpointSaver:
 
     def __init__(self, state: RunState, *, in_background: bool) -> None:
         self._state = state
-        self._reports = ReportsUnderway(state.runtime.core.train)
+        self._reports = PendingReports(state.runtime.core.train)
         self._buffers = HostBuffers(
             state.context.distributed.local_size, memory=host_memory_for(state.context.device)
         )
@@ -225,7 +225,7 @@ class CheckpointSaver:
         is_immediate = not self._in_background or self._files_are_seen
         copies = StateCopies(None if is_immediate else self._buffers)
         is_chief = context.distributed.rank == 0
-        together(
+        run_on_all_ranks(
             context.distributed,
             lambda: self._copy_rank_state(path, loop_state, copies),
             lambda error: self._describe(path, self._state.progress.batches_trained, error),
@@ -308,9 +308,9 @@ class CheckpointSaver:
 
         try:
             with block:
-                together(channel, lambda: self._write(copied), describe)
-                parts = together(channel, lambda: self._hash(copied), describe)
-                together(channel, lambda: self._write_manifest(copied, parts), describe)
+                run_on_all_ranks(channel, lambda: self._write(copied), describe)
+                parts = run_on_all_ranks(channel, lambda: self._hash(copied), describe)
+                run_on_all_ranks(channel, lambda: self._write_manifest(copied, parts), describe)
             channel.allgather(None)
         except Exception as error:
             if channel is self._own_channel and self._own_channel is not None:

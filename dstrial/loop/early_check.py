@@ -59,7 +59,7 @@ def check_metric(
 
     Ranks: all, collectively.
     """
-    undo = Undo(context, objects)
+    snapshot = StateSnapshot(context, objects)
     names: set[str] | None = None
     error: Exception | None = None
     try:
@@ -70,7 +70,7 @@ def check_metric(
         error = caught
     if error is not None and (not validation.is_agreed or _is_final(error)):
         raise error
-    undo.undo()
+    snapshot.restore()
     is_chief = context.distributed.rank == 0
     if error is not None:
         if is_chief:
@@ -103,7 +103,7 @@ _LEFT_ALONE = ("torch.", "deepspeed.", "determined.core", "dstrial.", "threading
 _LOOKED_INTO = ("torch.utils.data", "dstrial.trial.device_transfer")
 
 
-class Undo:
+class StateSnapshot:
     """How things are now, and the way back there.
 
     Not put back: tensors and arrays of user objects that are changed in place, files, and what lies outside of this process.
@@ -122,7 +122,7 @@ class Undo:
         self._reducers = Snapshot(wrapped.reducer for wrapped in runtime_of(context).wrapped_reducers)
         self._attributes = AttributeSnapshot(objects)
 
-    def undo(self) -> None:
+    def restore(self) -> None:
         """Put everything back. Ranks: all."""
         for engine, state in zip(self._context.models, self._engines, strict=True):
             restore_engine_extra_state(engine, state)
@@ -165,7 +165,7 @@ class AttributeSnapshot:
         elif isinstance(value, tuple):
             for item in value[:_MOST_ITEMS]:
                 self._visit(item, depth + 1)
-        elif _is_users(value):
+        elif _is_user_defined(value):
             attributes = vars(value)
             before = dict(attributes)
 
@@ -208,7 +208,7 @@ def _generator_restorer(value: Any) -> Callable[[], object] | None:
     return None
 
 
-def _is_users(value: Any) -> bool:
+def _is_user_defined(value: Any) -> bool:
     """Say whether an object's attributes are state of the user's."""
     if isinstance(value, (torch.nn.Module, torch.optim.Optimizer, DeepSpeedTrialContext, types.ModuleType)):
         return False

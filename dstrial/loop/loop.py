@@ -35,10 +35,10 @@ from dstrial.loop.data.training import CountingIterator, TrainingStream, agreed_
 from dstrial.loop.data.validation import ValidationStream
 from dstrial.loop.metric_sinks import MetricSink, MetricSinks
 from dstrial.loop.metrics import MetricTotals, MetricWindow, as_mapping, combine
-from dstrial.loop.non_finite import NonFiniteGuard, StateEvidence, doubt, lost_weight
+from dstrial.loop.non_finite import NonFiniteGuard, StateEvidence, lost_weight, why_not_save
 from dstrial.loop.run_state import RunState
 from dstrial.loop.settings import FitResult, LoopSettings
-from dstrial.loop.sync_point import AgreementPoints, StopReason
+from dstrial.loop.sync_point import StopReason, SyncPoints
 from dstrial.loop.validation import Validation
 from dstrial.ranks.startup_phase import begin_phase, end_phases
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
@@ -55,7 +55,7 @@ class TrainingLoop:
         trial: the user's trial.
         context: its context, at least one engine wrapped.
         settings: what to do when.
-        wish_to_stop: returns this rank's reason to stop, or None; called on every rank.
+        stop_request: returns this rank's reason to stop, or None; called on every rank.
         on_start: told on every rank, after a checkpoint was loaded or none was, how many batches are trained.
         on_progress: told the finished batches and the total on the chief at points of agreement.
         on_steps: told the optimizer steps of the run and how many of them were skipped on the chief, at reports where
@@ -73,7 +73,7 @@ class TrainingLoop:
         trial: DeepSpeedTrial,
         context: DeepSpeedTrialContext,
         settings: LoopSettings,
-        wish_to_stop: Callable[[], StopReason | None],
+        stop_request: Callable[[], StopReason | None],
         on_start: Callable[[int], None],
         on_progress: Callable[[int, int], None],
         on_steps: Callable[[int, int], None] = lambda _steps, _skipped: None,
@@ -100,7 +100,7 @@ class TrainingLoop:
         self._mark_s = 0.0
         self._sinks = MetricSinks(context, metric_sinks)
         self._progress = Progress(epoch_length=None)
-        self._agreements = AgreementPoints(context.distributed, wish_to_stop)
+        self._sync_points = SyncPoints(context.distributed, stop_request)
         self._on_start = on_start
         self._on_progress = on_progress
         self._on_steps = on_steps
@@ -263,7 +263,7 @@ class TrainingLoop:
                 progress.batches_trained,
                 self._batches_total,
             )
-        self._agreements.start(progress.batches_trained)
+        self._sync_points.start(progress.batches_trained)
         self._mark_s = time.monotonic()
         if self._is_chief and progress.batches_trained < self._batches_total:
             self._core.train.set_status("training")
@@ -287,7 +287,7 @@ class TrainingLoop:
                 and batches % progress.epoch_length == 0
             ):
                 found.add(Boundary.REPORT)
-            if found or batches >= self._agreements.next_batch or self._is_stopped_alone():
+            if found or batches >= self._sync_points.next_batch or self._is_stopped_alone():
                 stop = self._act(found)
                 if stop is not None and batches < self._batches_total:
                     if self._is_chief:
@@ -322,13 +322,13 @@ class TrainingLoop:
         progress = self._progress
         batches = progress.batches_trained
         found = next_due(self._periods, batches, self._batches_total, progress.epoch_length)
-        found = min(found, self._agreements.next_batch)
+        found = min(found, self._sync_points.next_batch)
         if progress.epoch_length:
             found = min(found, (progress.epoch_idx + 1) * progress.epoch_length)
         return max(found, batches + 1)
 
     def _is_stopped_alone(self) -> bool:
-        return self._agreements.is_alone and self._agreements.is_wished()
+        return self._sync_points.is_single_rank and self._sync_points.is_stop_requested()
 
     def _train_until(self, end_batch: int) -> None:
         """Train up to ``end_batch``, exclusive, in one epoch; a lone rank may stop before.
@@ -341,7 +341,10 @@ class TrainingLoop:
             self._iterator,
             self._reports_metrics,
         )
-        is_alone, is_wished = self._agreements.is_alone, self._agreements.is_wished
+        is_single_rank, is_stop_requested = (
+            self._sync_points.is_single_rank,
+            self._sync_points.is_stop_requested,
+        )
         epoch_idx = progress.epoch_idx
         is_first, self._is_first_batch = self._is_first_batch, False
         calls = range(runtime.train_calls_per_batch)
@@ -359,7 +362,7 @@ class TrainingLoop:
                 end_phases()
             if context.profiler is not None:
                 context.profiler.step()
-            if is_alone and is_wished():
+            if is_single_rank and is_stop_requested():
                 return
 
     def _act(self, found: set[Boundary]) -> StopReason | None:
@@ -373,7 +376,7 @@ class TrainingLoop:
         if Boundary.CHECKPOINT in found and not self._progress.checkpoint_is_current:
             self._checkpoint()
         if found - {Boundary.REPORT}:
-            self._agreements.start(self._progress.batches_trained)
+            self._sync_points.start(self._progress.batches_trained)
         return stop
 
     def _finish(self) -> None:
@@ -399,7 +402,7 @@ class TrainingLoop:
         share = self._window.totals() if reports and self._reports_metrics else None
         counts = self._step_counts() if reports else []
         self._window_seconds += time.monotonic() - self._mark_s
-        agreement = self._agreements.agree(batches, (share, counts, self._saver.status()))
+        agreement = self._sync_points.agree(batches, (share, counts, self._saver.status()))
         self._saver.settle([status for _, _, status in agreement.shares])
         self._saver.prepare()
         if reports:
@@ -589,7 +592,7 @@ class TrainingLoop:
             is_last: whether nothing is saved after it.
         """
         found = self._state_evidence()
-        problem = lost_weight(found) if is_last else doubt(found)
+        problem = lost_weight(found) if is_last else why_not_save(found)
         if problem is not None:
             if self._is_chief and not self._is_holding_back:
                 logger.warning(

@@ -188,7 +188,7 @@ def lost_weight(found: Sequence[StateEvidence]) -> str | None:
     return None
 
 
-def doubt(found: Sequence[StateEvidence]) -> str | None:
+def why_not_save(found: Sequence[StateEvidence]) -> str | None:
     """Say why a state should not replace an older checkpoint; None if it may."""
     known = [evidence.loss_is_finite for evidence in found if evidence.loss_is_finite is not None]
     return lost_weight(found) or ("no loss is finite" if known and not any(known) else None)

@@ -1,7 +1,7 @@
 """The points of a run at which all ranks decide together whether to go on.
 
 Everything that has to cross ranks at such a point travels in one exchange: each rank's share of the
-metrics when a report is due, each rank's wish to stop, and rank 0's decision on the next point.
+metrics when a report is due, each rank's request to stop, and rank 0's decision on the next point.
 
 Ranks agree likewise on what user code raises at a report or a validation, and save the trained state before the exception goes
 on. No rank ever waits in a collective for one that may not come: who has failed looks in the store whether the others are at the
@@ -22,7 +22,7 @@ from dstrial.errors import PeerFailedError
 from dstrial.ranks.control_channel import ControlChannel
 
 INTERVAL_S = 5.0
-"""How long, in seconds, a wish to stop may wait for the next point of agreement."""
+"""How long, in seconds, a request to stop may wait for the next point of agreement."""
 
 MEET_S = 30.0
 """How long a rank whose user code has raised waits for the others to have failed at the same place, seconds."""
@@ -42,7 +42,7 @@ class StopReason(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Agreement:
+class SyncResult:
     """What all ranks know after an exchange.
 
     Attributes:
@@ -54,7 +54,7 @@ class Agreement:
     stop: StopReason | None
 
 
-class AgreementPoints:
+class SyncPoints:
     """Keeps the schedule of agreements, identical on all ranks.
 
     The first is after the first batch. Rank 0 then sets the distance from how long batches take, at most
@@ -62,8 +62,8 @@ class AgreementPoints:
 
     Args:
         distributed: Determined's distributed context.
-        wish: returns this rank's reason to stop, or None; cheap, called at points of agreement and, when
-            there is only one rank, after every batch (then through ``is_wished``).
+        stop_request: returns this rank's reason to stop, or None; cheap, called at points of agreement and, when
+            there is only one rank, after every batch (then through ``is_stop_requested``).
         clock: seconds, monotonic.
         interval_s: how long a wish may wait for the next point.
     """
@@ -71,15 +71,15 @@ class AgreementPoints:
     def __init__(
         self,
         distributed: core.DistributedContext,
-        wish: Callable[[], StopReason | None],
+        stop_request: Callable[[], StopReason | None],
         clock: Callable[[], float] = time.monotonic,
         interval_s: float = INTERVAL_S,
     ) -> None:
         self._interval_s = interval_s
         self._distributed = distributed
-        self._wish = wish
+        self._stop_request = stop_request
         self._clock = clock
-        self._alone = bool(distributed.size == 1)
+        self._is_single_rank = bool(distributed.size == 1)
         self._distance = 1
         self._next: int | None = None
         self._mark: tuple[int, float] | None = None
@@ -97,15 +97,15 @@ class AgreementPoints:
         return self._next
 
     @property
-    def is_alone(self) -> bool:
+    def is_single_rank(self) -> bool:
         """Whether there is no other rank to agree with, so that a wish counts at once."""
-        return self._alone
+        return self._is_single_rank
 
-    def is_wished(self) -> bool:
+    def is_stop_requested(self) -> bool:
         """Say whether this rank wishes to stop. Ranks: any; no communication."""
-        return self._wish() is not None
+        return self._stop_request() is not None
 
-    def agree(self, batches_trained: int, share: Any = None) -> Agreement:
+    def agree(self, batches_trained: int, share: Any = None) -> SyncResult:
         """Exchange shares and wishes, and decide. Ranks: all, collectively (1 all-gather).
 
         Args:
@@ -114,12 +114,12 @@ class AgreementPoints:
         """
         is_chief = self._distributed.rank == 0
         proposal = self._proposed_distance(batches_trained) if is_chief else 0
-        gathered = self._distributed.allgather((share, self._wish(), proposal))
+        gathered = self._distributed.allgather((share, self._stop_request(), proposal))
         self._distance = gathered[0][2]
         self._next = batches_trained + self._distance
         self._mark = (batches_trained, self._clock())
-        wishes = [wish for _, wish, _ in gathered if wish is not None]
-        return Agreement([share for share, _, _ in gathered], wishes[0] if wishes else None)
+        stop_requests = [request for _, request, _ in gathered if request is not None]
+        return SyncResult([share for share, _, _ in gathered], stop_requests[0] if stop_requests else None)
 
     def _proposed_distance(self, batches_trained: int) -> int:
         if self._mark is None or batches_trained <= self._mark[0]:

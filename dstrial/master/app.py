@@ -7,7 +7,7 @@ import pkgutil
 
 from dstrial.master import api, web
 from dstrial.master.http.router import Api, Route
-from dstrial.master.proxy import Front
+from dstrial.master.proxy import ProxyMiddleware
 from dstrial.master.services import Services
 
 
@@ -18,6 +18,6 @@ def all_routes() -> list[Route]:
     return [route for module in (*modules, web) for route in getattr(module, "routes", ())]
 
 
-def create_app(services: Services) -> Front:
+def create_app(services: Services) -> ProxyMiddleware:
     """Return the ASGI application of a master."""
-    return Front(services, Api(services, all_routes()))
+    return ProxyMiddleware(services, Api(services, all_routes()))

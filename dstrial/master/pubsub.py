@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable
 
 
-class Changes:
+class PubSub:
     """Wakes a loop's coroutines that wait for topics; any thread may publish.
 
     A waiter takes :meth:`version` before it looks at the database and passes it to :meth:`wait`, so that a change

@@ -29,7 +29,7 @@ from dstrial.master import owner_socket
 from dstrial.master.daemon import DEFAULT_PORT, HOST, KILL_SIGNAL, MasterOptions
 from dstrial.master.file_limit import raise_limit
 from dstrial.master.log_format import LogFormatter
-from dstrial.master.pubsub import Changes
+from dstrial.master.pubsub import PubSub
 from dstrial.master.state_directory import (
     MasterRecord,
     StateDirectory,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from dstrial.master.backends.devices import Slot
-    from dstrial.master.http import Door
+    from dstrial.master.http import ConnectionLimiter
     from dstrial.master.scheduler import Scheduler
     from dstrial.master.services import Services
     from dstrial.master.settings import MasterSettings
@@ -73,16 +73,20 @@ class MasterServer(uvicorn.Server):
     Args:
         config: uvicorn's.
         on_ready: called once in the event loop when requests are answered.
-        door: the connections.
+        limiter: the connections.
         owner_listener: the UNIX socket of the state directory.
     """
 
     def __init__(
-        self, config: uvicorn.Config, on_ready: Callable[[], None], door: Door, owner_listener: socket.socket
+        self,
+        config: uvicorn.Config,
+        on_ready: Callable[[], None],
+        limiter: ConnectionLimiter,
+        owner_listener: socket.socket,
     ) -> None:
         super().__init__(config)
         self._on_ready = on_ready
-        self._door = door
+        self._limiter = limiter
         self._owner_listener = owner_listener
 
     @contextlib.contextmanager
@@ -100,7 +104,7 @@ class MasterServer(uvicorn.Server):
             self.servers.append(
                 await asyncio.get_running_loop().create_unix_server(
                     lambda: Connection(
-                        self._door,
+                        self._limiter,
                         is_at_owner_socket=True,
                         config=self.config,
                         server_state=self.server_state,
@@ -109,16 +113,16 @@ class MasterServer(uvicorn.Server):
                     sock=self._owner_listener,
                 )
             )
-            self._door.open()
+            self._limiter.open()
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop answering."""
-        self._door.close()
+        self._limiter.close()
         await super().shutdown(sockets)
 
 
-class Refusal:
+class RefuseSubmissions:
     """Answers 503 to submissions once the master is ending; all else goes on."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -185,16 +189,16 @@ def serve(
             owner_socket.listening(state, "" if last is None else last.socket)
         )
         _configure_log(state, settings.log_level, shows_log=shows_log)
-        door = _open_door(settings, stack)
+        limiter = _open_limiter(settings, stack)
         slots = tuple(find_slots(options.num_slots))
-        changes = Changes()
-        database = Database(state.database_path, changes.publish)
+        pubsub = PubSub()
+        database = Database(state.database_path, pubsub.publish)
         stack.callback(database.close)
         services = open_services(
             settings=settings,
             state_dir=state.path,
             database=database,
-            changes=changes,
+            pubsub=pubsub,
             slots=slots,
             port=port,
             has_passwords=options.has_passwords,
@@ -203,7 +207,7 @@ def serve(
         record = _record(services, slots, port, socket_path)
         # What start-up made is not looked at again by the garbage collector.
         gc.freeze()
-        _run(state, services, record, listener, owner_listener, door, on_ready)
+        _run(state, services, record, listener, owner_listener, limiter, on_ready)
 
 
 def _record(services: Services, slots: Sequence[Slot], port: int, socket_path: Path) -> MasterRecord:
@@ -220,8 +224,8 @@ def _record(services: Services, slots: Sequence[Slot], port: int, socket_path: P
     )
 
 
-def _open_door(settings: MasterSettings, stack: contextlib.ExitStack) -> Door:
-    from dstrial.master.http import DEFAULT_NUM_CONNECTIONS, Accounts, Door, Limits
+def _open_limiter(settings: MasterSettings, stack: contextlib.ExitStack) -> ConnectionLimiter:
+    from dstrial.master.http import DEFAULT_NUM_CONNECTIONS, Accounts, ConnectionLimiter, Limits
 
     accounts = Accounts(allow_others=settings.allow_other_users)
     stack.callback(accounts.close)
@@ -233,7 +237,7 @@ def _open_door(settings: MasterSettings, stack: contextlib.ExitStack) -> Door:
             num_connections,
             num_possible,
         )
-    return Door(Limits(num_connections=min(num_connections, num_possible)), accounts)
+    return ConnectionLimiter(Limits(num_connections=min(num_connections, num_possible)), accounts)
 
 
 def _listen(port: int) -> socket.socket:
@@ -269,16 +273,16 @@ def _run(
     record: MasterRecord,
     listener: socket.socket,
     owner_listener: socket.socket,
-    door: Door,
+    limiter: ConnectionLimiter,
     on_ready: Callable[[MasterRecord], None],
 ) -> None:
     from dstrial.master.app import create_app
     from dstrial.master.http import connection_protocol
-    from dstrial.master.proxy import tunnel_protocol
+    from dstrial.master.proxy import websocket_protocol
     from dstrial.master.scheduler import Scheduler
     from dstrial.master.webhooks.delivery import Delivery
 
-    app = Refusal(create_app(services))
+    app = RefuseSubmissions(create_app(services))
     scheduler = Scheduler(services)
     delivery = Delivery(services)
 
@@ -293,8 +297,8 @@ def _run(
         uvicorn.Config(
             app,
             loop="uvloop",
-            http=connection_protocol(door),
-            ws=tunnel_protocol(services),
+            http=connection_protocol(limiter),
+            ws=websocket_protocol(services),
             lifespan="off",
             access_log=False,
             log_config=None,
@@ -304,12 +308,12 @@ def _run(
             timeout_keep_alive=30,
         ),
         tell,
-        door,
+        limiter,
         owner_listener,
     )
 
     async def main() -> None:
-        ending = Ending(server, app, scheduler, delivery)
+        ending = Shutdown(server, app, scheduler, delivery)
         loop = asyncio.get_running_loop()
         for signal_ in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(signal_, ending.request, signal_.name)
@@ -324,13 +328,15 @@ def _run(
     logger.info("the master has ended")
 
 
-class Ending:
+class Shutdown:
     """Ends the master: trials first, while reports are still taken, then the server.
 
     Meanwhile ``app`` refuses submissions, and ``delivery`` sends what webhooks have not been told yet.
     """
 
-    def __init__(self, server: MasterServer, app: Refusal, scheduler: Scheduler, delivery: Delivery) -> None:
+    def __init__(
+        self, server: MasterServer, app: RefuseSubmissions, scheduler: Scheduler, delivery: Delivery
+    ) -> None:
         self._server = server
         self._app = app
         self._scheduler = scheduler

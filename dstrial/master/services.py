@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from dstrial.master.clock import now_us
-from dstrial.master.http.login import Attempts, LoginLinks
-from dstrial.master.pubsub import Changes
+from dstrial.master.http.login import LoginLinks, LoginThrottle
+from dstrial.master.pubsub import PubSub
 from dstrial.master.state_directory import StateDirectory
 from dstrial.master.store import users
 from dstrial.master.store.database import Connection, Database, Transaction, make_cluster_id
@@ -118,14 +118,14 @@ class Services:
 
     Attributes:
         state_dir: absolute path of the state directory.
-        changes: who waits for a commit.
+        pubsub: who waits for a commit.
         cluster_id: the same for the life of the state directory.
         master_id: another one at every start.
         agent_id: the one agent's name, that of the machine.
         address: its URL for processes of this machine, without a trailing slash.
         executor: threads that read the database.
         checker: threads that check what users send.
-        attempts: who has tried to log in.
+        login_throttle: who has tried to log in.
         links: codes that open a session in a browser once.
         activity: when the services of tasks were used.
         signing_key: by which webhooks are signed.
@@ -137,7 +137,7 @@ class Services:
     settings: MasterSettings
     state_dir: Path
     database: Database
-    changes: Changes
+    pubsub: PubSub
     slots: tuple[Slot, ...]
     cluster_id: str
     master_id: str
@@ -148,7 +148,7 @@ class Services:
         default_factory=lambda: ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="dstrial-reader")
     )
     checker: Checker = dataclasses.field(default_factory=Checker)
-    attempts: Attempts = dataclasses.field(default_factory=Attempts)
+    login_throttle: LoginThrottle = dataclasses.field(default_factory=LoginThrottle)
     links: LoginLinks = dataclasses.field(default_factory=LoginLinks)
     activity: Activity = dataclasses.field(default_factory=Activity)
     signing_key: str = dataclasses.field(default="", repr=False)
@@ -157,9 +157,9 @@ class Services:
     log_triggers: LogTriggers = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        self.tokens = TokenStore(self.read, self.changes)
+        self.tokens = TokenStore(self.read, self.pubsub)
         self.webhook_sender = Sender(self.signing_key)
-        self.log_triggers = LogTriggers(self.database, self.changes)
+        self.log_triggers = LogTriggers(self.database, self.pubsub)
 
     @property
     def secret_names(self) -> SecretNames:
@@ -201,7 +201,7 @@ def open_services(
     settings: MasterSettings,
     state_dir: Path,
     database: Database,
-    changes: Changes,
+    pubsub: PubSub,
     slots: tuple[Slot, ...],
     port: int,
     has_passwords: bool,
@@ -212,7 +212,7 @@ def open_services(
         settings: of its configuration file.
         state_dir: an existing directory; ``credentials.json`` is written there at the first start.
         database: just opened.
-        changes: those that the database publishes to.
+        pubsub: those that the database publishes to.
         slots: the devices it offers.
         port: on which it listens.
         has_passwords: whether first users get random passwords, kept in ``credentials.json`` (mode 0600), instead of
@@ -233,7 +233,7 @@ def open_services(
         settings=settings,
         state_dir=state_dir,
         database=database,
-        changes=changes,
+        pubsub=pubsub,
         slots=slots,
         cluster_id=database.write(make_cluster_id),
         master_id=str(uuid.uuid4()),

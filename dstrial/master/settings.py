@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.config.diagnostics import Findings, render
+from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.experiment_config.submission import MasterDefaults
 from dstrial.config.keys import Dialect, Rule, Section, check_keys
 from dstrial.config.parsing.documents import read_yaml
@@ -161,7 +161,7 @@ class MasterSettings:
         if path is not None:
             document = read_yaml(path, label)
             given, lines = document.value, document.lines
-        findings = Findings(lines, label)
+        findings = Diagnostics(lines, label)
         if given is None:
             given = {}
         if not isinstance(given, Mapping):
@@ -249,7 +249,7 @@ class MasterSettings:
         return shown
 
 
-def _pool_name(raw: Mapping[str, Any], findings: Findings) -> str:
+def _pool_name(raw: Mapping[str, Any], findings: Diagnostics) -> str:
     pools = raw["resource_pools"]
     if len(pools) > 1:
         findings.problem(
@@ -274,7 +274,7 @@ def _pool_name(raw: Mapping[str, Any], findings: Findings) -> str:
     return str(name or DEFAULT_POOL)
 
 
-def _check(raw: Mapping[str, Any], findings: Findings) -> None:
+def _check(raw: Mapping[str, Any], findings: Diagnostics) -> None:
     for index, entry in enumerate(raw["task_container_defaults"]["environment_variables"]):
         if not isinstance(entry, str) or not entry.partition("=")[0] or "=" not in entry:
             findings.problem(
@@ -303,7 +303,7 @@ def _check(raw: Mapping[str, Any], findings: Findings) -> None:
         )
 
 
-def _check_tokens(token: Mapping[str, Any], findings: Findings) -> None:
+def _check_tokens(token: Mapping[str, Any], findings: Diagnostics) -> None:
     longest = token["max_lifespan_days"]
     for key in ("default_lifespan_days", "max_lifespan_days"):
         if token[key] == 0:
@@ -322,7 +322,7 @@ def _check_tokens(token: Mapping[str, Any], findings: Findings) -> None:
         )
 
 
-def _check_webhooks(webhooks: Mapping[str, Any], findings: Findings) -> None:
+def _check_webhooks(webhooks: Mapping[str, Any], findings: Diagnostics) -> None:
     key, base_url = webhooks["signing_key"], webhooks["base_url"]
     if key is not None and len(key) < _MIN_KEY:
         findings.problem(

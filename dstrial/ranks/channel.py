@@ -46,7 +46,7 @@ class _Operation:
     number: int
 
 
-class Lane:
+class GroupChannel:
     """Pickled objects over one gloo group, each operation with a deadline.
 
     A message is its length, a tag over who sent it in which operation and over what it says, and the pickle.
@@ -78,7 +78,7 @@ class Lane:
         # the abandoned operation keeps the group's threads (and so the process's exit) waiting.
         own_deadline = datetime.timedelta(seconds=timeout_s + 3 * self._quiet_s)
         start = _Operation("start of the control channel", self._next_number())
-        self._say_waiting(start)
+        self._log_waiting(start)
         try:
             # Not `new_group`: beside a default group that is bound to a CUDA device, as DeepSpeed binds NCCL's, ranks that
             # are no members split NCCL's communicator there, and wait in it for members that never come (torch 2.13
@@ -268,7 +268,7 @@ class Lane:
             is_over = time.monotonic() >= give_up_at_s + self._quiet_s
             try:
                 if not has_said:
-                    self._say_waiting(operation)
+                    self._log_waiting(operation)
                     has_said = True
                 self._require_all(operation)
                 failure = self._timeout_error(operation) if is_over else None
@@ -284,7 +284,7 @@ class Lane:
             is_incomplete = False
         return self._timeout_error(operation) if is_incomplete else self._peer_error(operation, error)
 
-    def _say_waiting(self, operation: _Operation) -> None:
+    def _log_waiting(self, operation: _Operation) -> None:
         self._store.set(f"{operation.number}/{self._rank}", operation.name)
 
     def _missing(self, operation: _Operation) -> list[int]:

@@ -17,7 +17,7 @@ from typing import Any
 from determined import core
 
 from dstrial.errors import RankError, RankIdentityError
-from dstrial.ranks.channel import TIMEOUT_VARIABLE, Lane
+from dstrial.ranks.channel import TIMEOUT_VARIABLE, GroupChannel
 from dstrial.ranks.identity import RankIdentity
 from dstrial.ranks.job_secret import SECRET_VARIABLE, key_from_environ
 
@@ -69,8 +69,8 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
     def __init__(self, identity: RankIdentity, *, timeout_s: float | None = None) -> None:
         self.identity = identity
         self.timeout_s = timeout_from_environ() if timeout_s is None else timeout_s
-        self._lane: Lane | None = None
-        self._local_lane: Lane | None = None
+        self._group_channel: GroupChannel | None = None
+        self._local_group_channel: GroupChannel | None = None
         self._is_closed = False
         super().__init__(
             rank=identity.rank,
@@ -86,24 +86,26 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
         if self.size < 2:
             return
         name = f"dstrial/control/{next(_channel_numbers)}"
-        self._lane = Lane(name, tuple(range(self.size)), self.rank, self.timeout_s)
-        identities = self._lane.allgather_identities(self.identity)
+        self._group_channel = GroupChannel(name, tuple(range(self.size)), self.rank, self.timeout_s)
+        identities = self._group_channel.allgather_identities(self.identity)
         try:
             _check_consistent(identities)
-            key = self._agree_on_key(self._lane)
+            key = self._agree_on_key(self._group_channel)
         except RankError:
             self.close()
             raise
         if self.local_size == self.size:
-            self._local_lane = self._lane
+            self._local_group_channel = self._group_channel
             return
         node_rank = self.identity.node_rank
         members = tuple(i.rank for i in sorted(identities, key=_local_order) if i.node_rank == node_rank)
         if len(members) > 1:
-            self._local_lane = Lane(f"{name}/node{node_rank}", members, self.rank, self.timeout_s)
-            self._local_lane.key = key
+            self._local_group_channel = GroupChannel(
+                f"{name}/node{node_rank}", members, self.rank, self.timeout_s
+            )
+            self._local_group_channel.key = key
 
-    def _agree_on_key(self, lane: Lane) -> bytes:
+    def _agree_on_key(self, lane: GroupChannel) -> bytes:
         """Give the lane the key that tags all ranks' messages, and return it. Ranks: all."""
         key = key_from_environ(os.environ)
         if key is None and self.cross_size > 1:
@@ -124,41 +126,49 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
 
     def allgather(self, stuff: Any) -> list[Any]:
         """Return what every rank passed, ordered by rank. Ranks: all, collectively."""
-        return [stuff] if self._lane is None else self._lane.allgather(stuff, "allgather")
+        return [stuff] if self._group_channel is None else self._group_channel.allgather(stuff, "allgather")
 
     def gather(self, stuff: Any) -> list[Any] | None:
         """Return all ranks' values on the chief, else None. Ranks: all, collectively."""
-        if self._lane is None:
+        if self._group_channel is None:
             return [stuff]
-        everything = self._lane.allgather(stuff, "gather")
+        everything = self._group_channel.allgather(stuff, "gather")
         return everything if self.rank == 0 else None
 
     def broadcast(self, stuff: Any) -> Any:
         """Return what the chief passed. Ranks: all, collectively."""
-        return stuff if self._lane is None else self._lane.broadcast(stuff, "broadcast")
+        return stuff if self._group_channel is None else self._group_channel.broadcast(stuff, "broadcast")
 
     def allgather_local(self, stuff: Any) -> list[Any]:
         """Return a machine's values by local rank. Ranks: a machine's, collectively."""
-        return [stuff] if self._local_lane is None else self._local_lane.allgather(stuff, "allgather_local")
+        return (
+            [stuff]
+            if self._local_group_channel is None
+            else self._local_group_channel.allgather(stuff, "allgather_local")
+        )
 
     def gather_local(self, stuff: Any) -> list[Any] | None:
         """Return a machine's values on its first rank. Ranks: a machine's, collectively."""
-        if self._local_lane is None:
+        if self._local_group_channel is None:
             return [stuff]
-        everything = self._local_lane.allgather(stuff, "gather_local")
+        everything = self._local_group_channel.allgather(stuff, "gather_local")
         return everything if self.local_rank == 0 else None
 
     def broadcast_local(self, stuff: Any = None) -> Any:
         """Return the value of a machine's first rank. Ranks: a machine's, collectively."""
-        return stuff if self._local_lane is None else self._local_lane.broadcast(stuff, "broadcast_local")
+        return (
+            stuff
+            if self._local_group_channel is None
+            else self._local_group_channel.broadcast(stuff, "broadcast_local")
+        )
 
     def arrive(self, place: str) -> None:
         """Tell the other ranks that this one is at a place of the program.
 
         ``place`` is the same text on all ranks, another one each time. Ranks: each its own; one write to the store.
         """
-        if self._lane is not None:
-            self._lane.arrive(place)
+        if self._group_channel is not None:
+            self._group_channel.arrive(place)
 
     def all_arrived(self, place: str, timeout_s: float) -> bool:
         """Wait for the others; say whether all ranks are here and may go on together.
@@ -172,23 +182,25 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
 
         Ranks: each its own; no collective operation, so that nobody is held up by a rank that gives up.
         """
-        return self._lane is None or self._lane.all_arrived(place, timeout_s)
+        return self._group_channel is None or self._group_channel.all_arrived(place, timeout_s)
 
     def leave(self, reason: str) -> None:
         """Take part no more: who waits for this rank fails with ``reason`` within seconds.
 
         The channel is of no use to anybody afterwards. Ranks: each its own; no communication.
         """
-        if self._lane is not None:
-            self._lane.leave(reason)
+        if self._group_channel is not None:
+            self._group_channel.leave(reason)
 
     def close(self) -> None:
         """Give up the groups; may be repeated. Ranks: each its own; no communication."""
         if self._is_closed:
             return
         self._is_closed = True
-        lanes = {id(lane): lane for lane in (self._lane, self._local_lane) if lane is not None}
-        self._lane = self._local_lane = None
+        lanes = {
+            id(lane): lane for lane in (self._group_channel, self._local_group_channel) if lane is not None
+        }
+        self._group_channel = self._local_group_channel = None
         for lane in lanes.values():
             lane.close()
 

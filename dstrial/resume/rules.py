@@ -12,7 +12,7 @@ from typing import Any
 from dstrial.config.batch import BATCH_KEYS
 from dstrial.config.deepspeed_rules.check import CheckResult
 from dstrial.config.deepspeed_source import DeepSpeedSource
-from dstrial.config.diagnostics import Findings
+from dstrial.config.diagnostics import Diagnostics
 from dstrial.config.experiment_config.check import parallel_extent
 from dstrial.config.parallel_dims import DIM_KEYS, ParallelDims
 from dstrial.errors import ConfigError, ConfigProblem
@@ -280,7 +280,7 @@ def check_resumption(
     slots: int,
     slots_key: str,
     checks: Sequence[tuple[DeepSpeedSource, CheckResult]],
-    findings: Findings,
+    findings: Diagnostics,
 ) -> None:
     """Record what keeps a checkpoint from going on with an experiment config.
 
@@ -292,7 +292,7 @@ def check_resumption(
         checks: the experiment's DeepSpeed configs, the main one first.
         findings: receives the problems.
     """
-    ignored = Findings({}, "")
+    ignored = Diagnostics({}, "")
     found = resume_problems(
         resumed,
         num_slots=max(slots, 1),
@@ -305,5 +305,5 @@ def check_resumption(
 
 
 def _places(source: DeepSpeedSource) -> dict[str, str]:
-    findings = Findings(source.lines, source.label)
+    findings = Diagnostics(source.lines, source.label)
     return {key: findings.place(key) for key in BATCH_KEYS}

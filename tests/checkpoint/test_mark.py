@@ -4,13 +4,13 @@ import pathlib
 import pytest
 
 from dstrial.checkpoint.completion_marker import (
-    MARK_NAME,
+    MARKER_NAME,
     fsync_tree,
     incomplete,
     is_complete,
-    read_mark,
-    remove_mark,
-    write_mark,
+    read_marker,
+    remove_marker,
+    write_marker,
 )
 from dstrial.errors import CheckpointDamagedError, CheckpointNotFoundError
 
@@ -19,12 +19,12 @@ def test_a_directory_is_a_checkpoint_only_with_its_mark(tmp_path: pathlib.Path) 
     (tmp_path / "model0").mkdir()
     (tmp_path / "model0" / "weights.pt").write_bytes(b"w")
     assert not is_complete(tmp_path)
-    write_mark(tmp_path, {"steps_completed": 3})
+    write_marker(tmp_path, {"steps_completed": 3})
     assert is_complete(tmp_path)
-    assert read_mark(tmp_path) == {"steps_completed": 3}
-    assert sorted(path.name for path in tmp_path.iterdir()) == [MARK_NAME, "model0"]
-    remove_mark(tmp_path)
-    remove_mark(tmp_path)
+    assert read_marker(tmp_path) == {"steps_completed": 3}
+    assert sorted(path.name for path in tmp_path.iterdir()) == [MARKER_NAME, "model0"]
+    remove_marker(tmp_path)
+    remove_marker(tmp_path)
     assert not is_complete(tmp_path)
 
 
@@ -42,13 +42,13 @@ def test_everything_is_on_the_disk_before_the_mark_appears(
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", recorded)
-    write_mark(tmp_path)
+    write_marker(tmp_path)
     root = tmp_path.name
     assert events == [
         "weights.pt (unmarked)",
         "model0 (unmarked)",
         f"{root} (unmarked)",
-        f"{MARK_NAME}.tmp (unmarked)",
+        f"{MARKER_NAME}.tmp (unmarked)",
         root,
         tmp_path.parent.name,
     ]
@@ -64,7 +64,7 @@ def test_a_failure_to_reach_the_disk_leaves_no_mark(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        write_mark(tmp_path)
+        write_marker(tmp_path)
     assert not is_complete(tmp_path)
 
 
@@ -72,18 +72,18 @@ def test_directories_without_a_mark_are_listed(tmp_path: pathlib.Path) -> None:
     for name in ("b", "a", "done"):
         (tmp_path / name).mkdir()
     (tmp_path / "file").touch()
-    write_mark(tmp_path / "done")
+    write_marker(tmp_path / "done")
     assert incomplete(tmp_path) == [tmp_path / "a", tmp_path / "b"]
     assert incomplete(tmp_path / "nowhere") == []
 
 
 def test_a_mark_that_cannot_be_read_is_an_error(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(CheckpointNotFoundError, match=MARK_NAME):
-        read_mark(tmp_path)
+    with pytest.raises(CheckpointNotFoundError, match=MARKER_NAME):
+        read_marker(tmp_path)
     for content in ("", "[]"):
-        (tmp_path / MARK_NAME).write_text(content)
-        with pytest.raises(CheckpointDamagedError, match=MARK_NAME):
-            read_mark(tmp_path)
+        (tmp_path / MARKER_NAME).write_text(content)
+        with pytest.raises(CheckpointDamagedError, match=MARKER_NAME):
+            read_marker(tmp_path)
 
 
 def test_a_broken_link_does_not_keep_a_tree_from_the_disk(tmp_path: pathlib.Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sample_layouts import PLAIN_LAYOUT
 
 from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace
-from dstrial.checkpoint.shards import Pieces, overlaps, own_piece
+from dstrial.checkpoint.shards import ShardMap, overlaps, own_shard
 
 
 def place(name: str, numel: int, **where: object) -> ParameterPlace:
@@ -40,7 +40,7 @@ def test_flat_groups_give_every_element_once(
     offsets = [sum(numels[:idx]) for idx in range(len(numels))]
     places = [place(str(idx), numel, offset=offsets[idx]) for idx, numel in enumerate(numels)]
     buffer = FlatBuffer(0, 0, 0, partition_numel * num_partitions, partition_numel, num_partitions)
-    pieces = Pieces(layout(1, buffer, places))
+    pieces = ShardMap(layout(1, buffer, places))
 
     for one, offset, numel in zip(places, offsets, numels, strict=True):
         found = pieces.of(one)
@@ -69,21 +69,21 @@ def test_cut_parameters_give_every_element_once(numel: int, num_partitions: int,
     one = place("w", numel, is_cut=True, offset=offset, partition_numel=partition_numel)
     buffer = FlatBuffer(0, 0, 0, 0, 0, num_partitions)
 
-    found = Pieces(layout(3, buffer, [one])).of(one)
+    found = ShardMap(layout(3, buffer, [one])).of(one)
 
     elements = [e for piece in found for e in range(piece.parameter_begin, piece.parameter_end)]
     assert elements == list(range(numel))
     assert {piece.begin for piece in found} == {offset}
     for piece in found:
-        own = own_piece(one, piece.replica)
+        own = own_shard(one, piece.replica)
         assert own is not None
         assert (own.begin, own.parameter_begin, own.numel) == (0, piece.parameter_begin, piece.numel)
-    assert all(own_piece(one, replica) is None for replica in range(len(found), num_partitions))
+    assert all(own_shard(one, replica) is None for replica in range(len(found), num_partitions))
 
 
 def test_without_a_buffer_a_parameter_is_whole() -> None:
     one = place("w", 7, buffer_idx=None)
 
-    (piece,) = Pieces(layout(0, None, [one])).of(one)
+    (piece,) = ShardMap(layout(0, None, [one])).of(one)
 
     assert (piece.begin, piece.parameter_begin, piece.numel) == (0, 0, 7)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrial.checkpoint.checksum import SEAL_KEY, key_path, sealed
+from dstrial.checkpoint.checksum import CHECKSUM_KEY, key_path, with_checksum
 from dstrial.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -41,8 +41,8 @@ def test_what_this_account_has_written_is_its_own(checkpoint: Path) -> None:
 def test_a_changed_manifest_is_not_whatever_its_seal_says(checkpoint: Path) -> None:
     values = json.loads((checkpoint / MANIFEST_NAME).read_text())
     values["steps_completed"] = 2
-    del values[SEAL_KEY]
-    (checkpoint / MANIFEST_NAME).write_text(json.dumps(sealed(values)))
+    del values[CHECKSUM_KEY]
+    (checkpoint / MANIFEST_NAME).write_text(json.dumps(with_checksum(values)))
 
     assert read_manifest(checkpoint).steps_completed == 2
     assert not is_own_manifest(checkpoint)

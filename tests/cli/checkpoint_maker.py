@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import yaml
 
-from dstrial.checkpoint.completion_marker import read_mark
+from dstrial.checkpoint.completion_marker import read_marker
 from dstrial.local.run_directory import RunDirectory
 from dstrial.testing.ranks import run_function
 
@@ -52,7 +52,9 @@ def make_checkpoints(scratch: Path) -> dict[str, Made]:
     run_function(_train_all, 2, runs, deadline_s=200)
     made = {}
     for name, (_, run_path, live) in runs.items():
-        marks = {read_mark(path)["steps_completed"]: path for path in Path(run_path, "checkpoints").iterdir()}
+        marks = {
+            read_marker(path)["steps_completed"]: path for path in Path(run_path, "checkpoints").iterdir()
+        }
         made[name] = Made(
             Path(run_path), marks[NUM_BATCHES - 1], marks[NUM_BATCHES], torch.load(live, weights_only=True)
         )

@@ -21,7 +21,7 @@ from dstrial.cli.run_submission import Submission
 from dstrial.local.checkpoint_directory import list_checkpoints
 from dstrial.local.json_files import read_json_lines
 from dstrial.local.run_directory import RunDirectory, RunState
-from dstrial.master.store.observe import ExperimentView, look
+from dstrial.master.store.observe import ExperimentView, experiment_view
 from dstrial.testing.master import MasterForTest, master_for_test
 
 DEADLINE_S = 240
@@ -222,10 +222,10 @@ class TestScripts:
             master.up()
             ended = project.run("--resume", "latest")
             assert ended.returncode == 0, ended.stdout + ended.stderr
-            view = look(master.state, 1)
+            view = experiment_view(master.state, 1)
             assert view is not None
             assert (view.state, view.trials[0].num_allocations) == ("COMPLETED", 2)
-            assert look(master.state, 2) is None
+            assert experiment_view(master.state, 2) is None
 
     def test_a_program_that_knows_nothing_of_the_master_is_ended_by_ctrl_c(
         self, make_project: MakeProject
@@ -381,7 +381,7 @@ class TestScripts:
 def until_settled(master: MasterForTest, experiment_id: int) -> ExperimentView:
     give_up_at_s = time.monotonic() + DEADLINE_S
     while True:
-        view = look(master.state, experiment_id)
+        view = experiment_view(master.state, experiment_id)
         assert view is not None
         if view.is_settled:
             return view

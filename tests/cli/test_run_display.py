@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from dstrial.cli.run_display import BarDisplay, PlainDisplay, make_display
-from dstrial.cli.streams import LastingStream
+from dstrial.cli.streams import LossTolerantStream
 from dstrial.local.run_monitor import Report, RunView
 
 TRAINING = Report("training", 10, {"loss": 0.123456, "samples_per_second": 2000.0})
@@ -20,8 +20,8 @@ def view(batches_trained: int = 10, reports: tuple[Report, ...] = ()) -> RunView
     return RunView(batches_trained, 100, ("loss", 0.123456), ("accuracy", 0.75), 2000.0, reports)
 
 
-def streams() -> tuple[LastingStream, LastingStream]:
-    return LastingStream(sys.stdout), LastingStream(sys.stderr)
+def streams() -> tuple[LossTolerantStream, LossTolerantStream]:
+    return LossTolerantStream(sys.stdout), LossTolerantStream(sys.stderr)
 
 
 def test_without_a_terminal_there_is_one_line_per_report(capsys: pytest.CaptureFixture[str]) -> None:

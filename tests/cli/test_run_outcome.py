@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from dstrial.cli.run_follow import Followed
+from dstrial.cli.run_follow import FollowResult
 from dstrial.cli.run_outcome import Verdict, judge, judge_experiment, outcome_of, summary
 from dstrial.launch.failures import LaunchOutcome, RankFailure
 from dstrial.local.json_files import append_json_line, write_json_atomically
@@ -189,36 +189,36 @@ def experiment(state: str, exit_code: int | None = 0, end_reason: str | None = N
 @pytest.mark.parametrize(
     ("followed", "judged", "expected"),
     [
-        (Followed(experiment("COMPLETED"), None), COMPLETED, COMPLETED),
-        (Followed(experiment("ERROR"), None), FAILED, FAILED),
+        (FollowResult(experiment("COMPLETED"), None), COMPLETED, COMPLETED),
+        (FollowResult(experiment("ERROR"), None), FAILED, FAILED),
         (
-            Followed(experiment("ERROR", end_reason="no metric"), None),
+            FollowResult(experiment("ERROR", end_reason="no metric"), None),
             COMPLETED,
             Verdict(RunState.FAILED, 1, "no metric"),
         ),
-        (Followed(experiment("CANCELED"), None), FAILED, Verdict(RunState.STOPPED, 1, "cancelled")),
-        (Followed(None, None), COMPLETED, Verdict(RunState.FAILED, 1, "the experiment was deleted")),
+        (FollowResult(experiment("CANCELED"), None), FAILED, Verdict(RunState.STOPPED, 1, "cancelled")),
+        (FollowResult(None, None), COMPLETED, Verdict(RunState.FAILED, 1, "the experiment was deleted")),
         (
-            Followed(experiment("PAUSED"), "SIGINT", is_detached=True),
+            FollowResult(experiment("PAUSED"), "SIGINT", is_detached=True),
             COMPLETED,
             Verdict(RunState.STOPPED, 130, "left to the master"),
         ),
         (
-            Followed(experiment("ACTIVE"), None, is_master_gone=True),
+            FollowResult(experiment("ACTIVE"), None, is_master_gone=True),
             COMPLETED,
             Verdict(RunState.STOPPED, 1, "the master has ended"),
         ),
     ],
 )
 def test_what_the_master_says_of_the_experiment_goes_before_what_its_ranks_did(
-    followed: Followed, judged: Verdict, expected: Verdict
+    followed: FollowResult, judged: Verdict, expected: Verdict
 ) -> None:
     assert judge_experiment(followed, judged) == expected
 
 
 def test_the_launcher_knows_better_than_the_master_how_ranks_ended(tmp_path: Path) -> None:
     run_directory = RunDirectory.create(tmp_path, name="x", context_dir=tmp_path, command=["x"], config={})
-    followed = Followed(experiment("ERROR", exit_code=7), None)
+    followed = FollowResult(experiment("ERROR", exit_code=7), None)
     assert outcome_of(run_directory, followed).exit_code == 7
     write_json_atomically(run_directory.outcome_path, outcome(3, FAILURE).to_json())
     assert outcome_of(run_directory, followed) == outcome(3, FAILURE)
@@ -226,5 +226,5 @@ def test_the_launcher_knows_better_than_the_master_how_ranks_ended(tmp_path: Pat
 
 def test_a_trial_that_was_ended_for_a_pause_has_not_failed(tmp_path: Path) -> None:
     run_directory = RunDirectory.create(tmp_path, name="x", context_dir=tmp_path, command=["x"], config={})
-    ended = outcome_of(run_directory, Followed(experiment("PAUSED", exit_code=137), "SIGINT"))
+    ended = outcome_of(run_directory, FollowResult(experiment("PAUSED", exit_code=137), "SIGINT"))
     assert (ended.exit_code, ended.stopped_by) == (0, "SIGINT")

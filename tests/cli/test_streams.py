@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from dstrial.cli.streams import LastingStream, typed
+from dstrial.cli.streams import LossTolerantStream, typed
 
 
 def test_a_stream_without_a_reader_goes_silent() -> None:
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as file:
-        stream = LastingStream(file)
+        stream = LossTolerantStream(file)
         stream.write("read\n")
         assert os.read(reader, 100) == b"read\n"
         assert not stream.is_lost
@@ -26,7 +26,7 @@ def test_a_stream_without_a_reader_goes_silent() -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Requires: [/dev/full]")
 def test_a_stream_to_a_full_disk_goes_silent() -> None:
     with open("/dev/full", "w") as file:
-        stream = LastingStream(file)
+        stream = LossTolerantStream(file)
         stream.write("lost\n")
         assert stream.is_lost
 

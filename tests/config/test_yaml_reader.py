@@ -6,7 +6,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.config.diagnostics import MAX_PROBLEMS, Findings, render
+from dstrial.config.diagnostics import MAX_PROBLEMS, Diagnostics, render
 from dstrial.config.merge import merge_template
 from dstrial.config.parsing import yaml_reader
 from dstrial.config.parsing.documents import parse_yaml_value, read_yaml_text, yaml_text
@@ -121,7 +121,7 @@ def test_values_that_came_as_json_have_the_same_limits(value: object) -> None:
 
 
 def test_a_check_stops_at_its_hundredth_problem_and_says_so() -> None:
-    findings = Findings({}, "exp.yaml")
+    findings = Diagnostics({}, "exp.yaml")
     with pytest.raises(ConfigError) as refused:
         for number in range(10_000):
             findings.problem(("labels", number), str(number), "a string", "Quote it.")
@@ -130,7 +130,7 @@ def test_a_check_stops_at_its_hundredth_problem_and_says_so() -> None:
 
 
 def test_the_same_finding_is_told_once() -> None:
-    findings = Findings({}, "exp.yaml")
+    findings = Diagnostics({}, "exp.yaml")
     for _ in range(3):
         findings.problem("a", "1", "2", "Write 2.")
         findings.warn("a", "is odd")

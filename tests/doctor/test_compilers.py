@@ -6,7 +6,7 @@ import pytest
 from dstrial.doctor import compilers
 from dstrial.doctor.compilers import Compilers
 from dstrial.doctor.libraries import DeepSpeedBuild, Libraries, Operator, TorchBuild
-from dstrial.launch.stale_locks import abandoned_locks, remove_abandoned_locks
+from dstrial.launch.stale_locks import find_stale_locks, remove_stale_locks
 
 ALL = Compilers(
     "c++", "g++ 12.2", "1.11", False, True, "/usr/include/python3.12", "/usr/local/cuda/bin/nvcc", "13.0"
@@ -119,10 +119,10 @@ def test_a_lock_of_a_killed_build_is_told_and_left_for_the_launcher(tmp_path, mo
         measured = compilers.measure()
     assert measured.stale_locks == (str(lock),)
     assert by_name(compilers.judge(measured, libraries(CPU)))["stale locks"].status == "note"
-    assert abandoned_locks(tmp_path / "cpu_adam" / "..") != []
+    assert find_stale_locks(tmp_path / "cpu_adam" / "..") != []
     assert lock.exists()
     held.unlink()
-    assert remove_abandoned_locks() == [lock]
+    assert remove_stale_locks() == [lock]
     assert not lock.exists()
 
 

@@ -19,7 +19,7 @@ from dstrial.dsat.core.outcome import (
 )
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.methods.base import Action, Finish, Measure, MethodOptions, measures
-from dstrial.dsat.space.filters import Gates
+from dstrial.dsat.space.filters import Filters
 from dstrial.dsat.space.space import Space
 from dstrial.search.random_state import SearchRandom
 
@@ -107,7 +107,7 @@ def play(
     """Play a method; with ``restart`` a new one replays the results before every result, as a resumed search does."""
     searched = searched or space()
     settings = MethodOptions(**{"metric": "throughput", **options})
-    method = search_method(name, searched, settings, Gates(searched, is_open=no_gates))
+    method = search_method(name, searched, settings, Filters(searched, disabled=no_gates))
     order = SearchRandom(order_seed)
     played = Played()
     waiting: list[Measure] = []
@@ -123,7 +123,7 @@ def play(
         played.outcomes[done.trial_id] = (done, outcome)
         if restart:
             before = json.dumps(method.snapshot())
-            method = search_method(name, searched, settings, Gates(searched, is_open=no_gates))
+            method = search_method(name, searched, settings, Filters(searched, disabled=no_gates))
             method.start()
             for trial_id, (_, known) in list(played.outcomes.items())[:-1]:
                 method.on_result(trial_id, outcome_from_json(json.loads(json.dumps(outcome_to_json(known)))))

@@ -13,7 +13,7 @@ import torch
 
 from dstrial.dsat.backends.trial_spec import python_words
 from dstrial.dsat.cli import build_parser, flags_of
-from dstrial.dsat.config import read_settings
+from dstrial.dsat.config import read_config
 from dstrial.dsat.driver.dry_runs import request_maker
 from dstrial.dsat.predictor.dry_run_requests import describe, script_request, trial_request
 from dstrial.dsat.space.space import Structure
@@ -129,7 +129,7 @@ def test_a_script_of_hugging_faces_trainer_is_described_with_what_it_fills_in_an
     before = sorted(path.name for path in folder.iterdir())
     config = MODEL_DEFS.parent / "experiment_configs" / "dsat_hf.yaml"
     args = build_parser("dsat").parse_args(["predict", str(config), str(folder)])
-    settings = read_settings(flags_of(args))
+    settings = read_config(flags_of(args))
     assert settings.space.base["optimizer"]["params"]["lr"] == "auto"
 
     asked = request_maker(settings, target="cpu")(Structure(settings.space.own_stage, ()), True)

@@ -16,14 +16,14 @@ from surfaces import BASE, surface
 from dstrial.dsat.backends.base import Ended
 from dstrial.dsat.backends.trial_spec import TrialSpec, full_config
 from dstrial.dsat.cli import build_parser, flags_of
-from dstrial.dsat.config import SearchSettings, read_settings, with_parallel
+from dstrial.dsat.config import SearchConfig, read_config, with_parallel
 from dstrial.dsat.core.candidate import Candidate
-from dstrial.dsat.core.journal import SearchEnd, SearchRecord
+from dstrial.dsat.core.journal import SearchRecord, SearchStatus
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, TrialResult, best_of
 from dstrial.dsat.driver.driver import Driver
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.report.live import summary
-from dstrial.dsat.space.filters import Gates
+from dstrial.dsat.space.filters import Filters
 from dstrial.errors import ConfigError, LaunchError
 
 
@@ -132,20 +132,20 @@ def experiment(tmp_path: Path) -> Path:
     return path
 
 
-def _settings(experiment: Path, *flags: str, method: str = "asha") -> SearchSettings:
+def _settings(experiment: Path, *flags: str, method: str = "asha") -> SearchConfig:
     output = [] if "--output" in flags else ["--output", str(experiment.parent / "out")]
     words = [method, str(experiment), str(experiment.parent / "model"), "-m", "throughput", *flags, *output]
-    return with_parallel(read_settings(flags_of(build_parser("dsat").parse_args(words))), 2)
+    return with_parallel(read_config(flags_of(build_parser("dsat").parse_args(words))), 2)
 
 
 def _run(
-    settings: SearchSettings, world: dict[str, Any], die_at: int | None = None
-) -> tuple[SearchEnd, Driver, list[str]]:
+    settings: SearchConfig, world: dict[str, Any], die_at: int | None = None
+) -> tuple[SearchStatus, Driver, list[str]]:
     record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
     told: list[str] = []
     signals: list[signal.Signals] = world.get("signals") or []
     with record.lock():
-        method = search_method(settings.method, settings.space, settings.options, Gates(settings.space))
+        method = search_method(settings.method, settings.space, settings.options, Filters(settings.space))
         backend = FormulaBackend(world, die_at)
         driver = Driver(settings, record, method, lambda: backend, told.append, poll_s=0.0)
         return driver.run(signals), driver, told
@@ -240,7 +240,7 @@ def test_a_measurement_is_told_the_best_one_with_which_it_is_compared(experiment
             return super().start(spec)
 
     with record.lock():
-        method = search_method(settings.method, settings.space, settings.options, Gates(settings.space))
+        method = search_method(settings.method, settings.space, settings.options, Filters(settings.space))
         backend = Remembering({"started": {}})
         Driver(settings, record, method, lambda: backend, lambda _line: None, poll_s=0.0).run([])
 
@@ -404,7 +404,7 @@ def test_the_users_own_configuration_wins_ties_and_the_summary_states_the_gain(e
     assert printed.splitlines()[1].startswith("2 ")
 
 
-def _events(settings: SearchSettings) -> list[dict[str, Any]]:
+def _events(settings: SearchConfig) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (settings.output / "events.jsonl").read_text().splitlines()]
 
 

@@ -18,7 +18,7 @@ from dstrial.dsat import __main__ as dsat_door
 from dstrial.dsat import compat
 from dstrial.dsat.backends.trial_spec import full_config, local_command, measuring_spec
 from dstrial.dsat.cli import build_parser, flags_of, with_method
-from dstrial.dsat.config import read_settings
+from dstrial.dsat.config import read_config
 from dstrial.dsat.methods import METHOD_NAMES
 from dstrial.dsat.space.space import Space
 from dstrial.errors import ConfigError
@@ -182,7 +182,7 @@ def test_all_problems_of_flags_and_files_are_told_at_once(experiment: Path) -> N
     )
 
     with pytest.raises(ConfigError) as error:
-        read_settings(flags_of(args))
+        read_config(flags_of(args))
 
     places = [problem.where for problem in error.value.problems]
     for flag in ("--max-trials", "--max-slots", "--divisor", "--start-profile-step", "--include", "--space"):
@@ -196,18 +196,18 @@ def test_all_problems_of_flags_and_files_are_told_at_once(experiment: Path) -> N
 def test_a_bare_or_equal_deepspeed_flag_in_the_entrypoint_is_right(experiment: Path, flag: str) -> None:
     path = _write(experiment.parent, entrypoint=f"python3 -m dstrial.launch train.py {flag}")
 
-    assert read_settings(flags_of(_parse("asha", str(path), str(experiment.parent / "model")))).trial is None
+    assert read_config(flags_of(_parse("asha", str(path), str(experiment.parent / "model")))).trial is None
 
 
 def test_an_experiment_without_a_deepspeed_config_is_refused(experiment: Path) -> None:
     path = _write(experiment.parent, hyperparameters={"lr": 1})
 
     with pytest.raises(ConfigError, match=r"hyperparameters\.deepspeed_config is not given"):
-        read_settings(flags_of(_parse("asha", str(path), str(experiment.parent / "model"))))
+        read_config(flags_of(_parse("asha", str(path), str(experiment.parent / "model"))))
 
 
 def test_a_measuring_trial_is_an_ordinary_single_experiment_that_is_never_restarted(experiment: Path) -> None:
-    settings = read_settings(
+    settings = read_config(
         flags_of(_parse("asha", str(experiment), str(experiment.parent / "model"), "-m", "latency"))
     )
     candidate = settings.space.smallest()
@@ -247,7 +247,7 @@ def test_a_measuring_trial_is_an_ordinary_single_experiment_that_is_never_restar
 )
 def test_a_script_is_started_without_a_master_by_our_launcher(experiment: Path, entrypoint: str) -> None:
     path = _write(experiment.parent, entrypoint=entrypoint)
-    settings = read_settings(flags_of(_parse("asha", str(path), str(experiment.parent / "model"))))
+    settings = read_config(flags_of(_parse("asha", str(path), str(experiment.parent / "model"))))
 
     command = local_command(settings, "gen.yaml", "python")
 
@@ -288,7 +288,7 @@ def test_a_search_is_known_again_by_the_flags_that_decide_it_and_by_no_others(
         "--trial-timeout",
         "5m",
     ]
-    settings = read_settings(
+    settings = read_config(
         flags_of(_parse(words[0], str(experiment), str(experiment.parent / "model"), *words[1:], *of_the_run))
     )
     deciding = {
@@ -321,7 +321,7 @@ def test_a_search_is_known_again_by_the_flags_that_decide_it_and_by_no_others(
 
 
 def test_the_global_batch_that_is_asked_for_replaces_accumulation(experiment: Path) -> None:
-    settings = read_settings(
+    settings = read_config(
         flags_of(
             _parse("asha", str(experiment), str(experiment.parent / "model"), "--train-batch-size", "64")
         )
@@ -367,12 +367,12 @@ def test_a_typo_in_a_space_file_is_an_error_and_a_value_that_no_stage_takes_is_t
     path.write_text("zero_optimization.sub_grup_size: [1e8]\noptimiser.params.lr: [0.1, 0.2]\n")
 
     with pytest.raises(ConfigError) as error:
-        read_settings(flags_of(_parse(*words)))
+        read_config(flags_of(_parse(*words)))
 
     places = [problem.where.removeprefix(f"{path}: ") for problem in error.value.problems]
     assert places == ["zero_optimization.sub_grup_size", "optimiser.params.lr"]
     path.write_text("zero_optimization.offload_optimizer.device: [cpu, cpuu]\n")
-    told = [line for line in read_settings(flags_of(_parse(*words))).warnings if "is never tried" in line]
+    told = [line for line in read_config(flags_of(_parse(*words))).warnings if "is never tried" in line]
     assert len(told) == 1
     assert "'cpuu'" in told[0]
 
@@ -453,6 +453,6 @@ def test_a_sample_batch_that_cannot_be_had_is_refused(
     path = _write(experiment.parent, entrypoint=entrypoint)
 
     with pytest.raises(ConfigError, match=f"--sample-batch is .*{problem}"):
-        read_settings(
+        read_config(
             flags_of(_parse("predict", str(path), str(experiment.parent / "model"), "--sample-batch", value))
         )

@@ -11,7 +11,7 @@ from dstrial.config import ParallelDims
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, Measured, Outcome
 from dstrial.dsat.methods.base import Note
-from dstrial.dsat.space.knob_effects import Proof, best_proofs, proofs
+from dstrial.dsat.space.knob_effects import KnobEffect, best_knob_effects, knob_effects
 from dstrial.dsat.space.pipeline import efficiency, enough_accumulation, first_position
 from dstrial.dsat.space.space import Space, Structure
 
@@ -82,13 +82,13 @@ def test_only_what_differs_in_one_knob_is_compared_and_nothing_without_a_probe()
     both = Candidate(own.stage, ((RECOMPUTES, True), (UNREAD, "c")), own.batch)
     bare = Measured({"throughput": 1.0, "latency": 1.0})
 
-    found = best_proofs(searched, [(one, _outcome(one)) for one in (own, other, unread, both)])
+    found = best_knob_effects(searched, [(one, _outcome(one)) for one in (own, other, unread, both)])
 
     assert [(one.path, one.values, one.is_dead) for one in found] == [(UNREAD, ("a", "b"), True)]
-    assert list(proofs(searched, [(own, bare), (unread, bare)])) == []
-    assert not Proof(UNREAD, (0, 1), (("modules", 1.0, 2.0),)).is_dead
-    assert not Proof(UNREAD, (0, 1), (), noise=0.5).is_dead
-    assert "is not proved" in str(Proof(UNREAD, (0, 1), (), noise=0.5))
+    assert list(knob_effects(searched, [(own, bare), (unread, bare)])) == []
+    assert not KnobEffect(UNREAD, (0, 1), (("modules", 1.0, 2.0),)).is_dead
+    assert not KnobEffect(UNREAD, (0, 1), (), noise=0.5).is_dead
+    assert "is not proved" in str(KnobEffect(UNREAD, (0, 1), (), noise=0.5))
 
 
 def test_deepspeeds_own_keys_need_no_proof_but_nvme_does() -> None:
@@ -99,7 +99,7 @@ def test_deepspeeds_own_keys_need_no_proof_but_nvme_does() -> None:
     changed = Candidate(own.stage, ((partition, True),), own.batch)
     larger = Candidate(own.stage, ((bucket, 10**7),), own.batch)
 
-    found = best_proofs(searched, [(one, _outcome(one)) for one in (own, changed, larger)])
+    found = best_knob_effects(searched, [(one, _outcome(one)) for one in (own, changed, larger)])
 
     assert [(one.path, one.values, one.is_dead) for one in found] == [(partition, (False, True), True)]
 
@@ -115,15 +115,17 @@ def test_a_pipeline_gets_more_micro_batches_before_larger_ones() -> None:
         )
 
     searched, stage = stages(2), "hyperparameters.num_stages"
-    splits = [searched.ladder.split(position) for position in range(searched.ladder.last + 1)]
+    splits = [
+        searched.batch_size_grid.split(position) for position in range(searched.batch_size_grid.last + 1)
+    ]
     candidates = [searched.candidate(Structure(1, ((stage, number),)), 1) for number in (1, 2, 3, 4)]
     sizes = [(one.batch.micro_batch_size, one.batch.accumulation) for one in candidates]
-    reasons = [searched.illegal(one) for one in candidates]
+    reasons = [searched.illegal_reason(one) for one in candidates]
 
     assert efficiency(16, 2) == pytest.approx(16 / 17)
     assert [enough_accumulation(number) for number in (1, 2, 4)] == [1, 16, 32]
     assert splits[first_position(splits, 2)].accumulation == 16
-    assert searched.first_position(searched.ladder.last) == first_position(splits, 2)
+    assert searched.first_position(searched.batch_size_grid.last) == first_position(splits, 2)
     assert (sizes[0], sizes[1], sizes[3]) == ((2, 8), (2, 16), (2, 32))
     assert (reasons[0], reasons[1], reasons[3]) == (None, None, None)
     assert reasons[2] is not None
@@ -132,9 +134,9 @@ def test_a_pipeline_gets_more_micro_batches_before_larger_ones() -> None:
     assert {searched.sizes_of(one).dp for one in candidates[:2]} == {4, 2}
     uneven = stages(2, 6)
     reason = "6 layers cannot be divided evenly between 4 pipeline stages"
-    assert uneven.illegal(uneven.candidate(Structure(1, ((stage, 4),)), 0)) == reason
+    assert uneven.illegal_reason(uneven.candidate(Structure(1, ((stage, 4),)), 0)) == reason
     kept = stages(4, 6)
-    assert kept.illegal(kept.candidate(Structure(1, ()), 0)) is None
+    assert kept.illegal_reason(kept.candidate(Structure(1, ()), 0)) is None
     free = stages(2, free_batch=True)
     assert free.candidate(Structure(1, ((stage, 4),)), 0).batch.accumulation == 32
     assert free.candidate(Structure(1, ()), 0).batch.accumulation == 16

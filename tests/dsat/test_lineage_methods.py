@@ -16,8 +16,8 @@ from dstrial.dsat.methods import search_method
 from dstrial.dsat.methods.base import MethodOptions, Note, Skip
 from dstrial.dsat.methods.binary import AshaSearch
 from dstrial.dsat.methods.lineage import LineageMethod
-from dstrial.dsat.methods.random import RandomSearch
-from dstrial.dsat.space.filters import Gates
+from dstrial.dsat.methods.random import RandomConfigSearch
+from dstrial.dsat.space.filters import Filters
 from dstrial.errors import SearchError
 
 METHODS = ("asha", "binary", "random")
@@ -146,7 +146,7 @@ def test_a_ceiling_that_was_guessed_too_low_is_raised_with_gates_and_kept_withou
 )
 def test_asha_rungs_take_r_times_eta_to_the_rung_trials(options: dict[str, int], expected: list[int]) -> None:
     searched = space()
-    method = AshaSearch(searched, MethodOptions(**options), Gates(searched))
+    method = AshaSearch(searched, MethodOptions(**options), Filters(searched))
 
     assert [method.trials_of(rung) for rung in range(5)] == expected
 
@@ -154,7 +154,7 @@ def test_asha_rungs_take_r_times_eta_to_the_rung_trials(options: dict[str, int],
 def test_asha_gives_more_trials_to_the_better_lineages_only() -> None:
     searched = space(free_batch=True)
     method = AshaSearch(
-        searched, MethodOptions("throughput", max_trials=40, min_binary_search_trials=2), Gates(searched)
+        searched, MethodOptions("throughput", max_trials=40, min_binary_search_trials=2), Filters(searched)
     )
     _finish(method)
 
@@ -172,7 +172,7 @@ def test_asha_gives_more_trials_to_the_better_lineages_only() -> None:
 def test_random_tries_at_most_so_many_micro_batches_of_one_structure() -> None:
     searched = space(free_batch=True, stages=(1, 2))
     options = MethodOptions("throughput", max_trials=30, trials_per_random_config=2)
-    method = RandomSearch(searched, options, Gates(searched))
+    method = RandomConfigSearch(searched, options, Filters(searched))
     _finish(method)
 
     assert max(len(lineage.history) for lineage in method.lineages) <= 2
@@ -221,7 +221,7 @@ def test_a_space_with_nothing_new_ends_the_search() -> None:
 def test_an_unknown_method_is_refused() -> None:
     for name in ("grid", "prediction"):
         with pytest.raises(SearchError, match="expected one of"):
-            search_method(name, space(), MethodOptions(), Gates(space()))
+            search_method(name, space(), MethodOptions(), Filters(space()))
 
 
 def _finish(method: LineageMethod) -> None:

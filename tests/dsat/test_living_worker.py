@@ -18,7 +18,7 @@ import yaml
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured
 from dstrial.dsat.space.knob_effects import PROBES
 from dstrial.dsat.worker.loop import Incumbent, drift_between, without_drift
-from dstrial.dsat.worker.messages import Answer, Order, OrderBook
+from dstrial.dsat.worker.messages import Task, TaskQueue, TaskResult
 from dstrial.dsat.worker.transport import (
     ANSWERS_NAME,
     ORDERS_NAME,
@@ -95,7 +95,7 @@ class RunningWorker:
                 stderr=subprocess.STDOUT,
             )
 
-    def tell(self, book: OrderBook) -> None:
+    def tell(self, book: TaskQueue) -> None:
         write_json_atomically(self.directory / ORDERS_NAME, book.to_json(), sync=False)
 
     def wait_for_output(self, text: str) -> None:
@@ -104,13 +104,13 @@ class RunningWorker:
             assert time.monotonic() < give_up_at_s
             time.sleep(0.05)
 
-    def answers(self, num: int) -> list[Answer]:
+    def answers(self, num: int) -> list[TaskResult]:
         give_up_at_s = time.monotonic() + DEADLINE_S
         path = self.directory / ANSWERS_NAME
         while True:
             lines = read_json_lines(path) if path.exists() else []
             if len(lines) >= num:
-                return [Answer.from_json(line) for line in lines]
+                return [TaskResult.from_json(line) for line in lines]
             assert time.monotonic() < give_up_at_s, (self.directory / "output.log").read_text()[-4000:]
             assert self.process.poll() is None, (self.directory / "output.log").read_text()[-4000:]
             time.sleep(0.05)
@@ -140,20 +140,20 @@ def test_engines_leave_nothing_in_living_ranks_and_ranks_that_fail_are_replaced(
     faults = [*told, "keeps memory", "out of memory", "", "hangs", "host out of memory", "killed", "dies"]
     wanted += [_hparams(X, fault) for fault in faults]
     orders = [
-        Order(number, number, hparams, 15.0 if hparams["fault"] == "hangs" else DEADLINE_S, "latency")
+        Task(number, number, hparams, 15.0 if hparams["fault"] == "hangs" else DEADLINE_S, "latency")
         for number, hparams in enumerate(wanted, 1)
     ]
     # What an earlier worker of the search has measured as its best.
     best = {"hparams": _hparams(OTHERS[0]), "metrics": {"latency": 1e9, "half_width": 0.01}}
     orders[0] = dataclasses.replace(orders[0], best=best)
-    worker.tell(OrderBook(tuple(orders)))
+    worker.tell(TaskQueue(tuple(orders)))
 
     answers = {answer.number: answer for answer in worker.answers(len(orders))}
     # A search that ends while something is being measured does not wait for it.
-    hangs_on = Order(len(orders) + 1, len(orders) + 1, _hparams(X, "hangs"), DEADLINE_S, "latency")
-    worker.tell(OrderBook((hangs_on,)))
+    hangs_on = Task(len(orders) + 1, len(orders) + 1, _hparams(X, "hangs"), DEADLINE_S, "latency")
+    worker.tell(TaskQueue((hangs_on,)))
     worker.wait_for_output(f"order {hangs_on.number} begins")
-    worker.tell(OrderBook((hangs_on,), results={}))
+    worker.tell(TaskQueue((hangs_on,), results={}))
 
     assert worker.process.wait(60) == 0
     assert len(worker.answers(0)) == len(orders)
@@ -209,26 +209,26 @@ def test_engines_leave_nothing_in_living_ranks_and_ranks_that_fail_are_replaced(
     ]
 
 
-def _value(answer: Answer, name: str) -> float | None:
+def _value(answer: TaskResult, name: str) -> float | None:
     assert isinstance(answer.outcome, Measured)
     return answer.outcome.value(name)
 
 
-def _failure(answer: Answer) -> Failure:
+def _failure(answer: TaskResult) -> Failure:
     assert isinstance(answer.outcome, Failure)
     return answer.outcome
 
 
 def test_orders_survive_as_notes_and_answers_as_a_row_of_metrics() -> None:
-    order = Order(3, 7, {"a": {"b": [1, None]}}, 120.0, "throughput")
-    book = OrderBook((order,), {"best_ds_config.json": "{}"})
+    order = Task(3, 7, {"a": {"b": [1, None]}}, 120.0, "throughput")
+    book = TaskQueue((order,), {"best_ds_config.json": "{}"})
     assert book_from_notes(notes_of(book)) == book
-    assert book_from_notes("what I thought about this") == OrderBook()
+    assert book_from_notes("what I thought about this") == TaskQueue()
     with pytest.raises(DstrialError, match="no orders"):
         book_from_notes(notes_of(book)[:-5])
 
     for outcome in (Measured({"latency": 2.0}), Failure(FailureKind.DEVICE_OOM, "no room", "step", 5)):
-        answer = Answer(3, outcome, 1.5, 2, "out of memory", {"build_s": 0.1})
+        answer = TaskResult(3, outcome, 1.5, 2, "out of memory", {"build_s": 0.1})
         fields = answer.to_json()
         row = {**fields.pop("metrics", {}), "answer": json.dumps(fields)}
         assert answer_from_row(row) == answer

@@ -14,7 +14,7 @@ from dstrial.dsat.backends.local import LocalBackend
 from dstrial.dsat.backends.processes import launch
 from dstrial.dsat.backends.trial_spec import measuring_spec
 from dstrial.dsat.cli import build_parser, flags_of
-from dstrial.dsat.config import read_settings
+from dstrial.dsat.config import read_config
 from dstrial.dsat.core.journal import SearchRecord
 from dstrial.dsat.core.outcome import Failure, FailureKind, failure_line
 
@@ -75,7 +75,7 @@ def _age(directory: Path) -> None:
 def _backend(directory: Path) -> tuple[LocalBackend, SearchRecord]:
     path = _experiment(directory, entrypoint="python3 -m dstrial.launch train.py")
     words = ["asha", str(path), str(directory / "model"), "--local", "--output", str(directory / "out")]
-    settings = read_settings(flags_of(build_parser("dsat").parse_args(words)))
+    settings = read_config(flags_of(build_parser("dsat").parse_args(words)))
     record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
     return LocalBackend(settings, record), record
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dstrial.dsat.predictor.memory import MEMORY_PARTS, DeviceMemory, PeakParts, peak_parts, unmeasured_peak
 from dstrial.dsat.predictor.memory_learner import MemoryLearner, MemoryPoint
-from dstrial.dsat.predictor.zero_features import Buckets, Setup
+from dstrial.dsat.predictor.zero_features import Buckets, ZeroFeatures
 from dstrial.engine.dryrun.values import DryRunResult, Flops, Line, MemoryForm, PhaseMemory
 
 GIB = 2.0**30
@@ -23,8 +23,8 @@ FORM = MemoryForm(
     ),
     settled=2 * GIB,
 )
-DEVICE = DeviceMemory(40 * GIB, context_bytes=GIB, context_spread_bytes=0.2 * GIB, waste=0.04, spread=0.05)
-SETUP = Setup(2, 8, 1e8, 1e8, False, 0.0, False, 2)
+DEVICE = DeviceMemory(40 * GIB, context_bytes=GIB, context_std_bytes=0.2 * GIB, waste=0.04, log_std=0.05)
+SETUP = ZeroFeatures(2, 8, 1e8, 1e8, False, 0.0, False, 2)
 
 
 def dry_run(*phases: PhaseMemory, settled: float) -> DryRunResult:
@@ -125,7 +125,7 @@ def test_quantiles_grow_and_undo_probabilities(one: float, other: float) -> None
 def predicted(learner: MemoryLearner, micro: float, group: int = 1) -> tuple[float, float]:
     found = learner.predict(point(micro, group))
     assert found is not None
-    return found.median_bytes, found.spread
+    return found.median_bytes, found.log_std
 
 
 def test_one_measurement_tells_the_state_from_what_grows_with_the_micro_batch() -> None:

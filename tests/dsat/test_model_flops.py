@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dstrial.dsat.core.candidate import BatchSplit, Candidate
 from dstrial.dsat.core.outcome import FailureKind, Measured
-from dstrial.dsat.driver.normalize import FLOPS_RULE, doubts, unlike_ordered, with_model_flops
+from dstrial.dsat.driver.normalize import FLOPS_RULE, caveats, mismatch_with_order, with_model_flops
 from dstrial.dsat.rank.engine_features import counted_flops
 
 ONE_LAYER = 2 * 4 * 16 * 16  # of 4 records
@@ -57,19 +57,21 @@ def test_where_no_flops_are_counted_a_dry_run_or_a_rule_still_ranks_configuratio
     assert ruled.value("FLOPS_per_gpu") == 6e9 * 8 / 4
     assert second.value("FLOPS_per_gpu") == 6e9 * 16 / 4
     assert second.value(FLOPS_RULE)
-    assert [len(doubts(one, ruled)) for one in (described, ruled, second)] == [0, 1, 1]
-    assert "different sizes" in doubts(Measured({"num_params": 5e8}), nothing)[0]
-    assert not doubts(Measured({"num_params": 5e8, "probe_pipeline_stages": 2.0}), nothing)
+    assert [len(caveats(one, ruled)) for one in (described, ruled, second)] == [0, 1, 1]
+    assert "different sizes" in caveats(Measured({"num_params": 5e8}), nothing)[0]
+    assert not caveats(Measured({"num_params": 5e8, "probe_pipeline_stages": 2.0}), nothing)
 
 
 def test_an_engine_that_trains_otherwise_than_ordered_is_an_error_in_the_training_code() -> None:
     candidate = Candidate(2, (), BatchSplit(4, 2, 16))
     obedient = {"train_micro_batch_size_per_gpu": 4.0, "gradient_accumulation_steps": 2.0, "zero_stage": 2.0}
 
-    assert unlike_ordered(Measured(obedient), candidate) is None
-    assert unlike_ordered(Measured({"throughput": 1.0}), candidate) is None
-    assert unlike_ordered(Measured({**obedient, "zero_stage": 1.0, "num_engines": 2.0}), candidate) is None
-    failure = unlike_ordered(
+    assert mismatch_with_order(Measured(obedient), candidate) is None
+    assert mismatch_with_order(Measured({"throughput": 1.0}), candidate) is None
+    assert (
+        mismatch_with_order(Measured({**obedient, "zero_stage": 1.0, "num_engines": 2.0}), candidate) is None
+    )
+    failure = mismatch_with_order(
         Measured({**obedient, "train_micro_batch_size_per_gpu": 8.0, "zero_stage": 1.0}), candidate
     )
     assert failure is not None

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from dstrial.dsat.cli import build_parser, flags_of
-from dstrial.dsat.config import SearchSettings, read_settings
+from dstrial.dsat.config import SearchConfig, read_config
 from dstrial.errors import ConfigError
 
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -52,7 +52,7 @@ def _settings(
     script: str = TRAINER,
     hparams: dict[str, Any] | None = None,
     **sizes: object,
-) -> SearchSettings:
+) -> SearchConfig:
     model_dir = directory / "model"
     model_dir.mkdir()
     (model_dir / "train.py").write_text(script)
@@ -67,12 +67,12 @@ def _settings(
     }
     path = directory / "exp.yaml"
     path.write_text(yaml.safe_dump(config))
-    return read_settings(
+    return read_config(
         flags_of(build_parser("dsat").parse_args(["predict", str(path), str(model_dir), *flags]))
     )
 
 
-def _own(settings: SearchSettings) -> tuple[int, ...]:
+def _own(settings: SearchConfig) -> tuple[int, ...]:
     """Return total, micro batch, accumulation; as the emitted config has them."""
     config = settings.space.config(settings.space.own())
     return tuple(config[key] for key in SIZES)

@@ -15,24 +15,24 @@ from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.methods.base import MethodOptions, measures
-from dstrial.dsat.predictor.config_groups import Structures, positions
+from dstrial.dsat.predictor.config_groups import ConfigGroups, positions
 from dstrial.dsat.predictor.hardware import DEVICES, METRIC_PREFIX, nominal_machine
 from dstrial.dsat.predictor.plan import headline, make_plan, parse_bytes
 from dstrial.dsat.predictor.predictor import structure_of
 from dstrial.dsat.predictor.profiles import ModelInfo, PredictInputs, closed_form
-from dstrial.dsat.space.filters import Gates, needs_no_less_memory
+from dstrial.dsat.space.filters import Filters, needs_no_less_memory
 
 INFO = ModelInfo(1.3e9, 1.3e9, 1.1e9, None)
 
 
 def inputs(capacity_bytes: float = DEVICE_BYTES) -> PredictInputs:
     """What dry runs might say of the surface's model."""
-    structures = Structures(space())
+    groups = ConfigGroups(space())
     runs = {
         key: closed_form(
-            INFO, structures.setup(structure), flops_per_record=8e12, is_accumulating=is_accumulating
+            INFO, groups.setup(structure), flops_per_record=8e12, is_accumulating=is_accumulating
         )
-        for key, (structure, is_accumulating) in structures.representatives().items()
+        for key, (structure, is_accumulating) in groups.representatives().items()
     }
     return PredictInputs(runs, {}, nominal_machine(DEVICES["a100"], 8), capacity_bytes, False, "fake tensors")
 
@@ -62,8 +62,8 @@ def test_it_comes_within_three_percent_in_a_few_trials_and_never_runs_out_of_mem
     exhaustive = max(
         outcome.metrics["throughput"]
         for structure in (
-            *Structures(space()).bases(),
-            *Structures(space()).neighbours(Structures(space()).own, 1.3e9),
+            *ConfigGroups(space()).bases(),
+            *ConfigGroups(space()).neighbours(ConfigGroups(space()).own, 1.3e9),
         )
         for position in positions(space())
         if isinstance(outcome := surface(space().candidate(structure, position)), Measured)
@@ -93,7 +93,7 @@ def test_a_search_restored_before_every_result_asks_for_the_same(six_trials: Pla
 
 def test_what_was_predicted_of_a_trial_is_kept_with_where_its_time_goes() -> None:
     searched = space()
-    method = search_method("predict", searched, MethodOptions("throughput"), Gates(searched), inputs())
+    method = search_method("predict", searched, MethodOptions("throughput"), Filters(searched), inputs())
     (own,) = measures(method.start())
     method.on_result(own.trial_id, surface(own.candidate))
 
@@ -111,7 +111,7 @@ def test_where_the_time_of_the_own_configuration_goes_is_told_after_the_machine_
 ):
     searched = space()
     given = dataclasses.replace(inputs(), machine=None)
-    method = search_method("predict", searched, MethodOptions("throughput"), Gates(searched), given)
+    method = search_method("predict", searched, MethodOptions("throughput"), Filters(searched), given)
     (own,) = measures(method.start())
     guessed = method.snapshot()
     measured = surface(own.candidate)
@@ -160,7 +160,7 @@ def test_own_configuration_out_of_memory_is_followed_by_what_is_predicted_to_fit
         return surface(candidate)
 
     searched = space()
-    method = search_method("predict", searched, MethodOptions("throughput"), Gates(searched), inputs(14e9))
+    method = search_method("predict", searched, MethodOptions("throughput"), Filters(searched), inputs(14e9))
     (own,) = measures(method.start())
     (second,) = measures(method.on_result(own.trial_id, small_device(own.candidate)))
 
@@ -188,7 +188,7 @@ def test_nothing_is_tried_that_needs_no_less_than_what_ran_out_of_memory() -> No
         assert not any(needs_no_less_memory(measure.candidate, one, searched) for one in failed)
         if isinstance(outcome, Failure):
             failed.append(measure.candidate)
-    groups = [Structures(searched).setup(structure_of(one)).group for one in failed]
+    groups = [ConfigGroups(searched).setup(structure_of(one)).group for one in failed]
     assert all(groups.count(group) <= 2 for group in groups)
 
 
@@ -199,14 +199,14 @@ def test_a_group_that_refuses_is_left_alone_and_knobs_are_changed_many_at_once()
         return surface(candidate)
 
     searched = space()
-    structures = Structures(searched)
+    groups = ConfigGroups(searched)
     played = play("predict", searched, outcome_of=refuses, max_trials=20)
 
     refused = [one.candidate for one in played.measured if one.candidate.stage == 3]
-    tried = {structures.group(structure_of(one)) for one in refused}
+    tried = {groups.group(structure_of(one)) for one in refused}
     assert len(refused) <= 2 * len(tried)
     second = structure_of(played.measured[1].candidate)
-    assert len(structures.changed(second)) >= 2
+    assert len(groups.changed(second)) >= 2
 
 
 def test_a_refused_structure_is_not_tried_with_other_micro_batches() -> None:

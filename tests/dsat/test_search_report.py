@@ -228,7 +228,7 @@ def test_the_live_table_shows_progress_the_best_so_far_and_the_time_left() -> No
     table = LiveTable("throughput", max_trials=10, budget_s=300, console=console)
 
     with table:
-        table.tell("a line above")
+        table.print_line("a line above")
     console.print(table.drawn([*trials[:3], TrialResult(4, trials[3].candidate, "the fourth", "")], 60.0))
 
     shown = console.file.getvalue()  # type: ignore[attr-defined]

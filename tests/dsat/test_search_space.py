@@ -13,8 +13,8 @@ from surfaces import BASE, play, space
 
 from dstrial.config import ParallelDims, zero_keys_without_effect
 from dstrial.dsat.config_checks import read_space
-from dstrial.dsat.core.candidate import BatchSplit, Candidate, Ladder, layered
-from dstrial.dsat.predictor.config_groups import Structures
+from dstrial.dsat.core.candidate import BatchSizeGrid, BatchSplit, Candidate, layered
+from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.space.space import Space, Structure
 from dstrial.errors import ConfigError
 from dstrial.search.random_state import SearchRandom
@@ -24,7 +24,7 @@ ZERO = "zero_optimization"
 
 @given(st.integers(1, 512), st.integers(1, 16))
 def test_every_step_of_a_ladder_keeps_the_global_batch(per_replica: int, replicas: int) -> None:
-    ladder = Ladder(per_replica * replicas, replicas, accumulation=1)
+    ladder = BatchSizeGrid(per_replica * replicas, replicas, accumulation=1)
 
     for position in range(ladder.last + 1):
         split = ladder.split(position)
@@ -34,7 +34,7 @@ def test_every_step_of_a_ladder_keeps_the_global_batch(per_replica: int, replica
 
 
 def test_a_free_batch_keeps_the_accumulation_and_lets_the_batch_follow() -> None:
-    ladder = space(free_batch=True).ladder
+    ladder = space(free_batch=True).batch_size_grid
 
     assert ladder.split(4) == BatchSplit(5, 8, 320)
 
@@ -49,7 +49,7 @@ def test_a_candidate_that_deepspeed_would_refuse_is_illegal_with_its_reason() ->
     searched = space()
     structure = Structure(0, ((f"{ZERO}.offload_optimizer.device", "cpu"),))
 
-    reason = searched.illegal(searched.candidate(structure, 0))
+    reason = searched.illegal_reason(searched.candidate(structure, 0))
 
     assert reason is not None
     assert "offload_optimizer" in reason
@@ -62,7 +62,7 @@ def test_a_key_that_a_stage_does_not_read_makes_a_candidate_illegal(stage: int) 
 
     for key, value in dead.items():
         candidate = searched.candidate(Structure(stage, ((f"{ZERO}.{key}", value),)), 0)
-        assert (searched.illegal(candidate) is not None) == (key in zero_keys_without_effect(stage))
+        assert (searched.illegal_reason(candidate) is not None) == (key in zero_keys_without_effect(stage))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -70,7 +70,7 @@ def test_every_structure_that_is_drawn_is_legal(stage: int) -> None:
     searched, random = space(stages=(0, 1, 2, 3)), SearchRandom(3)
 
     for _ in range(20):
-        assert searched.illegal(searched.candidate(searched.draw(random, stage), 0)) is None
+        assert searched.illegal_reason(searched.candidate(searched.draw(random, stage), 0)) is None
 
 
 def test_the_users_offload_is_neutralised_where_another_stage_refuses_it() -> None:
@@ -84,7 +84,7 @@ def test_the_users_offload_is_neutralised_where_another_stage_refuses_it() -> No
 
     for stage in (0, 1, 2, 3):
         candidate = searched.candidate(searched.draw(SearchRandom(0), stage), 0)
-        assert searched.illegal(candidate) is None
+        assert searched.illegal_reason(candidate) is None
         assert ("offload_param" in searched.config(candidate)[ZERO]) == (stage == 3)
     assert base[ZERO]["stage"] == 3
 
@@ -170,7 +170,7 @@ def test_a_declared_hyperparameter_that_is_written_down_is_the_users_own_configu
     assert searched.describe(other).endswith("width=16")
     measured = [action.candidate for action in play("asha", searched, max_trials=40).measured]
     assert len({searched.identity(candidate) for candidate in measured}) == len(measured)
-    bases = [searched.candidate(structure, 2) for structure in Structures(searched).bases()]
+    bases = [searched.candidate(structure, 2) for structure in ConfigGroups(searched).bases()]
     assert len({searched.identity(candidate) for candidate in bases}) == len(bases)
 
 
@@ -208,7 +208,7 @@ def test_a_value_that_no_stage_can_have_is_told_from_one_that_some_can(
 ) -> None:
     searched = space(stages=(1, 2, 3), extra={path: (value,)})
 
-    assert (searched.refused(path, value) is not None) == is_refused
+    assert (searched.rejection_reason(path, value) is not None) == is_refused
 
 
 def test_a_value_that_is_legal_only_with_another_one_of_the_file_is_tried_with_it() -> None:
@@ -216,9 +216,9 @@ def test_a_value_that_is_legal_only_with_another_one_of_the_file_is_tried_with_i
         extra={"fp16.enabled": (True,), "zero_optimization.nothing": (1,), "bf16.enabled": (True, False)}
     )
 
-    assert searched.refused("fp16.enabled", True) is None
-    assert searched.refused("zero_optimization.nothing", 1) is not None
-    assert space(extra={"fp16.enabled": (True,)}).refused("fp16.enabled", True) is not None
+    assert searched.rejection_reason("fp16.enabled", True) is None
+    assert searched.rejection_reason("zero_optimization.nothing", 1) is not None
+    assert space(extra={"fp16.enabled": (True,)}).rejection_reason("fp16.enabled", True) is not None
 
 
 def test_a_path_that_only_one_stage_reads_takes_nothing_from_the_others() -> None:
@@ -228,16 +228,15 @@ def test_a_path_that_only_one_stage_reads_takes_nothing_from_the_others() -> Non
     named = {stage: path in {knob.path for knob in searched.knobs(stage)} for stage in (1, 2, 3)}
 
     assert named == {1: False, 2: False, 3: True}
-    assert {structure.stage for structure in Structures(searched).bases()} == {1, 2, 3}
+    assert {structure.stage for structure in ConfigGroups(searched).bases()} == {1, 2, 3}
 
 
 def test_precision_that_a_space_file_names_counts_for_the_structures_that_have_it() -> None:
     searched = space(extra={"bf16.enabled": (True, False)})
-    structures = Structures(searched)
+    groups = ConfigGroups(searched)
 
     widths = {
-        dict(one.settings).get("bf16.enabled"): structures.setup(one).bytes_per_value
-        for one in structures.bases()
+        dict(one.settings).get("bf16.enabled"): groups.setup(one).bytes_per_value for one in groups.bases()
     }
 
     assert widths == {None: 2, True: 2, False: 4}

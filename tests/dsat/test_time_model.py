@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dstrial.dsat.predictor.hardware import DEVICES, Link, Machine, nominal_machine
-from dstrial.dsat.predictor.step_parts import PARTS, PHASES, Setup, StepParts, step_parts
+from dstrial.dsat.predictor.step_parts import PARTS, PHASES, StepParts, ZeroFeatures, step_parts
 from dstrial.dsat.predictor.step_time import TimeModel, TimePoint, Timing
 from dstrial.engine.dryrun.values import Collective, DryRunResult, Flops, Line, MemoryForm
 
@@ -24,7 +24,7 @@ MACHINE = Machine(
     collectives={"all_reduce": Link(1e-4, 1e10), "all_gather": Link(5e-5, 2e10)},
     hides=0.5,
 )
-SETUP = Setup(2, 8, 5e8, 5e8, False, 0.0, False, 2)
+SETUP = ZeroFeatures(2, 8, 5e8, 5e8, False, 0.0, False, 2)
 
 
 def dry_run(**more: object) -> DryRunResult:
@@ -48,7 +48,7 @@ def dry_run(**more: object) -> DryRunResult:
     return DryRunResult(**{**fields, **more})  # type: ignore[arg-type]
 
 
-def parts(setup: Setup = SETUP, micro: int = 4, accumulation: int = 4) -> dict[str, float]:
+def parts(setup: ZeroFeatures = SETUP, micro: int = 4, accumulation: int = 4) -> dict[str, float]:
     found = step_parts(dry_run(), MACHINE, setup, SETUP, micro_batch_size=micro, accumulation=accumulation)
     return {**found.named(), "hidden": found.hidden_s}
 
@@ -195,7 +195,7 @@ def test_measurements_narrow_their_own_structure_most_and_others_too() -> None:
 
     own, bucket, stage = after.predict([point(8), point(8, bucket=1e6), point(8, stage=3)])
     assert own.median_s == pytest.approx(3.0, rel=0.01)
-    assert own.spread < bucket.spread < stage.spread < before.predict([point(8, stage=3)])[0].spread
+    assert own.log_std < bucket.log_std < stage.log_std < before.predict([point(8, stage=3)])[0].log_std
 
 
 def test_phases_tell_parts_apart_that_the_whole_step_does_not() -> None:
@@ -249,5 +249,5 @@ def test_settings_that_proved_to_do_nothing_are_expected_to_do_nothing() -> None
 
     (first,) = TimeModel(timings[:1]).predict([point(8, bucket=1e9)])
     (later,) = TimeModel(timings).predict([point(8, bucket=1e9)])
-    assert later.spread < 0.5 * first.spread
+    assert later.log_std < 0.5 * first.log_std
     assert TimeModel(timings).scale < 1

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from dstrial.config.deepspeed_source import read_deepspeed
-from dstrial.config.diagnostics import Findings
+from dstrial.config.diagnostics import Diagnostics
 from dstrial.errors import ConfigError
-from dstrial.integrations.huggingface.overwrites.draft import Outcome
+from dstrial.integrations.huggingface.overwrites.draft import Resolution
 from dstrial.integrations.huggingface.overwrites.reconcile import ReconciledArguments, reconcile
 from dstrial.resume.metadata import EngineRecord, SavedRun
 
@@ -28,7 +28,7 @@ def reconciled(
 ) -> ReconciledArguments:
     hparams = {"deepspeed_config": config, "overwrite_deepspeed_args": overwrite or {}}
     before = copy.deepcopy(hparams)
-    source = read_deepspeed("deepspeed_config", hparams, Path(), {}, "exp.yaml", Findings({}, "exp.yaml"))
+    source = read_deepspeed("deepspeed_config", hparams, Path(), {}, "exp.yaml", Diagnostics({}, "exp.yaml"))
     assert source is not None
     merged = copy.deepcopy(source.merged)
     words = arguments.split()
@@ -187,7 +187,7 @@ def test_a_warmup_ratio_goes_where_the_config_has_a_number_of_steps() -> None:
 
     assert found.arguments.value("warmup_ratio") is None
     assert found.arguments.value("warmup_steps") == "10"
-    assert [decision.outcome for decision in found.contradictions] == [Outcome.ARGUMENT_REMOVED]
+    assert [decision.outcome for decision in found.contradictions] == [Resolution.ARGUMENT_REMOVED]
 
 
 def test_the_length_of_training_wins_over_the_length_of_the_schedule() -> None:
@@ -221,7 +221,7 @@ def test_the_batch_of_a_run_that_goes_on_is_kept_on_more_ranks() -> None:
     assert sizes(found) == (8, 4, 1)
     assert flags(found) == ("4", "1")
     assert not found.contradictions
-    assert Outcome.KEPT in {decision.outcome for decision in found.decisions}
+    assert Resolution.KEPT in {decision.outcome for decision in found.decisions}
 
 
 def test_the_batch_is_kept_where_the_config_fixes_all_three_sizes() -> None:

@@ -24,15 +24,15 @@ from dstrial.dsat.backends.trial_spec import (
     worker_config,
 )
 from dstrial.dsat.cli import build_parser, flags_of
-from dstrial.dsat.config import read_settings, with_parallel
+from dstrial.dsat.config import read_config, with_parallel
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.journal import SearchRecord
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
 from dstrial.dsat.driver.driver import Driver
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.predictor.profiles import PredictInputs
-from dstrial.dsat.space.filters import Gates
-from dstrial.dsat.worker.messages import Answer, Order, OrderBook
+from dstrial.dsat.space.filters import Filters
+from dstrial.dsat.worker.messages import Task, TaskQueue, TaskResult
 from dstrial.dsat.worker.transport import notes_of
 
 _SEARCH_ID = "0123abcd"
@@ -121,7 +121,7 @@ def submissions(scratch: Path) -> dict[str, str]:
     documents: dict[str, Any] = {}
     for name in _DSAT_CONFIGS:
         words = ["predict", f"experiment_configs/{name}.yaml", f"model_defs/{name}", "--output", str(scratch)]
-        settings = read_settings(flags_of(build_parser("dsat").parse_args(words)))
+        settings = read_config(flags_of(build_parser("dsat").parse_args(words)))
         own, smallest = settings.space.own(), settings.space.smallest()
         found = {
             "fingerprint": settings.fingerprint,
@@ -143,13 +143,13 @@ def _messages() -> str:
     """What a driver writes for a worker of another release, and what that answers."""
     failure = Failure(FailureKind.DEVICE_OOM, "CUDA out of memory", "forward", 1024, 1)
     best = {"hparams": {"a": 1}, "metrics": {"throughput": 2.0}}
-    orders = (Order(1, 3, {"lr": 0.1}, 120.0, "throughput"), Order(2, 4, {"lr": 0.2}, 300.0, "latency", best))
+    orders = (Task(1, 3, {"lr": 0.1}, 120.0, "throughput"), Task(2, 4, {"lr": 0.2}, 300.0, "latency", best))
     messages = {
-        "orders": OrderBook(orders).to_json(),
-        "end": OrderBook((), {"best_ds_config.json": "{}"}).to_json(),
-        "notes": notes_of(OrderBook(orders[:1])),
-        "measured": Answer(1, Measured({"throughput": 2.5}), 1.5, 2, "", {"build_s": 0.5}).to_json(),
-        "failed": Answer(2, failure, 1.5, 1, "rank 1 did not answer").to_json(),
+        "orders": TaskQueue(orders).to_json(),
+        "end": TaskQueue((), {"best_ds_config.json": "{}"}).to_json(),
+        "notes": notes_of(TaskQueue(orders[:1])),
+        "measured": TaskResult(1, Measured({"throughput": 2.5}), 1.5, 2, "", {"build_s": 0.5}).to_json(),
+        "failed": TaskResult(2, failure, 1.5, 1, "rank 1 did not answer").to_json(),
     }
     return json.dumps(messages, indent=1) + "\n"
 
@@ -183,7 +183,7 @@ def _searched(
     """Run a search to its end; returns its files, what it submitted and what it printed."""
     output = Path(words[1]).parent / f"out-{words[0]}"
     settings = with_parallel(
-        read_settings(flags_of(build_parser("dsat").parse_args([*words, "--output", str(output)]))), 2
+        read_config(flags_of(build_parser("dsat").parse_args([*words, "--output", str(output)]))), 2
     )
     record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
     told: list[str] = []
@@ -191,7 +191,7 @@ def _searched(
         if inputs is not None:
             record.append("inputs", {**inputs.to_json(), "seconds": 1.0})
         method = search_method(
-            settings.method, settings.space, settings.options, Gates(settings.space), inputs
+            settings.method, settings.space, settings.options, Filters(settings.space), inputs
         )
         backend = _Answering(lambda trial_id: outcome_of(driver.trials[trial_id].candidate))
         driver = Driver(settings, record, method, lambda: backend, told.append, poll_s=0.0)

@@ -224,7 +224,7 @@ def fingerprints(scratch: Path) -> dict[str, str]:
     """Record digests that are stored, or compared with those of another release."""
     from determined.common.api.bindings import v1File
 
-    from dstrial.checkpoint.checksum import sealed, signed
+    from dstrial.checkpoint.checksum import signed, with_checksum
     from dstrial.cli.run_submission import fingerprint as of_submission
     from dstrial.master.backends.failures import fingerprint as of_failure
     from dstrial.master.store.users import client_hash
@@ -243,7 +243,7 @@ def fingerprints(scratch: Path) -> dict[str, str]:
         "failure": of_failure(traceback),
         "submission": of_submission({"name": "golden", "hyperparameters": {"lr": 0.5}}, [file]),
         "webhook": signature("key", 1_700_000_000, b'{"event": 1}'),
-        "sealed": sealed({"b": [1, 2.5], "a": None}),
+        "sealed": with_checksum({"b": [1, 2.5], "a": None}),
         "password": client_hash("Golden-password-1"),
     }
     return {"fingerprints.json": json.dumps(found, indent=1) + "\n"}

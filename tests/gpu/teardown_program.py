@@ -14,7 +14,7 @@ import deepspeed  # noqa: E402  # after the accelerator is chosen
 import torch.distributed as dist  # noqa: E402
 
 from dstrial.dsat.rank.cleanup import ProcessState  # noqa: E402
-from dstrial.dsat.rank.leak_check import residue  # noqa: E402
+from dstrial.dsat.rank.leak_check import process_usage  # noqa: E402
 
 assert dist.get_backend() == "nccl", dist.get_backend()
 DEVICE = torch.device("cuda", 0)
@@ -56,7 +56,7 @@ for _ in range(3):
         del group
         state.restore(made)
         assert not torch.backends.cuda.matmul.allow_tf32
-    left = residue()
+    left = process_usage()
     grown = [] if baseline is None else left.grown_over(baseline)
     assert not grown, grown
     baseline = baseline or left

@@ -27,8 +27,8 @@ from dstrial.integrations.huggingface.logged_metrics import (
     reported,
     require_searcher_metrics,
 )
-from dstrial.integrations.huggingface.preemption import JointStop
-from dstrial.integrations.huggingface.stall_detector import STOPPING_WAIT_S, WAIT_S, DataWait
+from dstrial.integrations.huggingface.preemption import CoordinatedStop
+from dstrial.integrations.huggingface.stall_detector import STOPPING_WAIT_S, WAIT_S, StallDetector
 from dstrial.loop.sync_point import StopReason
 from dstrial.resume.metadata import EngineRecord, SavedRun
 
@@ -190,7 +190,7 @@ def test_evaluations_and_checkpoints_do_not_count_as_training_time() -> None:
     clock.now_s += 2.0
     speed.pause()
     clock.now_s += 50.0
-    speed.go_on()
+    speed.resume()
     clock.now_s += 2.0
     assert speed.report(4, 800.0, train_batch_size=10) == {
         "samples_per_second": 10.0,
@@ -201,7 +201,7 @@ def test_evaluations_and_checkpoints_do_not_count_as_training_time() -> None:
 
 def test_a_long_wait_for_data_names_the_rank_and_is_told_again_when_it_has_doubled() -> None:
     clock = Clock()
-    wait = DataWait(3, lambda: False, clock)
+    wait = StallDetector(3, lambda: False, clock)
     wait.begin(7)
     clock.now_s += WAIT_S - 1
     assert wait.look() is None
@@ -217,7 +217,7 @@ def test_a_long_wait_for_data_names_the_rank_and_is_told_again_when_it_has_doubl
 
 def test_where_a_stop_is_asked_for_a_wait_is_told_sooner() -> None:
     clock = Clock()
-    wait = DataWait(0, lambda: True, clock)
+    wait = StallDetector(0, lambda: True, clock)
     wait.begin(7)
     clock.now_s += STOPPING_WAIT_S
     assert "follows it after its next step" in str(wait.look())
@@ -229,7 +229,7 @@ def test_ranks_of_any_pace_stop_after_the_same_beat_whichever_of_them_wishes_to(
 ) -> None:
     store, is_wished = torch.distributed.HashStore(), threading.Event()
     joints = [
-        JointStop(
+        CoordinatedStop(
             store,
             rank,
             3,
@@ -244,7 +244,7 @@ def test_ranks_of_any_pace_stop_after_the_same_beat_whichever_of_them_wishes_to(
     def train(rank: int) -> None:
         for beat in range(1, 100_000):
             time.sleep(pauses_s[rank])
-            reason = joints[rank].beat()
+            reason = joints[rank].step()
             if reason is not None:
                 stopped[rank] = (beat, reason)
                 return
@@ -264,12 +264,12 @@ def test_ranks_of_any_pace_stop_after_the_same_beat_whichever_of_them_wishes_to(
 
 
 def test_a_rank_that_does_not_say_where_it_is_is_named() -> None:
-    joint = JointStop(
+    joint = CoordinatedStop(
         torch.distributed.HashStore(), 0, 3, lambda: StopReason.SIGNAL, timeout_s=0.1, look_s=0.01
     )
     assert joint._is_decided.wait(60)
     with pytest.raises(RankTimeoutError, match="still without ranks 1, 2 after"):
-        joint.beat()
+        joint.step()
     joint.close()
 
 

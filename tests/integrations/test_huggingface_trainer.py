@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dstrial.checkpoint.integrity import examine
+from dstrial.checkpoint.integrity import check_integrity
 from dstrial.checkpoint.manifest import read_manifest
 from dstrial.local.checkpoint_directory import list_checkpoints, newest_checkpoint
 from dstrial.local.run_directory import RunDirectory
@@ -255,14 +255,14 @@ def test_the_last_evaluation_is_made_up_for_as_well(runs: Runs) -> None:
 
 def test_a_step_that_is_saved_again_after_its_evaluation_leaves_its_checkpoint_as_it_was(runs: Runs) -> None:
     for found in list_checkpoints(runs.directories["left"] / "checkpoints"):
-        assert examine(found.path, needs_mark=True).is_whole
+        assert check_integrity(found.path, needs_mark=True).is_intact
 
 
 def test_runs_that_write_into_one_directory_leave_each_others_checkpoints_as_they_were(runs: Runs) -> None:
     for name, steps in (("shared", [2]), ("shared-2", [2]), ("shared-3", [2, 3])):
         assert runs.steps_of_checkpoints(name) == steps
         for found in list_checkpoints(runs.directories[name] / "checkpoints"):
-            assert examine(found.path, needs_mark=True).is_whole
+            assert check_integrity(found.path, needs_mark=True).is_intact
 
 
 def test_a_run_that_is_stopped_evaluates_no_more(runs: Runs) -> None:
@@ -335,7 +335,7 @@ def test_a_checkpoint_is_the_directory_of_its_step_and_shares_its_files(runs: Ru
     checkpoint = runs.checkpoint("zero3-resumed")
     names = {path.name for path in checkpoint.iterdir()}
     assert names == {"checkpoint-6", "manifest.json", "metadata.json", "load_data.json", "COMPLETE"}
-    assert examine(checkpoint, needs_mark=True).is_whole
+    assert check_integrity(checkpoint, needs_mark=True).is_intact
     manifest = read_manifest(checkpoint)
     assert manifest.layouts[0]["folder"] == "checkpoint-6/global_step6"
     shard = "checkpoint-6/global_step6/zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -348,13 +348,13 @@ def test_the_trainers_own_limit_of_checkpoints_takes_nothing_from_the_stored_one
     assert [path.name for path in (runs.directory / "output" / "ddp").iterdir()] == ["checkpoint-6"]
     assert runs.steps_of_checkpoints("ddp") == [2, 4, 6]
     for found in list_checkpoints(runs.directories["ddp"] / "checkpoints"):
-        assert examine(found.path, needs_mark=True).is_whole
+        assert check_integrity(found.path, needs_mark=True).is_intact
 
 
 def test_a_step_that_is_trained_again_leaves_the_checkpoint_of_the_first_time_as_it_was(runs: Runs) -> None:
     assert sorted(runs.steps_of_checkpoints("ddp-paused")) == [1, 2, 3, 3, 4, 5, 6]
     for found in list_checkpoints(runs.directories["ddp-paused"] / "checkpoints"):
-        assert examine(found.path, needs_mark=True).is_whole
+        assert check_integrity(found.path, needs_mark=True).is_intact
 
 
 def test_an_exported_checkpoint_is_a_model_that_transformers_loads(runs: Runs) -> None:

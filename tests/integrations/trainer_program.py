@@ -104,7 +104,7 @@ class Interruption(TrainerCallback):
     def interrupt(self) -> None:
         """Send it, and wait until the ranks have agreed on where to stop, whatever the machine is busy with."""
         os.kill(os.getpid(), signal.SIGTERM)
-        joint = self.callback._stopping._joint
+        joint = self.callback._preemption._coordinated_stop
         assert joint is None or joint._is_decided.wait(60)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrial.launch.stale_locks import remove_abandoned_locks
+from dstrial.launch.stale_locks import remove_stale_locks
 from dstrial.launch.start_watch import watched_start
 
 pytestmark = [
@@ -59,14 +59,14 @@ def test_a_lock_stays_while_its_holder_lives_and_goes_when_it_was_killed(
     holder = _hold(lock)
     try:
         _make_older(lock)
-        assert remove_abandoned_locks(tmp_path) == []
+        assert remove_stale_locks(tmp_path) == []
         assert lock.exists()
     finally:
         holder.send_signal(signal.SIGKILL)
         holder.communicate()
     assert lock.exists()
     with caplog.at_level(logging.WARNING):
-        assert remove_abandoned_locks(tmp_path) == [lock]
+        assert remove_stale_locks(tmp_path) == [lock]
     assert not lock.exists()
     assert str(lock) in caplog.text
 
@@ -75,7 +75,7 @@ def test_a_lock_that_was_made_this_moment_stays(tmp_path: Path) -> None:
     lock = tmp_path / "operator" / "lock"
     lock.parent.mkdir()
     lock.touch()
-    assert remove_abandoned_locks(tmp_path) == []
+    assert remove_stale_locks(tmp_path) == []
     assert lock.exists()
 
 
@@ -84,8 +84,8 @@ def test_other_files_stay_and_a_folder_that_is_not_there_is_no_error(tmp_path: P
     built.parent.mkdir()
     built.touch()
     _make_older(built)
-    assert remove_abandoned_locks(tmp_path) == []
-    assert remove_abandoned_locks(tmp_path / "nowhere") == []
+    assert remove_stale_locks(tmp_path) == []
+    assert remove_stale_locks(tmp_path / "nowhere") == []
     assert built.exists()
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dstrial.launch.failures import (
-    Ending,
     LaunchOutcome,
+    RankEnding,
     RankFailure,
     first_failure,
     is_consequence,
@@ -20,8 +20,8 @@ from dstrial.launch.failures import (
 )
 
 
-def _ending(rank: int, time_s: float, *, is_consequence: bool = False) -> Ending:
-    return Ending(RankFailure(rank, rank, 100 + rank, 1, None, "here", "text"), time_s, is_consequence)
+def _ending(rank: int, time_s: float, *, is_consequence: bool = False) -> RankEnding:
+    return RankEnding(RankFailure(rank, rank, 100 + rank, 1, None, "here", "text"), time_s, is_consequence)
 
 
 def test_the_earliest_failure_is_the_first() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dstrial.launch.agent import run_ranks
-from dstrial.launch.failures import is_peer_loss
+from dstrial.launch.failures import is_peer_error
 from dstrial.launch.rank_main import script_command
 
 # As printed by torch 2.6 to 2.13 with NCCL.
@@ -42,7 +42,7 @@ raise ValueError("the batch of rank 1 is broken")
 
 @pytest.mark.parametrize("said", _SAID)
 def test_what_nccl_says_of_lost_peers_is_known(said: str) -> None:
-    assert is_peer_loss(said)
+    assert is_peer_error(said)
 
 
 @pytest.mark.process

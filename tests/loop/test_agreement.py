@@ -1,6 +1,6 @@
 from determined import core
 
-from dstrial.loop.sync_point import AgreementPoints, StopReason
+from dstrial.loop.sync_point import StopReason, SyncPoints
 
 
 class Clock:
@@ -11,14 +11,14 @@ class Clock:
         return self.now_s
 
 
-def points_at(seconds_per_batch, total, wish=lambda: None, rank_count=1):
+def points_at(seconds_per_batch, total, stop_request=lambda: None, rank_count=1):
     clock = Clock()
-    points = AgreementPoints(core.DummyDistributedContext(), lambda: wish(clock), clock)
+    points = SyncPoints(core.DummyDistributedContext(), lambda: stop_request(clock), clock)
     points.start(0)
     agreed = []
     for batches in range(1, total + 1):
         clock.now_s += seconds_per_batch
-        if batches >= points.next_batch or points.is_wished():
+        if batches >= points.next_batch or points.is_stop_requested():
             agreement = points.agree(batches)
             agreed.append((batches, agreement.stop))
             if agreement.stop:
@@ -43,11 +43,11 @@ def test_slow_batches_agree_after_every_one():
 
 
 def test_a_wish_on_a_single_rank_is_seen_after_the_same_batch():
-    wish = lambda clock: StopReason.SIGNAL if clock.now_s > 1.005 else None  # noqa: E731
-    assert points_at(0.01, 3000, wish)[-1] == (101, StopReason.SIGNAL)
+    stop_request = lambda clock: StopReason.SIGNAL if clock.now_s > 1.005 else None  # noqa: E731
+    assert points_at(0.01, 3000, stop_request)[-1] == (101, StopReason.SIGNAL)
 
 
 def test_shares_come_back_by_rank():
-    points = AgreementPoints(core.DummyDistributedContext(), lambda: None, Clock())
+    points = SyncPoints(core.DummyDistributedContext(), lambda: None, Clock())
     points.start(0)
     assert points.agree(1, share={"a": 1}).shares == [{"a": 1}]

@@ -7,7 +7,7 @@ from dstrial.engine.finite_weights import StepCounts
 from dstrial.errors import NonFiniteError
 from dstrial.loop.early_check import AttributeSnapshot
 from dstrial.loop.metrics import LossTail, MetricWindow
-from dstrial.loop.non_finite import NonFiniteGuard, StateEvidence, doubt, lost_weight
+from dstrial.loop.non_finite import NonFiniteGuard, StateEvidence, lost_weight, why_not_save
 
 NAN = float("nan")
 GOOD, BAD = LossTail(0, 2), LossTail(2, 2)
@@ -96,9 +96,9 @@ def test_a_loss_that_is_an_element_of_a_large_tensor_does_not_keep_it():
 def test_what_speaks_against_a_state():
     good, no_loss, lost = StateEvidence(None, True), StateEvidence(None, False), StateEvidence("w", True)
     silent = StateEvidence(None, None)
-    assert doubt([good, no_loss]) is None
-    assert doubt([silent, no_loss]) == "no loss is finite"
-    assert doubt([silent, silent]) is None
+    assert why_not_save([good, no_loss]) is None
+    assert why_not_save([silent, no_loss]) == "no loss is finite"
+    assert why_not_save([silent, silent]) is None
     assert lost_weight([silent, no_loss]) is None
     assert lost_weight([good, lost]) == "the weights are not finite (w on rank 1)"
 

@@ -1,6 +1,6 @@
 """What the wait for metric reports relies on in Determined's client, which has no public way to wait for them.
 
-``ReportsUnderway`` counts posts by replacing ``_post_metrics`` of the client's thread and reads the thread's queue. Where these
+``PendingReports`` counts posts by replacing ``_post_metrics`` of the client's thread and reads the thread's queue. Where these
 are gone it waits for nothing, silently: another release of determined must fail here, not lose metrics in a crash.
 """
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from dstrial.master.pubsub import Changes
+from dstrial.master.pubsub import PubSub
 
 
 def test_a_change_between_looking_and_waiting_is_not_lost() -> None:
     async def scenario() -> bool:
-        changes = Changes()
+        changes = PubSub()
         seen = changes.version("allocation:a")
         changes.publish(["allocation:a"])
         return await changes.wait("allocation:a", seen, 10)
@@ -20,7 +20,7 @@ def test_a_change_between_looking_and_waiting_is_not_lost() -> None:
 
 def test_a_change_from_another_thread_wakes_every_waiter_of_its_topic_only() -> None:
     async def scenario() -> list[bool]:
-        changes = Changes()
+        changes = PubSub()
         waits = [
             asyncio.create_task(changes.wait("a", 0, 10)),
             asyncio.create_task(changes.wait("a", 0, 10)),
@@ -35,7 +35,7 @@ def test_a_change_from_another_thread_wakes_every_waiter_of_its_topic_only() -> 
 
 def test_a_waiter_that_is_cancelled_leaves_nothing_behind() -> None:
     async def scenario() -> int:
-        changes = Changes()
+        changes = PubSub()
         wait = asyncio.create_task(changes.wait("a", 0, 10))
         await asyncio.sleep(0)
         wait.cancel()
@@ -47,7 +47,7 @@ def test_a_waiter_that_is_cancelled_leaves_nothing_behind() -> None:
 
 
 def test_a_thread_is_told_by_its_event() -> None:
-    changes = Changes()
+    changes = PubSub()
     event = changes.listen("scheduler")
 
     changes.publish(["other"])

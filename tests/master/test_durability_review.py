@@ -22,7 +22,7 @@ from dstrial.master import backends
 from dstrial.master.backends import AllocationRequest
 from dstrial.master.backends.log_file import parse
 from dstrial.master.daemon import living_allocations
-from dstrial.master.http.login import Attempts
+from dstrial.master.http.login import LoginThrottle
 from dstrial.master.scheduler.log_policies import compile_policies, matches
 from dstrial.master.state_directory import StateDirectory, process_start_time
 from dstrial.testing.master import MasterForTest, master_for_test
@@ -201,7 +201,7 @@ def test_a_pattern_that_begins_with_anything_is_found() -> None:
 
 def test_one_password_is_compared_at_a_time_whenever_they_come() -> None:
     async def run() -> int:
-        attempts, inside, most = Attempts(), 0, 0
+        attempts, inside, most = LoginThrottle(), 0, 0
 
         async def compare() -> bool:
             nonlocal inside, most

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dstrial.config.experiment_config.submission import MasterDefaults, check_submission
 from dstrial.master.lifecycle import experiments
-from dstrial.master.pubsub import Changes
+from dstrial.master.pubsub import PubSub
 from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.store.logs import add_master_line
@@ -17,7 +17,7 @@ CONFIG = "entrypoint: 'true'\nsearcher: {name: single, metric: score}\n"
 
 
 def test_old_logs_are_deleted_while_there_is_always_something_to_do(tmp_path: Path) -> None:
-    changes = Changes()
+    changes = PubSub()
     with contextlib.closing(Database(tmp_path / "master.db", changes.publish)) as database:
         submission = check_submission(
             CONFIG, context_dir=tmp_path, defaults=MasterDefaults({"type": "shared_fs", "host_path": "/ck"})

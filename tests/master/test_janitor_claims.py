@@ -12,7 +12,7 @@ from waiting import wait_for
 
 from dstrial.config.experiment_config.submission import MasterDefaults, check_submission
 from dstrial.master.lifecycle import experiments
-from dstrial.master.pubsub import Changes
+from dstrial.master.pubsub import PubSub
 from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.store import background_jobs, checkpoints, models
 from dstrial.master.store import trials as trial_rows
@@ -50,7 +50,7 @@ def database(tmp_path: Path) -> Iterator[Database]:
             tx, name="net", owner_id=1, workspace_id=1, description="", notes="", metadata={}, labels=[]
         )
 
-    changes = Changes()
+    changes = PubSub()
     with contextlib.closing(Database(tmp_path / "master.db", changes.publish)) as opened:
         opened.write(fill)
         yield opened
@@ -65,7 +65,7 @@ def states(database: Database) -> dict[str, str]:
 
 def do_work(database: Database) -> None:
     """Let a janitor do all of the work that there is."""
-    janitor = Janitor(database, Changes(), None)
+    janitor = Janitor(database, PubSub(), None)
 
     def num_left() -> int:
         with database.read() as connection:
@@ -97,7 +97,7 @@ def test_what_is_being_deleted_cannot_come_into_use_until_a_restart_says_otherwi
     assert database.write(lambda tx: checkpoints.claim(tx, "a")) is None
 
     def take(tx: Transaction) -> None:
-        checkpoints.refuse_going(tx.connection, checkpoints.require_checkpoint(tx.connection, "a"))
+        checkpoints.refuse_deleting(tx.connection, checkpoints.require_checkpoint(tx.connection, "a"))
 
     with pytest.raises(InvalidError, match="is being deleted"):
         database.write(take)

@@ -6,7 +6,7 @@ import pytest
 
 from dstrial.master.state_directory import StateDirectory
 from dstrial.master.store.database import Database, Transaction
-from dstrial.master.store.observe import last_log_id, look, new_log_rows
+from dstrial.master.store.observe import experiment_view, last_log_id, new_log_rows
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def fill(tx: Transaction) -> None:
 
 
 def test_a_paused_experiment_settles_when_its_processes_have_ended(state: StateDirectory) -> None:
-    view = look(state, 3)
+    view = experiment_view(state, 3)
     assert view is not None
     (trial,) = view.trials
     assert (trial.is_running, trial.num_allocations, trial.exit_code, trial.best_metric) == (True, 3, 0, 0.25)
@@ -57,14 +57,14 @@ def test_a_paused_experiment_settles_when_its_processes_have_ended(state: StateD
         lambda tx: tx.execute("UPDATE allocations SET state = 'TERMINATED', exit_code = 9 WHERE run_id = 3")
     )
     database.close()
-    view = look(state, 3)
+    view = experiment_view(state, 3)
     assert view is not None
     assert view.is_settled
     assert view.trials[0].exit_code == 9
 
 
 def test_an_experiment_that_does_not_exist_is_none(state: StateDirectory) -> None:
-    assert look(state, 4) is None
+    assert experiment_view(state, 4) is None
 
 
 def test_log_lines_come_once_and_in_order(state: StateDirectory) -> None:

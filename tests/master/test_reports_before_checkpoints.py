@@ -12,11 +12,11 @@ pytestmark = pytest.mark.process
 SCRIPT = """
 import os
 import determined as det
-from dstrial.loop.background_save import ReportsUnderway
+from dstrial.loop.background_save import PendingReports
 
 with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
     core.train.report_training_metrics(1, {"loss": 1.0})
-    reports = ReportsUnderway(core.train)
+    reports = PendingReports(core.train)
     for step in range(2, 201):
         core.train.report_training_metrics(step, {"loss": 1.0 / step})
     print("waited", reports.wait())

@@ -207,7 +207,7 @@ def test_ranks_in_different_calls_are_told_so() -> None:
 
 def lose_a_peer() -> str:
     from dstrial.errors import RankError
-    from dstrial.launch.failures import is_peer_loss
+    from dstrial.launch.failures import is_peer_error
 
     channel = _channel()
     if channel.rank == 1:
@@ -215,7 +215,7 @@ def lose_a_peer() -> str:
     try:
         channel.allgather("still there?")
     except RankError as error:
-        return f"{type(error).__name__} {is_peer_loss(str(error))}: {error}"
+        return f"{type(error).__name__} {is_peer_error(str(error))}: {error}"
     return ""
 
 

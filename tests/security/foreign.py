@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import yaml
 
-from dstrial.checkpoint.checksum import sealed
-from dstrial.checkpoint.completion_marker import read_mark, write_mark
+from dstrial.checkpoint.checksum import with_checksum
+from dstrial.checkpoint.completion_marker import read_marker, write_marker
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_files, read_manifest, write_manifest
 from dstrial.local.run_directory import RunDirectory
 from dstrial.testing.ranks import run_function
@@ -108,12 +108,12 @@ def _fit(config: str, run_path: str, resume: str | None) -> None:
 
 
 def latest(run_path: Path) -> Path:
-    marks = {read_mark(path)["steps_completed"]: path for path in (run_path / "checkpoints").iterdir()}
+    marks = {read_marker(path)["steps_completed"]: path for path in (run_path / "checkpoints").iterdir()}
     return marks[max(marks)]
 
 
 def earliest(run_path: Path) -> Path:
-    marks = {read_mark(path)["steps_completed"]: path for path in (run_path / "checkpoints").iterdir()}
+    marks = {read_marker(path)["steps_completed"]: path for path in (run_path / "checkpoints").iterdir()}
     return marks[min(marks)]
 
 
@@ -146,7 +146,7 @@ def remake(checkpoint: Path, *, is_own: bool = False) -> None:
     else:
         _write_unsigned(checkpoint, made.to_json())
     if (checkpoint / "COMPLETE").is_file():
-        write_mark(checkpoint, read_mark(checkpoint))
+        write_marker(checkpoint, read_marker(checkpoint))
 
 
 def add_file(checkpoint: Path, name: str) -> None:
@@ -165,7 +165,7 @@ def rename_in_manifest(checkpoint: Path, name: str, to: str) -> None:
 
 def _write_unsigned(checkpoint: Path, values: dict[str, Any]) -> None:
     """Write a manifest as somebody else's program does, without a signature of this account."""
-    (checkpoint / MANIFEST_NAME).write_text(json.dumps(sealed(values), indent=1) + "\n")
+    (checkpoint / MANIFEST_NAME).write_text(json.dumps(with_checksum(values), indent=1) + "\n")
 
 
 class OfUser:

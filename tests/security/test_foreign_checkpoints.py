@@ -15,7 +15,7 @@ import foreign
 import pytest
 
 from dstrial.checkpoint.file_roles import layouts_of
-from dstrial.checkpoint.integrity import examine
+from dstrial.checkpoint.integrity import check_integrity
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file, read_manifest
 from dstrial.errors import CheckpointDamagedError
 from dstrial.local.run_directory import RunDirectory
@@ -295,7 +295,7 @@ def test_a_link_out_of_the_checkpoint_is_a_fault(run_path: Path, tmp_path: Path)
     outside = (checkpoint / foreign.RANK_FILE).rename(tmp_path / "outside.pt")
     (checkpoint / foreign.RANK_FILE).symlink_to(outside)
 
-    (fault,) = examine(checkpoint).faults
+    (fault,) = check_integrity(checkpoint).faults
 
     assert (fault.path, fault.kind) == (foreign.RANK_FILE, "unreadable")
     assert "leads out of the checkpoint" in fault.got
@@ -352,7 +352,9 @@ def test_the_master_says_whether_a_manifest_is_the_one_that_was_registered(
     assert "manifest changed since the master" in output, output
 
     other = shutil.copytree(copied, tmp_path / "other")
-    foreign.write_mark(other, {**foreign.read_mark(other), "uuid": "11111111-2222-4333-8444-555555555555"})
+    foreign.write_marker(
+        other, {**foreign.read_marker(other), "uuid": "11111111-2222-4333-8444-555555555555"}
+    )
     code, output = verified(other)
     assert code == 0, output
     assert "not registered here: the master at" in output, output

@@ -44,7 +44,7 @@ def forge(operation: str, forger: int, path: str, size: int) -> str:
     value: Any = channel.rank
     if channel.rank == forger:
         # As if another program had got into its connections: everything is as before but the secret.
-        lane: Any = channel._lane
+        lane: Any = channel._group_channel
         lane.key = b"a guess"
         value = Payload(path, size)
     try:
@@ -98,7 +98,7 @@ def meet_without_secret() -> tuple[list[int], bool]:
         os.environ.pop(name, None)
     torch.distributed.init_process_group("gloo")
     channel = ControlChannel(identify(os.environ), timeout_s=30)
-    lane: Any = channel._lane
+    lane: Any = channel._group_channel
     return channel.allgather(channel.rank), len(lane.key) == 32
 
 

@@ -74,22 +74,22 @@ class Gathering:
     def __init__(self, identity: RankIdentity) -> None:
         self.server = rpc.listen(identity)
         self.address = self.server.getsockname()
-        self.lines: dict[int, rpc.Line] = {}
+        self.lines: dict[int, rpc.Connection] = {}
         self._thread = threading.Thread(target=self._gather, args=(identity,))
         self._thread.start()
 
     def _gather(self, identity: RankIdentity) -> None:
-        self.lines = rpc.gather(self.server, identity)
+        self.lines = rpc.accept_supervisors(self.server, identity)
 
-    def wait(self) -> dict[int, rpc.Line]:
+    def wait(self) -> dict[int, rpc.Connection]:
         self._thread.join(60.0)
         assert not self._thread.is_alive()
         return self.lines
 
 
 @pytest.fixture
-def closing() -> Iterator[list[rpc.Line]]:
-    lines: list[rpc.Line] = []
+def closing() -> Iterator[list[rpc.Connection]]:
+    lines: list[rpc.Connection] = []
     yield lines
     for line in lines:
         line.close()
@@ -99,27 +99,27 @@ def _greetings() -> list[bytes]:
     return [json.dumps({"job": rpc.job_name(), "rank": rank}).encode() + b"\n" for rank in (0, 1)]
 
 
-def _heard(line: rpc.Line) -> Any:
+def _heard(line: rpc.Connection) -> Any:
     assert rpc.ready([line], 10.0)
-    return line.heard()
+    return line.receive()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="Requires: [root, to be another account]")
 def test_another_account_of_the_machine_is_no_guardian(
-    monkeypatch: pytest.MonkeyPatch, closing: list[rpc.Line]
+    monkeypatch: pytest.MonkeyPatch, closing: list[rpc.Connection]
 ) -> None:
     chief = _identity(monkeypatch, 0, num_nodes=1)
     gathering = Gathering(chief)
     for greeting in _greetings():
         _as_other_account(socket.AF_UNIX, gathering.address, greeting)
 
-    guardians = [rpc.join(chief), rpc.join(_identity(monkeypatch, 1, num_nodes=1))]
+    guardians = [rpc.connect(chief), rpc.connect(_identity(monkeypatch, 1, num_nodes=1))]
     lines = gathering.wait()
     closing += [*guardians, *lines.values()]
 
     for rank, guardian in enumerate(guardians):
-        guardian.tell({"from": rank})
-        lines[rank].tell({"to": rank})
+        guardian.send({"from": rank})
+        lines[rank].send({"to": rank})
         assert _heard(lines[rank]) == [{"from": rank}]
         assert _heard(guardian) == [{"to": rank}]
 
@@ -152,7 +152,7 @@ def test_a_guardian_takes_no_orders_from_another_account(monkeypatch: pytest.Mon
         assert os.read(reader, 1) == b"1"
         monkeypatch.setattr(rpc, "_MEET_S", 1.0)
         with pytest.raises(RankError, match="belongs to another account"):
-            rpc.join(identity)
+            rpc.connect(identity)
     finally:
         os.kill(pid, 9)
         os.waitpid(pid, 0)
@@ -161,7 +161,7 @@ def test_a_guardian_takes_no_orders_from_another_account(monkeypatch: pytest.Mon
 
 
 def test_between_machines_only_who_knows_the_secret_is_a_guardian_and_only_one_address_is_served(
-    monkeypatch: pytest.MonkeyPatch, closing: list[rpc.Line]
+    monkeypatch: pytest.MonkeyPatch, closing: list[rpc.Connection]
 ) -> None:
     monkeypatch.setenv("DSTRIAL_SECRET", "known to both machines")
     chief = _identity(monkeypatch, 0, num_nodes=2)
@@ -174,11 +174,11 @@ def test_between_machines_only_who_knows_the_secret_is_a_guardian_and_only_one_a
     _say(socket.AF_INET, gathering.address, b"[]\n")
     _say(socket.AF_INET, gathering.address, b"x" * 10_000)
 
-    guardians = [rpc.join(chief), rpc.join(_identity(monkeypatch, 1, num_nodes=2))]
+    guardians = [rpc.connect(chief), rpc.connect(_identity(monkeypatch, 1, num_nodes=2))]
     lines = gathering.wait()
     closing += [*guardians, *lines.values()]
 
-    guardians[1].tell({"said": "answer"})
+    guardians[1].send({"said": "answer"})
     assert _heard(lines[1]) == [{"said": "answer"}]
 
 
@@ -202,7 +202,7 @@ def _pass_for_guardian(address: Any, rank: int) -> bool:
 def _attack(chief: RankIdentity, rank: int) -> None:
     """Try to pass for a guardian of a chief that listens."""
     with contextlib.closing(rpc.listen(chief)) as server:
-        threading.Thread(target=rpc.gather, args=(server, chief), daemon=True).start()
+        threading.Thread(target=rpc.accept_supervisors, args=(server, chief), daemon=True).start()
         assert not _pass_for_guardian(server.getsockname(), rank)
 
 
@@ -213,31 +213,34 @@ def test_between_machines_a_stranger_who_knows_all_but_a_secret_is_no_guardian(
     with pytest.raises(RankError, match="DSTRIAL_SECRET is not set; expected"):
         _attack(_identity(monkeypatch, 0, num_nodes=2), rank)
     with pytest.raises(RankError, match="DSTRIAL_SECRET is not set; expected"):
-        rpc.join(_identity(monkeypatch, 1, num_nodes=2))
+        rpc.connect(_identity(monkeypatch, 1, num_nodes=2))
 
 
 def test_a_line_that_is_repeated_changed_or_sent_back_is_not_read(
-    monkeypatch: pytest.MonkeyPatch, closing: list[rpc.Line]
+    monkeypatch: pytest.MonkeyPatch, closing: list[rpc.Connection]
 ) -> None:
-    def pair() -> tuple[rpc.Line, rpc.Line]:
+    def pair() -> tuple[rpc.Connection, rpc.Connection]:
         ends = socket.socketpair()
-        lines = rpc.Line(ends[0], b"key", is_chief=True), rpc.Line(ends[1], b"key", is_chief=False)
+        lines = (
+            rpc.Connection(ends[0], b"key", is_chief=True),
+            rpc.Connection(ends[1], b"key", is_chief=False),
+        )
         closing.extend(lines)
         return lines
 
     chief, guardian = pair()
-    chief.tell({"do": "end"})
-    told = guardian.connection.recv(4096)
-    chief.connection.sendall(told + told)
+    chief.send({"do": "end"})
+    told = guardian.socket.recv(4096)
+    chief.socket.sendall(told + told)
     with pytest.raises(RankError, match="does not carry this job's tag"):
         _heard(guardian)
 
     chief, guardian = pair()
-    chief.connection.sendall(told.replace(b"end", b"kil"))
+    chief.socket.sendall(told.replace(b"end", b"kil"))
     with pytest.raises(RankError, match="does not carry this job's tag"):
         _heard(guardian)
 
     chief, guardian = pair()
-    guardian.connection.sendall(told)
+    guardian.socket.sendall(told)
     with pytest.raises(RankError, match="does not carry this job's tag"):
         _heard(chief)

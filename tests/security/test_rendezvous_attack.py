@@ -13,7 +13,7 @@ from jobs import attack, held, write_project
 from listening import Listener, listeners
 from waiting import wait_for
 
-from dstrial.dsat.worker.messages import Order, OrderBook
+from dstrial.dsat.worker.messages import Task, TaskQueue
 from dstrial.dsat.worker.transport import ORDERS_NAME
 from dstrial.local.json_files import write_json_atomically
 from dstrial.testing.master import MasterForTest
@@ -106,14 +106,14 @@ def test_a_living_worker_listens_on_loopback_only_and_its_chief_where_no_other_a
         "deepspeed_config": "ds.json",
         "_dsat": {"max_s": 0.05, "window_s": 0.01, "min_windows": 2},
     }
-    order = Order(1, 1, hparams, 200.0, "latency")
-    write_json_atomically(tmp_path / ORDERS_NAME, OrderBook((order,)).to_json(), sync=False)
+    order = Task(1, 1, hparams, 200.0, "latency")
+    write_json_atomically(tmp_path / ORDERS_NAME, TaskQueue((order,)).to_json(), sync=False)
     command = [*LAUNCH, *where, "-m", "dstrial.dsat.worker", "--trial", "held_trials:HeldTrial", *where]
     with held([*command, "--mailbox", str(tmp_path)], tmp_path, context) as pids:
         found = listeners(pids)
         show("dsat's worker", found)
         print(attack(targets(found), tmp_path))
-        over = OrderBook((order,), results={})
+        over = TaskQueue((order,), results={})
         write_json_atomically(tmp_path / ORDERS_NAME, over.to_json(), sync=False)
 
     assert not (tmp_path / "owned").exists()

@@ -15,7 +15,7 @@ from waiting import wait_for
 
 from dstrial.master.store.errors import InvalidError
 from dstrial.master.store.webhooks import check_url
-from dstrial.master.webhooks.sender import Outcome, Sender
+from dstrial.master.webhooks.sender import DeliveryResult, Sender
 
 pytestmark = pytest.mark.process
 
@@ -89,7 +89,7 @@ def nonsense(connection: socket.socket, _over: threading.Event) -> None:
 def test_no_receiver_stretches_the_time_of_an_attempt(speak: Any) -> None:
     with speaking(speak) as url:
         outcome = Sender("key", timeout_s=0.5).post(url, BODY)
-    assert outcome == Outcome("no answer within 0.5 s", is_delivered=False, may_retry=True)
+    assert outcome == DeliveryResult("no answer within 0.5 s", is_delivered=False, may_retry=True)
 
 
 def test_a_receiver_that_is_slow_in_the_handshake_of_tls_is_left_in_time() -> None:
@@ -102,12 +102,12 @@ def test_a_receiver_that_is_slow_in_the_handshake_of_tls_is_left_in_time() -> No
 
     with speaking(drip) as url:
         outcome = Sender("key", timeout_s=0.5).post(url.replace("http:", "https:"), BODY)
-    assert outcome == Outcome("no answer within 0.5 s", is_delivered=False, may_retry=True)
+    assert outcome == DeliveryResult("no answer within 0.5 s", is_delivered=False, may_retry=True)
 
 
 def test_an_answer_of_any_size_is_not_read() -> None:
     with speaking(endless_body) as url:
-        assert Sender("key", timeout_s=20).post(url, BODY) == Outcome("HTTP 200", True, False)
+        assert Sender("key", timeout_s=20).post(url, BODY) == DeliveryResult("HTTP 200", True, False)
     with speaking(endless_headers) as url:
         outcome = Sender("key", timeout_s=20).post(url, BODY)
     assert outcome is not None
@@ -131,7 +131,7 @@ def test_a_redirect_is_not_followed(status: int) -> None:
         receiver.statuses, receiver.location = [status], elsewhere.url
         outcome = Sender("key").post(receiver.url, BODY)
 
-        assert outcome == Outcome(f"HTTP {status}, a redirect, which is not followed", False, False)
+        assert outcome == DeliveryResult(f"HTTP {status}, a redirect, which is not followed", False, False)
         assert len(receiver.received) == 1
         assert elsewhere.received == []
 
@@ -168,9 +168,9 @@ def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(monkeypatch: p
         monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.port}")
         monkeypatch.delenv("no_proxy", raising=False)
         monkeypatch.delenv("NO_PROXY", raising=False)
-        assert Sender("key").post(receiver.url, BODY) == Outcome("HTTP 200", True, False)
+        assert Sender("key").post(receiver.url, BODY) == DeliveryResult("HTTP 200", True, False)
         assert proxy.received == []
-        assert Sender("key").post("http://hooks.example/x", BODY) == Outcome("HTTP 200", True, False)
+        assert Sender("key").post("http://hooks.example/x", BODY) == DeliveryResult("HTTP 200", True, False)
         assert [one.path for one in proxy.received] == ["http://hooks.example/x"]
         assert len(receiver.received) == 1
 
@@ -178,7 +178,7 @@ def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(monkeypatch: p
 def test_a_password_in_an_address_is_sent_as_one_and_not_as_a_host() -> None:
     with receiving() as receiver:
         url = receiver.url.replace("http://", "http://me:s%40cret@")
-        assert Sender("key").post(url, BODY) == Outcome("HTTP 200", True, False)
+        assert Sender("key").post(url, BODY) == DeliveryResult("HTTP 200", True, False)
         (got,) = receiver.received
     assert got.headers["authorization"] == "Basic bWU6c0BjcmV0"
     assert "me" not in got.headers["host"]
@@ -188,7 +188,7 @@ def test_the_end_of_the_master_ends_what_is_being_sent_and_counts_it_as_nothing(
     with receiving() as receiver:
         receiver.hangs = True
         sender = Sender("key", timeout_s=60)
-        outcomes: list[Outcome | None] = []
+        outcomes: list[DeliveryResult | None] = []
         thread = threading.Thread(target=lambda: outcomes.append(sender.post(receiver.url, BODY)))
         thread.start()
         receiver.wait()

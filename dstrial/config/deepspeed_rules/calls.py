@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
-from dstrial.config.diagnostics import Findings
+from dstrial.config.diagnostics import Diagnostics
 from dstrial.errors import ConfigProblem
 
 _CONFIG_KEYWORDS = ("config", "config_params")
@@ -41,7 +41,9 @@ class CalledSource:
     has_config_flag: bool = False
 
 
-def check_two_configs(source: CalledSource, hyperparameters: Mapping[str, Any], findings: Findings) -> None:
+def check_two_configs(
+    source: CalledSource, hyperparameters: Mapping[str, Any], findings: Diagnostics
+) -> None:
     """Report ``deepspeed.initialize`` with a config and arguments that hold another."""
     # DeepSpeed 0.19.8 __init__.py:529, an assertion; before 0.6 it took `config` and ignored the other.
     holders = _attribute_holders(source, hyperparameters)
@@ -61,7 +63,7 @@ def check_two_configs(source: CalledSource, hyperparameters: Mapping[str, Any], 
         )
 
 
-def check_second_engines(source: CalledSource, findings: Findings) -> None:
+def check_second_engines(source: CalledSource, findings: Diagnostics) -> None:
     """Warn if one engine's ``backward`` gets a loss that went through another engine."""
     # Only in ZeRO stage 0, where DeepSpeed 0.19.8 refuses it (runtime/engine.py:3129).
     for owner in _classes(source.tree):
@@ -71,7 +73,7 @@ def check_second_engines(source: CalledSource, findings: Findings) -> None:
                 _check_function(function, engines, source.label, findings)
 
 
-def _check_function(function: ast.FunctionDef, engines: set[str], label: str, findings: Findings) -> None:
+def _check_function(function: ast.FunctionDef, engines: set[str], label: str, findings: Diagnostics) -> None:
     assignments = _assignments(function)
     for call in itertools.islice(_calls(function, "backward"), _MAX_CALLS):
         assert isinstance(call.func, ast.Attribute)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from dstrial.config.auto_values import Filler
+from dstrial.config.auto_values import AutoValues
 from dstrial.config.batch import BATCH_KEYS, BatchSolution, solve_batch
 from dstrial.config.deepspeed_rules.conflicts import check_pairs
 from dstrial.config.deepspeed_rules.ignored import check_ignored
@@ -15,7 +15,7 @@ from dstrial.config.deepspeed_rules.optimizer import check_optimizer_and_schedul
 from dstrial.config.deepspeed_rules.settings import Settings
 from dstrial.config.deepspeed_schema import deepspeed_rules, installed_deepspeed_version
 from dstrial.config.deepspeed_source import DeepSpeedSource
-from dstrial.config.diagnostics import Findings, KeyPath, Lines, dotted, locate, render
+from dstrial.config.diagnostics import Diagnostics, KeyPath, Lines, dotted, locate, render
 from dstrial.config.dotted_keys import value_at
 from dstrial.config.keys import AUTO, Dialect, check_keys
 from dstrial.config.parallel_dims import ParallelDims
@@ -61,7 +61,7 @@ def check_deepspeed(
     lines: Lines | None = None,
     *,
     auto: Literal["error", "warning"] = "error",
-    filler: Filler | None = None,
+    filler: AutoValues | None = None,
     installed: str | None = None,
 ) -> CheckResult:
     """Check a merged DeepSpeed config by the rules of the supported release. Pure.
@@ -75,7 +75,7 @@ def check_deepspeed(
         filler: what puts values in place of ``"auto"``, which then decides instead of ``auto``; None if that is not known.
         installed: version of DeepSpeed that will run; by default the installed one, found without importing it.
     """
-    findings = Findings(lines or {}, where)
+    findings = Diagnostics(lines or {}, where)
     try:
         return _check(config, sizes, findings, auto=auto, filler=filler, installed=installed)
     except ConfigError as error:
@@ -86,10 +86,10 @@ def check_deepspeed(
 def _check(
     config: Mapping[str, Any],
     sizes: ParallelDims,
-    findings: Findings,
+    findings: Diagnostics,
     *,
     auto: Literal["error", "warning"],
-    filler: Filler | None,
+    filler: AutoValues | None,
     installed: str | None,
 ) -> CheckResult:
     rules = deepspeed_rules(installed)
@@ -133,7 +133,7 @@ def _check(
     )
 
 
-def _filled(config: Mapping[str, Any], filler: Filler, prefix: str = "") -> Iterator[tuple[str, str]]:
+def _filled(config: Mapping[str, Any], filler: AutoValues, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield every key that is "auto" and filled in, with who does it."""
     for key, value in config.items():
         if isinstance(value, Mapping):
@@ -142,7 +142,7 @@ def _filled(config: Mapping[str, Any], filler: Filler, prefix: str = "") -> Iter
             yield f"{prefix}{key}", says
 
 
-def _normalise(config: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
+def _normalise(config: Mapping[str, Any], findings: Diagnostics) -> dict[str, Any]:
     """Rewrite DeepSpeed's old spellings the way DeepSpeed does, with a warning each."""
     normalised = dict(config)
     zero = normalised.get("zero_optimization")
@@ -172,7 +172,7 @@ def _normalise(config: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
     return normalised
 
 
-def _solve(given: Mapping[str, Any], settings: Settings, filler: Filler | None) -> BatchSolution | None:
+def _solve(given: Mapping[str, Any], settings: Settings, filler: AutoValues | None) -> BatchSolution | None:
     """Solve the batch equation that DeepSpeed itself asserts."""
     findings, sizes = settings.findings, settings.sizes
     replicas = sizes.dp
@@ -210,7 +210,7 @@ def _solve(given: Mapping[str, Any], settings: Settings, filler: Filler | None) 
 
 
 def _note_sizes(
-    given: Mapping[str, Any], solution: BatchSolution | None, filler: Filler, findings: Findings
+    given: Mapping[str, Any], solution: BatchSolution | None, filler: AutoValues, findings: Diagnostics
 ) -> None:
     is_total_given = given[BATCH_KEYS[0]] not in (None, AUTO)
     for key in BATCH_KEYS:

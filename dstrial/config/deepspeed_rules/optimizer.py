@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.config.auto_values import Filler
+from dstrial.config.auto_values import AutoValues
 from dstrial.config.deepspeed_rules.settings import Settings
 from dstrial.config.deepspeed_schema import DeepSpeedRules
 from dstrial.config.diagnostics import render
@@ -20,7 +20,7 @@ _KNOWN = {
 
 
 def check_optimizer_and_scheduler(
-    settings: Settings, rules: DeepSpeedRules, *, auto: str, filler: Filler | None = None
+    settings: Settings, rules: DeepSpeedRules, *, auto: str, filler: AutoValues | None = None
 ) -> None:
     """Record wrong types and parameters of both sections.
 
@@ -61,7 +61,7 @@ def check_optimizer_and_scheduler(
 
 
 def _optimizer_parameters(
-    settings: Settings, name: str, rule: Mapping[str, Any], auto: str, filler: Filler | None
+    settings: Settings, name: str, rule: Mapping[str, Any], auto: str, filler: AutoValues | None
 ) -> None:
     _parameters(settings, "optimizer", name, rule, auto, filler)
     untested_is_allowed = settings.value("zero_allow_untested_optimizer")
@@ -80,7 +80,7 @@ def _optimizer_parameters(
 
 
 def _parameters(
-    settings: Settings, section: str, name: str, rule: Mapping[str, Any], auto: str, filler: Filler | None
+    settings: Settings, section: str, name: str, rule: Mapping[str, Any], auto: str, filler: AutoValues | None
 ) -> None:
     parameters = settings.value(f"{section}.params") or {}
     known = rule.get("params")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.config.diagnostics import Findings, render
+from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.dotted_keys import value_at
 from dstrial.config.keys import AUTO
 from dstrial.config.parallel_dims import ParallelDims
@@ -26,7 +26,7 @@ class Settings:
         config: Mapping[str, Any],
         effective: Mapping[str, Any],
         sizes: ParallelDims,
-        findings: Findings,
+        findings: Diagnostics,
     ) -> None:
         self._config = config
         self._effective = effective

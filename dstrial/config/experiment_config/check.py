@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.config.diagnostics import Findings, KeyPath, render
+from dstrial.config.diagnostics import Diagnostics, KeyPath, render
 from dstrial.config.experiment_config.sections import DEVICES, check_devices, of_device
 from dstrial.config.experiment_config.training_checks import KEYS as TRAINING_CHECK_KEYS
 from dstrial.config.experiment_config.training_checks import check_training_checks
@@ -27,7 +27,7 @@ _SEARCHER_COMMON = (
 )
 
 
-def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Findings) -> None:
+def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Diagnostics) -> None:
     """Check the searcher and drop the fields of other searchers from ``raw``.
 
     Args:
@@ -82,7 +82,7 @@ def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Find
 
 
 def _check_searcher_fields(
-    name: str, searcher: Mapping[str, Any], given: Mapping[str, Any], findings: Findings
+    name: str, searcher: Mapping[str, Any], given: Mapping[str, Any], findings: Diagnostics
 ) -> None:
     for field in SEARCHERS[name].requires:
         if searcher[field] is None and given.get(field) is None:
@@ -102,7 +102,7 @@ def _check_searcher_fields(
             findings.warn(f"searcher.{field}", f"has no effect with searcher {name}")
 
 
-def check_periods(raw: Mapping[str, Any], findings: Findings) -> None:
+def check_periods(raw: Mapping[str, Any], findings: Diagnostics) -> None:
     """Check the two periods: one unit, a number of at least 0."""
     for key in _PERIODS:
         if not is_length(raw[key], allow_integer=False):
@@ -118,7 +118,7 @@ def period(raw: Mapping[str, Any], key: str) -> Length | None:
     return length if length.value else None
 
 
-def check_profiling(raw: Mapping[str, Any], findings: Findings) -> None:
+def check_profiling(raw: Mapping[str, Any], findings: Diagnostics) -> None:
     """Check that profiling begins before it ends."""
     begin, end = raw["profiling"]["begin_on_batch"], raw["profiling"]["end_after_batch"]
     if end is not None and begin > end:
@@ -126,7 +126,7 @@ def check_profiling(raw: Mapping[str, Any], findings: Findings) -> None:
         findings.problem("profiling.begin_on_batch", render(begin), f"at most end_after_batch ({end})", fix)
 
 
-def check_environment(raw: dict[str, Any], findings: Findings) -> dict[str, dict[str, str]]:
+def check_environment(raw: dict[str, Any], findings: Diagnostics) -> dict[str, dict[str, str]]:
     """Check the environment variables and put them into Determined's defaulted form.
 
     It changes ``raw``, the config with defaults, in place.
@@ -160,7 +160,7 @@ def check_environment(raw: dict[str, Any], findings: Findings) -> dict[str, dict
     return variables
 
 
-def parallel_extent(raw: Mapping[str, Any], key: str, findings: Findings) -> int | None:
+def parallel_extent(raw: Mapping[str, Any], key: str, findings: Diagnostics) -> int | None:
     """Return a parallel size or ``min_slots`` of ``data.dstrial``; None if absent."""
     section = raw["data"].get("dstrial")
     if section is None:
@@ -178,7 +178,7 @@ def parallel_extent(raw: Mapping[str, Any], key: str, findings: Findings) -> int
     return value
 
 
-def check_dstrial_section(raw: Mapping[str, Any], findings: Findings) -> None:
+def check_dstrial_section(raw: Mapping[str, Any], findings: Diagnostics) -> None:
     """Check the keys of ``data.dstrial``, which are ours."""
     section = raw["data"].get("dstrial")
     if section is None:

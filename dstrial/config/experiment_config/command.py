@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from dstrial.config.diagnostics import Findings, render
+from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.experiment_config.sections import (
     DEVICES,
     check_devices,
@@ -124,7 +124,7 @@ def check_command(
         ConfigError: with all problems.
     """
     label = f"{NAMES[kind]} config"
-    findings = Findings({}, label)
+    findings = Diagnostics({}, label)
     if template is not None:
         given = merge_template({key: template[key] for key in template if key in _COMMAND.keys}, given)
     raw = check_keys(_COMMAND, given, _DIALECT, findings)
@@ -160,7 +160,7 @@ def check_command(
     return CommandConfig(json.loads(json.dumps(raw, default=str)), words)
 
 
-def _check_devices(environment: Any, findings: Findings) -> None:
+def _check_devices(environment: Any, findings: Diagnostics) -> None:
     """Check what is given by kind of device, and complete the variables in place."""
     if not isinstance(environment, dict):
         return
@@ -184,7 +184,7 @@ def _with_variables(environment: Any, variables: tuple[str, ...]) -> Any:
     return {**copy.deepcopy(dict(environment)), "environment_variables": merged}
 
 
-def _words(entrypoint: Any, findings: Findings) -> tuple[str, ...]:
+def _words(entrypoint: Any, findings: Diagnostics) -> tuple[str, ...]:
     if isinstance(entrypoint, str) and entrypoint.strip():
         return ("sh", "-c", entrypoint)
     if isinstance(entrypoint, list) and entrypoint and all(isinstance(word, str) for word in entrypoint):
@@ -198,7 +198,7 @@ def _words(entrypoint: Any, findings: Findings) -> tuple[str, ...]:
     return ()
 
 
-def _check_details(raw: Mapping[str, Any], findings: Findings) -> None:
+def _check_details(raw: Mapping[str, Any], findings: Diagnostics) -> None:
     work_dir = raw["work_dir"]
     if work_dir is not None and not Path(str(work_dir)).is_dir():
         findings.problem(

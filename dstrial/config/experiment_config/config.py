@@ -15,7 +15,7 @@ from typing import Any, Literal
 from dstrial.config.deepspeed_rules.calls import check_second_engines, check_two_configs
 from dstrial.config.deepspeed_rules.check import CheckResult, check_deepspeed
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, other_configs, read_deepspeed
-from dstrial.config.diagnostics import Findings, render
+from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.dotted_keys import apply_overrides, check_dotted_names
 from dstrial.config.experiment_config.check import (
     check_dstrial_section,
@@ -186,7 +186,7 @@ def check_experiment(
     slots: int | None = None,
     resumed: SavedRun | None = None,
     has_files: bool = True,
-    more_checks: Callable[[Mapping[str, Any], dict[str, Any], Findings], None] | None = None,
+    more_checks: Callable[[Mapping[str, Any], dict[str, Any], Diagnostics], None] | None = None,
 ) -> ExperimentConfig:
     """Check an experiment config that has been read, as :func:`load_experiment` does.
 
@@ -196,7 +196,7 @@ def check_experiment(
     Raises:
         ConfigError: with all problems of both files.
     """
-    findings = Findings(document.lines, document.label)
+    findings = Diagnostics(document.lines, document.label)
     given = _mapping_of(document, context_dir, findings)
     raw = check_keys(EXPERIMENT, given, _DIALECT, findings)
     _check_sections(raw, given, findings)
@@ -262,7 +262,7 @@ def _fields_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _mapping_of(document: Document, context_dir: Path, findings: Findings) -> Mapping[str, Any]:
+def _mapping_of(document: Document, context_dir: Path, findings: Diagnostics) -> Mapping[str, Any]:
     """Return the config as written; raises what has been found where it is no mapping."""
     if not context_dir.is_dir():
         fix = "Pass the directory that holds the model definition."
@@ -276,7 +276,7 @@ def _mapping_of(document: Document, context_dir: Path, findings: Findings) -> Ma
 
 
 def _check_hyperparameters(
-    raw: dict[str, Any], findings: Findings, *, require_concrete: bool
+    raw: dict[str, Any], findings: Diagnostics, *, require_concrete: bool
 ) -> dict[str, Any]:
     """Return each hyperparameter's value; leave their specs in a trial's form."""
     hyperparameters = concrete_values(
@@ -295,7 +295,7 @@ def _read_engines(
     document: Document,
     path: Path,
     context_dir: Path,
-    findings: Findings,
+    findings: Diagnostics,
     notes: list[str],
 ) -> Iterator[tuple[str, DeepSpeedSource]]:
     """Yield readable DeepSpeed configs with their hyperparameters, the main one first."""
@@ -325,7 +325,7 @@ def _check_engine(
     source: TrialSource,
     sizes: ParallelDims,
     resumed: SavedRun | None,
-    findings: Findings,
+    findings: Diagnostics,
     notes: list[str],
 ) -> CheckResult:
     """Check one engine's DeepSpeed config, with the batch that a resumed run keeps."""
@@ -341,7 +341,10 @@ def _check_engine(
 
 
 def _check_calls(
-    source: TrialSource, hyperparameters: Mapping[str, Any], checked: CheckResult | None, findings: Findings
+    source: TrialSource,
+    hyperparameters: Mapping[str, Any],
+    checked: CheckResult | None,
+    findings: Diagnostics,
 ) -> None:
     """Check how the trial's source calls DeepSpeed, against the main engine's config."""
     is_stage_0 = checked is not None and (checked.effective.get("zero_optimization") or {}).get("stage") == 0
@@ -351,7 +354,7 @@ def _check_calls(
             check_second_engines(called, findings)
 
 
-def _check_sections(raw: dict[str, Any], given: Mapping[str, Any], findings: Findings) -> None:
+def _check_sections(raw: dict[str, Any], given: Mapping[str, Any], findings: Diagnostics) -> None:
     searcher = given.get("searcher")
     check_searcher(raw, searcher if isinstance(searcher, Mapping) else {}, findings)
     check_periods(raw, findings)
@@ -362,7 +365,7 @@ def _check_sections(raw: dict[str, Any], given: Mapping[str, Any], findings: Fin
     _check_slots(raw, given, findings)
 
 
-def _check_slots(raw: dict[str, Any], given: Mapping[str, Any], findings: Findings) -> None:
+def _check_slots(raw: dict[str, Any], given: Mapping[str, Any], findings: Diagnostics) -> None:
     """Accept a command's ``slots``, and say where it may have been meant for trials."""
     resources = raw["resources"]
     if resources["slots"] is None:
@@ -378,7 +381,7 @@ def _check_entrypoint(
     raw: Mapping[str, Any],
     given: Mapping[str, Any],
     context_dir: Path,
-    findings: Findings,
+    findings: Diagnostics,
     *,
     require_entrypoint: bool,
     has_files: bool,
@@ -411,7 +414,7 @@ def _sizes(
     slots_key: str,
     source: TrialSource,
     resumed: SavedRun | None,
-    findings: Findings,
+    findings: Diagnostics,
     notes: list[str],
 ) -> ParallelDims:
     """Return the config's layout, or the checkpoint's, or replicas of one rank."""

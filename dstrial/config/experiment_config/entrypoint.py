@@ -12,9 +12,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from dstrial.config.auto_values import Filler
+from dstrial.config.auto_values import AutoValues
 from dstrial.config.deepspeed_rules.calls import CalledSource
-from dstrial.config.diagnostics import Findings, render
+from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.experiment_config.script_source import (
     ScriptSource,
     find_script,
@@ -40,7 +40,7 @@ class TrialSource:
 
     trial: str | None
     mentions_pipeline: bool = False
-    filler: Filler | None = None
+    filler: AutoValues | None = None
     called: tuple[CalledSource, ...] = ()
 
 
@@ -58,14 +58,14 @@ def trial_spec(entrypoint: str | Sequence[str] | None) -> str | None:
 
 
 def check_entrypoint(
-    entrypoint: str | Sequence[str] | None, context_dir: Path, findings: Findings
+    entrypoint: str | Sequence[str] | None, context_dir: Path, findings: Diagnostics
 ) -> TrialSource:
     """Check that the files an entrypoint names below ``context_dir`` hold the class."""
     trial = trial_spec(entrypoint)
     if trial is None:
         _check_script(entrypoint, context_dir, findings)
         script = find_script(_words(entrypoint), context_dir)
-        return TrialSource(None, filler=Filler.of(script), called=_called_by(script, context_dir))
+        return TrialSource(None, filler=AutoValues.of(script), called=_called_by(script, context_dir))
     if not _TRIAL_FORM.fullmatch(trial):
         fix = "Write model_def:MyTrial for class MyTrial in model_def.py."
         findings.problem("entrypoint", render(trial), "module:Class", fix)
@@ -90,7 +90,7 @@ def check_entrypoint(
     return TrialSource(trial, "PipelineModule" in _names_used(tree, class_name), called=(called,))
 
 
-def _check_importable(trial: str, context_dir: Path, findings: Findings) -> None:
+def _check_importable(trial: str, context_dir: Path, findings: Diagnostics) -> None:
     """Check that a module outside the model definition can be an installed one."""
     module, _, class_name = trial.partition(":")
     top_level = module.split(".")[0]
@@ -102,7 +102,7 @@ def _check_importable(trial: str, context_dir: Path, findings: Findings) -> None
     findings.problem("entrypoint", f"{render(trial)}, and {wanted} does not exist", "an existing module", fix)
 
 
-def _tree_of(trial: str, path: Path, findings: Findings) -> ast.Module | None:
+def _tree_of(trial: str, path: Path, findings: Diagnostics) -> ast.Module | None:
     """Return a module's syntax tree; None if it is unreadable or too large."""
     try:
         return parsed(path)
@@ -164,7 +164,7 @@ def _words(entrypoint: str | Sequence[str] | None) -> list[str]:
         return entrypoint.split()
 
 
-def _check_script(entrypoint: str | Sequence[str] | None, context_dir: Path, findings: Findings) -> None:
+def _check_script(entrypoint: str | Sequence[str] | None, context_dir: Path, findings: Diagnostics) -> None:
     for before, word in zip(["", *_words(entrypoint)], _words(entrypoint), strict=False):
         if word.endswith(".py") and not before.startswith("-") and not (context_dir / word).exists():
             fix = "Correct the file name, or pass another CONTEXT_DIR."

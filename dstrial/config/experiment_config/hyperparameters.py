@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.config.diagnostics import Findings, KeyPath, dotted, render
+from dstrial.config.diagnostics import Diagnostics, KeyPath, dotted, render
 
 DEEPSPEED_KEYS = ("deepspeed_config", "overwrite_deepspeed_args")
 """Hyperparameters that hold DeepSpeed settings, where a ``type`` may be an optimizer's."""
@@ -28,7 +28,7 @@ _FIELDS: dict[str, tuple[set[str], set[str]]] = {
 
 def concrete_values(
     hyperparameters: Mapping[str, Any],
-    findings: Findings,
+    findings: Diagnostics,
     *,
     require_concrete: bool,
     needs_counts: bool,
@@ -119,7 +119,7 @@ def _is_known(kind: object) -> bool:
     return isinstance(kind, str) and kind in _FIELDS
 
 
-def _check_spec(spec: Mapping[str, Any], findings: Findings, path: KeyPath, *, needs_counts: bool) -> bool:
+def _check_spec(spec: Mapping[str, Any], findings: Diagnostics, path: KeyPath, *, needs_counts: bool) -> bool:
     kind = spec["type"]
     if not _is_known(kind):
         close = difflib.get_close_matches(str(kind), _FIELDS, n=1)
@@ -148,7 +148,9 @@ def _check_spec(spec: Mapping[str, Any], findings: Findings, path: KeyPath, *, n
     return len(findings.problems) == before
 
 
-def _check_range(spec: Mapping[str, Any], findings: Findings, path: KeyPath, *, needs_counts: bool) -> None:
+def _check_range(
+    spec: Mapping[str, Any], findings: Diagnostics, path: KeyPath, *, needs_counts: bool
+) -> None:
     kind = spec["type"]
     word = "an integer" if kind == "int" else "a number"
     accepted: tuple[type, ...] = (int,) if kind == "int" else (int, float)

@@ -12,7 +12,7 @@ from typing import Any
 
 import re2
 
-from dstrial.config.diagnostics import Findings, KeyPath, render
+from dstrial.config.diagnostics import Diagnostics, KeyPath, render
 from dstrial.config.keys import Dialect, Rule, Section, check_keys
 
 _TEXT = Rule(types=("string",))
@@ -43,7 +43,7 @@ _PORT = Section(
 _DIALECT = Dialect(name="the experiment config", null_is_absent=True)
 
 
-def complete_mounts(raw: dict[str, Any], findings: Findings) -> None:
+def complete_mounts(raw: dict[str, Any], findings: Diagnostics) -> None:
     """Complete ``bind_mounts``, ``resources.devices``, ``environment.proxy_ports``.
 
     It replaces the three lists in ``raw``, the config with defaults.
@@ -83,7 +83,7 @@ def _device(item: Any) -> Any:
 
 
 def _item(
-    section: Section, path: KeyPath, item: Any, required: tuple[str, ...], findings: Findings
+    section: Section, path: KeyPath, item: Any, required: tuple[str, ...], findings: Diagnostics
 ) -> dict[str, Any]:
     if not isinstance(item, Mapping):
         expected = f"a mapping with {' and '.join(required)}"
@@ -99,7 +99,7 @@ def _item(
 _KEYS = ("webhook_id", "webhook_name", "exclude")
 
 
-def check_integrations(raw: Mapping[str, Any], findings: Findings) -> None:
+def check_integrations(raw: Mapping[str, Any], findings: Diagnostics) -> None:
     """Check ``integrations.webhooks``; what is said of other systems is kept as it is.
 
     Source: Determined 0.38.1 schemas/expconf/v0/webhooks.json.
@@ -157,7 +157,7 @@ def with_new_names(given: Mapping[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-def check_devices(given: Mapping[str, Any], path: KeyPath, findings: Findings) -> None:
+def check_devices(given: Mapping[str, Any], path: KeyPath, findings: Diagnostics) -> None:
     """Report what is no kind of device, and the same device under both of its names."""
     for key in given:
         if key not in (*DEVICES, _OLD_CUDA):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from dstrial.config.diagnostics import Findings, render
+from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.dotted_keys import dstrial_section
 
 HOOK_NAME = "startup-hook.sh"
@@ -55,7 +55,7 @@ def may_install(text: str) -> bool:
     return _INSTALLERS.search(text) is not None and _INSTALLING.search(text) is not None
 
 
-def check_startup(raw: dict[str, Any], context_dir: Path, findings: Findings) -> None:
+def check_startup(raw: dict[str, Any], context_dir: Path, findings: Diagnostics) -> None:
     """Check a config's installations; warn of what a startup hook cannot do here.
 
     ``raw`` is the config with defaults; a field of ours that is not given is taken out of it again.

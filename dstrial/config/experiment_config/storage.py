@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from dstrial.config.diagnostics import Findings, render
+from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.keys import Dialect, Section, check_keys
 from dstrial.config.parsing.limits import check_value
 from dstrial.config.schema import EXPERIMENT, STORAGE_REQUIRES
@@ -29,7 +29,7 @@ _FIELDS = {
 }
 
 
-def check_storage(raw: Mapping[str, Any], given: object, findings: Findings) -> None:
+def check_storage(raw: Mapping[str, Any], given: object, findings: Diagnostics) -> None:
     """Check where checkpoints go: each type's own required field."""
     storage = raw["checkpoint_storage"]
     kind = storage["type"]
@@ -49,7 +49,7 @@ def check_storage(raw: Mapping[str, Any], given: object, findings: Findings) -> 
         _check_azure(storage, findings)
 
 
-def _check_kept_within(storage: Mapping[str, Any], findings: Findings) -> None:
+def _check_kept_within(storage: Mapping[str, Any], findings: Diagnostics) -> None:
     """Check that no path leads out of where the storage lies.
 
     Source: Determined 0.38.1 common/storage/shared.py ``_full_storage_path`` (which compares strings, so that ``/data-2``
@@ -80,7 +80,7 @@ def _check_kept_within(storage: Mapping[str, Any], findings: Findings) -> None:
         )
 
 
-def _check_azure(storage: Mapping[str, Any], findings: Findings) -> None:
+def _check_azure(storage: Mapping[str, Any], findings: Diagnostics) -> None:
     """Check that one way to log in is given.
 
     Source: Determined 0.38.1 common/storage/azure_client.py, which silently takes the connection string of several.
@@ -123,7 +123,7 @@ def checked_storage(given: Mapping[str, Any], label: str) -> dict[str, Any]:
         ConfigError: with all problems; ``label`` says what the storage belongs to.
     """
     check_value(given, label)
-    findings = Findings({}, label)
+    findings = Diagnostics({}, label)
     section = Section({"checkpoint_storage": EXPERIMENT.keys["checkpoint_storage"]})
     dialect = Dialect(name=label, null_is_absent=True)
     raw = check_keys(section, {"checkpoint_storage": dict(given)}, dialect, findings)
@@ -136,7 +136,7 @@ def checked_storage(given: Mapping[str, Any], label: str) -> dict[str, Any]:
     return {key: value for key, value in raw["checkpoint_storage"].items() if value is not None}
 
 
-def laid_over(storage: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
+def merged_storage(storage: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, Any]:
     """Return a storage completed by another; of another type only by its counts."""
     kind = storage.get("type")
     if kind not in (None, below["type"]):

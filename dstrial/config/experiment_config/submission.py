@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.config.diagnostics import MAX_PROBLEMS, Findings, KeyPath, dotted, render
+from dstrial.config.diagnostics import MAX_PROBLEMS, Diagnostics, KeyPath, dotted, render
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.experiment_config.check import check_searcher
 from dstrial.config.experiment_config.config import check_experiment
@@ -32,7 +32,7 @@ from dstrial.config.experiment_config.sections import (
     images,
     of_device,
 )
-from dstrial.config.experiment_config.storage import complete_storage, laid_over
+from dstrial.config.experiment_config.storage import complete_storage, merged_storage
 from dstrial.config.keys import Dialect, check_keys
 from dstrial.config.merge import merge_template
 from dstrial.config.parsing.documents import Document, read_yaml_text, yaml_text
@@ -161,7 +161,7 @@ def check_submission(
     document = document or read_yaml_text(config_text, LABEL, defaults.limits)
     exceeds: list[bool] = []
 
-    def check_more(_given: Mapping[str, Any], raw: dict[str, Any], findings: Findings) -> None:
+    def check_more(_given: Mapping[str, Any], raw: dict[str, Any], findings: Diagnostics) -> None:
         _check_fields(raw, findings)
         exceeds.append(_check_slots(raw, defaults, num_slots, resumed, findings))
 
@@ -191,7 +191,7 @@ def check_submission(
     )
 
 
-def _check_fields(raw: dict[str, Any], findings: Findings) -> None:
+def _check_fields(raw: dict[str, Any], findings: Diagnostics) -> None:
     """Check what only a master needs of a config, and complete its lists."""
     _check_time(raw["searcher"], findings)
     _check_rungs(raw["searcher"], findings)
@@ -207,7 +207,7 @@ def _check_slots(
     defaults: MasterDefaults,
     num_slots: int | None,
     resumed: SavedRun | None,
-    findings: Findings,
+    findings: Diagnostics,
 ) -> bool:
     """Check a trial's slots; return whether it needs more than there are."""
     slots = raw["resources"]["slots_per_trial"]
@@ -288,7 +288,7 @@ def search_section(given: Any, limits: TextLimits = DEFAULT_LIMITS) -> dict[str,
         ConfigError: with all problems of these two.
     """
     check_value(given, LABEL, limits)
-    findings = Findings({}, LABEL)
+    findings = Diagnostics({}, LABEL)
     if not isinstance(given, dict):
         findings.problem(
             (), render(given), "a mapping with searcher and hyperparameters", "Pass an experiment config."
@@ -311,7 +311,7 @@ def _add_defaults(config: dict[str, Any], defaults: MasterDefaults) -> None:
     """Put the master's storage and variables where a config says nothing else."""
     storage = config.get("checkpoint_storage")
     if storage is None or isinstance(storage, dict):
-        config["checkpoint_storage"] = laid_over(storage or {}, defaults.checkpoint_storage)
+        config["checkpoint_storage"] = merged_storage(storage or {}, defaults.checkpoint_storage)
     if not defaults.environment_variables:
         return
     environment = config.get("environment")
@@ -328,7 +328,7 @@ def _add_defaults(config: dict[str, Any], defaults: MasterDefaults) -> None:
         environment["environment_variables"] = [*defaults.environment_variables, *given]
 
 
-def _check_time(searcher: Mapping[str, Any], findings: Findings) -> None:
+def _check_time(searcher: Mapping[str, Any], findings: Diagnostics) -> None:
     name = searcher["name"]
     is_timed = searcher.get("max_time") is not None and searcher.get("time_metric") is not None
     if (
@@ -345,7 +345,7 @@ def _check_time(searcher: Mapping[str, Any], findings: Findings) -> None:
         )
 
 
-def _check_rungs(searcher: Mapping[str, Any], findings: Findings) -> None:
+def _check_rungs(searcher: Mapping[str, Any], findings: Diagnostics) -> None:
     for index, num_rungs in enumerate(searcher.get("bracket_rungs") or []):
         is_integer = isinstance(num_rungs, int) and not isinstance(num_rungs, bool)
         if not is_integer or not 1 <= num_rungs <= _MAX_RUNGS:
@@ -357,7 +357,7 @@ def _check_rungs(searcher: Mapping[str, Any], findings: Findings) -> None:
             )
 
 
-def _check_concurrency(raw: Mapping[str, Any], findings: Findings) -> None:
+def _check_concurrency(raw: Mapping[str, Any], findings: Diagnostics) -> None:
     """Check how many trials a search creates at once."""
     # The master holds them in memory and in one commit.
     if findings.problems:
@@ -388,7 +388,7 @@ def _check_concurrency(raw: Mapping[str, Any], findings: Findings) -> None:
         )
 
 
-def _check_grid(raw: Mapping[str, Any], findings: Findings) -> None:
+def _check_grid(raw: Mapping[str, Any], findings: Diagnostics) -> None:
     """Refuse a grid that no search ends."""
     # Its number of points may have more digits than Python writes.
     if findings.problems or raw["searcher"]["name"] != "grid":
@@ -421,7 +421,7 @@ def _num_grid_points(hyperparameters: Mapping[str, Any], path: tuple[str, ...] =
     return num_points
 
 
-def check_variables(raw: Mapping[str, Any], findings: Findings) -> None:
+def check_variables(raw: Mapping[str, Any], findings: Diagnostics) -> None:
     """Refuse environment variables of a config that the master sets itself."""
     given = raw["environment"]["environment_variables"]
     entries = (
@@ -439,7 +439,7 @@ def check_variables(raw: Mapping[str, Any], findings: Findings) -> None:
             )
 
 
-def _check_lists(raw: Mapping[str, Any], findings: Findings) -> None:
+def _check_lists(raw: Mapping[str, Any], findings: Diagnostics) -> None:
     for index, label in enumerate(raw["labels"] or []):
         if not isinstance(label, str):
             findings.problem(("labels", index), render(label), "a string", "Put it into quotes.")
@@ -467,7 +467,7 @@ def _check_lists(raw: Mapping[str, Any], findings: Findings) -> None:
         )
 
 
-def _check_policy(index: int, policy: Mapping[str, Any], findings: Findings) -> None:
+def _check_policy(index: int, policy: Mapping[str, Any], findings: Diagnostics) -> None:
     where = ("log_policies", index)
     for key in sorted(set(map(str, policy)) - {"name", "pattern", "action"}):
         findings.problem((*where, key), "not a key of a log policy", "name, pattern or action", "Remove it.")

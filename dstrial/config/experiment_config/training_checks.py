@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from dstrial.config.diagnostics import Findings, render
+from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.dotted_keys import dstrial_section
 
 MODES = ("fail", "warn", "ignore")
@@ -39,7 +39,7 @@ class TrainingChecks:
             ConfigError: a value is not one of those that are possible.
         """
         section = dstrial_section(exp_conf)
-        findings = Findings({}, "experiment config")
+        findings = Diagnostics({}, "experiment config")
         check_training_checks(section, findings)
         findings.raise_if_any()
         given: dict[str, Any] = {key: section[key] for key in KEYS if section.get(key) is not None}
@@ -53,7 +53,7 @@ def explained(exp_conf: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
     return [(f"data.dstrial.{key}", getattr(checks, key), section.get(key) is not None) for key in KEYS]
 
 
-def check_training_checks(section: Mapping[str, Any], findings: Findings) -> None:
+def check_training_checks(section: Mapping[str, Any], findings: Diagnostics) -> None:
     """Find what is wrong with these keys of ``data.dstrial``."""
     mode = section.get("non_finite")
     if mode is not None and mode not in MODES:

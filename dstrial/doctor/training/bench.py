@@ -26,7 +26,7 @@ _LAUNCH_MARGIN_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Launched:
+class LaunchResult:
     """How ranks ended that a check has started.
 
     Attributes:
@@ -106,7 +106,7 @@ class Bench:
         env: Mapping[str, str] | None = None,
         facts_of: str = "",
         may_fail: bool = False,
-    ) -> Launched:
+    ) -> LaunchResult:
         """Run one of ``programs`` on ranks, through ``python -m dstrial.launch``.
 
         Args:
@@ -146,7 +146,7 @@ class Bench:
             )
         return launched
 
-    def run(self, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> Launched:
+    def run(self, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> LaunchResult:
         """Run a command in the scratch directory; its output is this check's, too.
 
         Raises:
@@ -178,7 +178,7 @@ class Bench:
                 sys.stdout.write(line)
                 sys.stdout.flush()
             process.wait(limit_s)
-        return Launched(process.returncode, "".join(lines), {}, time.monotonic() - began_s)
+        return LaunchResult(process.returncode, "".join(lines), {}, time.monotonic() - began_s)
 
     @contextlib.contextmanager
     def master(self, *, slots: int) -> Iterator[Mapping[str, str]]:
@@ -217,7 +217,7 @@ class Bench:
         finally:
             self.dstrial("down", "--now", env=env)
 
-    def dstrial(self, *arguments: str, env: Mapping[str, str] | None = None) -> Launched:
+    def dstrial(self, *arguments: str, env: Mapping[str, str] | None = None) -> LaunchResult:
         """Run a ``dstrial`` command; its end is not judged."""
         return self.run([sys.executable, "-m", "dstrial.cli", *arguments], env=env)
 

@@ -35,7 +35,7 @@ _STACK_START = re.compile(r"^(Current thread|Thread) 0x")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Told:
+class ProgressCallbacks:
     """What is told of a run while it goes on.
 
     Attributes:
@@ -49,7 +49,9 @@ class Told:
     ends: Callable[[int, int, Result], None]
 
 
-def run_checks(checks: Sequence[Check], record: Record, *, minutes: float, told: Told) -> list[Result]:
+def run_checks(
+    checks: Sequence[Check], record: Record, *, minutes: float, told: ProgressCallbacks
+) -> list[Result]:
     """Run ``checks``, most telling first, until all have ended or the minutes are up.
 
     Each result is in ``record`` as soon as it is there.
@@ -238,7 +240,7 @@ def _tail(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def shown(stream: TextIO | None = None) -> Iterator[Told]:
+def shown(stream: TextIO | None = None) -> Iterator[ProgressCallbacks]:
     """Yield what shows a run on a stream, stderr if None."""
     console = Console(file=stream or sys.stderr, highlight=False, markup=False, soft_wrap=True)
     spinner: Spinner | None = Spinner("", console=console) if console.is_terminal else None
@@ -270,7 +272,7 @@ def shown(stream: TextIO | None = None) -> Iterator[Told]:
             console.print(f"      {result.advice}")
 
     try:
-        yield Told(begins, goes_on, ends)
+        yield ProgressCallbacks(begins, goes_on, ends)
     finally:
         if spinner is not None:
             spinner.stop()

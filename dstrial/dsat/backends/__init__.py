@@ -6,37 +6,37 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dstrial.dsat.config import SearchSettings
+from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.journal import SearchRecord
 
 if TYPE_CHECKING:
     from dstrial.dsat.backends.base import Backend
-    from dstrial.dsat.backends.cluster import MasterBackend
+    from dstrial.dsat.backends.cluster import ClusterBackend
 
 
-class LateBackend:
+class BackendFactory:
     """Makes the backend once, when it is first needed.
 
     Args:
         settings: of the search.
         record: its files.
         signals: grows when the process is asked to stop.
-        tell: prints a line for a person.
+        print_line: prints a line for a person.
     """
 
     def __init__(
         self,
-        settings: SearchSettings,
+        settings: SearchConfig,
         record: SearchRecord,
         signals: list[signal.Signals],
-        tell: Callable[[str], None],
+        print_line: Callable[[str], None],
     ) -> None:
         self._settings = settings
         self._record = record
         self._signals = signals
-        self._tell = tell
+        self._print_line = print_line
         self._backend: Backend | None = None
-        self._master: MasterBackend | None = None
+        self._master: ClusterBackend | None = None
 
     def make(self) -> Backend:
         """Return the backend.
@@ -46,19 +46,19 @@ class LateBackend:
         """
         if self._backend is None:
             self._backend = self._made()
-            self._tell(f"trials run on: {self._backend.describe()}")
+            self._print_line(f"trials run on: {self._backend.describe()}")
         return self._backend
 
-    def master(self) -> MasterBackend:
+    def master(self) -> ClusterBackend:
         """Return the backend that talks to the master: it launches trials or runs workers.
 
         Raises:
             DstrialError: there is no master.
         """
-        from dstrial.dsat.backends.cluster import MasterBackend
+        from dstrial.dsat.backends.cluster import ClusterBackend
 
         if self._master is None:
-            self._master = MasterBackend(self._settings, lambda: bool(self._signals), self._record.search_id)
+            self._master = ClusterBackend(self._settings, lambda: bool(self._signals), self._record.search_id)
         return self._master
 
     def _made(self) -> Backend:
@@ -66,15 +66,15 @@ class LateBackend:
         settings = self._settings
         has_worker = settings.trial is not None and not settings.flags.no_worker
         if settings.flags.local:
-            from dstrial.dsat.backends.local import LocalBackend, LocalPlace
+            from dstrial.dsat.backends.local import LocalBackend, LocalPlacement
             from dstrial.dsat.backends.pool import WorkerBackend
 
             if has_worker:
-                return WorkerBackend(settings, LocalPlace(settings, self._record))
+                return WorkerBackend(settings, LocalPlacement(settings, self._record))
             return LocalBackend(settings, self._record)
         if has_worker:
-            from dstrial.dsat.backends.cluster_workers import MasterPlace
+            from dstrial.dsat.backends.cluster_workers import ClusterPlacement
             from dstrial.dsat.backends.pool import WorkerBackend
 
-            return WorkerBackend(settings, MasterPlace(settings, self.master(), self._record.search_id))
+            return WorkerBackend(settings, ClusterPlacement(settings, self.master(), self._record.search_id))
         return self.master()

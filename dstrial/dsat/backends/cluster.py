@@ -17,16 +17,16 @@ from determined.experimental.client import Experiment, ExperimentState
 from dstrial.dsat.backends.base import Ended
 from dstrial.dsat.backends.experiments import Submitted, outcome_of
 from dstrial.dsat.backends.trial_spec import TrialSpec, results_config
-from dstrial.dsat.config import SearchSettings
+from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.outcome import Failure, FailureKind
-from dstrial.dsat.worker.messages import OrderBook
-from dstrial.dsat.worker.transport import is_away, notes_of
+from dstrial.dsat.worker.messages import TaskQueue
+from dstrial.dsat.worker.transport import is_outage, notes_of
 from dstrial.errors import DstrialError
 
 logger = logging.getLogger("dstrial.dsat")
 
 _POLL_PERIOD_S = 1.0
-_INSIST_S = 2.0
+_RETRY_S = 2.0
 _AWAY = (errors.BadRequestException, OSError)
 _T = TypeVar("_T")
 _GONE = (
@@ -38,7 +38,7 @@ _GONE = (
 )
 
 
-class MasterBackend:
+class ClusterBackend:
     """Submits one experiment per trial, and asks for its state about once a second.
 
     Where the master is away, it waits for it; experiments go on meanwhile. The master and the login are those of the
@@ -57,7 +57,7 @@ class MasterBackend:
 
     def __init__(
         self,
-        settings: SearchSettings,
+        settings: SearchConfig,
         should_stop: Callable[[], bool] = lambda: False,
         search_id: str | None = None,
     ) -> None:
@@ -67,7 +67,7 @@ class MasterBackend:
         self._submitted: dict[int, Submitted] = {}
         self._ended: list[Ended] = []
         self._next_poll_s = 0.0
-        self._is_away = False
+        self._is_outage = False
         try:
             self._client = Determined()
             self._session = self._client._session
@@ -76,7 +76,7 @@ class MasterBackend:
                 str((settings.experiment.raw.get("resources") or {}).get("resource_pool") or ""),
             )
         except _AWAY as error:
-            if not is_away(error):
+            if not is_outage(error):
                 raise DstrialError(
                     f"the master refuses to say what it has ({error}); expected it to. Look at its log, and at your rights there."
                 ) from error
@@ -114,7 +114,7 @@ class MasterBackend:
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
         """Submit an experiment, unless the one of this label is there already."""
-        experiment = self.insist(lambda: self.find(spec.label)) or self._submit(spec)
+        experiment = self.retry_until_available(lambda: self.find(spec.label)) or self._submit(spec)
         if experiment is None:
             return {}
         self._submitted[spec.trial_id] = Submitted(experiment, spec.label)
@@ -123,7 +123,7 @@ class MasterBackend:
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
         """Find the experiment again, whatever its state."""
         del handle
-        experiment = self.insist(lambda: self.find(spec.label))
+        experiment = self.retry_until_available(lambda: self.find(spec.label))
         if experiment is None:
             return False
         self._submitted[spec.trial_id] = Submitted(experiment, spec.label)
@@ -136,7 +136,7 @@ class MasterBackend:
             return ended
         self._next_poll_s = time.monotonic() + _POLL_PERIOD_S
         for trial_id, submitted in list(self._submitted.items()):
-            with self.patient():
+            with self.tolerate_outage():
                 outcome = outcome_of(submitted, self._settings.num_slots)
                 if outcome is not None:
                     del self._submitted[trial_id]
@@ -161,10 +161,10 @@ class MasterBackend:
             return
         spec = results_config(self._settings, self._search_id)
         try:
-            found = self.insist(lambda: self.find(spec.label))
+            found = self.retry_until_available(lambda: self.find(spec.label))
             experiment = found or self.create(spec.config, spec.label)
-            notes = notes_of(OrderBook(results=results))
-            self.insist(lambda: experiment.set_notes(notes))
+            notes = notes_of(TaskQueue(results=results))
+            self.retry_until_available(lambda: experiment.set_notes(notes))
         except errors.APIException as error:
             logger.warning(
                 "the master refuses an experiment that would keep the results in a checkpoint (%s); they are in the search's "
@@ -181,7 +181,7 @@ class MasterBackend:
         """Submit the best configuration, once for each search; return its number."""
         label = f"dsat-{search_id}-full"
         labels = [*(str(one) for one in config.get("labels") or []), label]
-        found = self.insist(lambda: self.find(label))
+        found = self.retry_until_available(lambda: self.find(label))
         return int((found or self.create({**config, "labels": labels}, label)).id)
 
     # ---- machinery -------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ class MasterBackend:
 
     def create(self, config: dict[str, Any], label: str) -> Experiment:
         """Submit an experiment, but not twice if the master died before it answered."""
-        before = {one.id for one in self.insist(lambda: self._labelled(label))}
+        before = {one.id for one in self.retry_until_available(lambda: self._labelled(label))}
         is_repeated = False
 
         def submit() -> Experiment:
@@ -213,7 +213,7 @@ class MasterBackend:
             with contextlib.redirect_stdout(io.StringIO()):
                 return self._client.create_experiment(config, self._settings.context_dir, includes=includes)
 
-        return self.insist(submit)
+        return self.retry_until_available(submit)
 
     def find(self, label: str) -> Experiment | None:
         """Return the newest experiment of a label that was not canceled."""
@@ -226,7 +226,7 @@ class MasterBackend:
     def kill_experiment(self, experiment: Experiment) -> None:
         """Kill an experiment, or say that it is left where the master is away."""
         is_killed = False
-        with self.patient():
+        with self.tolerate_outage():
             experiment.kill()
             is_killed = True
         if not is_killed:
@@ -237,7 +237,7 @@ class MasterBackend:
                 experiment.id,
             )
 
-    def insist(self, call: Callable[[], _T]) -> _T:
+    def retry_until_available(self, call: Callable[[], _T]) -> _T:
         """Return what a call returns, made again and again while the master is away.
 
         Raises:
@@ -245,35 +245,35 @@ class MasterBackend:
         """
         while True:
             answers: list[_T] = []
-            with self.patient():
+            with self.tolerate_outage():
                 answers.append(call())
             if answers:
                 return answers[0]
             if self._should_stop():
                 raise KeyboardInterrupt
-            time.sleep(_INSIST_S)
+            time.sleep(_RETRY_S)
 
     @contextlib.contextmanager
-    def patient(self) -> Iterator[None]:
+    def tolerate_outage(self) -> Iterator[None]:
         """Wait for a master that is away; say so once."""
         try:
             yield
         except _AWAY as error:
-            if not is_away(error):
+            if not is_outage(error):
                 raise
-            if not self._is_away:
+            if not self._is_outage:
                 logger.warning(
                     "the master at %s does not answer (%s); waiting for it, trials go on meanwhile",
                     self._client._master,
                     type(error).__name__,
                 )
-            self._is_away = True
+            self._is_outage = True
         except errors.UnauthenticatedException:
             self._session = authentication.login_with_cache(self._client._master)
         else:
-            if self._is_away:
+            if self._is_outage:
                 logger.warning("the master answers again")
-            self._is_away = False
+            self._is_outage = False
 
 
 def of_pool(agents: Sequence[bindings.v1Agent], pool: str) -> list[bindings.v1Agent]:

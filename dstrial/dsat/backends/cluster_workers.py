@@ -8,12 +8,12 @@ from typing import Any
 
 from determined.experimental.client import Experiment, ExperimentState
 
-from dstrial.dsat.backends.cluster import MasterBackend
+from dstrial.dsat.backends.cluster import ClusterBackend
 from dstrial.dsat.backends.experiments import RUNS, why_waiting
-from dstrial.dsat.backends.pool import Gone
+from dstrial.dsat.backends.pool import WorkerExit
 from dstrial.dsat.backends.trial_spec import worker_config
-from dstrial.dsat.config import SearchSettings
-from dstrial.dsat.worker.messages import Answer, OrderBook
+from dstrial.dsat.config import SearchConfig
+from dstrial.dsat.worker.messages import TaskQueue, TaskResult
 from dstrial.dsat.worker.transport import GROUP, answer_from_row, book_from_notes, notes_of
 
 _POLL_PERIOD_S = 0.5
@@ -27,14 +27,14 @@ class _Seen:
     """What was last heard of a worker's experiment."""
 
     experiment: Experiment
-    answers: dict[int, Answer] = dataclasses.field(default_factory=dict)
+    answers: dict[int, TaskResult] = dataclasses.field(default_factory=dict)
     next_poll_s: float = 0.0
     is_ended: bool = False
     is_running: bool = False
 
 
-class MasterPlace:
-    """See ``dstrial.dsat.backends.pool.Place``.
+class ClusterPlacement:
+    """See ``dstrial.dsat.backends.pool.WorkerPlacement``.
 
     Args:
         settings: of the search.
@@ -42,7 +42,7 @@ class MasterPlace:
         search_id: of the search.
     """
 
-    def __init__(self, settings: SearchSettings, master: MasterBackend, search_id: str) -> None:
+    def __init__(self, settings: SearchConfig, master: ClusterBackend, search_id: str) -> None:
         self._settings = settings
         self._master = master
         self._search_id = search_id
@@ -57,32 +57,32 @@ class MasterPlace:
         """Name the master."""
         return self._master.describe()
 
-    def find(self, worker: int) -> dict[str, Any] | None:
+    def find_running(self, worker: int) -> dict[str, Any] | None:
         """Find the worker's experiment by its label, if it has not ended, or has answers."""
         label = worker_config(self._settings, worker, self._search_id).label
-        experiment = self._master.insist(lambda: self._master.find(label))
+        experiment = self._master.retry_until_available(lambda: self._master.find(label))
         if experiment is None:
             return None
-        self._master.insist(experiment.reload)
+        self._master.retry_until_available(experiment.reload)
         self._seen[worker] = _Seen(experiment)
         self._poll(worker)
-        open_numbers = {order.number for order in self.book(worker).orders}
+        open_numbers = {order.number for order in self.task_queue(worker).orders}
         has_news = bool(open_numbers & self._seen[worker].answers.keys())
         is_alive = not self._seen[worker].is_ended
         return {"experiment_id": experiment.id} if has_news or is_alive else None
 
-    def begin(self, worker: int) -> dict[str, Any]:
+    def start(self, worker: int) -> dict[str, Any]:
         """Submit an experiment."""
         spec = worker_config(self._settings, worker, self._search_id)
         experiment = self._master.create(spec.config, spec.label)
         self._seen[worker] = _Seen(experiment)
         return {"experiment_id": experiment.id}
 
-    def book(self, worker: int) -> OrderBook:
+    def task_queue(self, worker: int) -> TaskQueue:
         """Read the experiment's notes."""
         return book_from_notes(self._seen[worker].experiment.notes or "")
 
-    def tell(self, worker: int, book: OrderBook) -> None:
+    def send(self, worker: int, book: TaskQueue) -> None:
         """Replace the experiment's notes; waits for a master that is away.
 
         Raises:
@@ -90,32 +90,32 @@ class MasterPlace:
         """
         experiment = self._seen[worker].experiment
         notes = notes_of(book)
-        self._master.insist(lambda: experiment.set_notes(notes))
+        self._master.retry_until_available(lambda: experiment.set_notes(notes))
 
-    def answers(self, worker: int) -> list[Answer]:
+    def results(self, worker: int) -> list[TaskResult]:
         """Return the rows of metrics that have been read."""
         self._poll(worker)
         return list(self._seen[worker].answers.values())
 
-    def waits(self, worker: int) -> str:
+    def why_waiting(self, worker: int) -> str:
         """Say whether the experiment is queued or paused, because others have its slots."""
         self._poll(worker)
         seen = self._seen[worker]
         return "" if seen.is_running else why_waiting(seen.experiment, self._settings.num_slots)
 
-    def gone(self, worker: int) -> Gone | None:
+    def exit_of(self, worker: int) -> WorkerExit | None:
         """Return how the experiment has ended."""
         self._poll(worker)
         seen = self._seen[worker]
         if not seen.is_ended:
             return None
         if seen.experiment.state in _CANCELED:
-            return Gone(is_canceled=True)
+            return WorkerExit(is_canceled=True)
         lines: list[str] = []
-        with self._master.patient():
+        with self._master.tolerate_outage():
             trials = seen.experiment.list_trials()
             lines = list(trials[0].iter_logs(tail=_NUM_LOG_LINES)) if trials else []
-        return Gone(lines=lines)
+        return WorkerExit(lines=lines)
 
     def kill(self, worker: int) -> None:
         """Kill the experiment."""
@@ -128,7 +128,7 @@ class MasterPlace:
         seen = self._seen[worker]
         if seen.is_ended or time.monotonic() < seen.next_poll_s:
             return
-        with self._master.patient():
+        with self._master.tolerate_outage():
             seen.experiment.reload()
             is_ended = seen.experiment.state in _ENDED
             trials = seen.experiment.list_trials()

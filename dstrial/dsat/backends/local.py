@@ -14,10 +14,10 @@ from typing import Any
 import yaml
 
 from dstrial.dsat.backends.base import Ended
-from dstrial.dsat.backends.pool import Gone
-from dstrial.dsat.backends.processes import Launched, found, launch, log_lines
+from dstrial.dsat.backends.pool import WorkerExit
+from dstrial.dsat.backends.processes import LauncherProcess, found, launch, log_lines
 from dstrial.dsat.backends.trial_spec import TrialSpec, local_command, worker_command, worker_config
-from dstrial.dsat.config import SearchSettings
+from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.journal import SearchRecord
 from dstrial.dsat.core.outcome import (
     FAILURE_MARK,
@@ -27,7 +27,7 @@ from dstrial.dsat.core.outcome import (
     failure_from_log,
     outcome_from_json,
 )
-from dstrial.dsat.worker.messages import Answer, OrderBook
+from dstrial.dsat.worker.messages import TaskQueue, TaskResult
 from dstrial.dsat.worker.transport import ANSWERS_NAME, ORDERS_NAME
 from dstrial.errors import DstrialError
 from dstrial.local.json_files import read_json, read_json_lines, write_json_atomically
@@ -56,10 +56,10 @@ class LocalBackend:
 
     keeps_deadlines = False
 
-    def __init__(self, settings: SearchSettings, record: SearchRecord) -> None:
+    def __init__(self, settings: SearchConfig, record: SearchRecord) -> None:
         self._settings = settings
         self._record = record
-        self._running: dict[int, Launched] = {}
+        self._running: dict[int, LauncherProcess] = {}
 
     @property
     def num_parallel(self) -> int:
@@ -139,8 +139,8 @@ class LocalBackend:
             self.kill(trial_id)
 
 
-class LocalPlace:
-    """Workers of this machine; see ``dstrial.dsat.backends.pool.Place``.
+class LocalPlacement:
+    """Workers of this machine; see ``dstrial.dsat.backends.pool.WorkerPlacement``.
 
     A worker's directory holds its orders, its answers, its output and its launcher's process id.
 
@@ -149,10 +149,10 @@ class LocalPlace:
         record: where workers keep their files.
     """
 
-    def __init__(self, settings: SearchSettings, record: SearchRecord) -> None:
+    def __init__(self, settings: SearchConfig, record: SearchRecord) -> None:
         self._settings = settings
         self._record = record
-        self._running: dict[int, Launched] = {}
+        self._running: dict[int, LauncherProcess] = {}
 
     @property
     def num_parallel(self) -> int:
@@ -163,20 +163,20 @@ class LocalPlace:
         """Name this machine."""
         return f"this machine, {self._settings.num_slots} rank(s), without a master"
 
-    def find(self, worker: int) -> dict[str, Any] | None:
+    def find_running(self, worker: int) -> dict[str, Any] | None:
         """Find the launcher of a worker that lives, or that has left answers."""
         directory = self._record.worker_path(worker)
         running = found(directory, f"{_WORKER_VARIABLE}={directory}")
         if running is None:
             return None
-        open_numbers = {order.number for order in self.book(worker).orders}
-        has_news = any(answer.number in open_numbers for answer in self.answers(worker))
+        open_numbers = {order.number for order in self.task_queue(worker).orders}
+        has_news = any(answer.number in open_numbers for answer in self.results(worker))
         if running.exit_code is not None and not has_news:
             return None
         self._running[worker] = running
         return {"pid": running.pid}
 
-    def begin(self, worker: int) -> dict[str, Any]:
+    def start(self, worker: int) -> dict[str, Any]:
         """Start a launcher of supervisors; move aside what an earlier worker has left."""
         directory = self._record.worker_path(worker)
         if directory.exists():
@@ -200,31 +200,33 @@ class LocalPlace:
         self._running[worker] = running
         return {"pid": running.pid}
 
-    def book(self, worker: int) -> OrderBook:
+    def task_queue(self, worker: int) -> TaskQueue:
         """Read the file of orders."""
         fields = read_json(self._record.worker_path(worker) / ORDERS_NAME)
-        return OrderBook() if fields is None else OrderBook.from_json(fields)
+        return TaskQueue() if fields is None else TaskQueue.from_json(fields)
 
-    def tell(self, worker: int, book: OrderBook) -> None:
+    def send(self, worker: int, book: TaskQueue) -> None:
         """Replace the file of orders."""
         write_json_atomically(self._record.worker_path(worker) / ORDERS_NAME, book.to_json(), sync=False)
 
-    def answers(self, worker: int) -> list[Answer]:
+    def results(self, worker: int) -> list[TaskResult]:
         """Read the file of answers."""
         path = self._record.worker_path(worker) / ANSWERS_NAME
-        return [Answer.from_json(line) for line in read_json_lines(path)] if path.exists() else []
+        return [TaskResult.from_json(line) for line in read_json_lines(path)] if path.exists() else []
 
-    def waits(self, worker: int) -> str:
+    def why_waiting(self, worker: int) -> str:
         """Nobody else has this machine's slots."""
         del worker
         return ""
 
-    def gone(self, worker: int) -> Gone | None:
+    def exit_of(self, worker: int) -> WorkerExit | None:
         """Return how the launcher has ended."""
         exit_code = self._running[worker].exit_code
         if exit_code is None:
             return None
-        return Gone(exit_code, log_lines(self._record.worker_path(worker)), is_canceled=exit_code == 130)
+        return WorkerExit(
+            exit_code, log_lines(self._record.worker_path(worker)), is_canceled=exit_code == 130
+        )
 
     def kill(self, worker: int) -> None:
         """End the launcher, its guardians and their ranks."""

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from dstrial.dsat.backends.base import Ended
 from dstrial.dsat.backends.trial_spec import TrialSpec
-from dstrial.dsat.config import SearchSettings
+from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.outcome import Failure, FailureKind, failure_from_log
-from dstrial.dsat.worker.messages import Answer, Order, OrderBook
+from dstrial.dsat.worker.messages import Task, TaskQueue, TaskResult
 
 logger = logging.getLogger("dstrial.dsat")
 
@@ -25,7 +25,7 @@ _TELL_WAITING_S = 15.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Gone:
+class WorkerExit:
     """A worker that has ended.
 
     Attributes:
@@ -45,32 +45,32 @@ class Gone:
         return said[-200:] or f"exit code {self.exit_code}"
 
 
-class Place(Protocol):
+class WorkerPlacement(Protocol):
     """Where workers run. Workers are numbered from 1."""
 
     @property
     def num_parallel(self) -> int:
         """How many workers do not disturb each other."""
 
-    def find(self, worker: int) -> dict[str, Any] | None:
+    def find_running(self, worker: int) -> dict[str, Any] | None:
         """Return what names a worker of an earlier process that still lives; None without."""
 
-    def begin(self, worker: int) -> dict[str, Any]:
+    def start(self, worker: int) -> dict[str, Any]:
         """Start a worker; returns what names it, JSON values."""
 
-    def book(self, worker: int) -> OrderBook:
+    def task_queue(self, worker: int) -> TaskQueue:
         """Return what was last said to a worker."""
 
-    def tell(self, worker: int, book: OrderBook) -> None:
+    def send(self, worker: int, book: TaskQueue) -> None:
         """Say something to a worker."""
 
-    def answers(self, worker: int) -> list[Answer]:
+    def results(self, worker: int) -> list[TaskResult]:
         """Return all its answers so far."""
 
-    def waits(self, worker: int) -> str:
+    def why_waiting(self, worker: int) -> str:
         """Say why it has no slots now; empty if it has."""
 
-    def gone(self, worker: int) -> Gone | None:
+    def exit_of(self, worker: int) -> WorkerExit | None:
         """Return how it has ended; None while it lives, or while that cannot be found out."""
 
     def kill(self, worker: int) -> None:
@@ -86,7 +86,7 @@ class _Worker:
 
     number: int
     handle: dict[str, Any]
-    orders: dict[int, Order] = dataclasses.field(default_factory=dict)
+    orders: dict[int, Task] = dataclasses.field(default_factory=dict)
     next_order: int = 1
     since_s: float = 0.0
     has_had_slots: bool = False
@@ -104,7 +104,7 @@ class WorkerBackend:
 
     keeps_deadlines = True
 
-    def __init__(self, settings: SearchSettings, place: Place) -> None:
+    def __init__(self, settings: SearchConfig, place: WorkerPlacement) -> None:
         self._settings = settings
         self._place = place
         self._workers: dict[int, _Worker] = {}
@@ -128,7 +128,7 @@ class WorkerBackend:
             worker = self._free_worker()
             flags = self._settings.flags
             number = worker.next_order
-            order = Order(
+            order = Task(
                 number,
                 spec.trial_id,
                 spec.hparams,
@@ -136,7 +136,7 @@ class WorkerBackend:
                 flags.metric,
                 None if spec.best is None else {"hparams": spec.best[0], "metrics": spec.best[1]},
             )
-            self._place.tell(worker.number, self._book(worker, order))
+            self._place.send(worker.number, self._book(worker, order))
             worker.next_order += 1
             worker.orders[number] = order
             worker.since_s = time.time()
@@ -155,8 +155,8 @@ class WorkerBackend:
                 continue
             self._note_slots(worker)
             # Asked before the answers, so that none that came in between is lost.
-            gone = self._place.gone(worker.number)
-            for answer in self._place.answers(worker.number):
+            gone = self._place.exit_of(worker.number)
+            for answer in self._place.results(worker.number):
                 order = worker.orders.pop(answer.number, None)
                 if order is not None:
                     ended.append(Ended(order.trial_id, answer.outcome, answer.seconds))
@@ -181,18 +181,18 @@ class WorkerBackend:
         # A search that goes on and finds itself finished may have a worker that waits.
         self._look()
         for worker in list(self._workers.values()):
-            if why := self._place.waits(worker.number):
+            if why := self._place.why_waiting(worker.number):
                 logger.warning("worker %d is ended, for it has no slots (%s)", worker.number, why)
                 self._forget(worker, is_alive=True)
                 continue
             # What it is measuring, it gives up.
             worker.orders.clear()
-            self._place.tell(worker.number, OrderBook(results=results))
+            self._place.send(worker.number, TaskQueue(results=results))
             results = {}
         give_up_at_s = time.monotonic() + _KEEP_S
         while self._workers and time.monotonic() < give_up_at_s:
             for worker in list(self._workers.values()):
-                if self._place.gone(worker.number) is not None:
+                if self._place.exit_of(worker.number) is not None:
                     self._forget(worker)
             time.sleep(0.1)
 
@@ -204,7 +204,7 @@ class WorkerBackend:
 
     # ---- machinery -------------------------------------------------------------------------------
 
-    def _take_leave(self, worker: _Worker, gone: Gone) -> list[Ended]:
+    def _take_leave(self, worker: _Worker, gone: WorkerExit) -> list[Ended]:
         """Order a lost worker's trial again, once: the configuration may be innocent."""
         del self._workers[worker.number]
         ended = []
@@ -223,12 +223,12 @@ class WorkerBackend:
             fresh.orders = {order.number: order for order in again}
             fresh.next_order = 1 + max(fresh.orders)
             fresh.since_s = time.time()
-            self._place.tell(fresh.number, self._book(fresh))
+            self._place.send(fresh.number, self._book(fresh))
         return ended
 
     def _note_slots(self, worker: _Worker) -> None:
         """Stop a worker's clock while others have its slots, and say why."""
-        why = self._place.waits(worker.number)
+        why = self._place.why_waiting(worker.number)
         now_s = time.time()
         if not why:
             if worker.told_waiting:
@@ -248,8 +248,8 @@ class WorkerBackend:
         if is_alive:
             self._place.kill(worker.number)
 
-    def _book(self, worker: _Worker, *more: Order) -> OrderBook:
-        return OrderBook((*(worker.orders[number] for number in sorted(worker.orders)), *more))
+    def _book(self, worker: _Worker, *more: Task) -> TaskQueue:
+        return TaskQueue((*(worker.orders[number] for number in sorted(worker.orders)), *more))
 
     def _look(self) -> None:
         """Find the workers that an earlier process of this search has left, once."""
@@ -257,12 +257,12 @@ class WorkerBackend:
             return
         self._has_looked = True
         for number in range(1, max(self._settings.options.num_parallel, 1) + 1):
-            handle = self._place.find(number)
+            handle = self._place.find_running(number)
             if handle is not None:
                 worker = self._workers[number] = _Worker(number, handle)
-                book = self._place.book(number)
+                book = self._place.task_queue(number)
                 worker.orders = {order.number: order for order in book.orders}
-                answered = [answer.number for answer in self._place.answers(number)]
+                answered = [answer.number for answer in self._place.results(number)]
                 worker.next_order = 1 + max([0, *worker.orders, *answered])
                 worker.since_s = time.time()
 
@@ -279,17 +279,17 @@ class WorkerBackend:
     def _free_worker(self) -> _Worker:
         for worker in list(self._workers.values()):
             # Of a worker that was found again the last order may be answered and on record already.
-            answered = {answer.number for answer in self._place.answers(worker.number)}
+            answered = {answer.number for answer in self._place.results(worker.number)}
             if worker.orders.keys() <= answered:
-                if self._place.gone(worker.number) is None:
+                if self._place.exit_of(worker.number) is None:
                     return worker
                 del self._workers[worker.number]
         number = next(number for number in range(1, len(self._workers) + 2) if number not in self._workers)
-        worker = self._workers[number] = _Worker(number, self._place.begin(number))
+        worker = self._workers[number] = _Worker(number, self._place.start(number))
         return worker
 
 
-def _failure_of(gone: Gone) -> Failure:
+def _failure_of(gone: WorkerExit) -> Failure:
     if gone.is_canceled:
         return Failure(FailureKind.CANCELED, "its worker was ended from outside")
     failure = failure_from_log(gone.lines, exit_code=gone.exit_code)

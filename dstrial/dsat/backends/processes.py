@@ -20,7 +20,7 @@ _WRITE_PID = 'echo $$ > "$0" && exec "$@"'
 
 
 @dataclasses.dataclass(slots=True)
-class Launched:
+class LauncherProcess:
     """A launcher that runs, or ran.
 
     Attributes:
@@ -64,7 +64,7 @@ class Launched:
 
 def launch(
     words: Sequence[str], directory: Path, *, cwd: Path, variables: Mapping[str, str], mark: str
-) -> Launched:
+) -> LauncherProcess:
     """Start a launcher with its output and process id in a directory that exists.
 
     Args:
@@ -93,10 +93,10 @@ def launch(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    return Launched(process.pid, time.time(), f"{mark}={variables[mark]}", process)
+    return LauncherProcess(process.pid, time.time(), f"{mark}={variables[mark]}", process)
 
 
-def found(directory: Path, mark: str) -> Launched | None:
+def found(directory: Path, mark: str) -> LauncherProcess | None:
     """Return the launcher last started in a directory, living or not; None without.
 
     Args:
@@ -105,7 +105,7 @@ def found(directory: Path, mark: str) -> Launched | None:
     """
     pid_path = directory / "launcher.pid"
     try:
-        return Launched(int(pid_path.read_text()), pid_path.stat().st_mtime, mark)
+        return LauncherProcess(int(pid_path.read_text()), pid_path.stat().st_mtime, mark)
     except (OSError, ValueError):
         return None
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dstrial.config.dotted_keys import nested
-from dstrial.dsat.config import SearchSettings
+from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.candidate import Candidate, layered
 from dstrial.dsat.methods import METHODS
 from dstrial.local.measuring_variables import AROUND_FIT_KEY, BENCHMARK_KEY, MEASURING_KEY, SETTINGS_KEY
@@ -71,9 +71,7 @@ class TrialSpec:
     best: tuple[dict[str, Any], dict[str, float]] | None = None
 
 
-def measuring_spec(
-    settings: SearchSettings, candidate: Candidate, trial_id: int, search_id: str
-) -> TrialSpec:
+def measuring_spec(settings: SearchConfig, candidate: Candidate, trial_id: int, search_id: str) -> TrialSpec:
     """Return the ``single`` experiment without restarts that measures a candidate."""
     config = copy.deepcopy(settings.written)
     for key in _OF_TRAINING:
@@ -109,7 +107,7 @@ def measuring_spec(
     return TrialSpec(trial_id, config, _concrete(settings, hparams), label)
 
 
-def worker_config(settings: SearchSettings, worker: int, search_id: str) -> TrialSpec:
+def worker_config(settings: SearchConfig, worker: int, search_id: str) -> TrialSpec:
     """Return the ``single`` experiment without restarts in which a worker lives.
 
     Args:
@@ -138,7 +136,7 @@ def worker_config(settings: SearchSettings, worker: int, search_id: str) -> Tria
     return TrialSpec(0, config, {}, label)
 
 
-def results_config(settings: SearchSettings, search_id: str) -> TrialSpec:
+def results_config(settings: SearchConfig, search_id: str) -> TrialSpec:
     """Return the ``single`` experiment without slots whose checkpoint keeps results."""
     written = copy.deepcopy(settings.written)
     label = f"dsat-{search_id}-results"
@@ -159,7 +157,7 @@ def results_config(settings: SearchSettings, search_id: str) -> TrialSpec:
     return TrialSpec(0, config, {}, label)
 
 
-def worker_command(settings: SearchSettings, config_path: str, mailbox: str, python: str) -> list[str]:
+def worker_command(settings: SearchConfig, config_path: str, mailbox: str, python: str) -> list[str]:
     """Return the command of a local worker, to be started in the context directory."""
     assert settings.trial is not None
     where = ["--config", config_path, "--context-dir", "."]
@@ -167,14 +165,14 @@ def worker_command(settings: SearchSettings, config_path: str, mailbox: str, pyt
     return [*launch, "-m", _WORKER_MODULE, "--trial", settings.trial, *where, "--mailbox", mailbox]
 
 
-def full_config(settings: SearchSettings, candidate: Candidate) -> dict[str, Any]:
+def full_config(settings: SearchConfig, candidate: Candidate) -> dict[str, Any]:
     """Return the experiment config with the best configuration, without autotuning."""
     config = copy.deepcopy(settings.written)
     config["hyperparameters"] = _hyperparameters(settings, candidate)
     return _with_stages(config, settings, candidate)
 
 
-def _with_stages(config: dict[str, Any], settings: SearchSettings, candidate: Candidate) -> dict[str, Any]:
+def _with_stages(config: dict[str, Any], settings: SearchConfig, candidate: Candidate) -> dict[str, Any]:
     """Say a candidate's number of pipeline stages where the experiment says its own."""
     if settings.space.stages_path is None:
         return config
@@ -182,7 +180,7 @@ def _with_stages(config: dict[str, Any], settings: SearchSettings, candidate: Ca
     return layered(config, {"data": {"dstrial": {"pipeline_stages": num_stages}}})
 
 
-def local_command(settings: SearchSettings, config_path: str, python: str) -> list[str]:
+def local_command(settings: SearchConfig, config_path: str, python: str) -> list[str]:
     """Return a local measuring trial's command, to start in the context directory."""
     if settings.trial is None:
         return local_training_command(settings, config_path, python)
@@ -191,7 +189,7 @@ def local_command(settings: SearchSettings, config_path: str, python: str) -> li
     return [*launch, "-m", _MEASURING_MODULE, "--trial", settings.trial, *where]
 
 
-def local_training_command(settings: SearchSettings, config_path: str, python: str) -> list[str]:
+def local_training_command(settings: SearchConfig, config_path: str, python: str) -> list[str]:
     """Return a local training's command, to start in the context directory."""
     launch = [python, "-m", _LAUNCHER, "--slots", str(settings.num_slots)]
     launch += ["--config", config_path, "--context-dir", "."]
@@ -202,7 +200,7 @@ def local_training_command(settings: SearchSettings, config_path: str, python: s
     return [*launch, *(["-m", _SCRIPT_MODULE] if is_python else []), *words]
 
 
-def _measuring_entrypoint(settings: SearchSettings) -> Any:
+def _measuring_entrypoint(settings: SearchConfig) -> Any:
     given = settings.experiment.entrypoint
     if settings.trial is None:
         return given
@@ -229,7 +227,7 @@ def python_words(entrypoint: str | Sequence[str] | None) -> list[str]:
     return words[1:] if len(words) > 1 and Path(words[0]).name.startswith("python") else words
 
 
-def _hyperparameters(settings: SearchSettings, candidate: Candidate) -> dict[str, Any]:
+def _hyperparameters(settings: SearchConfig, candidate: Candidate) -> dict[str, Any]:
     hparams = dict(copy.deepcopy(settings.written.get("hyperparameters") or {}))
     hparams = layered(hparams, candidate.hyperparameters())
     # A dotted key beside the candidate's nested one would be the same value twice.
@@ -238,7 +236,7 @@ def _hyperparameters(settings: SearchSettings, candidate: Candidate) -> dict[str
     return hparams
 
 
-def _concrete(settings: SearchSettings, hparams: Mapping[str, Any]) -> dict[str, Any]:
+def _concrete(settings: SearchConfig, hparams: Mapping[str, Any]) -> dict[str, Any]:
     """Return hyperparameters as a trial reads them: ``{type: const}`` as its value."""
     values = copy.deepcopy(settings.experiment.hyperparameters)
     return layered(

@@ -141,7 +141,7 @@ def _short(value: Any) -> str:
     return str(value)
 
 
-class Ladder:
+class BatchSizeGrid:
     """The micro batches that may be tried, in ascending order, by position.
 
     Args:

@@ -187,7 +187,7 @@ def _is_of_others(path: Path) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SearchEnd:
+class SearchStatus:
     """How running a search ended.
 
     Attributes:

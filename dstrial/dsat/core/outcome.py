@@ -294,7 +294,7 @@ def best_of(trials: Sequence[TrialResult], metric: str) -> TrialResult | None:
         return None
     best_value, best = max(scored, key=lambda pair: (pair[0], -pair[1].trial_id))
     own = next(((value, trial) for value, trial in scored if trial.candidate.is_own), None)
-    return own[1] if own is not None and gain(best_value, own[0]) <= TIE else best
+    return own[1] if own is not None and relative_gain(best_value, own[0]) <= TIE else best
 
 
 def highest(trials: Sequence[TrialResult], metric: str) -> tuple[TrialResult, Measured] | None:
@@ -308,6 +308,6 @@ def highest(trials: Sequence[TrialResult], metric: str) -> tuple[TrialResult, Me
     return None if best is None else best[1:]
 
 
-def gain(value: float, own: float) -> float:
+def relative_gain(value: float, own: float) -> float:
     """Return by which share a score beats another; scores of times are negative."""
     return value / own - 1 if own > 0 else own / value - 1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dstrial.dsat.backends.trial_spec import TrialSpec, measuring_spec
-from dstrial.dsat.config import SearchSettings
+from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.outcome import Failure, TrialResult, highest
 from dstrial.dsat.methods.base import Measure
 
@@ -51,7 +51,7 @@ def longest_s(deadline_s: float, *, keeps_deadlines: bool) -> float:
 
 
 def ordered_spec(
-    settings: SearchSettings, measure: Measure, trials: Sequence[TrialResult], search_id: str
+    settings: SearchConfig, measure: Measure, trials: Sequence[TrialResult], search_id: str
 ) -> TrialSpec:
     """Return the trial that a measurement needs.
 
@@ -70,7 +70,7 @@ def ordered_spec(
 
 
 def _best(
-    settings: SearchSettings, trials: Sequence[TrialResult], search_id: str
+    settings: SearchConfig, trials: Sequence[TrialResult], search_id: str
 ) -> tuple[dict[str, Any], dict[str, float]] | None:
     """Return hyperparameters and metrics of what was measured best so far."""
     best = highest(trials, settings.flags.metric)

@@ -10,19 +10,19 @@ from typing import Any
 from dstrial.dsat.core.journal import SearchRecord
 from dstrial.dsat.core.outcome import Failure, FailureKind
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a disk that takes nothing more; with room the same works."""
 
 _RETRY_S = 5.0
 _PROBE_BYTES = 4096
 
 
-class Room:
+class DiskFullQueue:
     """What of a search waits for room on a disk.
 
     Args:
         record: of the search.
-        tell: prints a line for a person.
+        print_line: prints a line for a person.
         should_stop: says whether the process was asked to stop, and so waits no longer.
         poll_s: how often that is asked, seconds.
     """
@@ -30,12 +30,12 @@ class Room:
     def __init__(
         self,
         record: SearchRecord,
-        tell: Callable[[str], None],
+        print_line: Callable[[str], None],
         should_stop: Callable[[], bool],
         poll_s: float,
     ) -> None:
         self._record = record
-        self._tell = tell
+        self._print_line = print_line
         self._should_stop = should_stop
         self._poll_s = poll_s
         self._due_at_s: dict[int, float] = {}
@@ -56,13 +56,13 @@ class Room:
                 except OSError as error:
                     if error.strerror != told:
                         told = error.strerror or str(error)
-                        self._tell(
+                        self._print_line(
                             f"{self._record.events_path} cannot be written ({told}); waiting until it can be"
                         )
                     retry_at_s = time.monotonic() + _RETRY_S
                 else:
                     if told:
-                        self._tell(f"{self._record.events_path} can be written again")
+                        self._print_line(f"{self._record.events_path} can be written again")
                     return
             if self._should_stop():
                 raise KeyboardInterrupt
@@ -78,25 +78,25 @@ class Room:
         try:
             probe.write_bytes(b"\0" * _PROBE_BYTES)
         except OSError as error:
-            return error.errno in NO_ROOM
+            return error.errno in DISK_FULL_ERRORS
         finally:
             probe.unlink(missing_ok=True)
         return False
 
-    def put_off(self, trial_id: int, why: str) -> None:
+    def postpone(self, trial_id: int, why: str) -> None:
         """Have a trial measured again later."""
         if self._told.get(trial_id) != why:
             self._told[trial_id] = why
-            self._tell(
+            self._print_line(
                 f"trial {trial_id} finds no room on the disk ({why}); it is measured when there is some"
             )
         self._due_at_s[trial_id] = time.monotonic() + _RETRY_S
 
-    def was_put_off(self, trial_id: int) -> bool:
+    def was_postponed(self, trial_id: int) -> bool:
         """Say whether a trial has ever been put off."""
         return trial_id in self._told
 
-    def is_put_off(self, trial_id: int) -> bool:
+    def is_postponed(self, trial_id: int) -> bool:
         """Say whether a trial waits now."""
         return trial_id in self._due_at_s
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from dstrial.dsat.backends.base import Backend, Ended
 from dstrial.dsat.backends.trial_spec import TrialSpec
-from dstrial.dsat.config import SearchSettings
-from dstrial.dsat.core.journal import SearchEnd, SearchRecord, is_final
+from dstrial.dsat.config import SearchConfig
+from dstrial.dsat.core.journal import SearchRecord, SearchStatus, is_final
 from dstrial.dsat.core.outcome import (
     Failure,
     FailureKind,
@@ -23,10 +23,10 @@ from dstrial.dsat.core.outcome import (
     outcome_to_json,
 )
 from dstrial.dsat.driver.deadlines import deadline_of, longest_s, ordered_spec
-from dstrial.dsat.driver.disk_full import NO_ROOM, Room
-from dstrial.dsat.driver.normalize import doubts, judged
+from dstrial.dsat.driver.disk_full import DISK_FULL_ERRORS, DiskFullQueue
+from dstrial.dsat.driver.normalize import caveats, normalized
 from dstrial.dsat.driver.outputs import SearchFiles
-from dstrial.dsat.methods.base import Action, Finish, Measure, Note, SearchMethod, Skip
+from dstrial.dsat.methods.base import Action, ConfigSearch, Finish, Measure, Note, Skip
 from dstrial.dsat.report.live import ended_line
 from dstrial.errors import DstrialError, SearchError
 
@@ -41,7 +41,7 @@ class Driver:
         record: its files; locked by the caller.
         method: a new method of these settings.
         backend: makes the place where trials run, at the first trial that has to run.
-        tell: prints a line for a person.
+        print_line: prints a line for a person.
         show: is given the trials again and again while the search waits.
         poll_s: how long it waits between two looks at the trials that run, seconds.
         flops_per_record: of a dry run, on one rank, for where none can be counted; None if there is none.
@@ -49,11 +49,11 @@ class Driver:
 
     def __init__(
         self,
-        settings: SearchSettings,
+        settings: SearchConfig,
         record: SearchRecord,
-        method: SearchMethod,
+        method: ConfigSearch,
         backend: Callable[[], Backend],
-        tell: Callable[[str], None],
+        print_line: Callable[[str], None],
         show: Callable[[Sequence[TrialResult]], None] = lambda _trials: None,
         *,
         poll_s: float = 0.1,
@@ -64,7 +64,7 @@ class Driver:
         self._method = method
         self._make_backend = backend
         self._backend: Backend | None = None
-        self._tell = tell
+        self._print_line = print_line
         self._show = show
         self._poll_s = poll_s
         self._flops_per_record = flops_per_record
@@ -72,13 +72,13 @@ class Driver:
         self.trials: dict[int, TrialResult] = {}
         self._open: dict[int, Measure] = {}
         self._signals: list[signal.Signals] = []
-        self._room = Room(record, tell, lambda: bool(self._signals), poll_s)
-        self._files = SearchFiles(settings, record, tell)
+        self._disk_full_queue = DiskFullQueue(record, print_line, lambda: bool(self._signals), poll_s)
+        self._files = SearchFiles(settings, record, print_line)
         self._end: Finish | None = None
         self._is_cleared = False
         self._described_s = 0.0
 
-    def run(self, signals: list[signal.Signals]) -> SearchEnd:
+    def run(self, signals: list[signal.Signals]) -> SearchStatus:
         """Go on with the search where its record ends.
 
         Args:
@@ -108,8 +108,8 @@ class Driver:
                 self._backend.close()
             self._write_files()
         if isinstance(end, signal.Signals):
-            return SearchEnd(end.name, False, stopped_by=end)
-        return SearchEnd(end.reason, True, end.is_failure)
+            return SearchStatus(end.name, False, stopped_by=end)
+        return SearchStatus(end.reason, True, end.is_failure)
 
     def _clear(self, handles: dict[int, dict[str, Any]]) -> None:
         """End what still runs and keep the files there; once, even after a kill."""
@@ -117,7 +117,7 @@ class Driver:
             try:
                 self._backend = self._make_backend()
             except DstrialError as error:
-                self._tell(
+                self._print_line(
                     f"what the search may have left where its trials ran could not be looked for: {error}"
                 )
                 return
@@ -125,7 +125,7 @@ class Driver:
                 self._backend.adopt(self._spec(measure), handles.get(measure.trial_id, {}))
         try:
             self._backend.finish(self._files.read())
-            self._room.append("cleared", {})
+            self._disk_full_queue.append("cleared", {})
         except KeyboardInterrupt:
             if not self._signals:
                 raise
@@ -147,7 +147,7 @@ class Driver:
                 self._finish(Finish("the budget is spent"), budget_s=budget_s)
             else:
                 self._end_overdue()
-                for trial_id in self._room.take_due():
+                for trial_id in self._disk_full_queue.take_due():
                     self._start(self._open[trial_id], None)
                 for ended in backend.poll():
                     if ended.trial_id in self._open and self._end is None:
@@ -201,7 +201,7 @@ class Driver:
             elif isinstance(action, Note):
                 self._notes.append(action.text)
                 if not is_replay:
-                    self._tell(action.text)
+                    self._print_line(action.text)
             elif not is_replay and isinstance(action, Skip):
                 logger.info(
                     "not measured: %s: %s", self._settings.space.describe(action.candidate), action.reason
@@ -211,38 +211,38 @@ class Driver:
         assert self._backend is not None
         spec = self._spec(measure)
         if handle is not None and self._backend.adopt(spec, handle):
-            self._tell(f"trial {measure.trial_id} goes on: {self.trials[measure.trial_id].description}")
+            self._print_line(f"trial {measure.trial_id} goes on: {self.trials[measure.trial_id].description}")
             return
-        if not self._room.was_put_off(measure.trial_id):
-            self._tell(
+        if not self._disk_full_queue.was_postponed(measure.trial_id):
+            self._print_line(
                 f"trial {measure.trial_id} begins: {self.trials[measure.trial_id].description} ({measure.why})"
             )
         try:
             handle = self._backend.start(spec)
         except OSError as error:
-            if error.errno not in NO_ROOM:
+            if error.errno not in DISK_FULL_ERRORS:
                 raise
-            self._room.put_off(measure.trial_id, str(error))
+            self._disk_full_queue.postpone(measure.trial_id, str(error))
             return
         self.trials[measure.trial_id] = dataclasses.replace(self.trials[measure.trial_id], handle=handle)
-        self._room.append("submitted", {"trial_id": measure.trial_id, "handle": handle})
+        self._disk_full_queue.append("submitted", {"trial_id": measure.trial_id, "handle": handle})
 
     def _spec(self, measure: Measure) -> TrialSpec:
         return ordered_spec(self._settings, measure, list(self.trials.values()), self._record.search_id)
 
     def _take(self, ended: Ended) -> None:
-        if isinstance(ended.outcome, Failure) and self._room.is_cause_of(ended.outcome):
-            self._room.put_off(ended.trial_id, ended.outcome.message)
+        if isinstance(ended.outcome, Failure) and self._disk_full_queue.is_cause_of(ended.outcome):
+            self._disk_full_queue.postpone(ended.trial_id, ended.outcome.message)
             return
         seconds = ended.seconds
-        outcome = judged(
+        outcome = normalized(
             ended.outcome,
             self._open[ended.trial_id].candidate,
             self._measured(),
             flops_per_record=self._flops_per_record,
             num_replicas=self._settings.space.replicas,
         )
-        self._room.append(
+        self._disk_full_queue.append(
             "result", {"trial_id": ended.trial_id, "seconds": seconds, **outcome_to_json(outcome)}
         )
         self._settle(ended.trial_id, outcome, seconds, is_replay=False)
@@ -252,10 +252,10 @@ class Driver:
         self.trials[trial_id] = dataclasses.replace(self.trials[trial_id], outcome=outcome, seconds=seconds)
         actions = self._method.on_result(trial_id, outcome)
         if isinstance(outcome, Measured) and self._settings.flags.metric == "FLOPS_per_gpu":
-            notes = [note for note in doubts(outcome, self._measured()[0]) if note not in self._notes]
+            notes = [note for note in caveats(outcome, self._measured()[0]) if note not in self._notes]
             actions = [*map(Note, notes), *actions]
         if not is_replay:
-            self._tell(ended_line(self.trials[trial_id], self._settings.flags.metric))
+            self._print_line(ended_line(self.trials[trial_id], self._settings.flags.metric))
             self._write_files()
         self._apply(actions, is_replay=is_replay)
 
@@ -267,14 +267,14 @@ class Driver:
         self._end = finish
         if not is_replay:
             fields = {"reason": finish.reason, "is_failure": finish.is_failure, "budget_s": budget_s}
-            self._room.append("finished", fields)
+            self._disk_full_queue.append("finished", fields)
 
     # ---- deadlines, files -------------------------------------------------------------------------
 
     def _end_overdue(self) -> None:
         assert self._backend is not None
         for trial_id, measure in list(self._open.items()):
-            if self._room.is_put_off(trial_id):
+            if self._disk_full_queue.is_postponed(trial_id):
                 continue
             deadline_s = self.deadline_s(measure)
             running_s = self._backend.running_s(trial_id)

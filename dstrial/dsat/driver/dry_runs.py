@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from dstrial.dsat.backends.trial_spec import measuring_spec, python_words
-from dstrial.dsat.config import SearchSettings
-from dstrial.dsat.predictor.config_groups import Structures
+from dstrial.dsat.config import SearchConfig
+from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.predictor.dry_run_requests import (
     NUM_BATCHES,
     as_real,
@@ -34,12 +34,12 @@ RequestOf = Callable[[Structure, bool], DryRunRequest]
 
 
 def gather_inputs(
-    settings: SearchSettings,
+    settings: SearchConfig,
     *,
     target: Target,
     capacity_bytes: int | None = None,
     deadline_s: float = _DEADLINE_S,
-    tell: Callable[[str], None] = lambda _line: None,
+    print_line: Callable[[str], None] = lambda _line: None,
 ) -> PredictInputs:
     """Dry-run what a search may measure.
 
@@ -50,16 +50,18 @@ def gather_inputs(
         target: what kind of device its ranks have.
         capacity_bytes: memory of one device; None if unknown.
         deadline_s: seconds for all dry runs together, real batches included.
-        tell: prints a line for a person.
+        print_line: prints a line for a person.
     """
     request_of = request_maker(settings, target=target, capacity_bytes=capacity_bytes)
-    structures = Structures(settings.space, is_cpu=target == "cpu")
-    number = len(structures.representatives())
-    tell(f"describe:      {number} kinds of structures at {settings.num_slots} rank(s), with fake tensors")
+    groups = ConfigGroups(settings.space, is_cpu=target == "cpu")
+    number = len(groups.representatives())
+    print_line(
+        f"describe:      {number} kinds of structures at {settings.num_slots} rank(s), with fake tensors"
+    )
     until_s = time.monotonic() + deadline_s
-    inputs = dry_run_space(structures, request_of, deadline_s=deadline_s)
+    inputs = dry_run_space(groups, request_of, deadline_s=deadline_s)
     if not inputs.runs and inputs.failures and time.monotonic() < until_s:
-        inputs = _by_real_batch(structures, request_of, inputs, target, until_s)
+        inputs = _by_real_batch(groups, request_of, inputs, target, until_s)
     lines = list(inputs.notes)
     failed = len(inputs.failures)
     if failed and inputs.runs:
@@ -74,7 +76,7 @@ def gather_inputs(
         if isinstance(settings.flags.sample_batch, str):
             source = f"the batch in {settings.flags.sample_batch}"
         described += f" ({len(inputs.runs)} of {number} kinds of structures; {source})"
-    tell(f"described by:  {described}")
+    print_line(f"described by:  {described}")
     lines.insert(0, f"described by {described}")
     lines += flops_notes(inputs.runs.values(), settings.space.own().batch.micro_batch_size)
     return dataclasses.replace(
@@ -107,16 +109,16 @@ def flops_notes(runs: Iterable[DryRunResult], micro_batch_size: int) -> list[str
 
 
 def dry_run_space(
-    structures: Structures, request_of: RequestOf, *, deadline_s: float = _DEADLINE_S
+    groups: ConfigGroups, request_of: RequestOf, *, deadline_s: float = _DEADLINE_S
 ) -> PredictInputs:
     """Run one dry run for each kind of structure of a space.
 
     Args:
-        structures: of the space.
+        groups: of the space.
         request_of: makes the request for a structure, and for whether it accumulates.
         deadline_s: seconds for all of them together.
     """
-    asked = structures.representatives()
+    asked = groups.representatives()
     requests = [request_of(structure, is_accumulating) for structure, is_accumulating in asked.values()]
     parallel = max(min(os.cpu_count() or 1, _MOST_PARALLEL), 1)
     runs: dict[str, DryRunResult] = {}
@@ -137,9 +139,7 @@ def dry_run_space(
     )
 
 
-def request_maker(
-    settings: SearchSettings, *, target: Target, capacity_bytes: int | None = None
-) -> RequestOf:
+def request_maker(settings: SearchConfig, *, target: Target, capacity_bytes: int | None = None) -> RequestOf:
     """Return what makes the requests of a search's dry runs."""
     space: Space = settings.space
     asked = settings.flags.sample_batch
@@ -148,7 +148,7 @@ def request_maker(
     trusts_code = settings.flags.trust_code
 
     def request_of(structure: Structure, is_accumulating: bool) -> DryRunRequest:
-        candidate = space.candidate(structure, 0 if is_accumulating else space.ladder.last)
+        candidate = space.candidate(structure, 0 if is_accumulating else space.batch_size_grid.last)
         hparams = {
             key: value
             for key, value in measuring_spec(settings, candidate, 0, "described").hparams.items()
@@ -187,7 +187,7 @@ def request_maker(
 
 
 def _by_real_batch(
-    structures: Structures,
+    groups: ConfigGroups,
     request_of: RequestOf,
     failed: PredictInputs,
     target: Target,
@@ -198,7 +198,7 @@ def _by_real_batch(
     reason = why_real(error)
     runs: dict[str, DryRunResult] = {}
     failures: dict[str, str] = {}
-    for key, (structure, is_accumulating) in structures.representatives().items():
+    for key, (structure, is_accumulating) in groups.representatives().items():
         left_s = max(until_s - time.monotonic(), 0.0)
         (found,) = dry_runs(
             [as_real(request_of(structure, is_accumulating))], deadline_s=left_s, num_parallel=0
@@ -228,7 +228,7 @@ def _first_line(failures: Mapping[str, str]) -> str:
 
 
 def on_one_device(
-    settings: SearchSettings, *, capacity_bytes: int, deadline_s: float = _DEADLINE_S
+    settings: SearchConfig, *, capacity_bytes: int, deadline_s: float = _DEADLINE_S
 ) -> list[tuple[str, DryRunResult]]:
     """Dry-run the model on a single device: as it is, and with all it can offload.
 

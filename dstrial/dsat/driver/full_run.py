@@ -13,9 +13,9 @@ from pathlib import Path
 import yaml
 
 from dstrial.config.secrets import SecretNames, secrets_in
-from dstrial.dsat.backends import LateBackend
+from dstrial.dsat.backends import BackendFactory
 from dstrial.dsat.backends.trial_spec import full_config, local_training_command
-from dstrial.dsat.config import SearchSettings
+from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.journal import SearchRecord
 from dstrial.dsat.core.outcome import TrialResult
 from dstrial.local.checkpoint_directory import newest_checkpoint
@@ -27,12 +27,12 @@ _TRAINING_POLL_S = 0.5
 
 
 def run_full(
-    settings: SearchSettings,
+    settings: SearchConfig,
     record: SearchRecord,
-    backend: LateBackend,
+    backend: BackendFactory,
     best: TrialResult,
     signals: list[signal.Signals],
-    tell: Callable[[str], None],
+    print_line: Callable[[str], None],
 ) -> int:
     """Train the best configuration to its end here, or submit it to a master.
 
@@ -42,7 +42,7 @@ def run_full(
         backend: where its trials ran.
         best: what the search found.
         signals: grows when the process is asked to stop.
-        tell: prints a line for a person.
+        print_line: prints a line for a person.
 
     Returns:
         The exit status.
@@ -55,23 +55,23 @@ def run_full(
     text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
     write_text_atomically(path, text, is_private=bool(secrets_in(config, SecretNames())))
     if settings.flags.local:
-        return _train_here(settings, path, signals, tell)
+        return _train_here(settings, path, signals, print_line)
     number_path = record.path / "full_experiment_id.txt"
     if not number_path.exists():
         number = backend.master().create_full_experiment(config, record.search_id)
         write_text_atomically(number_path, f"{number}\n")
     created = number_path.read_text().strip()
-    tell(f"Created experiment {created}")
-    tell(f"follow it:     det experiment logs -f {created}")
+    print_line(f"Created experiment {created}")
+    print_line(f"follow it:     det experiment logs -f {created}")
     return 0
 
 
 def _train_here(
-    settings: SearchSettings, path: Path, signals: list[signal.Signals], tell: Callable[[str], None]
+    settings: SearchConfig, path: Path, signals: list[signal.Signals], print_line: Callable[[str], None]
 ) -> int:
     runs = path.parent / "runs"
     if (trained := _trained(runs)) is not None:
-        tell(f"full run:      {trained}")
+        print_line(f"full run:      {trained}")
         return 0
     command = local_training_command(settings, str(path), sys.executable)
     environment = {**os.environ, RUNS_DIR_VARIABLE: str(runs), **_going_on(runs)}
@@ -82,9 +82,9 @@ def _train_here(
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(_TRAINING_POLL_S)
             if (trained := _trained(runs)) is not None:
-                tell(f"full run:      {trained}")
+                print_line(f"full run:      {trained}")
             elif signals:
-                tell("full run:      not finished; the same command goes on with it")
+                print_line("full run:      not finished; the same command goes on with it")
                 return 128 + int(signals[0])
             return code
         for number in signals[num_passed_on:]:

@@ -59,7 +59,7 @@ def with_model_flops(
     return Measured(metrics)
 
 
-def doubts(measured: Measured, first: Measured) -> list[str]:
+def caveats(measured: Measured, first: Measured) -> list[str]:
     """Return caveats about the ``FLOPS_per_gpu`` of a measurement, as sentences.
 
     Args:
@@ -74,7 +74,7 @@ def doubts(measured: Measured, first: Measured) -> list[str]:
     return found
 
 
-def unlike_ordered(measured: Measured, candidate: Candidate) -> Failure | None:
+def mismatch_with_order(measured: Measured, candidate: Candidate) -> Failure | None:
     """Return the error of code that trains another batch or ZeRO stage than ordered.
 
     What several engines were built with is not compared: only one of them may be meant.
@@ -106,7 +106,7 @@ def unlike_ordered(measured: Measured, candidate: Candidate) -> Failure | None:
     )
 
 
-def judged(
+def normalized(
     outcome: Outcome,
     candidate: Candidate,
     before: Sequence[Measured],
@@ -125,7 +125,7 @@ def judged(
     """
     if not isinstance(outcome, Measured):
         return outcome
-    wrong = unlike_ordered(outcome, candidate)
+    wrong = mismatch_with_order(outcome, candidate)
     if wrong is not None:
         return wrong
     return with_model_flops(

@@ -10,7 +10,7 @@ import yaml
 
 from dstrial.config.secrets import SecretNames, secrets_in
 from dstrial.dsat.backends.trial_spec import full_config
-from dstrial.dsat.config import SearchSettings
+from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.journal import SearchRecord
 from dstrial.dsat.core.outcome import Measured, TrialResult, best_of
 from dstrial.dsat.methods.base import Finish, ReportFacts
@@ -25,13 +25,15 @@ class SearchFiles:
     Args:
         settings: of the search.
         record: where its files are.
-        tell: prints a line for a person.
+        print_line: prints a line for a person.
     """
 
-    def __init__(self, settings: SearchSettings, record: SearchRecord, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, settings: SearchConfig, record: SearchRecord, print_line: Callable[[str], None]
+    ) -> None:
         self._settings = settings
         self._record = record
-        self._tell = tell
+        self._print_line = print_line
 
     def write(self, snapshot: Mapping[str, Any], trials: Sequence[TrialResult]) -> None:
         """Write the method's snapshot, the results, and the best one's experiment."""
@@ -45,7 +47,7 @@ class SearchFiles:
                 is_private = bool(secrets_in(config, SecretNames()))
                 write_text_atomically(self._record.best_experiment_path, text, is_private=is_private)
         except OSError as error:
-            self._tell(f"the results cannot be written ({error}); expected room on the disk")
+            self._print_line(f"the results cannot be written ({error}); expected room on the disk")
 
     def write_report(
         self,
@@ -75,7 +77,7 @@ class SearchFiles:
         try:
             write_report(self._record.path, facts, self._settings.space, trials)
         except OSError as error:
-            self._tell(f"the report cannot be written ({error}); expected room on the disk")
+            self._print_line(f"the report cannot be written ({error}); expected room on the disk")
 
     def read(self) -> dict[str, str]:
         """Return the files that outlast the search and exist: name -> text."""

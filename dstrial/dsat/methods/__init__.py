@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dstrial.dsat.methods.base import MethodEntry, MethodOptions, SearchMethod
+from dstrial.dsat.methods.base import ConfigSearch, MethodEntry, MethodOptions
 from dstrial.dsat.methods.binary import ASHA, BINARY
 from dstrial.dsat.methods.predict import PREDICT
 from dstrial.dsat.methods.random import RANDOM
 from dstrial.dsat.predictor.profiles import PredictInputs
-from dstrial.dsat.space.filters import Gates
+from dstrial.dsat.space.filters import Filters
 from dstrial.dsat.space.space import Space
 from dstrial.errors import SearchError
 
@@ -17,15 +17,15 @@ METHOD_NAMES = tuple(METHODS)
 
 
 def search_method(
-    name: str, space: Space, options: MethodOptions, gates: Gates, inputs: PredictInputs | None = None
-) -> SearchMethod:
+    name: str, space: Space, options: MethodOptions, filters: Filters, inputs: PredictInputs | None = None
+) -> ConfigSearch:
     """Make a search method.
 
     Args:
         name: one of ``METHOD_NAMES``.
         space: what is searched.
         options: of the search.
-        gates: what need not be measured.
+        filters: what need not be measured.
         inputs: what a method that predicts starts from; the others do not need it.
 
     Raises:
@@ -36,4 +36,4 @@ def search_method(
             f"the search method is {name!r}; expected one of {', '.join(METHOD_NAMES)}, the methods of this release. "
             "Choose one of them."
         )
-    return METHODS[name].make(space, options, gates, inputs)
+    return METHODS[name].make(space, options, filters, inputs)

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Outcome
 from dstrial.dsat.predictor.profiles import PredictInputs
-from dstrial.dsat.space.filters import Gates
+from dstrial.dsat.space.filters import Filters
 from dstrial.dsat.space.space import Space
 
 
@@ -78,7 +78,7 @@ class ReportFacts:
     left: Sequence[Mapping[str, Any]] = ()
 
 
-class SearchMethod(Protocol):
+class ConfigSearch(Protocol):
     """Decides what is measured next.
 
     Every ``Measure`` must at last be answered by one ``on_result``, in any order; equal calls give equal actions.
@@ -170,7 +170,7 @@ class MethodEntry:
 
     name: str
     summary: str
-    make: Callable[[Space, MethodOptions, Gates, PredictInputs | None], SearchMethod]
+    make: Callable[[Space, MethodOptions, Filters, PredictInputs | None], ConfigSearch]
     flags: tuple[Flag, ...] = ()
     zero_stages: tuple[int, ...] = (1, 2, 3)
     predicts: bool = False

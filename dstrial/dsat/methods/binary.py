@@ -90,14 +90,14 @@ _RANGE = Flag(
 BINARY = MethodEntry(
     "binary",
     "random structures, each with a binary search for the largest micro batch",
-    lambda space, options, gates, _inputs: BinarySearch(space, options, gates),
+    lambda space, options, filters, _inputs: BinarySearch(space, options, filters),
     (_RANGE,),
 )
 
 ASHA = MethodEntry(
     "asha",
     "random structures, each with a binary search that has to earn its trials",
-    lambda space, options, gates, _inputs: AshaSearch(space, options, gates),
+    lambda space, options, filters, _inputs: AshaSearch(space, options, filters),
     (
         _RANGE,
         Flag("--max-rungs", int, 5, "number of rungs (5)", "max_rungs", 1),

@@ -14,8 +14,8 @@ from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, outcome_to_json, score
 from dstrial.dsat.methods.base import Action, Finish, Measure, MethodOptions, Note, ReportFacts, Skip
 from dstrial.dsat.predictor.profiles import ModelInfo, largest_micro_batch, log_lines
-from dstrial.dsat.space.filters import Gates, Known
-from dstrial.dsat.space.knob_effects import best_proofs, trials_of_proof
+from dstrial.dsat.space.filters import Filters, Observation
+from dstrial.dsat.space.knob_effects import best_knob_effects, trials_for_effects
 from dstrial.dsat.space.space import Space, Structure
 from dstrial.search.random_state import SearchRandom
 
@@ -71,17 +71,17 @@ class LineageMethod(abc.ABC):
     Args:
         space: what is searched.
         options: of the search.
-        gates: what need not be measured.
+        filters: what need not be measured.
     """
 
-    def __init__(self, space: Space, options: MethodOptions, gates: Gates) -> None:
+    def __init__(self, space: Space, options: MethodOptions, filters: Filters) -> None:
         self.space = space
         self.options = options
-        self.gates = gates
+        self.filters = filters
         self.random = SearchRandom(options.seed)
         self.lineages: list[Lineage] = []
         self.info: ModelInfo | None = None
-        self.known: dict[int, Known] = {}
+        self.observations: dict[int, Observation] = {}
         self._lineage_of: dict[int, tuple[int, int]] = {}
         self._unproven: list[Candidate] = []
         self._phase: Literal["own", "smallest", "search", "finished"] = "own"
@@ -124,8 +124,8 @@ class LineageMethod(abc.ABC):
         """
         if self._phase == "finished":
             return []
-        known = self.known[trial_id]
-        self.known[trial_id] = Known(known.candidate, outcome)
+        observation = self.observations[trial_id]
+        self.observations[trial_id] = Observation(observation.candidate, outcome)
         value = score(outcome, self.options.metric)
         self._note_best(value)
         if isinstance(outcome, Failure) and outcome.kind in (FailureKind.USER_ERROR, FailureKind.CANCELED):
@@ -135,7 +135,7 @@ class LineageMethod(abc.ABC):
         if self._phase in ("own", "smallest"):
             return self._first(outcome)
         if trial_id not in self._lineage_of:
-            return [*self._proved(known.candidate), *self._fill()]
+            return [*self._proved(observation.candidate), *self._fill()]
         lineage_idx, position = self._lineage_of[trial_id]
         lineage = self.lineages[lineage_idx]
         lineage.is_open = False
@@ -158,11 +158,11 @@ class LineageMethod(abc.ABC):
             "known": [
                 {
                     "trial_id": trial_id,
-                    "candidate": known.candidate.to_json(),
-                    "outcome": None if known.outcome is None else outcome_to_json(known.outcome),
+                    "candidate": observation.candidate.to_json(),
+                    "outcome": None if observation.outcome is None else outcome_to_json(observation.outcome),
                     "lineage": self._lineage_of.get(trial_id),
                 }
-                for trial_id, known in self.known.items()
+                for trial_id, observation in self.observations.items()
             ],
         }
 
@@ -174,7 +174,7 @@ class LineageMethod(abc.ABC):
 
     def ceiling(self, stage: int) -> int:
         """Return the position of the first guess at the largest micro batch of a stage."""
-        ladder = self.space.ladder
+        ladder = self.space.batch_size_grid
         guess = None
         if self.info is not None:
             guess = largest_micro_batch(self.info, stage, self.space.replicas, self.space.bytes_per_value)
@@ -188,7 +188,7 @@ class LineageMethod(abc.ABC):
     def new_lineage(self, stage: int) -> Lineage:
         """Draw a structure of a stage."""
         low, high = self.new_range(stage)
-        num_params = None if self.info is None or self.gates.is_open else self.info.num_params
+        num_params = None if self.info is None or self.filters.disabled else self.info.num_params
         structure = self.space.draw(self.random, stage, num_params)
         lineage = Lineage(len(self.lineages), structure, low, high, high)
         self.lineages.append(lineage)
@@ -204,16 +204,16 @@ class LineageMethod(abc.ABC):
             lineage.high = position - 1
         else:
             lineage.low = position + 1
-            if not self.gates.is_open and position == lineage.first_high < self.space.ladder.last:
-                last = self.space.ladder.last
+            if not self.filters.disabled and position == lineage.first_high < self.space.batch_size_grid.last:
+                last = self.space.batch_size_grid.last
                 lineage.high = lineage.first_high = min(2 * position + 1, last)
         lineage.is_closed = lineage.high < lineage.low
 
     # ---- machinery -------------------------------------------------------------------------------
 
     def _measure(self, candidate: Candidate, why: str) -> Measure:
-        trial_id = len(self.known) + 1
-        self.known[trial_id] = Known(candidate, None)
+        trial_id = len(self.observations) + 1
+        self.observations[trial_id] = Observation(candidate, None)
         return Measure(trial_id, candidate, why)
 
     def _note_best(self, value: float | None) -> None:
@@ -233,8 +233,8 @@ class LineageMethod(abc.ABC):
                 )
                 notes = [Note(line) for line in lines]
             self._phase = "search"
-            if not self.gates.is_open:
-                self._unproven = trials_of_proof(self.space)
+            if not self.filters.disabled:
+                self._unproven = trials_for_effects(self.space)
             return [*notes, *self._fill()]
         smallest = self.space.smallest()
         is_smaller = smallest.batch.micro_batch_size < self.space.own().batch.micro_batch_size
@@ -252,20 +252,20 @@ class LineageMethod(abc.ABC):
 
     def _fill(self) -> list[Action]:
         actions: list[Action] = []
-        num_open = sum(1 for known in self.known.values() if known.outcome is None)
+        num_open = sum(1 for observation in self.observations.values() if observation.outcome is None)
         for _ in range(_MOST_SKIPPED):
-            if num_open >= self.options.num_parallel or len(self.known) >= self.options.max_trials:
+            if num_open >= self.options.num_parallel or len(self.observations) >= self.options.max_trials:
                 break
             if self._unproven:
                 candidate = self._unproven.pop(0)
-                if self.gates.check(candidate, list(self.known.values())) is None:
+                if self.filters.check(candidate, list(self.observations.values())) is None:
                     actions.append(self._measure(candidate, "to prove that a knob does something"))
                     num_open += 1
                 continue
             lineage = self.choose()
             position = self.position(lineage)
             candidate = self.space.candidate(lineage.structure, position)
-            verdict = self.gates.check(candidate, list(self.known.values()))
+            verdict = self.filters.check(candidate, list(self.observations.values()))
             if verdict is None:
                 action = self._measure(candidate, self.why(lineage))
                 self._lineage_of[action.trial_id] = (lineage.idx, position)
@@ -280,8 +280,10 @@ class LineageMethod(abc.ABC):
                 assert verdict.outcome is not None
                 self._step(lineage, position, verdict.outcome, score(verdict.outcome, self.options.metric))
         if num_open == 0:
-            is_spent = len(self.known) >= self.options.max_trials
-            reason = f"all {len(self.known)} trials completed" if is_spent else "nothing new is left to try"
+            is_spent = len(self.observations) >= self.options.max_trials
+            reason = (
+                f"all {len(self.observations)} trials completed" if is_spent else "nothing new is left to try"
+            )
             return [*actions, *self._finish(reason)]
         return actions
 
@@ -294,7 +296,9 @@ class LineageMethod(abc.ABC):
 
     def _proved(self, candidate: Candidate) -> list[Action]:
         """Say what a trial with one changed knob has shown of that knob."""
-        found = best_proofs(self.space, [(one.candidate, one.outcome) for one in self.known.values()])
+        found = best_knob_effects(
+            self.space, [(one.candidate, one.outcome) for one in self.observations.values()]
+        )
         paths = {path for path, _ in candidate.settings}
         return [Note(str(proof)) for proof in found if proof.path in paths]
 

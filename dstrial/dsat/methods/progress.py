@@ -7,8 +7,8 @@ from typing import Any
 
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured
-from dstrial.dsat.predictor.predictor import Forecaster, structure_of
-from dstrial.dsat.space.filters import Known
+from dstrial.dsat.predictor.predictor import Predictor, structure_of
+from dstrial.dsat.space.filters import Observation
 
 _TIE = 1.01
 """What is not better than the best so far by this is no progress."""
@@ -16,49 +16,55 @@ _TIE = 1.01
 _NEXT_SIZES = 2
 
 
-def incumbent(known: Mapping[int, Known], forecaster: Forecaster) -> tuple[Candidate, float] | None:
+def incumbent(
+    observations: Mapping[int, Observation], predictor: Predictor
+) -> tuple[Candidate, float] | None:
     """Return the best measured configuration and its cost; None before anything ran.
 
     Args:
-        known: trial -> what was or is being measured.
-        forecaster: knows what a cost is.
+        observations: trial -> what was or is being measured.
+        predictor: knows what a cost is.
     """
     best: tuple[Candidate, float] | None = None
-    for one in known.values():
-        cost = None if one.outcome is None else forecaster.cost(one.candidate, one.outcome)
+    for one in observations.values():
+        cost = None if one.outcome is None else predictor.cost(one.candidate, one.outcome)
         if cost is not None and (best is None or cost < best[1]):
             best = one.candidate, cost
     return best
 
 
-def incumbent_smoothed(known: Mapping[int, Known], forecaster: Forecaster) -> tuple[Candidate, float] | None:
+def smoothed_incumbent(
+    observations: Mapping[int, Observation], predictor: Predictor
+) -> tuple[Candidate, float] | None:
     """Return the best measured configuration and its cost by all measurements.
 
     The best of many measurements is in part the luckiest one.
 
     Args:
-        known: trial -> what was or is being measured.
-        forecaster: that has learned from them.
+        observations: trial -> what was or is being measured.
+        predictor: that has learned from them.
     """
-    best = incumbent(known, forecaster)
+    best = incumbent(observations, predictor)
     if best is None:
         return None
-    predicted = forecaster.times([best[0]])
+    predicted = predictor.times([best[0]])
     return best[0], max(best[1], predicted[0].cost) if predicted else best[1]
 
 
-def num_disappointed(order: Sequence[int], known: Mapping[int, Known], forecaster: Forecaster) -> int:
+def trials_since_improvement(
+    order: Sequence[int], observations: Mapping[int, Observation], predictor: Predictor
+) -> int:
     """Return how many last measurements in a row beat all before by 1 % at most.
 
     Args:
         order: trials in the order in which they ended.
-        known: trial -> what was measured.
-        forecaster: knows what a cost is.
+        observations: trial -> what was measured.
+        predictor: knows what a cost is.
     """
     number, best = 0, None
     for trial_id in order:
-        one = known[trial_id]
-        cost = None if one.outcome is None else forecaster.cost(one.candidate, one.outcome)
+        one = observations[trial_id]
+        cost = None if one.outcome is None else predictor.cost(one.candidate, one.outcome)
         if cost is not None and (best is None or cost * _TIE < best):
             number = 0
         elif best is not None:
@@ -68,48 +74,48 @@ def num_disappointed(order: Sequence[int], known: Mapping[int, Known], forecaste
     return number
 
 
-def explained(
-    known: Mapping[int, Known], best: tuple[Candidate, float] | None, forecaster: Forecaster
+def time_breakdowns(
+    observations: Mapping[int, Observation], best: tuple[Candidate, float] | None, predictor: Predictor
 ) -> dict[int, dict[str, float]]:
     """Return trial -> parts of its step time, by all measurements, of own and best.
 
     Args:
-        known: trial -> what was or is being measured.
+        observations: trial -> what was or is being measured.
         best: the best configuration and its cost; None before anything ran.
-        forecaster: that has learned from them.
+        predictor: that has learned from them.
     """
     found = {}
-    for trial_id, one in _own_and_best(known, best):
-        point = forecaster.described.time_point(one.candidate)
+    for trial_id, one in _own_and_best(observations, best):
+        point = predictor.features.time_point(one.candidate)
         if isinstance(one.outcome, Measured) and point is not None:
-            found[trial_id] = forecaster.time.parts(point)
+            found[trial_id] = predictor.time.parts(point)
     return found
 
 
-def margins(
-    known: Mapping[int, Known], best: tuple[Candidate, float] | None, forecaster: Forecaster
+def memory_margins(
+    observations: Mapping[int, Observation], best: tuple[Candidate, float] | None, predictor: Predictor
 ) -> list[dict[str, Any]]:
     """Return the bytes that larger micro batches of the own and the best one lack.
 
     If the own one ran out of memory, its own size counts as well.
 
     Args:
-        known: trial -> what was or is being measured.
+        observations: trial -> what was or is being measured.
         best: the best configuration and its cost; None before anything ran.
-        forecaster: that has learned from them.
+        predictor: that has learned from them.
     """
-    space = forecaster.space
-    ladder = space.ladder
+    space = predictor.space
+    ladder = space.batch_size_grid
     found: list[dict[str, Any]] = []
-    for trial_id, known_one in _own_and_best(known, best):
-        if known_one.outcome is None:
+    for trial_id, observation in _own_and_best(observations, best):
+        if observation.outcome is None:
             continue
-        at = ladder.position(known_one.candidate.batch.micro_batch_size)
-        outcome = known_one.outcome
+        at = ladder.position(observation.candidate.batch.micro_batch_size)
+        outcome = observation.outcome
         has_run_out = isinstance(outcome, Failure) and outcome.kind is FailureKind.DEVICE_OOM
         for position in range(at + (not has_run_out), min(at + 1 + _NEXT_SIZES, ladder.last + 1)):
-            one = space.candidate(structure_of(known_one.candidate), position)
-            margin, memory = forecaster.margin_bytes(one), forecaster.memory_of(one)
+            one = space.candidate(structure_of(observation.candidate), position)
+            margin, memory = predictor.margin_bytes(one), predictor.memory_of(one)
             if margin is not None and memory is not None:
                 found.append(
                     {
@@ -123,8 +129,8 @@ def margins(
 
 
 def _own_and_best(
-    known: Mapping[int, Known], best: tuple[Candidate, float] | None
-) -> Iterator[tuple[int, Known]]:
-    for trial_id, one in known.items():
+    observations: Mapping[int, Observation], best: tuple[Candidate, float] | None
+) -> Iterator[tuple[int, Observation]]:
+    for trial_id, one in observations.items():
         if one.candidate.is_own or (best is not None and one.candidate == best[0]):
             yield trial_id, one

@@ -8,10 +8,10 @@ from __future__ import annotations
 from dstrial.dsat.core.outcome import Failure, score
 from dstrial.dsat.methods.base import Flag, MethodEntry
 from dstrial.dsat.methods.lineage import Lineage, LineageMethod
-from dstrial.dsat.space.filters import Known
+from dstrial.dsat.space.filters import Observation
 
 
-class RandomSearch(LineageMethod):
+class RandomConfigSearch(LineageMethod):
     """Draws a stage, a structure, and micro batches around the middle of what is left.
 
     Once stage 1 or 2 has run, stage 3, which communicates more, is not tried any more. A lineage ends after
@@ -34,22 +34,22 @@ class RandomSearch(LineageMethod):
 
     def new_range(self, stage: int) -> tuple[int, int]:
         """Return the range around what is known of a stage."""
-        ladder, high = self.space.ladder, self.ceiling(stage)
-        known = self._of_stage(stage)
+        ladder, high = self.space.batch_size_grid, self.ceiling(stage)
+        observations = self._of_stage(stage)
         runs = [
             (value, ladder.position(one.candidate.batch.micro_batch_size))
-            for one in known
+            for one in observations
             if one.outcome is not None and (value := score(one.outcome, self.options.metric)) is not None
         ]
         if not runs:
             return 0, high
         best, largest = max(runs)[1], max(position for _, position in runs)
-        if self.gates.is_open:
+        if self.filters.disabled:
             low = min(best + 1, ladder.last)
             return low, min(max(largest, high, 2 * low), ladder.last)
         failed = [
             ladder.position(one.candidate.batch.micro_batch_size)
-            for one in known
+            for one in observations
             if isinstance(one.outcome, Failure) and one.outcome.kind.is_out_of_memory
         ]
         high = max(largest, min([high, *(position - 1 for position in failed)]))
@@ -66,10 +66,10 @@ class RandomSearch(LineageMethod):
             lineage.is_closed = position <= lineage.low
             lineage.high = max(position - 1, lineage.low)
             return
-        lineage.low = min(position + 1, self.space.ladder.last)
+        lineage.low = min(position + 1, self.space.batch_size_grid.last)
         if lineage.high < position + 1:
-            lineage.high = min(2 * (position + 1), self.space.ladder.last)
-        lineage.is_closed = position >= self.space.ladder.last
+            lineage.high = min(2 * (position + 1), self.space.batch_size_grid.last)
+        lineage.is_closed = position >= self.space.batch_size_grid.last
 
     def _is_over(self, lineage: Lineage) -> bool:
         if len(lineage.history) >= self.options.trials_per_random_config:
@@ -94,14 +94,14 @@ class RandomSearch(LineageMethod):
             for one in self._of_stage(stage)
         )
 
-    def _of_stage(self, stage: int) -> list[Known]:
-        return [one for one in self.known.values() if one.candidate.stage == stage]
+    def _of_stage(self, stage: int) -> list[Observation]:
+        return [one for one in self.observations.values() if one.candidate.stage == stage]
 
 
 RANDOM = MethodEntry(
     "random",
     "random structures with random micro batches",
-    lambda space, options, gates, _inputs: RandomSearch(space, options, gates),
+    lambda space, options, filters, _inputs: RandomConfigSearch(space, options, filters),
     (
         Flag(
             "--trials-per-random-config",

@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Collection, Sequence
 
 from dstrial.dsat.core.candidate import Candidate
-from dstrial.dsat.predictor.config_groups import Structures
-from dstrial.dsat.predictor.predictor import Forecast, Forecaster, structure_of
+from dstrial.dsat.predictor.config_groups import ConfigGroups
+from dstrial.dsat.predictor.predictor import Prediction, Predictor, structure_of
 from dstrial.dsat.predictor.step_time import TimeModel
 from dstrial.dsat.space.space import Structure
 
@@ -27,7 +27,7 @@ _SURE_ENOUGH, _WORTH_RISK = 0.88, 0.03
 _LIKELY_ENOUGH, _WORTH_LAST_RISK = 0.7, 0.05
 """What fits still less surely is proposed where it is expected to gain this, for when nothing else is left."""
 _HOPELESS_SPREADS, _HOPELESS = 3.0, 1.03
-"""A group whose bound at so many spreads is above the best cost by this is not looked at again."""
+"""A group whose bound at so many standard deviations is above the best cost by this is not looked at again."""
 _KEPT = 2
 _KNOWN_AFTER = 2
 """Measurements of a group, after which its memory is known."""
@@ -40,36 +40,36 @@ class Proposal:
     """Something that could be measured next.
 
     Attributes:
-        forecast: of it.
+        prediction: of it.
         promised: what may fit and would be better, once this has told what the group needs; None if nothing.
         is_risk: whether it may well run out of memory, and is for when nothing else is left.
     """
 
-    forecast: Forecast
-    promised: Forecast | None = None
+    prediction: Prediction
+    promised: Prediction | None = None
     is_risk: bool = False
 
-    def gain(self, cost: float) -> float:
+    def expected_improvement(self, cost: float) -> float:
         """Return the expected gain over a cost, its own or of what may follow from it."""
-        gain = self.forecast.gain(cost) * self.forecast.probability_to_fit
+        gain = self.prediction.expected_improvement(cost) * self.prediction.probability_to_fit
         if self.promised is None:
             return gain
-        return max(gain, _NEXT * self.promised.gain(cost) * self.promised.probability_to_fit)
+        return max(gain, _NEXT * self.promised.expected_improvement(cost) * self.promised.probability_to_fit)
 
 
-class Proposals:
+class Acquisition:
     """Proposes candidates of every group.
 
     Args:
-        structures: of the space that is searched.
-        forecaster: predicts them.
+        groups: of the space that is searched.
+        predictor: predicts them.
         is_allowed: says whether a configuration may be measured, its memory apart.
     """
 
     def __init__(
-        self, structures: Structures, forecaster: Forecaster, is_allowed: Callable[[Candidate], bool]
+        self, groups: ConfigGroups, predictor: Predictor, is_allowed: Callable[[Candidate], bool]
     ) -> None:
-        self._structures, self._forecaster = structures, forecaster
+        self._groups, self._predictor = groups, predictor
         self._is_allowed = is_allowed
         self._starts: dict[tuple[object, ...], dict[Structure, None]] = {}
 
@@ -82,7 +82,7 @@ class Proposals:
         positions: Sequence[int],
         *,
         fits: float,
-        num_spreads: float,
+        num_stds: float,
         time: TimeModel,
         measured: Collection[Candidate],
         cost: float | None = None,
@@ -92,17 +92,17 @@ class Proposals:
         Args:
             positions: of the ladder, that are considered.
             fits: least probability to fit.
-            num_spreads: a bound lies so many spreads below the median.
+            num_stds: a bound lies so many standard deviations below the median.
             time: predicts times.
             measured: where else to begin.
             cost: of the best so far; None before anything ran.
         """
         starts: dict[tuple[object, ...], list[Structure]] = {}
-        for structure in (*self._structures.bases(), *(structure_of(one) for one in measured)):
-            starts.setdefault(self._structures.group(structure), []).append(structure)
+        for structure in (*self._groups.bases(), *(structure_of(one) for one in measured)):
+            starts.setdefault(self._groups.group(structure), []).append(structure)
         num_measured: dict[tuple[object, ...], int] = {}
         for one in measured:
-            group = self._structures.group(structure_of(one))
+            group = self._groups.group(structure_of(one))
             num_measured[group] = num_measured.get(group, 0) + 1
         found: dict[Candidate, Proposal] = {}
         for group, bases in starts.items():
@@ -111,12 +111,12 @@ class Proposals:
             begun = [*known, *bases]
             if known and cost is not None:
                 seen = descent.best_start(begun, _HOPELESS_SPREADS)
-                if seen is None or seen.bound(_HOPELESS_SPREADS) > _HOPELESS * cost:
+                if seen is None or seen.lower_confidence_bound(_HOPELESS_SPREADS) > _HOPELESS * cost:
                     continue
-            for spreads in (num_spreads, 0.0):
-                proposal = descent.run(begun, spreads)
+            for log_stds in (num_stds, 0.0):
+                proposal = descent.run(begun, log_stds)
                 if proposal is not None:
-                    found.setdefault(proposal.candidate, Proposal(self._forecaster.completed(proposal)))
+                    found.setdefault(proposal.candidate, Proposal(self._predictor.completed(proposal)))
                     structure = structure_of(proposal.candidate)
                     known.pop(structure, None)
                     known[structure] = None
@@ -127,14 +127,14 @@ class Proposals:
                 continue
             is_known = num_measured.get(group, 0) >= _KNOWN_AFTER
             risky = self._descent(positions, _SURE_ENOUGH if is_known else _MAY_FIT, time)
-            promised = risky.run(begun, num_spreads)
+            promised = risky.run(begun, num_stds)
             if promised is not None and promised.candidate not in found:
                 risk = self._risk(promised, None if is_known else descent, cost)
                 if risk is not None:
-                    found[risk.forecast.candidate] = risk
+                    found[risk.prediction.candidate] = risk
         return list(found.values())
 
-    def _risk(self, promised: Forecast, descent: _Descent | None, cost: float) -> Proposal | None:
+    def _risk(self, promised: Prediction, descent: _LocalSearch | None, cost: float) -> Proposal | None:
         """Return the measurement that a promise which may not fit is worth, or None.
 
         Args:
@@ -142,48 +142,48 @@ class Proposals:
             descent: finds what would tell of the group's memory; None where that is known.
             cost: of the best so far.
         """
-        promised = self._forecaster.completed(promised)
-        worth = promised.gain(cost) * promised.probability_to_fit
+        promised = self._predictor.completed(promised)
+        worth = promised.expected_improvement(cost) * promised.probability_to_fit
         if promised.probability_to_fit >= _SURE_ENOUGH and worth >= _WORTH_RISK:
             return Proposal(promised)
-        stone = None if descent is None else descent.stone(structure_of(promised.candidate))
-        if stone is not None:
-            return Proposal(self._forecaster.completed(stone), promised)
+        probe = None if descent is None else descent.probe(structure_of(promised.candidate))
+        if probe is not None:
+            return Proposal(self._predictor.completed(probe), promised)
         if promised.probability_to_fit >= _LIKELY_ENOUGH and worth >= _WORTH_LAST_RISK:
             return Proposal(promised, is_risk=True)
         return None
 
-    def _descent(self, positions: Sequence[int], fits: float, time: TimeModel) -> _Descent:
-        return _Descent(self._structures, self._forecaster, self._is_allowed, positions, fits, time)
+    def _descent(self, positions: Sequence[int], fits: float, time: TimeModel) -> _LocalSearch:
+        return _LocalSearch(self._groups, self._predictor, self._is_allowed, positions, fits, time)
 
 
-class _Descent:
+class _LocalSearch:
     """Coordinate descent within one group."""
 
     def __init__(
         self,
-        structures: Structures,
-        forecaster: Forecaster,
+        groups: ConfigGroups,
+        predictor: Predictor,
         is_allowed: Callable[[Candidate], bool],
         positions: Sequence[int],
         fits: float,
         time: TimeModel,
     ) -> None:
-        self._structures, self._forecaster, self._time = structures, forecaster, time
-        self._space = structures.space
+        self._groups, self._predictor, self._time = groups, predictor, time
+        self._space = groups.space
         self._is_allowed, self._fits = is_allowed, fits
         self._positions = positions
-        self._seen: dict[Candidate, Forecast] = {}
+        self._seen: dict[Candidate, Prediction] = {}
 
-    def run(self, starts: Sequence[Structure], num_spreads: float) -> Forecast | None:
+    def run(self, starts: Sequence[Structure], num_stds: float) -> Prediction | None:
         """Descend from the best start; return the least bound that may be measured."""
         begun = [one for start in dict.fromkeys(starts) if (one := self._start(start)) is not None]
         if not begun:
             return None
-        at, place = min(begun, key=lambda one: one[0].bound(num_spreads))
+        at, place = min(begun, key=lambda one: one[0].lower_confidence_bound(num_stds))
         best = at if self._is_allowed(at.candidate) else None
         for _ in range(_MOST_CHANGES):
-            moved = self._move(at, place, num_spreads, best)
+            moved = self._move(at, place, num_stds, best)
             if moved is None:
                 return best
             at, place = moved
@@ -191,23 +191,23 @@ class _Descent:
                 best = at
         return best
 
-    def best_start(self, starts: Sequence[Structure], num_spreads: float) -> Forecast | None:
+    def best_start(self, starts: Sequence[Structure], num_stds: float) -> Prediction | None:
         """Return the start with the least bound, at the largest micro batch that fits."""
         begun = [one[0] for start in dict.fromkeys(starts) if (one := self._start(start)) is not None]
-        return min(begun, key=lambda one: one.bound(num_spreads)) if begun else None
+        return min(begun, key=lambda one: one.lower_confidence_bound(num_stds)) if begun else None
 
-    def stone(self, structure: Structure) -> Forecast | None:
+    def probe(self, structure: Structure) -> Prediction | None:
         """Return a structure's largest fitting micro batch that may be measured, or None."""
         start = self._start(structure)
         for place in range(-1 if start is None else start[1], -1, -1):
             candidate = self._space.candidate(structure, self._positions[place])
             if self._is_allowed(candidate):
-                return next(iter(self._forecast([candidate])), None)
+                return next(iter(self._predict([candidate])), None)
         return None
 
-    def _start(self, structure: Structure) -> tuple[Forecast, int] | None:
+    def _start(self, structure: Structure) -> tuple[Prediction, int] | None:
         """Return a structure with its largest fitting micro batch, and the place of that."""
-        if not self._structures.is_legal(structure):
+        if not self._groups.is_legal(structure):
             return None
         low, high = -1, len(self._positions) - 1
         while low < high:
@@ -218,40 +218,40 @@ class _Descent:
                 high = middle - 1
         if low < 0:
             return None
-        found = self._forecast([self._space.candidate(structure, self._positions[low])])
+        found = self._predict([self._space.candidate(structure, self._positions[low])])
         return (found[0], low) if found else None
 
     def _move(
-        self, at: Forecast, place: int, num_spreads: float, best: Forecast | None
-    ) -> tuple[Forecast, int] | None:
+        self, at: Prediction, place: int, num_stds: float, best: Prediction | None
+    ) -> tuple[Prediction, int] | None:
         """Return the best change of one knob, maybe with the micro batch; None without.
 
         Without anything that may be measured so far, that which costs least does.
         """
         structure = structure_of(at.candidate)
-        others = [structure, *self._structures.moves(structure, self._forecaster.num_params)]
+        others = [structure, *self._groups.moves(structure, self._predictor.num_params)]
         places = {
             self._space.candidate(one, self._positions[place + step]): place + step
             for one in others
             for step in _STEPS
             if 0 <= place + step < len(self._positions)
         }
-        ranked = sorted(self._forecast(list(places)), key=lambda one: one.bound(num_spreads))
-        least = at.bound(num_spreads) * math.exp(-_BETTER)
+        ranked = sorted(self._predict(list(places)), key=lambda one: one.lower_confidence_bound(num_stds))
+        least = at.lower_confidence_bound(num_stds) * math.exp(-_BETTER)
         for one in ranked:
-            is_better = one.bound(num_spreads) < least
+            is_better = one.lower_confidence_bound(num_stds) < least
             if not is_better and (best is not None or not self._is_allowed(one.candidate)):
                 if best is not None:
                     return None
                 continue
-            if self._structures.is_legal(structure_of(one.candidate)) and self._may_fit(one.candidate):
+            if self._groups.is_legal(structure_of(one.candidate)) and self._may_fit(one.candidate):
                 return one, places[one.candidate]
         return None
 
-    def _forecast(self, candidates: Sequence[Candidate]) -> list[Forecast]:
+    def _predict(self, candidates: Sequence[Candidate]) -> list[Prediction]:
         new = [one for one in candidates if one not in self._seen]
-        self._seen.update((one.candidate, one) for one in self._forecaster.times(new, self._time))
+        self._seen.update((one.candidate, one) for one in self._predictor.times(new, self._time))
         return [self._seen[one] for one in candidates if one in self._seen]
 
     def _may_fit(self, candidate: Candidate) -> bool:
-        return self._forecaster.probability_to_fit(candidate) >= self._fits
+        return self._predictor.probability_to_fit(candidate) >= self._fits

@@ -46,27 +46,27 @@ class Row:
     @property
     def variance(self) -> float:
         """Of all effects together."""
-        return sum([spread * spread for _, spread in self.effects])
+        return sum([log_std * log_std for _, log_std in self.effects])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Seen:
+class Sample:
     """A measured quantity.
 
     Attributes:
         row: what was measured.
         value: of it.
-        spread: standard deviation of its logarithm.
+        log_std: standard deviation of its logarithm.
         is_least: whether it is only known to be no less than the value.
     """
 
     row: Row
     value: float
-    spread: float
+    log_std: float
     is_least: bool = False
 
 
-class SumModel:
+class AdditiveRegression:
     """Predicts sums from what is known so far.
 
     Args:
@@ -78,13 +78,13 @@ class SumModel:
     def __init__(
         self,
         priors: Sequence[tuple[float, float]],
-        seen: Sequence[Seen] = (),
+        seen: Sequence[Sample] = (),
         *,
         is_robust: bool = True,
     ) -> None:
         self._is_robust = is_robust
         self._prior: _Floats = np.array([mean for mean, _ in priors])
-        self._variances: _Floats = np.array([spread for _, spread in priors]) ** 2
+        self._variances: _Floats = np.array([log_std for _, log_std in priors]) ** 2
         self.log_factors: _Floats = self._prior.copy()
         self.scale = 1.0
         self._fitted: _Fitted | None = None
@@ -113,30 +113,30 @@ class SumModel:
 
     # ---- fitting ---------------------------------------------------------------------------------
 
-    def _learn(self, seen: Sequence[Seen]) -> None:
+    def _learn(self, seen: Sequence[Sample]) -> None:
         firm = [one for one in seen if not one.is_least]
         if firm:
             self._fit(firm)
         doubtful = [one for one in seen if one.is_least]
         if doubtful:
             # What was more than expected is news; it is taken to have been more by one spread of the expectation.
-            medians, spreads = self.predict([one.row for one in doubtful])
+            medians, log_stds = self.predict([one.row for one in doubtful])
             told = [
-                dataclasses.replace(one, value=one.value * math.exp(0.5 * spread), is_least=False)
-                for one, median, spread in zip(doubtful, medians, spreads, strict=True)
-                if median < math.log(one.value) + 0.5 * spread
+                dataclasses.replace(one, value=one.value * math.exp(0.5 * log_std), is_least=False)
+                for one, median, log_std in zip(doubtful, medians, log_stds, strict=True)
+                if median < math.log(one.value) + 0.5 * log_std
             ]
             if told:
                 self._fit([*firm, *told])
 
-    def _fit(self, seen: Sequence[Seen]) -> None:
+    def _fit(self, seen: Sequence[Sample]) -> None:
         rows = [one.row for one in seen]
         names = {
             name: idx for idx, name in enumerate(dict.fromkeys(n for row in rows for n, _ in row.effects))
         }
         parts, features = _parts(rows), _features(rows, names)
         measured = np.log([one.value for one in seen])
-        noise: _Floats = np.array([max(one.spread, _LEAST_NOISE) ** 2 for one in seen])
+        noise: _Floats = np.array([max(one.log_std, _LEAST_NOISE) ** 2 for one in seen])
         best = -math.inf
         for scale, probability in _SCALES if len(seen) >= _FEWEST_TO_SCALE else ((1.0, 1.0),):
             fitted, factors, likelihood = self._fit_at(scale, parts, features, names, measured, noise)
@@ -205,8 +205,8 @@ def _log_sums(parts: _Floats, factors: _Floats) -> tuple[_Floats, _Floats]:
 def _features(rows: Sequence[Row], names: Mapping[Hashable, int]) -> _Floats:
     found = np.zeros((len(rows), max(len(names), 1)))
     for at, row in enumerate(rows):
-        for name, spread in row.effects:
+        for name, log_std in row.effects:
             idx = names.get(name)
             if idx is not None:
-                found[at, idx] = spread
+                found[at, idx] = log_std
     return found

@@ -8,7 +8,7 @@ from typing import Any
 
 from dstrial.config import check_deepspeed
 from dstrial.dsat.core.candidate import BatchSplit, value_at
-from dstrial.dsat.predictor.zero_features import Setup
+from dstrial.dsat.predictor.zero_features import ZeroFeatures
 from dstrial.dsat.space.knobs import KNOBS, ZERO, Knob, useful_values, width_of
 from dstrial.dsat.space.space import Space, Structure
 
@@ -23,7 +23,7 @@ _NOT_IN_SETUP = frozenset({f"{ZERO}.round_robin_gradients"})
 _RATIO = f"{ZERO}.offload_optimizer.ratio"
 
 
-class Structures:
+class ConfigGroups:
     """The structures of a space, each looked at once.
 
     Args:
@@ -36,7 +36,7 @@ class Structures:
         self._is_cpu = is_cpu
         self._effective: dict[Structure, dict[str, Any]] = {}
         self._own_effective = check_deepspeed(space.base, space.sizes, auto="warning").effective
-        self._setups: dict[Structure, Setup] = {}
+        self._setups: dict[Structure, ZeroFeatures] = {}
         self._frames: dict[Structure, Structure] = {}
         self._legal: dict[Structure, bool] = {}
         self._changed: dict[Structure, tuple[tuple[str, Any], ...]] = {}
@@ -66,7 +66,7 @@ class Structures:
                     or knob.path not in _KNOWN
                 ]
                 for structure in self.space.structures(stage, knobs):
-                    if self.space.illegal(self.space.candidate(structure, 0)) is not None:
+                    if self.space.illegal_reason(self.space.candidate(structure, 0)) is not None:
                         continue
                     identity = self._identity(structure)
                     if identity not in seen and len(found) < _MOST_BASES:
@@ -91,7 +91,7 @@ class Structures:
                     structure.stage, tuple(sorted({**dict(structure.settings), knob.path: value}.items()))
                 )
                 candidate = self.space.candidate(changed, 0)
-                if self.space.illegal(candidate) is not None:
+                if self.space.illegal_reason(candidate) is not None:
                     continue
                 identity = self._identity(changed)
                 if identity not in seen:
@@ -113,7 +113,7 @@ class Structures:
             return self.space.checked(candidate).effective
         return check_deepspeed(self.space.config(candidate), self.space.sizes, auto="warning").effective
 
-    def setup(self, structure: Structure) -> Setup:
+    def setup(self, structure: Structure) -> ZeroFeatures:
         """Return what of a structure decides where time and memory go."""
         if structure not in self._setups:
             # Sizes change nothing else in a config, so that it need not be read anew for each of them.
@@ -121,7 +121,7 @@ class Structures:
             effective = dict(self.effective(frame))
             sizes = {_SIZES[path]: value for path, value in structure.settings if path in _SIZES}
             effective[ZERO] = {**(effective.get(ZERO) or {}), **sizes}
-            self._setups[structure] = Setup.from_config(
+            self._setups[structure] = ZeroFeatures.from_config(
                 effective, replicas=self.space.replicas, bytes_per_value=width_of(effective)
             )
         return self._setups[structure]
@@ -137,7 +137,7 @@ class Structures:
         """Say whether DeepSpeed takes a structure and all of its settings have effect."""
         frame = self.frame(structure)
         if frame not in self._legal:
-            self._legal[frame] = self.space.illegal(self.space.candidate(frame, 0)) is None
+            self._legal[frame] = self.space.illegal_reason(self.space.candidate(frame, 0)) is None
         return self._legal[frame]
 
     def group(self, structure: Structure) -> tuple[Any, ...]:
@@ -200,7 +200,9 @@ class Structures:
 
     def representatives(self) -> dict[str, tuple[Structure, bool]]:
         """Return run key -> the structure to dry-run for it, and whether it accumulates."""
-        splits = [self.space.ladder.split(position) for position in (0, self.space.ladder.last)]
+        splits = [
+            self.space.batch_size_grid.split(position) for position in (0, self.space.batch_size_grid.last)
+        ]
         kinds = sorted({split.accumulation > 1 for split in splits}, reverse=True)
         found: dict[str, tuple[Structure, bool]] = {}
         for structure in self.bases():
@@ -229,7 +231,7 @@ def positions(space: Space, largest: int | None = None) -> Sequence[int]:
         space: what is searched.
         largest: micro batch size above which nothing is; None for the ladder's end.
     """
-    ladder = space.ladder
+    ladder = space.batch_size_grid
     if not ladder.is_free:
         return range(ladder.last + 1)
     last = ladder.last if largest is None else ladder.position(largest)
@@ -253,5 +255,5 @@ def positions_near(space: Space, ran: Sequence[BatchSplit]) -> Sequence[int]:
     return [
         position
         for position in positions(space, largest)
-        if space.ladder.split(position).micro_batch_size <= largest
+        if space.batch_size_grid.split(position).micro_batch_size <= largest
     ]

@@ -7,32 +7,32 @@ from typing import Any
 
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Measured
-from dstrial.dsat.predictor.config_groups import Structures
+from dstrial.dsat.predictor.config_groups import ConfigGroups
 from dstrial.dsat.predictor.hardware import Machine, unknown_machine
 from dstrial.dsat.predictor.memory import peak_parts
 from dstrial.dsat.predictor.memory_learner import MemoryPoint
 from dstrial.dsat.predictor.profiles import ModelInfo, PredictInputs, closed_form
 from dstrial.dsat.predictor.step_parts import step_parts
 from dstrial.dsat.predictor.step_time import TimePoint
-from dstrial.dsat.predictor.zero_features import Setup
+from dstrial.dsat.predictor.zero_features import ZeroFeatures
 from dstrial.dsat.space.space import Structure
 from dstrial.engine.dryrun.values import DryRunResult
 
 
-class Described:
+class Features:
     """Says where a configuration's time and memory go, before any correction.
 
     Args:
-        structures: of the space that is searched.
+        groups: of the space that is searched.
         inputs: dry runs and machine.
     """
 
-    def __init__(self, structures: Structures, inputs: PredictInputs) -> None:
-        self._structures, self._inputs = structures, inputs
+    def __init__(self, groups: ConfigGroups, inputs: PredictInputs) -> None:
+        self._config_groups, self._inputs = groups, inputs
         self.info: ModelInfo | None = None
         self.machine: Machine | None = inputs.machine
         self._flops_per_record = 0.0
-        self._unknown_machine = unknown_machine(structures.space.replicas, is_cpu=inputs.is_cpu)
+        self._unknown_machine = unknown_machine(groups.space.replicas, is_cpu=inputs.is_cpu)
         self._formulas: dict[tuple[Any, ...], DryRunResult] = {}
         self._views: dict[tuple[int, tuple[tuple[str, Any], ...], bool], _View] = {}
         self._times: dict[Candidate, TimePoint | None] = {}
@@ -122,25 +122,25 @@ class Described:
         return self._views[key]
 
     def _new_view(self, structure: Structure, *, is_accumulating: bool) -> _View:
-        structures = self._structures
-        setup = ran = structures.setup(structure)
-        run = self._inputs.runs.get(structures.run_key(structure, is_accumulating=is_accumulating))
+        groups = self._config_groups
+        setup = ran = groups.setup(structure)
+        run = self._inputs.runs.get(groups.run_key(structure, is_accumulating=is_accumulating))
         is_formula = run is None
         if run is not None:
-            ran = structures.setup(structures.ran(structure, is_accumulating=is_accumulating))
+            ran = groups.setup(groups.ran(structure, is_accumulating=is_accumulating))
         elif self.info is not None:
             run = self._formula(self.info, setup, is_accumulating=is_accumulating)
         return _View(
             run,
             setup,
             ran,
-            structures.group(structure),
-            structures.changed(structure),
-            structures.extras(structure),
+            groups.group(structure),
+            groups.changed(structure),
+            groups.extras(structure),
             is_formula=is_formula,
         )
 
-    def _formula(self, info: ModelInfo, setup: Setup, *, is_accumulating: bool) -> DryRunResult:
+    def _formula(self, info: ModelInfo, setup: ZeroFeatures, *, is_accumulating: bool) -> DryRunResult:
         if (setup, is_accumulating) not in self._formulas:
             self._formulas[setup, is_accumulating] = closed_form(
                 info, setup, flops_per_record=self._flops_per_record, is_accumulating=is_accumulating
@@ -163,8 +163,8 @@ class _View:
     """
 
     run: DryRunResult | None
-    setup: Setup
-    ran: Setup
+    setup: ZeroFeatures
+    ran: ZeroFeatures
     group: tuple[Any, ...]
     settings: tuple[tuple[str, Any], ...]
     extras: tuple[tuple[str, Any], ...]

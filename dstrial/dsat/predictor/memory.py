@@ -10,7 +10,7 @@ import dataclasses
 import math
 import statistics
 
-from dstrial.dsat.predictor.zero_features import Buckets, Setup
+from dstrial.dsat.predictor.zero_features import Buckets, ZeroFeatures
 from dstrial.engine.dryrun.values import DryRunResult, Line, MemoryForm
 
 MEMORY_PARTS = (
@@ -43,21 +43,21 @@ class DeviceMemory:
     Attributes:
         capacity_bytes: all of its memory; None where there is no limit.
         context_bytes: taken by the driver and the libraries before any tensor.
-        context_spread_bytes: one standard deviation of that.
+        context_std_bytes: one standard deviation of that.
         waste: mean of the logarithm of what the allocator holds over what tensors need.
-        spread: one standard deviation of that for a new structure.
+        log_std: one standard deviation of that for a new structure.
     """
 
     capacity_bytes: float | None
     context_bytes: float = 0.0
-    context_spread_bytes: float = 0.0
+    context_std_bytes: float = 0.0
     waste: float = 0.0
-    spread: float = 0.02
+    log_std: float = 0.02
 
     @classmethod
     def cpu(cls, capacity_bytes: float | None = None) -> DeviceMemory:
         """Return a CPU: its allocator rounds to 64 bytes, collectives hold on to buffers."""
-        return cls(capacity_bytes, waste=0.005, spread=0.03)
+        return cls(capacity_bytes, waste=0.005, log_std=0.03)
 
     @classmethod
     def cuda(cls, capacity_bytes: float) -> DeviceMemory:
@@ -69,9 +69,9 @@ class DeviceMemory:
         return cls(
             capacity_bytes,
             context_bytes=1.0 * 2**30,
-            context_spread_bytes=0.3 * 2**30,
+            context_std_bytes=0.3 * 2**30,
             waste=0.04,
-            spread=0.04,
+            log_std=0.04,
         )
 
 
@@ -82,28 +82,28 @@ class MemoryPrediction:
     Attributes:
         tensor_bytes: of tensors, from the dry run.
         median_bytes: of everything.
-        spread: standard deviation of the logarithm.
+        log_std: standard deviation of the logarithm.
         phase: in which the peak lies.
         phase_bytes: (phase, bytes of tensors) of every phase.
     """
 
     tensor_bytes: float
     median_bytes: float
-    spread: float
+    log_std: float
     phase: str
     phase_bytes: tuple[tuple[str, float], ...]
 
     def quantile(self, probability: float) -> float:
         """Return the bytes that suffice with this probability."""
-        return self.median_bytes * math.exp(statistics.NormalDist().inv_cdf(probability) * self.spread)
+        return self.median_bytes * math.exp(statistics.NormalDist().inv_cdf(probability) * self.log_std)
 
     def probability_to_fit(self, capacity_bytes: float) -> float:
         """Return how probable it is that so many bytes suffice."""
         if capacity_bytes <= 0:
             return 0.0
-        if self.median_bytes <= 0 or self.spread <= 0:
+        if self.median_bytes <= 0 or self.log_std <= 0:
             return float(self.median_bytes <= capacity_bytes)
-        return statistics.NormalDist().cdf(math.log(capacity_bytes / self.median_bytes) / self.spread)
+        return statistics.NormalDist().cdf(math.log(capacity_bytes / self.median_bytes) / self.log_std)
 
 
 def unmeasured_peak(device: DeviceMemory, form: MemoryForm, micro_batch_size: float) -> MemoryPrediction:
@@ -117,11 +117,11 @@ def unmeasured_peak(device: DeviceMemory, form: MemoryForm, micro_batch_size: fl
     tensors = form.peak(micro_batch_size)
     body = tensors * math.exp(device.waste)
     median = body + device.context_bytes
-    spread = math.hypot(device.spread * body, device.context_spread_bytes) / median if median else 0.0
+    log_std = math.hypot(device.log_std * body, device.context_std_bytes) / median if median else 0.0
     return MemoryPrediction(
         tensor_bytes=tensors,
         median_bytes=median,
-        spread=spread,
+        log_std=log_std,
         phase=form.peak_phase(micro_batch_size),
         phase_bytes=tuple((phase.phase, phase.at(micro_batch_size)) for phase in form.phases),
     )
@@ -145,11 +145,13 @@ class PeakParts:
         return sum(self.num_bytes)
 
 
-def peak_parts(run: DryRunResult, setup: Setup, ran: Setup, micro_batch_size: int) -> list[PeakParts]:
+def peak_parts(
+    run: DryRunResult, setup: ZeroFeatures, ran: ZeroFeatures, micro_batch_size: int
+) -> list[PeakParts]:
     """Return the phases' peaks, the greatest first, without those far below it.
 
     Args:
-        run: dry run of a structure that differs in what ``Setup`` knows of, at most.
+        run: dry run of a structure that differs in what ``ZeroFeatures`` knows of, at most.
         setup: of the structure in question.
         ran: of the structure that was dry-run.
         micro_batch_size: records of a micro batch.
@@ -163,7 +165,7 @@ def peak_parts(run: DryRunResult, setup: Setup, ran: Setup, micro_batch_size: in
 
 
 def _split(
-    run: DryRunResult, setup: Setup, ran: Setup, phase: str, line: Line, micro_batch_size: int
+    run: DryRunResult, setup: ZeroFeatures, ran: ZeroFeatures, phase: str, line: Line, micro_batch_size: int
 ) -> tuple[float, ...]:
     old_bytes = _buckets(ran).num_bytes
     settled = run.device.settled - (old_bytes if setup.stage == 3 else 0)
@@ -194,11 +196,11 @@ def _split(
     return state, whole, divided, offloading, kept, grown, buckets, overlapped, held
 
 
-def _buckets(setup: Setup) -> Buckets:
+def _buckets(setup: ZeroFeatures) -> Buckets:
     return Buckets(setup.stage, int(setup.reduce_elements), setup.bytes_per_value, setup.is_overlapping)
 
 
-def _held_bytes(setup: Setup, phase: str, parameters: float) -> float:
+def _held_bytes(setup: ZeroFeatures, phase: str, parameters: float) -> float:
     """Bytes that stage 3 gathers ahead and keeps, or stages 1, 2 gather after a step."""
     width = setup.bytes_per_value
     if setup.stage == 3 and phase in ("forward", "backward", "reduce", "gather"):

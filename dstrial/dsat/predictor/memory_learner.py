@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dstrial.dsat.predictor.additive_regression import Effects, Row, Seen, SumModel
+from dstrial.dsat.predictor.additive_regression import AdditiveRegression, Effects, Row, Sample
 from dstrial.dsat.predictor.memory import MEMORY_PARTS, DeviceMemory, MemoryPrediction, PeakParts
 
 _FACTORS = {
@@ -116,12 +116,12 @@ class MemoryLearner:
         self.device = device
         factors = _FACTORS | (dict.fromkeys(("kept", "grown"), _FORMULA_ACTIVATIONS) if is_formula else {})
         self._factors = [factors[part] for part in MEMORY_PARTS]
-        self._seen: list[Seen] = []
+        self._seen: list[Sample] = []
         self._errors: list[tuple[Row, float]] = []
         self._failed: dict[tuple[Any, ...], tuple[float, float]] = {}
         self._ran: dict[tuple[Any, ...], float] = {}
         self._wastes: list[float] = []
-        self._sums: SumModel | None = None
+        self._sums: AdditiveRegression | None = None
 
     def measured(self, point: MemoryPoint, phases: Mapping[str, float], reserved_bytes: float | None) -> None:
         """Take measured peaks.
@@ -142,7 +142,7 @@ class MemoryLearner:
         ]
         if not told and whole and point.peaks:
             told = [(point.peaks[0], whole)]
-        self._seen += [Seen(point.row(peak), value * rest, _NOISE) for peak, value in told]
+        self._seen += [Sample(point.row(peak), value * rest, _NOISE) for peak, value in told]
         if whole and reserved_bytes and reserved_bytes >= whole:
             waste = math.log(reserved_bytes / whole)
             self._wastes.append(min(waste, _MOST_WASTE) + _BEYOND * max(waste - _MOST_WASTE, 0.0))
@@ -162,20 +162,20 @@ class MemoryLearner:
         """Return the phase that is least likely to fit; None if nothing is known of it."""
         if not point.peaks:
             return None
-        medians, spreads = self._model().predict([point.row(peak) for peak in point.peaks])
-        waste, waste_spread = self._waste()
+        medians, log_stds = self._model().predict([point.row(peak) for peak in point.peaks])
+        waste, waste_log_std = self._waste()
         if point.is_scattered:
             waste += _SCATTERED
         context = self.device.context_bytes
         found: list[tuple[float, float, str]] = []
-        for median, spread, peak in zip(np.exp(medians + waste), spreads, point.peaks, strict=True):
+        for median, log_std, peak in zip(np.exp(medians + waste), log_stds, point.peaks, strict=True):
             body = float(median)
             whole = body + context
             absolute = math.hypot(
-                math.hypot(float(spread), waste_spread) * body, self.device.context_spread_bytes
+                math.hypot(float(log_std), waste_log_std) * body, self.device.context_std_bytes
             )
             found.append((whole, max(absolute / whole, _LEAST_SPREAD) if whole else 0.0, peak.phase))
-        whole, spread, phase = max(found, key=lambda one: one[0] * math.exp(2 * one[1]))
+        whole, log_std, phase = max(found, key=lambda one: one[0] * math.exp(2 * one[1]))
         failed, capacity = self._failed.get(point.group, (math.inf, 0.0))
         if point.peaks[0].total_bytes >= max(_NEAR * failed, self._ran.get(point.group, 0.0)):
             # About as much of the same group has run out of memory, and no more has run.
@@ -183,18 +183,18 @@ class MemoryLearner:
         return MemoryPrediction(
             tensor_bytes=point.peaks[0].total_bytes,
             median_bytes=whole,
-            spread=spread,
+            log_std=log_std,
             phase=phase,
             phase_bytes=tuple((peak.phase, peak.total_bytes) for peak in point.peaks),
         )
 
     # ---- machinery -------------------------------------------------------------------------------
 
-    def _model(self) -> SumModel:
+    def _model(self) -> AdditiveRegression:
         if self._sums is None:
             waste, _ = self._waste()
             least = [
-                Seen(
+                Sample(
                     row,
                     max(capacity - self.device.context_bytes, 1.0) / math.exp(waste),
                     3 * _NOISE,
@@ -202,12 +202,12 @@ class MemoryLearner:
                 )
                 for row, capacity in self._errors
             ]
-            self._sums = SumModel(self._factors, [*self._seen, *least], is_robust=False)
+            self._sums = AdditiveRegression(self._factors, [*self._seen, *least], is_robust=False)
         return self._sums
 
     def _waste(self) -> tuple[float, float]:
         """Return mean and spread of the log of allocator bytes over tensor bytes."""
-        prior = 1 / max(self.device.spread, 1e-6) ** 2
+        prior = 1 / max(self.device.log_std, 1e-6) ** 2
         own = 1 / _WASTE_NOISE**2
         weight = prior + own * len(self._wastes)
         mean = (self.device.waste * prior + own * sum(self._wastes)) / weight

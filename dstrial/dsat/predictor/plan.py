@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from dstrial.dsat.core.candidate import Candidate
-from dstrial.dsat.predictor.config_groups import Structures, positions
+from dstrial.dsat.predictor.config_groups import ConfigGroups, positions
 from dstrial.dsat.predictor.memory import MemoryPrediction
-from dstrial.dsat.predictor.predictor import Forecast, Forecaster
+from dstrial.dsat.predictor.predictor import Prediction, Predictor
 from dstrial.dsat.predictor.profiles import PredictInputs
 from dstrial.dsat.space.space import Space, Structure
 
@@ -70,7 +70,7 @@ class PlanRow:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
+class HardwarePlan:
     """What is predicted for hardware that is not at hand.
 
     Attributes:
@@ -96,23 +96,23 @@ class Plan:
         }
 
 
-def make_plan(space: Space, inputs: PredictInputs) -> Plan:
+def make_plan(space: Space, inputs: PredictInputs) -> HardwarePlan:
     """Predict every kind of structure.
 
     Args:
         space: what may be tried.
         inputs: dry runs, and machine and memory of the device that is planned for.
     """
-    structures = Structures(space)
-    forecaster = Forecaster(structures, inputs, "throughput")
-    rows = [row for one in structures.bases() if (row := _row(forecaster, one)) is not None]
+    groups = ConfigGroups(space)
+    predictor = Predictor(groups, inputs, "throughput")
+    rows = [row for one in groups.bases() if (row := _row(predictor, one)) is not None]
     rows.sort(key=lambda row: (not row.fits, -row.throughput if row.fits else -row.margin_bytes))
     best = [row for row in rows if row.fits][:_NUM_BEST]
     near: list[PlanRow] = list(best)
     for row in best:
         structure = Structure(row.candidate.stage, row.candidate.settings)
-        for neighbour in structures.neighbours(structure, forecaster.num_params):
-            found = _row(forecaster, neighbour)
+        for neighbour in groups.neighbours(structure, predictor.num_params):
+            found = _row(predictor, neighbour)
             if found is not None and found.fits:
                 near.append(found)
     near.sort(key=lambda row: -row.throughput)
@@ -123,15 +123,15 @@ def make_plan(space: Space, inputs: PredictInputs) -> Plan:
     notes = [*inputs.notes]
     if inputs.failures:
         notes.append(f"{len(inputs.failures)} kinds of structures could not be dry-run and are left out")
-    return Plan(
-        tuple(rows), tuple(list(chosen.values())[:_NUM_BEST]), forecaster.num_params or 0.0, tuple(notes)
+    return HardwarePlan(
+        tuple(rows), tuple(list(chosen.values())[:_NUM_BEST]), predictor.num_params or 0.0, tuple(notes)
     )
 
 
-def _row(forecaster: Forecaster, structure: Structure) -> PlanRow | None:
+def _row(predictor: Predictor, structure: Structure) -> PlanRow | None:
     """Return what is predicted of a structure; None if it was not dry-run."""
-    space = forecaster.space
-    forecasts = forecaster.forecasts(
+    space = predictor.space
+    forecasts = predictor.predictions(
         [space.candidate(structure, position) for position in positions(space, _largest(space))]
     )
     if not forecasts:
@@ -139,34 +139,34 @@ def _row(forecaster: Forecaster, structure: Structure) -> PlanRow | None:
     fitting = [one for one in forecasts if one.probability_to_fit >= PROBABILITY]
     chosen = min(fitting, key=lambda one: one.cost) if fitting else forecasts[0]
     largest = max((one.candidate.batch.micro_batch_size for one in fitting), default=0)
-    return _as_row(forecaster, chosen, is_fitting=bool(fitting), largest=largest)
+    return _as_row(predictor, chosen, is_fitting=bool(fitting), largest=largest)
 
 
-def _as_row(forecaster: Forecaster, forecast: Forecast, *, is_fitting: bool, largest: int) -> PlanRow:
+def _as_row(predictor: Predictor, forecast: Prediction, *, is_fitting: bool, largest: int) -> PlanRow:
     candidate, memory = forecast.candidate, forecast.memory
     assert memory is not None
-    margin = forecaster.margin_bytes(candidate, PROBABILITY)
+    margin = predictor.margin_bytes(candidate, PROBABILITY)
     return PlanRow(
         candidate=candidate,
-        description=forecaster.space.describe(candidate),
+        description=predictor.space.describe(candidate),
         fits=is_fitting,
         largest_micro_batch=largest,
         margin_bytes=float("inf") if margin is None else margin,
         memory_bytes=memory.median_bytes,
         memory_phase=memory.phase,
-        host_bytes=forecaster.host_bytes(candidate),
+        host_bytes=predictor.host_bytes(candidate),
         throughput=1 / forecast.cost,
-        throughput_low=1 / forecast.bound(-_BAND),
-        throughput_high=1 / forecast.bound(_BAND),
-        parts=forecaster.time.parts(forecaster.point(candidate)),
+        throughput_low=1 / forecast.lower_confidence_bound(-_BAND),
+        throughput_high=1 / forecast.lower_confidence_bound(_BAND),
+        parts=predictor.time.parts(predictor.point(candidate)),
     )
 
 
 def _largest(space: Space) -> int | None:
-    return 1024 if space.ladder.is_free else None
+    return 1024 if space.batch_size_grid.is_free else None
 
 
-def headline(plan: Plan, num_slots: int, device: str, device_bytes: float) -> str:
+def headline(plan: HardwarePlan, num_slots: int, device: str, device_bytes: float) -> str:
     """Return the answer to whether the model fits, in one sentence."""
     where = f"{num_slots} x {device} ({device_bytes / 2**30:.4g} GiB)"
     params = (

@@ -9,8 +9,8 @@ from typing import Any
 
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import METRICS_TO_MAXIMIZE, Failure, FailureKind, Measured, Outcome
-from dstrial.dsat.predictor.config_groups import Structures
-from dstrial.dsat.predictor.features import Described
+from dstrial.dsat.predictor.config_groups import ConfigGroups
+from dstrial.dsat.predictor.features import Features
 from dstrial.dsat.predictor.hardware import Machine
 from dstrial.dsat.predictor.memory import DeviceMemory, MemoryPrediction
 from dstrial.dsat.predictor.memory_learner import MemoryLearner, MemoryPoint
@@ -25,7 +25,7 @@ _ROOM = 0.97
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Forecast:
+class Prediction:
     """What one configuration would measure.
 
     Attributes:
@@ -34,7 +34,7 @@ class Forecast:
         memory: peak on a device; None if nothing is known of it.
         probability_to_fit: 1 where nothing limits memory.
         cost: seconds per record at the median, or per step where a metric is a time.
-        cost_spread: standard deviation of its logarithm.
+        cost_log_std: standard deviation of its logarithm.
     """
 
     candidate: Candidate
@@ -42,46 +42,46 @@ class Forecast:
     memory: MemoryPrediction | None
     probability_to_fit: float
     cost: float
-    cost_spread: float
+    cost_log_std: float
 
-    def bound(self, num_spreads: float) -> float:
-        """Return the cost that lies so many spreads below its median."""
-        return self.cost * math.exp(-num_spreads * self.cost_spread)
+    def lower_confidence_bound(self, num_stds: float) -> float:
+        """Return the cost that lies so many standard deviations below its median."""
+        return self.cost * math.exp(-num_stds * self.cost_log_std)
 
-    def gain(self, cost: float) -> float:
+    def expected_improvement(self, cost: float) -> float:
         """Return by which share it should beat a cost; a worse one would not be taken.
 
         Source: expected improvement (Jones, Schonlau and Welch 1998), on the logarithm.
         """
-        return expected_gain(math.log(cost / self.cost), self.cost_spread)
+        return expected_improvement_of(math.log(cost / self.cost), self.cost_log_std)
 
 
-def expected_gain(ahead: float, spread: float) -> float:
+def expected_improvement_of(ahead: float, log_std: float) -> float:
     """Return the mean of what lies above zero of a normal distribution."""
-    if spread <= 0:
+    if log_std <= 0:
         return max(ahead, 0.0)
-    score = ahead / spread
+    score = ahead / log_std
     density = math.exp(-0.5 * score * score) / math.sqrt(2 * math.pi)
-    return ahead * 0.5 * math.erfc(-score / math.sqrt(2)) + spread * density
+    return ahead * 0.5 * math.erfc(-score / math.sqrt(2)) + log_std * density
 
 
-class Forecaster:
+class Predictor:
     """Predicts and learns; equal outcomes in equal order give equal predictions.
 
     Args:
-        structures: of the space that is searched.
+        groups: of the space that is searched.
         inputs: dry runs and machine.
         metric: the searched metric.
     """
 
-    def __init__(self, structures: Structures, inputs: PredictInputs, metric: str) -> None:
-        self.structures = structures
-        self.space: Space = structures.space
+    def __init__(self, groups: ConfigGroups, inputs: PredictInputs, metric: str) -> None:
+        self.groups = groups
+        self.space: Space = groups.space
         self.inputs = inputs
         self._metric = metric
         self._phase = metric if metric in PHASES else None
         self._is_per_record = metric in METRICS_TO_MAXIMIZE
-        self.described = Described(structures, inputs)
+        self.features = Features(groups, inputs)
         self.capacity_bytes = inputs.capacity_bytes
         self.memory = self._new_memory()
         self._measured: list[tuple[Candidate, Measured]] = []
@@ -92,7 +92,7 @@ class Forecaster:
     @property
     def info(self) -> ModelInfo | None:
         """What the first measurement told about the model; None before that."""
-        return self.described.info
+        return self.features.info
 
     # ---- learning --------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class Forecaster:
                     self._learn_error(candidate, outcome)
             return
         capacity = outcome.value("device_memory_bytes")
-        is_news = self.described.learn(outcome, candidate)
+        is_news = self.features.learn(outcome, candidate)
         self._measured.append((candidate, outcome))
         if capacity is not None and self.capacity_bytes is None:
             self.capacity_bytes = capacity
@@ -123,9 +123,9 @@ class Forecaster:
             self._learn_memory(candidate, outcome)
         self.time = TimeModel(self._timings())
 
-    def supposing(self, candidates: Sequence[Candidate]) -> TimeModel:
+    def fantasize(self, candidates: Sequence[Candidate]) -> TimeModel:
         """Return the time model as if configurations had measured their predictions."""
-        points = [point for one in candidates if (point := self.described.time_point(one)) is not None]
+        points = [point for one in candidates if (point := self.features.time_point(one)) is not None]
         if not points:
             return self.time
         supposed = [
@@ -136,15 +136,15 @@ class Forecaster:
 
     # ---- predicting ------------------------------------------------------------------------------
 
-    def forecasts(self, candidates: Sequence[Candidate], time: TimeModel | None = None) -> list[Forecast]:
+    def predictions(self, candidates: Sequence[Candidate], time: TimeModel | None = None) -> list[Prediction]:
         """Return predictions, without the configurations of which nothing is known."""
         return [self.completed(one) for one in self.times(candidates, time)]
 
-    def times(self, candidates: Sequence[Candidate], time: TimeModel | None = None) -> list[Forecast]:
+    def times(self, candidates: Sequence[Candidate], time: TimeModel | None = None) -> list[Prediction]:
         """Return the same without memory."""
         known, points = [], []
         for one in candidates:
-            point = self.described.time_point(one)
+            point = self.features.time_point(one)
             if point is not None:
                 known.append(one)
                 points.append(point)
@@ -153,10 +153,10 @@ class Forecaster:
             known, (time or self.time).predict(points, self._phase), strict=True
         ):
             cost = prediction.median_s / (candidate.batch.train_batch_size if self._is_per_record else 1)
-            result.append(Forecast(candidate, prediction, None, 1.0, cost, prediction.spread))
+            result.append(Prediction(candidate, prediction, None, 1.0, cost, prediction.log_std))
         return result
 
-    def completed(self, forecast: Forecast) -> Forecast:
+    def completed(self, forecast: Prediction) -> Prediction:
         """Return a forecast with memory."""
         memory = self.memory_of(forecast.candidate)
         if memory is None or self.capacity_bytes is None:
@@ -168,7 +168,7 @@ class Forecaster:
     def memory_of(self, candidate: Candidate) -> MemoryPrediction | None:
         """Return the peak of a configuration; None if nothing is known of it."""
         if candidate not in self._memories:
-            point = self.described.memory_point(candidate)
+            point = self.features.memory_point(candidate)
             self._memories[candidate] = None if point is None else self.memory.predict(point)
         return self._memories[candidate]
 
@@ -191,19 +191,19 @@ class Forecaster:
             return seconds
         return seconds / candidate.batch.train_batch_size
 
-    def explain(self, forecast: Forecast) -> dict[str, Any]:
+    def explain(self, forecast: Prediction) -> dict[str, Any]:
         """Return a forecast as JSON values, with parts of its time and bytes of phases."""
         memory, point = forecast.memory, self.point(forecast.candidate)
         result: dict[str, Any] = {
             "median_s": forecast.time.median_s,
-            "spread": forecast.time.spread,
+            "spread": forecast.time.log_std,
             "parts": self.time.parts(point, self._phase),
             "probability_to_fit": forecast.probability_to_fit,
         }
         if memory is not None:
             result |= {
                 "memory_median_bytes": memory.median_bytes,
-                "memory_spread": memory.spread,
+                "memory_spread": memory.log_std,
                 "memory_phase": memory.phase,
                 "phase_bytes": dict(memory.phase_bytes),
             }
@@ -218,7 +218,7 @@ class Forecaster:
 
     def host_bytes(self, candidate: Candidate) -> float:
         """Return the bytes of tensors on the host, of one rank; 0 if unknown."""
-        run = self.described.run(candidate)
+        run = self.features.run(candidate)
         return 0.0 if run is None else run.host.peak(candidate.batch.micro_batch_size)
 
     def point(self, candidate: Candidate) -> TimePoint:
@@ -227,7 +227,7 @@ class Forecaster:
         Raises:
             KeyError: nothing is known of the configuration.
         """
-        point = self.described.time_point(candidate)
+        point = self.features.time_point(candidate)
         if point is None:
             raise KeyError(candidate)
         return point
@@ -235,12 +235,12 @@ class Forecaster:
     @property
     def num_params(self) -> float | None:
         """Parameters of the model; None if unknown."""
-        return self.described.num_params
+        return self.features.num_params
 
     @property
     def machine(self) -> Machine | None:
         """What is known of the machine; None before it was measured."""
-        return self.described.machine
+        return self.features.machine
 
     # ---- machinery -------------------------------------------------------------------------------
 
@@ -253,7 +253,7 @@ class Forecaster:
     def _timings(self) -> list[Timing]:
         found = []
         for candidate, measured in self._measured:
-            point, seconds = self.described.time_point(candidate), _step_s(candidate, measured)
+            point, seconds = self.features.time_point(candidate), _step_s(candidate, measured)
             if point is None or seconds is None:
                 continue
             half_width = measured.value("half_width")
@@ -285,7 +285,7 @@ class Forecaster:
             self.memory.ran_out(point, failure.phase or "", self.capacity_bytes)
 
     def _memory_point(self, candidate: Candidate) -> MemoryPoint | None:
-        return self.described.memory_point(candidate)
+        return self.features.memory_point(candidate)
 
 
 def _step_s(candidate: Candidate, measured: Measured) -> float | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from dstrial.dsat.core.outcome import Measured
 from dstrial.dsat.predictor.hardware import Machine
-from dstrial.dsat.predictor.step_parts import Setup
+from dstrial.dsat.predictor.step_parts import ZeroFeatures
 from dstrial.dsat.predictor.zero_features import Buckets
 from dstrial.engine.dryrun.values import (
     Collective,
@@ -82,7 +82,7 @@ class PredictInputs:
 
 
 def closed_form(
-    info: ModelInfo, setup: Setup, *, flops_per_record: float, is_accumulating: bool
+    info: ModelInfo, setup: ZeroFeatures, *, flops_per_record: float, is_accumulating: bool
 ) -> DryRunResult:
     """Return about what a dry run would say, from the first measurement.
 
@@ -133,7 +133,9 @@ def closed_form(
     )
 
 
-def _collectives(info: ModelInfo, setup: Setup) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+def _collectives(
+    info: ModelInfo, setup: ZeroFeatures
+) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
     """Return what an accumulation's inner micro batches send, and what the last does."""
     if setup.replicas == 1:
         return (), ()

@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterable
 
 from dstrial.dsat.predictor.hardware import Machine
-from dstrial.dsat.predictor.zero_features import Setup
+from dstrial.dsat.predictor.zero_features import ZeroFeatures
 from dstrial.engine.dryrun.values import Collective, DryRunResult
 
-__all__ = ["PARTS", "PHASES", "Setup", "StepParts", "step_parts"]
+__all__ = ["PARTS", "PHASES", "ZeroFeatures", "StepParts", "step_parts"]
 
 PARTS = (
     "compute",
@@ -77,8 +77,8 @@ class StepParts:
 def step_parts(
     run: DryRunResult,
     machine: Machine,
-    setup: Setup,
-    ran: Setup,
+    setup: ZeroFeatures,
+    ran: ZeroFeatures,
     *,
     micro_batch_size: int,
     accumulation: int,
@@ -86,7 +86,7 @@ def step_parts(
     """Return where the time of a step goes.
 
     Args:
-        run: dry run of a structure that differs in what ``Setup`` knows of, at most.
+        run: dry run of a structure that differs in what ``ZeroFeatures`` knows of, at most.
         machine: where it is to run.
         setup: of the structure in question.
         ran: of the structure that was dry-run.
@@ -139,7 +139,7 @@ def step_parts(
 def _gathers(
     run: DryRunResult,
     machine: Machine,
-    setup: Setup,
+    setup: ZeroFeatures,
     gathered: tuple[float, float],
     fetched: float,
     computing: tuple[float, float],
@@ -195,7 +195,7 @@ def _overheads(
     ]
 
 
-def _fetched_s(run: DryRunResult, machine: Machine, setup: Setup, accumulation: int) -> float:
+def _fetched_s(run: DryRunResult, machine: Machine, setup: ZeroFeatures, accumulation: int) -> float:
     """Seconds of bringing parameters from the host, for forward and for backward."""
     if machine.host_copy_bytes_per_s is None or not setup.has_host_params:
         return 0.0
@@ -232,7 +232,7 @@ class _Exposed:
 
 
 def _calls(
-    run: DryRunResult, machine: Machine, setup: Setup, ran: Setup, accumulation: int
+    run: DryRunResult, machine: Machine, setup: ZeroFeatures, ran: ZeroFeatures, accumulation: int
 ) -> list[tuple[float, float]]:
     """Seconds of (bytes, calls): reduce, gather before use, and optimizer step."""
     sums = {"reduce": [0.0, 0.0], "gather": [0.0, 0.0], "step": [0.0, 0.0]}
@@ -252,7 +252,7 @@ def _calls(
 
 
 def _with_buckets(
-    collectives: Iterable[Collective], parameters: float, setup: Setup, ran: Setup
+    collectives: Iterable[Collective], parameters: float, setup: ZeroFeatures, ran: ZeroFeatures
 ) -> list[Collective]:
     """Return collectives as other bucket sizes would have them sent."""
     found = []

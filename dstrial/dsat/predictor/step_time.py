@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dstrial.dsat.predictor.additive_regression import Effects, Row, Seen, SumModel
+from dstrial.dsat.predictor.additive_regression import AdditiveRegression, Effects, Row, Sample
 from dstrial.dsat.predictor.step_parts import PARTS, PHASES, StepParts
 
 _FACTORS: dict[str, tuple[float, float]] = {
@@ -103,15 +103,15 @@ class TimePrediction:
 
     Attributes:
         median_s: as probably more as less.
-        spread: standard deviation of the logarithm.
+        log_std: standard deviation of the logarithm.
     """
 
     median_s: float
-    spread: float
+    log_std: float
 
-    def quantile(self, num_spreads: float) -> float:
-        """Return the time that lies so many spreads above the median, seconds."""
-        return self.median_s * math.exp(num_spreads * self.spread)
+    def quantile(self, num_stds: float) -> float:
+        """Return the time that lies so many standard deviations above the median, seconds."""
+        return self.median_s * math.exp(num_stds * self.log_std)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,13 +121,13 @@ class Timing:
     Attributes:
         point: what was measured.
         seconds: of one step.
-        spread: standard deviation of its logarithm.
+        log_std: standard deviation of its logarithm.
         phases: seconds of ``forward``, ``backward`` and ``step``, as far as they were told apart.
     """
 
     point: TimePoint
     seconds: float
-    spread: float
+    log_std: float
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -139,14 +139,14 @@ class TimeModel:
     """
 
     def __init__(self, timings: Sequence[Timing] = ()) -> None:
-        seen = [Seen(one.point.row(), one.seconds, one.spread) for one in timings]
+        seen = [Sample(one.point.row(), one.seconds, one.log_std) for one in timings]
         for one in timings:
             seen += [
-                Seen(one.point.phase_row(phase), seconds, math.hypot(one.spread, _PHASE_NOISE))
+                Sample(one.point.phase_row(phase), seconds, math.hypot(one.log_std, _PHASE_NOISE))
                 for phase, seconds in one.phases.items()
                 if phase in PHASES and seconds > 0
             ]
-        self._sums = SumModel([_FACTORS[part] for part in PARTS], seen)
+        self._sums = AdditiveRegression([_FACTORS[part] for part in PARTS], seen)
 
     @property
     def scale(self) -> float:
@@ -156,10 +156,10 @@ class TimeModel:
     def predict(self, points: Sequence[TimePoint], phase: str | None = None) -> list[TimePrediction]:
         """Return the times of some configurations, of the whole step or of one phase."""
         rows = [point.row() if phase is None else point.phase_row(phase) for point in points]
-        medians, spreads = self._sums.predict(rows)
+        medians, log_stds = self._sums.predict(rows)
         return [
-            TimePrediction(float(median), float(spread))
-            for median, spread in zip(np.exp(medians), spreads, strict=True)
+            TimePrediction(float(median), float(log_std))
+            for median, log_std in zip(np.exp(medians), log_stds, strict=True)
         ]
 
     def parts(self, point: TimePoint, phase: str | None = None) -> dict[str, float]:

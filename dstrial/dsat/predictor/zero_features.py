@@ -10,7 +10,7 @@ from dstrial.dsat.space.knobs import ZERO
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Setup:
+class ZeroFeatures:
     """A structure as far as predictions know of it.
 
     Attributes:
@@ -48,7 +48,9 @@ class Setup:
     group_elements: float = 1e9
 
     @classmethod
-    def from_config(cls, effective: Mapping[str, Any], *, replicas: int, bytes_per_value: int) -> Setup:
+    def from_config(
+        cls, effective: Mapping[str, Any], *, replicas: int, bytes_per_value: int
+    ) -> ZeroFeatures:
         """Read it from a config with all defaults in it.
 
         Args:

@@ -27,10 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     # DeepSpeed settles its accelerator when it is first imported, which all of these do.
     prepare_accelerator()
-    from dstrial.dsat.rank.context import failures_told, hyperparameters_of_trial, limits_from, report
-    from dstrial.dsat.rank.hooks import probing
+    from dstrial.dsat.rank.context import failures_reported, hyperparameters_of_trial, limits_from, report
+    from dstrial.dsat.rank.hooks import observe_engines
     from dstrial.dsat.rank.measure import measure_trial
-    from dstrial.dsat.rank.step_timer import Meter
+    from dstrial.dsat.rank.step_timer import StepTimer
     from dstrial.launch.trial_import import import_trial
     from dstrial.trainer import init
     from dstrial.trial.context import runtime_of
@@ -46,12 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         exp_conf, hparams = experiment.raw, experiment.hyperparameters
         os.chdir(options.context_dir)
     settings = hparams if hparams is not None else hyperparameters_of_trial()
-    meter = Meter(limits_from(settings), measures_bare=True)
-    with failures_told(meter):
+    timer = StepTimer(limits_from(settings), measures_bare=True)
+    with failures_reported(timer):
         trial_class = import_trial(options.trial, Path())
-        with init(hparams=hparams, exp_conf=exp_conf) as context, probing(meter):
+        with init(hparams=hparams, exp_conf=exp_conf) as context, observe_engines(timer):
             trial = trial_class(context)
-            measured = measure_trial(trial, context, meter)
+            measured = measure_trial(trial, context, timer)
             report(measured, runtime_of(context).core, int(measured.metrics["num_steps"]))
 
 

@@ -1,6 +1,6 @@
 """Take engines out of a living process, as if the next were its first.
 
-A step per thing that DeepSpeed 0.19.8 or torch leaves behind, each with its reason. ``residue`` beside it says what is
+A step per thing that DeepSpeed 0.19.8 or torch leaves behind, each with its reason. ``leak_check`` beside it says what is
 left all the same; a process to which memory does not return is ended by whoever started it, and another one takes its place.
 """
 

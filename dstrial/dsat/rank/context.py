@@ -15,10 +15,10 @@ import determined as det
 import torch.distributed
 
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, classify, failure_line, outcome_to_json
-from dstrial.dsat.rank.hooks import probing
+from dstrial.dsat.rank.hooks import observe_engines
 from dstrial.dsat.rank.microbench import with_machine
 from dstrial.dsat.rank.statistics import SamplingLimits
-from dstrial.dsat.rank.step_timer import MeasurementDone, Meter, NumericError
+from dstrial.dsat.rank.step_timer import MeasurementDone, NumericError, StepTimer
 from dstrial.errors import TrialContractError
 from dstrial.local.json_files import write_json_atomically
 from dstrial.local.measuring_variables import RESULT_VARIABLE, SETTINGS_KEY, measuring_hyperparameters
@@ -53,23 +53,23 @@ def dsat_reporting_context(core_context: Any, op: Any, steps_completed: int | No
         yield
         return
     parts: _PartByPart | None = getattr(core_context, _PARTS_ATTRIBUTE, None)
-    meter = Meter(limits_from(hparams), ends_process=True) if parts is None else parts.meter
-    heard_before = meter.num_heard
-    with failures_told(meter):
+    timer = StepTimer(limits_from(hparams), ends_process=True) if parts is None else parts.timer
+    heard_before = timer.num_heard
+    with failures_reported(timer):
         try:
-            with probing(meter):
+            with observe_engines(timer):
                 yield
         except MeasurementDone:
             if parts is not None:
                 parts.is_finished = True
-            _finish(meter, core_context, op, steps_completed)
+            _finish(timer, core_context, op, steps_completed)
             raise
-        if parts is not None or meter.num_heard - heard_before <= 1:
+        if parts is not None or timer.num_heard - heard_before <= 1:
             if parts is None:
-                _PartByPart(core_context, op, steps_completed, meter).begin()
+                _PartByPart(core_context, op, steps_completed, timer).begin()
             return
-        _require_result(meter)
-        _finish(meter, core_context, op, steps_completed)
+        _require_result(timer)
+        _finish(timer, core_context, op, steps_completed)
         raise MeasurementDone(0)
 
 
@@ -84,14 +84,14 @@ class _PartByPart:
         core_context: of the script; ends the measurement when it closes.
         op: the searcher's operation.
         steps_completed: steps to report the metrics at.
-        meter: that of all blocks.
+        timer: that of all blocks.
         is_finished: whether the result is reported.
     """
 
     core_context: Any
     op: Any
     steps_completed: int | None
-    meter: Meter
+    timer: StepTimer
     is_finished: bool = False
 
     def begin(self) -> None:
@@ -114,20 +114,20 @@ class _PartByPart:
     def finish(self) -> None:
         """Report what the loop did before it ended by itself. Ranks: all, collectively."""
         self.is_finished = True
-        with failures_told(self.meter):
-            _require_result(self.meter)
-            _finish(self.meter, self.core_context, self.op, self.steps_completed)
+        with failures_reported(self.timer):
+            _require_result(self.timer)
+            _finish(self.timer, self.core_context, self.op, self.steps_completed)
 
 
-def _require_result(meter: Meter) -> None:
+def _require_result(timer: StepTimer) -> None:
     """Refuse to report nothing.
 
     Raises:
         TrialContractError: fewer than two steps were made.
     """
-    if not meter.has_result:
+    if not timer.has_result:
         raise TrialContractError(
-            f"the block of dsat_reporting_context ends after {meter.num_steps} steps of a DeepSpeed engine; expected "
+            f"the block of dsat_reporting_context ends after {timer.num_steps} steps of a DeepSpeed engine; expected "
             "enough of them to be timed, at least 2. Put the whole training loop into the block, or every step of it, and "
             "train longer."
         )
@@ -169,38 +169,38 @@ def report(measured: Measured, core_context: Any, steps_completed: int) -> None:
 
 
 @contextlib.contextmanager
-def failures_told(meter: Meter) -> Iterator[None]:
+def failures_reported(timer: StepTimer) -> Iterator[None]:
     """Print how this rank failed for the search, and re-raise. Ranks: each its own."""
     try:
         yield
     except SystemExit as exit_:
         if exit_.code not in (0, None) and not isinstance(exit_, MeasurementDone):
-            _tell(exit_, meter)
+            _report_failure(exit_, timer)
         raise
     except BaseException as error:
-        _tell(error, meter)
+        _report_failure(error, timer)
         raise
 
 
-def failure_of(error: BaseException, meter: Meter) -> Failure:
+def failure_of(error: BaseException, timer: StepTimer) -> Failure:
     """Return this rank's failure by its phase and exception. Ranks: any, no messages."""
     text = "".join(traceback.format_exception(error))
-    failure = classify(text, phase=meter.phase)
+    failure = classify(text, phase=timer.phase)
     if isinstance(error, NumericError):
-        failure = Failure(FailureKind.NUMERIC, str(error), meter.phase)
+        failure = Failure(FailureKind.NUMERIC, str(error), timer.phase)
     if isinstance(error, KeyboardInterrupt):
-        failure = Failure(FailureKind.CANCELED, "interrupted", meter.phase)
-    allocated = meter.allocated_bytes() if failure.kind is FailureKind.DEVICE_OOM else None
+        failure = Failure(FailureKind.CANCELED, "interrupted", timer.phase)
+    allocated = timer.allocated_bytes() if failure.kind is FailureKind.DEVICE_OOM else None
     return dataclasses.replace(failure, rank=_rank(), allocated_bytes=allocated)
 
 
-def _tell(error: BaseException, meter: Meter) -> None:
-    sys.stderr.write(f"{failure_line(failure_of(error, meter))}\n")
+def _report_failure(error: BaseException, timer: StepTimer) -> None:
+    sys.stderr.write(f"{failure_line(failure_of(error, timer))}\n")
     sys.stderr.flush()
 
 
-def _finish(meter: Meter, core_context: Any, op: Any, steps_completed: int | None) -> None:
-    measured = with_machine(meter.result(), hyperparameters_of_trial().get(SETTINGS_KEY), meter.dtype)
+def _finish(timer: StepTimer, core_context: Any, op: Any, steps_completed: int | None) -> None:
+    measured = with_machine(timer.result(), hyperparameters_of_trial().get(SETTINGS_KEY), timer.dtype)
     steps = steps_completed if steps_completed is not None else int(measured.metrics["num_steps"])
     report(measured, core_context, steps)
     # A loop that ends by itself has completed its operation, which no operation allows twice.

@@ -69,7 +69,7 @@ class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return func(*args, **(kwargs or {}))
 
 
-def traits_of(engines: list[Any]) -> dict[str, float]:
+def engine_features(engines: list[Any]) -> dict[str, float]:
     """Return the traits of a rank's engines, each summed over them.
 
     Returns:

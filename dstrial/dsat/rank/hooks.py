@@ -29,7 +29,7 @@ class EngineListener(Protocol):
 
 
 @contextlib.contextmanager
-def probing(listener: EngineListener) -> Iterator[None]:
+def observe_engines(listener: EngineListener) -> Iterator[None]:
     """Let a listener hear of every engine of this process while the block lasts.
 
     Ranks: any; no communication.

@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Residue:
+class ProcessUsage:
     """What a process holds.
 
     Attributes:
@@ -38,7 +38,7 @@ class Residue:
     device_bytes: int
     resident_bytes: int
 
-    def grown_over(self, baseline: Residue) -> list[str]:
+    def grown_over(self, baseline: ProcessUsage) -> list[str]:
         """Say what there is more of than in a warmed-up process; empty if nothing.
 
         What an allocator keeps for later (RSS) does not count below a quarter, nor do 1 MiB of tensors.
@@ -61,7 +61,7 @@ class Residue:
         return grown
 
 
-def residue() -> Residue:
+def process_usage() -> ProcessUsage:
     """Return what this process holds now. Ranks: any; no communication."""
     storages: dict[int, int] = {}
     num_tensors = 0
@@ -76,7 +76,7 @@ def residue() -> Residue:
                 if storage.nbytes():
                     num_tensors += 1
                     storages[storage.data_ptr()] = storage.nbytes()
-    return Residue(
+    return ProcessUsage(
         num_tensors=num_tensors,
         tensor_bytes=sum(storages.values()),
         num_groups=len(process_groups()),

@@ -8,7 +8,7 @@ from typing import Any
 
 from dstrial.dsat.core.outcome import Measured
 from dstrial.dsat.rank.microbench import with_machine
-from dstrial.dsat.rank.step_timer import Meter, Mode
+from dstrial.dsat.rank.step_timer import Mode, StepTimer
 from dstrial.local.measuring_variables import SETTINGS_KEY
 from dstrial.loop.data.training import CountingIterator, TrainingStream, agreed_epoch_length
 from dstrial.loop.loop import require_engine
@@ -16,13 +16,13 @@ from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.trial import DeepSpeedTrial
 
 
-def measure_trial(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, meter: Meter) -> Measured:
+def measure_trial(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, timer: StepTimer) -> Measured:
     """Train until the meter has enough; nothing is validated, reported or saved.
 
     Args:
-        trial: built with ``context`` while ``probing(meter)`` was entered.
+        trial: built with ``context`` while ``observe_engines(timer)`` was entered.
         context: its context, at least one engine wrapped.
-        meter: made with ``measures_bare``.
+        timer: made with ``measures_bare``.
 
     Returns:
         What this rank has measured.
@@ -43,9 +43,9 @@ def measure_trial(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, meter: 
     source: Iterator[Any] | None = iterator
     try:
         for batch_idx in itertools.count():
-            if meter.is_done:
+            if timer.is_done:
                 break
-            if meter.mode is Mode.BARE and not is_repeating:
+            if timer.mode is Mode.BARE and not is_repeating:
                 is_repeating = True
                 source = _repeated(iterator)
                 runtime.bind_training_iterator(source)
@@ -54,7 +54,7 @@ def measure_trial(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, meter: 
                 trial.train_batch(source, batch_idx // epoch_length if epoch_length else 0, batch_idx)
     finally:
         runtime.bind_training_iterator(None)
-    return with_machine(meter.result(), context.get_hparams().get(SETTINGS_KEY), meter.dtype)
+    return with_machine(timer.result(), context.get_hparams().get(SETTINGS_KEY), timer.dtype)
 
 
 def _open_stream(trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> tuple[TrainingStream, int | None]:

@@ -35,10 +35,10 @@ from determined import core  # noqa: E402
 from dstrial.dsat.core.outcome import Outcome, outcome_to_json  # noqa: E402
 from dstrial.dsat.rank.cleanup import ProcessState  # noqa: E402
 from dstrial.dsat.rank.context import failure_of, limits_from  # noqa: E402
-from dstrial.dsat.rank.hooks import probing  # noqa: E402
-from dstrial.dsat.rank.leak_check import Residue, reset_host_peak, residue  # noqa: E402
+from dstrial.dsat.rank.hooks import observe_engines  # noqa: E402
+from dstrial.dsat.rank.leak_check import ProcessUsage, process_usage, reset_host_peak  # noqa: E402
 from dstrial.dsat.rank.measure import measure_trial  # noqa: E402
-from dstrial.dsat.rank.step_timer import Meter  # noqa: E402
+from dstrial.dsat.rank.step_timer import StepTimer  # noqa: E402
 from dstrial.launch.trial_import import import_trial  # noqa: E402
 from dstrial.ranks import process_group  # noqa: E402
 from dstrial.ranks.control_channel import ControlChannel, timeout_from_environ  # noqa: E402
@@ -48,7 +48,7 @@ from dstrial.trial.trial import DeepSpeedTrial  # noqa: E402
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-class LivingRank:
+class RankServer:
     """What lives between two configurations.
 
     Args:
@@ -68,26 +68,26 @@ class LivingRank:
         self._trial_name = trial
         self._trial_class: type[DeepSpeedTrial] | None = None
         self._state: ProcessState | None = None
-        self.baseline: Residue | None = None
+        self.baseline: ProcessUsage | None = None
 
     def measure(self, hparams: Mapping[str, Any]) -> dict[str, Any]:
         """Build, measure and take out a trial.
 
         Returns:
             ``outcome``, JSON values; ``grown``, what has not gone back to what it was after the first configuration;
-            ``details``: seconds of each part, and the ``Residue``.
+            ``details``: seconds of each part, and the ``ProcessUsage``.
 
         Ranks: all, collectively.
         """
         began_s, cpu_began_s = time.perf_counter(), time.process_time()
-        meter = Meter(limits_from(hparams), measures_bare=True)
-        outcome, built_s, cpu_built_s = self._trained(hparams, meter)
+        timer = StepTimer(limits_from(hparams), measures_bare=True)
+        outcome, built_s, cpu_built_s = self._trained(hparams, timer)
         measured_s, cpu_measured_s = time.perf_counter(), time.process_time()
-        engines = meter.forget_engines()
+        engines = timer.forget_engines()
         assert self._state is not None or not engines
         if self._state is not None:
             self._state.restore(engines)
-        left = residue()
+        left = process_usage()
         grown = [] if self.baseline is None else left.grown_over(self.baseline)
         self.baseline = self.baseline or left
         parts_s = {
@@ -100,7 +100,7 @@ class LivingRank:
         details = {**parts_s, **dataclasses.asdict(left)}
         return {"outcome": outcome_to_json(outcome), "grown": grown, "details": details}
 
-    def _trained(self, hparams: Mapping[str, Any], meter: Meter) -> tuple[Outcome, float, float]:
+    def _trained(self, hparams: Mapping[str, Any], timer: StepTimer) -> tuple[Outcome, float, float]:
         built_s, cpu_built_s = time.perf_counter(), time.process_time()
         reset_host_peak()
         try:
@@ -112,14 +112,14 @@ class LivingRank:
             np.random.seed(self._seed % 2**32)
             torch.manual_seed(self._seed)
             context = self._context(hparams)
-            with probing(meter):
+            with observe_engines(timer):
                 trial = self._trial_class(context)
                 built_s, cpu_built_s = time.perf_counter(), time.process_time()
-                outcome: Outcome = measure_trial(trial, context, meter)
+                outcome: Outcome = measure_trial(trial, context, timer)
         except KeyboardInterrupt:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001  # told to whoever has ordered the measurement
-            outcome = failure_of(error, meter)
+            outcome = failure_of(error, timer)
             sys.stderr.write(f"dsat: {outcome.kind.value}: {outcome.message}\n")
             sys.stderr.flush()
         return outcome, built_s, cpu_built_s
@@ -152,11 +152,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     exp_conf = _experiment(options.config, options.context_dir)
     os.chdir(options.context_dir)
-    rank: LivingRank | None = None
+    rank: RankServer | None = None
     with os.fdopen(options.answers, "w", encoding="utf-8") as answers:
         for order in _orders():
             if rank is None:
-                rank = LivingRank(options.trial, exp_conf)
+                rank = RankServer(options.trial, exp_conf)
             answer = {"number": order["number"], **rank.measure(order["hparams"])}
             answers.write(json.dumps(answer) + "\n")
             answers.flush()

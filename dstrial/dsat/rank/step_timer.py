@@ -20,7 +20,7 @@ import torch.distributed
 from deepspeed.accelerator import get_accelerator
 
 from dstrial.dsat.core.outcome import Measured
-from dstrial.dsat.rank.engine_features import FirstMicroBatch, traits_of
+from dstrial.dsat.rank.engine_features import FirstMicroBatch, engine_features
 from dstrial.dsat.rank.statistics import Sampling, SamplingLimits
 from dstrial.engine.deepspeed_internals.optimizers import full_numel
 
@@ -47,7 +47,7 @@ class NumericError(ArithmeticError):
     """The loss is not finite, or most steps are skipped for overflow."""
 
 
-class Meter:
+class StepTimer:
     """Listens to the engines of a rank while they train; see the module.
 
     Args:
@@ -196,7 +196,7 @@ class Meter:
                 size for size, param in zip(sizes, params, strict=True) if param.requires_grad
             ),
         }
-        metrics |= {**traits_of(self._engines), "probe_operations": self._first.num_operations}
+        metrics |= {**engine_features(self._engines), "probe_operations": self._first.num_operations}
         if self._first.flops:
             metrics["probe_flops_per_record"] = self._first.flops / micro_batch_size
         if self._first.activation_bytes:

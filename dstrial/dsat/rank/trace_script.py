@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dstrial import runtime
 from dstrial.dsat.rank.meta_init import make_fake, shapes_only
-from dstrial.dsat.rank.trace_trial import AloneContext
+from dstrial.dsat.rank.trace_trial import SingleRankContext
 from dstrial.engine.checkpoint_reader.safe_load import load
 from dstrial.engine.deepspeed_internals.engines import load_config_file
 from dstrial.errors import TrialContractError
@@ -246,7 +246,7 @@ def _stand_in_directory() -> Iterator[None]:
 @contextlib.contextmanager
 def _off_cluster(size: int, hparams: Mapping[str, Any], exp_conf: Mapping[str, Any]) -> Iterator[None]:
     """Let the Core APIs answer the script as rank 0 of a trial without a master."""
-    distributed = AloneContext(size)
+    distributed = SingleRankContext(size)
     trial = det.TrialInfo(
         trial_id=0,
         experiment_id=0,

@@ -236,7 +236,7 @@ def _as_loader(loader: Any) -> Any:
     return own.get_data_loader(repeat=False, skip=0, num_replicas=1, rank=0)
 
 
-class AloneContext(core.DummyDistributedContext):  # type: ignore[misc]  # determined ships no usable types for it
+class SingleRankContext(core.DummyDistributedContext):  # type: ignore[misc]  # determined ships no usable types for it
     """Rank 0 of so many ranks, of which the others never answer."""
 
     def __init__(self, size: int) -> None:
@@ -269,7 +269,7 @@ class _OwnContext(DeepSpeedTrialContext):
         exp_conf: Mapping[str, Any] | None,
         micro_batch_size: int,
     ) -> None:
-        distributed = AloneContext(world_size)
+        distributed = SingleRankContext(world_size)
         super().__init__(
             core_context=core._dummy_init(distributed=distributed),
             trial_seed=0,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
-Place = Callable[[float], float]
+Scale = Callable[[float], float]
 
 WIDTH, HEIGHT = 640, 380
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 20, 16, 50
@@ -194,7 +194,7 @@ def _part(value: float, scale: Sequence[float]) -> float:
 
 
 def _grid(
-    x_ticks: Sequence[float], y_ticks: Sequence[float], x: Place, y: Place, x_label: str, y_label: str
+    x_ticks: Sequence[float], y_ticks: Sequence[float], x: Scale, y: Scale, x_label: str, y_label: str
 ) -> str:
     marks = []
     for value in x_ticks:

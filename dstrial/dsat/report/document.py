@@ -13,8 +13,8 @@ from dstrial.dsat.core.outcome import (
     Measured,
     TrialResult,
     best_of,
-    gain,
     outcome_to_json,
+    relative_gain,
     score,
     smaller_is_better,
 )
@@ -26,7 +26,7 @@ from dstrial.dsat.report.explain import (
     sensitivity,
     step_shares,
 )
-from dstrial.dsat.space.knob_effects import best_proofs
+from dstrial.dsat.space.knob_effects import best_knob_effects
 from dstrial.dsat.space.space import Space
 
 FORMAT = 1
@@ -117,7 +117,9 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
 
 def _notes(facts: SearchFacts, space: Space, trials: Sequence[TrialResult]) -> list[str]:
     """Return what a person should know, and what knobs of ``--space`` proved to do."""
-    proved = [str(proof) for proof in best_proofs(space, [(one.candidate, one.outcome) for one in trials])]
+    proved = [
+        str(proof) for proof in best_knob_effects(space, [(one.candidate, one.outcome) for one in trials])
+    ]
     return [*facts.notes, *(line for line in proved if line not in facts.notes)]
 
 
@@ -188,7 +190,7 @@ def _gain(best: TrialResult | None, own: TrialResult | None, metric: str) -> flo
     if best is None or own is None or best.outcome is None or own.outcome is None:
         return None
     value, before = score(best.outcome, metric), score(own.outcome, metric)
-    return None if value is None or before is None else gain(value, before)
+    return None if value is None or before is None else relative_gain(value, before)
 
 
 def _is_certain(best: TrialResult | None, own: TrialResult | None, metric: str) -> bool:

@@ -14,7 +14,7 @@ from dstrial.dsat.core.outcome import (
     Outcome,
     TrialResult,
     best_of,
-    gain,
+    relative_gain,
     score,
 )
 from dstrial.dsat.space.space import Space
@@ -110,7 +110,7 @@ def sensitivity(trials: Sequence[TrialResult], space: Space, metric: str) -> lis
             "micro batch": candidate.batch.micro_batch_size,
             "accumulation": candidate.batch.accumulation,
         }
-        if not space.ladder.is_free:
+        if not space.batch_size_grid.is_free:
             del settings["accumulation"]  # follows from the micro batch
         config = space.base if candidate.is_own else space.config(candidate)
         effective = check_deepspeed(config, space.sizes, auto="warning").effective
@@ -130,7 +130,7 @@ def sensitivity(trials: Sequence[TrialResult], space: Space, metric: str) -> lis
         rows: list[dict[str, Any]] = [
             {
                 "value": "default" if value is None else value,
-                "loss": -gain(max(scores), top),
+                "loss": -relative_gain(max(scores), top),
                 "count": len(scores),
             }
             for value, scores in values.items()
@@ -172,7 +172,7 @@ def device_needs(
         if peak is None or capacity is None or record is None:
             continue
         micro = trial.candidate.batch.micro_batch_size
-        ladder = space.ladder
+        ladder = space.batch_size_grid
         at = ladder.position(micro)
         for position in range(at + 1, min(at + 3, ladder.last + 1)):
             larger = ladder.split(position).micro_batch_size

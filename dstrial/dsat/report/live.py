@@ -13,7 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from dstrial.dsat.core.journal import SearchRecord
-from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, TrialResult, best_of, gain, score
+from dstrial.dsat.core.outcome import (
+    Failure,
+    FailureKind,
+    Measured,
+    TrialResult,
+    best_of,
+    relative_gain,
+    score,
+)
 from dstrial.dsat.report import formatting
 from dstrial.dsat.report.document import UNITS, memory_bytes
 
@@ -61,7 +69,7 @@ class LiveTable:
             self._live.stop()
             self._is_shown = False
 
-    def tell(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Print a line above the table."""
         self._console.print(Text(line))
 
@@ -117,7 +125,7 @@ class LiveTable:
         after = score(best.outcome, self._metric)
         if before is None or after is None:
             return f"{line}: {best.description}"
-        return f"{line} ({formatting.share(gain(after, before), signed=True)} over yours): {best.description}"
+        return f"{line} ({formatting.share(relative_gain(after, before), signed=True)} over yours): {best.description}"
 
     def time_left(self, trials: Sequence[TrialResult], running_s: float) -> str:
         """Return the most time it may still take, by the median trial and the budget."""
@@ -231,4 +239,4 @@ def _over_own(trials: Sequence[TrialResult], best: TrialResult, metric: str) -> 
         return " (your own configuration)"
     if own_value is None or value is None:
         return " (your own configuration could not be measured)"
-    return f" ({gain(value, own_value):+.1%} over your own configuration)"
+    return f" ({relative_gain(value, own_value):+.1%} over your own configuration)"

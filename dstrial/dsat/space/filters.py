@@ -8,7 +8,7 @@ from typing import Literal
 
 from dstrial.dsat.core.candidate import Candidate, value_at
 from dstrial.dsat.core.outcome import Failure, FailureKind, Outcome
-from dstrial.dsat.space.knob_effects import proofs, without_dead
+from dstrial.dsat.space.knob_effects import knob_effects, without_dead
 from dstrial.dsat.space.knobs import KNOBS
 from dstrial.dsat.space.space import Space
 
@@ -16,7 +16,7 @@ _GROWING = {knob.path: knob for knob in KNOBS if knob.grows_memory}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Known:
+class Observation:
     """A candidate that has been measured, or is being measured.
 
     Attributes:
@@ -29,7 +29,7 @@ class Known:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Verdict:
+class Rejection:
     """Why a candidate is not measured.
 
     Attributes:
@@ -45,56 +45,58 @@ class Verdict:
     outcome: Outcome | None = None
 
 
-class Gates:
+class Filters:
     """Decides what is measured.
 
     Args:
         space: what is searched.
-        is_open: ``--no-gates``: everything is measured.
+        disabled: ``--no-gates``: everything is measured.
         fits: says why a candidate cannot fit into memory, or None; asked only if all else lets it through.
     """
 
     def __init__(
-        self, space: Space, *, is_open: bool = False, fits: Callable[[Candidate], str | None] | None = None
+        self, space: Space, *, disabled: bool = False, fits: Callable[[Candidate], str | None] | None = None
     ) -> None:
         self._space = space
-        self.is_open = is_open
+        self.disabled = disabled
         self._fits = fits
         self._identities: dict[Candidate, str] = {}
 
-    def check(self, candidate: Candidate, known: Sequence[Known]) -> Verdict | None:
+    def check(self, candidate: Candidate, observations: Sequence[Observation]) -> Rejection | None:
         """Return why a candidate is not measured; None if it is to be.
 
         Args:
             candidate: what a method would measure next.
-            known: everything that was measured or is being measured.
+            observations: everything that was measured or is being measured.
         """
-        if self.is_open:
+        if self.disabled:
             return None
-        reason = self._space.illegal(candidate)
+        reason = self._space.illegal_reason(candidate)
         if reason is not None:
             failure = Failure(FailureKind.BAD_CONFIG, reason, "check")
-            return Verdict("illegal", reason, failure)
-        found = proofs(self._space, [(one.candidate, one.outcome) for one in known], self._identity)
+            return Rejection("illegal", reason, failure)
+        found = knob_effects(
+            self._space, [(one.candidate, one.outcome) for one in observations], self._identity
+        )
         dead = [proof for proof in found if proof.is_dead]
         identity = self._identity(without_dead(candidate, dead, self._space))
-        for one in known:
+        for one in observations:
             if self._identity(without_dead(one.candidate, dead, self._space)) != identity:
                 continue
             if one.outcome is None:
-                return Verdict("open", "an equal configuration is being measured")
+                return Rejection("open", "an equal configuration is being measured")
             if not isinstance(one.outcome, Failure) or one.outcome.kind is not FailureKind.COMMUNICATION:
-                return Verdict("again", "an equal configuration was measured", one.outcome)
-        for one in known:
+                return Rejection("again", "an equal configuration was measured", one.outcome)
+        for one in observations:
             if (
                 isinstance(one.outcome, Failure)
                 and one.outcome.kind.is_out_of_memory
                 and needs_no_less_memory(candidate, one.candidate, self._space)
             ):
                 reason = f"it needs at least the memory of one that ran out of it ({self._space.describe(one.candidate)})"
-                return Verdict("hopeless", reason, Failure(one.outcome.kind, reason, "predicted"))
+                return Rejection("hopeless", reason, Failure(one.outcome.kind, reason, "predicted"))
         if self._fits is not None and (reason := self._fits(candidate)) is not None:
-            return Verdict("hopeless", reason, Failure(FailureKind.DEVICE_OOM, reason, "predicted"))
+            return Rejection("hopeless", reason, Failure(FailureKind.DEVICE_OOM, reason, "predicted"))
         return None
 
     def _identity(self, candidate: Candidate) -> str:

@@ -41,7 +41,7 @@ Pair = tuple[Candidate, Outcome | None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Proof:
+class KnobEffect:
     """Two values of a knob, compared.
 
     Attributes:
@@ -77,39 +77,39 @@ class Proof:
         return f"{self.path} proved with {first} -> {second}: {told}"
 
 
-def unproven(space: Space) -> tuple[str, ...]:
+def knobs_without_effect(space: Space) -> tuple[str, ...]:
     """Return the paths that DeepSpeed's rules say nothing about and need a proof."""
     return tuple(path for path, values in space.extra.items() if path not in _KNOWN or "nvme" in values)
 
 
-def trials_of_proof(space: Space) -> list[Candidate]:
+def trials_for_effects(space: Space) -> list[Candidate]:
     """Return the user's configuration with each value of each knob that needs a proof."""
     own = space.own()
     found = []
-    for path in unproven(space):
+    for path in knobs_without_effect(space):
         for value in space.extra[path]:
             candidate = Candidate(own.stage, ((path, value),), own.batch)
             if path == space.stages_path:
-                position = space.ladder.position(own.batch.micro_batch_size)
+                position = space.batch_size_grid.position(own.batch.micro_batch_size)
                 candidate = space.candidate(Structure(own.stage, candidate.settings), position)
             found.append(candidate)
-    return [candidate for candidate in found if space.illegal(candidate) is None]
+    return [candidate for candidate in found if space.illegal_reason(candidate) is None]
 
 
-def proofs(
-    space: Space, known: Sequence[Pair], identity: Callable[[Candidate], str] | None = None
-) -> Iterator[Proof]:
+def knob_effects(
+    space: Space, observations: Sequence[Pair], identity: Callable[[Candidate], str] | None = None
+) -> Iterator[KnobEffect]:
     """Compare every two measured candidates that differ in one unproven knob only.
 
     Args:
         space: what is searched.
-        known: candidates with their outcomes.
+        observations: candidates with their outcomes.
         identity: a faster ``space.identity``; None for that itself.
     """
     same_as = identity or space.identity
-    for path in unproven(space):
+    for path in knobs_without_effect(space):
         groups: dict[str, list[tuple[Any, Measured]]] = {}
-        for candidate, outcome in known:
+        for candidate, outcome in observations:
             settings = dict(candidate.settings)
             value = _value(space, candidate, path)
             if isinstance(outcome, Measured) and value is not None:
@@ -123,20 +123,22 @@ def proofs(
         for group in groups.values():
             for (value, one), (other_value, other) in itertools.combinations(group, 2):
                 if value != other_value and any(name in one.metrics for name in PROBES):
-                    yield Proof(path, (value, other_value), tuple(_changes(one, other)), _noise(one, other))
+                    yield KnobEffect(
+                        path, (value, other_value), tuple(_changes(one, other)), _noise(one, other)
+                    )
 
 
-def best_proofs(space: Space, known: Sequence[Pair]) -> list[Proof]:
+def best_knob_effects(space: Space, observations: Sequence[Pair]) -> list[KnobEffect]:
     """Return the proof with most changes for each two values of each unproven knob."""
-    found: dict[tuple[str, str], Proof] = {}
-    for proof in proofs(space, known):
+    found: dict[tuple[str, str], KnobEffect] = {}
+    for proof in knob_effects(space, observations):
         key = (proof.path, str(sorted(map(str, proof.values))))
         if key not in found or len(proof.changes) > len(found[key].changes):
             found[key] = proof
     return list(found.values())
 
 
-def without_dead(candidate: Candidate, dead: Sequence[Proof], space: Space) -> Candidate:
+def without_dead(candidate: Candidate, dead: Sequence[KnobEffect], space: Space) -> Candidate:
     """Return a candidate with one same value for all those that have equal effect."""
     settings = dict(candidate.settings)
     for proof in dead:

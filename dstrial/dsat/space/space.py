@@ -18,9 +18,9 @@ from typing import Any
 from dstrial.config import CheckResult, ParallelDims, check_deepspeed, merge_deepspeed
 from dstrial.dsat.core.candidate import (
     HYPERPARAMETERS,
+    BatchSizeGrid,
     BatchSplit,
     Candidate,
-    Ladder,
     changes_in_words,
     value_at,
 )
@@ -110,7 +110,7 @@ class Space:
         self._own_batch = BatchSplit(
             batch.train_micro_batch_size_per_gpu, batch.gradient_accumulation_steps, batch.train_batch_size
         )
-        self.ladder = Ladder(
+        self.batch_size_grid = BatchSizeGrid(
             None if free_batch else batch.train_batch_size,
             batch.data_parallel_size,
             max(batch.gradient_accumulation_steps, enough_accumulation(sizes.pp)),
@@ -139,7 +139,7 @@ class Space:
 
     def smallest(self) -> Candidate:
         """Return the user's own structure with the smallest micro batch."""
-        return Candidate(self._stage, (), self.ladder.split(0))
+        return Candidate(self._stage, (), self.batch_size_grid.split(0))
 
     def knobs(self, stage: int) -> tuple[Knob, ...]:
         """Return live knobs of a stage with their values, and those of ``--space``."""
@@ -163,11 +163,11 @@ class Space:
             path, value_at(self._hyperparameters, path.removeprefix(HYPERPARAMETERS))
         )
 
-    def refused(self, path: str, value: Any) -> str | None:
+    def rejection_reason(self, path: str, value: Any) -> str | None:
         """Say why no stage can try a value of ``--space``; None if any can."""
         reason = None
         for stage in self.stages:
-            if self.illegal(self.candidate(self._structure(stage, []), 0)) is not None:
+            if self.illegal_reason(self.candidate(self._structure(stage, []), 0)) is not None:
                 continue  # for a reason that is none of the value's
             reason = self._refusal(stage, path, value)
             if reason is None:
@@ -195,7 +195,7 @@ class Space:
         first: str | None = None
         for chosen in itertools.islice(itertools.product(*choices), _MOST_COMBINATIONS):
             others = [pair for pair in chosen if pair is not None]
-            reason = self.illegal(self.candidate(self._structure(stage, [*others, (path, value)]), 0))
+            reason = self.illegal_reason(self.candidate(self._structure(stage, [*others, (path, value)]), 0))
             if reason is None:
                 return None
             first = first or reason
@@ -242,17 +242,19 @@ class Space:
     def first_position(self, last: int) -> int:
         """Return where a search begins, at most ``last``; pipelines need accumulation."""
         num_stages = self.sizes.pp
-        if num_stages == 1 or self.ladder.is_free:
+        if num_stages == 1 or self.batch_size_grid.is_free:
             return last
-        return first_position([self.ladder.split(position) for position in range(last + 1)], num_stages)
+        return first_position(
+            [self.batch_size_grid.split(position) for position in range(last + 1)], num_stages
+        )
 
     def candidate(self, structure: Structure, position: int) -> Candidate:
         """Return a structure with the micro batch at a position of the ladder."""
-        batch = self.ladder.split(position)
+        batch = self.batch_size_grid.split(position)
         num_stages = self._num_stages(structure.settings)
         if num_stages != self.sizes.pp and not self.sizes_problem(structure.settings):
             # Other numbers of stages have other numbers of replicas, between which the same batch is divided.
-            batch = divided_anew(batch, self.sizes, num_stages, is_free=self.ladder.is_free)
+            batch = divided_anew(batch, self.sizes, num_stages, is_free=self.batch_size_grid.is_free)
         return Candidate(structure.stage, structure.settings, batch)
 
     def sizes_of(self, candidate: Candidate) -> ParallelDims:
@@ -294,7 +296,7 @@ class Space:
             self._checked[key] = check_deepspeed(merged, self.sizes_of(candidate), auto="warning")
         return self._checked[key]
 
-    def illegal(self, candidate: Candidate) -> str | None:
+    def illegal_reason(self, candidate: Candidate) -> str | None:
         """Say why a candidate is refused, or what in it has no effect; None if legal."""
         if candidate.is_own:
             return None

@@ -16,11 +16,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dstrial.dsat.worker.loop import IDLE_S, work
-from dstrial.dsat.worker.ranks import Crew
-from dstrial.dsat.worker.rpc import gather, join, listen
-from dstrial.dsat.worker.supervisor import guard
-from dstrial.dsat.worker.transport import ExperimentMailbox, FileMailbox, Mailbox
+from dstrial.dsat.worker.loop import IDLE_S, run_worker
+from dstrial.dsat.worker.ranks import RankPool
+from dstrial.dsat.worker.rpc import accept_supervisors, connect, listen
+from dstrial.dsat.worker.supervisor import supervise
+from dstrial.dsat.worker.transport import ExperimentTransport, FileTransport, Transport
 from dstrial.ranks.identity import identify
 
 
@@ -39,26 +39,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.config is not None:
         words += ["--config", str(options.config)]
     if not identity.is_chief:
-        guard(join(identity), words)
+        supervise(connect(identity), words)
         return 0
     server = listen(identity)
-    own = threading.Thread(target=lambda: guard(join(identity), words), name="dsat-guardian", daemon=True)
+    own = threading.Thread(
+        target=lambda: supervise(connect(identity), words), name="dsat-guardian", daemon=True
+    )
     own.start()
-    crew = Crew(gather(server, identity), identity.master_addr)
+    ranks = RankPool(accept_supervisors(server, identity), identity.master_addr)
     try:
-        with _mailbox(options.mailbox) as mailbox:
-            reason = work(mailbox, crew, idle_s=options.idle)
+        with _transport(options.mailbox) as transport:
+            reason = run_worker(transport, ranks, idle_s=options.idle)
     finally:
-        crew.end()
+        ranks.end()
         own.join(30.0)
     sys.stderr.write(f"dsat: the worker ends: {reason}\n")
     return 0
 
 
 @contextlib.contextmanager
-def _mailbox(directory: Path | None) -> Iterator[Mailbox]:
+def _transport(directory: Path | None) -> Iterator[Transport]:
     if directory is not None:
-        yield FileMailbox(directory)
+        yield FileTransport(directory)
         return
     import determined as det
     from determined import core
@@ -67,7 +69,7 @@ def _mailbox(directory: Path | None) -> Iterator[Mailbox]:
     assert info is not None, "a worker without --mailbox runs on a cluster"
     # Of all guardians only this one talks to the master.
     with core.init(distributed=core.DummyDistributedContext()) as context:
-        yield ExperimentMailbox(
+        yield ExperimentTransport(
             context, info.trial.experiment_id, info.trial.trial_id, info.trial._trial_run_id
         )
 

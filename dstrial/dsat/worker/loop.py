@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dstrial.dsat.core.outcome import Measured, Outcome, score
-from dstrial.dsat.worker.messages import Answer, Order
-from dstrial.dsat.worker.ranks import Crew
-from dstrial.dsat.worker.transport import Mailbox
+from dstrial.dsat.worker.messages import Task, TaskResult
+from dstrial.dsat.worker.ranks import RankPool
+from dstrial.dsat.worker.transport import Transport
 from dstrial.local.measuring_variables import BENCHMARK_KEY, SETTINGS_KEY
 
 logger = logging.getLogger("dstrial.dsat")
@@ -23,12 +23,12 @@ IDLE_S = 900.0
 _AGAIN = 0
 
 
-def work(mailbox: Mailbox, crew: Crew, *, idle_s: float = IDLE_S) -> str:
+def run_worker(transport: Transport, ranks: RankPool, *, idle_s: float = IDLE_S) -> str:
     """Measure what is ordered.
 
     Args:
-        mailbox: where orders come from.
-        crew: who measures.
+        transport: where orders come from.
+        ranks: who measures.
         idle_s: end after so many seconds without an order.
 
     Returns:
@@ -37,43 +37,43 @@ def work(mailbox: Mailbox, crew: Crew, *, idle_s: float = IDLE_S) -> str:
     Raises:
         RankError: a slot is lost.
     """
-    answered = mailbox.answered()
+    answered = transport.answered_tasks()
     incumbent = Incumbent()
     busy_at_s = time.monotonic()
     while True:
-        book = mailbox.book()
+        book = transport.task_queue()
         if book.results is not None:
             if book.results:
-                mailbox.keep(book.results)
+                transport.keep(book.results)
             return "the search is over"
-        if mailbox.should_stop():
+        if transport.should_stop():
             return "its slots are wanted back"
         order = next((one for one in book.orders if one.number not in answered), None)
         if order is not None:
-            answer = _measured(order, crew, incumbent, lambda: _is_given_up(mailbox))
+            answer = _measured(order, ranks, incumbent, lambda: _is_given_up(transport))
             if answer is not None:
                 answered.add(order.number)
-                mailbox.answer(answer)
+                transport.report(answer)
             busy_at_s = time.monotonic()
         elif time.monotonic() - busy_at_s > idle_s:
             return f"nobody has asked for anything for {idle_s:.0f} s"
         else:
-            time.sleep(mailbox.poll_s)
+            time.sleep(transport.poll_s)
 
 
-def _is_given_up(mailbox: Mailbox) -> bool:
+def _is_given_up(transport: Transport) -> bool:
     """Say whether a measurement is to end early: nobody waits, or slots are wanted."""
-    return mailbox.should_stop() or mailbox.book().results is not None
+    return transport.should_stop() or transport.task_queue().results is not None
 
 
 def _measured(
-    order: Order, crew: Crew, incumbent: Incumbent, is_given_up: Callable[[], bool]
-) -> Answer | None:
+    order: Task, ranks: RankPool, incumbent: Incumbent, is_given_up: Callable[[], bool]
+) -> TaskResult | None:
     """Return an order's answer; None if it was given up."""
     if order.best is not None:
         incumbent.consider(order.best["hparams"], Measured(order.best["metrics"]), order.metric)
     logger.info("order %d begins", order.number)
-    answer = crew.measure(order.number, order.hparams, order.deadline_s, is_given_up)
+    answer = ranks.measure(order.number, order.hparams, order.deadline_s, is_given_up)
     if answer is None:
         return None
     logger.info(
@@ -86,7 +86,7 @@ def _measured(
         and isinstance(outcome, Measured)
         and incumbent.is_worth_measuring_again(outcome, order.metric)
     ):
-        again = crew.measure(_AGAIN, _without_extras(incumbent.hparams), order.deadline_s, is_given_up)
+        again = ranks.measure(_AGAIN, _without_extras(incumbent.hparams), order.deadline_s, is_given_up)
         if again is None:
             return None
         if isinstance(again.outcome, Measured):
@@ -94,7 +94,7 @@ def _measured(
         seconds += again.seconds
         respawned = respawned or again.respawned
     incumbent.consider(order.hparams, outcome, order.metric)
-    return Answer(order.number, outcome, seconds, answer.generation, respawned, answer.details)
+    return TaskResult(order.number, outcome, seconds, answer.generation, respawned, answer.details)
 
 
 def _without_extras(hparams: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dstrial.dsat.core.outcome import Outcome, outcome_from_json, outcome_to_jso
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Order:
+class Task:
     """A configuration to measure.
 
     Attributes:
@@ -32,7 +32,7 @@ class Order:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class OrderBook:
+class TaskQueue:
     """All that a driver tells a worker; each one replaces the last.
 
     Attributes:
@@ -41,7 +41,7 @@ class OrderBook:
             being measured is then ended.
     """
 
-    orders: tuple[Order, ...] = ()
+    orders: tuple[Task, ...] = ()
     results: Mapping[str, str] | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -52,13 +52,13 @@ class OrderBook:
         }
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> OrderBook:
+    def from_json(cls, fields: Mapping[str, Any]) -> TaskQueue:
         """Return what :meth:`to_json` was called on."""
-        return cls(tuple(Order(**order) for order in fields["orders"]), fields["results"])
+        return cls(tuple(Task(**order) for order in fields["orders"]), fields["results"])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
+class TaskResult:
     """How an order ended.
 
     Attributes:
@@ -89,7 +89,7 @@ class Answer:
         }
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Answer:
+    def from_json(cls, fields: Mapping[str, Any]) -> TaskResult:
         """Return what :meth:`to_json` was called on."""
         return cls(
             int(fields["number"]),

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dstrial.dsat.core.outcome import Failure, FailureKind, Outcome, outcome_from_json
-from dstrial.dsat.worker.messages import Answer
-from dstrial.dsat.worker.rpc import Line, ready
+from dstrial.dsat.worker.messages import TaskResult
+from dstrial.dsat.worker.rpc import Connection, ready
 from dstrial.dsat.worker.supervisor import signal_name
 from dstrial.errors import RankError
 from dstrial.ranks.sockets import free_port
@@ -20,7 +20,7 @@ _ASK_PERIOD_S = 1.0
 _ENDS_RANKS = (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM, FailureKind.COMMUNICATION, FailureKind.TIMEOUT)
 
 
-class Crew:
+class RankPool:
     """The ranks of a worker.
 
     Args:
@@ -28,8 +28,8 @@ class Crew:
         host: address at which ranks reach rank 0.
     """
 
-    def __init__(self, lines: Mapping[int, Line], host: str) -> None:
-        self._lines = dict(lines)
+    def __init__(self, lines: Mapping[int, Connection], host: str) -> None:
+        self._connections = dict(lines)
         self._host = host
         self._port = 0
         self.generation = 0
@@ -41,7 +41,7 @@ class Crew:
         hparams: Mapping[str, Any],
         deadline_s: float,
         is_given_up: Callable[[], bool] = lambda: False,
-    ) -> Answer | None:
+    ) -> TaskResult | None:
         """Have all ranks measure a configuration.
 
         Args:
@@ -68,9 +68,9 @@ class Crew:
             "port": self._port,
             "order": {"number": number, "hparams": dict(hparams)},
         }
-        for line in self._lines.values():
-            line.tell(message)
-        said, is_overdue = self._hear_all(number, began_s + deadline_s, is_given_up)
+        for line in self._connections.values():
+            line.send(message)
+        said, is_overdue = self._receive_all(number, began_s + deadline_s, is_given_up)
         if said is None:
             self._end_ranks()
             return None
@@ -83,24 +83,24 @@ class Crew:
         if reason:
             self._end_ranks()
         details = said.get(0, {}).get("details", {})
-        return Answer(number, outcome, time.monotonic() - began_s, self.generation, reason, details)
+        return TaskResult(number, outcome, time.monotonic() - began_s, self.generation, reason, details)
 
     def end(self) -> None:
         """Let all guardians and ranks end."""
-        for line in self._lines.values():
-            line.tell({"do": "end"})
+        for line in self._connections.values():
+            line.send({"do": "end"})
             line.close()
 
     # ---- machinery -------------------------------------------------------------------------------
 
-    def _hear_all(
+    def _receive_all(
         self, number: int, deadline_at_s: float, is_given_up: Callable[[], bool]
     ) -> tuple[dict[int, dict[str, Any]] | None, bool]:
         """Return each rank's words, None if given up, and whether the deadline came first."""
         said: dict[int, dict[str, Any]] = {}
         until_s = deadline_at_s
         ask_at_s = time.monotonic() + _ASK_PERIOD_S
-        while len(said) < len(self._lines):
+        while len(said) < len(self._connections):
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 return said, until_s == deadline_at_s
@@ -108,7 +108,7 @@ class Crew:
                 if is_given_up():
                     return None, False
                 ask_at_s = time.monotonic() + _ASK_PERIOD_S
-            for rank, message in self._hear(min(left_s, 1.0)):
+            for rank, message in self._receive(min(left_s, 1.0)):
                 if message["generation"] != self.generation or message["said"] == "killed":
                     continue
                 if message["said"] == "answer" and message["number"] != number:
@@ -118,22 +118,22 @@ class Crew:
                     until_s = min(until_s, time.monotonic() + _GRACE_S)
         return said, False
 
-    def _hear(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
-        heard = []
-        for line in ready(list(self._lines.values()), timeout_s):
-            rank = next(rank for rank, one in self._lines.items() if one is line)
-            messages = line.heard()
+    def _receive(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
+        received = []
+        for line in ready(list(self._connections.values()), timeout_s):
+            rank = next(rank for rank, one in self._connections.items() if one is line)
+            messages = line.receive()
             if messages is None:
                 raise RankError(
                     f"the guardian of rank {rank} has gone; expected it to live as long as its worker. Look at its output."
                 )
-            heard += [(rank, message) for message in messages]
-        return heard
+            received += [(rank, message) for message in messages]
+        return received
 
     def _why_to_respawn(self, said: Mapping[int, dict[str, Any]], outcome: Outcome) -> str:
         if isinstance(outcome, Failure) and outcome.kind in _ENDS_RANKS:
             return outcome.kind.value
-        silent = [rank for rank in self._lines if "outcome" not in said.get(rank, {})]
+        silent = [rank for rank in self._connections if "outcome" not in said.get(rank, {})]
         if silent:
             return f"rank(s) {', '.join(map(str, silent))} did not answer"
         for rank, message in sorted(said.items()):
@@ -143,9 +143,9 @@ class Crew:
 
     def _end_ranks(self) -> None:
         self._is_fresh_needed = True
-        for line in self._lines.values():
-            line.tell({"do": "kill", "generation": self.generation})
-        waiting = set(self._lines)
+        for line in self._connections.values():
+            line.send({"do": "kill", "generation": self.generation})
+        waiting = set(self._connections)
         give_up_at_s = time.monotonic() + _KILL_S
         while waiting:
             if time.monotonic() > give_up_at_s:
@@ -153,7 +153,7 @@ class Crew:
                     f"rank(s) {sorted(waiting)} are still there {_KILL_S:.0f} s after SIGKILL; expected them to end. "
                     "Look for a driver or file system that hangs."
                 )
-            for rank, message in self._hear(1.0):
+            for rank, message in self._receive(1.0):
                 if message["said"] == "killed" and message["generation"] == self.generation:
                     waiting.discard(rank)
 

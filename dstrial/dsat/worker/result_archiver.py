@@ -13,7 +13,7 @@ import time
 import determined as det
 from determined import core
 
-from dstrial.dsat.worker.transport import ExperimentMailbox
+from dstrial.dsat.worker.transport import ExperimentTransport
 from dstrial.errors import DstrialError
 
 _WAIT_S = 900.0
@@ -32,16 +32,16 @@ def main() -> int:
         )
     with core.init(distributed=core.DummyDistributedContext()) as context:
         trial = info.trial
-        mailbox = ExperimentMailbox(context, trial.experiment_id, trial.trial_id, trial._trial_run_id)
+        transport = ExperimentTransport(context, trial.experiment_id, trial.trial_id, trial._trial_run_id)
         give_up_at_s = time.monotonic() + _WAIT_S
-        while (results := mailbox.book().results) is None:
+        while (results := transport.task_queue().results) is None:
             if time.monotonic() > give_up_at_s:
                 raise DstrialError(
                     f"experiment {trial.experiment_id} was given nothing to keep in {_WAIT_S:.0f} s; expected the files of a "
                     "search. Repeat its command."
                 )
-            time.sleep(mailbox.poll_s)
-        mailbox.keep(results)
+            time.sleep(transport.poll_s)
+        transport.keep(results)
     return 0
 
 

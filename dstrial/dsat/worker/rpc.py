@@ -31,42 +31,42 @@ _FIRST_PORT = 15_000
 _NUM_PORTS = 14_000
 
 
-class Line:
+class Connection:
     """An end of a connection; messages are JSON, one per line, after their tag.
 
     Args:
-        connection: both ends of which have been greeted.
+        socket: both ends of which have been greeted.
         key: of this connection alone.
         is_chief: which end this is.
     """
 
     def __init__(self, connection: socket.socket, key: bytes, *, is_chief: bool) -> None:
-        self.connection = connection
+        self.socket = connection
         self._key = key
         self._directions = (b"to guardian", b"to chief") if is_chief else (b"to chief", b"to guardian")
-        self._num_told = self._num_heard = 0
+        self._num_sent = self._num_received = 0
         self._unread = b""
 
     def fileno(self) -> int:
         """Return the descriptor, for ``select``."""
-        return self.connection.fileno()
+        return self.socket.fileno()
 
-    def tell(self, message: dict[str, Any]) -> None:
-        """Send a message; does nothing if the other side has gone, as ``heard`` tells."""
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message; does nothing if the other side has gone, as ``receive`` tells."""
         text = json.dumps(message).encode()
-        told = tag(self._key, self._directions[0], b"%d" % self._num_told, text).hex().encode()
-        self._num_told += 1
+        told = tag(self._key, self._directions[0], b"%d" % self._num_sent, text).hex().encode()
+        self._num_sent += 1
         with contextlib.suppress(OSError):
-            self.connection.sendall(told + b" " + text + b"\n")
+            self.socket.sendall(told + b" " + text + b"\n")
 
-    def heard(self) -> list[dict[str, Any]] | None:
+    def receive(self) -> list[dict[str, Any]] | None:
         """Return what has come once ``select`` says so; None if the other side has gone.
 
         Raises:
             RankError: it does not come from the other side.
         """
         try:
-            chunk = self.connection.recv(1 << 16)
+            chunk = self.socket.recv(1 << 16)
         except OSError:
             return None
         if not chunk:
@@ -76,8 +76,8 @@ class Line:
 
     def _opened(self, line: bytes) -> dict[str, Any]:
         given, _, text = line.partition(b" ")
-        expected = tag(self._key, self._directions[1], b"%d" % self._num_heard, text).hex().encode()
-        self._num_heard += 1
+        expected = tag(self._key, self._directions[1], b"%d" % self._num_received, text).hex().encode()
+        self._num_received += 1
         if not is_same_tag(given, expected):
             raise RankError(
                 "a line between the chief and a guardian does not carry this job's tag; expected one that the other end has "
@@ -88,7 +88,7 @@ class Line:
 
     def close(self) -> None:
         """End the connection."""
-        self.connection.close()
+        self.socket.close()
 
 
 def job_name() -> str:
@@ -123,13 +123,13 @@ def listen(identity: RankIdentity) -> socket.socket:
     return server
 
 
-def gather(server: socket.socket, identity: RankIdentity) -> dict[int, Line]:
+def accept_supervisors(server: socket.socket, identity: RankIdentity) -> dict[int, Connection]:
     """Return the connections of all guardians, by rank; others are closed.
 
     Raises:
         RankError: not all came in time.
     """
-    lines: dict[int, Line] = {}
+    lines: dict[int, Connection] = {}
     give_up_at_s = time.monotonic() + _MEET_S
     with server:
         while len(lines) < identity.world_size:
@@ -142,7 +142,7 @@ def gather(server: socket.socket, identity: RankIdentity) -> dict[int, Line]:
                     f"the guardians of ranks {missing} have not come within {_MEET_S:.0f} s; expected one per slot. "
                     "Look at what their containers printed."
                 ) from None
-            greeted = _greeted_guardian(connection)
+            greeted = _greeted_supervisor(connection)
             if greeted is None:
                 connection.close()
             else:
@@ -150,7 +150,7 @@ def gather(server: socket.socket, identity: RankIdentity) -> dict[int, Line]:
     return lines
 
 
-def join(identity: RankIdentity) -> Line:
+def connect(identity: RankIdentity) -> Connection:
     """Return a guardian's connection to its chief.
 
     Raises:
@@ -176,7 +176,7 @@ def join(identity: RankIdentity) -> Line:
         time.sleep(0.1)
 
 
-def _greeted_guardian(connection: socket.socket) -> tuple[int, Line] | None:
+def _greeted_supervisor(connection: socket.socket) -> tuple[int, Connection] | None:
     """Return who has connected and its line, None if it is no guardian of this worker."""
     if not _is_own_account(connection):
         return None
@@ -191,10 +191,10 @@ def _greeted_guardian(connection: socket.socket) -> tuple[int, Line] | None:
         return None
     if not is_same_tag(given.encode(), _greeting_tag(nonce, answer, rank).encode()):
         return None
-    return rank, Line(connection, _line_key(nonce, answer, rank), is_chief=True)
+    return rank, Connection(connection, _connection_key(nonce, answer, rank), is_chief=True)
 
 
-def _greeted_chief(connection: socket.socket, rank: int) -> Line | None:
+def _greeted_chief(connection: socket.socket, rank: int) -> Connection | None:
     """Answer a connected chief, unless its socket is of another account."""
     if not _is_own_account(connection):
         return None
@@ -207,11 +207,11 @@ def _greeted_chief(connection: socket.socket, rank: int) -> Line | None:
     greeting = {"rank": rank, "nonce": answer, "tag": _greeting_tag(nonce, answer, rank)}
     connection.sendall(json.dumps(greeting).encode() + b"\n")
     connection.settimeout(None)
-    return Line(connection, _line_key(nonce, answer, rank), is_chief=False)
+    return Connection(connection, _connection_key(nonce, answer, rank), is_chief=False)
 
 
 def _first_line(connection: socket.socket) -> bytes:
-    """Read a line by bytes, since the rest is a ``Line``'s; empty without an end."""
+    """Read a line by bytes, since the rest is a ``Connection``'s; empty without an end."""
     line = b""
     while len(line) < _GREETING_BYTES:
         byte = connection.recv(1)
@@ -227,7 +227,7 @@ def _greeting_tag(nonce: str, answer: str, rank: int) -> str:
     return tag(_key(), b"greeting", nonce.encode(), answer.encode(), b"%d" % rank).hex()
 
 
-def _line_key(nonce: str, answer: str, rank: int) -> bytes:
+def _connection_key(nonce: str, answer: str, rank: int) -> bytes:
     return tag(_key(), b"lines", nonce.encode(), answer.encode(), b"%d" % rank)
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dstrial.dsat.worker.rpc import Line, ready
+from dstrial.dsat.worker.rpc import Connection, ready
 from dstrial.ranks.job_secret import STORE_VARIABLE, store_variable_of_generation
 
 _RANK_MODULE = "dstrial.dsat.rank.rank_server"
@@ -65,7 +65,7 @@ class _Rank:
         return status
 
 
-def guard(line: Line, words: Sequence[str]) -> None:
+def supervise(line: Connection, words: Sequence[str]) -> None:
     """Do what the chief says until ``end`` or its exit; the rank then ends too.
 
     Args:
@@ -79,13 +79,13 @@ def guard(line: Line, words: Sequence[str]) -> None:
                 if spoke is rank and rank is not None:
                     answers = rank.answers()
                     for answer in answers or []:
-                        line.tell({"said": "answer", "generation": rank.generation, **answer})
+                        line.send({"said": "answer", "generation": rank.generation, **answer})
                     if answers is None:
                         generation, status = rank.generation, _status_of(rank)
                         rank = None
-                        line.tell({"said": "died", "generation": generation, "status": status})
+                        line.send({"said": "died", "generation": generation, "status": status})
                 elif spoke is line:
-                    messages = line.heard()
+                    messages = line.receive()
                     if messages is None:
                         return
                     for message in messages:
@@ -96,7 +96,7 @@ def guard(line: Line, words: Sequence[str]) -> None:
                             if rank is not None:
                                 rank.end()
                                 rank = None
-                            line.tell({"said": "killed", "generation": generation})
+                            line.send({"said": "killed", "generation": generation})
                         elif message["do"] == "measure":
                             if rank is not None and rank.generation != message["generation"]:
                                 rank.end()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from dstrial.dsat.worker.messages import Answer, OrderBook
+from dstrial.dsat.worker.messages import TaskQueue, TaskResult
 from dstrial.errors import DstrialError
 from dstrial.local.json_files import append_json_line, read_json, read_json_lines, repair_json_lines
 
@@ -25,7 +25,7 @@ _RETRY_S = 5.0
 _NOTES_BEGIN = "Orders of dsat to its worker (JSON; do not edit):\n"
 
 
-def is_away(error: Exception) -> bool:
+def is_outage(error: Exception) -> bool:
     """Say whether a client's exception means an absent master, not a refusal.
 
     Source: ``determined.common.api._session`` 0.38.1; exceptions of requests that it lets through are OSErrors.
@@ -38,25 +38,25 @@ def is_away(error: Exception) -> bool:
     return is_lost or isinstance(error, OSError)
 
 
-def away_kinds() -> tuple[type[Exception], ...]:
-    """Return what may be raised where the master is away; :func:`is_away` decides."""
+def outage_errors() -> tuple[type[Exception], ...]:
+    """Return what may be raised where the master is away; :func:`is_outage` decides."""
     from determined.common.api import errors
 
     return (errors.BadRequestException, OSError)
 
 
-class Mailbox(Protocol):
+class Transport(Protocol):
     """A worker's side."""
 
     poll_s: float
 
-    def book(self) -> OrderBook:
+    def task_queue(self) -> TaskQueue:
         """Return what was last heard of the driver; an empty book if it has said nothing."""
 
-    def answered(self) -> set[int]:
+    def answered_tasks(self) -> set[int]:
         """Return the orders that an earlier process of this worker has answered."""
 
-    def answer(self, answer: Answer) -> None:
+    def report(self, answer: TaskResult) -> None:
         """Leave an answer; it is kept when this returns."""
 
     def keep(self, results: Mapping[str, str]) -> None:
@@ -66,7 +66,7 @@ class Mailbox(Protocol):
         """Say whether the worker's slots are wanted back."""
 
 
-class FileMailbox:
+class FileTransport:
     """Files in a directory of this machine.
 
     Args:
@@ -79,16 +79,16 @@ class FileMailbox:
         self._directory = directory
         repair_json_lines(directory / ANSWERS_NAME)
 
-    def book(self) -> OrderBook:
+    def task_queue(self) -> TaskQueue:
         """Return what the driver has written."""
         fields = read_json(self._directory / ORDERS_NAME)
-        return OrderBook() if fields is None else OrderBook.from_json(fields)
+        return TaskQueue() if fields is None else TaskQueue.from_json(fields)
 
-    def answered(self) -> set[int]:
+    def answered_tasks(self) -> set[int]:
         """Read the file of answers."""
         return {int(row["number"]) for row in read_json_lines(self._directory / ANSWERS_NAME)}
 
-    def answer(self, answer: Answer) -> None:
+    def report(self, answer: TaskResult) -> None:
         """Append a line; while the disk is full, wait."""
         is_written = False
         while not is_written:
@@ -107,7 +107,7 @@ class FileMailbox:
         return False
 
 
-class ExperimentMailbox:
+class ExperimentTransport:
     """The experiment's notes from the driver, and the trial's metrics.
 
     Both are open to any client of any Determined: nothing of the protocol is new. Waits for a master that is away.
@@ -130,23 +130,23 @@ class ExperimentMailbox:
         self._experiment = client.get_experiment(experiment_id)
         self._trial_id, self._trial_run_id = trial_id, trial_run_id
 
-    def book(self) -> OrderBook:
+    def task_queue(self) -> TaskQueue:
         """Return what the notes say, or said before the master was away."""
         try:
             self._experiment.reload()
-        except away_kinds() as error:
+        except outage_errors() as error:
             logger.warning("the master does not say what to measure (%s); trying again", error)
         return book_from_notes(self._experiment.notes or "")
 
-    def answered(self) -> set[int]:
+    def answered_tasks(self) -> set[int]:
         """Read the trial's metrics, as the master may have replaced its slots meanwhile."""
-        return self._insisting(self._rows)
+        return self._retry_until_available(self._rows)
 
     def _rows(self) -> set[int]:
         trials = self._experiment.list_trials()
         return {int(row.steps_completed) for trial in trials for row in trial.iter_metrics(GROUP)}
 
-    def answer(self, answer: Answer) -> None:
+    def report(self, answer: TaskResult) -> None:
         """Report a row of metrics; one without values carries the failure as text.
 
         Not through the core context, which returns before the master has the row, and loses it where the master is away.
@@ -171,7 +171,7 @@ class ExperimentMailbox:
                 is_repeated = True
                 bindings.post_ReportTrialMetrics(self._session, body=body, metrics_trialId=self._trial_id)
 
-        self._insisting(report)
+        self._retry_until_available(report)
 
     def keep(self, results: Mapping[str, str]) -> None:
         """Put the files into a checkpoint."""
@@ -182,52 +182,52 @@ class ExperimentMailbox:
                 for name, text in results.items():
                     (Path(path) / name).write_text(text, encoding="utf-8")
 
-        self._insisting(store)
+        self._retry_until_available(store)
 
     def should_stop(self) -> bool:
         """Say whether the master wants the slots for another experiment."""
         try:
             return bool(self._core.preempt.should_preempt())
-        except away_kinds() as error:
+        except outage_errors() as error:
             logger.warning("the master does not say whether it wants the slots (%s); trying again", error)
             return False
 
-    def _insisting(self, call: Callable[[], _T]) -> _T:
+    def _retry_until_available(self, call: Callable[[], _T]) -> _T:
         while True:
             try:
                 return call()
-            except away_kinds() as error:
-                if not is_away(error):
+            except outage_errors() as error:
+                if not is_outage(error):
                     raise
                 logger.warning("the master is away (%s); trying again", error)
                 time.sleep(_RETRY_S)
 
 
-def answer_from_row(row: Mapping[str, Any]) -> Answer:
-    """Return what :meth:`ExperimentMailbox.answer` has reported."""
+def answer_from_row(row: Mapping[str, Any]) -> TaskResult:
+    """Return what :meth:`ExperimentTransport.answer` has reported."""
     fields = json.loads(row["answer"])
     if "failure" not in fields:
         fields["metrics"] = {
             name: value for name, value in row.items() if isinstance(value, (int, float)) and name != "answer"
         }
-    return Answer.from_json(fields)
+    return TaskResult.from_json(fields)
 
 
-def notes_of(book: OrderBook) -> str:
+def notes_of(book: TaskQueue) -> str:
     """Return a book as notes of an experiment."""
     return _NOTES_BEGIN + json.dumps(book.to_json())
 
 
-def book_from_notes(notes: str) -> OrderBook:
+def book_from_notes(notes: str) -> TaskQueue:
     """Return what :func:`notes_of` was called on; an empty book for other notes.
 
     Raises:
         DstrialError: somebody has edited it.
     """
     if not notes.startswith(_NOTES_BEGIN):
-        return OrderBook()
+        return TaskQueue()
     try:
-        return OrderBook.from_json(json.loads(notes.removeprefix(_NOTES_BEGIN)))
+        return TaskQueue.from_json(json.loads(notes.removeprefix(_NOTES_BEGIN)))
     except (ValueError, KeyError, TypeError) as error:
         raise DstrialError(
             f"the notes of the worker's experiment are no orders ({error}); expected those that dsat wrote. "

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from dstrial.checkpoint.layout import Layout, ParameterPlace
-from dstrial.checkpoint.shards import Piece, Pieces, overlaps, own_piece, positions_in_groups
+from dstrial.checkpoint.shards import Shard, ShardMap, overlaps, own_shard, positions_in_groups
 from dstrial.engine.checkpoint_reader.equality import is_equal
 from dstrial.engine.checkpoint_reader.safe_load import load_mapped
 from dstrial.errors import CheckpointDamagedError, CheckpointLayoutError
@@ -64,7 +64,7 @@ class SavedEngine:
         self._positions = functools.cache(self._find_positions)
         self._order_of_parameters = functools.cache(self._find_order_of_parameters)
         self._order_of_buffers = functools.cache(self._find_order_of_buffers)
-        self._pieces = Pieces(layout)
+        self._pieces = ShardMap(layout)
         # Of tied parameters the first is the one that the optimizer owns; copies on later stages should have the same values.
         self._places: dict[str, ParameterPlace] = {}
         self._copies: dict[str, list[ParameterPlace]] = {}
@@ -252,17 +252,17 @@ class SavedEngine:
                 f"{self._directory} cannot be read by parameter: {'; '.join(problems)}. Resume it with the layout that wrote it."
             )
 
-    def _sources(self, place: ParameterPlace, key: str) -> list[Piece]:
+    def _sources(self, place: ParameterPlace, key: str) -> list[Shard]:
         """Return the pieces in which a parameter lies in the files."""
         if place.group_idx is None and place.is_cut:
             replicas = range(self.layout.data_parallel_size)
-            return [piece for piece in (own_piece(place, r) for r in replicas) if piece is not None]
+            return [piece for piece in (own_shard(place, r) for r in replicas) if piece is not None]
         if place.group_idx is None or (key == MASTER and place.buffer_idx is None):
             numel = math.prod(place.shape)
-            return [Piece(0, 0, 0, numel)]
+            return [Shard(0, 0, 0, numel)]
         return self._pieces.of(place)
 
-    def _source(self, place: ParameterPlace, key: str, piece: Piece) -> torch.Tensor:
+    def _source(self, place: ParameterPlace, key: str, piece: Shard) -> torch.Tensor:
         """Return the flat tensor in a file in which a piece lies."""
         if place.group_idx is None and place.is_cut:
             fragments = self._model_file(place.model_part, piece.replica)["frozen_param_fragments"] or {}

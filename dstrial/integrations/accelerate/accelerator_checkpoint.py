@@ -19,7 +19,7 @@ _RANDOM_STATES = "random_states_0.pkl"
 _USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 
 
-class Accelerated(Checkpointable):
+class AcceleratorCheckpoint(Checkpointable):
     """Saves and loads with the accelerator's ``save_state`` and ``load_state``.
 
     It is the script's, with everything prepared.

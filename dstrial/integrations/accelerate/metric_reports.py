@@ -8,7 +8,7 @@ from typing import Any
 from determined import core, util
 
 from dstrial.errors import TrialContractError
-from dstrial.integrations.accelerate.progress_tracker import Plan
+from dstrial.integrations.accelerate.progress_tracker import RunSchedule
 from dstrial.local.mirror import MirroredTrainContext
 from dstrial.local.train_context import LocalTrainContext
 from dstrial.loop.boundaries import asks_for_checkpoint
@@ -16,7 +16,7 @@ from dstrial.loop.metric_sinks import MetricSinks
 from dstrial.loop.metrics import MetricWindow, combine
 
 
-class Reports:
+class MetricReports:
     """Reports to a core context and to the sinks of a run.
 
     Args:
@@ -25,7 +25,7 @@ class Reports:
         plan: what the experiment config says.
     """
 
-    def __init__(self, core_context: core.Context, sinks: MetricSinks, plan: Plan) -> None:
+    def __init__(self, core_context: core.Context, sinks: MetricSinks, plan: RunSchedule) -> None:
         self._core = core_context
         self._sinks = sinks
         self._plan = plan

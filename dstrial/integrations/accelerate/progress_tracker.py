@@ -27,7 +27,7 @@ _TEST_BATCHES = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
+class RunSchedule:
     """What an experiment config says about a run.
 
     Attributes:
@@ -54,7 +54,7 @@ class Plan:
         global_batch_size: int,
         length: pytorch.TrainUnit | None,
         is_test: bool,
-    ) -> Plan:
+    ) -> RunSchedule:
         """Read a plan from an experiment config.
 
         Args:
@@ -115,7 +115,7 @@ class Plan:
         return self.length
 
 
-class Course:
+class ProgressTracker:
     """Counts a run's batches against its plan; alike on all ranks, without exchange.
 
     Attributes:
@@ -129,11 +129,11 @@ class Course:
         self.progress = Progress(epoch_length=None)
         self.batches_total: int | None = None
         self.stopped: StopReason | None = None
-        self._plan: Plan | None = None
+        self._plan: RunSchedule | None = None
         self._epoch_length: int | None = None
         self._due: set[Boundary] = set()
 
-    def begin(self, plan: Plan, epoch_length: int | None) -> None:
+    def begin(self, plan: RunSchedule, epoch_length: int | None) -> None:
         """Take over what was planned, once the counters are those of the run.
 
         Args:

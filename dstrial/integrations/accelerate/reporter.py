@@ -17,8 +17,8 @@ from determined import pytorch
 from dstrial.errors import TrialContractError
 from dstrial.integrations.accelerate.accelerator_checkpoint import require_deepspeed_on_all_ranks
 from dstrial.integrations.accelerate.loaders import micro_batch_of
-from dstrial.integrations.accelerate.progress_tracker import Course
-from dstrial.integrations.accelerate.trial_run import Run
+from dstrial.integrations.accelerate.progress_tracker import ProgressTracker
+from dstrial.integrations.accelerate.trial_run import TrialRun
 from dstrial.integrations.extras import require
 from dstrial.local.experiment_file import read_experiment
 from dstrial.local.run_directory import RunState
@@ -87,8 +87,8 @@ class Reporter:
         self._hparams = None if hparams is None else dict(hparams)
         self._run_dir = run_dir
         self._stack = contextlib.ExitStack()
-        self._course = Course()
-        self._run: Run | None = None
+        self._tracker = ProgressTracker()
+        self._run: TrialRun | None = None
 
     # ---- the block -----------------------------------------------------------------------------------
 
@@ -159,32 +159,32 @@ class Reporter:
     @property
     def batches_trained(self) -> int:
         """Optimizer steps since the start of the run, over all resumes."""
-        return self._course.batches_trained
+        return self._tracker.batches_trained
 
     @property
     def batches_total(self) -> int | None:
         """The run's batches; None before ``batches`` where it is counted in epochs."""
-        return self._course.batches_total
+        return self._tracker.batches_total
 
     @property
     def epoch_idx(self) -> int:
         """Epoch of the batch to train next, from 0; 0 before ``batches`` knows the loader."""
-        return self._course.epoch_idx
+        return self._tracker.epoch_idx
 
     @property
     def should_validate(self) -> bool:
         """Whether it is time to validate the weights of now, the same on all ranks."""
-        return self._course.needs_validation
+        return self._tracker.needs_validation
 
     @property
     def should_stop(self) -> bool:
         """Whether training reached its length or was asked to stop; alike on all ranks."""
-        return self._course.is_over
+        return self._tracker.is_over
 
     @property
     def stopped(self) -> StopReason | None:
         """Why training stopped before its length; None if it did not."""
-        return self._course.stopped
+        return self._tracker.stopped
 
     # ---- the loop ------------------------------------------------------------------------------------
 
@@ -209,9 +209,9 @@ class Reporter:
             raise TrialContractError(
                 "reporter.resume() is called a second time; expected one call after accelerator.prepare. Remove the second."
             )
-        self._run = Run(self._accelerator, self._context, self._info, self._course, self._asked_length)
+        self._run = TrialRun(self._accelerator, self._context, self._info, self._tracker, self._asked_length)
         self._run.start()
-        return self._course.batches_trained
+        return self._tracker.batches_trained
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield micro batches, epoch after epoch, from where the run is until its end.
@@ -291,7 +291,7 @@ class Reporter:
         """
         return self._resumed("save()").save()
 
-    def _resumed(self, what: str) -> Run:
+    def _resumed(self, what: str) -> TrialRun:
         if self._run is None:
             raise TrialContractError(
                 f"reporter.{what} is called before reporter.resume(); expected the checkpoint of the run to be loaded first. "

@@ -13,7 +13,7 @@ from determined import pytorch
 from dstrial.config import overwrite_deepspeed_config
 from dstrial.config.deepspeed_source import MAIN_KEY
 from dstrial.errors import ConfigError
-from dstrial.integrations.accelerate.accelerator_checkpoint import Accelerated, prepared_engines
+from dstrial.integrations.accelerate.accelerator_checkpoint import AcceleratorCheckpoint, prepared_engines
 from dstrial.integrations.accelerate.loaders import (
     epoch_length_of,
     length_of,
@@ -21,8 +21,8 @@ from dstrial.integrations.accelerate.loaders import (
     require_micro_batch,
     warn_of_unrepeatable_order,
 )
-from dstrial.integrations.accelerate.metric_reports import Reports
-from dstrial.integrations.accelerate.progress_tracker import Course, Plan
+from dstrial.integrations.accelerate.metric_reports import MetricReports
+from dstrial.integrations.accelerate.progress_tracker import ProgressTracker, RunSchedule
 from dstrial.local.run_directory import TEST_VARIABLE
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.checkpoint_loader import CheckpointLoader
@@ -30,7 +30,7 @@ from dstrial.loop.checkpoint_saver import CheckpointSaver
 from dstrial.loop.metric_sinks import MetricSinks
 from dstrial.loop.metrics import MetricWindow, combine
 from dstrial.loop.run_state import RunState
-from dstrial.loop.sync_point import AgreementPoints, StopReason
+from dstrial.loop.sync_point import StopReason, SyncPoints
 from dstrial.resume.locate import trial_id_of
 from dstrial.resume.metadata import RESUME_VARIABLE, given_settings
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
@@ -39,14 +39,14 @@ from dstrial.trial.runtime import TrialRuntime
 logger = logging.getLogger("dstrial.integrations.accelerate")
 
 
-class Run:
+class TrialRun:
     """Trains, reports, saves and stops, all ranks together.
 
     Args:
         accelerator: the script's, with everything prepared.
         context: of the trial.
         info: the cluster's; None off a cluster.
-        course: counters at 0; the checkpoint's after ``start``.
+        tracker: counters at 0; the checkpoint's after ``start``.
         length: what the script said itself about how long to train.
 
     Raises:
@@ -61,10 +61,10 @@ class Run:
         accelerator: Any,
         context: DeepSpeedTrialContext,
         info: Any,
-        course: Course,
+        tracker: ProgressTracker,
         length: pytorch.TrainUnit | None,
     ) -> None:
-        self._accelerator, self._context, self._info, self._course = accelerator, context, info, course
+        self._accelerator, self._context, self._info, self._tracker = accelerator, context, info, tracker
         runtime = self._runtime = runtime_of(context)
         self._core = runtime.core
         self._is_chief = bool(context.distributed.rank == 0)
@@ -74,15 +74,15 @@ class Run:
         self._steps = runtime.adapter.micro_batches_per_batch
         self._records_per_batch = runtime.train_batch_size
         accelerator.gradient_accumulation_steps = self._steps
-        self._plan = Plan.from_config(
+        self._plan = RunSchedule.from_config(
             runtime.exp_conf or {},
             global_batch_size=self._records_per_batch,
             length=length,
             is_test=os.environ.get(TEST_VARIABLE) == "1",
         )
         self._sinks = MetricSinks(context)
-        self._reports = Reports(self._core, self._sinks, self._plan)
-        self._agreements = AgreementPoints(context.distributed, self._wish_to_stop)
+        self._reports = MetricReports(self._core, self._sinks, self._plan)
+        self._sync_points = SyncPoints(context.distributed, self._stop_request)
         self._window = MetricWindow("reporter.step")
         self._window_start = 0
         self._window_seconds = 0.0
@@ -91,7 +91,12 @@ class Run:
         self._has_batch_to_finish = False
         trial_id = trial_id_of(info, is_mirrored=runtime.is_mirrored)
         state = RunState(
-            Accelerated(accelerator), context, Callbacks({}), course.progress, self._window, trial_id
+            AcceleratorCheckpoint(accelerator),
+            context,
+            Callbacks({}),
+            tracker.progress,
+            self._window,
+            trial_id,
         )
         self._loader = CheckpointLoader(state)
         self._saver = CheckpointSaver(state, in_background=self._plan.saves_in_background)
@@ -108,12 +113,12 @@ class Run:
         Ranks: all, collectively.
         """
         checkpoint = checkpoint_to_resume(self._runtime, self._info)
-        self._course.begin(self._plan, None if checkpoint is None else self._load(checkpoint))
-        batches = self._course.batches_trained
+        self._tracker.begin(self._plan, None if checkpoint is None else self._load(checkpoint))
+        batches = self._tracker.batches_trained
         if self._runtime.kept_reports is not None:
             self._runtime.kept_reports.rewind_to(batches)
         self._sinks.open()
-        self._agreements.start(batches)
+        self._sync_points.start(batches)
         self._mark_s = time.monotonic()
         self._set_status("training")
 
@@ -127,33 +132,33 @@ class Run:
         if not self._accelerator.split_batches:
             now = self._runtime.adapter.micro_batch_size
             require_micro_batch(self._accelerator._dataloaders, micro_batch_before(self._runtime), now)
-        self._window_start = int(loop_state.get("window_start", self._course.batches_trained))
+        self._window_start = int(loop_state.get("window_start", self._tracker.batches_trained))
         self._window_seconds = float(loop_state.get("window_seconds", 0.0))
         self._loader.restore_random_states()
         self._has_pending_random_states = True
         if self._is_chief:
-            batches, num_ranks = self._course.batches_trained, context.distributed.size
+            batches, num_ranks = self._tracker.batches_trained, context.distributed.size
             logger.info("resumed from checkpoint %s at batch %d on %d ranks", checkpoint, batches, num_ranks)
         epoch_length: int | None = loop_state.get("epoch_length")
         return epoch_length
 
     def end(self) -> None:
         """Save the rest, wait for it, say how training ended. Ranks: all, collectively."""
-        course = self._course
-        if course.batches_trained and not course.progress.checkpoint_is_current:
+        tracker = self._tracker
+        if tracker.batches_trained and not tracker.progress.checkpoint_is_current:
             self.save()
         self._saver.finish()
         self._sinks.upload()
         if not self._is_chief:
             return
-        if course.stopped is not None:
-            self._set_status(f"stopped: {course.stopped.value}")
+        if tracker.stopped is not None:
+            self._set_status(f"stopped: {tracker.stopped.value}")
             if self._info is not None:
                 # To the master, exit code 0 without this means that the trial is complete.
                 self._core.preempt.acknowledge_preemption_signal()
             return
-        if course.batches_trained:
-            self._reports.progress(course.batches_trained, course.batches_total)
+        if tracker.batches_trained:
+            self._reports.progress(tracker.batches_trained, tracker.batches_total)
             self._core.train.report_progress(1.0)
         self._set_status("completed")
 
@@ -166,12 +171,12 @@ class Run:
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield micro batches as ``Reporter.batches`` does. Ranks: all, collectively."""
-        course = self._course
+        tracker = self._tracker
         require_equal_lengths(self._context.distributed.allgather(length_of(loader)))
-        epoch_length = course.epoch_length = epoch_length_of(loader, self._steps)
+        epoch_length = tracker.epoch_length = epoch_length_of(loader, self._steps)
         warn_of_unrepeatable_order(loader, is_chief=self._is_chief)
-        while not course.is_over:
-            epoch, done = divmod(course.batches_trained, epoch_length)
+        while not tracker.is_over:
+            epoch, done = divmod(tracker.batches_trained, epoch_length)
             this_epoch = self._accelerator.skip_first_batches(loader, done * self._steps) if done else loader
             this_epoch.set_epoch(epoch)
             num_left = (epoch_length - done) * self._steps
@@ -192,20 +197,20 @@ class Run:
             self._window.add(metrics)
         if not self._accelerator.sync_gradients:
             return False
-        batches = self._course.advance()
+        batches = self._tracker.advance()
         self._has_batch_to_finish = True
-        is_alone = self._agreements.is_alone and self._agreements.is_wished()
-        if self._course.is_anything_due or batches >= self._agreements.next_batch or is_alone:
+        is_single_rank = self._sync_points.is_single_rank and self._sync_points.is_stop_requested()
+        if self._tracker.is_anything_due or batches >= self._sync_points.next_batch or is_single_rank:
             self._exchange()
         return True
 
     def _exchange(self) -> None:
         """Agree on stopping; with it report metrics and hear of the save. Ranks: all."""
-        course, batches = self._course, self._course.batches_trained
-        reports = course.is_report_due or (course.is_at_end and batches > self._window_start)
+        tracker, batches = self._tracker, self._tracker.batches_trained
+        reports = tracker.is_report_due or (tracker.is_at_end and batches > self._window_start)
         share = self._window.totals() if reports and len(self._window) else None
         self._window_seconds += time.monotonic() - self._mark_s
-        agreement = self._agreements.agree(batches, (share, self._saver.status()))
+        agreement = self._sync_points.agree(batches, (share, self._saver.status()))
         self._saver.settle([status for _, status in agreement.shares])
         if reports:
             averages = combine([share for share, _ in agreement.shares], "reporter.step")
@@ -219,10 +224,10 @@ class Run:
             self._window_seconds = 0.0
             self._window_start = batches
         if self._is_chief:
-            self._reports.progress(batches, course.batches_total)
+            self._reports.progress(batches, tracker.batches_total)
         self._mark_s = time.monotonic()
-        if agreement.stop is not None and not course.is_at_end:
-            course.stopped = agreement.stop
+        if agreement.stop is not None and not tracker.is_at_end:
+            tracker.stopped = agreement.stop
             if self._is_chief:
                 logger.warning(
                     "stopping after batch %d (%s), with a checkpoint", batches, agreement.stop.value
@@ -233,12 +238,12 @@ class Run:
         if not self._has_batch_to_finish:
             return False
         self._has_batch_to_finish = False
-        if self._course.needs_checkpoint:
+        if self._tracker.needs_checkpoint:
             self.save()
-        if self._course.pauses_training:
-            self._agreements.start(self._course.batches_trained)
+        if self._tracker.pauses_training:
+            self._sync_points.start(self._tracker.batches_trained)
             self._mark_s = time.monotonic()
-        return self._course.is_over
+        return self._tracker.is_over
 
     # ---- reports and checkpoints ---------------------------------------------------------------------
 
@@ -246,16 +251,16 @@ class Run:
         """Report training metrics now. Ranks: all, collectively."""
         averages = self._reports.mean_over_ranks(metrics, "report_training")
         if self._is_chief:
-            self._reports.training(averages, self._course.batches_trained)
+            self._reports.training(averages, self._tracker.batches_trained)
 
     def report_validation(self, metrics: Mapping[str, Any]) -> None:
         """Report validation metrics; save if the policy says so. Ranks: all, collectively."""
         averages = self._reports.mean_over_ranks(metrics, "report_validation")
         self._reports.require_searcher_metric(averages)
-        progress = self._course.progress
+        progress = self._tracker.progress
         progress.last_validation = progress.batches_trained
         saves = self._is_chief and self._reports.validation(
-            averages, progress.batches_trained, self._course.epoch_idx
+            averages, progress.batches_trained, self._tracker.epoch_idx
         )
         self._sinks.upload()
         if self._context.distributed.broadcast(saves) and not progress.checkpoint_is_current:
@@ -269,7 +274,7 @@ class Run:
             {
                 "window_seconds": self._window_seconds,
                 "window_start": self._window_start,
-                "epoch_length": self._course.epoch_length,
+                "epoch_length": self._tracker.epoch_length,
             }
         )
         self._mark_s = time.monotonic()
@@ -280,7 +285,7 @@ class Run:
         if self._is_chief:
             self._core.train.set_status(status)
 
-    def _wish_to_stop(self) -> StopReason | None:
+    def _stop_request(self) -> StopReason | None:
         # Acknowledged at the end, and only if training ends early.
         if self._info is not None and self._is_chief and self._core.preempt.should_preempt(auto_ack=False):
             return StopReason.PREEMPTED

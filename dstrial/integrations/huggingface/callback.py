@@ -12,16 +12,16 @@ from deepspeed import DeepSpeedEngine
 from determined import core
 
 from dstrial.integrations.huggingface import arguments
-from dstrial.integrations.huggingface.checkpoint_uploader import Storing
+from dstrial.integrations.huggingface.checkpoint_uploader import CheckpointUploader
 from dstrial.integrations.huggingface.logged_metrics import LogKind, kind_of
-from dstrial.integrations.huggingface.metric_reports import CurrentOperation, Reporting
+from dstrial.integrations.huggingface.metric_reports import CurrentOperation, MetricReporter
 from dstrial.integrations.huggingface.non_finite import LossWatch
-from dstrial.integrations.huggingface.preemption import LeaveTrainingError, Stopping
+from dstrial.integrations.huggingface.preemption import LeaveTrainingError, PreemptionHandler
 from dstrial.integrations.huggingface.resume import OpenedCheckpoint
-from dstrial.integrations.huggingface.save_schedule import Saving
-from dstrial.integrations.huggingface.stall_detector import DataWait
-from dstrial.integrations.huggingface.startup import Beginning
-from dstrial.integrations.huggingface.trainer_handle import AttachedTrainer
+from dstrial.integrations.huggingface.save_schedule import SaveSchedule
+from dstrial.integrations.huggingface.stall_detector import StallDetector
+from dstrial.integrations.huggingface.startup import Startup
+from dstrial.integrations.huggingface.trainer_handle import TrainerHandle
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -36,7 +36,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
     :func:`dstrial.integrations.huggingface.init` or of ``det.core.init``. At the end of training, unless it was stopped, there
     is an evaluation (if there is an evaluation set) and a checkpoint.
 
-    A wish to stop (a pause, the searcher's stop, SIGTERM) is followed at the end of the training step in which the ranks learn
+    A request to stop (a pause, the searcher's stop, SIGTERM) is followed at the end of the training step in which the ranks learn
     of it, the same one on all ranks, which takes them a tenth of a second. If it comes during an evaluation, that evaluation
     ends first, unless ``leave_evaluation`` is set. One that comes after the last step stops nothing.
 
@@ -46,7 +46,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         filter_metrics: parts of names; a metric is reported if it has one of them. The searcher's metrics always are. None
             reports all.
         user_data: stored in every checkpoint as ``my_data.json``, if given.
-        leave_evaluation: whether a wish to stop ends an evaluation under way. For this a checkpoint is stored before every
+        leave_evaluation: whether a request to stop ends an evaluation under way. For this a checkpoint is stored before every
             evaluation, which needs :func:`dstrial.integrations.huggingface.train`.
 
     Raises:
@@ -70,47 +70,49 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self.filter_metrics = filter_metrics
         self.user_data = user_data
         self._leaves_evaluation = leave_evaluation
-        self._beginning = Beginning(core_context, args)
-        weakref.finalize(self, self._beginning.close)
-        rank, facts = core_context.distributed.rank, self._beginning.facts
+        self._startup = Startup(core_context, args)
+        weakref.finalize(self, self._startup.close)
+        rank, facts = core_context.distributed.rank, self._startup.facts
         self.current_op = CurrentOperation(
             arguments.length_of(args).value, core_context.train, is_chief=rank == 0
         )
-        self._saving = Saving(Storing(core_context, self._beginning.kept(user_data)))
-        self._reporting = Reporting(core_context, facts.searcher, filter_metrics)
+        self._save_schedule = SaveSchedule(
+            CheckpointUploader(core_context, self._startup.run_description(user_data))
+        )
+        self._reporter = MetricReporter(core_context, facts.searcher, filter_metrics)
         self._losses = LossWatch(facts.exp_conf, is_chief=rank == 0, is_off=facts.is_measuring)
-        self._stopping = Stopping(core_context, facts.signals)
-        self._wait = DataWait(rank, lambda: self._stopping.wish_here() is not None)
-        self._attached = AttachedTrainer()
+        self._preemption = PreemptionHandler(core_context, facts.signals)
+        self._stall_detector = StallDetector(rank, lambda: self._preemption.stop_request() is not None)
+        self._trainer_handle = TrainerHandle()
         self._in_training = False
         self._has_finished = False
 
     @property
     def checkpoint_path(self) -> str | None:
         """For ``Trainer.train(resume_from_checkpoint=...)``; None for a new trial."""
-        return self._beginning.checkpoint_path
+        return self._startup.checkpoint_path
 
     @property
     def is_stopped(self) -> bool:
         """Whether training was asked to end before its length, on all ranks."""
-        return self._stopping.reason is not None
+        return self._preemption.reason is not None
 
     def attach(self, trainer: Any) -> None:
         """Learn which Trainer it is; ``train`` of this package does so. Ranks: any."""
-        self._attached.trainer = trainer
+        self._trainer_handle.trainer = trainer
 
     def prepare_save(self, args: TrainingArguments, step: int) -> None:
         """Have a step's directory share no checkpoint's file. Ranks: all, collectively."""
-        self._saving.prepare(args, step)
+        self._save_schedule.prepare(args, step)
 
     def load_engine(self, engine: DeepSpeedEngine) -> None:
         """Load the checkpoint into an engine that was just made. Ranks: all, collectively."""
-        self._beginning.load_engine(engine)
+        self._startup.load_engine(engine)
 
     @property
     def opened_checkpoint(self) -> OpenedCheckpoint | None:
         """The checkpoint that the trial starts from; None without one."""
-        return self._beginning.opened
+        return self._startup.opened
 
     def on_train_begin(
         self,
@@ -122,30 +124,30 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
     ) -> None:
         """Make sure that the Trainer goes on where the checkpoint stands."""
         step = state.global_step
-        self._beginning.require_resumed(step, is_attached=self._attached.is_known)
+        self._startup.require_resumed(step, is_attached=self._trainer_handle.is_known)
         if self._leaves_evaluation:
-            self._attached.require(
+            self._trainer_handle.require(
                 "leave_evaluation is True with trainer.train(); expected a checkpoint before each evaluation, which a callback "
                 "alone cannot store"
             )
         self._in_training = True
         self._has_finished = step >= state.max_steps > 0
-        self._saving.begin(args, state, model)
-        self._reporting.start(state)
+        self._save_schedule.begin(args, state, model)
+        self._reporter.start(state)
         self._losses.start(step)
-        if self._beginning.facts.is_rewrite:
-            self._saving.rewrite(self._attached, args, state, control, str(self.checkpoint_path))
+        if self._startup.facts.is_rewrite:
+            self._save_schedule.rewrite(self._trainer_handle, args, state, control, str(self.checkpoint_path))
             raise LeaveTrainingError(step)
-        self._beginning.settle_best_model(state)
+        self._startup.settle_best_model(state)
         if step > 0:
-            self._saving.last_step = step
-        self._stopping.start()
-        self._wait.start()
+            self._save_schedule.last_step = step
+        self._preemption.start()
+        self._stall_detector.start()
         is_last, leaves = self._has_finished, self._leaves_evaluation
-        if self._attached.owes_evaluation(args, state, is_last=is_last, leaves=leaves):
-            self._attached.trainer.evaluate()
+        if self._trainer_handle.owes_evaluation(args, state, is_last=is_last, leaves=leaves):
+            self._trainer_handle.trainer.evaluate()
         if self._has_finished:
-            if self._attached.is_known:
+            if self._trainer_handle.is_known:
                 raise LeaveTrainingError(step)
             logger.warning(
                 "step %d of %d: nothing is left to train, and Trainer.train() trains a step more; call "
@@ -153,29 +155,29 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
                 step,
                 state.max_steps,
             )
-        self._wait.begin(step)
+        self._stall_detector.begin(step)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
     ) -> None:
         """Note that the batch has come."""
         del args, control
-        self._wait.end()
-        self._reporting.speed.go_on()
-        self._reporting.flush(state)
+        self._stall_detector.end()
+        self._reporter.speed.resume()
+        self._reporter.flush(state)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
     ) -> None:
         """Report progress, and decide on all ranks whether to stop."""
-        self._reporting.progress(state.global_step, state.max_steps)
+        self._reporter.progress(state.global_step, state.max_steps)
         if self.is_stopped:
             # In the evaluation before the first step, after which the Trainer trains one all the same.
             self._stop(state, control)
             self._skip_evaluation(args, state, control)
         elif control.should_training_stop or state.global_step >= state.max_steps:
             self._finish(args, control)
-        elif self._stopping.beat():
+        elif self._preemption.step():
             self._stop(state, control)
             if self._leaves_evaluation:
                 control.should_evaluate = False
@@ -184,7 +186,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
 
     def _only_train(self, control: TrainerControl) -> None:
         """Keep a trial of dsat, whose steps are timed, from evaluating and saving."""
-        if self._beginning.facts.is_measuring:
+        if self._startup.facts.is_measuring:
             control.should_evaluate = control.should_save = False
 
     def _finish(self, args: TrainingArguments, control: TrainerControl) -> None:
@@ -192,12 +194,12 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self._has_finished = True
         if arguments.evaluates_at_epochs(args):
             control.should_save = False
-        elif self._attached.can_evaluate(args):
+        elif self._trainer_handle.can_evaluate(args):
             control.should_evaluate = True
 
     def _stop(self, state: TrainerState, control: TrainerControl) -> None:
         control.should_training_stop = True
-        control.should_save = state.global_step > self._saving.last_step
+        control.should_save = state.global_step > self._save_schedule.last_step
 
     def _skip_evaluation(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         """Leave out a stopped run's evaluation, unless nobody makes up for it later."""
@@ -207,23 +209,27 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
     def _expect(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         """Get ready for what the Trainer does next: evaluate, save, or ask for a batch."""
         may_save = control.should_save or (arguments.saves_best(args) and control.should_evaluate)
-        if may_save or self._saving.is_stale(state.global_step):
-            self._saving.prepare(args, state.global_step)
+        if may_save or self._save_schedule.is_stale(state.global_step):
+            self._save_schedule.prepare(args, state.global_step)
         if control.should_evaluate or control.should_save:
-            self._wait.end()
-            self._reporting.speed.pause()
+            self._stall_detector.end()
+            self._reporter.speed.pause()
         else:
-            self._wait.begin(state.global_step)
-        if control.should_evaluate and self._leaves_evaluation and state.global_step > self._saving.last_step:
-            self._saving.now(self._attached.trainer, args, state, control)
-            self._wait.end()
+            self._stall_detector.begin(state.global_step)
+        if (
+            control.should_evaluate
+            and self._leaves_evaluation
+            and state.global_step > self._save_schedule.last_step
+        ):
+            self._save_schedule.now(self._trainer_handle.trainer, args, state, control)
+            self._stall_detector.end()
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
     ) -> None:
         """Leave an evaluation that may be left, on all ranks at the same of its steps."""
         del args, control
-        if self._leaves_evaluation and self._in_training and self._stopping.beat():
+        if self._leaves_evaluation and self._in_training and self._preemption.step():
             raise LeaveTrainingError(state.global_step)
 
     def on_log(
@@ -236,8 +242,8 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
     ) -> None:
         """Report training metrics once per step, and take those of an evaluation together."""
         if logs:
-            batch_size = self._attached.train_batch_size(args, state)
-            self._reporting.log(logs, state, batch_size, is_stopped=self.is_stopped)
+            batch_size = self._trainer_handle.train_batch_size(args, state)
+            self._reporter.log(logs, state, batch_size, is_stopped=self.is_stopped)
             if kind_of(logs) is LogKind.TRAINING:
                 self._losses.take(logs, state.global_step, state.max_steps)
 
@@ -245,21 +251,21 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
     ) -> None:
         """Report a complete evaluation; then stop if that was asked for meanwhile."""
-        if not self._in_training or self._attached.has_one_evaluation_set():
-            self._reporting.flush(state)
+        if not self._in_training or self._trainer_handle.has_one_evaluation_set():
+            self._reporter.flush(state)
         if not self._in_training:
             return
         if control.should_training_stop and not self.is_stopped:
             self._has_finished = True
-        if not self._has_finished and self._stopping.ask():
+        if not self._has_finished and self._preemption.ask():
             self._stop(state, control)
-        if arguments.saves_best(args) and control.should_save and self._attached.is_known:
+        if arguments.saves_best(args) and control.should_save and self._trainer_handle.is_known:
             # After this the Trainer saves what is best only, and training is about to end.
-            self._saving.now(self._attached.trainer, args, state, control, tells_again=False)
+            self._save_schedule.now(self._trainer_handle.trainer, args, state, control, tells_again=False)
         elif control.should_save or arguments.saves_best(args):
-            self._saving.prepare(args, state.global_step)
+            self._save_schedule.prepare(args, state.global_step)
         if not control.should_save:
-            self._wait.begin(state.global_step)
+            self._stall_detector.begin(state.global_step)
 
     def on_save(
         self,
@@ -269,38 +275,40 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         **_kwargs: Any,
     ) -> None:
         """Make a checkpoint of what the Trainer wrote, unless no loss is finite any more."""
-        self._reporting.flush(state)
+        self._reporter.flush(state)
         if self._losses.holds_back(state.global_step):
-            self._wait.begin(state.global_step)
+            self._stall_detector.begin(state.global_step)
             return
-        self._saving.store(self._attached.trainer, args, state, self._attached.train_batch_size(args, state))
-        self._wait.begin(state.global_step)
+        self._save_schedule.store(
+            self._trainer_handle.trainer, args, state, self._trainer_handle.train_batch_size(args, state)
+        )
+        self._stall_detector.begin(state.global_step)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
     ) -> None:
         """Note that the first batch of an epoch is asked for."""
         del args, control
-        self._reporting.flush(state)
-        self._wait.begin(state.global_step)
+        self._reporter.flush(state)
+        self._stall_detector.begin(state.global_step)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
     ) -> None:
         """Ask for the last evaluation and the last checkpoint where training ends."""
-        self._wait.end()
-        self._reporting.flush(state)
+        self._stall_detector.end()
+        self._reporter.flush(state)
         step = state.global_step
         if control.should_training_stop or step >= state.max_steps:
             self._has_finished = not self.is_stopped
-            if self._has_finished and not self._reporting.is_validated(step):
-                control.should_evaluate |= self._attached.can_evaluate(args)
+            if self._has_finished and not self._reporter.is_validated(step):
+                control.should_evaluate |= self._trainer_handle.can_evaluate(args)
             control.should_save = True
         if self.is_stopped:
             # The Trainer takes a stop for the end of the epoch.
             control.should_training_stop = True
             self._skip_evaluation(args, state, control)
-        if step == self._saving.last_step:
+        if step == self._save_schedule.last_step:
             control.should_save = False  # what is stored is not written a second time
         self._only_train(control)
         self._expect(args, state, control)
@@ -314,22 +322,22 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
     ) -> None:
         """Say how training ended."""
         del args
-        self._reporting.flush(state)
+        self._reporter.flush(state)
         self.end(state.global_step, state.max_steps)
 
     def end(self, step: int, max_steps: int) -> None:
         """Close what training needed; tell of a stop. Ranks: all; no communication."""
         if self._in_training and self.is_stopped:
             # To the master, exit code 0 without this means that the trial is complete.
-            self._stopping.acknowledge()
+            self._preemption.acknowledge()
         elif self._in_training and self._has_finished:
-            self._reporting.finish(step, max_steps)
+            self._reporter.finish(step, max_steps)
         self._in_training = False
         self.close()
 
     def close(self) -> None:
         """Give up the threads, the hook and the opened checkpoint; safe to call again."""
-        self._wait.stop()
-        self._stopping.close()
-        self._saving.close()
-        self._beginning.close()
+        self._stall_detector.stop()
+        self._preemption.close()
+        self._save_schedule.close()
+        self._startup.close()

@@ -37,7 +37,7 @@ from dstrial.checkpoint.manifest import (
 from dstrial.engine.files import engine_files
 from dstrial.engine.parameter_table import collect_layout
 from dstrial.errors import CheckpointError
-from dstrial.loop.background_save import together
+from dstrial.loop.background_save import run_on_all_ranks
 from dstrial.resume.metadata import EngineRecord, run_metadata
 
 logger = logging.getLogger("dstrial.integrations.huggingface")
@@ -51,7 +51,7 @@ _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP,
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Kept:
+class RunDescription:
     """What a checkpoint says of its run besides the Trainer's files.
 
     Attributes:
@@ -71,13 +71,13 @@ class Kept:
     micro_batch_limit: int
 
 
-class Storing:
+class CheckpointUploader:
     """Stores checkpoints of one training; ``kept`` is what each says of the run."""
 
-    def __init__(self, context: core.Context, kept: Kept) -> None:
+    def __init__(self, context: core.Context, kept: RunDescription) -> None:
         self._checkpoint = context.checkpoint
         self._distributed = context.distributed
-        self._kept = kept
+        self._description = kept
         self._stale_steps: frozenset[int] = frozenset()
 
     def begin(self, output_dir: pathlib.Path, step: int) -> None:
@@ -151,7 +151,9 @@ class Storing:
                     names += self._write_beside(root, directory.name)
                 return hash_files(root, names), self._read_files(engine, layout)
 
-            parts = together(self._distributed, put, lambda error: self._describe(directory, root, error))
+            parts = run_on_all_ranks(
+                self._distributed, put, lambda error: self._describe(directory, root, error)
+            )
 
             def describe() -> None:
                 if self._distributed.rank == 0:
@@ -160,7 +162,9 @@ class Storing:
                     # Read by the store when its block ends; so the master knows which files were written.
                     metadata[MANIFEST_DIGEST] = hash_file(root / MANIFEST_NAME).sha256
 
-            together(self._distributed, describe, lambda error: self._describe(directory, root, error))
+            run_on_all_ranks(
+                self._distributed, describe, lambda error: self._describe(directory, root, error)
+            )
         if shares:
             # The Trainer may save the same step again, after its evaluation.
             self._stale_steps |= {step}
@@ -185,8 +189,8 @@ class Storing:
         if layout is not None and engine is not None:
             more = {
                 "has_experts": bool(engine.has_moe_layers),
-                "given": dict(self._kept.given),
-                "micro_batch_limit": self._kept.micro_batch_limit,
+                "given": dict(self._description.given),
+                "micro_batch_limit": self._description.micro_batch_limit,
             }
             record = EngineRecord.from_layout(layout.to_json(), more)
         return {
@@ -195,7 +199,7 @@ class Storing:
             "dstrial_version": dstrial.__version__,
             "framework": f"torch-{torch.__version__}",
             "transformers_version": transformers.__version__,
-            **run_metadata([record], self._kept.trial_id),
+            **run_metadata([record], self._description.trial_id),
         }
 
     def _listing(self, directory: pathlib.Path) -> list[tuple[str, int]]:
@@ -219,7 +223,7 @@ class Storing:
         return share_of(of_machine, self._distributed.local_rank, self._distributed.local_size)
 
     def _write_beside(self, root: pathlib.Path, directory_name: str) -> list[str]:
-        kept = self._kept
+        kept = self._description
         configuration = {
             "trial_type": "transformers.Trainer",
             "experiment_config": dict(kept.exp_conf),

@@ -27,7 +27,7 @@ from dstrial.ranks.accelerate_backend import show_ranks_to_accelerate
 from dstrial.ranks.stop_signals import StopSignals
 from dstrial.resume.locate import resumed_run, trial_id_of
 from dstrial.resume.metadata import RESUME_VARIABLE, SavedRun
-from dstrial.runtime import SURROUNDINGS_ATTRIBUTE, Surroundings, cluster_info, core_context
+from dstrial.runtime import RUNTIME_ATTRIBUTE, ProcessRuntime, cluster_info, core_context
 
 OVERWRITE_KEY = "overwrite_deepspeed_args"
 
@@ -94,7 +94,7 @@ class TrialFacts:
 
         Ranks: all, collectively (one broadcast, where the newest checkpoint was asked for).
         """
-        found: Surroundings | None = getattr(context, SURROUNDINGS_ATTRIBUTE, None)
+        found: ProcessRuntime | None = getattr(context, RUNTIME_ATTRIBUTE, None)
         info = cluster_info() if found is None else found.info
         is_mirrored = isinstance(context.train, MirroredTrainContext)
         exp_conf = (info.trial._config if info is not None else None) or {}
@@ -204,7 +204,7 @@ def _deepspeed_config(hparams: Mapping[str, Any], arguments: CommandLine) -> Map
 
 def saved_run_of(context: core.Context) -> SavedRun | None:
     """Return what this trial goes on from, or None. Ranks: all, collectively."""
-    found: Surroundings | None = getattr(context, SURROUNDINGS_ATTRIBUTE, None)
+    found: ProcessRuntime | None = getattr(context, RUNTIME_ATTRIBUTE, None)
     info = cluster_info() if found is None else found.info
     is_mirrored = isinstance(context.train, MirroredTrainContext)
     return resumed_run(context, info, None, is_mirrored=is_mirrored)

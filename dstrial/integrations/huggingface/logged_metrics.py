@@ -116,7 +116,7 @@ class Throughput:
         if self._pause_began_s is None:
             self._pause_began_s = self.clock()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Let the clock run again."""
         if self._pause_began_s is not None:
             self._paused_s += self.clock() - self._pause_began_s

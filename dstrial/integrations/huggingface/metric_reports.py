@@ -27,7 +27,7 @@ logger = logging.getLogger("dstrial.integrations.huggingface")
 _PROGRESS_INTERVAL_S = 1.0
 
 
-class Reporting:
+class MetricReporter:
     """Reports for one training; every rank keeps count, and the chief tells.
 
     Args:

@@ -1,8 +1,8 @@
-"""Let all ranks of a Trainer stop after the same beat, without exchange before.
+"""Let all ranks of a Trainer stop after the same step, without exchange before.
 
-A thread on each rank looks for a wish to stop, its own or another rank's, in the process group's store. Once there is one, the
-thread notes under a lock in which beat its rank is and has the rank wait at that beat's end. Rank 0 takes the furthest of these
-beats: no rank has passed it, and every rank comes to it, since a rank waits for threads only and never for another rank's
+A thread on each rank looks for a request to stop, its own or another rank's, in the process group's store. Once there is one, the
+thread notes under a lock in which step its rank is and has the rank wait at that step's end. Rank 0 takes the furthest of these
+steps: no rank has passed it, and every rank comes to it, since a rank waits for threads only and never for another rank's
 training. Nothing is assumed of what the ranks exchange while they train, or when.
 """
 
@@ -24,7 +24,7 @@ from dstrial.ranks.control_channel import timeout_from_environ
 from dstrial.ranks.stop_signals import StopSignals
 
 LOOK_S = 0.1
-"""How long, in seconds, a wish may go unseen on another rank; on more than 128 ranks in proportion, for rank 0 answers all."""
+"""How long, in seconds, a request to stop may go unseen on another rank; on more than 128 ranks in proportion, for rank 0 answers all."""
 
 _RANKS_PER_LOOK = 128
 _ASKED, _DECIDED = "asked", "decided"
@@ -47,14 +47,14 @@ def own_store(name: str) -> PrefixStore:
     return PrefixStore(name, store)
 
 
-class JointStop:
+class CoordinatedStop:
     """One rank's part in the agreement on one training.
 
     Args:
         store: shared by all ranks, for this training only.
         rank: this rank.
         size: ranks.
-        wish: returns this rank's reason to stop, or None; called in the thread, must not communicate with ranks.
+        stop_request: returns this rank's reason to stop, or None; called in the thread, must not communicate with ranks.
         timeout_s: how long ranks wait for each other, seconds.
         look_s: seconds between two looks.
     """
@@ -64,14 +64,14 @@ class JointStop:
         store: Any,
         rank: int,
         size: int,
-        wish: Callable[[], StopReason | None],
+        stop_request: Callable[[], StopReason | None],
         timeout_s: float,
         look_s: float = LOOK_S,
     ) -> None:
         self._store = store
         self._rank = rank
         self._size = size
-        self._wish = wish
+        self._stop_request = stop_request
         self._timeout_s = timeout_s
         self._look_s = look_s * max(1.0, size / _RANKS_PER_LOOK)
         self._lock = threading.Lock()
@@ -84,8 +84,8 @@ class JointStop:
         self._thread = threading.Thread(target=self._watch, name="dstrial-joint-stop", daemon=True)
         self._thread.start()
 
-    def beat(self) -> StopReason | None:
-        """Count a beat; return why all ranks stop after it, or None to go on.
+    def step(self) -> StopReason | None:
+        """Count a step; return why all ranks stop after it, or None to go on.
 
         Raises:
             RankTimeoutError: a stop was asked for and not agreed on in time; names the ranks that were missing.
@@ -103,8 +103,8 @@ class JointStop:
             raise self._failure
         assert self._stop is not None, "a decision without a failure"
         self._num_passed += 1
-        beat, reason = self._stop
-        return reason if self._num_passed >= beat else None
+        step, reason = self._stop
+        return reason if self._num_passed >= step else None
 
     def close(self) -> None:
         """End the thread; safe to call again."""
@@ -115,10 +115,10 @@ class JointStop:
     def _watch(self) -> None:
         try:
             while not self._is_over.wait(self._look_s):
-                wish = self._wish()
-                if wish is not None:
-                    self._store.set(_ASKED, wish.value)
-                if wish is not None or self._store.check([_ASKED]):
+                request = self._stop_request()
+                if request is not None:
+                    self._store.set(_ASKED, request.value)
+                if request is not None or self._store.check([_ASKED]):
                     self._agree()
                     return
         except RuntimeError as error:  # torch's errors of a store whose other end is gone
@@ -138,13 +138,13 @@ class JointStop:
             names = [_place(rank) for rank in range(self._size)]
             if not self._await(names):
                 return
-            beats = [int(self._store.get(name)) for name in names]
+            steps = [int(self._store.get(name)) for name in names]
             reason = self._store.get(_ASKED).decode()
-            self._store.set(_DECIDED, f"{max(beats)} {reason}")
+            self._store.set(_DECIDED, f"{max(steps)} {reason}")
         elif not self._await([_DECIDED]):
             return
-        beat, reason = self._store.get(_DECIDED).decode().split()
-        self._stop = int(beat), StopReason(reason)
+        step, reason = self._store.get(_DECIDED).decode().split()
+        self._stop = int(step), StopReason(reason)
 
     def _await(self, names: list[str]) -> bool:
         """Wait until the store has some keys; False if training is over or the time is."""
@@ -178,11 +178,11 @@ class LeaveTrainingError(Exception):
         self.step = step
 
 
-class Stopping:
-    """Looks for wishes to stop; all ranks decide alike at the same beat.
+class PreemptionHandler:
+    """Looks for requests to stop; all ranks decide alike at the same step.
 
-    A beat is a training step, or a step of an evaluation that may be left. A wish is followed at the end of the beat in which
-    the ranks learn of it: on a single rank that looks at every beat, on several within :data:`LOOK_S`.
+    A step belongs to training, or to an evaluation that may be left. A request is followed at the end of the step in which
+    the ranks learn of it: on a single rank that looks at every step, on several within :data:`LOOK_S`.
 
     Args:
         core_context: whose ``preempt`` is asked, in whatever mode it was made.
@@ -194,7 +194,7 @@ class Stopping:
         self._distributed = core_context.distributed
         self._signals = signals
         self._mode = core.PreemptMode(self._preempt._preempt_mode)
-        self._joint: JointStop | None = None
+        self._coordinated_stop: CoordinatedStop | None = None
         self._reason: StopReason | None = None
 
     @property
@@ -203,33 +203,37 @@ class Stopping:
         return self._reason
 
     def start(self) -> None:
-        """Begin to look for wishes. Ranks: all, collectively (a broadcast if several)."""
-        if self._joint is not None or self._distributed.size == 1:
+        """Begin to look for requests to stop. Ranks: all, collectively (a broadcast if several)."""
+        if self._coordinated_stop is not None or self._distributed.size == 1:
             return
         name = self._distributed.broadcast(f"dstrial/stop/{uuid.uuid4()}")
         rank, size = self._distributed.rank, self._distributed.size
-        self._joint = JointStop(own_store(name), rank, size, self.wish_here, timeout_from_environ())
+        self._coordinated_stop = CoordinatedStop(
+            own_store(name), rank, size, self.stop_request, timeout_from_environ()
+        )
 
     def close(self) -> None:
         """Look no more; safe to call again. Ranks: any."""
-        joint, self._joint = self._joint, None
-        if joint is not None:
-            joint.close()
+        coordinated_stop, self._coordinated_stop = self._coordinated_stop, None
+        if coordinated_stop is not None:
+            coordinated_stop.close()
 
-    def beat(self) -> bool:
+    def step(self) -> bool:
         """Count a step; say if ranks stop after it. Ranks: all, in step, no exchange."""
         if self._reason is None:
-            self._reason = self.wish_here() if self._joint is None else self._joint.beat()
+            self._reason = (
+                self.stop_request() if self._coordinated_stop is None else self._coordinated_stop.step()
+            )
         return self._reason is not None
 
     def ask(self) -> bool:
         """Say whether all ranks stop now. Ranks: all, collectively (one exchange)."""
         if self._reason is None:
-            wishes = self._distributed.allgather(self.wish_here())
-            self._reason = next((wish for wish in wishes if wish is not None), None)
+            requests = self._distributed.allgather(self.stop_request())
+            self._reason = next((request for request in requests if request is not None), None)
         return self._reason is not None
 
-    def wish_here(self) -> StopReason | None:
+    def stop_request(self) -> StopReason | None:
         """Return this rank's own reason to stop; for any thread, no communication."""
         if self._is_preempted_here():
             return StopReason.PREEMPTED

@@ -9,22 +9,22 @@ from deepspeed import DeepSpeedEngine
 
 from dstrial.errors import RankError
 from dstrial.integrations.huggingface import arguments
-from dstrial.integrations.huggingface.checkpoint_uploader import Storing
-from dstrial.integrations.huggingface.trainer_handle import AttachedTrainer
+from dstrial.integrations.huggingface.checkpoint_uploader import CheckpointUploader
+from dstrial.integrations.huggingface.trainer_handle import TrainerHandle
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
 
-class Saving:
+class SaveSchedule:
     """Stores what the Trainer saves, once for each step.
 
     Attributes:
         last_step: of the newest checkpoint; -1 before the first one.
     """
 
-    def __init__(self, storing: Storing) -> None:
-        self._storing = storing
+    def __init__(self, uploader: CheckpointUploader) -> None:
+        self._uploader = uploader
         self._finder: EngineFinder | None = None
         self._shares = True
         self.last_step = -1
@@ -33,15 +33,15 @@ class Saving:
         """Learn where training begins, and with which model. Ranks: all, collectively."""
         if model is not None and self._finder is None:
             self._finder = EngineFinder(model)
-        self._storing.begin(arguments.output_dir(args), state.global_step)
+        self._uploader.begin(arguments.output_dir(args), state.global_step)
 
     def prepare(self, args: TrainingArguments, step: int) -> None:
         """Let the Trainer write a step's directory. Ranks: all, collectively."""
-        self._storing.prepare(arguments.output_dir(args), step)
+        self._uploader.prepare(arguments.output_dir(args), step)
 
     def is_stale(self, step: int) -> bool:
         """Whether a step's directory may share files with a checkpoint. Ranks: all, alike."""
-        return self._storing.is_stale(step)
+        return self._uploader.is_stale(step)
 
     def now(
         self,
@@ -69,7 +69,7 @@ class Saving:
 
     def rewrite(
         self,
-        attached: AttachedTrainer,
+        handle: TrainerHandle,
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
@@ -82,11 +82,11 @@ class Saving:
 
         Ranks: all, collectively.
         """
-        attached.require(
+        handle.require(
             "trainer.train() is called to write a checkpoint again; expected a training that can be left before its first batch"
         )
-        attached.trainer._load_rng_state(checkpoint_path)
-        self.now(attached.trainer, args, state, control)
+        handle.trainer._load_rng_state(checkpoint_path)
+        self.now(handle.trainer, args, state, control)
 
     def store(
         self, trainer: Any, args: TrainingArguments, state: TrainerState, train_batch_size: int
@@ -100,7 +100,7 @@ class Saving:
             return False
         directory = arguments.output_dir(args) / f"checkpoint-{step}"
         plain = arguments.plain_record(args, train_batch_size)
-        self._storing.store(directory, step, self._engine(trainer, args), plain, shares=self._shares)
+        self._uploader.store(directory, step, self._engine(trainer, args), plain, shares=self._shares)
         self.last_step = step
         return True
 

@@ -33,12 +33,12 @@ def is_communicating(thread_id: int) -> bool:
     return False
 
 
-class DataWait:
+class StallDetector:
     """Watches a rank's waits for data; training's thread calls ``start`` to ``stop``.
 
     Args:
         rank: this rank.
-        is_stopping: says whether this rank knows of a wish to stop; called in the thread, must not communicate.
+        is_stopping: says whether this rank knows of a request to stop; called in the thread, must not communicate.
         clock: seconds that never run backwards.
     """
 

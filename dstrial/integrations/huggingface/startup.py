@@ -13,7 +13,7 @@ from determined import core
 
 from dstrial.errors import CheckpointError, ConfigError
 from dstrial.integrations.huggingface import arguments
-from dstrial.integrations.huggingface.checkpoint_uploader import Kept
+from dstrial.integrations.huggingface.checkpoint_uploader import RunDescription
 from dstrial.integrations.huggingface.context import TrialFacts, saved_run_of
 from dstrial.integrations.huggingface.resume import OpenedCheckpoint, directory_for, load_engine, opened
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("dstrial.integrations.huggingface")
 _MODEL_ONLY = "args.save_only_model is True: checkpoints hold no optimizer, and a trial that is paused cannot go on from them"
 
 
-class Beginning:
+class Startup:
     """Looks at a Trainer's arguments and opens the checkpoint, if there is one.
 
     Attributes:
@@ -68,10 +68,12 @@ class Beginning:
             return None
         return str(self._resumed_from)
 
-    def kept(self, user_data: Mapping[str, Any] | None) -> Kept:
+    def run_description(self, user_data: Mapping[str, Any] | None) -> RunDescription:
         """Return what every checkpoint of the trial says of it."""
         facts = self.facts
-        return Kept(facts.trial_id, facts.exp_conf, facts.hparams, user_data, self._given, self._limit)
+        return RunDescription(
+            facts.trial_id, facts.exp_conf, facts.hparams, user_data, self._given, self._limit
+        )
 
     def load_engine(self, engine: DeepSpeedEngine) -> None:
         """Load the checkpoint into an engine that was just made. Ranks: all, collectively."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from transformers import TrainerState, TrainingArguments
 
 
-class AttachedTrainer:
+class TrainerHandle:
     """Answers from the Trainer what callbacks are not told, else from its arguments.
 
     Attributes:

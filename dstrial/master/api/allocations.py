@@ -52,7 +52,7 @@ async def preemption_signal(request: ApiRequest) -> dict[str, Any]:
     deadline_s = loop.time() + min(max(timeout_s, 0), _MAX_WAIT_S)
     topic = f"allocation:{allocation_id}"
     while True:
-        seen = services.changes.version(topic)
+        seen = services.pubsub.version(topic)
         row = await services.read(allocation_rows.require, allocation_id)
         if not row.is_ready:
             await services.write(lambda tx: allocations.mark_ready(tx, allocation_id))
@@ -61,7 +61,7 @@ async def preemption_signal(request: ApiRequest) -> dict[str, Any]:
         left_s = deadline_s - loop.time()
         if is_asked or left_s <= 0:
             return {"preempt": is_asked}
-        await services.changes.wait(topic, seen, left_s)
+        await services.pubsub.wait(topic, seen, left_s)
 
 
 async def acknowledge_preemption(request: ApiRequest) -> dict[str, Any]:

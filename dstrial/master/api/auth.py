@@ -38,9 +38,9 @@ async def log_in(request: ApiRequest) -> Response:
     async def compare() -> bool:
         return await services.run(lambda: users.is_password(stored, hashed)) and row is not None
 
-    account, known = request.peer.account, services.attempts.known
+    account, known = request.peer.account, services.login_throttle.known
     is_right = (stored, hashed) in known or await request.unless_gone(
-        services.attempts.compare(
+        services.login_throttle.compare(
             account, username, compare, is_stranger=account not in (None, 0, os.geteuid())
         )
     )

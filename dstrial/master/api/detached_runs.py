@@ -141,8 +141,8 @@ async def add_logs(request: ApiRequest) -> dict[str, Any]:
         for task_id, lines in by_task.items():
             trial = _trial_of(tx.connection, task_id)
             logs.add_task_logs(tx, task_id, trial.id, None, lines)
-            events.tell_lines(tx, task_id, told[task_id])
-            detached_runs.hear(tx, trial)
+            events.notify_lines(tx, task_id, told[task_id])
+            detached_runs.note_heartbeat(tx, trial)
 
     await request.services.write(perform)
     return {}

@@ -13,7 +13,7 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.config import SavedRun
-from dstrial.config.experiment_config.storage import laid_over
+from dstrial.config.experiment_config.storage import merged_storage
 from dstrial.config.experiment_config.submission import (
     LABEL,
     MasterDefaults,
@@ -111,7 +111,9 @@ def _defaults(
         return dataclasses.replace(defaults, checkpoint_storage=storage, environment_variables=())
     if storage is None:
         return defaults
-    return dataclasses.replace(defaults, checkpoint_storage=laid_over(storage, defaults.checkpoint_storage))
+    return dataclasses.replace(
+        defaults, checkpoint_storage=merged_storage(storage, defaults.checkpoint_storage)
+    )
 
 
 def _in_users_words(problem: ConfigProblem, context_dir: str) -> ConfigProblem:
@@ -178,7 +180,7 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
         config = await services.check(lambda: _with_secrets(services, config, template))
     document, given = await services.check(lambda: _readable(services, config, template))
     resumed = await services.read(resume.of_submission, given)
-    project = await services.read(containers.place, body.integer("projectId"), given)
+    project = await services.read(containers.project_of_config, body.integer("projectId"), given)
     storage = await services.read(_storage_of, project.workspace_id)
     submission = await services.check(
         lambda: checked(services, config, tgz, resumed, template=template, storage=storage, document=document)
@@ -230,7 +232,7 @@ async def create_detached(request: ApiRequest, body: Fields, external_id: str | 
     services = request.services
     config = await services.check(lambda: _with_secrets(services, body.text("config") or "", None))
     document, given = await services.check(lambda: _readable(services, config, None))
-    project = await services.read(containers.place, body.integer("projectId"), given)
+    project = await services.read(containers.project_of_config, body.integer("projectId"), given)
     storage = await services.read(_storage_of, project.workspace_id)
     submission = await services.check(
         lambda: checked(services, config, b"", storage=storage, is_detached=True, document=document)

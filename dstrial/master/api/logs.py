@@ -106,7 +106,7 @@ async def _lines(
     is_detached = await services.read(tasks.is_detached, wanted.trial_id, wanted.task_id)
     wait_s = _LATE_S if is_detached else _FOLLOW_WAIT_S
     while left is None or left > 0:
-        seen = services.changes.version(topic)
+        seen = services.pubsub.version(topic)
         is_over = await services.read(_is_over, wanted, is_detached=is_detached)
         limit = _CHUNK if left is None else min(_CHUNK, left)
         rows = await services.read(logs.query, dataclasses.replace(wanted, after_id=after, limit=limit))
@@ -118,7 +118,7 @@ async def _lines(
             continue
         if not follows or is_over:
             return
-        await services.changes.wait(topic, seen, wait_s)
+        await services.pubsub.wait(topic, seen, wait_s)
 
 
 def _line_json(services: Services, wanted: logs.LogFilter, row: logs.StoredLine) -> dict[str, Any]:
@@ -190,7 +190,7 @@ async def add_task_logs(request: ApiRequest) -> dict[str, Any]:
             row = _task(tx.connection, task_id)
             logs.add_task_logs(tx, task_id, row.trial_id, allocation_id, lines)
         for task_id, matches in told:
-            events.tell_lines(tx, task_id, matches)
+            events.notify_lines(tx, task_id, matches)
 
     await request.services.write(perform)
     return {}

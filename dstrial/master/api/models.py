@@ -247,7 +247,7 @@ async def register_version(request: ApiRequest) -> dict[str, Any]:
     def write(tx: Transaction) -> dict[str, Any]:
         model = _open(tx.connection, name)
         checkpoint = checkpoint_rows.require_checkpoint(tx.connection, uuid)
-        checkpoint_rows.refuse_going(tx.connection, checkpoint)
+        checkpoint_rows.refuse_deleting(tx.connection, checkpoint)
         version = models.add_version(tx, model.id, uuid, user.id, **given)
         model = models.require(tx.connection, str(model.id))
         return _version_json(

@@ -75,7 +75,7 @@ def _summary(services: Services, row: tasks.LivingAllocation) -> dict[str, Any]:
     )
 
 
-def _collection(services: Services, row: background_jobs.Work) -> dict[str, Any]:
+def _collection(services: Services, row: background_jobs.BackgroundJob) -> dict[str, Any]:
     """Return work on files as Determined's checkpoint task; it has no process here."""
     task_id = f"checkpoint-gc-{row.id}"
     return message(

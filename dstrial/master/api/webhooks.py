@@ -230,7 +230,7 @@ async def report_alert(request: ApiRequest) -> dict[str, Any]:
                 f"trial {trial_id} is one of experiment {trial.experiment_id}; expected one of {experiment_id}. Send both "
                 "as they belong together.",
             )
-        told = events.tell_alert(
+        told = events.notify_alert(
             tx,
             experiment_id,
             trial_id,

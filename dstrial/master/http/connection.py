@@ -20,7 +20,7 @@ from dstrial.master.http.errors import problem
 from dstrial.master.http.peers import SCOPE_EXTENSION, UNKNOWN, Peer
 
 if TYPE_CHECKING:
-    from dstrial.master.http.connection_limits import Door
+    from dstrial.master.http.connection_limits import ConnectionLimiter
 
 
 class _RefusedError(Exception):
@@ -31,7 +31,7 @@ class Connection(HttpToolsProtocol):
     """A connection that is refused when it takes too much.
 
     Args:
-        door: where it is one of many.
+        limiter: where it is one of many.
         is_at_owner_socket: whether it came by the UNIX socket of the state directory.
         config: uvicorn's.
         server_state: uvicorn's.
@@ -46,7 +46,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(
         self,
-        door: Door,
+        limiter: ConnectionLimiter,
         *,
         is_at_owner_socket: bool = False,
         config: Any,
@@ -57,8 +57,8 @@ class Connection(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self.peer: Peer = UNKNOWN
         self.deadline_s = math.inf
-        self._door = door
-        self._limits = door.limits
+        self._limiter = limiter
+        self._limits = limiter.limits
         self._is_at_owner_socket = is_at_owner_socket
         self._extension: dict[object, object] = {}
         self._refusal: tuple[int, str] | None = None
@@ -76,25 +76,25 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
         """Ask who it is, and let it in or not."""
         super().connection_made(transport)
-        self.peer = self._door.accounts.peer(transport, is_at_owner_socket=self._is_at_owner_socket)
+        self.peer = self._limiter.accounts.peer(transport, is_at_owner_socket=self._is_at_owner_socket)
         self._extension = {"peer": self.peer, "connection": self}
-        reason = self._door.accounts.refusal(self.peer)
+        reason = self._limiter.accounts.refusal(self.peer)
         if reason is not None:
-            self._door.tell_refused(self.peer.account)
+            self._limiter.log_refused(self.peer.account)
             self._refuse(403, reason)
             return
         self.deadline_s = self.loop.time() + self._limits.head_s
         if self._is_at_owner_socket:
             # The owner's way in is not the one that has to go for others.
             return
-        if not self._door.add(self, len(self.connections)):
+        if not self._limiter.add(self, len(self.connections)):
             self._refuse(
                 503, "all connections of the master are in use; expected a free one. Try again soon."
             )
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget it."""
-        self._door.remove(self)
+        self._limiter.remove(self)
         self.pipeline.clear()
         # Else the connection and its last request would keep each other until the garbage collector comes.
         self._extension.pop("connection", None)
@@ -150,7 +150,7 @@ class Connection(HttpToolsProtocol):
         if self._is_deaf:
             return
         self._unset_keepalive_if_required()
-        self._door.touch(self)
+        self._limiter.touch(self)
         is_next_head = self._is_in_head and self._num_unframed_bytes == 0 and self.cycle is not None
         rest = memoryview(data)
         while rest and not self.transport.is_closing():
@@ -186,7 +186,7 @@ class Connection(HttpToolsProtocol):
             if self.cycle.response_complete:
                 self.transport.close()
             return
-        self._door.remove(self)
+        self._limiter.remove(self)
         self.handle_websocket_upgrade()
         if rest:
             protocol = self.transport.get_protocol()
@@ -244,7 +244,7 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Wait for the next request, or for the rest of a body that nobody wanted to read."""
         super().on_response_complete()
-        self._door.touch(self)
+        self._limiter.touch(self)
         if self._is_answered and not self.transport.is_closing():
             is_rest_to_come = not self._is_in_head or self._num_unframed_bytes
             self.deadline_s = self.loop.time() + (
@@ -279,7 +279,7 @@ class Connection(HttpToolsProtocol):
         self.transport.write_eof()
         # Closing with unread bytes would reset the connection, and the reason with it.
         self.deadline_s = self.loop.time() + self._limits.linger_s
-        self._door.add_refused(self)
+        self._limiter.add_refused(self)
         self.flow.resume_reading()
 
     def _leave_requests(self) -> None:
@@ -291,9 +291,9 @@ class Connection(HttpToolsProtocol):
         self.pipeline.clear()
 
 
-def connection_protocol(door: Door) -> type[asyncio.Protocol]:
+def connection_protocol(limiter: ConnectionLimiter) -> type[asyncio.Protocol]:
     """Return what uvicorn makes of every connection to the port."""
-    return cast("type[asyncio.Protocol]", functools.partial(Connection, door))
+    return cast("type[asyncio.Protocol]", functools.partial(Connection, limiter))
 
 
 def raw_answer(status: int, text: str) -> bytes:

@@ -50,7 +50,7 @@ class Limits:
     linger_bytes: int = 2**20
 
 
-class Door:
+class ConnectionLimiter:
     """The open connections of a master; for the event loop's thread.
 
     Args:
@@ -89,7 +89,7 @@ class Door:
             oldest = next((one for one in self._connections if one.is_idle), None)
             has_room = oldest is not None
             self._num_dropped += 1
-            self._tell(
+            self._log(
                 "all %d connections are open; the one that was idle longest is closed for every new one (%d so far)",
                 self.limits.num_connections,
                 self._num_dropped,
@@ -127,15 +127,15 @@ class Door:
             if now_s > connection.deadline_s:
                 connection.expire(now_s)
 
-    def tell_refused(self, account: int | None) -> None:
+    def log_refused(self, account: int | None) -> None:
         """Note in the log that another account has come."""
         whose = "an account that the kernel does not tell" if account is None else f"user id {account}"
-        self._tell(
+        self._log(
             "a connection of %s is refused; `allow_other_users: true` in master.yaml would let it log in",
             whose,
         )
 
-    def _tell(self, text: str, *values: object) -> None:
+    def _log(self, text: str, *values: object) -> None:
         """Write a line of each kind at most once a minute, so that nobody fills the disk."""
         now_s = time.monotonic()
         if now_s >= self._next_line_s.get(text, 0.0):

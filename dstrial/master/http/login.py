@@ -55,7 +55,7 @@ class KnownPasswords:
         return hmac.digest(self._key, f"{stored}\0{hashed}".encode("utf-8", "surrogateescape"), "sha256")
 
 
-class Attempts:
+class LoginThrottle:
     """Compares passwords in turn, and delays answers to repeated wrong ones.
 
     An *account* is the user id of the process that tries, None where it is not known; it is not the name that is tried.

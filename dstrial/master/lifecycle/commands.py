@@ -37,7 +37,7 @@ def create(tx: Transaction, new: NewCommand) -> str:
     task_id = commands.insert(tx, new)
     if new.spec.config["bind_mounts"]:
         text = "bind_mounts has no effect: the process runs on this machine itself, and sees the host_path as it is"
-        _say(tx, task_id, None, text, "WARNING")
+        _log_line(tx, task_id, None, text, "WARNING")
     _publish(tx, task_id)
     return task_id
 
@@ -77,12 +77,14 @@ def assign(
         workspace_name=workspaces.name_of(tx.connection, row.workspace_id),
     )
     tokens.keep_allocation_tokens(tx, allocation_id, row.owner_id, token_hashes)
-    _say(tx, task_id, allocation_id, f"Scheduling {row.description} (id: {allocation_id})")
+    _log_line(tx, task_id, allocation_id, f"Scheduling {row.description} (id: {allocation_id})")
     _publish(tx, task_id, f"allocation:{allocation_id}")
     return allocation_rows.get(tx.connection, allocation_id)
 
 
-def _say(tx: Transaction, task_id: str, allocation_id: str | None, text: str, level: str = "INFO") -> None:
+def _log_line(
+    tx: Transaction, task_id: str, allocation_id: str | None, text: str, level: str = "INFO"
+) -> None:
     add_master_line(tx, task_id, None, text, level=level, allocation_id=allocation_id)
 
 
@@ -99,7 +101,7 @@ def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle) -> No
             supervisor_start=handle.start_time,
             is_ready=row.is_ready or command.kind != "TENSORBOARD",
         )
-    _say(tx, row.task_id, allocation_id, f"Resources for {command.description} have started")
+    _log_line(tx, row.task_id, allocation_id, f"Resources for {command.description} have started")
     _publish(tx, row.task_id, f"allocation:{allocation_id}")
 
 
@@ -108,7 +110,7 @@ def mark_ready(tx: Transaction, allocation_id: str) -> None:
     row = allocation_rows.require(tx.connection, allocation_id)
     if not row.is_ready and row.state != "TERMINATED":
         allocation_rows.update(tx, allocation_id, is_ready=True)
-        _say(tx, row.task_id, allocation_id, "Service of the task is available")
+        _log_line(tx, row.task_id, allocation_id, "Service of the task is available")
         _publish(tx, row.task_id, f"allocation:{allocation_id}")
 
 
@@ -131,7 +133,7 @@ def release(
         if commands.require(tx.connection, allocation.task_id).stop_reason is None:
             commands.update(tx, allocation.task_id, stop_reason=why)
         text = f"gracefully terminating allocation: {why}"
-    _say(tx, allocation.task_id, allocation.id, text)
+    _log_line(tx, allocation.task_id, allocation.id, text)
     _publish(tx, allocation.task_id, f"allocation:{allocation.id}")
 
 
@@ -250,7 +252,7 @@ def exited(tx: Transaction, allocation_id: str, exit_: AllocationExit, _tracebac
     else:
         told = reason
     text = f"{command.description} {'has failed' if is_failure else 'was terminated'}: {told}"
-    _say(tx, row.task_id, allocation_id, text, "ERROR" if is_failure else "INFO")
+    _log_line(tx, row.task_id, allocation_id, text, "ERROR" if is_failure else "INFO")
     state = command.state
     if state in _STOPPING_END:
         _close(tx, command, _STOPPING_END[state], reason)

@@ -12,7 +12,9 @@ from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.errors import Hint, InvalidError
 
 
-def place(connection: Connection, project_id: int | None, config: Mapping[str, Any]) -> projects.ProjectInfo:
+def project_of_config(
+    connection: Connection, project_id: int | None, config: Mapping[str, Any]
+) -> projects.ProjectInfo:
     """Return a new experiment's project: the request's, the config's or the default.
 
     The default project (1) as ``project_id``, or less, leaves it to the config, which may not be checked yet.

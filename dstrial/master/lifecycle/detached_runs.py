@@ -65,7 +65,7 @@ def create(
     """
     known = None if external_id is None else experiment_rows.by_external_id(tx.connection, external_id)
     if known is not None:
-        _refuse_going(known)
+        _refuse_deleting(known)
         return int(known.id)
     projects.refuse_shut(projects.require(tx.connection, project_id), "take another experiment")
     experiment_id = experiment_rows.insert(
@@ -100,7 +100,7 @@ def create_trial(
         StoreError: unknown, not an experiment of detached runs, or one that is being deleted.
     """
     experiment = _require(tx, experiment_id)
-    _refuse_going(experiment)
+    _refuse_deleting(experiment)
     known = (
         None if external_id is None else trial_rows.by_external_id(tx.connection, experiment_id, external_id)
     )
@@ -121,20 +121,20 @@ def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
     """
     trial = trial_rows.require(tx.connection, trial_id)
     experiment = _require(tx, trial.experiment_id)
-    _refuse_going(experiment)
+    _refuse_deleting(experiment)
     projects.refuse_shut(projects.require(tx.connection, experiment.project_id), "be changed")
     _reopen(tx, trial)
     latest = checkpoint_rows.latest_completed(tx.connection, trial_id) if resumes else None
     run_id = trial.run_id + 1
     trial_rows.update(tx, trial_id, run_id=run_id, runner_state="UNSPECIFIED", heartbeat_us=now_us())
     since = "anew" if latest is None else f"from checkpoint {latest.uuid}"
-    _say(tx, trial, f"detached run {run_id} of trial {trial_id} has begun {since}")
+    _log_line(tx, trial, f"detached run {run_id} of trial {trial_id} has begun {since}")
     if latest is None:
         return StartPoint(run_id, None, 0)
     return StartPoint(run_id, str(latest.uuid), int(latest.steps))
 
 
-def hear(tx: Transaction, trial: trial_rows.Trial, *, is_current_run: bool = False) -> None:
+def note_heartbeat(tx: Transaction, trial: trial_rows.Trial, *, is_current_run: bool = False) -> None:
     """Note a detached trial's sign of life; it goes on if it had been given up."""
     if trial.heartbeat_us is None:
         return
@@ -145,7 +145,7 @@ def hear(tx: Transaction, trial: trial_rows.Trial, *, is_current_run: bool = Fal
     # CANCELED is a person's decision. Another end may come from an earlier run's script, which knows no better.
     if trial.is_lost or (is_current_run and trial.state in ("COMPLETED", "ERROR")):
         _reopen(tx, trial, is_archived=bool(experiment.archived))
-        _say(tx, trial, f"trial {trial.id} was heard of again")
+        _log_line(tx, trial, f"trial {trial.id} was heard of again")
 
 
 def set_state(tx: Transaction, trial_id: int, state: str | None) -> None:
@@ -162,13 +162,13 @@ def set_state(tx: Transaction, trial_id: int, state: str | None) -> None:
         raise InvalidError(
             f"state is STATE_{state}; expected STATE_RUNNING, STATE_COMPLETED, STATE_CANCELED or STATE_ERROR. Send one of these."
         )
-    hear(tx, trial)
+    note_heartbeat(tx, trial)
     if state is None or state == "RUNNING" or experiment.state in DELETING:
         return
     if trial.state in TERMINAL and not trial.is_lost:
         return
     why = f"its script {_ENDS[state]}"
-    _say(tx, trial, f"trial {trial_id} has ended: {why}", "ERROR" if state == "ERROR" else "INFO")
+    _log_line(tx, trial, f"trial {trial_id} has ended: {why}", "ERROR" if state == "ERROR" else "INFO")
     endings.close_trial(tx, trial_id, state, why=why if state == "ERROR" else None)
 
 
@@ -182,7 +182,7 @@ def give_up_silent(tx: Transaction, before_us: int) -> int:
         assert row.heartbeat_us is not None
         minutes = (now_us() - row.heartbeat_us) / 60e6
         why = f"nothing was heard of its script for {minutes:.1f} minutes"
-        _say(tx, row, f"trial {row.id} is given up: {why}", "ERROR")
+        _log_line(tx, row, f"trial {row.id} is given up: {why}", "ERROR")
         endings.close_trial(tx, row.id, "ERROR", why=why)
         trial_rows.update(tx, row.id, is_lost=True)
     for experiment_id in experiment_rows.detached_without_trial(tx.connection, before_us):
@@ -190,7 +190,7 @@ def give_up_silent(tx: Transaction, before_us: int) -> int:
     return len(rows)
 
 
-def is_anyone_silent(connection: Connection, before_us: int) -> bool:
+def has_silent_runs(connection: Connection, before_us: int) -> bool:
     """Say whether :func:`give_up_silent` has something to do."""
     return bool(
         trial_rows.silent_since(connection, before_us)
@@ -218,7 +218,7 @@ def _require(tx: Transaction, experiment_id: int) -> experiment_rows.Experiment:
     return row
 
 
-def _refuse_going(row: experiment_rows.Experiment) -> None:
+def _refuse_deleting(row: experiment_rows.Experiment) -> None:
     if row.state in DELETING:
         raise InvalidError(
             f"experiment {row.id} is being deleted; expected one that stays. Wait until it is gone."
@@ -232,9 +232,9 @@ def _reopen(tx: Transaction, trial: trial_rows.Trial, *, is_archived: bool = Fal
     experiment_rows.update(
         tx, trial.experiment_id, state="ACTIVE", end_us=None, end_reason=None, archived=is_archived
     )
-    events.tell_state(tx, trial.experiment_id)
+    events.notify_state(tx, trial.experiment_id)
     tx.publish(f"trial:{trial.id}", f"experiment:{trial.experiment_id}")
 
 
-def _say(tx: Transaction, trial: trial_rows.Trial, text: str, level: str = "INFO") -> None:
+def _log_line(tx: Transaction, trial: trial_rows.Trial, text: str, level: str = "INFO") -> None:
     add_master_line(tx, trial.task_id, trial.id, text, level=level)

@@ -52,17 +52,19 @@ def release(tx: Transaction, trial_id: int, why: str, *, is_kill: bool = False) 
     if is_kill or not allocation.is_ready:
         if allocation.kill_us is None:
             allocation_rows.update(tx, allocation.id, kill_us=now, kill_reason=why)
-            _say(tx, allocation.task_id, trial_id, allocation.id, f"forcibly killing allocation: {why}")
+            _log_line(tx, allocation.task_id, trial_id, allocation.id, f"forcibly killing allocation: {why}")
     elif allocation.preempt_us is None:
         experiment = experiment_rows.require(tx.connection, allocation.experiment_id)
         timeout_s = json.loads(experiment.config).get("preemption_timeout") or DEFAULT_PREEMPTION_TIMEOUT_S
         deadline = now + int(timeout_s) * 1_000_000
         allocation_rows.update(tx, allocation.id, preempt_us=now, preempt_deadline_us=deadline)
-        _say(tx, allocation.task_id, trial_id, allocation.id, f"gracefully terminating allocation: {why}")
+        _log_line(
+            tx, allocation.task_id, trial_id, allocation.id, f"gracefully terminating allocation: {why}"
+        )
     tx.publish("scheduler", f"allocation:{allocation.id}")
 
 
-def _say(tx: Transaction, task_id: str, trial_id: int, allocation_id: str, text: str) -> None:
+def _log_line(tx: Transaction, task_id: str, trial_id: int, allocation_id: str, text: str) -> None:
     add_master_line(tx, task_id, trial_id, text, allocation_id=allocation_id)
 
 
@@ -86,7 +88,7 @@ def close_trial(
         reason = ExitReason.ERRORED if state == "ERROR" else ExitReason.USER_CANCELED
     if why is not None:
         experiment_rows.update(tx, trial.experiment_id, end_reason=f"trial {trial_id}: {why}")
-    _tell_searcher(tx, trial, reason)
+    _notify_searcher(tx, trial, reason)
     finish_if_over(tx, trial.experiment_id)
 
 
@@ -144,7 +146,7 @@ def finish_experiment(tx: Transaction, experiment_id: int, state: str, reason: s
         columns["end_reason"] = reason
     experiment_rows.update(tx, experiment_id, **columns)
     tx.publish(f"experiment:{experiment_id}")
-    events.tell_state(tx, experiment_id)
+    events.notify_state(tx, experiment_id)
     if not row.unmanaged:
         background_jobs.request(tx, "gc", experiment_id)
 
@@ -162,7 +164,7 @@ def validation_completed(tx: Transaction, trial: trial_rows.Trial, metrics: dict
     _feed(tx, trial.experiment_id, lambda s: s.validation_completed(trial.request_id, metrics))
 
 
-def _tell_searcher(tx: Transaction, trial: trial_rows.Trial, reason: ExitReason | None) -> None:
+def _notify_searcher(tx: Transaction, trial: trial_rows.Trial, reason: ExitReason | None) -> None:
     """Tell the searcher that a trial has ended, and why if it was early."""
 
     def event(searcher: Searcher) -> list[Action]:
@@ -200,7 +202,7 @@ def update_progress(tx: Transaction, experiment_id: int) -> None:
 
 
 def _store_progress(tx: Transaction, experiment_id: int, searcher: Searcher) -> None:
-    shares = trial_rows.shares(tx.connection, experiment_id)
+    shares = trial_rows.progress_by_request(tx.connection, experiment_id)
     experiment_rows.update(tx, experiment_id, progress=searcher.progress(shares))
 
 

@@ -80,7 +80,7 @@ def _warm_start(tx: Transaction, config: dict[str, Any]) -> None:
             Hint.TAKE_CHECKPOINT,
         )
     if checkpoint.state == "COMPLETED":
-        checkpoint_rows.refuse_going(tx.connection, checkpoint)
+        checkpoint_rows.refuse_deleting(tx.connection, checkpoint)
 
 
 def pause(tx: Transaction, experiment_id: int) -> None:
@@ -93,7 +93,7 @@ def pause(tx: Transaction, experiment_id: int) -> None:
     if state == "PAUSED":
         return
     experiment_rows.update(tx, experiment_id, state="PAUSED")
-    events.tell_state(tx, experiment_id)
+    events.notify_state(tx, experiment_id)
     tx.publish(f"experiment:{experiment_id}", "scheduler")
     for trial_id in trial_rows.open_ids(tx.connection, experiment_id):
         if trial_rows.require(tx.connection, trial_id).state == "ACTIVE":
@@ -112,7 +112,7 @@ def activate(tx: Transaction, experiment_id: int) -> None:
     if state == "ACTIVE":
         return
     experiment_rows.update(tx, experiment_id, state="ACTIVE")
-    events.tell_state(tx, experiment_id)
+    events.notify_state(tx, experiment_id)
     trial_rows.activate_paused(tx, experiment_id)
     for trial_id in trial_rows.open_ids(tx.connection, experiment_id):
         tx.publish(f"trial:{trial_id}")
@@ -269,7 +269,7 @@ def continue_(tx: Transaction, experiment_id: int, submission: Submission | None
         archived=False,
         searcher_snapshot=json.dumps(snapshot),
     )
-    events.tell_state(tx, experiment_id)
+    events.notify_state(tx, experiment_id)
     for trial in again:
         trial_rows.reopen(tx, trial)
     tx.publish(f"experiment:{experiment_id}", "scheduler")

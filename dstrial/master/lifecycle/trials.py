@@ -60,7 +60,7 @@ def report_metrics(
     allocation_rows.note_report(tx, trial_id, run_id)
     tx.publish(f"trial:{trial_id}")
     trial = trial_rows.require(tx.connection, trial_id)
-    detached_runs.hear(tx, trial, is_current_run=True)
+    detached_runs.note_heartbeat(tx, trial, is_current_run=True)
     if group == "validation":
         tx.publish(f"experiment:{trial.experiment_id}")
         if trial.state in TERMINAL:

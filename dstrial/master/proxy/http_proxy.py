@@ -30,7 +30,7 @@ INTERACTIVE = "/det/interactive/"
 _CHUNK_BYTES = 64 * 1024
 
 
-class Front:
+class ProxyMiddleware:
     """Answers requests of the proxy, and hands the others on."""
 
     def __init__(self, services: Services, api: ASGIApp) -> None:
@@ -94,7 +94,7 @@ class Front:
             return RedirectResponse(f"{raw}/", status_code=307)
         if not service.is_ready and is_page:
             return waiting_page(service.task_id)
-        await relay(service, scope, receive, send)
+        await proxy_request(service, scope, receive, send)
         self._services.activity.touch(service.task_id)
         return None
 
@@ -134,7 +134,7 @@ class _Answer:
         self.is_complete = True
 
 
-async def relay(service: named.Service, scope: Scope, receive: Receive, send: Send) -> None:
+async def proxy_request(service: named.Service, scope: Scope, receive: Receive, send: Send) -> None:
     """Hand a request to a service and its answer to the client.
 
     Raises:

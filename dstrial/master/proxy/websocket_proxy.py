@@ -34,9 +34,9 @@ _MAX_EARLY_BYTES = 1 << 20
 _MAX_FRAME_BYTES = 16 * 2**20
 
 
-def tunnel_protocol(services: Services) -> type[asyncio.Protocol]:
+def websocket_protocol(services: Services) -> type[asyncio.Protocol]:
     """Return what uvicorn makes of a connection that asks to become a WebSocket."""
-    return cast("type[asyncio.Protocol]", functools.partial(Tunnel, services))
+    return cast("type[asyncio.Protocol]", functools.partial(WebSocketProxy, services))
 
 
 class FrameLimit(Extension):
@@ -73,8 +73,8 @@ def server_frames() -> Connection:
 class _ServiceEnd(asyncio.Protocol):
     """The connection to the service."""
 
-    def __init__(self, tunnel: Tunnel, begin: Callable[[asyncio.Transport], None]) -> None:
-        self._tunnel = tunnel
+    def __init__(self, tunnel: WebSocketProxy, begin: Callable[[asyncio.Transport], None]) -> None:
+        self._proxy = tunnel
         self._begin = begin
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -82,20 +82,20 @@ class _ServiceEnd(asyncio.Protocol):
         self._begin(cast("asyncio.Transport", transport))
 
     def data_received(self, data: bytes) -> None:
-        self._tunnel.from_service(data)
+        self._proxy.from_service(data)
 
     def pause_writing(self) -> None:
-        self._tunnel.hold_client(True)
+        self._proxy.hold_client(True)
 
     def resume_writing(self) -> None:
-        self._tunnel.hold_client(False)
+        self._proxy.hold_client(False)
 
     def connection_lost(self, exc: Exception | None) -> None:
         del exc
-        self._tunnel.service_lost()
+        self._proxy.service_lost()
 
 
-class Tunnel(asyncio.Protocol):
+class WebSocketProxy(asyncio.Protocol):
     """The connection of a client, and how it is tied to that of a service.
 
     ``config``, ``server_state`` (which counts this connection) and ``app_state`` are uvicorn's.

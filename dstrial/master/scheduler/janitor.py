@@ -17,7 +17,7 @@ from dstrial.master.backends.environment import tracebacks_directory
 from dstrial.master.backends.overlay.store import collect as collect_overlays
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import checkpoint_gc, containers, detached_runs
-from dstrial.master.pubsub import Changes
+from dstrial.master.pubsub import PubSub
 from dstrial.master.store import allocations, background_jobs, checkpoints, experiments, logs, models
 from dstrial.master.store.database import Database, IntegrityError, Transaction, find_cluster_id
 from dstrial.master.store.metrics import as_number
@@ -48,7 +48,7 @@ class Janitor:
     def __init__(
         self,
         database: Database,
-        changes: Changes,
+        changes: PubSub,
         log_retention_days: int | None,
         *,
         overlays_path: Path | None = None,
@@ -98,7 +98,7 @@ class Janitor:
         else:
             self._perform(row)
 
-    def _perform(self, row: background_jobs.Work) -> None:
+    def _perform(self, row: background_jobs.BackgroundJob) -> None:
         experiment_id, payload = int(row.experiment_id), json.loads(row.payload)
         try:
             if row.kind == "gc":
@@ -212,7 +212,7 @@ def _forget_experiment(tx: Transaction, experiment_id: int) -> None:
     experiments.forget(tx, experiment_id)
 
 
-class Silence:
+class HeartbeatTimeout:
     """Looks from time to time for detached runs that have been silent for too long.
 
     A master that has just started has heard of nobody, and waits as long as for a run that it knows.
@@ -230,7 +230,7 @@ class Silence:
         self._next_s = time.monotonic() + _SILENCE_PERIOD_S
         before_us = now_us() - int(self._timeout_s * 1e6)
         with self._database.read() as connection:
-            is_any = detached_runs.is_anyone_silent(connection, before_us)
+            is_any = detached_runs.has_silent_runs(connection, before_us)
         if is_any:
             count = self._database.write(lambda tx: detached_runs.give_up_silent(tx, before_us))
             _scheduler_logger.warning("%d detached runs are given up: nothing was heard of them", count)

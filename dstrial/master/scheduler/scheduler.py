@@ -30,7 +30,7 @@ from dstrial.master.lifecycle import allocations, endings, resume
 from dstrial.master.lifecycle import commands as life
 from dstrial.master.scheduler import commands as command_start
 from dstrial.master.scheduler.commands import CommandWatch
-from dstrial.master.scheduler.janitor import Janitor, Silence
+from dstrial.master.scheduler.janitor import HeartbeatTimeout, Janitor
 from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches, note_matches
 from dstrial.master.scheduler.queue import Holder, Waiting, assignments, waiting_text
 from dstrial.master.store import allocations as allocation_rows
@@ -65,14 +65,14 @@ class Scheduler:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._database = services.database
-        self._event = services.changes.listen("scheduler")
+        self._event = services.pubsub.listen("scheduler")
         self._janitor = Janitor(
             services.database,
-            services.changes,
+            services.pubsub,
             services.settings.log_retention_days,
             overlays_path=services.state_dir / "overlays",
         )
-        self._silence = Silence(services.database, services.settings.detached_timeout_s)
+        self._heartbeat_timeout = HeartbeatTimeout(services.database, services.settings.detached_timeout_s)
         self._directory = services.state_dir / "allocations"
         self._handles: dict[str, SupervisorHandle | None] = {}
         self._killed_s: dict[str, float] = {}
@@ -124,7 +124,7 @@ class Scheduler:
                 elif wanted > num_enabled and self._told.get(row.id) != (wanted, num_enabled):
                     self._told[row.id] = (wanted, num_enabled)
                     why = resume.why_it_waits(connection, row, config, available)
-                    self._tell_it_waits(row, num_enabled, why)
+                    self._log_trial_waiting(row, num_enabled, why)
             waiting.append(Waiting(row.id, row.experiment_id, num_slots, most))
         return waiting
 
@@ -139,7 +139,7 @@ class Scheduler:
             self._fitting[row.id] = known
         return known[1]
 
-    def _tell_it_waits(self, row: jobs.WaitingTrial, num_slots: int, why: str | None) -> None:
+    def _log_trial_waiting(self, row: jobs.WaitingTrial, num_slots: int, why: str | None) -> None:
         """Say in its log that a trial needs more slots than there are."""
         wanted = row.slots_per_trial
         text = (
@@ -151,7 +151,7 @@ class Scheduler:
         logger.warning("trial %d: %s", row.id, text)
         self._database.write(lambda tx: add_master_line(tx, row.task_id, row.id, text, level="WARNING"))
 
-    def _tell_command_waits(self, row: commands.CommandInfo, num_slots: int) -> None:
+    def _log_command_waiting(self, row: commands.CommandInfo, num_slots: int) -> None:
         """Say in its log that a command needs more slots than there are."""
         wanted, task_id = row.num_slots, row.task_id
         if wanted <= num_slots:
@@ -165,7 +165,7 @@ class Scheduler:
         )
         self._database.write(lambda tx: add_master_line(tx, task_id, None, text, level="WARNING"))
 
-    def _tell_agent_is_off(self, row: jobs.WaitingTrial | commands.CommandInfo, trial_id: int | None) -> None:
+    def _log_agent_off(self, row: jobs.WaitingTrial | commands.CommandInfo, trial_id: int | None) -> None:
         """Say in its log that a trial, or a command for None, waits for the agent."""
         key = row.task_id if trial_id is None else trial_id
         told = (row.run_id, _AGENT_OFF)
@@ -269,7 +269,7 @@ class Scheduler:
                 self._troubled_s[row.id] = time.monotonic() + _LOOK_AGAIN_S
         if not self._is_draining and self._assign():
             wait_s = min(wait_s, _TICK_S)
-        self._silence.check()
+        self._heartbeat_timeout.check()
         return wait_s
 
     # What runs
@@ -321,7 +321,7 @@ class Scheduler:
             if allocation_rows.advance_log(tx, row.id, offset, end):
                 add_task_logs(tx, row.task_id, row.trial_id or None, row.id, lines)
                 note_matches(tx, row, matched, self._services.agent_id)
-                events.tell_lines(tx, row.task_id, told)
+                events.notify_lines(tx, row.task_id, told)
 
         self._database.write(store)
         return end - offset > CHUNK_BYTES // 2
@@ -370,12 +370,12 @@ class Scheduler:
             self._end_without_node(row)
         if jobs.AGENT in off:
             for row in rows:
-                self._tell_agent_is_off(row, row.id)
+                self._log_agent_off(row, row.id)
             for command in others:
-                self._tell_agent_is_off(command, None)
+                self._log_agent_off(command, None)
             return []
         for command in others:
-            self._tell_command_waits(command, len(enabled))
+            self._log_command_waiting(command, len(enabled))
         waiting = _by_urgency(
             [*zip(rows, trials, strict=True)],
             [(row, Waiting(row.task_id, 0, row.num_slots, None)) for row in others],
@@ -397,10 +397,10 @@ class Scheduler:
             if allocation is not None:
                 ports |= set(json.loads(allocation.ports).values())
                 begun.append(allocation)
-        self._tell_waiting([*zip(rows, trials, strict=True)], [*live, *begun], len(enabled))
+        self._log_waiting([*zip(rows, trials, strict=True)], [*live, *begun], len(enabled))
         return begun
 
-    def _tell_waiting(
+    def _log_waiting(
         self, waiting: list[tuple[jobs.WaitingTrial, Waiting]], live: list[Allocation], num_enabled: int
     ) -> None:
         """Say once per run, in a trial's log, for which slots it waits and who holds them."""

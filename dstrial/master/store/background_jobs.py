@@ -16,7 +16,7 @@ _SHOWN_US = 2_000_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Work:
+class BackgroundJob:
     """A row of work; ``schema.sql`` says what the columns hold."""
 
     id: int
@@ -45,9 +45,11 @@ def request(tx: Transaction, kind: str, experiment_id: int, payload: dict[str, A
     tx.publish("scheduler")
 
 
-def next_pending(connection: sqlite3.Connection) -> Work | None:
+def next_pending(connection: sqlite3.Connection) -> BackgroundJob | None:
     """Return the oldest piece of work, None if there is none."""
-    return fetch_one(Work, connection, "SELECT * FROM work WHERE ended_us IS NULL ORDER BY id LIMIT 1")
+    return fetch_one(
+        BackgroundJob, connection, "SELECT * FROM work WHERE ended_us IS NULL ORDER BY id LIMIT 1"
+    )
 
 
 def done(tx: Transaction, work_id: int) -> None:
@@ -57,10 +59,10 @@ def done(tx: Transaction, work_id: int) -> None:
     tx.execute("DELETE FROM work WHERE ended_us <= ?", (now - _SHOWN_US,))
 
 
-def collections(connection: sqlite3.Connection) -> list[Work]:
+def collections(connection: sqlite3.Connection) -> list[BackgroundJob]:
     """Return work on experiments' files that waits, runs, or ended within 2 seconds."""
     return fetch_all(
-        Work,
+        BackgroundJob,
         connection,
         "SELECT * FROM work WHERE experiment_id > 0 AND (ended_us IS NULL OR ended_us > ?) ORDER BY id",
         (now_us() - _SHOWN_US,),

@@ -210,7 +210,7 @@ def release_claims(tx: Transaction, uuid: str | None = None) -> None:
     tx.execute("UPDATE checkpoints SET deleting_us = NULL WHERE ? IS NULL OR uuid = ?", (uuid, uuid))
 
 
-def refuse_going(connection: sqlite3.Connection, row: Checkpoint) -> None:
+def refuse_deleting(connection: sqlite3.Connection, row: Checkpoint) -> None:
     """Refuse (400) a checkpoint that is incomplete, or being deleted."""
     state = row.state
     experiment = connection.execute(

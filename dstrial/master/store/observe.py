@@ -162,7 +162,7 @@ WHERE trials.experiment_id = ? ORDER BY trials.id
 """
 
 
-def look(state: StateDirectory, experiment_id: int) -> ExperimentView | None:
+def experiment_view(state: StateDirectory, experiment_id: int) -> ExperimentView | None:
     """Return an experiment and its trials; None if there is no such experiment."""
     with _connection(state) as connection:
         experiment = connection.execute(

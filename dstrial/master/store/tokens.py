@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from dstrial.master.clock import now_us
-from dstrial.master.pubsub import Changes
+from dstrial.master.pubsub import PubSub
 from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.errors import Hint, InvalidError, NotFoundError
 
@@ -313,19 +313,19 @@ class TokenStore:
 
     Args:
         read: runs a function of a connection in a reader's thread.
-        changes: tells of commits.
+        pubsub: tells of commits.
     """
 
-    def __init__(self, read: Callable[..., Awaitable[Any]], changes: Changes) -> None:
+    def __init__(self, read: Callable[..., Awaitable[Any]], pubsub: PubSub) -> None:
         self._read = read
-        self._changes = changes
+        self._pubsub = pubsub
         self._version = -1
         self._identities: dict[str, Identity] = {}
 
     async def find(self, token: str) -> Identity | None:
         """Return whose token it is; None if it is not valid (any more)."""
         token_hash = hash_token(token)
-        version = self._changes.version(TOPIC)
+        version = self._pubsub.version(TOPIC)
         if version != self._version or len(self._identities) > _MAX_CACHED:
             self._identities.clear()
             self._version = version
@@ -333,7 +333,7 @@ class TokenStore:
         if identity is None:
             identity = await self._read(find_identity, token_hash)
             # Not kept if something was committed while it was looked up.
-            if identity is not None and version == self._version == self._changes.version(TOPIC):
+            if identity is not None and version == self._version == self._pubsub.version(TOPIC):
                 self._identities[token_hash] = identity
         if identity is None or (identity.expires_us is not None and identity.expires_us < now_us()):
             return None

@@ -217,7 +217,7 @@ def best_ids(connection: sqlite3.Connection, experiment: Experiment, limit: int)
     return [int(row["id"]) for row in rows]
 
 
-def shares(connection: sqlite3.Connection, experiment_id: int) -> dict[str, float]:
+def progress_by_request(connection: sqlite3.Connection, experiment_id: int) -> dict[str, float]:
     """Return how far each trial of an experiment is, by the searcher's id of it."""
     rows = connection.execute(
         "SELECT request_id, progress FROM trials WHERE experiment_id = ?", (experiment_id,)

@@ -375,7 +375,7 @@ def note_task(tx: Transaction, task_id: str, trigger_id: int) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ToldExperiment(Experiment):
+class NotifiedExperiment(Experiment):
     """An experiment with its project and workspace."""
 
     project_name: str
@@ -383,10 +383,10 @@ class ToldExperiment(Experiment):
     workspace_name: str
 
 
-def told_experiment(connection: sqlite3.Connection, experiment_id: int) -> ToldExperiment | None:
+def notified_experiment(connection: sqlite3.Connection, experiment_id: int) -> NotifiedExperiment | None:
     """Return an experiment as webhooks are told of it, None if it is gone."""
     return fetch_one(
-        ToldExperiment,
+        NotifiedExperiment,
         connection,
         "SELECT e.*, p.name AS project_name, w.id AS workspace_id, w.name AS workspace_name FROM experiments e "
         "JOIN projects p ON p.id = e.project_id JOIN workspaces w ON w.id = p.workspace_id WHERE e.id = ?",

@@ -45,7 +45,7 @@ class Delivery:
         self._services = services
         self._database = services.database
         self._retry_s = tuple(retry_s)
-        self._event = services.changes.listen(webhooks.EVENTS_TOPIC)
+        self._event = services.pubsub.listen(webhooks.EVENTS_TOPIC)
         self._senders = ThreadPoolExecutor(_NUM_SENDERS, thread_name_prefix="dstrial-webhook")
         self._lock = threading.Lock()
         self._busy: set[int] = set()

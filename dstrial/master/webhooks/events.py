@@ -20,23 +20,23 @@ _MAX_DESCRIPTION = 10_000
 _MAX_LINE = 10_000
 
 
-def tell_state(tx: Transaction, experiment_id: int) -> None:
+def notify_state(tx: Transaction, experiment_id: int) -> None:
     """Tell that an experiment has come into the state that its row says."""
     state = experiments.require(tx.connection, experiment_id).state
     rows = webhooks.triggered(tx.connection, STATE_CHANGE, state)
     if not rows:
         return
-    experiment = webhooks.told_experiment(tx.connection, experiment_id)
+    experiment = webhooks.notified_experiment(tx.connection, experiment_id)
     if experiment is None:  # Its project is gone; that must not keep it from ending.
         return
     choice = WebhookChoice.from_config(experiment.config)
     for row in rows:
-        if _is_told(row, experiment.workspace_id, choice):
+        if _is_notified(row, experiment.workspace_id, choice):
             event = {**_new(STATE_CHANGE), "state": state, "experiment": _facts(experiment)}
             webhooks.add_event(tx, row.id, event)
 
 
-def tell_alert(
+def notify_alert(
     tx: Transaction, experiment_id: int, trial_id: int | None, *, title: str, description: str, level: str
 ) -> int:
     """Tell what a trial says by ``core_context.alert``; return to how many webhooks.
@@ -46,7 +46,7 @@ def tell_alert(
     rows = webhooks.triggered(tx.connection, CUSTOM)
     if not rows:
         return 0
-    experiment = webhooks.told_experiment(tx.connection, experiment_id)
+    experiment = webhooks.notified_experiment(tx.connection, experiment_id)
     if experiment is None:
         return 0
     choice = WebhookChoice.from_config(experiment.config)
@@ -55,7 +55,7 @@ def tell_alert(
         "description": _cut(description, _MAX_DESCRIPTION),
         "level": level,
     }
-    told = {row.id for row in rows if _is_told(row, experiment.workspace_id, choice)}
+    told = {row.id for row in rows if _is_notified(row, experiment.workspace_id, choice)}
     for webhook_id in sorted(told):
         event = {
             **_new(CUSTOM),
@@ -68,13 +68,13 @@ def tell_alert(
     return len(told)
 
 
-def tell_lines(tx: Transaction, task_id: str, matches: Iterable[LogMatch]) -> None:
+def notify_lines(tx: Transaction, task_id: str, matches: Iterable[LogMatch]) -> None:
     """Tell of lines of a task's log that match; of each trigger once for the task."""
     for match in matches:
-        _tell_line(tx, task_id, match)
+        _notify_line(tx, task_id, match)
 
 
-def _tell_line(tx: Transaction, task_id: str, match: LogMatch) -> None:
+def _notify_line(tx: Transaction, task_id: str, match: LogMatch) -> None:
     # The trigger may be gone since the line was looked at.
     row = webhooks.triggered_by_line(tx.connection, task_id, match.trigger_id)
     if row is None:
@@ -82,12 +82,12 @@ def _tell_line(tx: Transaction, task_id: str, match: LogMatch) -> None:
     choice = None
     workspace_id = row.command_workspace
     if row.experiment_id:
-        experiment = webhooks.told_experiment(tx.connection, row.experiment_id)
+        experiment = webhooks.notified_experiment(tx.connection, row.experiment_id)
         if experiment is None:
             return
         choice = WebhookChoice.from_config(experiment.config)
         workspace_id = experiment.workspace_id
-    if workspace_id is None or not _is_told(row, workspace_id, choice):
+    if workspace_id is None or not _is_notified(row, workspace_id, choice):
         return
     if not webhooks.note_task(tx, task_id, match.trigger_id):
         return
@@ -108,7 +108,7 @@ def _new(kind: str) -> dict[str, Any]:
     return {"event_id": str(uuid.uuid4()), "type": kind, "timestamp": int(time.time())}
 
 
-def _facts(row: webhooks.ToldExperiment) -> dict[str, Any]:
+def _facts(row: webhooks.NotifiedExperiment) -> dict[str, Any]:
     end_us = row.end_us
     return {
         "id": row.id,
@@ -122,8 +122,8 @@ def _facts(row: webhooks.ToldExperiment) -> dict[str, Any]:
     }
 
 
-def _is_told(row: webhooks.TriggeredWebhook, workspace_id: int, choice: WebhookChoice | None) -> bool:
-    return is_told(
+def _is_notified(row: webhooks.TriggeredWebhook, workspace_id: int, choice: WebhookChoice | None) -> bool:
+    return is_notified(
         webhook_id=row.id,
         name=row.name,
         mode=row.mode,
@@ -172,7 +172,7 @@ class WebhookChoice:
         )
 
 
-def is_told(
+def is_notified(
     *,
     webhook_id: int,
     name: str,

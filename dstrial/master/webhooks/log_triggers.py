@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from dstrial.config.experiment_config.sections import compile_pattern
-from dstrial.master.pubsub import Changes
+from dstrial.master.pubsub import PubSub
 from dstrial.master.store import webhooks
 from dstrial.master.store.database import Database
 
@@ -41,12 +41,12 @@ class LogTriggers:
 
     Args:
         database: the store.
-        changes: tells that webhooks have changed.
+        pubsub: tells that webhooks have changed.
     """
 
-    def __init__(self, database: Database, changes: Changes) -> None:
+    def __init__(self, database: Database, pubsub: PubSub) -> None:
         self._database = database
-        self._changes = changes
+        self._pubsub = pubsub
         self._lock = threading.Lock()
         self._version = -1
         self._patterns: tuple[tuple[int, Any], ...] = ()
@@ -66,7 +66,7 @@ class LogTriggers:
         ]
 
     def _current(self) -> tuple[tuple[int, Any], ...]:
-        version = self._changes.version(webhooks.TOPIC)
+        version = self._pubsub.version(webhooks.TOPIC)
         with self._lock:
             if version != self._version:
                 with self._database.read() as connection:

@@ -34,7 +34,7 @@ _MAX_RESULT = 200
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
+class DeliveryResult:
     """What came of one attempt.
 
     Attributes:
@@ -145,7 +145,7 @@ class Sender:
         self._open: set[Deadline] = set()
         self._ended = threading.Event()
 
-    def post(self, url: str, body: bytes) -> Outcome | None:
+    def post(self, url: str, body: bytes) -> DeliveryResult | None:
         """Send a JSON body once, signed with the time; None if the master ended meanwhile.
 
         ``url`` is one that ``store.webhooks`` accepts.
@@ -171,8 +171,8 @@ class Sender:
             for deadline in self._open:
                 deadline.end()
 
-    def _attempt(self, url: str, body: bytes, deadline: Deadline) -> Outcome:
-        late = Outcome(f"no answer within {self._timeout_s:g} s", False, True)
+    def _attempt(self, url: str, body: bytes, deadline: Deadline) -> DeliveryResult:
+        late = DeliveryResult(f"no answer within {self._timeout_s:g} s", False, True)
         try:
             with self._opened(_request(url, body, self._key), deadline) as answer:
                 # Headers that were cut off by the deadline are parsed as if they ended there.
@@ -183,7 +183,7 @@ class Sender:
                 return late
             # It may quote what the receiver has sent.
             text = visible_line(str(cause) or type(cause).__name__)
-            return Outcome(text[:_MAX_RESULT], False, True)
+            return DeliveryResult(text[:_MAX_RESULT], False, True)
 
     def _opened(self, request: urllib.request.Request, deadline: Deadline) -> http.client.HTTPResponse:
         # No handler of redirects, errors, files or ftp: what is not here cannot happen.
@@ -212,9 +212,9 @@ def _request(url: str, body: bytes, key: str) -> urllib.request.Request:
     )
 
 
-def _judged(status: int) -> Outcome:
+def _judged(status: int) -> DeliveryResult:
     if status < 300:
-        return Outcome(f"HTTP {status}", True, False)
+        return DeliveryResult(f"HTTP {status}", True, False)
     if status < 400:
-        return Outcome(f"HTTP {status}, a redirect, which is not followed", False, False)
-    return Outcome(f"HTTP {status}", False, status >= 500 or status == _TOO_MANY)
+        return DeliveryResult(f"HTTP {status}, a redirect, which is not followed", False, False)
+    return DeliveryResult(f"HTTP {status}", False, status >= 500 or status == _TOO_MANY)

@@ -19,7 +19,7 @@ import yaml
 
 from dstrial.cli.app import main as dstrial
 from dstrial.errors import CheckpointError
-from dstrial.integrations.accelerate.progress_tracker import Course, Plan
+from dstrial.integrations.accelerate.progress_tracker import ProgressTracker, RunSchedule
 from dstrial.testing.master import MasterForTest
 from dstrial.testing.ranks import run_script
 
@@ -127,12 +127,12 @@ def test_all_ranks_train_with_deepspeed_to_the_end(whole: Launched) -> None:
 def test_a_resume_finds_its_place_only_in_epochs_of_the_same_length(whole: Launched) -> None:
     saved = torch.load(whole.checkpoints[4] / "dstrial_rank1.pt", weights_only=False)
     assert saved["loop"]["epoch_length"] == 6
-    course = Course()
-    plan = Plan.from_config(CONFIG, global_batch_size=8, length=None, is_test=False)
-    course.begin(plan, saved["loop"]["epoch_length"])
-    course.epoch_length = 6
+    tracker = ProgressTracker()
+    plan = RunSchedule.from_config(CONFIG, global_batch_size=8, length=None, is_test=False)
+    tracker.begin(plan, saved["loop"]["epoch_length"])
+    tracker.epoch_length = 6
     with pytest.raises(CheckpointError, match="epochs of 6 batches, and the training loader now has 5"):
-        course.epoch_length = 5
+        tracker.epoch_length = 5
 
 
 def test_the_checkpoint_is_sharded_and_the_tools_read_it(

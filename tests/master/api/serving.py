@@ -17,7 +17,7 @@ import uvicorn
 
 from dstrial.master.app import create_app
 from dstrial.master.backends.devices import Slot
-from dstrial.master.pubsub import Changes
+from dstrial.master.pubsub import PubSub
 from dstrial.master.services import Services, open_services
 from dstrial.master.settings import MasterSettings
 from dstrial.master.store import tokens, users
@@ -107,7 +107,7 @@ class Master:
 def serving(state_dir: Path, *, has_passwords: bool = True) -> Iterator[Master]:
     """Serve an application on a free port until the block ends."""
     state_dir.mkdir(parents=True, exist_ok=True)
-    changes = Changes()
+    changes = PubSub()
     with contextlib.ExitStack() as stack:
         database = Database(state_dir / "master.db", changes.publish)
         stack.callback(database.close)
@@ -118,7 +118,7 @@ def serving(state_dir: Path, *, has_passwords: bool = True) -> Iterator[Master]:
             settings=MasterSettings.load(None),
             state_dir=state_dir,
             database=database,
-            changes=changes,
+            pubsub=changes,
             slots=tuple(Slot(slot, "cpu", "test cpu", f"cpu-{slot}") for slot in range(NUM_SLOTS)),
             port=port,
             has_passwords=has_passwords,

@@ -81,9 +81,9 @@ def test_an_agent_that_is_switched_off_takes_no_work_on_any_slot(
 
 
 def test_the_scheduler_is_woken(fresh_master: Master, session: api.Session) -> None:
-    seen = fresh_master.services.changes.version("scheduler")
+    seen = fresh_master.services.pubsub.version("scheduler")
     session.post(f"api/v1/agents/{fresh_master.services.agent_id}/disable")
-    assert fresh_master.services.changes.version("scheduler") > seen
+    assert fresh_master.services.pubsub.version("scheduler") > seen
 
 
 @pytest.mark.parametrize("path", ["nobody/disable", "nobody/slots", "{agent}/slots/99", "{agent}/slots/x"])

@@ -12,7 +12,7 @@ from determined.common.api import authentication, errors
 from serving import Master, serving
 
 from dstrial.errors import RequestError
-from dstrial.master.http.login import Attempts, KnownPasswords
+from dstrial.master.http.login import KnownPasswords, LoginThrottle
 from dstrial.master.store import tokens, users
 
 
@@ -49,7 +49,7 @@ def test_who_guesses_waits_longer_every_time_and_who_does_not_never(monkeypatch:
         waits.append(delay_s)
 
     async def guess() -> None:
-        attempts = Attempts()
+        attempts = LoginThrottle()
         for _ in range(9):
             assert not await attempts.compare(0, "Admin", _wrong)
         assert not await attempts.compare(0, "other", _wrong)
@@ -67,7 +67,7 @@ def test_who_guesses_waits_longer_every_time_and_who_does_not_never(monkeypatch:
 
 def test_a_right_password_does_not_wait_for_wrong_ones() -> None:
     async def run() -> None:
-        attempts = Attempts()
+        attempts = LoginThrottle()
         guesses = [asyncio.ensure_future(attempts.compare(0, "admin", _wrong)) for _ in range(15)]
         assert await asyncio.wait_for(attempts.compare(0, "admin", _right), 5.0)
         assert not all(guess.done() for guess in guesses)
@@ -81,7 +81,7 @@ def test_a_right_password_does_not_wait_for_wrong_ones() -> None:
 
 def test_a_bounded_number_of_wrong_passwords_wait_and_right_ones_are_compared_all_the_same() -> None:
     async def run() -> None:
-        attempts = Attempts()
+        attempts = LoginThrottle()
         guesses = [asyncio.ensure_future(attempts.compare(7, "admin", _wrong)) for _ in range(60)]
         while sum(guess.done() for guess in guesses) < 44:
             await asyncio.sleep(0)
@@ -112,7 +112,7 @@ def test_a_password_that_was_right_is_known_until_it_is_changed() -> None:
 
 def test_accounts_take_turns_at_being_compared() -> None:
     async def run() -> list[int]:
-        attempts, order = Attempts(), []
+        attempts, order = LoginThrottle(), []
 
         async def attempt(account: int) -> None:
             async def compare() -> bool:
@@ -131,7 +131,7 @@ def test_accounts_take_turns_at_being_compared() -> None:
 
 def test_who_leaves_while_waiting_holds_nobody_up() -> None:
     async def run() -> None:
-        attempts, go = Attempts(), asyncio.Event()
+        attempts, go = LoginThrottle(), asyncio.Event()
 
         async def slow() -> bool:
             await go.wait()
@@ -186,20 +186,20 @@ def test_without_passwords_the_users_have_blank_ones_and_there_is_no_file(tmp_pa
 
 @process
 def test_passwords_and_the_clusters_id_outlive_the_master(tmp_path: Path) -> None:
-    from dstrial.master.pubsub import Changes
+    from dstrial.master.pubsub import PubSub
     from dstrial.master.services import open_services
     from dstrial.master.settings import MasterSettings
     from dstrial.master.store.database import Database
 
     seen = []
     for _ in range(2):
-        changes = Changes()
+        changes = PubSub()
         database = Database(tmp_path / "master.db", changes.publish)
         services = open_services(
             settings=MasterSettings.load(None),
             state_dir=tmp_path,
             database=database,
-            changes=changes,
+            pubsub=changes,
             slots=(),
             port=1,
             has_passwords=True,

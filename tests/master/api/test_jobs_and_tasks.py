@@ -35,11 +35,11 @@ def test_the_queue_says_who_runs_and_who_waits(fresh_master: Master, session: ap
 
 
 def test_a_more_urgent_job_comes_first(fresh_master: Master, session: api.Session) -> None:
-    seen = fresh_master.services.changes.version("scheduler")
+    seen = fresh_master.services.pubsub.version("scheduler")
     update = bindings.v1QueueControl(jobId="job-2", priority=1)
     bindings.post_UpdateJobQueue(session, body=bindings.v1UpdateJobQueueRequest(updates=[update]))
     assert [job.jobId for job in _queue(session)] == ["job-2", "job-1"]
-    assert fresh_master.services.changes.version("scheduler") > seen
+    assert fresh_master.services.pubsub.version("scheduler") > seen
     assert fresh_master.rows(
         "SELECT config ->> '$.resources.priority' AS priority FROM experiments WHERE id = 2"
     ) == [{"priority": 1}]

@@ -282,7 +282,7 @@ def test_patterns_are_looked_for_as_soon_as_a_webhook_is_there_and_no_longer(fre
     # What was found before is told to nobody.
     from dstrial.master.webhooks import events
 
-    fresh_master.services.database.write(lambda tx: events.tell_lines(tx, "1.request", matches))
+    fresh_master.services.database.write(lambda tx: events.notify_lines(tx, "1.request", matches))
     nothing_waits(fresh_master)
 
 

@@ -43,7 +43,7 @@ TABLES = {
     "templates": workspaces.Template,
     "trials": trials.Trial,
     "users": users.StoredUser,
-    "work": background_jobs.Work,
+    "work": background_jobs.BackgroundJob,
     "workspaces": workspaces.Workspace,
 }
 
@@ -72,7 +72,7 @@ READS: list[Callable[[sqlite3.Connection], object]] = [
     lambda c: tasks.living_of(c, "a"),
     lambda c: webhooks.triggered(c, "CUSTOM"),
     lambda c: webhooks.triggered_by_line(c, "a", 1),
-    lambda c: webhooks.told_experiment(c, 1),
+    lambda c: webhooks.notified_experiment(c, 1),
     lambda c: webhooks.next_events(c),
     lambda c: workspaces.require(c, 1),
 ]

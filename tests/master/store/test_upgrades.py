@@ -69,7 +69,7 @@ def test_an_old_database_keeps_everything(old: Path) -> None:
             assert projects.require(connection, row.project_id).num_runs == 1
             pending = background_jobs.next_pending(connection)
             assert pending is not None
-            assert pending == background_jobs.Work(3, "gc", 7, '{"a": 1}', 5, None)
+            assert pending == background_jobs.BackgroundJob(3, "gc", 7, '{"a": 1}', 5, None)
             assert connection.execute("SELECT trial_id FROM trial_sources").fetchone()[0] == 9
             assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
             assert connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"

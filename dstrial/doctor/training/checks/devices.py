@@ -7,7 +7,7 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any
 
-from dstrial.doctor.training.bench import Bench, Launched, last_line
+from dstrial.doctor.training.bench import Bench, LaunchResult, last_line
 from dstrial.doctor.training.check import CheckFailedError, Finding, NotApplicableError
 
 
@@ -31,7 +31,7 @@ def check_visible_devices(bench: Bench) -> Finding:
             )
             for kind, value in spellings.items()
         }
-        ended: dict[str, Launched] = {kind: future.result() for kind, future in asked.items()}
+        ended: dict[str, LaunchResult] = {kind: future.result() for kind, future in asked.items()}
     rows: list[dict[str, Any]] = [
         {
             "spelling": kind,
@@ -106,7 +106,7 @@ def check_shared_device(bench: Bench) -> Finding:
     )
 
 
-def _judge_ranks(launched: Launched) -> None:
+def _judge_ranks(launched: LaunchResult) -> None:
     found: dict[str, Any] = dict(launched.facts)
     wrong = [
         f"{name} is {found.get(name)}; expected {expected}"

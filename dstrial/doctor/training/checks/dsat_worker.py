@@ -14,7 +14,7 @@ from dstrial.doctor.training.bench import Bench, last_line
 from dstrial.doctor.training.check import CheckFailedError, Finding
 from dstrial.doctor.training.checks.master_trial import write_experiment
 from dstrial.dsat.core.outcome import Failure, Measured
-from dstrial.dsat.worker.messages import Answer
+from dstrial.dsat.worker.messages import TaskResult
 from dstrial.dsat.worker.transport import ANSWERS_NAME
 from dstrial.local.json_files import read_json_lines
 
@@ -71,11 +71,11 @@ def run(bench: Bench) -> Finding:
     )
 
 
-def _answers(path: Path) -> list[Answer]:
-    return [Answer.from_json(row) for row in read_json_lines(path)]
+def _answers(path: Path) -> list[TaskResult]:
+    return [TaskResult.from_json(row) for row in read_json_lines(path)]
 
 
-def _row(answer: Answer) -> dict[str, Any]:
+def _row(answer: TaskResult) -> dict[str, Any]:
     outcome = "measured" if isinstance(answer.outcome, Measured) else answer.outcome.kind.value
     held = {name: answer.details.get(name) for name in _SHOWN}
     return {"number": answer.number, "outcome": outcome, "generation": answer.generation, **held}

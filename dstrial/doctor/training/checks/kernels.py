@@ -9,7 +9,7 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any
 
-from dstrial.doctor.training.bench import Bench, Launched, last_line
+from dstrial.doctor.training.bench import Bench, LaunchResult, last_line
 from dstrial.doctor.training.check import CheckFailedError, Finding, NotApplicableError
 
 _REASONS = (
@@ -31,7 +31,7 @@ def check_operators(bench: Bench) -> Finding:
     operators = ["cpu_adam"] + (["fused_adam"] if bench.has_cuda else [])
     with futures.ThreadPoolExecutor(len(operators)) as pool:
         began = {name: pool.submit(_build, bench, name) for name in operators}
-        ended: dict[str, Launched] = {name: future.result() for name, future in began.items()}
+        ended: dict[str, LaunchResult] = {name: future.result() for name, future in began.items()}
     rows: list[dict[str, Any]] = [
         {
             "operator": name,
@@ -60,7 +60,7 @@ def check_operators(bench: Bench) -> Finding:
     return Finding(told, "; ".join(not_shown + missing))
 
 
-def _build(bench: Bench, operator: str) -> Launched:
+def _build(bench: Bench, operator: str) -> LaunchResult:
     folder = bench.scratch / f"extensions-{operator}"
     (folder / operator).mkdir(parents=True)
     (folder / operator / "lock").touch()
@@ -70,7 +70,7 @@ def _build(bench: Bench, operator: str) -> Launched:
     )
 
 
-def _reason(launched: Launched) -> str:
+def _reason(launched: LaunchResult) -> str:
     """Return the line that says what is missing; empty for another kind of failure."""
     if launched.exit_code == 0:
         return ""

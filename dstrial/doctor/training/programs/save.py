@@ -17,7 +17,7 @@ from dstrial.doctor.training.programs.trial import TextTrial, train
 _PERIOD, _NUM_SAVES = 5, 4
 
 
-class Saving(TextTrial):
+class SaveTimes(TextTrial):
     """Saves with DeepSpeed after the same steps as dstrial, and times everything else.
 
     Attributes:
@@ -60,7 +60,7 @@ def main() -> None:
     """Train, then compare the last checkpoints."""
     program = Program("width", "scratch")
     width = int(program.arguments.width)
-    Saving.bare = Path(program.arguments.scratch) / "bare"
+    SaveTimes.bare = Path(program.arguments.scratch) / "bare"
     hparams = {
         "deepspeed_config": deepspeed_config(1),
         "shape": {"width": width, "num_layers": 4, "num_heads": 8, "block_size": 32},
@@ -70,7 +70,7 @@ def main() -> None:
     trial, run_dir = train(
         hparams,
         _PERIOD * _NUM_SAVES + 2,
-        trial_class=Saving,
+        trial_class=SaveTimes,
         checkpoint_period=dstrial.Batch(_PERIOD),
         reporting_period=dstrial.Batch(1_000_000),
     )
@@ -93,7 +93,7 @@ def main() -> None:
     num_values, num_bytes, different = 0, 0, []
     for mark in sorted(run_dir.glob("checkpoints/*/COMPLETE")):
         steps = _steps(mark)
-        theirs = Saving.bare / f"batch-{steps}"
+        theirs = SaveTimes.bare / f"batch-{steps}"
         if steps is None or not theirs.is_dir():
             continue
         for path in sorted(theirs.rglob("*.pt")):

@@ -15,7 +15,7 @@ JSON_NAME = "ds_config.json"
 YAML_NAME = "experiment.yaml"
 """File name of the experiment config."""
 
-Outcome = Literal["json", "yaml", "variable", "left", "unknown", "nowhere"]
+KeyStatus = Literal["json", "yaml", "variable", "left", "unknown", "nowhere"]
 """Where a key is now: the DeepSpeed JSON, the experiment config, or a variable in it; left to the user, because it asks for
 something that no experiment says; not known to accelerate 1.15; nowhere, because it asks for nothing or has no counterpart."""
 
@@ -54,7 +54,7 @@ class ConvertedKey:
 
     key: str
     value: Any
-    outcome: Outcome
+    outcome: KeyStatus
     explanation: str
 
 
@@ -120,7 +120,7 @@ class ConversionDraft:
         self.problems: list[ConfigProblem] = []
         self._label = label
 
-    def note(self, key: str, value: Any, outcome: Outcome, explanation: str) -> None:
+    def note(self, key: str, value: Any, outcome: KeyStatus, explanation: str) -> None:
         """Record what became of a key."""
         self.keys.append(ConvertedKey(key, value, outcome, explanation))
 

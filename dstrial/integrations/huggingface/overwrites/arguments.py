@@ -21,7 +21,7 @@ import determined as det
 from dstrial.config.batch import BATCH_KEYS
 from dstrial.config.command_line import CommandLine
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, read_deepspeed
-from dstrial.config.diagnostics import Findings
+from dstrial.config.diagnostics import Diagnostics
 from dstrial.config.parsing.documents import read_json_text
 from dstrial.errors import CheckpointError, ConfigError, ConfigProblem
 from dstrial.integrations.huggingface.overwrites.batch import MICRO_FLAG, STEPS_FLAG
@@ -179,7 +179,7 @@ def _source(args: Sequence[str], hparams: Mapping[str, Any]) -> DeepSpeedSource 
         named = CommandLine.of(args).value(CONFIG_FLAG)
         if isinstance(named, str) and named.lstrip().startswith("{"):
             named = read_json_text(named, CONFIG_FLAG).value
-    findings = Findings({}, "experiment config")
+    findings = Diagnostics({}, "experiment config")
     source = read_deepspeed(
         MAIN_KEY, {MAIN_KEY: named, _OVERWRITE_KEY: overwrite}, Path(), {}, "experiment config", findings
     )

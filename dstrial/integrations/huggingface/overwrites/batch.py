@@ -15,7 +15,7 @@ from typing import TypeAlias
 from dstrial.config.auto_values import DEFAULT_MICRO_BATCH
 from dstrial.config.batch import AUTO, BATCH_KEYS, BatchSolution, solve_batch
 from dstrial.errors import ConfigError
-from dstrial.integrations.huggingface.overwrites.draft import COMMAND_LINE, Draft, Outcome, auto_hint
+from dstrial.integrations.huggingface.overwrites.draft import COMMAND_LINE, Draft, Resolution, auto_hint
 from dstrial.resume.batch import in_words, keep_batch
 from dstrial.resume.metadata import EngineRecord, SavedRun, given_sizes
 
@@ -67,7 +67,7 @@ def reconcile_batch(draft: Draft, world_size: int, resumed: SavedRun | None) -> 
             {_TOTAL: engine.train_batch_size}, engine, world_size, checkpoint=resumed.checkpoint
         )
         draft.decide(
-            "", _TOTAL, Outcome.KEPT, f"the batch of checkpoint {resumed.checkpoint} is kept: {in_words(engine, kept)}"
+            "", _TOTAL, Resolution.KEPT, f"the batch of checkpoint {resumed.checkpoint} is kept: {in_words(engine, kept)}"
         )  # fmt: skip
     solution = kept or own
     if solution is None:
@@ -92,7 +92,7 @@ def _leave_to_trainer(draft: Draft) -> None:
             else "the product of the two others and the ranks"
         )
         draft.decide(
-            _FLAGS.get(key, ""), key, Outcome.TRAINER, f"{key} is given neither as a number nor as an argument: {said}"
+            _FLAGS.get(key, ""), key, Resolution.TRAINER, f"{key} is given neither as a number nor as an argument: {said}"
         )  # fmt: skip
 
 
@@ -158,31 +158,31 @@ def _apply(draft: Draft, solution: BatchSolution, keys: Sizes, *, is_kept: bool)
         flag = _FLAGS.get(key)
         if flag is None:
             if given is None and not is_kept:
-                draft.decide("", key, Outcome.SOLVED, f"{key} is solved: {solution.equation}")
+                draft.decide("", key, Resolution.SOLVED, f"{key} is solved: {solution.equation}")
             continue
         asked = draft.number_of_flag(flag, minimum=1, is_whole=True)
         draft.set_flag(flag, str(value))
         if is_kept and asked != value:
             draft.decide(
-                flag, key, Outcome.KEPT, f"--{flag} is set to {value} to keep the checkpoint's batch"
+                flag, key, Resolution.KEPT, f"--{flag} is set to {value} to keep the checkpoint's batch"
             )
         elif asked is None:
             origin = "solved" if given is None else f"as {draft.place(key)} has it"
-            outcome = Outcome.SOLVED if given is None else Outcome.ARGUMENT_SET
+            outcome = Resolution.SOLVED if given is None else Resolution.ARGUMENT_SET
             draft.decide(flag, key, outcome, f"--{flag} {value} is added, {origin}")
         elif asked == value and given is None:
             is_missing = key not in draft.source.merged
             state = "missing" if is_missing else f'"{AUTO}"'
-            outcome = Outcome.KEY_SET if is_missing else Outcome.SOLVED
+            outcome = Resolution.KEY_SET if is_missing else Resolution.SOLVED
             draft.decide(flag, key, outcome, f"{key} is {state}: it becomes {value}, as --{flag} says")
         elif asked == value:
-            draft.decide(flag, key, Outcome.EQUAL, f"--{flag} and {key} are both {value}")
+            draft.decide(flag, key, Resolution.EQUAL, f"--{flag} and {key} are both {value}")
         else:
             winner = key if given is not None else _TOTAL
             why = f"{draft.place(winner)} is {getattr(solution, winner)} and --{flag} is {int(asked)}"
             draft.decide(
                 flag,
                 key,
-                Outcome.ARGUMENT_CHANGED,
+                Resolution.ARGUMENT_CHANGED,
                 f"{why}: {winner} wins, --{flag} becomes {value} ({solution.equation}). {auto_hint(winner)}",
             )

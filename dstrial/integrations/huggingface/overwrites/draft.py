@@ -12,14 +12,14 @@ from typing import Any
 from dstrial.config.batch import AUTO
 from dstrial.config.command_line import CommandLine
 from dstrial.config.deepspeed_source import DeepSpeedSource
-from dstrial.config.diagnostics import Findings, key_path, render
+from dstrial.config.diagnostics import Diagnostics, key_path, render
 from dstrial.errors import ConfigProblem
 
 COMMAND_LINE = "command line"
 _OVERWRITE_KEY = "overwrite_deepspeed_args"
 
 
-class Outcome(enum.Enum):
+class Resolution(enum.Enum):
     """How the two were brought together."""
 
     EQUAL = "both say the same"
@@ -35,7 +35,7 @@ class Outcome(enum.Enum):
     @property
     def is_contradiction(self) -> bool:
         """Whether two things that the user wrote could not both hold."""
-        return self in (Outcome.ARGUMENT_CHANGED, Outcome.ARGUMENT_REMOVED, Outcome.KEY_CHANGED)
+        return self in (Resolution.ARGUMENT_CHANGED, Resolution.ARGUMENT_REMOVED, Resolution.KEY_CHANGED)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Decision:
 
     argument: str
     key: str
-    outcome: Outcome
+    outcome: Resolution
     text: str
 
 
@@ -68,7 +68,7 @@ class Draft:
         self.arguments = arguments
         self.config: dict[str, Any] = copy.deepcopy(source.merged)
         overwritten = {path: source.lines.get(path) or _OVERWRITE_KEY for path in source.overwritten}
-        self.findings = Findings({**source.lines, **overwritten}, source.label)
+        self.findings = Diagnostics({**source.lines, **overwritten}, source.label)
         self.decisions: list[Decision] = []
         self._given = arguments
 
@@ -145,7 +145,7 @@ class Draft:
         """Take a flag off the command line to be."""
         self.arguments = self.arguments.without(name)
 
-    def decide(self, argument: str, key: str, outcome: Outcome, text: str) -> None:
+    def decide(self, argument: str, key: str, outcome: Resolution, text: str) -> None:
         """Record what became of an argument and a key."""
         self.decisions.append(Decision(f"--{argument}" if argument else "", key, outcome, text))
 

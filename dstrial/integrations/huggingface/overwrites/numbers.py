@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dstrial.config.batch import AUTO
 from dstrial.config.deepspeed_schema import deepspeed_rules
 from dstrial.config.diagnostics import render
-from dstrial.integrations.huggingface.overwrites.draft import Draft, Outcome, as_text, auto_hint
+from dstrial.integrations.huggingface.overwrites.draft import Draft, Resolution, as_text, auto_hint
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def _reconcile(draft: Draft, pair: NumberPair) -> None:
             draft.decide(
                 pair.argument,
                 key,
-                Outcome.KEY_CHANGED,
+                Resolution.KEY_CHANGED,
                 f"{draft.place(key)} is {as_text(other)} and {draft.place(winner)} is {as_text(value)}, and the Trainer has one "
                 f"--{pair.argument} for both: {winner} wins, {key} becomes {as_text(value)}. Set both to the same number.",
             )
@@ -102,7 +102,7 @@ def _reconcile(draft: Draft, pair: NumberPair) -> None:
             draft.decide(
                 name,
                 winner,
-                Outcome.ARGUMENT_REMOVED,
+                Resolution.ARGUMENT_REMOVED,
                 f"{draft.place(winner)} is {as_text(value)} and --{name} is given: {winner} wins, --{name} is removed. "
                 f"{auto_hint(winner)}",
             )
@@ -111,21 +111,21 @@ def _reconcile(draft: Draft, pair: NumberPair) -> None:
 def _set_argument(draft: Draft, argument: str, key: str, value: float) -> None:
     asked = draft.number_of_flag(argument)
     if asked == value:
-        draft.decide(argument, key, Outcome.EQUAL, f"--{argument} and {key} are both {as_text(value)}")
+        draft.decide(argument, key, Resolution.EQUAL, f"--{argument} and {key} are both {as_text(value)}")
         return
     draft.set_flag(argument, as_text(value))
     if not draft.is_given(argument):
         draft.decide(
             argument,
             key,
-            Outcome.ARGUMENT_SET,
+            Resolution.ARGUMENT_SET,
             f"--{argument} {as_text(value)} is added, as {draft.place(key)} has it",
         )
     elif asked is not None:
         draft.decide(
             argument,
             key,
-            Outcome.ARGUMENT_CHANGED,
+            Resolution.ARGUMENT_CHANGED,
             f"{draft.place(key)} is {as_text(value)} and --{argument} is {as_text(asked)}: {key} wins, --{argument} becomes "
             f"{as_text(value)}. {auto_hint(key)}",
         )
@@ -138,14 +138,17 @@ def _let_argument_win(draft: Draft, pair: NumberPair) -> None:
         if draft.key_value(key) == AUTO:
             who = f"--{given}" if given else f"the default of --{pair.argument}"
             draft.decide(
-                given or pair.argument, key, Outcome.TRAINER, f'{key} is "auto": the Trainer fills in {who}'
+                given or pair.argument,
+                key,
+                Resolution.TRAINER,
+                f'{key} is "auto": the Trainer fills in {who}',
             )
         elif draft.key_value(key) is None and given is not None and _is_read(draft, key):
             draft.set_key(key, AUTO)
             draft.decide(
                 given,
                 key,
-                Outcome.KEY_SET,
+                Resolution.KEY_SET,
                 f'{key} is missing, and DeepSpeed would take its own default: it becomes "auto", so that --{given} has an effect',
             )
 
@@ -159,7 +162,7 @@ def _reconcile_betas(draft: Draft) -> None:
             draft.decide(
                 given or BETAS[0],
                 BETAS_KEY,
-                Outcome.TRAINER,
+                Resolution.TRAINER,
                 f'{BETAS_KEY} is "auto": the Trainer fills in {who}',
             )
         elif given is not None and _is_read(draft, BETAS_KEY):
@@ -167,7 +170,7 @@ def _reconcile_betas(draft: Draft) -> None:
             draft.decide(
                 given,
                 BETAS_KEY,
-                Outcome.KEY_SET,
+                Resolution.KEY_SET,
                 f'{BETAS_KEY} is missing: it becomes "auto", so that --{given} has an effect',
             )
         return
@@ -188,11 +191,14 @@ def _reconcile_length(draft: Draft) -> None:
     if number is None:
         if draft.key_value(key) == AUTO:
             text = f'{key} is "auto": the Trainer fills in the number of steps that it is going to train'
-            draft.decide(LENGTH.argument, key, Outcome.TRAINER, text)
+            draft.decide(LENGTH.argument, key, Resolution.TRAINER, text)
         return
     if asked == number:
         draft.decide(
-            LENGTH.argument, key, Outcome.EQUAL, f"--{LENGTH.argument} and {key} are both {as_text(number)}"
+            LENGTH.argument,
+            key,
+            Resolution.EQUAL,
+            f"--{LENGTH.argument} and {key} are both {as_text(number)}",
         )
         return
     draft.set_key(key, AUTO)
@@ -204,7 +210,7 @@ def _reconcile_length(draft: Draft) -> None:
     draft.decide(
         LENGTH.argument,
         key,
-        Outcome.KEY_CHANGED,
+        Resolution.KEY_CHANGED,
         f'{draft.place(key)} is {as_text(number)} and {length}: the length of training wins, {key} becomes "auto". For the key '
         f"to win, pass --{LENGTH.argument} {as_text(number)}.",
     )

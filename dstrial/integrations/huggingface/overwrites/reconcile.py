@@ -18,7 +18,7 @@ from dstrial.config.diagnostics import render
 from dstrial.errors import ConfigError
 from dstrial.integrations.huggingface.overwrites import numbers
 from dstrial.integrations.huggingface.overwrites.batch import MICRO_FLAG, STEPS_FLAG, reconcile_batch
-from dstrial.integrations.huggingface.overwrites.draft import Decision, Draft, Outcome, auto_hint
+from dstrial.integrations.huggingface.overwrites.draft import Decision, Draft, Resolution, auto_hint
 from dstrial.resume.metadata import SavedRun
 
 CONFIG_FLAG = "deepspeed"
@@ -89,7 +89,7 @@ def reconcile(
     if draft.key_value("zero_optimization") is None:
         draft.set_key("zero_optimization.stage", 0)
         text = "zero_optimization is missing, which Accelerate refuses: it becomes {stage: 0}, which is DeepSpeed's default"
-        draft.decide("", "zero_optimization.stage", Outcome.KEY_SET, text)
+        draft.decide("", "zero_optimization.stage", Resolution.KEY_SET, text)
     draft.findings.raise_if_any()
     return ReconciledArguments(draft.arguments, draft.config, tuple(draft.decisions))
 
@@ -111,15 +111,15 @@ def _settle_path(draft: Draft) -> None:
     given = draft.arguments.value(CONFIG_FLAG)
     if given is None:
         text = f"--{CONFIG_FLAG} is added with the effective copy of {draft.source.label}"
-        draft.decide(CONFIG_FLAG, "", Outcome.ARGUMENT_SET, text)
+        draft.decide(CONFIG_FLAG, "", Resolution.ARGUMENT_SET, text)
     elif draft.source.path is not None and Path(given).resolve() == draft.source.path.resolve():
         text = f"--{CONFIG_FLAG} and hyperparameters.deepspeed_config name the same file; the effective copy takes its place"
-        draft.decide(CONFIG_FLAG, "", Outcome.EQUAL, text)
+        draft.decide(CONFIG_FLAG, "", Resolution.EQUAL, text)
     else:
         draft.decide(
             CONFIG_FLAG,
             "",
-            Outcome.ARGUMENT_CHANGED,
+            Resolution.ARGUMENT_CHANGED,
             f"--{CONFIG_FLAG} is {given} and hyperparameters.deepspeed_config is {draft.source.label}: the hyperparameter wins. "
             f"For the argument to win, set hyperparameters.deepspeed_config: {given}.",
         )
@@ -161,7 +161,7 @@ def _settle_both_precisions(draft: Draft, said: dict[str, bool | None]) -> None:
     draft.decide(
         loser,
         f"{loser}.enabled",
-        Outcome.KEY_CHANGED,
+        Resolution.KEY_CHANGED,
         f"{draft.place(f'{loser}.enabled')} is true and {draft.place(f'{winner}.enabled')} is true: the overwrite wins, "
         f"{loser}.enabled becomes false. Say so in overwrite_deepspeed_args: {{{loser}: {{enabled: false}}}}.",
     )
@@ -174,21 +174,21 @@ def _reconcile(draft: Draft, precision: str, said: bool | None, on: str | None) 
     if said is None:
         if value == AUTO:
             who = " and ".join(f"--{name}" for name in asked) or f"the default of --{precision}"
-            draft.decide(precision, key, Outcome.TRAINER, f'{key} is "auto": the Trainer fills in {who}')
+            draft.decide(precision, key, Resolution.TRAINER, f'{key} is "auto": the Trainer fills in {who}')
         elif asked:
             draft.set_key(key, AUTO)
             draft.decide(
                 precision,
                 key,
-                Outcome.KEY_SET,
+                Resolution.KEY_SET,
                 f'{key} is missing: it becomes "auto", so that --{asked[0]} has an effect',
             )
     elif said and asked:
-        draft.decide(precision, key, Outcome.EQUAL, f"--{asked[0]} and {key} are both true")
+        draft.decide(precision, key, Resolution.EQUAL, f"--{asked[0]} and {key} are both true")
     elif said:
         draft.set_flag(precision, "True")
         is_given = draft.is_given(precision)
-        outcome = Outcome.ARGUMENT_CHANGED if is_given else Outcome.ARGUMENT_SET
+        outcome = Resolution.ARGUMENT_CHANGED if is_given else Resolution.ARGUMENT_SET
         text = f"--{precision} True is added, as {draft.place(key)} has it"
         if is_given:
             text = (
@@ -203,9 +203,9 @@ def _reconcile(draft: Draft, precision: str, said: bool | None, on: str | None) 
             draft.decide(
                 name,
                 key,
-                Outcome.ARGUMENT_CHANGED,
+                Resolution.ARGUMENT_CHANGED,
                 f"{draft.place(winner)} is {render(draft.key_value(winner))} and --{name} is given: {winner} wins, "
                 f"--{name} becomes False. {auto_hint(winner)}",
             )
         if not asked and isinstance(value, bool):
-            draft.decide(precision, key, Outcome.EQUAL, f"--{precision} is not given and {key} is false")
+            draft.decide(precision, key, Resolution.EQUAL, f"--{precision} is not given and {key} is false")

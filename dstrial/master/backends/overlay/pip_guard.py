@@ -86,12 +86,12 @@ class _Install:
         key = _key(self._words)
         try:
             with self._overlay.locked(
-                f"{self._task} ({self._shown})", _tell, timeout_s=self._timeout_s + 60.0
+                f"{self._task} ({self._shown})", _print_line, timeout_s=self._timeout_s + 60.0
             ):
                 record = self._overlay.read_record()
                 known = record["installs"].get(key)
                 if known is not None:
-                    _tell(f"{self._shown}: done by {known['task']} in environment {self._overlay.name}")
+                    _print_line(f"{self._shown}: done by {known['task']} in environment {self._overlay.name}")
                     return 0
                 return self._install(key)
         except WaitedTooLongError as error:
@@ -106,7 +106,9 @@ class _Install:
             is_ours = bool(task_files) and path.exists() and _is_below(path, Path(str(task_files)))
             if kept and kept[-1] in ("-e", "--editable") and is_ours:
                 kept[-1] = word
-                _tell(f"{self._shown}: {word} is copied, not linked: the environment lives longer than it")
+                _print_line(
+                    f"{self._shown}: {word} is copied, not linked: the environment lives longer than it"
+                )
             else:
                 kept.append(word)
         return kept
@@ -127,7 +129,7 @@ class _Install:
         for note in self._shadowed(before, after):
             if note not in record["notes"]:
                 record["notes"].append(note)
-                _tell(note)
+                _print_line(note)
         overlay.write_record(record)
         broken.unlink()
         return 0
@@ -293,7 +295,7 @@ def _is_below(path: Path, directory: Path) -> bool:
     return directory.resolve() in (real, *real.parents)
 
 
-def _tell(text: str) -> None:
+def _print_line(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 

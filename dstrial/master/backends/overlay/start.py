@@ -67,7 +67,7 @@ def main(path: str) -> None:
             digest,
             lambda overlay, staging: make(overlay, staging, constraints),
             spec["task"],
-            _tell,
+            _print_line,
             float(spec["install_timeout_s"]) + 60.0,
         )
     except WaitedTooLongError as error:
@@ -101,9 +101,9 @@ def _take_part(overlay: Overlay, spec: dict[str, Any]) -> None:
     """Put the overlay first in this process's environment; print what it hides."""
     record = overlay.read_record()
     if record["made_by"] != spec["task"]:
-        _tell(f"environment {overlay.name}: shared, made by {record['made_by']}")
+        _print_line(f"environment {overlay.name}: shared, made by {record['made_by']}")
     for note in record["notes"]:
-        _tell(note)
+        _print_line(note)
     own, theirs = str(overlay.path / "bin"), str(Path(sys.executable).parent)
     entries = os.environ.get("PATH", os.defpath).split(os.pathsep)
     entries.insert(entries.index(theirs) if theirs in entries else 0, own)
@@ -124,7 +124,7 @@ def _take_part(overlay: Overlay, spec: dict[str, Any]) -> None:
         os.environ.pop(name, None)
 
 
-def _tell(text: str) -> None:
+def _print_line(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 

@@ -62,18 +62,18 @@ class Overlay:
         write_atomically(self.beside("json"), json.dumps(record, indent=2))
 
     @contextlib.contextmanager
-    def locked(self, who: str, tell: Tell, timeout_s: float) -> Iterator[None]:
+    def locked(self, who: str, print_line: Tell, timeout_s: float) -> Iterator[None]:
         """Be the only one that changes this overlay while the block lasts.
 
         Args:
             who: what others are told who wait meanwhile.
-            tell: told soon and then twice a minute whom this one waits for.
+            print_line: told soon and then twice a minute whom this one waits for.
             timeout_s: how long it waits, seconds.
 
         Raises:
             WaitedTooLongError: somebody else had it for so long.
         """
-        descriptor = self._lock(tell, timeout_s)
+        descriptor = self._lock(print_line, timeout_s)
         try:
             # In this order it is never empty for those who read it meanwhile.
             os.pwrite(descriptor, who.encode(), 0)
@@ -82,7 +82,7 @@ class Overlay:
         finally:
             os.close(descriptor)
 
-    def _lock(self, tell: Tell, timeout_s: float) -> int:
+    def _lock(self, print_line: Tell, timeout_s: float) -> int:
         began_s = time.monotonic()
         told_s = None
         while True:
@@ -101,7 +101,9 @@ class Overlay:
                 )
             if told_s is None or waited_s - told_s > TELL_AGAIN_S:
                 told_s = waited_s
-                tell(f"waiting for environment {self.name}, which {holder} is making ({waited_s:.0f} s)")
+                print_line(
+                    f"waiting for environment {self.name}, which {holder} is making ({waited_s:.0f} s)"
+                )
             time.sleep(POLL_S)
 
     def holder(self) -> str:
@@ -125,7 +127,7 @@ def acquire(
     digest: str,
     make: Callable[[Overlay, Path], None],
     who: str,
-    tell: Tell,
+    print_line: Tell,
     timeout_s: float,
 ) -> Overlay:
     """Return a digest's overlay, made if missing, and use it from now on.
@@ -135,7 +137,7 @@ def acquire(
         digest: of all that decides what is in it.
         make: makes the virtual environment in a directory of another name, which then gets its own at once.
         who: this task.
-        tell: prints a line.
+        print_line: prints a line.
         timeout_s: how long another task may be changing it, seconds.
 
     Raises:
@@ -145,7 +147,7 @@ def acquire(
     count = 0
     while True:
         overlay = Overlay(root, f"{digest}-{count}")
-        with overlay.locked(who, tell, timeout_s):
+        with overlay.locked(who, print_line, timeout_s):
             if not overlay.beside("broken").exists():
                 if not overlay.path.is_dir():
                     staging = root / f".{overlay.name}.new"
@@ -153,7 +155,7 @@ def acquire(
                     make(overlay, staging)
                     overlay.write_record({"made_by": who, "installs": {}, "notes": []})
                     staging.rename(overlay.path)
-                    tell(f"environment {overlay.name}: made")
+                    print_line(f"environment {overlay.name}: made")
                 overlay.use()
                 return overlay
         count += 1
