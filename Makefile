@@ -37,7 +37,7 @@ SLOW := (process or ranks) and not gpu
 # Files go to workers in the order that tests/conftest.py gives them: the longest first.
 pytest = -m pytest -m "$(1)" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --instafail $(PYTEST_ARGS)
 HF_TESTS := tests/integrations tests/examples/test_hf_examples.py tests/examples/test_accelerate_clm.py \
-	$(wildcard tests/dsat/test_hf_*.py tests/dsat/test_trainer_*.py tests/launch/test_accelerate_*.py)
+	$(wildcard tests/launch/test_accelerate_*.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv run test test-quick test-slow test-hf4 test-torch-oldest test-deepspeed-oldest test-python-oldest test-python-newest coverage gpu check format bench clean

@@ -1,7 +1,7 @@
 """Make Accelerate config files by answering the questionnaire of ``accelerate config`` itself, on a pseudo-terminal.
 
 ``python tools/answer_accelerate_config.py DIR [NAME...]`` writes one file per entry of ``ANSWERS`` (or the named ones). The
-files in ``tests/integrations/accelerate/configs`` are its output with accelerate 1.15; run it again for another release.
+files in ``tests/integrations/accelerate/converter/configs`` are its output with accelerate 1.15; run it again for another one.
 
 An answer is a part of a question's text and what to type: a number chooses that row of a menu, a text is typed, followed by
 Enter. Questions that are not listed get Enter, which takes the default.

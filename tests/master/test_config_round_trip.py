@@ -156,7 +156,7 @@ def test_the_cases_exercise_every_field() -> None:
         ("searcher", "metric"),
         ("reproducibility", "experiment_seed"),
     }
-    # These two name what a trial starts from; test_features_keeping.py trains one and starts another from it.
+    # These two name what a trial starts from; lifecycle/test_keeping.py trains one and starts another from it.
     # requirements is a file that has to be there: test_overlays.py installs one.
     elsewhere = {
         ("searcher", "source_trial_id"),

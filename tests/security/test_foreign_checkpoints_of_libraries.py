@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 INTEGRATIONS = Path(__file__).parent.parent / "integrations"
-TRAINER_PROGRAM = INTEGRATIONS / "trainer_program.py"
+TRAINER_PROGRAM = INTEGRATIONS / "huggingface" / "trainer_program.py"
 REPORTER_PROGRAM = INTEGRATIONS / "accelerate" / "reporter_program.py"
 DEADLINE_S = 280
 

@@ -24,7 +24,7 @@ from dstrial.ranks.control_channel import timeout_from_environ
 from dstrial.ranks.stop_signals import StopSignals
 
 LOOK_S = 0.1
-"""How long, in seconds, a request to stop may go unseen on another rank; on more than 128 ranks in proportion, for rank 0 answers all."""
+"""Seconds a request to stop may go unseen on another rank; in proportion on over 128 ranks, for rank 0 answers all."""
 
 _RANKS_PER_LOOK = 128
 _ASKED, _DECIDED = "asked", "decided"

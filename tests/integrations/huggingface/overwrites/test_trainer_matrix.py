@@ -12,7 +12,7 @@ import warm_start
 
 pytest.importorskip("transformers")
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[4]
 NUM_RANKS = 2
 
 

@@ -13,7 +13,7 @@ from dstrial.testing.master import MasterForTest
 
 pytestmark = [pytest.mark.process, pytest.mark.ranks]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import determined as det
 

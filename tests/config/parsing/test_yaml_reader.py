@@ -13,7 +13,7 @@ from dstrial.config.parsing.documents import parse_yaml_value, read_yaml_text, y
 from dstrial.config.parsing.limits import DEFAULT_LIMITS, TextLimits, check_value
 from dstrial.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHIPPED = sorted([*ROOT.glob("experiment_configs/**/*.yaml"), *ROOT.glob("examples/**/*.yaml")])
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
 PIECES = [

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-DSAT = Path(__file__).resolve().parents[2] / "dstrial" / "dsat"
+DSAT = Path(__file__).resolve().parents[3] / "dstrial" / "dsat"
 
 NAMES_OF_0_23 = {
     "det": {"ClusterInfo", "InvalidHP", "RendezvousInfo", "TrialInfo", "_info", "core", "get_cluster_info"},

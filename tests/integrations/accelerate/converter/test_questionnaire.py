@@ -14,7 +14,7 @@ import yaml
 from dstrial.integrations.accelerate.converter.convert import convert
 from dstrial.integrations.accelerate.converter.result import Choices
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 CONFIGS = Path(__file__).parent / "configs"
 
 needs_accelerate = pytest.mark.skipif(

@@ -41,7 +41,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site_packages,) = directory.glob("lib/python*/site-packages")
     paths = [path for path in sys.path if path.endswith("site-packages")]
     lines = [f"import site; site.addsitedir({path!r})" for path in paths]
-    (site_packages / "these.pth").write_text("\n".join([*lines, str(Path(__file__).parents[2])]) + "\n")
+    (site_packages / "these.pth").write_text("\n".join([*lines, str(Path(__file__).parents[3])]) + "\n")
     pip = directory / "bin" / "pip"
     pip.write_text(
         f"#!{directory / 'bin' / 'python3'}\nimport sys\nfrom pip._internal.cli.main import main\nsys.exit(main())\n"

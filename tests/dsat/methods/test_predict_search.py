@@ -14,7 +14,7 @@ import pytest
 
 from dstrial.testing.master import MasterForTest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CONFIG = ROOT / "experiment_configs" / "dsat_trial.yaml"
 MODEL_DIR = ROOT / "model_defs" / "dsat_trial"
 

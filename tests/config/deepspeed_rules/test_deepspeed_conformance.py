@@ -13,7 +13,7 @@ from dstrial.config.deepspeed_schema import TABLE_FILES, installed_deepspeed_ver
 
 pytestmark = pytest.mark.timeout(600)  # DeepSpeed compiles a Muon kernel when it is first used on a machine
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 IS_0_19_0 = installed_deepspeed_version() == "0.19.0"
 ADAM = {"type": "Adam", "params": {"lr": 0.001, "torch_adam": True}}
 BASE = {"train_micro_batch_size_per_gpu": 4, "optimizer": ADAM}

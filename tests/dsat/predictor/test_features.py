@@ -24,7 +24,7 @@ from dstrial.engine.dryrun.values import DryRunResult
 pytestmark = pytest.mark.process
 
 HERE = Path(__file__).parent / "described"
-MODEL_DEFS = Path(__file__).parents[2] / "model_defs"
+MODEL_DEFS = Path(__file__).parents[3] / "model_defs"
 WIDTH = 64
 CONFIG = {
     "train_batch_size": 16,

@@ -17,7 +17,7 @@ from dstrial.testing.master import MasterForTest, master_for_test
 
 pytestmark = pytest.mark.process
 
-DEFINITIONS = Path(__file__).parents[1] / "trainer" / "definitions"
+DEFINITIONS = Path(__file__).parents[2] / "trainer" / "definitions"
 DEEPSPEED = {
     "train_batch_size": 12,
     "train_micro_batch_size_per_gpu": 6,

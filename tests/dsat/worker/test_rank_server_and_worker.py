@@ -29,7 +29,7 @@ from dstrial.dsat.worker.transport import (
 from dstrial.errors import DstrialError
 from dstrial.local.json_files import read_json_lines, write_json_atomically
 
-HERE = Path(__file__).parent / "worked"
+HERE = Path(__file__).parents[1] / "worked"
 DEADLINE_S = 280
 
 BASE: dict[str, Any] = {
