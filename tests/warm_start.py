@@ -296,7 +296,10 @@ def main() -> None:
     places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path = [place for place in sys.path[1:] if place not in places]
     for name in IMPORTED_AHEAD:
-        importlib.import_module(name)
+        with contextlib.suppress(
+            ModuleNotFoundError
+        ):  # another release has it elsewhere, and imports it later
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()  # so that no program's collections look through all the libraries
     _serve(socket.socket(fileno=int(sys.argv[1])), start, path)

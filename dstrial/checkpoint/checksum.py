@@ -110,7 +110,7 @@ def with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_intact(values: Mapping[str, Any]) -> bool:
-    """Say whether what ``with_checksum`` returned is unchanged; True without a checksum."""
+    """Say whether a result of ``with_checksum`` is unchanged; True without a checksum."""
     return CHECKSUM_KEY not in values or values[CHECKSUM_KEY] == _checksum(values)
 
 

@@ -208,7 +208,7 @@ class Supervisor:
 
 
 def _kill_group(group: int) -> bool:
-    """Send SIGKILL to a process group but for Python's resource trackers, and say whether one of these lives.
+    """Kill a process group but for resource trackers; return whether one lives.
 
     They delete semaphores and shared memory of the others when these have ended, and then end themselves.
     """

@@ -211,7 +211,7 @@ def _greeted_chief(connection: socket.socket, rank: int) -> Connection | None:
 
 
 def _first_line(connection: socket.socket) -> bytes:
-    """Read a line by bytes, since the rest is a ``Connection``'s; empty without an end."""
+    """Read a line by bytes, as the rest is a ``Connection``'s; empty without an end."""
     line = b""
     while len(line) < _GREETING_BYTES:
         byte = connection.recv(1)

@@ -203,7 +203,7 @@ class PreemptionHandler:
         return self._reason
 
     def start(self) -> None:
-        """Begin to look for requests to stop. Ranks: all, collectively (a broadcast if several)."""
+        """Look for requests to stop from now on. Ranks: all (a broadcast if several)."""
         if self._coordinated_stop is not None or self._distributed.size == 1:
             return
         name = self._distributed.broadcast(f"dstrial/stop/{uuid.uuid4()}")

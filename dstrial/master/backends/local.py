@@ -333,7 +333,10 @@ def _marked(assignment: str) -> set[int]:
 
 
 def _environ(process: Path) -> bytes:
-    """Return the environment that a process was started with; where its first thread has ended, others still know it."""
+    """Return the environment that a process was started with.
+
+    Where its first thread has ended, only the others know it.
+    """
     for directory in (process, *(process / "task").iterdir()):
         with contextlib.suppress(ProcessLookupError):
             return (directory / "environ").read_bytes()

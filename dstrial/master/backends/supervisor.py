@@ -162,7 +162,7 @@ class _Output:
         return self._status
 
     def _is_spared(self, pid: int) -> bool:
-        """Say whether a process is left to delete what killed ones leave in /dev/shm, and to end by itself."""
+        """Say whether a process may live on to delete what killed ones leave in /dev/shm."""
         return pid != self._child.pid and is_tracker(pid)
 
     def _wait(self, timeout_s: float) -> None:
@@ -230,7 +230,7 @@ class _Output:
 
 
 def descendants(pid: int) -> set[int]:
-    """Return every process below ``pid`` that has not ended, by the kernel's table of parents."""
+    """Return every living process below ``pid``, by the kernel's table of parents."""
     parents, ended = _parents()
     below = {process for process, parent in parents.items() if parent == pid}
     found: set[int] = set()
@@ -260,7 +260,7 @@ def _parents() -> "tuple[dict[int, int], set[int]]":
 
 
 def kill_descendants(is_spared: Callable[[int], bool]) -> bool:
-    """Send SIGKILL to everything below this process that is not spared, and say whether there was anything.
+    """Kill all below this process that is not spared; return whether there was any.
 
     Each is asked about just before its signal: who is below another one is missed as long as that one is ending, so that a
     set of spared ones from an earlier look lacks some.
@@ -295,7 +295,10 @@ def is_tracker(pid: int) -> bool:
 
 
 def _stat(pid: str) -> list[bytes]:
-    """Return what ``/proc/PID/stat`` says behind the name: state, parent, group, ...; nothing of what is gone (proc(5))."""
+    """Return the fields of ``/proc/PID/stat`` behind the name; none of what is gone.
+
+    Source: proc(5): state, parent, process group, and the number of threads as the eighteenth.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()
@@ -304,7 +307,10 @@ def _stat(pid: str) -> list[bytes]:
 
 
 def _has_ended(fields: list[bytes]) -> bool:
-    """Say whether all of a process has ended: one whose first thread alone has ended is called a zombie, too (proc(5))."""
+    """Say whether all threads of a process have ended.
+
+    The kernel calls a process whose first thread alone has ended a zombie, too (proc(5)).
+    """
     return fields[0] == b"X" or (fields[0] == b"Z" and int(fields[17]) <= 1)
 
 
