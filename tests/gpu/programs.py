@@ -15,7 +15,12 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="Requires:
 
 def environment(**variables):
     """Return variables for processes that see this checkout, what this process sees, and the device."""
-    paths = [str(ROOT / "tests" / "trainer"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    paths = [
+        str(ROOT / "tests"),
+        str(ROOT / "tests" / "trainer"),
+        str(ROOT),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **variables}
     if "DS_ACCELERATOR" not in variables:
         environ.pop("DS_ACCELERATOR", None)

@@ -55,7 +55,7 @@ def program(tmp_path_factory):
     ranks = scratch / "ranks"
     ranks.mkdir()
     asked = {"scratch": str(ranks), "run_dirs": run_dirs}
-    folders = (TESTS / "loop", TESTS / "trainer", TESTS / "trainer" / "definitions")
+    folders = (TESTS, TESTS / "loop", TESTS / "trainer", TESTS / "trainer" / "definitions")
     with RunningProgram("saving_ranks", asked, scratch, *folders) as running:
         yield Program(running, run_dirs)
 

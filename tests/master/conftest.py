@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from serving import Master, serving
 
 from dstrial.testing.master import MasterForTest, master_for_test
 
@@ -19,4 +21,18 @@ def task_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForT
     settings = directory / "master.yaml"
     settings.write_text("tensorboard_timeout: 600\n")
     with master_for_test(directory, num_slots=1, options=("--config-file", str(settings))) as master:
+        yield master
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
+    """A master for tests that only look."""
+    with serving(tmp_path_factory.mktemp("state")) as master:
+        yield master
+
+
+@pytest.fixture
+def fresh_master(tmp_path: Path) -> Iterator[Master]:
+    """A master of the test's own."""
+    with serving(tmp_path / "state") as master:
         yield master
