@@ -105,13 +105,16 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_teardown() -> Generator[None, None, None]:
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, None, None]:
     """Fail a test that has no marker and yet started a process or used the network."""
     global _broken_rules
+    broken = _broken_rules
+    if nextitem is None or nextitem.path != item.path:
+        _broken_rules = None  # what a file's or the session's fixtures do at their end is not this test's
     try:
         yield
     finally:
-        broken, _broken_rules = _broken_rules, None
+        _broken_rules = None
     if broken:
         pytest.fail(
             "the test has no marker and yet did this; mark it `process`, or `ranks` where it trains:\n"

@@ -31,6 +31,12 @@ def made_once(): subprocess.run(["true"])
 def made_in_each_module(): subprocess.run(["true"])
 def test_session_fixture(made_once): pass
 def test_module_fixture(made_in_each_module): pass
+@pytest.fixture(scope="session")
+def ended_last():
+    yield
+    subprocess.run(["true"])
+@pytest.mark.process
+def test_fixture_that_outlasts_it(ended_last): pass
 
 @pytest.mark.process
 def test_process(): subprocess.run(["true"])
@@ -48,6 +54,7 @@ ALLOWED = {
     "process",
     "ranks",
     "gpu",
+    "fixture_that_outlasts_it",
     "pure",
     "socket_of_the_file_system",
     "import_of_a_module_that_looks_around",
