@@ -1,8 +1,12 @@
-"""A layout for tests that need some layout, changed with ``dataclasses.replace`` where a test looks."""
+"""A layout and a saved run for tests that need some, changed with ``dataclasses.replace`` where a test looks."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from dstrial.checkpoint.layout import Layout
+from dstrial.resume.metadata import EngineRecord, SavedRun
 
 PLAIN_LAYOUT = Layout(
     engine_kind="data_parallel",
@@ -25,3 +29,32 @@ PLAIN_LAYOUT = Layout(
     parameters=(),
 )
 """Plain data parallelism: 4 ranks, ZeRO 1, Adam, 24 records a batch."""
+
+
+def plain_saved_run(
+    *, replicas: int, micro: int, accumulation: int, given: Mapping[str, Any] | None = None
+) -> SavedRun:
+    """Return a run that was saved after 10 batches: plain data parallelism, ZeRO 2, AdamW.
+
+    ``given`` is what its config said of the batch, by default both sizes.
+    """
+    sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation}
+    engine = EngineRecord(
+        engine_kind="data_parallel",
+        world_size=replicas,
+        data_parallel_size=replicas,
+        pipeline_stages=1,
+        model_parallel_size=1,
+        zero_stage=2,
+        offload_optimizer="none",
+        offload_parameters="none",
+        optimizer="AdamW",
+        wrapper="",
+        lr_scheduler="",
+        train_batch_size=replicas * micro * accumulation,
+        micro_batch_size=micro,
+        micro_batches_per_batch=accumulation,
+        given=dict(given or sizes),
+        micro_batch_limit=micro,
+    )
+    return SavedRun("a-checkpoint", 10, 0, (engine,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from dstrial.search.method import Create, ExitReason, PreviewedTrials, Stop, com
 from dstrial.search.random_state import SearchRandom
 
 
-class _Independent:
+class _Independent(abc.ABC):
     """Trials of which none looks at another's metrics."""
 
     def __init__(self, max_trials: int, max_concurrent_trials: int) -> None:
@@ -40,8 +41,8 @@ class _Independent:
         still_open = sum(share for request_id, share in trial_progress.items() if request_id not in closed)
         return (still_open + len(closed)) / (self._max_trials + self._num_invalid)
 
-    def _create(self, random: SearchRandom) -> Create:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _create(self, random: SearchRandom) -> Create: ...
 
 
 class RandomSearch(_Independent):

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from dstrial.config import ParallelDims
+from dstrial.config import ParallelDims, check_deepspeed
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import (
     Failure,
@@ -129,3 +129,17 @@ def play(
                 method.on_result(trial_id, outcome_from_json(json.loads(json.dumps(outcome_to_json(known)))))
             assert json.dumps(method.snapshot()) == before
         actions = method.on_result(done.trial_id, outcome)
+
+
+def assert_is_lawful(played: Played, searched: Space, *, num_parallel: int, max_trials: int) -> None:
+    """Check a whole search: its own configuration first, nothing twice, nothing illegal, limits kept, a good end."""
+    measured = [action.candidate for action in played.measured]
+    assert measured[0] == searched.own()
+    assert len({searched.identity(candidate) for candidate in measured}) == len(measured) <= max_trials
+    assert played.max_open <= num_parallel
+    for candidate in measured:
+        checked = check_deepspeed(searched.config(candidate), SIZES)
+        assert not checked.problems
+        assert checked.batch is not None
+        assert checked.batch.train_batch_size == BASE["train_batch_size"]
+    assert not played.finish.is_failure

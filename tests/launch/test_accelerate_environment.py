@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sample_layouts import plain_saved_run
 
-from dstrial.config import EngineRecord, SavedRun
 from dstrial.errors import ConfigError
 from dstrial.launch.accelerate_environment import accelerate_variables
 
@@ -97,23 +97,6 @@ def test_a_batch_that_the_ranks_cannot_share_is_an_error_with_the_numbers(tmp_pa
 
 def test_a_run_that_goes_on_keeps_its_batch_on_another_number_of_ranks(tmp_path: Path) -> None:
     config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
-    engine = EngineRecord(
-        engine_kind="data_parallel",
-        world_size=2,
-        data_parallel_size=2,
-        pipeline_stages=1,
-        model_parallel_size=1,
-        zero_stage=2,
-        offload_optimizer="none",
-        offload_parameters="none",
-        optimizer="AdamW",
-        wrapper="DeepSpeedZeroOptimizer",
-        lr_scheduler="",
-        train_batch_size=8,
-        micro_batch_size=4,
-        micro_batches_per_batch=1,
-        given=config,
-        micro_batch_limit=4,
-    )
-    variables(tmp_path, config, num_ranks=1, resumed=SavedRun("c", 5, 0, (engine,)))
+    saved = plain_saved_run(replicas=2, micro=4, accumulation=1, given=config)
+    variables(tmp_path, config, num_ranks=1, resumed=saved)
     assert [written(tmp_path)[key] for key in ("train_batch_size", *config)] == [8, 4, 2]

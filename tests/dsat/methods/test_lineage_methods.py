@@ -7,9 +7,8 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from surfaces import BASE, SIZES, play, space, surface
+from surfaces import BASE, assert_is_lawful, play, space, surface
 
-from dstrial.config import check_deepspeed
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
 from dstrial.dsat.methods import search_method
@@ -33,16 +32,7 @@ def test_a_search_measures_own_first_nothing_twice_nothing_illegal_and_keeps_its
 
     played = play(name, searched, seed=seed, num_parallel=num_parallel, max_trials=max_trials)
 
-    measured = [action.candidate for action in played.measured]
-    assert measured[0] == searched.own()
-    assert len({searched.identity(candidate) for candidate in measured}) == len(measured) <= max_trials
-    assert played.max_open <= num_parallel
-    for candidate in measured:
-        checked = check_deepspeed(searched.config(candidate), SIZES)
-        assert not checked.problems
-        assert checked.batch is not None
-        assert checked.batch.train_batch_size == BASE["train_batch_size"]
-    assert not played.finish.is_failure
+    assert_is_lawful(played, searched, num_parallel=num_parallel, max_trials=max_trials)
 
 
 @pytest.mark.parametrize("name", METHODS)

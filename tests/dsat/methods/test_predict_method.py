@@ -8,9 +8,8 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from surfaces import BASE, DEVICE_BYTES, SIZES, Played, play, space, surface
+from surfaces import DEVICE_BYTES, Played, assert_is_lawful, play, space, surface
 
-from dstrial.config import check_deepspeed
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
 from dstrial.dsat.methods import search_method
@@ -46,16 +45,7 @@ def test_a_search_measures_own_first_nothing_twice_nothing_illegal_and_keeps_its
 
     played = play("predict", searched, num_parallel=num_parallel, max_trials=max_trials)
 
-    measured = [action.candidate for action in played.measured]
-    assert measured[0] == searched.own()
-    assert len({searched.identity(candidate) for candidate in measured}) == len(measured) <= max_trials
-    assert played.max_open <= num_parallel
-    for candidate in measured:
-        checked = check_deepspeed(searched.config(candidate), SIZES)
-        assert not checked.problems
-        assert checked.batch is not None
-        assert checked.batch.train_batch_size == BASE["train_batch_size"]
-    assert not played.finish.is_failure
+    assert_is_lawful(played, searched, num_parallel=num_parallel, max_trials=max_trials)
 
 
 def test_it_comes_within_three_percent_in_a_few_trials_and_never_runs_out_of_memory() -> None:

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from sample_layouts import plain_saved_run
 
 from dstrial.config.command_line import CommandLine
 from dstrial.errors import ConfigError, RankTimeoutError, TrialContractError
@@ -30,7 +31,7 @@ from dstrial.integrations.huggingface.logged_metrics import (
 from dstrial.integrations.huggingface.preemption import CoordinatedStop
 from dstrial.integrations.huggingface.stall_detector import STOPPING_WAIT_S, WAIT_S, StallDetector
 from dstrial.loop.sync_point import StopReason
-from dstrial.resume.metadata import EngineRecord, SavedRun
+from dstrial.resume.metadata import SavedRun
 
 
 class Clock:
@@ -41,26 +42,9 @@ class Clock:
         return self.now_s
 
 
-def saved_run(world_size: int = 2, micro: int = 4, accumulation: int = 1) -> SavedRun:
-    engine = EngineRecord(
-        engine_kind="data_parallel",
-        world_size=world_size,
-        data_parallel_size=world_size,
-        pipeline_stages=1,
-        model_parallel_size=1,
-        zero_stage=2,
-        offload_optimizer="none",
-        offload_parameters="none",
-        optimizer="AdamW",
-        wrapper="",
-        lr_scheduler="",
-        train_batch_size=world_size * micro * accumulation,
-        micro_batch_size=micro,
-        micro_batches_per_batch=accumulation,
-        given=ArgumentSizes(micro, accumulation).given(),
-        micro_batch_limit=micro,
-    )
-    return SavedRun("a-checkpoint", 7, 0, (engine,))
+def saved_run(accumulation: int = 1) -> SavedRun:
+    given = ArgumentSizes(4, accumulation).given()
+    return plain_saved_run(replicas=2, micro=4, accumulation=accumulation, given=given)
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sample_layouts import plain_saved_run
 
 from dstrial.config.deepspeed_source import read_deepspeed
 from dstrial.config.diagnostics import Diagnostics
 from dstrial.errors import ConfigError
 from dstrial.integrations.huggingface.overwrites.draft import Resolution
 from dstrial.integrations.huggingface.overwrites.reconcile import ReconciledArguments, reconcile
-from dstrial.resume.metadata import EngineRecord, SavedRun
+from dstrial.resume.metadata import SavedRun
 
 AUTO_BATCH = dict.fromkeys(
     ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"
@@ -51,28 +52,6 @@ def flags(found: ReconciledArguments) -> tuple[str | None, str | None]:
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     micro, steps = (found.arguments.value(name) for name in names)
     return micro, steps
-
-
-def saved(*, micro: int, steps: int, replicas: int) -> SavedRun:
-    engine = EngineRecord(
-        engine_kind="data_parallel",
-        world_size=replicas,
-        data_parallel_size=replicas,
-        pipeline_stages=1,
-        model_parallel_size=1,
-        zero_stage=2,
-        offload_optimizer="none",
-        offload_parameters="none",
-        optimizer="AdamW",
-        wrapper="",
-        lr_scheduler="",
-        train_batch_size=micro * steps * replicas,
-        micro_batch_size=micro,
-        micro_batches_per_batch=steps,
-        given={"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps},
-        micro_batch_limit=micro,
-    )
-    return SavedRun("some-uuid", 10, 1, (engine,))
 
 
 def test_a_batch_is_solved_for_the_ranks_as_everywhere_else() -> None:
@@ -209,7 +188,7 @@ def test_abbreviations_and_files_of_arguments_are_refused() -> None:
 
 
 def test_the_batch_of_a_run_that_goes_on_is_kept_on_more_ranks() -> None:
-    resumed = saved(micro=4, steps=2, replicas=1)
+    resumed = plain_saved_run(replicas=1, micro=4, accumulation=2)
 
     found = reconciled(
         "--per_device_train_batch_size 4 --gradient_accumulation_steps 2",
@@ -227,7 +206,7 @@ def test_the_batch_of_a_run_that_goes_on_is_kept_on_more_ranks() -> None:
 def test_the_batch_is_kept_where_the_config_fixes_all_three_sizes() -> None:
     config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
 
-    found = reconciled("", config, world_size=1, resumed=saved(micro=4, steps=1, replicas=2))
+    found = reconciled("", config, world_size=1, resumed=plain_saved_run(replicas=2, micro=4, accumulation=1))
 
     assert sizes(found) == (8, 4, 2)
     assert flags(found) == ("4", "2")
@@ -235,11 +214,19 @@ def test_the_batch_is_kept_where_the_config_fixes_all_three_sizes() -> None:
 
 def test_a_solved_micro_batch_is_not_larger_than_that_of_the_run() -> None:
     # The batch alone would be solved as 8 x 1, which the run's memory may not hold.
-    found = reconciled("", {"train_batch_size": 8}, world_size=1, resumed=saved(micro=4, steps=1, replicas=2))
+    found = reconciled(
+        "",
+        {"train_batch_size": 8},
+        world_size=1,
+        resumed=plain_saved_run(replicas=2, micro=4, accumulation=1),
+    )
     assert flags(found) == ("4", "2")
     asked = "--per_device_train_batch_size 8"
     found = reconciled(
-        asked, {"train_batch_size": 8}, world_size=1, resumed=saved(micro=4, steps=1, replicas=2)
+        asked,
+        {"train_batch_size": 8},
+        world_size=1,
+        resumed=plain_saved_run(replicas=2, micro=4, accumulation=1),
     )
     assert flags(found) == ("8", "1")
 
@@ -249,7 +236,7 @@ def test_sizes_that_were_changed_on_purpose_are_not_touched() -> None:
         "--per_device_train_batch_size 16",
         AUTO_BATCH,
         world_size=2,
-        resumed=saved(micro=4, steps=2, replicas=1),
+        resumed=plain_saved_run(replicas=1, micro=4, accumulation=2),
     )
 
     assert flags(found) == ("16", "1")
@@ -260,10 +247,10 @@ def test_ranks_that_cannot_share_the_batch_are_refused() -> None:
         "--per_device_train_batch_size 4",
         AUTO_BATCH,
         world_size=3,
-        resumed=saved(micro=4, steps=1, replicas=2),
+        resumed=plain_saved_run(replicas=2, micro=4, accumulation=1),
     )
 
-    assert "some-uuid" in problem
+    assert "a-checkpoint" in problem
 
 
 def test_sizes_that_keep_the_batch_from_outside_are_no_contradiction() -> None:
@@ -274,7 +261,7 @@ def test_sizes_that_keep_the_batch_from_outside_are_no_contradiction() -> None:
         AUTO_BATCH,
         overwrite,
         world_size=2,
-        resumed=saved(micro=4, steps=2, replicas=1),
+        resumed=plain_saved_run(replicas=1, micro=4, accumulation=2),
     )
 
     assert flags(found) == ("4", "1")
