@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -202,6 +203,19 @@ def test_the_commands_of_a_document_are_understood(document: str) -> None:
         build_parser(words[0]).parse_args(
             _completed(words[0], words)
         )  # leaves the process where it does not understand
+
+
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if name != "CHANGELOG.md"])
+def test_no_document_names_a_module_by_the_path_that_it_had(document: str) -> None:
+    old = json.loads(text_of("dstrial/old_paths.json"))
+    now = {".".join(file.relative_to(ROOT).with_suffix("").parts) for file in ROOT.glob("*/**/*.py")}
+    named = re.findall(r"`(\w+(?:/\w+)+|\w+(?=\.py))(?:\.py)?", text_of(document))
+
+    def is_one_of(paths: Iterable[str], name: str) -> bool:
+        return any(f".{path}".endswith(f".{name}") for path in paths)
+
+    dotted = {name.replace("/", ".") for name in named} - {"checkpointing"}  # a module of accelerate, too
+    assert [name for name in sorted(dotted) if is_one_of(old, name) and not is_one_of(now, name)] == []
 
 
 def test_the_makefile_has_the_targets_that_the_documents_name() -> None:
