@@ -88,7 +88,6 @@ CREATE TABLE trials (
     runner_state           TEXT    NOT NULL DEFAULT 'UNSPECIFIED',
     start_us               INTEGER NOT NULL,
     end_us                 INTEGER,
-    summary_metrics        TEXT    NOT NULL DEFAULT '{}',  -- JSON {group: {name: {count,sum,mean,min,max,last,type}}}
     searcher_metric_value  REAL,                  -- of the best validation, as reported
     best_validation_id     INTEGER,               -- metrics.id
     latest_validation_id   INTEGER,               -- metrics.id
@@ -170,6 +169,24 @@ CREATE TABLE metrics (
 -- A report that is sent again because its answer was lost is recognised by this key (profiling excepted).
 CREATE UNIQUE INDEX metrics_by_trial ON metrics (trial_id, group_name, steps, run_id) WHERE steps >= 0;
 CREATE INDEX profiling_by_trial ON metrics (trial_id, group_name, end_us) WHERE steps < 0;
+
+-- What lists show of each metric, over the reports that are not archived. A row for each name: what a report costs depends
+-- on the names in it, not on those before.
+CREATE TABLE metric_summaries (
+    trial_id   INTEGER NOT NULL REFERENCES trials (id) ON DELETE CASCADE,
+    group_name TEXT    NOT NULL,
+    name       TEXT    NOT NULL,
+    summary    TEXT    NOT NULL,                  -- JSON {count,sum,mean,min,max,last,type}
+    PRIMARY KEY (trial_id, group_name, name)
+) WITHOUT ROWID;
+
+CREATE TABLE metric_groups (
+    trial_id   INTEGER NOT NULL REFERENCES trials (id) ON DELETE CASCADE,
+    group_name TEXT    NOT NULL,                  -- empty: all groups that are one too many
+    num_names  INTEGER NOT NULL,
+    is_told    INTEGER NOT NULL DEFAULT 0,        -- the trial's log says that others are left out
+    PRIMARY KEY (trial_id, group_name)
+) WITHOUT ROWID;
 
 CREATE TABLE checkpoints (
     uuid          TEXT    PRIMARY KEY,
