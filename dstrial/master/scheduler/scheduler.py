@@ -35,12 +35,13 @@ from dstrial.master.scheduler.janitor import HeartbeatTimeout, Janitor
 from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches, note_matches
 from dstrial.master.scheduler.queue import Holder, Look, Waiting, assignments, waiting_text
 from dstrial.master.store import allocations as allocation_rows
-from dstrial.master.store import commands, jobs, users
+from dstrial.master.store import commands, jobs, log_quota, users
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Connection, Transaction
-from dstrial.master.store.logs import add_master_line, add_task_logs
+from dstrial.master.store.log_quota import LogOwner
+from dstrial.master.store.logs import add_master_line
 from dstrial.master.webhooks import events
 from dstrial.visible_text import visible_line
 
@@ -343,22 +344,24 @@ class Scheduler:
 
     def _take_in(self, row: Allocation) -> bool:
         """Take in new output of an allocation; say whether there may be more."""
-        offset = int(row.log_offset)
-        lines, end = read_lines(Path(row.directory), offset, CHUNK_BYTES)
-        if not lines:
-            return False
+        read = read_lines(Path(row.directory), row.log_offset, CHUNK_BYTES, num_lines=row.log_lines)
+        lines = read.lines
+        if not lines and not read.num_lost:
+            return read.has_more
         policies = () if _is_command(row) else self._policies_of(row.experiment_id)
         matched = matches(policies, (line.text for line in lines))
         told = self._services.log_triggers.find(line.text for line in lines)
 
         def store(tx: Transaction) -> None:
-            if allocation_rows.advance_log(tx, row.id, offset, end):
-                add_task_logs(tx, row.task_id, row.trial_id or None, row.id, lines)
+            num_lines = read.num_lost + len(lines)
+            if allocation_rows.advance_log(tx, row.id, row.log_offset, read.end, num_lines):
+                quota = self._services.settings.trial_log_bytes
+                log_quota.add_lines(tx, _log_of(row), lines, quota, num_lost=read.num_lost)
                 note_matches(tx, row, matched, self._services.agent_id)
                 events.notify_lines(tx, row.task_id, told)
 
         self._database.write(store)
-        return end - offset > CHUNK_BYTES // 2
+        return read.has_more
 
     def _policies_of(self, experiment_id: int) -> tuple[LogPolicy, ...]:
         if experiment_id not in self._policies:
@@ -379,7 +382,12 @@ class Scheduler:
                 failure = explain_failure(printed(Path(row.directory)), traceback)
                 exit_ = dataclasses.replace(exit_, explanation=failure)
         exited = life.exited if _is_command(row) else allocations.allocation_exited
-        self._database.write(lambda tx: exited(tx, row.id, exit_, traceback))
+
+        def end(tx: Transaction) -> None:
+            log_quota.tell_at_end(tx, _log_of(row))
+            exited(tx, row.id, exit_, traceback)
+
+        self._database.write(end)
         self._commands.forget(row)
         self._terminated.discard(row.id)
         self._handles.pop(row.id, None)
@@ -610,6 +618,7 @@ class Scheduler:
             entrypoint=config["entrypoint"],
             interpreter=experiment.interpreter,
             startup_hook=services.settings.startup_hook or "",
+            log_bytes=services.settings.trial_log_bytes,
         )
 
     def _remove_left_over(self, live: set[str]) -> None:
@@ -634,6 +643,10 @@ def _holder(connection: Connection, allocation: Allocation) -> Holder:
 
 def _is_command(allocation: Allocation) -> bool:
     return not allocation.trial_id
+
+
+def _log_of(allocation: Allocation) -> LogOwner:
+    return LogOwner(allocation.task_id, allocation.trial_id or None, allocation.id)
 
 
 def _release(tx: Transaction, allocation: Allocation, why: str, *, is_kill: bool) -> None:

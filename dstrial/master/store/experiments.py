@@ -225,6 +225,7 @@ def forget(tx: Transaction, experiment_id: int) -> None:
     for part in ("steps >= 0", "steps < 0"):  # Each has an index of its own.
         tx.execute(f"DELETE FROM metrics WHERE {part} AND {of_trials}", (experiment_id,))  # noqa: S608 - constants
     tx.execute(f"DELETE FROM logs WHERE {of_trials}", (experiment_id,))  # noqa: S608 - a constant
+    tx.execute(f"DELETE FROM log_sizes WHERE {of_trials}", (experiment_id,))  # noqa: S608 - a constant
     for table in ("checkpoints", "allocations", "tasks", "trials"):
         tx.execute(f"DELETE FROM {table} WHERE experiment_id = ?", (experiment_id,))  # noqa: S608 - constants
     tx.execute("DELETE FROM experiments WHERE id = ?", (experiment_id,))

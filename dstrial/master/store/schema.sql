@@ -149,7 +149,8 @@ CREATE TABLE allocations (
     end_us            INTEGER,
     exit_code         INTEGER,                    -- as a shell sees it
     exit_reason       TEXT,
-    workspace_name    TEXT                        -- where its experiment or command was when it began
+    workspace_name    TEXT,                       -- where its experiment or command was when it began
+    log_lines         INTEGER NOT NULL DEFAULT 0  -- lines of its log file up to log_offset
 ) WITHOUT ROWID;
 CREATE INDEX allocations_by_state ON allocations (state);
 CREATE INDEX allocations_by_trial ON allocations (trial_id, run_id);
@@ -244,6 +245,21 @@ CREATE TABLE logs (
 );
 CREATE INDEX logs_by_trial ON logs (trial_id, id);
 CREATE INDEX logs_by_task ON logs (task_id, id) WHERE trial_id IS NULL;
+
+-- How large a log is, and what of it is left out since it is larger than it may be.
+CREATE TABLE log_sizes (
+    id             INTEGER PRIMARY KEY,
+    task_id        TEXT    NOT NULL,              -- of a trial, that which printed first
+    trial_id       INTEGER,                       -- NULL: of a task without a trial
+    num_bytes      INTEGER NOT NULL,              -- of the lines of its processes that are kept, with their rows
+    is_head_full   INTEGER NOT NULL DEFAULT 0,    -- whether the beginning is complete, which is half of the quota
+    tail_id        INTEGER NOT NULL,              -- logs.id behind which the newest lines are
+    marker_id      INTEGER,                       -- logs.id of the line that tells of those left out; NULL: none is
+    num_left_out   INTEGER NOT NULL DEFAULT 0,    -- lines
+    bytes_left_out INTEGER NOT NULL DEFAULT 0
+);
+CREATE UNIQUE INDEX log_sizes_by_trial ON log_sizes (trial_id) WHERE trial_id IS NOT NULL;
+CREATE UNIQUE INDEX log_sizes_by_task ON log_sizes (task_id) WHERE trial_id IS NULL;
 
 -- Slots and agents that a person has switched off.
 CREATE TABLE disabled_slots (
