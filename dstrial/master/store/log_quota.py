@@ -73,7 +73,8 @@ def add_lines(
     size = _size_of(tx, owner, quota_bytes // 2)
     if num_lost:
         size = dataclasses.replace(size, num_left_out=size.num_left_out + num_lost)
-        _say(tx, owner, f"{_lines(num_lost)} left out here: they were printed faster than they could be read")
+        why = "they were printed while the master was away, or faster than it reads"
+        _say(tx, owner, f"{_lines(num_lost)} left out here: {why}")
     num_head = 0 if size.is_head_full else _num_fitting(lines, quota_bytes // 2 - size.num_bytes)
     if num_head:
         add_task_logs(tx, owner.task_id, owner.trial_id, owner.allocation_id, lines[:num_head])
