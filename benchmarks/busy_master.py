@@ -1,6 +1,6 @@
 """Measure how one trial weighs on the others: reports among many metric names, and a long queue.
 
-Usage: ``python benchmarks/busy_master.py [--against COMMIT] [--names N] [--queued N] [--seconds S] [--json FILE]``
+Usage: ``python benchmarks/busy_master.py [--against COMMIT] [--names N] [--stored N] [--queued N] [--seconds S] [--json FILE]``
 
 Prints one Markdown table; see the README beside this file for how to read it. ``--against`` measures another commit in the
 same run, each in turn, and adds the ratios. Starts masters of its own in temporary directories and on free ports.
@@ -43,6 +43,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--against", help="a commit to measure, too, in the same run")
     parser.add_argument("--names", type=int, default=10_000, help="metric names before (default: 10000)")
     parser.add_argument("--reports", type=int, default=300, help="reports of ten names, timed (default: 300)")
+    parser.add_argument(
+        "--stored", type=int, default=200_000, help="reports of another trial, stored (default: 200000)"
+    )
     parser.add_argument("--queued", type=int, default=2000, help="trials that wait (default: 2000)")
     parser.add_argument("--seconds", type=float, default=10.0, help="to count processor time (default: 10)")
     parser.add_argument("--json", type=pathlib.Path, help="also write the figures to this file")
@@ -50,8 +53,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def report_us(num_names: int, num_reports: int) -> float:
-    """Return the median cost of a report of ten names, microseconds, after ``num_names`` others."""
+def report_us(num_names: int, num_reports: int, num_stored: int = 0) -> float:
+    """Return the median cost of a report of ten names, microseconds.
+
+    Args:
+        num_names: that the trial has reported before.
+        num_reports: over which the median is taken.
+        num_stored: reports of another trial that are stored.
+    """
     from dstrial.config.experiment_config.submission import MasterDefaults, check_submission
     from dstrial.master.lifecycle import allocations, experiments, trials
     from dstrial.master.store.database import Database, Transaction
@@ -78,6 +87,12 @@ def report_us(num_names: int, num_reports: int) -> float:
             return (time.perf_counter() - started_s) * 1e6
 
         database.write(begin)
+        database.write(
+            lambda tx: tx.executemany(
+                "INSERT INTO metrics (trial_id, run_id, group_name, steps, end_us, metrics) VALUES (2, 1, 'training', ?, 1, ?)",
+                ((steps, '{"loss": 0.5}') for steps in range(num_stored)),
+            )
+        )
         for steps, start in enumerate(range(0, num_names, 1000)):
             report(steps, names[start : start + 1000])
         costs = [
@@ -128,6 +143,7 @@ def measure(what: str, options: argparse.Namespace) -> dict[str, float]:
         return {
             "few_us": report_us(FEW_NAMES, options.reports),
             "many_us": report_us(options.names, options.reports),
+            "stored_us": report_us(FEW_NAMES, options.reports, options.stored),
         }
     return {
         "none_percent": queue_percent(0, options.seconds),
@@ -137,7 +153,9 @@ def measure(what: str, options: argparse.Namespace) -> dict[str, float]:
 
 def measure_tree(tree: pathlib.Path, what: str, options: argparse.Namespace) -> dict[str, float]:
     """Measure the package in ``tree``, in a process of its own."""
-    words = [f"--{name}={getattr(options, name)}" for name in ("names", "reports", "queued", "seconds")]
+    words = [
+        f"--{name}={getattr(options, name)}" for name in ("names", "reports", "stored", "queued", "seconds")
+    ]
     done = subprocess.run(
         [sys.executable, __file__, f"--measure={what}", *words],
         env={**os.environ, "PYTHONPATH": str(tree)},
@@ -173,6 +191,7 @@ def rows_of(
         row(f"report of ten names, {FEW_NAMES} before", "few_us", "µs"),
         row(f"report of ten names, {options.names:,} before", "many_us", "µs"),
         ("the second / the first", *ratio(here), *more),
+        row(f"report of ten names, {options.stored:,} reports of others", "stored_us", "µs"),
         row("a master's core, one trial runs", "none_percent", "%"),
         row(f"a master's core, {options.queued:,} wait besides", "queued_percent", "%"),
     ]
