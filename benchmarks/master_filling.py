@@ -30,16 +30,15 @@ CONFIG = {
     "environment": {"environment_variables": {"cpu": [], "cuda": [], "rocm": []}},
 }
 _START_US = 1_700_000_000_000_000
-_SUMMARY = {
-    group: {
-        name: {"count": 500, "sum": 1.0, "mean": 0.5, "min": 0.1, "max": 0.9, "last": 0.2, "type": "number"}
-        for name in names
-    }
+_SUMMARY = '{"count": 500, "sum": 1.0, "mean": 0.5, "min": 0.1, "max": 0.9, "last": 0.2, "type": "number"}'
+_SUMMARIES = [
+    (group, name, _SUMMARY)
     for group, names in (
-        ("avg_metrics", ("loss", "accuracy", "batches_per_second")),
-        ("validation_metrics", ("validation_loss", "validation_accuracy", "batches", "epochs")),
+        ("training", ("loss", "accuracy", "batches_per_second")),
+        ("validation", ("validation_loss", "validation_accuracy", "batches", "epochs")),
     )
-}
+    for name in names
+]
 
 
 def fill(
@@ -87,8 +86,8 @@ def _fill_trial(connection: sqlite3.Connection, experiment_id: int, num_reports:
     request_id = str(uuid.uuid4())
     trial_id = connection.execute(
         "INSERT INTO trials (experiment_id, request_id, state, hparams, seed, task_id, run_id, progress, total_batches, "
-        "start_us, end_us, summary_metrics, searcher_metric_value, is_closed) "
-        "VALUES (?, ?, 'COMPLETED', ?, 1, ?, 1, 1.0, ?, ?, ?, ?, 0.1, 1)",
+        "start_us, end_us, searcher_metric_value, is_closed) "
+        "VALUES (?, ?, 'COMPLETED', ?, 1, ?, 1, 1.0, ?, ?, ?, 0.1, 1)",
         (
             experiment_id,
             request_id,
@@ -97,9 +96,12 @@ def _fill_trial(connection: sqlite3.Connection, experiment_id: int, num_reports:
             num_reports * 100,
             _START_US,
             _START_US + 3_600_000_000,
-            json.dumps(_SUMMARY),
         ),
     ).lastrowid
+    connection.executemany(
+        "INSERT INTO metric_summaries (trial_id, group_name, name, summary) VALUES (?, ?, ?, ?)",
+        [(trial_id, *one) for one in _SUMMARIES],
+    )
     connection.execute(
         "INSERT INTO tasks (id, type, experiment_id, trial_id, start_us, end_us) VALUES (?, 'TRIAL', ?, ?, ?, ?)",
         (f"{experiment_id}.{request_id}", experiment_id, trial_id, _START_US, _START_US + 3_600_000_000),

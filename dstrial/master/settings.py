@@ -19,6 +19,7 @@ DEFAULT_POOL = "default"
 DEFAULT_TENSORBOARD_TIMEOUT_S = 300
 DEFAULT_TENSORBOARD_MEMORY_MIB = 4096
 DEFAULT_TOKEN_DAYS = 30
+DEFAULT_TRIAL_LOG_BYTES = 2**30
 _STRING = Rule(types=("string",))
 _MIN_KEY = 8
 _RAISED_BY = (
@@ -90,6 +91,7 @@ _SETTINGS = Section(
             config_values=Rule(
                 types=("integer",), default=DEFAULT_LIMITS.num_values, minimum=1000, maximum=10**6
             ),
+            trial_log_bytes=Rule(types=("integer",), default=DEFAULT_TRIAL_LOG_BYTES, minimum=2**16),
         ),
         "masked_names": Rule(types=("list",), default=[]),
         "feature_switches": Rule(types=("list",), default=[]),
@@ -117,6 +119,7 @@ class MasterSettings:
         detached_timeout_s: for how long nothing may be heard of a detached run, which sends a heartbeat every minute.
         limits: how large a config, a template or a command's config may be.
         allow_other_users: whether processes of other accounts of this machine may connect, and log in with a password.
+        trial_log_bytes: how much is kept of the log of a trial or task; its beginning and its newest lines.
         num_connections: how many may be open at once; None for 1000, or as many as the limit of open files allows.
         secret_names: what is masked where configs are shown.
         token_default_days: how long an access token lasts where nothing is asked for, days; -1 for the longest.
@@ -141,6 +144,7 @@ class MasterSettings:
     allow_other_users: bool
     num_connections: int | None
     limits: TextLimits = DEFAULT_LIMITS
+    trial_log_bytes: int = DEFAULT_TRIAL_LOG_BYTES
     secret_names: SecretNames = dataclasses.field(default_factory=SecretNames)
     token_default_days: int = DEFAULT_TOKEN_DAYS
     token_max_days: int = -1
@@ -190,6 +194,7 @@ class MasterSettings:
             tensorboard_memory_mib=raw["tensorboard_memory_mib"],
             detached_timeout_s=raw["detached_timeout_s"],
             limits=TextLimits(raw["limits"]["config_text_bytes"], raw["limits"]["config_values"], _RAISED_BY),
+            trial_log_bytes=raw["limits"]["trial_log_bytes"],
             allow_other_users=raw["allow_other_users"],
             num_connections=raw["limits"]["connections"],
             secret_names=SecretNames(tuple(raw["masked_names"])),
@@ -233,6 +238,7 @@ class MasterSettings:
                 "connections": self.num_connections,
                 "config_text_bytes": self.limits.text_bytes,
                 "config_values": self.limits.num_values,
+                "trial_log_bytes": self.trial_log_bytes,
             },
             "masked_names": list(self.secret_names.patterns),
             "security": {

@@ -54,6 +54,15 @@ class Search:
         )
         return [(row["steps"], json.loads(row["metrics"])) for row in rows]
 
+    def summary(self, trial_id: int, group: str, name: str) -> dict[str, Any]:
+        """Return the summary of a metric, empty for none."""
+        row = self.connection.execute(
+            "SELECT summary FROM metric_summaries WHERE trial_id = ? AND group_name = ? AND name = ?",
+            (trial_id, group, name),
+        ).fetchone()
+        found: dict[str, Any] = {} if row is None else json.loads(row["summary"])
+        return found
+
 
 @contextlib.contextmanager
 def opened(master: MasterForTest) -> Iterator[sqlite3.Connection]:
@@ -147,13 +156,9 @@ def look_at_training(search: Search, rungs: set[int]) -> list[str]:
         losses = undisturbed(json.loads(trial["hparams"])["lr"])
         if [metrics["loss"] for _, metrics in series] != losses[: len(steps)]:
             problems.append(f"{name} has other losses than undisturbed training")
-        summary = json.loads(trial["summary_metrics"])
-        for group, key, name_of_metric in (
-            ("training", "avg_metrics", "loss"),
-            ("validation", "validation_metrics", "validation_loss"),
-        ):
+        for group, name_of_metric in (("training", "loss"), ("validation", "validation_loss")):
             values = [metrics[name_of_metric] for _, metrics in search.series(trial["id"], group)]
-            of = summary.get(key, {}).get(name_of_metric, {})
+            of = search.summary(trial["id"], group, name_of_metric)
             if (of.get("count"), of.get("min"), of.get("last")) != (len(values), min(values), values[-1]):
                 problems.append(f"{name} has the summary {of} of {len(values)} {group} reports")
         if trial["total_batches"] != steps[-1]:

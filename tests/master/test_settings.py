@@ -68,6 +68,7 @@ def test_the_limits_of_configs_are_settings_and_shown(tmp_path: Path) -> None:
         "connections": None,
         "config_text_bytes": 8192,
         "config_values": 100_000,
+        "trial_log_bytes": 2**30,
     }
     with pytest.raises(ConfigError, match=r"limits\.config_values is 0"):
         MasterSettings.load(written(tmp_path, "limits: {config_values: 0}\n"))

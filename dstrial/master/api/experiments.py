@@ -6,7 +6,7 @@ import base64
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +33,18 @@ from dstrial.master.http.fields import shown as shown_text
 from dstrial.master.http.messages import message, page_of
 from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
 from dstrial.master.http.serializers import as_data, experiment_json, stored_states
+from dstrial.master.http.streams import NdjsonResponse, ndjson
 from dstrial.master.lifecycle import containers, detached_runs, experiments, resume
 from dstrial.master.lifecycle.interpreter import check_interpreter
 from dstrial.master.services import Services
 from dstrial.master.store import experiments as experiment_rows
-from dstrial.master.store import listings, metrics, projects, workspaces
+from dstrial.master.store import listings, metric_summaries, metrics, projects, workspaces
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
 
 _MAX_SUBMISSION_BYTES = 130 * 2**20
 _LARGE_CHARS = 2**16
+_NAMES_AT_ONCE = 1000
 
 
 def checked(
@@ -502,21 +504,21 @@ async def validation_history(request: ApiRequest) -> dict[str, Any]:
 
     def read(connection: Connection) -> list[dict[str, Any]]:
         experiment = experiment_rows.require(connection, experiment_id)
-        rows = metrics.validations(connection, experiment_id)
         best: float | None = None
         history = []
-        for row in rows:
-            value = metrics.as_number(json.loads(row.metrics).get(experiment.searcher_metric))
-            if value is None or value != value:
+        for trial_id, end_us, value in metrics.validations(
+            connection, experiment_id, experiment.searcher_metric
+        ):
+            if value != value:
                 continue
             if best is None or (value < best if experiment.smaller_is_better else value > best):
                 best = value
                 history.append(
                     message(
                         bindings.v1ValidationHistoryEntry,
-                        endTime=format_us(row.end_us),
+                        endTime=format_us(end_us),
                         searcherMetric=value,
-                        trialId=row.trial_id,
+                        trialId=trial_id,
                     )
                 )
         return history
@@ -524,22 +526,29 @@ async def validation_history(request: ApiRequest) -> dict[str, Any]:
     return {"validationHistory": await request.services.read(read)}
 
 
-async def stream_metric_names(request: ApiRequest) -> dict[str, Any]:
-    """``GET experiments/metrics-stream/metric-names``: the names that trials reported."""
+async def stream_metric_names(request: ApiRequest) -> NdjsonResponse:
+    """``GET experiments/metrics-stream/metric-names``: the names that trials reported, in pages.
+
+    Of a stream Determined's clients add up what the messages name.
+    """
     ids = request.query_ints("ids")
-    names = await request.services.read(metrics.metric_names, ids)
     searcher = [
         (await request.services.read(experiment_rows.require, experiment_id)).searcher_metric
         for experiment_id in ids
     ]
-    return {
-        "result": {
-            "searcherMetrics": searcher,
-            "trainingMetrics": [name for group, name in names if group == "training"],
-            "validationMetrics": [name for group, name in names if group == "validation"],
-            "metricNames": [{"group": group, "name": name} for group, name in names],
+    names = await request.services.read(metric_summaries.metric_names, ids)
+    return ndjson(_names(searcher, names))
+
+
+async def _names(searcher: list[str], names: list[tuple[str, str]]) -> AsyncIterator[dict[str, Any]]:
+    for start in range(0, max(len(names), 1), _NAMES_AT_ONCE):
+        some = names[start : start + _NAMES_AT_ONCE]
+        yield {
+            "searcherMetrics": searcher if start == 0 else [],
+            "trainingMetrics": [name for group, name in some if group == "training"],
+            "validationMetrics": [name for group, name in some if group == "validation"],
+            "metricNames": [{"group": group, "name": name} for group, name in some],
         }
-    }
 
 
 _ONE = "/experiments/{experiment_id:int}"

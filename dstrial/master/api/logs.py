@@ -15,7 +15,7 @@ from dstrial.master.http.messages import message
 from dstrial.master.http.router import ADMIN, TRIAL, ApiRequest, route
 from dstrial.master.http.streams import NdjsonResponse, ndjson
 from dstrial.master.services import Services
-from dstrial.master.store import logs, tasks
+from dstrial.master.store import log_quota, logs, tasks
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.webhooks import events
@@ -180,6 +180,7 @@ async def add_task_logs(request: ApiRequest) -> dict[str, Any]:
             request.require_allocation(allocation_id)
         by_task.setdefault((task_id, allocation_id), []).append(line)
 
+    quota = request.services.settings.trial_log_bytes
     find = request.services.log_triggers.find
     told = await request.services.run(
         lambda: [(task_id, find(line.text for line in lines)) for (task_id, _), lines in by_task.items()]
@@ -188,7 +189,8 @@ async def add_task_logs(request: ApiRequest) -> dict[str, Any]:
     def perform(tx: Transaction) -> None:
         for (task_id, allocation_id), lines in by_task.items():
             row = _task(tx.connection, task_id)
-            logs.add_task_logs(tx, task_id, row.trial_id, allocation_id, lines)
+            owner = log_quota.LogOwner(task_id, row.trial_id, allocation_id)
+            log_quota.add_lines(tx, owner, lines, quota)
         for task_id, matches in told:
             events.notify_lines(tx, task_id, matches)
 

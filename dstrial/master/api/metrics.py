@@ -19,7 +19,6 @@ from dstrial.master.store import metrics
 from dstrial.master.store import trials as trial_rows
 
 _MAX_STEPS = 2**31 - 1
-_CHUNK = 1000
 
 
 async def report_metrics(request: ApiRequest) -> dict[str, Any]:
@@ -91,16 +90,13 @@ def _streaming(group: str | None) -> Callable[[ApiRequest], Any]:
 
 async def _reports(services: Services, trial_ids: list[int], group: str) -> AsyncIterator[dict[str, Any]]:
     for trial_id in sorted(set(trial_ids)):
-        offset = 0
-        while True:
-            rows = await services.read(
-                metrics.reports, [trial_id], group or None, after=(trial_id, offset), limit=_CHUNK
-            )
-            if rows:
-                yield {"metrics": [report_json(row, group or None) for row in rows]}
-            offset += len(rows)
-            if len(rows) < _CHUNK:
+        ids = await services.read(metrics.report_ids, trial_id, group or None)
+        while ids:
+            rows = await services.read(metrics.some_reports, ids)
+            if not rows:
                 break
+            yield {"metrics": [report_json(row, group or None) for row in rows]}
+            ids = ids[ids.index(rows[-1].id) + 1 :]
 
 
 def report_json(row: metrics.Report, group: str | None) -> dict[str, Any]:

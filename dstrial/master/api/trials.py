@@ -7,10 +7,11 @@ from typing import Any
 
 from determined.common.api import bindings
 
+from dstrial.config.secrets import SecretNames
 from dstrial.errors import RequestError
 from dstrial.master.api.experiment_checkpoints import checkpoints_page
 from dstrial.master.clock import now_us
-from dstrial.master.http.messages import message, page_of
+from dstrial.master.http.messages import Page, message, page_of
 from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
 from dstrial.master.http.serializers import (
     as_data,
@@ -78,50 +79,65 @@ async def list_workloads(request: ApiRequest) -> dict[str, Any]:
     has_batches = request.query_flag("includeBatchMetrics")
     offset, limit = request.query_int("offset"), request.query_int("limit")
 
-    def read(connection: Connection) -> list[tuple[int, int, dict[str, Any]]]:
-        trial_rows.require(connection, trial_id)
-        found: list[tuple[int, int, dict[str, Any]]] = []
-        for row in metrics.every_report(connection, trial_id):
-            group = row.group_name
-            if wanted_group not in (None, "", group):
-                continue
-            kind = "validation" if group == "validation" else "training"
-            per_batch = row.per_batch if has_batches else None
-            workload = metrics_workload(row.metrics, row.steps, row.end_us, per_batch)
-            found.append((row.steps, 1 if kind == "validation" else 0, {kind: workload}))
-        for saved in checkpoint_rows.by_batch(connection, trial_id):
-            if hides_deleted and saved.state == "DELETED":
-                continue
-            workload = checkpoint_workload(
-                uuid=saved.uuid,
-                state=saved.state,
-                steps=saved.steps,
-                report_us=saved.report_us,
-                resources=saved.resources,
-                metadata=saved.metadata,
-                names=request.services.secret_names,
-            )
-            found.append((saved.steps, 2, {"checkpoint": workload}))
-        return found
-
-    found = await request.services.read(read)
     kinds = {
         "FILTER_OPTION_CHECKPOINT": {2},
         "FILTER_OPTION_VALIDATION": {1},
         "FILTER_OPTION_CHECKPOINT_OR_VALIDATION": {1, 2},
     }.get(which, {0, 1, 2})
-    found = sorted(
-        (item for item in found if item[1] in kinds), key=lambda item: item[:2], reverse=is_descending
-    )
-    page = page_of(len(found), offset, limit)
+
+    def read(connection: Connection) -> tuple[Page, list[dict[str, Any]]]:
+        trial_rows.require(connection, trial_id)
+        # Only what orders them: a trial may have reported millions of times, and a page shows a hundred.
+        found: list[tuple[int, int, int | checkpoint_rows.Checkpoint]] = [
+            (steps, 1 if group == "validation" else 0, report_id)
+            for report_id, steps, group in metrics.report_keys(connection, trial_id)
+            if wanted_group in (None, "", group)
+        ]
+        found += [
+            (saved.steps, 2, saved)
+            for saved in checkpoint_rows.by_batch(connection, trial_id)
+            if not (hides_deleted and saved.state == "DELETED")
+        ]
+        found = sorted(
+            (item for item in found if item[1] in kinds), key=lambda item: item[:2], reverse=is_descending
+        )
+        page = page_of(len(found), offset, limit)
+        return page, [
+            _report_workload(connection, one, has_batches=bool(has_batches))
+            if isinstance(one, int)
+            else _checkpoint_workload(one, request.services.secret_names)
+            for _, _, one in found[page.start : page.end]
+        ]
+
+    page, workloads = await request.services.read(read)
     return message(
         bindings.v1GetTrialWorkloadsResponse,
         pagination=page.to_json(),
-        workloads=[
-            message(bindings.v1WorkloadContainer, **workload)
-            for _, _, workload in found[page.start : page.end]
-        ],
+        workloads=[message(bindings.v1WorkloadContainer, **workload) for workload in workloads],
     )
+
+
+def _report_workload(connection: Connection, report_id: int, *, has_batches: bool) -> dict[str, Any]:
+    row = metrics.get_report(connection, report_id)
+    assert row is not None  # Its id is of the same snapshot.
+    kind = "validation" if row.group_name == "validation" else "training"
+    return {
+        kind: metrics_workload(row.metrics, row.steps, row.end_us, row.per_batch if has_batches else None)
+    }
+
+
+def _checkpoint_workload(saved: checkpoint_rows.Checkpoint, names: SecretNames) -> dict[str, Any]:
+    return {
+        "checkpoint": checkpoint_workload(
+            uuid=saved.uuid,
+            state=saved.state,
+            steps=saved.steps,
+            report_us=saved.report_us,
+            resources=saved.resources,
+            metadata=saved.metadata,
+            names=names,
+        )
+    }
 
 
 async def list_trial_checkpoints(request: ApiRequest) -> dict[str, Any]:

@@ -115,6 +115,7 @@ def prepare(request: AllocationRequest) -> None:
                 "temporary_directory": str(temporary),
                 "marker": marker,
                 "umask": trial_umask,
+                "log_bytes": request.log_bytes,
                 "environment": trial_environment(request, marker=marker, temporary_directory=temporary),
             },
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,33 +13,115 @@ from dstrial.master.store.logs import LogLine
 CHUNK_BYTES = 512 * 1024
 """Read at a time: an allocation that floods its log delays neither the others nor its own end."""
 
+_NAME = "output.log"
+_PART = re.compile(r"output\.log\.(\d{1,18})\.(\d{1,18})")
+# What is looked through for why a trial failed: a log of gigabytes would hold up all other trials.
+_BEGINNING_BYTES = 4 * 2**20
+_END_BYTES = 12 * 2**20
 _HEAD = re.compile(r"(\d{1,18}) ([oe]) ")
 _RANK = re.compile(r"\[rank=(\d{1,9})\] ?")
 _LEVEL = re.compile(r"(TRACE|DEBUG|INFO|WARNING|ERROR|CRITICAL)(?::|\b(?=\s*[:|\]]))")
 _STREAMS = {"o": "stdout", "e": "stderr"}
 
 
-def read_lines(directory: Path, offset: int, max_bytes: int) -> tuple[list[LogLine], int]:
-    """Return the complete lines from a byte offset on, and the offset behind them.
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogRead:
+    """What was read of a log file.
+
+    Attributes:
+        lines: complete ones, in order.
+        end: byte offset behind them, where to go on.
+        num_lost: lines before them that the supervisor has deleted to make room.
+        has_more: whether there may be more to read at once.
+    """
+
+    lines: list[LogLine]
+    end: int
+    num_lost: int = 0
+    has_more: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Part:
+    """A file of the log.
+
+    Attributes:
+        path: of the file.
+        start: byte offset in the whole log where it begins.
+        num_lines: of the log before it.
+    """
+
+    path: Path
+    start: int
+    num_lines: int
+
+
+def read_lines(directory: Path, offset: int, max_bytes: int, *, num_lines: int = 0) -> LogRead:
+    """Return the complete lines from a byte offset on.
+
+    The log is ``output.log`` and, of a large one, further parts, the oldest of which the supervisor deletes; offsets count
+    bytes of the whole log.
 
     Args:
         directory: of the allocation.
-        offset: byte in its log file where to go on; the beginning of a line.
+        offset: where to go on; the beginning of a line.
         max_bytes: about how much to read at most.
+        num_lines: lines before ``offset``.
     """
+    first = _Part(directory / _NAME, 0, 0)
+    data = _read(first, offset, max_bytes)
+    if data is None:
+        return LogRead([], offset)
+    further = _further_parts(directory)
+    if data:
+        return _complete(data, offset, max_bytes, is_last=not further)
+    num_lost = 0
+    parts = [first, *further]
+    for index, part in enumerate(parts):
+        is_last = index + 1 == len(parts)
+        if not is_last and parts[index + 1].start <= offset:
+            continue
+        if part.start > offset:
+            offset, num_lost = part.start, max(part.num_lines - num_lines, 0)
+        data = _read(part, offset, max_bytes)
+        if data:
+            return dataclasses.replace(_complete(data, offset, max_bytes, is_last=is_last), num_lost=num_lost)
+        if data is None:
+            break  # Deleted just now: those that are left are looked at anew.
+    return LogRead([], offset, num_lost)
+
+
+def _read(part: _Part, offset: int, max_bytes: int) -> bytes | None:
+    """Return what a part has from an offset on; None if there is no such file."""
     try:
-        with (directory / "output.log").open("rb") as file:
-            file.seek(offset)
+        with part.path.open("rb") as file:
+            file.seek(offset - part.start)
             data = file.read(max_bytes)
             if len(data) == max_bytes and b"\n" not in data:
                 data += file.readline()
     except FileNotFoundError:
-        return [], offset
+        return None
+    return data
+
+
+def _complete(data: bytes, offset: int, max_bytes: int, *, is_last: bool) -> LogRead:
     complete, newline, _ = data.rpartition(b"\n")
     if not newline:
-        return [], offset
+        return LogRead([], offset)
     lines = [parse(raw) for raw in complete.decode("utf-8", errors="replace").split("\n")]
-    return lines, offset + len(complete) + 1
+    has_more = not is_last or len(data) > max_bytes // 2
+    return LogRead(lines, offset + len(complete) + 1, has_more=has_more)
+
+
+def _further_parts(directory: Path) -> list[_Part]:
+    """Return the parts that are there behind the first one, in order."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for path in directory.iterdir():
+            part = _PART.fullmatch(path.name)
+            if part is not None:
+                found.append(_Part(path, int(part[1]), int(part[2])))
+    return sorted(found, key=lambda part: part.start)
 
 
 def parse(raw: str) -> LogLine:
@@ -63,11 +147,29 @@ def parse(raw: str) -> LogLine:
 
 
 def printed(directory: Path) -> Iterator[tuple[int | None, str]]:
-    """Yield rank and text of all that an allocation printed (stderr and stdout)."""
+    """Yield rank and text of what an allocation printed (stderr and stdout).
+
+    Of a log of more than 16 MiB the first 4 and the last 12.
+    """
     offset = 0
+    end = _size(directory)
+    is_end = end <= _BEGINNING_BYTES + _END_BYTES
     while True:
-        lines, offset = read_lines(directory, offset, CHUNK_BYTES)
-        if not lines:
+        if not is_end and offset >= _BEGINNING_BYTES:
+            # Into the middle of a line, the rest of which is no line of ours.
+            is_end, offset = True, max(offset, end - _END_BYTES)
+        read = read_lines(directory, offset, CHUNK_BYTES)
+        if not read.lines:
             return
-        for line in lines:
+        for line in read.lines:
             yield line.rank, line.text
+        offset = read.end
+
+
+def _size(directory: Path) -> int:
+    """Return how many bytes the whole log has had."""
+    last = [_Part(directory / _NAME, 0, 0), *_further_parts(directory)][-1]
+    try:
+        return last.start + last.path.stat().st_size
+    except FileNotFoundError:
+        return last.start

@@ -6,7 +6,8 @@ It leads a session, adopts what its descendants orphan, starts the entrypoint in
 what that writes to ``output.log``, ends every descendant when the entrypoint has ended, and leaves ``exit.json``. It does
 not need the master to live. SIGTERM is passed on to the entrypoint's process group; SIGUSR1 kills everything.
 
-A line of ``output.log`` is ``<microseconds since 1970> <o|e> <text>``.
+A line of ``output.log`` is ``<microseconds since 1970> <o|e> <text>``. Where the output may take only so much of the disk,
+the log goes on in parts, ``output.log.<bytes before it>.<lines before it>``; the first and the newest are kept.
 """
 
 import contextlib
@@ -29,6 +30,7 @@ _TRACKERS_END_S = 10.0  # a tracker may still be starting when what it tracks is
 _TRAILING_OUTPUT_S = 2.0
 _TABLE_READS = 5
 _TICK_S = 0.5
+_NUM_PARTS = 8
 
 
 def main(directory: str) -> None:
@@ -47,7 +49,7 @@ def main(directory: str) -> None:
             log.write(b"%d e %s\n" % (_now_us(), f"{spec['command'][0]}: {error.strerror}".encode()))
         _leave(requests, 127 if isinstance(error, FileNotFoundError) else 126, None)
         return
-    status = _Output(child, requests).follow()
+    status = _Output(child, requests, spec.get("log_bytes")).follow()
     _leave(requests, status if status >= 0 else 128 - status, -status if status < 0 else None)
 
 
@@ -114,10 +116,15 @@ def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "subprocess.Popen[bytes]"
 class _Output:
     """Follows the entrypoint: logs its output, and ends all that it started."""
 
-    def __init__(self, child: "subprocess.Popen[bytes]", requests: _Requests) -> None:
+    def __init__(
+        self, child: "subprocess.Popen[bytes]", requests: _Requests, log_bytes: "int | None"
+    ) -> None:
         self._child = child
         self._requests = requests
-        self._log = os.open("output.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._log = _open_part("output.log")
+        self._part_bytes = None if log_bytes is None else max(log_bytes // _NUM_PARTS, 1)
+        self._parts: list[str] = []  # but for the first one
+        self._num_bytes = self._num_lines = self._size = 0  # of the whole log, and of its newest part
         self._rest: dict[int, bytes] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(requests.wakeup, selectors.EVENT_READ)
@@ -201,6 +208,11 @@ class _Output:
                 for at in range(0, max(len(line), 1), _MAX_LINE_BYTES)
             ]
         data = prefix + (b"\n" + prefix).join(lines) + b"\n"
+        if self._part_bytes is not None and self._size and self._size + len(data) > self._part_bytes:
+            self._begin_part()
+        self._num_bytes += len(data)
+        self._size += len(data)
+        self._num_lines += len(lines)
         while data:
             try:
                 data = data[os.write(self._log, data) :]
@@ -208,6 +220,21 @@ class _Output:
                 # The entrypoint waits for room, too, once its pipe is full.
                 if not self._requests.may_try_again():
                     return
+
+    def _begin_part(self) -> None:
+        """Go on in another file, and delete the oldest but the first if there are too many."""
+        name = f"output.log.{self._num_bytes}.{self._num_lines}"
+        try:
+            descriptor = _open_part(name)
+        except OSError:
+            return  # A full disk, for example: this part grows until there is another one.
+        os.close(self._log)
+        self._log, self._size = descriptor, 0
+        self._parts.append(name)
+        while len(self._parts) >= _NUM_PARTS:
+            with contextlib.suppress(OSError):
+                os.unlink(self._parts[0])
+            del self._parts[0]
 
     def _end(self, descriptor: int) -> None:
         rest = self._rest.pop(descriptor, b"")
@@ -227,6 +254,10 @@ class _Output:
             if pid == self._child.pid:
                 self._status = os.waitstatus_to_exitcode(status)
                 self._child.returncode = self._status
+
+
+def _open_part(name: str) -> int:
+    return os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
 
 def descendants(pid: int) -> set[int]:

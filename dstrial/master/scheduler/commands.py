@@ -85,6 +85,7 @@ def request(
         startup_hook=services.settings.startup_hook or "",
         task_type=row.kind,
         working_directory=config["work_dir"],
+        log_bytes=services.settings.trial_log_bytes,
         links=links,
     )
 

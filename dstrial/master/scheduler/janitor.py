@@ -20,7 +20,7 @@ from dstrial.master.lifecycle import checkpoint_gc, containers, detached_runs
 from dstrial.master.pubsub import PubSub
 from dstrial.master.store import allocations, background_jobs, checkpoints, experiments, logs, models
 from dstrial.master.store.database import Database, IntegrityError, Transaction, find_cluster_id
-from dstrial.master.store.metrics import as_number
+from dstrial.master.store.metric_values import as_number
 
 logger = logging.getLogger("dstrial.master.janitor")
 _scheduler_logger = logging.getLogger("dstrial.master.scheduler")

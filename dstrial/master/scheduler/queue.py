@@ -60,6 +60,32 @@ def assignments(
     return chosen
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Look:
+    """The last look at the queue.
+
+    Every write that may change who is next publishes "scheduler". A look at each pass would cost a part of a core that grows
+    with the number of those who wait.
+
+    Attributes:
+        version: of the topic "scheduler" before the rows were read.
+        at_s: when that was, monotonic seconds.
+    """
+
+    version: int
+    at_s: float
+
+    def is_stale(self, version: int, now_s: float, period_s: float) -> bool:
+        """Say whether the queue is to be looked at again.
+
+        Args:
+            version: of the topic now.
+            now_s: monotonic seconds.
+            period_s: after so long it is in any case, for what nobody has told of.
+        """
+        return version != self.version or now_s >= self.at_s + period_s
+
+
 _MAX_NAMED = 3
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
 import secrets
 import shutil
 import threading
@@ -17,7 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dstrial.errors import DstrialError
 from dstrial.master import backends
@@ -32,14 +33,15 @@ from dstrial.master.scheduler import commands as command_start
 from dstrial.master.scheduler.commands import CommandWatch
 from dstrial.master.scheduler.janitor import HeartbeatTimeout, Janitor
 from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches, note_matches
-from dstrial.master.scheduler.queue import Holder, Waiting, assignments, waiting_text
+from dstrial.master.scheduler.queue import Holder, Look, Waiting, assignments, waiting_text
 from dstrial.master.store import allocations as allocation_rows
-from dstrial.master.store import commands, jobs, users
+from dstrial.master.store import commands, jobs, log_quota, users
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Connection, Transaction
-from dstrial.master.store.logs import add_master_line, add_task_logs
+from dstrial.master.store.log_quota import LogOwner
+from dstrial.master.store.logs import add_master_line
 from dstrial.master.webhooks import events
 from dstrial.visible_text import visible_line
 
@@ -50,6 +52,8 @@ logger = logging.getLogger("dstrial.master.scheduler")
 
 _TICK_S = 0.05
 _IDLE_TICK_S = 1.0
+# Without a change the queue is looked at so often, for what nobody has told of.
+_QUEUE_PERIOD_S = 1.0
 _KILL_AGAIN_S = 2.0
 _LOOK_AGAIN_S = 1.0
 # How long a master that ends stores what killed trials have printed.
@@ -57,6 +61,28 @@ _REST_OF_OUTPUT_S = 15.0
 
 # Stands for the number of slots in `_told` while the agent is disabled.
 _AGENT_OFF = -1
+
+# Of `trials.is_node_excluded`: it has failed, and a log policy keeps it from this machine.
+_EXCLUDED = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Fitting:
+    """How many slots a trial could go on with, and what that was found for.
+
+    Attributes:
+        run_id: allocations that the trial had had.
+        available: slots that it could have.
+        version: of the queue; where it is the same, the config is.
+        config_hash: of its experiment's config.
+        num_slots: what was found; None for none.
+    """
+
+    run_id: int
+    available: int
+    version: int
+    config_hash: int
+    num_slots: int | None
 
 
 class Scheduler:
@@ -82,7 +108,8 @@ class Scheduler:
         self._policies: dict[int, tuple[LogPolicy, ...]] = {}
         self._told: dict[int | str, tuple[int, int]] = {}
         self._told_waiting: set[tuple[int, int]] = set()
-        self._fitting: dict[int, tuple[tuple[int, int, int], int | None]] = {}
+        self._fitting: dict[int, _Fitting] = {}
+        self._look = Look(-1, -math.inf)
         self._is_draining = False
         self._is_stopping = False
         self._is_killing = False
@@ -117,27 +144,35 @@ class Scheduler:
             available = num_enabled if most is None else min(num_enabled, most)
             num_slots = wanted
             if wanted > available:
-                config = json.loads(row.config)
-                fitting = self._slots_to_go_on_with(connection, row, config, available)
+                fitting = self._slots_to_go_on_with(connection, row, available)
                 if fitting is not None:
                     num_slots = fitting
                 elif wanted > num_enabled and self._told.get(row.id) != (wanted, num_enabled):
                     self._told[row.id] = (wanted, num_enabled)
-                    why = resume.why_it_waits(connection, row, config, available)
+                    trial = trial_rows.require(connection, row.id)
+                    config = json.loads(experiment_rows.require(connection, row.experiment_id).config)
+                    why = resume.why_it_waits(connection, trial, config, available)
                     self._log_trial_waiting(row, num_enabled, why)
             waiting.append(Waiting(row.id, row.experiment_id, num_slots, most))
         return waiting
 
     def _slots_to_go_on_with(
-        self, connection: Connection, row: jobs.WaitingTrial, config: dict[str, Any], available: int
+        self, connection: Connection, row: jobs.WaitingTrial, available: int
     ) -> int | None:
         """Return what ``resume`` says, and ask it again only after a change."""
-        known_for = (row.run_id, available, hash(row.config))
         known = self._fitting.get(row.id)
-        if known is None or known[0] != known_for:
-            known = known_for, resume.slots_to_go_on_with(connection, row, config, available)
-            self._fitting[row.id] = known
-        return known[1]
+        if known is not None and (known.run_id, known.available) != (row.run_id, available):
+            known = None
+        if known is not None and known.version == self._look.version:
+            return known.num_slots
+        text = experiment_rows.require(connection, row.experiment_id).config
+        if known is None or known.config_hash != hash(text):
+            trial = trial_rows.require(connection, row.id)
+            num_slots = resume.slots_to_go_on_with(connection, trial, json.loads(text), available)
+        else:
+            num_slots = known.num_slots
+        self._fitting[row.id] = _Fitting(row.run_id, available, self._look.version, hash(text), num_slots)
+        return num_slots
 
     def _log_trial_waiting(self, row: jobs.WaitingTrial, num_slots: int, why: str | None) -> None:
         """Say in its log that a trial needs more slots than there are."""
@@ -267,7 +302,7 @@ class Scheduler:
             except Exception:
                 logger.exception("allocation %s had a problem and is looked at again", row.id)
                 self._troubled_s[row.id] = time.monotonic() + _LOOK_AGAIN_S
-        if not self._is_draining and self._assign():
+        if not self._is_draining and self._is_queue_due() and self._assign():
             wait_s = min(wait_s, _TICK_S)
         self._heartbeat_timeout.check()
         return wait_s
@@ -309,22 +344,24 @@ class Scheduler:
 
     def _take_in(self, row: Allocation) -> bool:
         """Take in new output of an allocation; say whether there may be more."""
-        offset = int(row.log_offset)
-        lines, end = read_lines(Path(row.directory), offset, CHUNK_BYTES)
-        if not lines:
-            return False
+        read = read_lines(Path(row.directory), row.log_offset, CHUNK_BYTES, num_lines=row.log_lines)
+        lines = read.lines
+        if not lines and not read.num_lost:
+            return read.has_more
         policies = () if _is_command(row) else self._policies_of(row.experiment_id)
         matched = matches(policies, (line.text for line in lines))
         told = self._services.log_triggers.find(line.text for line in lines)
 
         def store(tx: Transaction) -> None:
-            if allocation_rows.advance_log(tx, row.id, offset, end):
-                add_task_logs(tx, row.task_id, row.trial_id or None, row.id, lines)
+            num_lines = read.num_lost + len(lines)
+            if allocation_rows.advance_log(tx, row.id, row.log_offset, read.end, num_lines):
+                quota = self._services.settings.trial_log_bytes
+                log_quota.add_lines(tx, _log_of(row), lines, quota, num_lost=read.num_lost)
                 note_matches(tx, row, matched, self._services.agent_id)
                 events.notify_lines(tx, row.task_id, told)
 
         self._database.write(store)
-        return end - offset > CHUNK_BYTES // 2
+        return read.has_more
 
     def _policies_of(self, experiment_id: int) -> tuple[LogPolicy, ...]:
         if experiment_id not in self._policies:
@@ -345,7 +382,12 @@ class Scheduler:
                 failure = explain_failure(printed(Path(row.directory)), traceback)
                 exit_ = dataclasses.replace(exit_, explanation=failure)
         exited = life.exited if _is_command(row) else allocations.allocation_exited
-        self._database.write(lambda tx: exited(tx, row.id, exit_, traceback))
+
+        def end(tx: Transaction) -> None:
+            log_quota.tell_at_end(tx, _log_of(row))
+            exited(tx, row.id, exit_, traceback)
+
+        self._database.write(end)
         self._commands.forget(row)
         self._terminated.discard(row.id)
         self._handles.pop(row.id, None)
@@ -355,10 +397,20 @@ class Scheduler:
 
     # What waits
 
+    def _is_queue_due(self) -> bool:
+        """Say whether to look at the queue, and note that it is done."""
+        version, now_s = self._services.pubsub.version("scheduler"), time.monotonic()
+        if not self._look.is_stale(version, now_s, _QUEUE_PERIOD_S):
+            return False
+        # A look that fails is made again when the period is over.
+        self._look = Look(version, now_s)
+        return True
+
     def _assign(self) -> list[Allocation]:
         with self._database.read() as connection:
-            excluded = jobs.excluded_trials(connection)
-            rows = jobs.waiting_trials(connection)
+            found = jobs.waiting_trials(connection)
+            excluded = [row for row in found if row.is_node_excluded == _EXCLUDED]
+            rows = [row for row in found if row.is_node_excluded != _EXCLUDED] if excluded else found
             others = commands.waiting(connection)
             if not rows and not others and not excluded:
                 return []
@@ -566,6 +618,7 @@ class Scheduler:
             entrypoint=config["entrypoint"],
             interpreter=experiment.interpreter,
             startup_hook=services.settings.startup_hook or "",
+            log_bytes=services.settings.trial_log_bytes,
         )
 
     def _remove_left_over(self, live: set[str]) -> None:
@@ -590,6 +643,10 @@ def _holder(connection: Connection, allocation: Allocation) -> Holder:
 
 def _is_command(allocation: Allocation) -> bool:
     return not allocation.trial_id
+
+
+def _log_of(allocation: Allocation) -> LogOwner:
+    return LogOwner(allocation.task_id, allocation.trial_id or None, allocation.id)
 
 
 def _release(tx: Transaction, allocation: Allocation, why: str, *, is_kill: bool) -> None:

@@ -40,6 +40,7 @@ class Allocation:
     kill_reason: str | None
     num_reports: int
     log_offset: int
+    log_lines: int
     start_us: int
     end_us: int | None
     exit_code: int | None
@@ -170,11 +171,14 @@ def note_report(tx: Transaction, trial_id: int, run_id: int) -> None:
     )
 
 
-def advance_log(tx: Transaction, allocation_id: str, before: int, after: int) -> bool:
-    """Store how far a log is taken in, and say whether it was where ``before`` says."""
+def advance_log(tx: Transaction, allocation_id: str, before: int, after: int, num_lines: int) -> bool:
+    """Store how far a log is taken in, and say whether it was where ``before`` says.
+
+    ``before`` and ``after`` are bytes, and ``num_lines`` lie between them.
+    """
     cursor = tx.execute(
-        "UPDATE allocations SET log_offset = ? WHERE id = ? AND log_offset = ?",
-        (after, allocation_id, before),
+        "UPDATE allocations SET log_offset = ?, log_lines = log_lines + ? WHERE id = ? AND log_offset = ?",
+        (after, num_lines, allocation_id, before),
     )
     return bool(cursor.rowcount)
 

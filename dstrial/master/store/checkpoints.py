@@ -23,7 +23,7 @@ _SELECT = (
     "SELECT checkpoints.*, trials.hparams AS trial_hparams, experiments.config AS experiment_config, "
     "experiments.searcher_metric, experiments.smaller_is_better, "
     "(SELECT metrics.metrics FROM metrics WHERE metrics.trial_id = checkpoints.trial_id "
-    "AND metrics.group_name = 'validation' AND metrics.steps = checkpoints.steps AND metrics.archived = 0 "
+    "AND metrics.group_name = 'validation' AND metrics.steps = checkpoints.steps AND metrics.steps >= 0 AND metrics.archived = 0 "
     "ORDER BY metrics.run_id DESC LIMIT 1) AS validation "
     "FROM checkpoints JOIN trials ON trials.id = checkpoints.trial_id "
     "JOIN experiments ON experiments.id = checkpoints.experiment_id"

@@ -27,7 +27,7 @@ from dstrial.errors import MasterError
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 _BUSY_TIMEOUT_S = 30.0
 _MAX_GROUP = 512
 _MAX_GROUP_S = 0.05

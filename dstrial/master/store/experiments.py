@@ -222,8 +222,10 @@ def add_model_definition(tx: Transaction, experiment_id: int, tgz: bytes) -> Non
 def forget(tx: Transaction, experiment_id: int) -> None:
     """Delete an experiment with everything that was stored for it."""
     of_trials = "trial_id IN (SELECT id FROM trials WHERE experiment_id = ?)"
-    tx.execute(f"DELETE FROM metrics WHERE {of_trials}", (experiment_id,))  # noqa: S608 - a constant
+    for part in ("steps >= 0", "steps < 0"):  # Each has an index of its own.
+        tx.execute(f"DELETE FROM metrics WHERE {part} AND {of_trials}", (experiment_id,))  # noqa: S608 - constants
     tx.execute(f"DELETE FROM logs WHERE {of_trials}", (experiment_id,))  # noqa: S608 - a constant
+    tx.execute(f"DELETE FROM log_sizes WHERE {of_trials}", (experiment_id,))  # noqa: S608 - a constant
     for table in ("checkpoints", "allocations", "tasks", "trials"):
         tx.execute(f"DELETE FROM {table} WHERE experiment_id = ?", (experiment_id,))  # noqa: S608 - constants
     tx.execute("DELETE FROM experiments WHERE id = ?", (experiment_id,))

@@ -11,7 +11,6 @@ from dstrial.master.clock import now_us
 from dstrial.master.store.commands import Command
 from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.experiments import Experiment
-from dstrial.master.store.trials import Trial
 
 AGENT = -1
 """In place of a slot's id: the whole agent."""
@@ -42,12 +41,26 @@ class QueuedExperiment(Experiment):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class WaitingTrial(Trial):
-    """A trial that waits for slots, with what its experiment says of them."""
+class WaitingTrial:
+    """A trial that waits for slots, with what its experiment says of them.
 
+    Only what decides who is next: thousands may wait, and each is read whenever one ends.
+
+    Attributes:
+        run_id: allocations that it has had.
+        is_node_excluded: 2 for one that a log policy keeps from this machine.
+        max_slots: how many its experiment may use at once; None for any number.
+        priority: 1 is the most urgent.
+        queue_position: its experiment's place within a priority.
+    """
+
+    id: int
+    experiment_id: int
+    run_id: int
+    task_id: str
+    is_node_excluded: int
     slots_per_trial: int
     max_slots: int | None
-    config: str
     priority: int
     queue_position: float
 
@@ -116,24 +129,22 @@ def move_experiment(
     tx.publish("scheduler", f"experiment:{experiment.id}")
 
 
-_UNASSIGNED = (
-    "SELECT trials.*, experiments.slots_per_trial, experiments.max_slots, experiments.config, experiments.priority, "
-    "experiments.queue_position FROM trials "
-    "JOIN experiments ON experiments.id = trials.experiment_id "
-    "WHERE trials.state = 'ACTIVE' AND experiments.state = 'ACTIVE' AND experiments.unmanaged = 0 "
-    "AND NOT EXISTS (SELECT 1 FROM allocations WHERE trial_id = trials.id AND state != 'TERMINATED')"
-)
+_WAITING = """
+SELECT t.id, t.experiment_id, t.run_id, t.task_id, t.is_node_excluded, e.slots_per_trial, e.max_slots, e.priority,
+    e.queue_position
+FROM trials t JOIN experiments e ON e.id = t.experiment_id
+WHERE t.state = 'ACTIVE' AND e.state = 'ACTIVE' AND e.unmanaged = 0
+    AND NOT EXISTS (SELECT 1 FROM allocations WHERE trial_id = t.id AND state != 'TERMINATED')
+ORDER BY e.priority, e.queue_position, t.id
+"""
 
 
 def waiting_trials(connection: sqlite3.Connection) -> list[WaitingTrial]:
-    """Return the trials that wait for slots, the most urgent first."""
-    order = "ORDER BY experiments.priority, experiments.queue_position, trials.id"
-    return fetch_all(WaitingTrial, connection, f"{_UNASSIGNED} AND trials.is_node_excluded != 2 {order}")
+    """Return the trials that wait for slots, the most urgent first.
 
-
-def excluded_trials(connection: sqlite3.Connection) -> list[WaitingTrial]:
-    """Return the trials that a log policy keeps from this machine."""
-    return fetch_all(WaitingTrial, connection, f"{_UNASSIGNED} AND trials.is_node_excluded = 2")
+    Those that a log policy keeps from this machine are among them.
+    """
+    return fetch_all(WaitingTrial, connection, _WAITING)
 
 
 def disabled_slots(connection: sqlite3.Connection, slot_ids: Collection[int]) -> Mapping[int, bool]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dstrial.master.store.database import fetch_all, fetch_one
 from dstrial.master.store.errors import NotFoundError
 from dstrial.master.store.experiments import Experiment
+from dstrial.master.store.metric_summaries import SUMMARY_METRICS
 from dstrial.master.store.trials import Trial
 
 _EXPERIMENT_ORDER = {
@@ -75,7 +76,8 @@ SELECT t.*, e.config AS experiment_config, e.searcher_metric,
     CASE WHEN e.unmanaged THEN COALESCE(t.end_us, :now) - t.start_us
         ELSE (SELECT COALESCE(SUM(COALESCE(a.end_us, :now) - a.start_us), 0) FROM allocations a
             WHERE a.trial_id = t.id) END AS run_us,
-    (SELECT json_group_array(k.id) FROM tasks k WHERE k.trial_id = t.id) AS task_ids
+    (SELECT json_group_array(k.id) FROM tasks k WHERE k.trial_id = t.id) AS task_ids,
+    {SUMMARY_METRICS} AS summary_metrics
 FROM trials t JOIN experiments e ON e.id = t.experiment_id
 LEFT JOIN metrics b ON b.id = t.best_validation_id
 LEFT JOIN metrics l ON l.id = t.latest_validation_id
@@ -87,7 +89,8 @@ SELECT t.*, e.name AS experiment_name, e.description AS experiment_description, 
     e.searcher_metric, e.unmanaged, e.external_id AS external_experiment_id,
     e.owner_id, u.username, e.project_id, p.name AS project_name, p.key AS project_key,
     p.workspace_id, w.name AS workspace_name, p.is_archived OR w.is_archived AS is_parent_archived,
-    (SELECT COUNT(*) FROM trials o WHERE o.experiment_id = e.id) AS num_trials, {_TRIAL_ADVANCE}
+    (SELECT COUNT(*) FROM trials o WHERE o.experiment_id = e.id) AS num_trials, {_TRIAL_ADVANCE},
+    {SUMMARY_METRICS} AS summary_metrics
 FROM trials t JOIN experiments e ON e.id = t.experiment_id JOIN users u ON u.id = e.owner_id
 JOIN projects p ON p.id = e.project_id JOIN workspaces w ON w.id = p.workspace_id
 """  # noqa: S608 - a constant
@@ -130,6 +133,7 @@ class ListedTrial(Trial):
     advance: int | None
     run_us: int
     task_ids: str
+    summary_metrics: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -157,6 +161,7 @@ class Run(Trial):
     is_parent_archived: bool
     num_trials: int
     advance: int | None
+    summary_metrics: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

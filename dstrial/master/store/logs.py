@@ -249,16 +249,16 @@ def forget_old(tx: Transaction, default_days: int | None) -> int:
     """
     values = {"default": -1 if default_days is None else default_days, "now": now_us(), "day": _DAY_US}
     days = "COALESCE(trials.log_retention_days, experiments.log_retention_days, :default)"
-    cursor = tx.execute(
-        "DELETE FROM logs WHERE trial_id IN (SELECT trials.id FROM trials "  # noqa: S608 - a constant
+    of_trials = (
+        "trial_id IN (SELECT trials.id FROM trials "  # noqa: S608 - a constant
         "JOIN experiments ON experiments.id = trials.experiment_id WHERE trials.end_us IS NOT NULL "
-        f"AND {days} >= 0 AND trials.end_us < :now - {days} * :day)",
-        values,
+        f"AND {days} >= 0 AND trials.end_us < :now - {days} * :day)"
     )
     ended = "SELECT task_id FROM commands WHERE end_us IS NOT NULL AND :default >= 0 AND end_us < :now - :default * :day"
-    others = tx.execute(
-        f"DELETE FROM logs WHERE trial_id IS NULL AND task_id IN ({ended})",  # noqa: S608 - a constant
-        values,
-    )
+    of_commands = f"trial_id IS NULL AND task_id IN ({ended})"
+    count = 0
+    for condition in (of_trials, of_commands):
+        count += tx.execute(f"DELETE FROM logs WHERE {condition}", values).rowcount  # noqa: S608 - a constant
+        tx.execute(f"DELETE FROM log_sizes WHERE {condition}", values)  # noqa: S608 - a constant
     tx.execute(f"DELETE FROM command_contexts WHERE task_id IN ({ended})", values)  # noqa: S608 - a constant
-    return cursor.rowcount + others.rowcount
+    return count

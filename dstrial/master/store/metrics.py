@@ -1,4 +1,8 @@
-"""Metric reports of trials, with summaries, best and latest kept for lists."""
+"""Metric reports of trials, with best and latest kept for lists.
+
+Each index of the table holds a part of it, and SQLite takes one only for a statement that says ``steps >= 0`` or ``steps < 0`` in
+these words. Without them every report would read the reports of all trials.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,19 @@ import dataclasses
 import json
 import math
 import sqlite3
+from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from dstrial.master.store import checkpoints
-from dstrial.master.store.database import Transaction, fetch_all, fetch_each, fetch_one
+from dstrial.master.store import checkpoints, metric_summaries
+from dstrial.master.store.database import Transaction, fetch_each, fetch_one
 from dstrial.master.store.errors import ConflictError, InvalidError, NotFoundError
+from dstrial.master.store.metric_values import as_number, plain
 
 _NO_STEPS = -1
-_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+# What one message of a stream holds at most, about.
+_AT_ONCE = 1000
+_CHARS_AT_ONCE = 4 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,11 +53,6 @@ class AddedReport:
     is_new: bool
 
 
-def summary_key(group: str) -> str:
-    """Return under which key clients expect a group's summary and values."""
-    return {"training": "avg_metrics", "validation": "validation_metrics"}.get(group, group)
-
-
 def add_report(
     tx: Transaction,
     *,
@@ -64,7 +67,8 @@ def add_report(
     """Store a report, with everything that lists show of it.
 
     The same report again is recognised; other names at the same batch are added to it. The first report of a new run
-    archives what older runs had reported beyond the checkpoint that it started from.
+    archives what older runs had reported beyond the checkpoint that it started from. Names beyond ``metric_summaries.MAX_NAMES``
+    are left out.
 
     Raises:
         StoreError: unknown trial, the report of an older run, another value for a metric that is stored.
@@ -77,55 +81,75 @@ def add_report(
             f"trialRunId is {run_id}; expected {trial['run_id']}, the current run of trial {trial_id}. "
             "Reports of an earlier run are refused."
         )
-    at = _NO_STEPS if steps is None else steps
-    if at >= 0:
-        known = tx.execute(
-            "SELECT id, metrics FROM metrics WHERE trial_id = ? AND group_name = ? AND steps = ? AND run_id = ?",
-            (trial_id, group, at, run_id),
-        ).fetchone()
-        if known is not None:
-            return _merge(tx, trial, group, at, known, metrics)
-        _begin_run(tx, trial, at)
-    cursor = tx.execute(
-        "INSERT INTO metrics (trial_id, run_id, group_name, steps, end_us, metrics, per_batch) VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (
-            trial_id,
-            run_id,
-            group,
-            at,
-            end_us,
-            json.dumps(_plain(metrics)),
-            json.dumps([_plain(values) for values in per_batch]) if per_batch else None,
-        ),
-    )
-    report_id = int(cursor.lastrowid or 0)
-    if at >= 0:
+    values, of_batches = plain(metrics), [plain(of_batch) for of_batch in per_batch]
+    if steps is None:
+        return AddedReport(_insert(tx, trial, group, _NO_STEPS, end_us, values, of_batches), True)
+    known = tx.execute(
+        "SELECT id, metrics FROM metrics WHERE trial_id = ? AND group_name = ? AND steps = ? AND run_id = ? AND steps >= 0",
+        (trial_id, group, steps, run_id),
+    ).fetchone()
+    if known is not None:
+        return _merge(tx, trial, group, steps, known, values)
+    if _begin_run(tx, trial, steps):
         trial = tx.execute("SELECT * FROM trials WHERE id = ?", (trial_id,)).fetchone()
-        _note(tx, trial, group, at, report_id, metrics)
+    admitted = metric_summaries.admit(tx, trial, group, values)
+    if admitted is None:
+        return AddedReport(0, False)
+    left_out = values.keys() - admitted.values.keys()
+    if left_out:
+        of_batches = [
+            {name: value for name, value in one.items() if name not in left_out} for one in of_batches
+        ]
+    report_id = _insert(tx, trial, group, steps, end_us, admitted.values, of_batches)
+    _note(tx, trial, group, steps, report_id, admitted)
     return AddedReport(report_id, True)
 
 
-def _begin_run(tx: Transaction, trial: sqlite3.Row, steps: int) -> None:
+def _insert(
+    tx: Transaction,
+    trial: sqlite3.Row,
+    group: str,
+    steps: int,
+    end_us: int,
+    values: Mapping[str, Any],
+    of_batches: Sequence[Mapping[str, Any]],
+) -> int:
+    cursor = tx.execute(
+        "INSERT INTO metrics (trial_id, run_id, group_name, steps, end_us, metrics, per_batch) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (
+            trial["id"],
+            trial["run_id"],
+            group,
+            steps,
+            end_us,
+            json.dumps(values),
+            json.dumps(of_batches) if of_batches else None,
+        ),
+    )
+    return int(cursor.lastrowid or 0)
+
+
+def _begin_run(tx: Transaction, trial: sqlite3.Row, steps: int) -> bool:
+    """Archive what a new run trains again, and say whether anything was."""
     trial_id, run_id = trial["id"], trial["run_id"]
     if trial["heartbeat_us"] is not None:
-        _begin_detached_run(tx, trial_id, run_id, steps)
-        return
+        return _begin_detached_run(tx, trial_id, run_id, steps)
     row = tx.execute(
         "SELECT num_reports, steps_at_start FROM allocations WHERE trial_id = ? AND run_id = ?",
         (trial_id, run_id),
     ).fetchone()
-    if row is not None and row["num_reports"] == 0 and run_id > 1:
-        archive_beyond(tx, trial_id, run_id, int(row["steps_at_start"]))
+    if row is None or row["num_reports"] or run_id <= 1:
+        return False
+    return archive_beyond(tx, trial_id, run_id, int(row["steps_at_start"]))
 
 
-def _begin_detached_run(tx: Transaction, trial_id: int, run_id: int, steps: int) -> None:
+def _begin_detached_run(tx: Transaction, trial_id: int, run_id: int, steps: int) -> bool:
     """Archive what older runs reported at or beyond the first batch of this run."""
     # Where it starts is not known: a detached run may not use its checkpoint.
     known = tx.execute(
         "SELECT 1 FROM metrics WHERE trial_id = ? AND run_id = ? AND steps >= 0 LIMIT 1", (trial_id, run_id)
     ).fetchone()
-    if known is None and run_id > 1:
-        archive_beyond(tx, trial_id, run_id, steps - 1)
+    return known is None and run_id > 1 and archive_beyond(tx, trial_id, run_id, steps - 1)
 
 
 def _merge(
@@ -134,10 +158,9 @@ def _merge(
     group: str,
     steps: int,
     known: sqlite3.Row,
-    metrics: Mapping[str, Any],
+    given: Mapping[str, Any],
 ) -> AddedReport:
     stored: dict[str, Any] = json.loads(known["metrics"])
-    given = _plain(metrics)
     for name in stored.keys() & given.keys():
         if stored[name] != given[name]:
             raise ConflictError(
@@ -145,50 +168,56 @@ def _merge(
                 "which was reported before. Report every metric once per batch."
             )
     new = {name: value for name, value in given.items() if name not in stored}
-    if not new:
+    admitted = metric_summaries.admit(tx, trial, group, new) if new else None
+    if admitted is None or not admitted.values:
         return AddedReport(known["id"], False)
-    tx.execute("UPDATE metrics SET metrics = ? WHERE id = ?", (json.dumps({**stored, **new}), known["id"]))
-    _note(tx, trial, group, steps, known["id"], new)
+    tx.execute(
+        "UPDATE metrics SET metrics = ? WHERE id = ?",
+        (json.dumps({**stored, **admitted.values}), known["id"]),
+    )
+    _note(tx, trial, group, steps, known["id"], admitted)
     return AddedReport(known["id"], True)
 
 
-def archive_beyond(tx: Transaction, trial_id: int, run_id: int, steps: int) -> None:
-    """Archive what runs before ``run_id`` reported beyond a batch, and sum up again."""
+def archive_beyond(tx: Transaction, trial_id: int, run_id: int, steps: int) -> bool:
+    """Archive what runs before ``run_id`` reported beyond a batch, and sum up again.
+
+    Returns:
+        Whether there was anything to archive.
+    """
     cursor = tx.execute(
-        "UPDATE metrics SET archived = 1 WHERE trial_id = ? AND run_id < ? AND steps > ? AND archived = 0",
+        "UPDATE metrics SET archived = 1 WHERE trial_id = ? AND run_id < ? AND steps > ? AND archived = 0 AND steps >= 0",
         (trial_id, run_id, steps),
     )
     if not cursor.rowcount:
-        return
+        return False
     tx.execute(
-        "UPDATE trials SET summary_metrics = '{}', total_batches = ?, best_validation_id = NULL, "
-        "latest_validation_id = NULL, searcher_metric_value = NULL WHERE id = ?",
+        "UPDATE trials SET total_batches = ?, best_validation_id = NULL, latest_validation_id = NULL, "
+        "searcher_metric_value = NULL WHERE id = ?",
         (max(steps, 0), trial_id),
     )
-    rows = tx.execute(
-        "SELECT * FROM metrics WHERE trial_id = ? AND archived = 0 AND steps >= 0 ORDER BY steps, id",
-        (trial_id,),
-    ).fetchall()
-    for row in rows:
+    left = every_report(tx.connection, trial_id)
+    metric_summaries.replace(tx, trial_id, ((row.group_name, json.loads(row.metrics)) for row in left))
+    for row in every_report(tx.connection, trial_id, "validation"):
         trial = tx.execute("SELECT * FROM trials WHERE id = ?", (trial_id,)).fetchone()
-        _note(tx, trial, row["group_name"], row["steps"], row["id"], json.loads(row["metrics"]))
+        _note_validation(tx, trial, row.steps, row.id, json.loads(row.metrics))
     update_best_of_experiment(tx, trial_id)
+    return True
 
 
 def _note(
-    tx: Transaction, trial: sqlite3.Row, group: str, steps: int, report_id: int, metrics: Mapping[str, Any]
+    tx: Transaction,
+    trial: sqlite3.Row,
+    group: str,
+    steps: int,
+    report_id: int,
+    admitted: metric_summaries.Admitted,
 ) -> None:
     """Update the trial's summary, batches, and best and latest validation by a report."""
-    summary: dict[str, Any] = json.loads(trial["summary_metrics"])
-    of_group = summary.setdefault(summary_key(group), {})
-    for name, value in metrics.items():
-        of_group[name] = _summarised(of_group.get(name), value)
-    tx.execute(
-        "UPDATE trials SET summary_metrics = ?, total_batches = MAX(total_batches, ?) WHERE id = ?",
-        (json.dumps(summary), steps, trial["id"]),
-    )
+    metric_summaries.add(tx, trial["id"], group, admitted)
+    tx.execute("UPDATE trials SET total_batches = MAX(total_batches, ?) WHERE id = ?", (steps, trial["id"]))
     if group == "validation":
-        _note_validation(tx, trial, steps, report_id, metrics)
+        _note_validation(tx, trial, steps, report_id, admitted.values)
 
 
 def _note_validation(
@@ -234,64 +263,6 @@ def update_best_of_experiment(tx: Transaction, trial_id: int) -> None:
     )
 
 
-def _summarised(before: dict[str, Any] | None, value: Any) -> dict[str, Any]:
-    number = as_number(value)
-    if number is None:
-        kind = {str: "string", bool: "boolean", dict: "object", list: "array"}.get(type(value), "null")
-        count = (before or {}).get("count", 0) + 1
-        return {"count": count, "last": value, "type": kind}
-    last = _plain_value(value)
-    if before is None or before.get("type") != "number" or "sum" not in before:
-        return {
-            "count": 1,
-            "sum": last,
-            "mean": last,
-            "min": last,
-            "max": last,
-            "last": last,
-            "type": "number",
-        }
-    count = before["count"] + 1
-    total = _number(before["sum"]) + number
-    low, high = _number(before["min"]), _number(before["max"])
-    return {
-        "count": count,
-        "sum": _plain_value(total),
-        "mean": _plain_value(total / count),
-        "min": _plain_value(number if number < low else low),
-        "max": _plain_value(number if number > high else high),
-        "last": last,
-        "type": "number",
-    }
-
-
-def _number(value: Any) -> float:
-    number = as_number(value)
-    return math.nan if number is None else number
-
-
-def as_number(value: Any) -> float | None:
-    """Return a metric as a number, also from "NaN" and "Infinity"; None for others."""
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, (int, float)):
-        return float(value)
-    return _WORDS.get(value) if isinstance(value, str) else None
-
-
-def _plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    return {str(name): _plain_value(value) for name, value in metrics.items()}
-
-
-def _plain_value(value: Any) -> Any:
-    """Return a value that JSON can hold: numbers that it cannot are words."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
-        return _plain(value)
-    return [_plain_value(item) for item in value] if isinstance(value, list) else value
-
-
 def get_report(connection: sqlite3.Connection, report_id: int | None) -> Report | None:
     """Return one report, None for None."""
     if report_id is None:
@@ -302,41 +273,66 @@ def get_report(connection: sqlite3.Connection, report_id: int | None) -> Report 
 def last_validation(connection: sqlite3.Connection, trial_id: int) -> int:
     """Return the batches of a trial's furthest validation in any run, 0 without one."""
     row = connection.execute(
-        "SELECT COALESCE(MAX(steps), 0) AS steps FROM metrics WHERE trial_id = ? AND group_name = 'validation'",
+        "SELECT COALESCE(MAX(steps), 0) AS steps FROM metrics WHERE trial_id = ? AND group_name = 'validation' AND steps >= 0",
         (trial_id,),
     ).fetchone()
     return max(int(row["steps"]), 0)
 
 
-def reports(
-    connection: sqlite3.Connection,
-    trial_ids: Collection[int],
-    group: str | None,
-    *,
-    after: tuple[int, int] | None = None,
-    limit: int = 1000,
-) -> list[Report]:
-    """Return reports that are not archived, by trial and batch.
+def report_keys(connection: sqlite3.Connection, trial_id: int) -> list[tuple[int, int, str]]:
+    """Return (id, batch, group) of a trial's reports, as :func:`every_report` chooses and orders them."""
+    rows = connection.execute(
+        "SELECT id, steps, group_name FROM metrics WHERE trial_id = ? AND archived = 0 AND steps >= 0 ORDER BY steps, id",
+        (trial_id,),
+    )
+    return [(int(row["id"]), int(row["steps"]), str(row["group_name"])) for row in rows]
 
-    ``group`` None stands for every group; ``after``, a trial and how many of its rows are taken already, is to go on.
+
+def report_ids(connection: sqlite3.Connection, trial_id: int, group: str | None) -> array[int]:
+    """Return the ids of a trial's reports that are not archived, by batch.
+
+    Those of no batch come first. ``group`` None stands for every group.
     """
-    taken: list[Report] = []
     condition = "" if group is None else " AND group_name = ?"
-    for trial_id in sorted(trial_ids):
-        offset = 0
-        if after is not None:
-            if trial_id < after[0]:
-                continue
-            offset = after[1] if trial_id == after[0] else 0
-        taken += fetch_all(
-            Report,
-            connection,
-            f"SELECT * FROM metrics WHERE trial_id = ? AND archived = 0{condition} "  # noqa: S608 - a constant
-            "ORDER BY steps, id LIMIT ? OFFSET ?",
-            (trial_id, *(() if group is None else (group,)), limit - len(taken), offset),
+    values = (trial_id, *(() if group is None else (group,)))
+    found = array("q")
+    # Apart, as each has an index of its own.
+    for part, order in (("steps < 0", "id"), ("steps >= 0", "steps, id")):
+        rows = connection.execute(
+            f"SELECT id FROM metrics WHERE trial_id = ? AND {part} AND archived = 0{condition} ORDER BY {order}",  # noqa: S608 - constants
+            values,
         )
-        if len(taken) >= limit:
+        found.extend(row["id"] for row in rows)
+    return found
+
+
+def some_reports(connection: sqlite3.Connection, ids: Sequence[int]) -> list[Report]:
+    """Return the first of these reports, as many as one answer should hold; at least one.
+
+    Those that have been deleted since are left out, and nothing is found where all have been.
+    """
+    found: list[Report] = []
+    num_chars = 0
+    for report_id in ids[:_AT_ONCE]:
+        row = get_report(connection, report_id)
+        if row is not None:
+            found.append(row)
+            num_chars += len(row.metrics) + len(row.per_batch or "")
+        if num_chars > _CHARS_AT_ONCE:
             break
+    return found
+
+
+def reports(
+    connection: sqlite3.Connection, trial_ids: Collection[int], group: str | None, *, limit: int = 1000
+) -> list[Report]:
+    """Return reports that are not archived, by trial and batch; ``group`` None for all."""
+    taken: list[Report] = []
+    for trial_id in sorted(trial_ids):
+        for report_id in report_ids(connection, trial_id, group)[: limit - len(taken)]:
+            row = get_report(connection, report_id)
+            if row is not None:
+                taken.append(row)
     return taken
 
 
@@ -354,25 +350,32 @@ def every_report(connection: sqlite3.Connection, trial_id: int, group: str | Non
     )
 
 
-def metric_names(connection: sqlite3.Connection, experiment_ids: Collection[int]) -> list[tuple[str, str]]:
-    """Return (group, name) of every metric that the experiments' trials have reported."""
-    found: set[tuple[str, str]] = set()
-    for experiment_id in experiment_ids:
-        for row in connection.execute(
-            "SELECT summary_metrics FROM trials WHERE experiment_id = ?", (experiment_id,)
-        ):
-            for key, names in json.loads(row["summary_metrics"]).items():
-                group = {"avg_metrics": "training", "validation_metrics": "validation"}.get(key, key)
-                found.update((group, name) for name in names)
-    return sorted(found)
+_VALUE = "json_each(m.metrics) j WHERE j.key = ? AND j.type IN ('integer', 'real', 'text') AND m.archived = 0"
 
 
-def validations(connection: sqlite3.Connection, experiment_id: int) -> list[Report]:
-    """Return the validations of an experiment's trials that are not archived, by time."""
-    return fetch_all(
-        Report,
-        connection,
-        "SELECT m.* FROM metrics m JOIN trials t ON t.id = m.trial_id "
-        "WHERE t.experiment_id = ? AND m.group_name = 'validation' AND m.archived = 0 ORDER BY m.end_us",
-        (experiment_id,),
+def series(connection: sqlite3.Connection, trial_id: int, group: str, name: str) -> list[tuple[int, float]]:
+    """Return (batch, value) of one metric of a trial, by batch.
+
+    SQLite finds it: to make objects of all the other metrics in each report would hold up every request meanwhile.
+    """
+    rows = connection.execute(
+        f"SELECT m.steps, j.value FROM metrics m CROSS JOIN {_VALUE} "  # noqa: S608 - a constant
+        "AND m.trial_id = ? AND m.group_name = ? AND m.steps >= 0 ORDER BY m.steps, m.id",
+        (name, trial_id, group),
     )
+    found = ((int(row["steps"]), as_number(row["value"])) for row in rows)
+    return [(steps, value) for steps, value in found if value is not None]
+
+
+def validations(
+    connection: sqlite3.Connection, experiment_id: int, name: str
+) -> list[tuple[int, int, float]]:
+    """Return (trial, time in microseconds, value) of a metric in an experiment's validations, by time."""
+    rows = connection.execute(
+        "SELECT m.trial_id, m.end_us, j.value FROM trials t CROSS JOIN metrics m ON m.trial_id = t.id "  # noqa: S608 - a constant
+        f"CROSS JOIN {_VALUE} AND t.experiment_id = ? AND m.group_name = 'validation' AND m.steps >= 0 "
+        "ORDER BY m.end_us",
+        (name, experiment_id),
+    )
+    found = ((int(row["trial_id"]), int(row["end_us"]), as_number(row["value"])) for row in rows)
+    return [(trial_id, end_us, value) for trial_id, end_us, value in found if value is not None]

@@ -88,7 +88,6 @@ CREATE TABLE trials (
     runner_state           TEXT    NOT NULL DEFAULT 'UNSPECIFIED',
     start_us               INTEGER NOT NULL,
     end_us                 INTEGER,
-    summary_metrics        TEXT    NOT NULL DEFAULT '{}',  -- JSON {group: {name: {count,sum,mean,min,max,last,type}}}
     searcher_metric_value  REAL,                  -- of the best validation, as reported
     best_validation_id     INTEGER,               -- metrics.id
     latest_validation_id   INTEGER,               -- metrics.id
@@ -150,7 +149,8 @@ CREATE TABLE allocations (
     end_us            INTEGER,
     exit_code         INTEGER,                    -- as a shell sees it
     exit_reason       TEXT,
-    workspace_name    TEXT                        -- where its experiment or command was when it began
+    workspace_name    TEXT,                       -- where its experiment or command was when it began
+    log_lines         INTEGER NOT NULL DEFAULT 0  -- lines of its log file up to log_offset
 ) WITHOUT ROWID;
 CREATE INDEX allocations_by_state ON allocations (state);
 CREATE INDEX allocations_by_trial ON allocations (trial_id, run_id);
@@ -170,6 +170,24 @@ CREATE TABLE metrics (
 -- A report that is sent again because its answer was lost is recognised by this key (profiling excepted).
 CREATE UNIQUE INDEX metrics_by_trial ON metrics (trial_id, group_name, steps, run_id) WHERE steps >= 0;
 CREATE INDEX profiling_by_trial ON metrics (trial_id, group_name, end_us) WHERE steps < 0;
+
+-- What lists show of each metric, over the reports that are not archived. A row for each name: what a report costs depends
+-- on the names in it, not on those before.
+CREATE TABLE metric_summaries (
+    trial_id   INTEGER NOT NULL REFERENCES trials (id) ON DELETE CASCADE,
+    group_name TEXT    NOT NULL,
+    name       TEXT    NOT NULL,
+    summary    TEXT    NOT NULL,                  -- JSON {count,sum,mean,min,max,last,type}
+    PRIMARY KEY (trial_id, group_name, name)
+) WITHOUT ROWID;
+
+CREATE TABLE metric_groups (
+    trial_id   INTEGER NOT NULL REFERENCES trials (id) ON DELETE CASCADE,
+    group_name TEXT    NOT NULL,                  -- empty: all groups that are one too many
+    num_names  INTEGER NOT NULL,
+    is_told    INTEGER NOT NULL DEFAULT 0,        -- the trial's log says that others are left out
+    PRIMARY KEY (trial_id, group_name)
+) WITHOUT ROWID;
 
 CREATE TABLE checkpoints (
     uuid          TEXT    PRIMARY KEY,
@@ -227,6 +245,21 @@ CREATE TABLE logs (
 );
 CREATE INDEX logs_by_trial ON logs (trial_id, id);
 CREATE INDEX logs_by_task ON logs (task_id, id) WHERE trial_id IS NULL;
+
+-- How large a log is, and what of it is left out since it is larger than it may be.
+CREATE TABLE log_sizes (
+    id             INTEGER PRIMARY KEY,
+    task_id        TEXT    NOT NULL,              -- of a trial, that which printed first
+    trial_id       INTEGER,                       -- NULL: of a task without a trial
+    num_bytes      INTEGER NOT NULL,              -- of the lines of its processes that are kept, with their rows
+    is_head_full   INTEGER NOT NULL DEFAULT 0,    -- whether the beginning is complete, which is half of the quota
+    tail_id        INTEGER NOT NULL,              -- logs.id behind which the newest lines are
+    marker_id      INTEGER,                       -- logs.id of the line that tells of those left out; NULL: none is
+    num_left_out   INTEGER NOT NULL DEFAULT 0,    -- lines
+    bytes_left_out INTEGER NOT NULL DEFAULT 0
+);
+CREATE UNIQUE INDEX log_sizes_by_trial ON log_sizes (trial_id) WHERE trial_id IS NOT NULL;
+CREATE UNIQUE INDEX log_sizes_by_task ON log_sizes (task_id) WHERE trial_id IS NULL;
 
 -- Slots and agents that a person has switched off.
 CREATE TABLE disabled_slots (

@@ -36,7 +36,6 @@ class Trial:
     runner_state: str
     start_us: int
     end_us: int | None
-    summary_metrics: str
     searcher_metric_value: float | None
     best_validation_id: int | None
     latest_validation_id: int | None

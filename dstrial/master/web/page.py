@@ -77,12 +77,7 @@ def _experiment(row: listings.ListedExperiment) -> dict[str, Any]:
 
 
 def _series(connection: Connection, trial_id: int, group: str, metric: str) -> Plot | None:
-    found = []
-    for row in metric_rows.every_report(connection, trial_id, group):
-        value = metric_rows.as_number(json.loads(row.metrics).get(metric))
-        if value is not None:
-            found.append((row.steps, value))
-    return line_plot(found)
+    return line_plot(metric_rows.series(connection, trial_id, group, metric))
 
 
 def _trials(connection: Connection, experiment: Experiment, names: SecretNames) -> list[dict[str, Any]]:

@@ -139,8 +139,8 @@ FILTERS: list[tuple[dict[str, Any], list[int]]] = [
 def test_runs_are_found_by_filter(session: api.Session, fresh_master: Master) -> None:
     metadata = bindings.v1PostRunMetadataRequest(runId=2, metadata={"note": "n"})
     bindings.post_PostRunMetadata(session, body=metadata, runId=2)
-    summary = json.dumps({"avg_metrics": {"loss": {"last": 0.5}}})
-    fresh_master.change("UPDATE trials SET summary_metrics = ? WHERE id = 1", summary)
+    summary = "INSERT OR REPLACE INTO metric_summaries (trial_id, group_name, name, summary) VALUES (1, 'training', 'loss', ?)"
+    fresh_master.change(summary, json.dumps({"last": 0.5}))
 
     assert [search(session, tree) for tree, _ in FILTERS] == [found for _, found in FILTERS]
 

@@ -79,7 +79,7 @@ def ended(started: Started) -> AllocationExit:
 
 
 def printed(directory: Path) -> list[tuple[str | None, str]]:
-    return [(line.stdtype, line.text) for line in read_lines(directory, 0, 10**8)[0]]
+    return [(line.stdtype, line.text) for line in read_lines(directory, 0, 10**8).lines]
 
 
 def living(mark: str) -> list[int]:
@@ -119,6 +119,30 @@ def test_many_lines_are_all_there_in_order(run: Callable[..., Started]) -> None:
     ended(started)
 
     assert [text for _, text in printed(started[0])] == [f"{i}\n" for i in range(50000)]
+
+
+def test_a_flood_takes_a_bounded_part_of_the_disk_and_keeps_its_beginning_and_its_end(
+    run: Callable[..., Started],
+) -> None:
+    program = "for i in range(200_000): print(f'line {i:06}')"
+
+    started = run([sys.executable, "-c", program], log_bytes=2**20)
+
+    assert ended(started).exit_code == 0
+    taken = sum(path.stat().st_size for path in started[0].glob("output.log*"))
+    assert taken < 2**21, "what is read at once of the pipe is written whole"
+    texts: list[str] = []
+    offset = num_lost = 0
+    while (read := read_lines(started[0], offset, 10**8, num_lines=num_lost + len(texts))).end > offset:
+        num_lost += read.num_lost
+        texts += [line.text.rstrip("\n") for line in read.lines]
+        offset = read.end
+    assert texts[0] == "line 000000"
+    assert texts[-1] == "line 199999"
+    assert len(texts) + num_lost == 200_000
+    assert num_lost > 100_000
+    # What is left is whole lines, each once and in order.
+    assert texts == sorted(set(texts))
 
 
 def test_whatever_it_started_dies_with_it(run: Callable[..., Started]) -> None:

@@ -198,7 +198,7 @@ def test_old_checkpoints_are_collected_at_the_end_with_their_files(master: Maste
     while time.monotonic() < give_up_at_s:
         found = master.client().get(path)["checkpoints"]
         states = {one["metadata"]["steps_completed"]: one["state"].removeprefix("STATE_") for one in found}
-        if states.get(2) == "DELETED":
+        if list(states.values()).count("DELETED") == 3:
             break
         time.sleep(0.05)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ import pytest
 from dstrial.config.experiment_config.submission import MasterDefaults, check_submission
 from dstrial.master.backends import AllocationExit, SupervisorHandle
 from dstrial.master.lifecycle import allocations, experiments, trials
-from dstrial.master.store import logs, metrics
+from dstrial.master.store import checkpoints as checkpoint_rows
+from dstrial.master.store import experiments as experiment_rows
+from dstrial.master.store import listings, logs, metric_summaries, metrics
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.store.errors import ConflictError, InvalidError
@@ -86,6 +90,19 @@ class Store:
         with self.database.read() as connection:
             return [row.steps for row in metrics.reports(connection, [1], group)]
 
+    def summaries(self, group: str = "avg_metrics") -> dict[str, Any]:
+        """Return the summaries of a group as lists show them."""
+        with self.database.read() as connection:
+            (row,) = listings.list_trials(connection, now_us=0, trial_id=1)
+        found: dict[str, Any] = json.loads(row.summary_metrics).get(group, {})
+        return found
+
+    def lines(self) -> list[str]:
+        """Return what the master says in the trial's log."""
+        with self.database.read() as connection:
+            rows = logs.query(connection, logs.LogFilter(trial_id=1, sources=("master",)))
+        return [f"{row.level}: {row.log.rstrip()}" for row in rows]
+
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
@@ -99,7 +116,7 @@ def test_a_report_that_comes_twice_is_one(store: Store) -> None:
     store.report(1, {"loss": 2.0})
 
     assert store.steps() == [1]
-    assert json.loads(store.row("trials")["summary_metrics"])["avg_metrics"]["loss"]["count"] == 1
+    assert store.summaries()["loss"]["count"] == 1
 
 
 def test_other_names_at_the_same_batch_are_added_and_other_values_refused(store: Store) -> None:
@@ -116,10 +133,189 @@ def test_a_summary_of_numbers_words_and_nan(store: Store) -> None:
     store.report(2, {"loss": 1.0, "name": "y"})
     store.report(3, {"loss": float("nan")})
 
-    summary = json.loads(store.row("trials")["summary_metrics"])["avg_metrics"]
+    summary = store.summaries()
     assert (summary["loss"]["count"], summary["loss"]["min"], summary["loss"]["max"]) == (3, 1.0, 4.0)
     assert (summary["loss"]["last"], summary["loss"]["mean"]) == ("NaN", "NaN")
     assert summary["name"] == {"count": 2, "last": "y", "type": "string"}
+
+
+def test_a_group_of_a_trial_has_so_many_names_and_the_log_says_once_that_others_are_left_out(
+    store: Store,
+) -> None:
+    names = [f"name{number}" for number in range(metric_summaries.MAX_NAMES + 5)]
+
+    store.report(1, dict.fromkeys(names[:9000], 1.0))
+    store.report(2, dict.fromkeys(names[9000:], 1.0))
+    store.report(3, {"name0": 3.0, "another": 1.0})
+    store.report(3, {"name1": 3.0, "another": 1.0})
+    store.report(3, {"loss": 1.0}, "other")
+
+    summaries = store.summaries()
+    assert len(summaries) == metric_summaries.MAX_NAMES
+    assert (summaries["name0"]["count"], summaries["name1"]["count"]) == (2, 2)
+    assert json.loads(store.row("metrics", 3)["metrics"]) == {"name0": 3.0, "name1": 3.0}
+    assert store.summaries("other") == {"loss": store.summaries("other")["loss"]}
+    warnings = [line for line in store.lines() if line.startswith("WARNING")]
+    assert len(warnings) == 1
+    assert "the trial has 10,000 metric names in group 'training', and others are left out" in warnings[0]
+    assert "'name10000'" in warnings[0]
+
+
+def test_the_searchers_metric_is_never_left_out(store: Store) -> None:
+    names = [f"name{number}" for number in range(metric_summaries.MAX_NAMES)]
+
+    store.report(1, dict.fromkeys(names, 1.0), "validation")
+    store.report(2, {"more": 1.0, "score": 0.5}, "validation")
+
+    assert json.loads(store.row("metrics", 2)["metrics"]) == {"score": 0.5}
+    assert store.row("trials")["searcher_metric_value"] == 0.5
+    assert store.summaries("validation_metrics")["score"]["count"] == 1
+
+
+def test_groups_without_number_are_left_out_too_but_validations(store: Store) -> None:
+    for number in range(metric_summaries.MAX_GROUPS + 3):
+        store.report(1, {"loss": 1.0}, f"group{number}")
+    store.report(1, {"score": 1.0}, "validation")
+
+    with store.database.read() as connection:
+        (row,) = listings.list_trials(connection, now_us=0, trial_id=1)
+    assert len(json.loads(row.summary_metrics)) == metric_summaries.MAX_GROUPS + 1
+    assert store.steps("group100") == []
+    assert store.row("trials")["searcher_metric_value"] == 1.0
+    warnings = [line for line in store.lines() if line.startswith("WARNING")]
+    assert len(warnings) == 1
+    assert "reports of others are left out from here on, of 'group100' for example" in warnings[0]
+
+
+def test_what_a_report_reads_and_makes_does_not_depend_on_the_names_before(tmp_path: Path) -> None:
+    def cost(num_before: int) -> tuple[int, int]:
+        """Return steps of SQLite's virtual machine and bytes of Python's objects, of one report."""
+        directory = tmp_path / str(num_before)
+        directory.mkdir()
+        store = Store(directory)
+        names = [f"name{number:05}" for number in range(num_before)]
+        for steps in (1, 2):
+            store.report(steps, dict.fromkeys(names, 1.0))
+        num_steps = 0
+
+        def count() -> int:
+            nonlocal num_steps
+            num_steps += 1
+            return 0
+
+        def report(tx: Transaction) -> int:
+            tracemalloc.start()
+            tx.connection.set_progress_handler(count, 1)
+            trials.report_metrics(tx, 1, 1, "training", 3, 0, dict.fromkeys(names[-10:], 3.0))
+            tx.connection.set_progress_handler(None, 1)
+            num_bytes = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            return num_bytes
+
+        num_bytes = store.database.write(report)
+        store.database.close()
+        return num_steps, num_bytes
+
+    many, few = cost(10_000), cost(10)
+    assert many[0] <= 1.1 * few[0]
+    assert many[1] <= 2 * few[1]
+
+
+def whole_tables(store: Store, perform: Callable[[Transaction], object]) -> list[str]:
+    """Return the statements of a write that read a whole table of those that grow, each with SQLite's plan."""
+    statements: list[str] = []
+
+    def write(tx: Transaction) -> list[str]:
+        tx.connection.set_trace_callback(statements.append)
+        perform(tx)
+        tx.connection.set_trace_callback(None)
+        found = []
+        for sql in statements:
+            if sql.split(" ")[0] in ("SELECT", "INSERT", "UPDATE", "DELETE"):
+                plan = [str(row["detail"]) for row in tx.execute(f"EXPLAIN QUERY PLAN {sql}")]
+                found += [
+                    f"{sql}: {step}" for step in plan if re.match("SCAN (metrics|logs|trials|m|t|l)\\b", step)
+                ]
+        return found
+
+    return store.database.write(write)
+
+
+def test_no_report_reads_a_whole_table(store: Store) -> None:
+    def report(group: str, steps: int) -> Callable[[Transaction], None]:
+        return lambda tx: trials.report_metrics(
+            tx, 1, store.run_id, group, steps, 0, {"score": 1.0, "x": 2.0}
+        )
+
+    store.report(1, {"score": 1.0}, "validation")
+    store.checkpoint(1)
+    assert whole_tables(store, report("training", 2)) == []
+    assert whole_tables(store, report("validation", 2)) == []
+    assert whole_tables(store, report("validation", 1)) == [], "merged"
+    store.end(1, "Traceback")
+    store.assign()
+    assert whole_tables(store, report("training", 2)) == [], "archives"
+    assert whole_tables(store, lambda tx: metrics.last_validation(tx.connection, 1)) == []
+
+
+def test_no_list_reads_all_reports(store: Store) -> None:
+    store.report(1, {"score": 1.0}, "validation")
+    store.checkpoint(1)
+    reads: list[Callable[[sqlite3.Connection], object]] = [
+        lambda c: metrics.report_ids(c, 1, None),
+        lambda c: metrics.report_ids(c, 1, "validation"),
+        lambda c: metrics.report_keys(c, 1),
+        lambda c: list(metrics.every_report(c, 1, "validation")),
+        lambda c: metrics.series(c, 1, "validation", "score"),
+        lambda c: metrics.validations(c, 1, "score"),
+        lambda c: metric_summaries.metric_names(c, [1]),
+        lambda c: listings.list_trials(c, now_us=0, experiment_id=1),
+        lambda c: checkpoint_rows.list_checkpoints(c, experiment_id=1),
+        lambda c: checkpoint_rows.latest_completed(c, 1),
+    ]
+
+    assert [whole_tables(store, lambda tx, read=read: read(tx.connection)) for read in reads] == [[]] * 10  # type: ignore[misc]
+
+
+def test_no_experiment_that_is_deleted_has_a_whole_table_read(store: Store) -> None:
+    store.report(1, {"score": 1.0}, "validation")
+
+    assert whole_tables(store, lambda tx: experiment_rows.forget(tx, store.experiment_id)) == []
+
+
+def test_names_with_every_character_are_summed_up(store: Store) -> None:
+    names = ["a\0b", "a", "", "\u2028", "x" * 1000, "'\";--", "é"]
+    for steps in (1, 2):
+        store.report(steps, dict.fromkeys(names, float(steps)))
+
+    assert {name: one["count"] for name, one in store.summaries().items()} == dict.fromkeys(names, 2)
+
+
+def test_the_series_of_a_metric_has_its_numbers_whatever_it_is_called(store: Store) -> None:
+    name = 'a."b"\\[0]'
+    values = [1, 2.5, float("nan"), float("-inf"), "word", True, None, [1]]
+    for steps, value in enumerate(values, 1):
+        store.report(steps, {name: value, "score": value, "other": 1.0}, "validation")
+
+    with store.database.read() as connection:
+        series = metrics.series(connection, 1, "validation", name)
+        validations = metrics.validations(connection, store.experiment_id, "score")
+    assert repr(series) == "[(1, 1.0), (2, 2.5), (3, nan), (4, -inf)]"
+    assert repr([value for _, _, value in validations]) == "[1.0, 2.5, nan, -inf]"
+
+
+def test_a_stream_of_reports_comes_in_messages_of_bounded_size(store: Store) -> None:
+    for steps in range(1, 5):
+        store.report(steps, {"text": "x" * 3_000_000})
+    store.report(5, {"loss": 1.0})
+
+    with store.database.read() as connection:
+        ids = metrics.report_ids(connection, 1, "training")
+        first = metrics.some_reports(connection, ids)
+        rest = metrics.some_reports(connection, ids[2:])
+        assert metrics.report_ids(connection, 1, None) == ids
+    assert [row.steps for row in first] == [1, 2]
+    assert [row.steps for row in rest] == [3, 4]
 
 
 def test_an_older_run_is_refused(store: Store) -> None:
@@ -142,7 +338,7 @@ def test_a_new_run_archives_what_lies_beyond_its_checkpoint(store: Store) -> Non
     trial = store.row("trials")
     assert trial["total_batches"] == 3
     assert trial["searcher_metric_value"] == 8.0
-    assert json.loads(trial["summary_metrics"])["avg_metrics"]["loss"]["sum"] == 33.0
+    assert store.summaries()["loss"]["sum"] == 33.0
     assert store.row("experiments")["best_metric"] == 8.0
 
 

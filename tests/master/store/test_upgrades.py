@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sqlite3
 from pathlib import Path
 
 import pytest
 
 from dstrial.errors import MasterError
-from dstrial.master.store import background_jobs, experiments, projects
+from dstrial.master.store import background_jobs, experiments, listings, projects
 from dstrial.master.store.database import SCHEMA_VERSION, Database
 
 OLD = Path(__file__).with_name("schema_1.sql")
@@ -20,6 +21,8 @@ INSERT INTO experiments (id, job_id, state, config, original_config, name, owner
     VALUES (7, 'j', 'COMPLETED', '{}', 'name: x', 'x', 2, 'single', 'loss', 1, 1, 1, 1);
 INSERT INTO trials (id, experiment_id, request_id, state, hparams, seed, task_id, start_us)
     VALUES (9, 7, 'r', 'COMPLETED', '{}', 1, '7.r', 1);
+UPDATE trials SET summary_metrics = '{"avg_metrics": {"a.b": {"count": 2, "sum": 3.5}, "c": {"count": 1, "last": "NaN"}},
+    "validation_metrics": {"a.b": {"count": 1}}, "own": {"x": {"count": 1, "last": [1, "y"]}}}' WHERE id = 9;
 INSERT INTO trial_sources VALUES ('u', 9, 'T');
 INSERT INTO work (id, kind, experiment_id, payload, created_us) VALUES (3, 'gc', 7, '{"a": 1}', 5);
 """
@@ -73,6 +76,18 @@ def test_an_old_database_keeps_everything(old: Path) -> None:
             assert connection.execute("SELECT trial_id FROM trial_sources").fetchone()[0] == 9
             assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
             assert connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+
+
+def test_the_summaries_of_an_old_database_are_shown_as_they_were(old: Path) -> None:
+    with contextlib.closing(Database(old)) as database, database.read() as connection:
+        (row,) = listings.list_trials(connection, now_us=0, trial_id=9)
+        groups = connection.execute("SELECT group_name, num_names FROM metric_groups").fetchall()
+    assert json.loads(row.summary_metrics) == {
+        "avg_metrics": {"a.b": {"count": 2, "sum": 3.5}, "c": {"count": 1, "last": "NaN"}},
+        "validation_metrics": {"a.b": {"count": 1}},
+        "own": {"x": {"count": 1, "last": [1, "y"]}},
+    }
+    assert {tuple(group) for group in groups} == {("training", 2), ("validation", 1), ("own", 1)}
 
 
 def test_work_that_is_asked_for_afterwards_comes_after_the_old(old: Path) -> None:

@@ -1,4 +1,4 @@
--- schema version 5
+-- schema version 6
 BEGIN TRANSACTION;
 CREATE TABLE access_tokens (
     id          INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -36,7 +36,8 @@ CREATE TABLE allocations (
     end_us            INTEGER,
     exit_code         INTEGER,                    -- as a shell sees it
     exit_reason       TEXT,
-    workspace_name    TEXT                        -- where its experiment or command was when it began
+    workspace_name    TEXT,                       -- where its experiment or command was when it began
+    log_lines         INTEGER NOT NULL DEFAULT 0  -- lines of its log file up to log_offset
 ) WITHOUT ROWID;
 CREATE TABLE checkpoints (
     uuid          TEXT    PRIMARY KEY,
@@ -126,6 +127,17 @@ CREATE TABLE experiments (
     template           TEXT,                      -- JSON, the template's config when it was submitted, NULL for none
     external_id        TEXT                       -- by which detached runs find it again
 );
+CREATE TABLE log_sizes (
+    id             INTEGER PRIMARY KEY,
+    task_id        TEXT    NOT NULL,              -- of a trial, that which printed first
+    trial_id       INTEGER,                       -- NULL: of a task without a trial
+    num_bytes      INTEGER NOT NULL,              -- of the lines of its processes that are kept, with their rows
+    is_head_full   INTEGER NOT NULL DEFAULT 0,    -- whether the beginning is complete, which is half of the quota
+    tail_id        INTEGER NOT NULL,              -- logs.id behind which the newest lines are
+    marker_id      INTEGER,                       -- logs.id of the line that tells of those left out; NULL: none is
+    num_left_out   INTEGER NOT NULL DEFAULT 0,    -- lines
+    bytes_left_out INTEGER NOT NULL DEFAULT 0
+);
 CREATE TABLE logs (
     id            INTEGER PRIMARY KEY,
     task_id       TEXT    NOT NULL,
@@ -138,6 +150,20 @@ CREATE TABLE logs (
     stdtype       TEXT,                           -- stdout, stderr, NULL for the master's
     log           TEXT    NOT NULL                -- raw text with its newline
 );
+CREATE TABLE metric_groups (
+    trial_id   INTEGER NOT NULL REFERENCES trials (id) ON DELETE CASCADE,
+    group_name TEXT    NOT NULL,                  -- empty: all groups that are one too many
+    num_names  INTEGER NOT NULL,
+    is_told    INTEGER NOT NULL DEFAULT 0,        -- the trial's log says that others are left out
+    PRIMARY KEY (trial_id, group_name)
+) WITHOUT ROWID;
+CREATE TABLE metric_summaries (
+    trial_id   INTEGER NOT NULL REFERENCES trials (id) ON DELETE CASCADE,
+    group_name TEXT    NOT NULL,
+    name       TEXT    NOT NULL,
+    summary    TEXT    NOT NULL,                  -- JSON {count,sum,mean,min,max,last,type}
+    PRIMARY KEY (trial_id, group_name, name)
+) WITHOUT ROWID;
 CREATE TABLE metrics (
     id         INTEGER PRIMARY KEY,
     trial_id   INTEGER NOT NULL,
@@ -262,7 +288,6 @@ CREATE TABLE trials (
     runner_state           TEXT    NOT NULL DEFAULT 'UNSPECIFIED',
     start_us               INTEGER NOT NULL,
     end_us                 INTEGER,
-    summary_metrics        TEXT    NOT NULL DEFAULT '{}',  -- JSON {group: {name: {count,sum,mean,min,max,last,type}}}
     searcher_metric_value  REAL,                  -- of the best validation, as reported
     best_validation_id     INTEGER,               -- metrics.id
     latest_validation_id   INTEGER,               -- metrics.id
@@ -371,6 +396,8 @@ CREATE INDEX checkpoints_by_trial ON checkpoints (trial_id, steps);
 CREATE INDEX checkpoints_by_experiment ON checkpoints (experiment_id);
 CREATE INDEX logs_by_trial ON logs (trial_id, id);
 CREATE INDEX logs_by_task ON logs (task_id, id) WHERE trial_id IS NULL;
+CREATE UNIQUE INDEX log_sizes_by_trial ON log_sizes (trial_id) WHERE trial_id IS NOT NULL;
+CREATE UNIQUE INDEX log_sizes_by_task ON log_sizes (task_id) WHERE trial_id IS NULL;
 CREATE INDEX model_versions_by_checkpoint ON model_versions (checkpoint_uuid);
 CREATE INDEX commands_by_state ON commands (state);
 CREATE INDEX commands_by_parent ON commands (parent_id);

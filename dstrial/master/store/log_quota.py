@@ -1,0 +1,219 @@
+"""How large a log may become: its beginning and its newest lines are kept, the middle goes.
+
+A trial that prints without end takes a bounded part of the disk, and its start and its end can be read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+from collections.abc import Sequence
+
+from dstrial.master.store.database import Transaction, fetch_one
+from dstrial.master.store.logs import LogLine, add_master_line, add_task_logs
+
+# What a row takes besides its text: ids of task and allocation, time, the index; measured 140 to 170.
+_ROW_BYTES = 160
+_MAX_DELETED = 50_000
+_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogSize:
+    """A row of log_sizes; ``schema.sql`` says what the columns hold."""
+
+    id: int
+    task_id: str
+    trial_id: int | None
+    num_bytes: int
+    is_head_full: bool
+    tail_id: int
+    marker_id: int | None
+    num_left_out: int
+    bytes_left_out: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogOwner:
+    """Whose log it is.
+
+    Attributes:
+        task_id: the task that prints.
+        trial_id: its trial, all of whose tasks share a log; None without one.
+        allocation_id: that prints; None for none of this machine.
+    """
+
+    task_id: str
+    trial_id: int | None
+    allocation_id: str | None
+
+    @property
+    def condition(self) -> str:
+        """SQL that chooses the rows of this log."""
+        return "trial_id = ?" if self.trial_id is not None else "trial_id IS NULL AND task_id = ?"
+
+    @property
+    def key(self) -> int | str:
+        """The parameter of ``condition``."""
+        return self.task_id if self.trial_id is None else self.trial_id
+
+
+def add_lines(
+    tx: Transaction, owner: LogOwner, lines: Sequence[LogLine], quota_bytes: int, *, num_lost: int = 0
+) -> None:
+    """Store lines of a task's processes, in order, and delete what is one too many.
+
+    Args:
+        tx: the write.
+        owner: whose they are.
+        lines: what was printed.
+        quota_bytes: how much may be kept of the log, rows included.
+        num_lost: lines before these that were deleted before anybody read them.
+    """
+    size = _size_of(tx, owner, quota_bytes // 2)
+    if num_lost:
+        size = dataclasses.replace(size, num_left_out=size.num_left_out + num_lost)
+        why = "they were printed while the master was away, or faster than it reads"
+        _say(tx, owner, f"{_lines(num_lost)} left out here: {why}")
+    num_head = 0 if size.is_head_full else _num_fitting(lines, quota_bytes // 2 - size.num_bytes)
+    if num_head:
+        add_task_logs(tx, owner.task_id, owner.trial_id, owner.allocation_id, lines[:num_head])
+        # What is deleted lies behind this.
+        size = dataclasses.replace(size, tail_id=_last_id(tx))
+    rest = lines[num_head:]
+    add_task_logs(tx, owner.task_id, owner.trial_id, owner.allocation_id, rest)
+    size = dataclasses.replace(
+        size,
+        num_bytes=size.num_bytes + sum(map(_bytes_of, lines)),
+        is_head_full=size.is_head_full or bool(rest),
+    )
+    if size.num_bytes > quota_bytes:
+        size = _shrink(tx, owner, size, quota_bytes)
+    columns = {field.name: getattr(size, field.name) for field in dataclasses.fields(size)}
+    del columns["id"]
+    tx.update("log_sizes", size.id, columns)
+
+
+def tell_at_end(tx: Transaction, owner: LogOwner) -> None:
+    """Say in a log, when its processes have ended, how much of it is left out, if any."""
+    size = fetch_one(
+        LogSize,
+        tx.connection,
+        f"SELECT * FROM log_sizes WHERE {owner.condition}",  # noqa: S608 - one of two
+        (owner.key,),
+    )
+    if size is not None and size.num_left_out:
+        _say(tx, owner, f"{_lines(size.num_left_out)} left out of this log")
+
+
+def _size_of(tx: Transaction, owner: LogOwner, head_bytes: int) -> LogSize:
+    sql = f"SELECT * FROM log_sizes WHERE {owner.condition}"  # noqa: S608 - one of two
+    found = fetch_one(LogSize, tx.connection, sql, (owner.key,))
+    if found is not None:
+        return found
+    # An older release may have stored lines.
+    num_bytes = tail_id = 0
+    for row in _lines_behind(tx, owner, 0):
+        num_bytes += int(row["bytes"])
+        if num_bytes <= head_bytes:
+            tail_id = int(row["id"])
+    tx.execute(
+        "INSERT INTO log_sizes (task_id, trial_id, num_bytes, is_head_full, tail_id) VALUES (?, ?, ?, ?, ?)",
+        (owner.task_id, owner.trial_id, num_bytes, num_bytes > head_bytes, tail_id),
+    )
+    found = fetch_one(LogSize, tx.connection, sql, (owner.key,))
+    assert found is not None
+    return found
+
+
+def _lines_behind(tx: Transaction, owner: LogOwner, log_id: int) -> sqlite3.Cursor:
+    return tx.execute(
+        "SELECT id, LENGTH(CAST(log AS BLOB)) + ? AS bytes FROM logs "  # noqa: S608 - one of two
+        f"WHERE {owner.condition} AND id > ? AND source = 'task' ORDER BY id",
+        (_ROW_BYTES, owner.key, log_id),
+    )
+
+
+def _shrink(tx: Transaction, owner: LogOwner, size: LogSize, quota_bytes: int) -> LogSize:
+    """Delete the oldest lines behind the beginning until the rest fits.
+
+    At most ``_MAX_DELETED`` at a time, which is more than are stored at a time: others wait for the writer.
+    """
+    excess = size.num_bytes - quota_bytes
+    num_bytes = num_lines = 0
+    first_id = last_id = size.tail_id
+    rows = _lines_behind(tx, owner, size.tail_id)
+    for row in rows:
+        if num_bytes >= excess or num_lines == _MAX_DELETED:
+            break
+        first_id = first_id if num_lines else int(row["id"])
+        last_id = int(row["id"])
+        num_bytes += int(row["bytes"])
+        num_lines += 1
+    rows.close()
+    if not num_lines:
+        return size
+    # The first one becomes the line that tells of them, at their place.
+    marker_id = size.marker_id if size.marker_id is not None else first_id
+    tx.execute(
+        f"DELETE FROM logs WHERE {owner.condition} AND id > ? AND id <= ? AND source = 'task' AND id != ?",  # noqa: S608 - one of two
+        (owner.key, size.tail_id, last_id, marker_id),
+    )
+    before, after = size.bytes_left_out, size.bytes_left_out + num_bytes
+    size = dataclasses.replace(
+        size,
+        num_bytes=size.num_bytes - num_bytes,
+        tail_id=last_id,
+        marker_id=marker_id,
+        num_left_out=size.num_left_out + num_lines,
+        bytes_left_out=after,
+    )
+    quota = f"limits.trial_log_bytes of the master's settings, {_in_units(quota_bytes)}"
+    text = f"{_lines(size.num_left_out)} left out here: the log is larger than {quota}\n"
+    tx.execute(
+        "UPDATE logs SET source = 'master', level = 'WARNING', rank = NULL, stdtype = NULL, log = ? WHERE id = ?",
+        (text, marker_id),
+    )
+    # Who follows a log has seen the place of that line go by.
+    if not before or before // quota_bytes != after // quota_bytes:
+        _say(
+            tx,
+            owner,
+            f"the log is larger than {quota}: its beginning and its newest lines are kept, and "
+            f"{_lines(size.num_left_out)} left out so far",
+        )
+    return size
+
+
+def _say(tx: Transaction, owner: LogOwner, text: str) -> None:
+    add_master_line(
+        tx, owner.task_id, owner.trial_id, text, level="WARNING", allocation_id=owner.allocation_id
+    )
+
+
+def _num_fitting(lines: Sequence[LogLine], room: int) -> int:
+    for number, line in enumerate(lines):
+        room -= _bytes_of(line)
+        if room < 0:
+            return number
+    return len(lines)
+
+
+def _bytes_of(line: LogLine) -> int:
+    text = line.text
+    return (len(text) if text.isascii() else len(text.encode())) + _ROW_BYTES
+
+
+def _last_id(tx: Transaction) -> int:
+    return int(tx.execute("SELECT last_insert_rowid()").fetchone()[0])
+
+
+def _lines(count: int) -> str:
+    return f"{count:,} line{'s are' if count != 1 else ' is'}"
+
+
+def _in_units(num_bytes: int) -> str:
+    for size, unit in _UNITS:
+        if num_bytes >= size:
+            return f"{num_bytes / size:.4g} {unit}"
+    return f"{num_bytes} bytes"

@@ -1,0 +1,203 @@
+"""Summaries of metrics, a row for each name, and how many names a trial may have.
+
+What a report costs depends on the names in it, never on those before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sqlite3
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from dstrial.master.store.database import Transaction
+from dstrial.master.store.logs import add_master_line
+from dstrial.master.store.metric_values import summarised
+
+MAX_NAMES = 10_000
+"""Names that a group of one trial may have; others are left out."""
+
+MAX_GROUPS = 100
+"""Groups that a trial may have; others are left out."""
+
+SUMMARY_METRICS = """
+(SELECT json_group_object(key, json(names)) FROM (
+    SELECT CASE group_name WHEN 'training' THEN 'avg_metrics' WHEN 'validation' THEN 'validation_metrics'
+        ELSE group_name END AS key, json_group_object(name, json(summary)) AS names
+    FROM metric_summaries WHERE trial_id = t.id GROUP BY 1))"""
+"""SQL for the summaries of a trial ``t``: ``{key of the group: {name: summary}}``, ``{}`` for none."""
+
+# The group that stands for all that are one too many. A report's own is never empty.
+_FURTHER_GROUPS = ""
+# SQLite takes 999 parameters at a time, or more.
+_AT_ONCE = 500
+_NAMED_CHARS = 80
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Admitted:
+    """What of a report is stored.
+
+    Attributes:
+        values: by name, in the order of the report.
+        before: summary of those that had been reported before, by name.
+    """
+
+    values: dict[str, Any]
+    before: dict[str, dict[str, Any]]
+
+
+def admit(tx: Transaction, trial: sqlite3.Row, group: str, values: Mapping[str, Any]) -> Admitted | None:
+    """Return what may be stored of a report, and warn once in the trial's log of what may not.
+
+    The searcher's metric always may.
+
+    Args:
+        tx: the write.
+        trial: its row.
+        group: of the report.
+        values: by name, as JSON holds them.
+
+    Returns:
+        None if nothing of this group may be stored.
+    """
+    before = _summaries(tx.connection, trial["id"], group, values)
+    new = [name for name in values if name not in before]
+    if not new:
+        return Admitted(dict(values), before)
+    row = tx.execute(
+        "SELECT num_names, is_told FROM metric_groups WHERE trial_id = ? AND group_name = ?",
+        (trial["id"], group),
+    ).fetchone()
+    if row is None and not _may_begin(tx, trial, group):
+        return None
+    num_names, is_told = (0, False) if row is None else (int(row["num_names"]), bool(row["is_told"]))
+    left_out = _one_too_many(tx, trial, new, MAX_NAMES - num_names)
+    if left_out and not is_told:
+        example = next(name for name in new if name in left_out)
+        _warn(
+            tx,
+            trial,
+            f"the trial has {MAX_NAMES:,} metric names in group {group!r}, and others are left out from here on, "
+            f"{_short(example)} for example; expected at most so many. Report under names that stay the same.",
+        )
+    tx.execute(
+        "INSERT INTO metric_groups (trial_id, group_name, num_names, is_told) VALUES (:trial, :group, :new, :told) "
+        "ON CONFLICT (trial_id, group_name) DO UPDATE SET num_names = num_names + :new, is_told = :told",
+        {
+            "trial": trial["id"],
+            "group": group,
+            "new": len(new) - len(left_out),
+            "told": is_told or bool(left_out),
+        },
+    )
+    return Admitted({name: value for name, value in values.items() if name not in left_out}, before)
+
+
+def _one_too_many(tx: Transaction, trial: sqlite3.Row, new: list[str], room: int) -> set[str]:
+    """Return which new names find no room any more."""
+    if len(new) <= room:
+        return set()
+    (searcher_metric,) = tx.execute(
+        "SELECT searcher_metric FROM experiments WHERE id = ?", (trial["experiment_id"],)
+    ).fetchone()
+    # A search without its metric would be lost.
+    return set(new[max(room, 0) :]) - {searcher_metric}
+
+
+def _may_begin(tx: Transaction, trial: sqlite3.Row, group: str) -> bool:
+    rows = tx.execute("SELECT group_name FROM metric_groups WHERE trial_id = ?", (trial["id"],)).fetchall()
+    names = {row["group_name"] for row in rows}
+    # The search reads validations.
+    if len(names) < MAX_GROUPS or group == "validation":
+        return True
+    if _FURTHER_GROUPS not in names:
+        tx.execute(
+            "INSERT INTO metric_groups (trial_id, group_name, num_names, is_told) VALUES (?, ?, 0, 1)",
+            (trial["id"], _FURTHER_GROUPS),
+        )
+        _warn(
+            tx,
+            trial,
+            f"the trial has {MAX_GROUPS} groups of metrics, and reports of others are left out from here on, of "
+            f"{_short(group)} for example; expected at most so many. Report to groups that stay the same.",
+        )
+    return False
+
+
+def _warn(tx: Transaction, trial: sqlite3.Row, text: str) -> None:
+    add_master_line(tx, trial["task_id"], trial["id"], text, level="WARNING")
+
+
+def _short(name: str) -> str:
+    return repr(name if len(name) <= _NAMED_CHARS else f"{name[:_NAMED_CHARS]}…")
+
+
+def _summaries(
+    connection: sqlite3.Connection, trial_id: int, group: str, names: Iterable[str]
+) -> dict[str, dict[str, Any]]:
+    wanted = list(names)
+    found: dict[str, dict[str, Any]] = {}
+    for start in range(0, len(wanted), _AT_ONCE):
+        some = wanted[start : start + _AT_ONCE]
+        rows = connection.execute(
+            "SELECT name, summary FROM metric_summaries WHERE trial_id = ? AND group_name = ? "  # noqa: S608 - marks only
+            f"AND name IN ({', '.join('?' * len(some))})",
+            (trial_id, group, *some),
+        )
+        found.update((str(row["name"]), json.loads(row["summary"])) for row in rows)
+    return found
+
+
+def add(tx: Transaction, trial_id: int, group: str, admitted: Admitted) -> None:
+    """Sum up what was admitted of a report."""
+    summaries = {
+        name: summarised(admitted.before.get(name), value) for name, value in admitted.values.items()
+    }
+    _store(tx, trial_id, group, summaries)
+
+
+def _store(tx: Transaction, trial_id: int, group: str, summaries: Mapping[str, Mapping[str, Any]]) -> None:
+    tx.executemany(
+        "INSERT INTO metric_summaries (trial_id, group_name, name, summary) VALUES (?, ?, ?, ?) "
+        "ON CONFLICT (trial_id, group_name, name) DO UPDATE SET summary = excluded.summary",
+        [(trial_id, group, name, json.dumps(summary)) for name, summary in summaries.items()],
+    )
+
+
+def replace(tx: Transaction, trial_id: int, reports: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+    """Sum up a trial anew, of (group, values) in order; nothing is left of what was before.
+
+    Who has been told that names are left out is not told again.
+    """
+    tx.execute("DELETE FROM metric_summaries WHERE trial_id = ?", (trial_id,))
+    groups: dict[str, dict[str, dict[str, Any]]] = {}
+    for group, values in reports:
+        of_group = groups.setdefault(group, {})
+        for name, value in values.items():
+            of_group[name] = summarised(of_group.get(name), value)
+    tx.execute("UPDATE metric_groups SET num_names = 0 WHERE trial_id = ?", (trial_id,))
+    for group, summaries in groups.items():
+        _store(tx, trial_id, group, summaries)
+        tx.execute(
+            "INSERT INTO metric_groups (trial_id, group_name, num_names) VALUES (?, ?, ?) "
+            "ON CONFLICT (trial_id, group_name) DO UPDATE SET num_names = excluded.num_names",
+            (trial_id, group, len(summaries)),
+        )
+
+
+def metric_names(connection: sqlite3.Connection, experiment_ids: Collection[int]) -> list[tuple[str, str]]:
+    """Return (group, name) of every metric that the experiments' trials have reported."""
+    found: set[tuple[str, str]] = set()
+    for experiment_id in experiment_ids:
+        found.update(_names_of(connection, experiment_id))
+    return sorted(found)
+
+
+def _names_of(connection: sqlite3.Connection, experiment_id: int) -> Iterator[tuple[str, str]]:
+    for row in connection.execute(
+        "SELECT group_name, name FROM metric_summaries WHERE trial_id IN (SELECT id FROM trials WHERE experiment_id = ?)",
+        (experiment_id,),
+    ):
+        yield str(row["group_name"]), str(row["name"])

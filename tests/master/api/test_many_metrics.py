@@ -1,0 +1,93 @@
+"""Answers about trials with many metric names and many reports come in pages, to Determined's own client."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from determined.common import api
+from determined.common.api import bindings
+from serving import Master
+
+from dstrial.master.store import metric_summaries
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def session(fresh_master: Master) -> api.Session:
+    return api.Session(fresh_master.address, "determined", fresh_master.tokens["trial-1-user"], None)
+
+
+def report(session: api.Session, steps: int, values: dict[str, Any], group: str = "training") -> None:
+    body = bindings.v1ReportTrialMetricsRequest(
+        group=group,
+        metrics=bindings.v1TrialMetrics(
+            metrics=bindings.v1Metrics(avgMetrics=values, batchMetrics=[]),
+            trialId=1,
+            trialRunId=1,
+            stepsCompleted=steps,
+        ),
+    )
+    bindings.post_ReportTrialMetrics(session, body=body, metrics_trialId=1)
+
+
+def test_names_come_in_pages_and_no_more_than_there_may_be(
+    session: api.Session, fresh_master: Master
+) -> None:
+    names = [f"name{number:05}" for number in range(metric_summaries.MAX_NAMES + 50)]
+    report(session, 1, dict.fromkeys(names, 1.0))
+    report(session, 2, {"loss": 1.0}, "validation")
+
+    user = api.Session(fresh_master.address, "determined", fresh_master.tokens["determined"], None)
+    answers = list(bindings.get_ExpMetricNames(user, ids=[1]))
+
+    found = list(itertools.chain.from_iterable(answer.trainingMetrics or [] for answer in answers))
+    assert found == names[: metric_summaries.MAX_NAMES]
+    assert max(len(answer.metricNames or []) for answer in answers) == 1000
+    assert [answer.searcherMetrics for answer in answers] == [["loss"], *[[]] * 10]
+    assert answers[-1].validationMetrics == ["loss"]
+    (trial,) = bindings.get_GetExperimentTrials(user, experimentId=1).trials
+    assert trial.summaryMetrics is not None
+    assert len(trial.summaryMetrics["avg_metrics"]) == metric_summaries.MAX_NAMES
+    (line,) = [line for line in bindings.get_TrialLogs(user, trialId=1) if "metric names" in line.message]
+    assert "the trial has 10,000 metric names in group 'training'" in line.message
+
+
+def test_reports_are_streamed_whole_and_in_order(session: api.Session, fresh_master: Master) -> None:
+    def store(tx: Any) -> None:
+        tx.executemany(
+            "INSERT INTO metrics (trial_id, run_id, group_name, steps, end_us, metrics) VALUES (1, 1, ?, ?, 1, ?)",
+            [
+                ("training" if steps % 2 else "validation", steps, f'{{"loss": {steps}}}')
+                for steps in range(2500)
+            ],
+        )
+
+    fresh_master.services.database.write(store)
+    report(session, 2500, {"text": "x" * 9_000_000})
+    report(session, 2501, {"text": "x" * 9_000_000})
+
+    answers = list(bindings.get_GetMetrics(session, group="", trialIds=[1]))
+    assert [row.totalBatches for answer in answers for row in answer.metrics] == list(range(2502))
+    assert [len(answer.metrics) for answer in answers] == [1000, 1000, 501, 1]
+    answers = list(bindings.get_GetMetrics(session, group="validation", trialIds=[1]))
+    assert [row.totalBatches for answer in answers for row in answer.metrics] == list(range(0, 2500, 2))
+
+
+def test_a_page_of_workloads_is_the_same_as_that_part_of_all(session: api.Session) -> None:
+    for steps in range(1, 30):
+        report(session, steps, {"loss": 1.0 / steps})
+        if steps % 5 == 0:
+            report(session, steps, {"loss": 1.0 / steps}, "validation")
+
+    def page(**chosen: Any) -> list[dict[str, Any]]:
+        return [
+            one.to_json() for one in bindings.get_GetTrialWorkloads(session, trialId=1, **chosen).workloads
+        ]
+
+    every = page(limit=-1)
+    assert len(every) == 29 + 5 + 1
+    assert [one for start in range(0, 35, 4) for one in page(offset=start, limit=4)] == every
+    assert len(page(filter=bindings.GetTrialWorkloadsRequestFilterOption.VALIDATION)) == 5

@@ -1,0 +1,103 @@
+"""The file that a supervisor writes, in parts where it is large: read to its end, and what was deleted is counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dstrial.master.backends.log_file import printed, read_lines
+
+
+class Log:
+    """A log as a supervisor leaves it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.num_bytes = self.num_lines = 0
+        self.parts = [directory / "output.log"]
+        self.parts[0].touch()
+
+    def write(self, *texts: str) -> None:
+        data = "".join(f"1 o {text}\n" for text in texts)
+        with self.parts[-1].open("a") as file:
+            file.write(data)
+        self.num_bytes += len(data)
+        self.num_lines += len(texts)
+
+    def begin_part(self) -> Path:
+        self.parts.append(self.directory / f"output.log.{self.num_bytes}.{self.num_lines}")
+        self.parts[-1].touch()
+        return self.parts[-1]
+
+    def read(self, max_bytes: int = 10**6, offset: int = 0, num_lines: int = 0) -> tuple[list[str], int]:
+        """Return all lines from a place on, and how many are lost."""
+        texts: list[str] = []
+        num_lost = 0
+        while True:
+            read = read_lines(self.directory, offset, max_bytes, num_lines=num_lines)
+            num_lines += read.num_lost + len(read.lines)
+            num_lost += read.num_lost
+            texts += [line.text.rstrip("\n") for line in read.lines]
+            if read.end == offset:
+                assert not read.has_more
+                return texts, num_lost
+            offset = read.end
+
+
+@given(
+    texts=st.lists(st.text("abc ", max_size=9), max_size=30),
+    ends=st.sets(st.integers(0, 30), max_size=6),
+    max_bytes=st.integers(1, 40),
+)
+def test_a_log_in_parts_reads_as_one(
+    tmp_path_factory: object, texts: list[str], ends: set[int], max_bytes: int
+) -> None:
+    log = Log(tmp_path_factory.mktemp("log"))  # type: ignore[attr-defined]
+    for number, text in enumerate(texts):
+        if number in ends and number:
+            log.begin_part()
+        log.write(text)
+
+    assert log.read(max_bytes) == (texts, 0)
+
+
+def test_lines_that_were_deleted_before_anybody_read_them_are_counted(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    log.write("a", "b")
+    middle = log.begin_part()
+    log.write("c", "d", "e")
+    log.begin_part()
+    log.write("f")
+    after_c = read_lines(tmp_path, 12, 6, num_lines=2).end
+    assert after_c == 18
+
+    middle.unlink()
+
+    assert log.read() == (["a", "b", "f"], 3)
+    assert log.read(offset=after_c, num_lines=3) == (["f"], 2)
+
+
+def test_what_is_not_complete_yet_waits(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    log.write("a")
+    part = log.begin_part()
+    part.write_text("1 o b")
+
+    assert log.read() == (["a"], 0)
+
+
+def test_why_a_trial_failed_is_looked_for_in_a_bounded_part_of_its_log(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    log.write("first")
+    for _ in range(3):
+        log.write(*["x" * 1000] * 10_000)
+        log.begin_part()
+    log.write("last")
+
+    texts = [text for _, text in printed(tmp_path)]
+
+    assert texts[0] == "first\n"
+    assert texts[-1] == "last\n"
+    assert 15_000 < len(texts) < 20_000

@@ -1,0 +1,199 @@
+"""A log that is larger than it may be keeps its beginning and its newest lines, and says what is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dstrial.master.store import log_quota, logs
+from dstrial.master.store.database import Database, Transaction
+from dstrial.master.store.log_quota import LogOwner
+from dstrial.master.store.logs import LogLine
+
+QUOTA = 2**16
+TRIAL = LogOwner("1.request", 7, "1.request.1")
+COMMAND = LogOwner("command", None, "command.1")
+
+
+class Log:
+    """A database in which one log grows."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self.num_printed = 0
+
+    def print(self, count: int, owner: LogOwner = TRIAL, num_lost: int = 0) -> None:
+        lines = [
+            LogLine(1, "stdout", None, 0, f"line {self.num_printed + number}\n") for number in range(count)
+        ]
+        self.num_printed += count
+        self.database.write(lambda tx: log_quota.add_lines(tx, owner, lines, QUOTA, num_lost=num_lost))
+
+    def rows(self, owner: LogOwner = TRIAL) -> list[logs.StoredLine]:
+        wanted = logs.LogFilter(trial_id=owner.trial_id, task_id=owner.task_id)
+        with self.database.read() as connection:
+            return logs.query(connection, wanted)
+
+    def printed(self, owner: LogOwner = TRIAL) -> list[int]:
+        """Return the numbers of the lines that are kept, in order."""
+        return [int(row.log.split()[1]) for row in self.rows(owner) if row.source == "task"]
+
+    def said(self, owner: LogOwner = TRIAL) -> list[str]:
+        """Return the master's own lines."""
+        return [row.log.rstrip("\n") for row in self.rows(owner) if row.source == "master"]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Log]:
+    database = Database(tmp_path / "master.db")
+    yield Log(database)
+    database.close()
+
+
+def size_of(log: Log) -> int:
+    with log.database.read() as connection:
+        return int(
+            connection.execute(
+                "SELECT COALESCE(SUM(LENGTH(log) + LENGTH(task_id) + LENGTH(allocation_id)), 0) FROM logs"
+            ).fetchone()[0]
+        )
+
+
+def test_a_log_within_its_quota_is_kept_whole(log: Log) -> None:
+    log.print(100)
+    log.print(100)
+
+    assert log.printed() == list(range(200))
+    assert log.said() == []
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 100, 3000])
+@pytest.mark.parametrize("owner", [TRIAL, COMMAND])
+def test_of_a_larger_log_the_beginning_and_the_newest_lines_are_kept(
+    log: Log, owner: LogOwner, at_once: int
+) -> None:
+    while log.num_printed < 3000:
+        log.print(min(at_once, 3000 - log.num_printed), owner)
+
+    kept = log.printed(owner)
+    num_head = next(number for number, line in enumerate(kept) if number != line)
+    assert kept == [*range(num_head), *range(3000 - (len(kept) - num_head), 3000)]
+    assert 170 < num_head < 205, "half of 64 KiB, 160 to 190 bytes each"
+    assert 170 < len(kept) - num_head < 205
+    assert size_of(log) < QUOTA
+
+
+def test_the_log_says_at_the_place_how_many_lines_are_left_out(log: Log) -> None:
+    while log.num_printed < 3000:
+        log.print(10)
+
+    rows = log.rows()
+    kept = log.printed()
+    marker = next(index for index, row in enumerate(rows) if "left out here" in row.log)
+    assert rows[marker].log == (
+        f"{3000 - len(kept):,} lines are left out here: the log is larger than limits.trial_log_bytes of the master's "
+        "settings, 64 KiB\n"
+    )
+    assert (rows[marker].source, rows[marker].level) == ("master", "WARNING")
+    assert rows[marker - 1].log == f"line {marker - 1}\n"
+
+
+def test_who_follows_is_told_while_it_grows_and_once_at_the_end(log: Log) -> None:
+    while log.num_printed < 2000:
+        log.print(10)
+    so_far = [text for text in log.said() if text.endswith("left out so far")]
+    log.database.write(lambda tx: log_quota.tell_at_end(tx, TRIAL))
+
+    # 2000 lines of about 170 bytes are five quotas, the first of which is kept.
+    assert 4 <= len(so_far) <= 5
+    assert so_far[0].startswith(
+        "the log is larger than limits.trial_log_bytes of the master's settings, 64 KiB: "
+    )
+    assert log.said()[-1] == f"{2000 - len(log.printed()):,} lines are left out of this log"
+
+
+def test_a_log_that_is_whole_ends_without_a_word(log: Log) -> None:
+    log.print(3)
+    log.database.write(lambda tx: log_quota.tell_at_end(tx, TRIAL))
+    log.database.write(lambda tx: log_quota.tell_at_end(tx, COMMAND))
+
+    assert log.said() == []
+
+
+def test_lines_that_nobody_could_read_count_too(log: Log) -> None:
+    log.print(2)
+    log.print(1, num_lost=1234)
+    log.database.write(lambda tx: log_quota.tell_at_end(tx, TRIAL))
+
+    assert [row.log.rstrip("\n") for row in log.rows()] == [
+        "line 0",
+        "line 1",
+        "1,234 lines are left out here: they were printed while the master was away, or faster than it reads",
+        "line 2",
+        "1,234 lines are left out of this log",
+    ]
+
+
+def test_empty_lines_fill_a_quota_by_the_room_that_their_rows_take(log: Log) -> None:
+    lines = [LogLine(1, "stdout", None, None, "\n")] * 2000
+    log.database.write(lambda tx: log_quota.add_lines(tx, TRIAL, lines, QUOTA))
+
+    assert len([row for row in log.rows() if row.source == "task"]) == QUOTA // 161
+
+
+def test_a_log_of_an_older_release_keeps_its_beginning_and_goes_on(log: Log) -> None:
+    lines = [LogLine(1, "stdout", None, None, f"line {number}\n") for number in range(1000)]
+    log.database.write(lambda tx: logs.add_task_logs(tx, "1.request", 7, None, lines))
+    log.num_printed = 1000
+
+    log.print(10)
+
+    kept = log.printed()
+    assert kept[:150] == list(range(150))
+    assert kept[-150:] == list(range(860, 1010))
+    assert size_of(log) < QUOTA
+
+
+def test_a_line_larger_than_the_quota_leaves_the_others_alone(log: Log) -> None:
+    log.print(10)
+    huge = LogLine(1, "stdout", None, None, "x" * 2 * QUOTA + "\n")
+    log.database.write(lambda tx: log_quota.add_lines(tx, TRIAL, [huge], QUOTA))
+    log.print(10)
+
+    assert log.printed() == list(range(20))
+    assert log.said()[0].startswith("1 line is left out here")
+
+
+def test_the_room_of_what_is_left_out_is_used_again(log: Log) -> None:
+    def num_pages() -> int:
+        with log.database.read() as connection:
+            return int(connection.execute("PRAGMA page_count").fetchone()[0])
+
+    while log.num_printed < 3000:
+        log.print(100)
+    before = num_pages()
+    while log.num_printed < 20_000:
+        log.print(100)
+
+    assert num_pages() <= before + 8
+
+
+def test_a_log_that_was_too_old_begins_anew(log: Log) -> None:
+    log.print(3000, COMMAND)
+
+    def end(tx: Transaction) -> None:
+        tx.execute("INSERT INTO users (id, username, modified_us) VALUES (1, 'determined', 0)")
+        tx.execute(
+            "INSERT INTO commands (task_id, kind, job_id, state, description, config, owner_id, workspace_id, num_slots, "
+            "queue_position, start_us, end_us) VALUES ('command', 'COMMAND', 'j', 'COMPLETED', '', '{}', 1, 1, 0, 1, 1, 1)"
+        )
+        logs.forget_old(tx, 1)
+
+    log.database.write(end)
+    log.num_printed = 0
+    log.print(100, COMMAND)
+
+    assert log.printed(COMMAND) == list(range(100))
+    assert log.said(COMMAND) == []

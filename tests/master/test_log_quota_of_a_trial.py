@@ -1,0 +1,87 @@
+"""A trial that prints more than its log may hold: what `det` shows of it, and that others go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from submitting import config, log_of, submit, trials, wait_until
+from waiting import wait_for
+
+from dstrial.testing.master import master_for_test
+
+pytestmark = pytest.mark.process
+
+WAITING = """
+import pathlib, time
+print("begun", flush=True)
+while not pathlib.Path({go!r}).exists():
+    time.sleep(0.01)
+for number in range(100_000):
+    print(f"line {{number:05}}")
+print("ended", flush=True)
+pathlib.Path({done!r}).touch()
+"""
+FLOOD = """
+for number in range(60_000):
+    print(f"line {number:05}")
+raise RuntimeError("went wrong at last")
+"""
+
+
+def test_the_beginning_the_end_and_the_reason_are_there_and_the_rest_is_counted(tmp_path: Path) -> None:
+    settings = tmp_path / "master.yaml"
+    settings.write_text("limits: {trial_log_bytes: 1048576}\n")
+    with master_for_test(tmp_path, num_slots=2, options=("--config-file", str(settings))) as master:
+        flood = submit(master, config(), FLOOD)
+        wait_until(master, flood, "ERROR")
+        other = submit(master, config("echo hello"))
+        wait_until(master, other, "COMPLETED")
+        shown = master.det("trial", "logs", str(trials(master, flood)[0]["id"])).stdout
+        size = master.state.database_path.stat().st_size
+
+    printed = [int(line.rpartition(" ")[2]) for line in shown.splitlines() if "|| line " in line]
+    assert printed[0] == 0
+    assert printed[-1] == 59_999
+    assert printed == sorted(set(printed))
+    num_left_out = 60_000 - len(printed)
+    assert num_left_out > 50_000
+    assert "RuntimeError: went wrong at last" in shown
+    (crashed,) = [line for line in shown.splitlines() if " crashed: " in line]
+    assert "RuntimeError: went wrong at last" in crashed
+    (at_the_end,) = [line for line in shown.splitlines() if "left out of this log" in line]
+    # Lines of the traceback count as well.
+    assert abs(int(at_the_end.split("WARNING: ")[1].split()[0].replace(",", "")) - num_left_out) < 10
+    assert "left out so far" in shown
+    assert "left out here: the log is larger than limits.trial_log_bytes" in shown
+    assert size < 8 * 2**20
+    assert "hello" not in shown
+
+
+def test_what_is_printed_while_the_master_is_away_takes_a_bounded_part_of_the_disk(tmp_path: Path) -> None:
+    settings = tmp_path / "master.yaml"
+    settings.write_text("limits: {trial_log_bytes: 1048576}\n")
+    go, done = tmp_path / "go", tmp_path / "done"
+    with master_for_test(tmp_path, num_slots=1, options=("--config-file", str(settings))) as master:
+        experiment_id = submit(master, config(), WAITING.format(go=str(go), done=str(done)))
+        wait_for(lambda: "begun" in log_of(master, experiment_id))
+        master.kill()
+        go.touch()
+        wait_for(done.exists)
+        files = list((master.state.path / "allocations").glob("*/output.log*"))
+        taken = sum(path.stat().st_size for path in files)
+        master.up()
+        wait_until(master, experiment_id, "COMPLETED")
+        shown = log_of(master, experiment_id)
+
+    assert taken < 2 * 2**20
+    lines = shown.splitlines()
+    printed = [line for line in lines if "line " in line and line.rpartition(" ")[2].isdecimal()]
+    assert any("begun" in line for line in lines)
+    assert any("ended" in line for line in lines)
+    assert any("while the master was away" in line for line in lines)
+    (at_the_end,) = [line for line in lines if "left out of this log" in line]
+    count = next(
+        int(word.replace(",", "")) for word in at_the_end.split() if word[0].isdecimal() and "," in word
+    )
+    assert count + len(printed) == 100_000
