@@ -20,6 +20,7 @@ from dstrial.master.store import integrity, marks, page_checksums, wal
 logger = logging.getLogger(__name__)
 
 _FOLD_FRAMES = 1000
+_FOLD_PERIOD_S = 1.0
 _IDLE_S = 5.0
 _MAX_AGE_S = 60.0
 _BUSY_MS = 100
@@ -74,7 +75,7 @@ class LogKeeper:
         """Return in how many seconds :meth:`fold` is due, 0 for now, None while there is nothing to fold."""
         if not self._marks.num_frames:
             return None
-        if self._log.num_committed >= _FOLD_FRAMES and time.monotonic() > self._folded_s + 1:
+        if self._log.num_committed >= _FOLD_FRAMES and time.monotonic() > self._folded_s + _FOLD_PERIOD_S:
             return 0.0
         due_s = min(max(self._written_s, self._folded_s) + _IDLE_S, self._folded_s + _MAX_AGE_S)
         return max(0.0, due_s - time.monotonic())
