@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dstrial.errors import DatabaseDamagedError, MasterError
+from dstrial.master import mending
 from dstrial.master.store import copies, integrity
 from dstrial.master.store.page_checksums import sync_directory
 
@@ -34,7 +35,7 @@ def make_copy(
     """
     if not database.is_file() or not database.stat().st_size:
         raise MasterError(
-            f"{database} is missing or empty; expected a database. Start its master with `dstrial up`, or name its directory "
+            f"{database} is missing or empty; expected a database. {mending.START}, or name its directory "
             "with --state-dir."
         )
     if target.exists() or copies.description_path(target).exists():
@@ -54,8 +55,8 @@ def make_copy(
             temporary.unlink(missing_ok=True)
     except sqlite3.DatabaseError as error:
         raise DatabaseDamagedError(
-            f"{database} cannot be copied ({error}); expected a whole database and room for another. See what is wrong with "
-            "`dstrial logs`, or make room."
+            f"{database} cannot be copied ({error}); expected a whole database and room for another. "
+            f"{mending.SEE_LOG}, or make room."
         ) from error
     except OSError as error:
         raise MasterError(

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from dstrial.errors import DatabaseDamagedError, MasterError
+from dstrial.master import mending
 from dstrial.master.store.opening import (
-    MEND,
     SCHEMA_VERSION,
     connect,
     is_damage,
@@ -289,7 +289,7 @@ class Database:
         """Say what was found damaged since the start, and what to do; empty if nothing."""
         if not self.damage:
             return ""
-        return f"{self.path} is damaged ({self.damage}); expected every page as it was written. {MEND}"
+        return f"{self.path} is damaged ({self.damage}); expected every page as it was written. {mending.END_AND_PUT_BACK}"
 
     def _fold(self, *, is_thorough: bool) -> None:
         try:

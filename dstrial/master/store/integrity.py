@@ -15,6 +15,7 @@ from typing import TypeVar
 from urllib.parse import quote
 
 from dstrial.errors import DatabaseDamagedError
+from dstrial.master import mending
 from dstrial.master.store import marks, page_checksums, wal
 from dstrial.master.store.copies import newest_copy
 
@@ -210,13 +211,11 @@ def _counts(highest: Mapping[str, int]) -> str:
 
 def refuse(path: Path, refusal: str, copy: Path | None) -> DatabaseDamagedError:
     """Return what to raise, with the line to type."""
-    where = f"--state-dir {path.parent}"
-    fix = (
-        f"Put the newest copy back with `dstrial restore {copy} {where}`, or take"
-        if copy is not None
-        else "Put a copy of it back with `dstrial restore PATH`, or take"
+    which = "the newest copy" if copy is not None else "a copy of it"
+    return DatabaseDamagedError(
+        f"{refusal} Put {which} back with {mending.put_back(copy, path.parent)}, or take what is there with "
+        f"{mending.take_as_is(path.parent)}."
     )
-    return DatabaseDamagedError(f"{refusal} {fix} what is there with `dstrial restore --as-is {where}`.")
 
 
 def inspect(path: Path) -> Facts:

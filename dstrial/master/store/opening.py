@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 
 from dstrial.errors import MasterError
+from dstrial.master import mending
 from dstrial.master.store import copies, integrity, marks, page_checksums
 from dstrial.master.store.log_keeper import LogKeeper
 
@@ -20,16 +21,12 @@ _BUSY_TIMEOUT_S = 30.0
 _CORRUPT, _NOT_A_DATABASE = 11, 26
 """SQLite's codes of a damaged page, and of a damaged first one."""
 
-MEND = "End the master with `dstrial down`, and put a copy back with `dstrial restore`."
-
 
 def unusable(path: Path, error: Exception) -> MasterError:
     """Return what to raise for a file that SQLite cannot use."""
-    copy = copies.newest_copy(path)
-    line = f"dstrial restore {copy} --state-dir {path.parent}" if copy is not None else "dstrial restore PATH"
     return MasterError(
         f"{path} cannot be used ({error}); expected a database of dstrial's with room to grow. Make room, put a copy of it "
-        f"back with `{line}`, or pass another --state-dir."
+        f"back with {mending.put_back(copies.newest_copy(path), path.parent)}, or pass another --state-dir."
     )
 
 

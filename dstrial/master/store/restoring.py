@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dstrial.errors import DatabaseDamagedError, MasterError
+from dstrial.master import mending
 from dstrial.master.store import copies, integrity, marks, page_checksums
 from dstrial.master.store.opening import SCHEMA_VERSION, make_table
 
@@ -91,7 +92,7 @@ def take_as_is(database: Path) -> Restored:
             if problem:
                 raise DatabaseDamagedError(
                     f"{database} is damaged ({problem}); expected a database that passes SQLite's check. Put a copy back with "
-                    "`dstrial restore PATH`."
+                    f"{mending.put_back(None, database.parent)}."
                 )
         kept = _keep(database, is_moved=False)
         make_table(database)
@@ -109,7 +110,9 @@ def take_as_is(database: Path) -> Restored:
 def _check_copy(copy: Path) -> bool:
     """Return whether a copy has a checksum, which is right; refuse one that is damaged."""
     if not copy.is_file():
-        raise MasterError(f"{copy} is missing; expected a copy of a database. Name one of `dstrial restore`.")
+        raise MasterError(
+            f"{copy} is missing; expected a copy of a database. Name another, {mending.SEE_COPIES}."
+        )
     try:
         description = copies.read_description(copy)
     except ValueError as error:
@@ -139,7 +142,7 @@ def _check_copy(copy: Path) -> bool:
 
 def _unusable_copy(copy: Path, problem: object) -> DatabaseDamagedError:
     return DatabaseDamagedError(
-        f"{copy} cannot be used ({problem}); expected a whole database of dstrial's. Take another copy, see `dstrial restore`."
+        f"{copy} cannot be used ({problem}); expected a whole database of dstrial's. Take another copy, {mending.SEE_COPIES}."
     )
 
 
