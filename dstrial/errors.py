@@ -22,6 +22,7 @@ The tree, drawn once::
     ├── MissingExtraError             an optional library is missing that an integration needs (also an ImportError)
     ├── SearchError                   a searcher cannot go on with what a trial reported
     └── MasterError                   the embedded master cannot start, stop or go on
+        ├── DatabaseDamagedError      its database is damaged, or not the one that it had; names what and what to type
         └── RequestError              a request to it cannot be answered; carries the HTTP status
 
 Every message says where, what, what was expected and how to fix it. This module imports nothing
@@ -145,6 +146,10 @@ class SearchError(DstrialError):
 
 class MasterError(DstrialError):
     """The embedded master cannot start, stop or go on."""
+
+
+class DatabaseDamagedError(MasterError):
+    """The master's database is damaged, or is not the one that the last master left."""
 
 
 class RequestError(MasterError):

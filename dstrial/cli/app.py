@@ -19,6 +19,7 @@ from dstrial.cli.streams import to_null_device
 from dstrial.errors import DstrialError
 
 COMMANDS = {
+    "backup": "copy the master's database, also while it runs",
     "check": "check an experiment config and its DeepSpeed config; starts nothing",
     "checkpoint": "inspect, verify, compare, export and reshape checkpoints",
     "convert": "make an experiment of another tool's config",
@@ -27,6 +28,7 @@ COMMANDS = {
     "dsat": "tune the DeepSpeed configuration of an experiment",
     "login": "log det in to the master of this machine, without a password",
     "logs": "print the master's own log",
+    "restore": "put a copy of the master's database back",
     "run": "train one experiment on this machine and follow it",
     "status": "show the master's address, slots, experiments and disk use",
     "up": "start the master of this machine in the background",

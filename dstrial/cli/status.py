@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.up import add_state_dir_argument, describe_slots
-from dstrial.errors import DstrialError
+from dstrial.errors import DstrialError, MasterError, RequestError
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory
 from dstrial.master.store import observe
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 _ANSWER_TIMEOUT_S = 5.0
+_UNAVAILABLE = 503
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -37,16 +38,18 @@ def main(args: argparse.Namespace) -> int:
     """Print; return 0 if a master runs, else 1."""
     state = StateDirectory.choose(args.state_dir)
     record = state.running()
-    usage = observe.usage(state)
+    usage, starting, unusable = _observed(state, record)
+    answers, damage = (False, "") if record is None else _health(record)
     fields: dict[str, Any] = {
         "running": record is not None,
         "address": None if record is None else record.address,
         "pid": None if record is None else record.pid,
-        "answers": record is not None and _answers(record),
+        "answers": answers,
+        "database": damage or unusable,
         "slots": None if record is None else _slots(record, usage.num_slots_used),
         "experiments": usage.experiments,
         "trials": usage.trials,
-        "starting": _starting(state, record),
+        "starting": starting,
         "state_dir": str(state.path),
         "disk_bytes": _disk_bytes(state.path),
     }
@@ -55,6 +58,22 @@ def main(args: argparse.Namespace) -> int:
     else:
         sys.stdout.write(_text(record, fields))
     return 0 if record is not None else 1
+
+
+def _observed(
+    state: StateDirectory, record: MasterRecord | None
+) -> tuple[observe.Usage, list[dict[str, Any]], str]:
+    """Return what the database says, and what is wrong with it where a master serves from it all the same.
+
+    Raises:
+        MasterError: it cannot be used, and no master runs.
+    """
+    try:
+        return observe.usage(state), _starting(state, record), ""
+    except MasterError as error:
+        if record is None:
+            raise
+        return observe.Usage(0, {}, {}), [], str(error)
 
 
 def _starting(state: StateDirectory, record: MasterRecord | None) -> list[dict[str, Any]]:
@@ -72,13 +91,15 @@ def _starting(state: StateDirectory, record: MasterRecord | None) -> list[dict[s
     ]
 
 
-def _answers(record: MasterRecord) -> bool:
-    """Whether the master answers its owner, however many others ask at its port."""
+def _health(record: MasterRecord) -> tuple[bool, str]:
+    """Whether the master answers its owner, however many others ask at its port, and what is wrong with its database."""
     try:
-        Client(record.address, socket=record.socket, timeout_s=_ANSWER_TIMEOUT_S).get("/info")
+        Client(record.address, socket=record.socket, timeout_s=_ANSWER_TIMEOUT_S).get("/health")
+    except RequestError as error:
+        return True, str(error) if error.status == _UNAVAILABLE else ""
     except DstrialError:
-        return False
-    return True
+        return False, ""
+    return True, ""
 
 
 def _slots(record: MasterRecord, num_used: int) -> dict[str, int]:
@@ -96,6 +117,8 @@ def _text(record: MasterRecord | None, fields: dict[str, Any]) -> str:
         ]
         if not fields["answers"]:
             rows.append(("answers", f"no, not in {_ANSWER_TIMEOUT_S:g} s; see why with `dstrial logs`"))
+        if fields["database"]:
+            rows.append(("database", fields["database"]))
     rows += [(name, _counts(fields[name])) for name in ("experiments", "trials")]
     for one in fields["starting"]:
         what = f"trial {one['trial']} of experiment {one['experiment']} is {one['phase']}"

@@ -30,6 +30,9 @@ HOST = "127.0.0.1"
 
 DEFAULT_PORT = 8080
 _START_TIMEOUT_S = 60.0
+_CHECK_S_PER_GIB = 30.0
+"""What looking through a large database may take besides; ten times what was measured after a kill."""
+
 _OTHER_TIMEOUT_S = 10.0
 _POLL_PERIOD_S = 0.05
 
@@ -95,7 +98,7 @@ def start(
         process.kill()
         process.wait()
         raise MasterError(
-            f"the master did not serve within {_START_TIMEOUT_S:g} s; expected it at once. See {state.log_path}."
+            f"the master did not serve within {_start_timeout_s(state):.0f} s; expected it at once. See {state.log_path}."
         )
     message: dict[str, Any] = json.loads(told) if told else {}
     if "record" not in message:
@@ -135,8 +138,16 @@ def _launch(
         finally:
             os.close(theirs)
         meanwhile()
-        told = _read_all(ready.fileno(), time.monotonic() + _START_TIMEOUT_S)
+        told = _read_all(ready.fileno(), time.monotonic() + _start_timeout_s(state))
     return process, told
+
+
+def _start_timeout_s(state: StateDirectory) -> float:
+    try:
+        num_bytes = state.database_path.stat().st_size
+    except OSError:
+        num_bytes = 0
+    return _START_TIMEOUT_S + num_bytes / 2**30 * _CHECK_S_PER_GIB
 
 
 def _wait_for_record(state: StateDirectory) -> MasterRecord | None:

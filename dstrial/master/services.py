@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+from dstrial.errors import MasterError
 from dstrial.master.clock import now_us
 from dstrial.master.http.login import LoginLinks, LoginThrottle
 from dstrial.master.pubsub import PubSub
@@ -37,6 +38,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 _NUM_READERS = 4
+_SCRUB_PERIOD_S = 60.0
 
 VERSION = "0.38.1"
 """The release of Determined whose protocol is spoken; its clients warn about any other."""
@@ -129,6 +131,7 @@ class Services:
         links: codes that open a session in a browser once.
         activity: when the services of tasks were used.
         signing_key: by which webhooks are signed.
+        next_scrub_s: before which the database is not looked through again because of a failed request, monotonic seconds.
         tokens: who is asking.
         webhook_sender: sends what webhooks are told.
         log_triggers: finds what webhooks look for in logs.
@@ -152,6 +155,7 @@ class Services:
     links: LoginLinks = dataclasses.field(default_factory=LoginLinks)
     activity: Activity = dataclasses.field(default_factory=Activity)
     signing_key: str = dataclasses.field(default="", repr=False)
+    next_scrub_s: float = 0.0
     tokens: TokenStore = dataclasses.field(init=False)
     webhook_sender: Sender = dataclasses.field(init=False)
     log_triggers: LogTriggers = dataclasses.field(init=False)
@@ -176,6 +180,14 @@ class Services:
                 return function(connection, *args, **kwargs)
 
         return await asyncio.get_running_loop().run_in_executor(self.executor, run)
+
+    async def find_damage(self) -> str:
+        """Say what is damaged of the database, looking for it now unless that was done a moment ago; empty if nothing."""
+        if not self.database.damage and time.monotonic() >= self.next_scrub_s:
+            self.next_scrub_s = time.monotonic() + _SCRUB_PERIOD_S
+            with contextlib.suppress(MasterError):  # It is being closed.
+                await self.run(self.database.scrub)
+        return self.database.describe_damage()
 
     async def write(self, function: Callable[[Transaction], T]) -> T:
         """Have the writer run a function in a transaction, and wait for its commit."""

@@ -67,7 +67,8 @@ class Search:
 @contextlib.contextmanager
 def opened(master: MasterForTest) -> Iterator[sqlite3.Connection]:
     """Open the master's database to look."""
-    connection = sqlite3.connect(master.state.database_path, timeout=30)
+    # Read-only: a connection that could write would move the log of a killed master when it is closed.
+    connection = sqlite3.connect(f"file:{master.state.database_path}?mode=ro", uri=True, timeout=30)
     connection.row_factory = sqlite3.Row
     try:
         yield connection

@@ -6,7 +6,7 @@ import dataclasses
 
 from starlette.responses import Response
 
-from dstrial.errors import DstrialError, MasterError, RequestError
+from dstrial.errors import DatabaseDamagedError, DstrialError, MasterError, RequestError
 from dstrial.master.advice import text_of
 from dstrial.master.http.messages import to_json
 from dstrial.master.store.database import OperationalError
@@ -64,6 +64,8 @@ def status_and_text(error: BaseException) -> Problem:
         return problem(error.status, str(error))
     if isinstance(error, StoreError):
         return problem(_STATUSES[type(error)], text_of(error))
+    if isinstance(error, DatabaseDamagedError):
+        return problem(503, str(error))
     if isinstance(error, MasterError) or (isinstance(error, OperationalError) and _is_passing(error)):
         return problem(
             503, f"the master cannot answer now ({error}); expected it to. Send the request again."

@@ -20,10 +20,10 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from dstrial.errors import RequestError
+from dstrial.errors import DatabaseDamagedError, RequestError
 from dstrial.master.http import access as guard
 from dstrial.master.http import unsupported
-from dstrial.master.http.errors import error_response, status_and_text
+from dstrial.master.http.errors import Problem, error_response, status_and_text
 from dstrial.master.http.fields import Fields, camel, shown
 from dstrial.master.http.messages import to_json
 from dstrial.master.http.peers import Peer, peer_of_scope
@@ -444,11 +444,19 @@ class Api:
         except _GoneError:
             return
         except Exception as error:
-            problem = status_and_text(error)
+            problem = await self._explained(error)
             if problem.status >= 500 and problem.status != 501:
                 logger.exception("%s %s is answered %d", scope["method"], scope["path"], problem.status)
             response = error_response(problem)
         await response(scope, receive, send)
+
+    async def _explained(self, error: Exception) -> Problem:
+        """Say how an exception is answered; a defect may be a damaged value, which is then told of instead."""
+        found = status_and_text(error)
+        if found.status != 500:
+            return found
+        damage = await self._services.find_damage()
+        return status_and_text(DatabaseDamagedError(damage)) if damage else found
 
     async def _answer(self, scope: Scope, receive: Receive) -> Response:
         headers = Headers(scope=scope)

@@ -19,6 +19,7 @@ from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import checkpoint_gc, containers, detached_runs
 from dstrial.master.pubsub import PubSub
 from dstrial.master.store import allocations, background_jobs, checkpoints, experiments, logs, models
+from dstrial.master.store.backups import make_daily_copy
 from dstrial.master.store.database import Database, IntegrityError, Transaction, find_cluster_id
 from dstrial.master.store.metric_values import as_number
 
@@ -35,14 +36,15 @@ _OVERLAY_UNUSED_S = 14 * 24 * 3600.0
 class Janitor:
     """The thread that performs the rows of ``work`` one after the other.
 
-    They delete checkpoints, experiments, old logs and unused environments.
+    They delete checkpoints, experiments, old logs and unused environments. It also copies the database once a day.
 
     Args:
         database: the store.
         changes: told by the topic "scheduler" that there may be work.
         log_retention_days: how long logs are kept where an experiment says nothing; None or -1 for ever.
         overlays_path: where the environments of tasks lie; None to leave them alone.
-        period_s: how often old logs and unused environments are deleted, seconds.
+        period_s: how often old logs and unused environments are deleted, and is looked whether the day's copy of the
+            database is due, seconds.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Janitor:
         if time.monotonic() >= self._forget_at_s:
             self._forget_old_logs()
             self._collect_overlays()
+            self._copy_database()
             self._forget_at_s = time.monotonic() + self._period_s
         with self._database.read() as connection:
             row = background_jobs.next_pending(connection)
@@ -191,6 +194,23 @@ class Janitor:
         if self._overlays_path is not None:
             for name in collect_overlays(self._overlays_path, _OVERLAY_UNUSED_S):
                 logger.info("environment %s is deleted: no task has used it for long, or it was broken", name)
+
+    def _copy_database(self) -> None:
+        """Make the day's copy, of a whole database; one that cannot be made is told of, and tried again in an hour."""
+        with self._database.read() as connection:
+            if not experiments.has_any(connection):
+                return
+        if self._database.damage or self._database.scrub():
+            # Copies of a damaged database would in time take the place of the good ones.
+            logger.error("no copy of the database is made: %s", self._database.describe_damage())
+            return
+        try:
+            made = make_daily_copy(self._database.path, time.time())
+        except MasterError as error:
+            logger.error("there is no copy of the database of today: %s", error)
+            return
+        if made is not None:
+            logger.info("the database is copied to %s", made)
 
     def _forget_old_logs(self) -> None:
         self._database.write(lambda tx: logs.forget_old(tx, self._log_retention_days))

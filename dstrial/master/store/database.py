@@ -2,7 +2,8 @@
 
 A write is a function of a :class:`Transaction`. Functions that wait at the same time are committed together,
 each behind a savepoint of its own, so that one that fails takes nothing with it and nothing of the others.
-What a function publishes is told to listeners only after its commit.
+What a function publishes is told to listeners only after its commit. A group with a function that must last is on the
+disk before any of its futures ends.
 """
 
 from __future__ import annotations
@@ -18,20 +19,28 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from importlib import resources
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from dstrial.errors import MasterError
+from dstrial.errors import DatabaseDamagedError, MasterError
+from dstrial.master import mending
+from dstrial.master.store.opening import (
+    SCHEMA_VERSION,
+    connect,
+    is_damage,
+    open_for_writer,
+    unusable,
+)
+
+__all__ = ["SCHEMA_VERSION", "Database", "Transaction", "unusable"]
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 6
-_BUSY_TIMEOUT_S = 30.0
 _MAX_GROUP = 512
 _MAX_GROUP_S = 0.05
-
+_SCRUB_PAGES = 2048
+"""How many pages are compared between two groups of writes; 8 MiB take some ten milliseconds."""
 
 Connection: TypeAlias = sqlite3.Connection
 """What the functions of the store read from; nobody else asks it anything."""
@@ -94,11 +103,12 @@ class Transaction:
         connection: the writer's connection.
     """
 
-    __slots__ = ("_topics", "connection")
+    __slots__ = ("_is_durable", "_topics", "connection")
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.connection = connection
         self._topics: set[str] = set()
+        self._is_durable = False
 
     def execute(self, sql: str, parameters: Sequence[Any] | dict[str, Any] = ()) -> sqlite3.Cursor:
         """Run one statement."""
@@ -129,6 +139,14 @@ class Transaction:
         """Tell listeners after the commit that something about these topics has changed."""
         self._topics.update(topics)
 
+    def must_last(self) -> None:
+        """Have the commit on the disk before anybody is told of it, so that a loss of power cannot take it.
+
+        For what a client does not send again: submissions, checkpoints, registrations. Everything else survives the
+        death of the master, and loses the last moments with the machine's power.
+        """
+        self._is_durable = True
+
 
 _Job: TypeAlias = "tuple[Callable[[Transaction], Any], Future[Any]]"
 
@@ -140,8 +158,13 @@ class Database:
         path: the file; created with the schema if it does not exist, brought to it if an older release wrote it.
         on_commit: called in the writer thread with the published topics after every commit that has any.
 
+    Attributes:
+        notes: what was found when it was opened, and is not lost by it; sentences for the log.
+        damage: what SQLite has found damaged since; empty if nothing.
+
     Raises:
-        MasterError: a newer release wrote the file, it is damaged, or cannot be written.
+        DatabaseDamagedError: the file is damaged, or not the one that the last master left; with the line to type.
+        MasterError: a newer release wrote the file, or it cannot be written.
     """
 
     def __init__(self, path: Path, on_commit: Callable[[set[str]], None] | None = None) -> None:
@@ -152,11 +175,14 @@ class Database:
         self._readers: list[sqlite3.Connection] = []
         self._lock = threading.Lock()
         self._is_closed = False
+        self._is_fold_failing = False
+        self.damage = ""
         try:
-            self._writer_connection = _connect(path)
-            _prepare(self._writer_connection, path)
-        except sqlite3.DatabaseError as error:
+            self.notes, self._writer_connection, self._keeper = open_for_writer(path)
+        except (sqlite3.DatabaseError, OSError) as error:
             raise unusable(path, error) from error
+        for note in self.notes:
+            logger.warning("%s", note)
         self._thread = threading.Thread(target=self._run, name="dstrial-writer", daemon=True)
         self._thread.start()
 
@@ -179,19 +205,34 @@ class Database:
 
     @contextlib.contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """Give this thread's read-only connection, inside one snapshot. Do not nest."""
-        connection = getattr(self._local, "connection", None)
+        """Give this thread's read-only connection, inside one snapshot. Do not nest.
+
+        Raises:
+            DatabaseDamagedError: a page that was needed is damaged.
+        """
+        try:
+            connection = self._reader()
+            connection.execute("BEGIN")
+            try:
+                yield connection
+            finally:
+                connection.execute("COMMIT")
+        except sqlite3.DatabaseError as error:
+            told = self._told(error)
+            if told is error:
+                raise
+            raise told from error
+
+    def _reader(self) -> sqlite3.Connection:
+        """Return this thread's read-only connection."""
+        connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if connection is None:
-            connection = _connect(self.path)
+            connection = connect(self.path)
             connection.execute("PRAGMA query_only = 1")
             self._local.connection = connection
             with self._lock:
                 self._readers.append(connection)
-        connection.execute("BEGIN")
-        try:
-            yield connection
-        finally:
-            connection.execute("COMMIT")
+        return connection
 
     def close(self) -> None:
         """Finish what was submitted, checkpoint the log into the file, and close."""
@@ -205,12 +246,70 @@ class Database:
             for connection in self._readers:
                 connection.close()
             self._readers.clear()
+        self._keeper.close()
+
+    def _told(self, error: BaseException) -> BaseException:
+        """Return what to tell of an error; of a damaged page the log and the status tell, too."""
+        if isinstance(error, OSError):
+            return MasterError(
+                f"{self.path} cannot be kept on its disk ({error.strerror}); expected room and a disk that answers. Make room, "
+                "or look at the disk."
+            )
+        if not is_damage(error):
+            return error
+        self._note_damage(str(error))
+        return DatabaseDamagedError(self.describe_damage())
+
+    def _note_damage(self, what: str) -> None:
+        if not self.damage:
+            self.damage = what
+            logger.critical("%s", self.describe_damage())
+
+    def scrub(self) -> list[int]:
+        """Compare the whole file with the checksums of its pages, a part at a time between writes.
+
+        Returns:
+            The pages that are not what was written; they are told of as damage.
+        """
+        wrong: list[int] = []
+        start, is_last = 1, False
+        while not is_last:
+            found, is_last = self.write(functools.partial(self._compare, start))
+            wrong += found
+            start += _SCRUB_PAGES
+        if wrong:
+            more = f" and {len(wrong) - 1} more are" if len(wrong) > 1 else " is"
+            self._note_damage(f"page {wrong[0]}{more} not what was written")
+        return wrong
+
+    def _compare(self, start: int, _tx: Transaction) -> tuple[list[int], bool]:
+        return self._keeper.wrong_pages(start, _SCRUB_PAGES)
+
+    def describe_damage(self) -> str:
+        """Say what was found damaged since the start, and what to do; empty if nothing."""
+        if not self.damage:
+            return ""
+        return f"{self.path} is damaged ({self.damage}); expected every page as it was written. {mending.END_AND_PUT_BACK}"
+
+    def _fold(self, *, is_thorough: bool) -> None:
+        try:
+            self._keeper.fold(is_thorough=is_thorough)
+            self._is_fold_failing = False
+        except (OSError, sqlite3.Error) as error:
+            self._told(error)
+            if not self._is_fold_failing:  # It is tried again every few seconds.
+                logger.warning("the log of %s could not be moved into it and grows: %s", self.path, error)
+            self._is_fold_failing = True
 
     def _run(self) -> None:
         connection = self._writer_connection
         is_open = True
         while is_open:
-            job = self._jobs.get()
+            try:
+                job = self._jobs.get(timeout=self._keeper.seconds_until_fold())
+            except queue.Empty:
+                self._fold(is_thorough=True)
+                continue
             group: list[_Job] = []
             started_s = time.monotonic()
             while job is not None:
@@ -224,59 +323,66 @@ class Database:
             is_open = job is not None
             if group:
                 self._commit(connection, group)
+                if self._keeper.seconds_until_fold() == 0:
+                    self._fold(is_thorough=False)
+        self._keeper.end()
         connection.close()
 
     def _commit(self, connection: sqlite3.Connection, group: list[_Job]) -> None:
         done: list[tuple[Future[Any], Any]] = []
         topics: set[str] = set()
+        is_durable = False
         try:
             connection.execute("BEGIN IMMEDIATE")
             for function, future in group:
                 if future.set_running_or_notify_cancel():
-                    _perform(connection, function, future, done, topics)
+                    is_durable |= self._perform(connection, function, future, done, topics)
             connection.execute("COMMIT")
-        except sqlite3.Error as error:
+            self._keeper.committed(is_durable=is_durable)
+        except (sqlite3.Error, OSError) as error:
             logger.exception("%s could not be written; what was to be written together is lost", self.path)
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             for _, future in group:
                 if not future.done():
-                    future.set_exception(error)
+                    future.set_exception(self._told(error))
             return
         if topics and self._on_commit is not None:
             self._on_commit(topics)
         for future, result in done:
             future.set_result(result)
 
+    def _perform(
+        self,
+        connection: sqlite3.Connection,
+        function: Callable[[Transaction], Any],
+        future: Future[Any],
+        done: list[tuple[Future[Any], Any]],
+        topics: set[str],
+    ) -> bool:
+        """Run one function behind a savepoint; return whether it must last.
 
-def _perform(
-    connection: sqlite3.Connection,
-    function: Callable[[Transaction], Any],
-    future: Future[Any],
-    done: list[tuple[Future[Any], Any]],
-    topics: set[str],
-) -> None:
-    """Run one function behind a savepoint.
-
-    Raises:
-        sqlite3.Error: SQLite has rolled the whole transaction back (a full disk, an input or output error).
-    """
-    transaction = Transaction(connection)
-    connection.execute("SAVEPOINT job")
-    try:
-        result = function(transaction)
-    except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the future
-        future.set_exception(error)
-        connection.execute("ROLLBACK TO job")
+        Raises:
+            sqlite3.Error: SQLite has rolled the whole transaction back (a full disk, an input or output error).
+        """
+        transaction = Transaction(connection)
+        connection.execute("SAVEPOINT job")
+        try:
+            result = function(transaction)
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the future
+            future.set_exception(error if isinstance(error, OSError) else self._told(error))
+            connection.execute("ROLLBACK TO job")
+            connection.execute("RELEASE job")
+            return False
         connection.execute("RELEASE job")
-        return
-    connection.execute("RELEASE job")
-    topics |= transaction._topics
-    done.append((future, result))
+        topics |= transaction._topics
+        done.append((future, result))
+        return transaction._is_durable
 
 
 def make_cluster_id(tx: Transaction) -> str:
     """Return the id of the cluster, which is made at the first start and stays."""
+    tx.must_last()
     tx.execute("INSERT OR IGNORE INTO cluster (key, value) VALUES ('cluster_id', ?)", (str(uuid.uuid4()),))
     return str(find_cluster_id(tx.connection))
 
@@ -294,57 +400,3 @@ def ping(connection: sqlite3.Connection) -> None:
         sqlite3.Error: the database does not answer.
     """
     connection.execute("SELECT 1 FROM cluster").fetchone()
-
-
-def unusable(path: Path, error: sqlite3.DatabaseError) -> MasterError:
-    """Return what to raise for a file that SQLite cannot use."""
-    return MasterError(
-        f"{path} cannot be used ({error}); expected a database of dstrial's with room to grow. Make room, put a copy of it "
-        "back, or pass another --state-dir."
-    )
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(
-        path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=512
-    )
-    connection.row_factory = sqlite3.Row
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("PRAGMA synchronous = NORMAL")
-    connection.execute("PRAGMA foreign_keys = 1")
-    connection.execute("PRAGMA cache_size = -16384")
-    connection.execute("PRAGMA temp_store = MEMORY")
-    return connection
-
-
-def _prepare(connection: sqlite3.Connection, path: Path) -> None:
-    """Make the schema in a new file, or upgrade an older one, all of it or nothing."""
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if version > SCHEMA_VERSION:
-        raise MasterError(
-            f"{path} is of schema version {version}; expected at most {SCHEMA_VERSION}. "
-            "Start the release of dstrial that wrote it, or pass another --state-dir."
-        )
-    steps = (
-        ["schema.sql"]
-        if version == 0
-        else [f"upgrade_{to}.sql" for to in range(version + 1, SCHEMA_VERSION + 1)]
-    )
-    if steps:
-        folder = resources.files("dstrial.master.store")
-        sql = "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in steps)
-        if version == 1:
-            sql = f"{_missing_of_1(connection)} {sql}"
-        connection.executescript(f"BEGIN; {sql} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
-
-
-def _missing_of_1(connection: sqlite3.Connection) -> str:
-    """Return SQL for what an early database of schema version 1 lacks."""
-    steps = [
-        "CREATE TABLE IF NOT EXISTS trial_sources (checkpoint_uuid TEXT NOT NULL, "
-        "trial_id INTEGER NOT NULL REFERENCES trials (id) ON DELETE CASCADE, type TEXT NOT NULL, "
-        "PRIMARY KEY (checkpoint_uuid, trial_id, type)) WITHOUT ROWID;"
-    ]
-    if "per_batch" not in {row["name"] for row in connection.execute("PRAGMA table_info(metrics)")}:
-        steps.append("ALTER TABLE metrics ADD COLUMN per_batch TEXT;")
-    return " ".join(steps)

@@ -59,6 +59,11 @@ def get(connection: sqlite3.Connection, experiment_id: int) -> Experiment | None
     return fetch_one(Experiment, connection, "SELECT * FROM experiments WHERE id = ?", (experiment_id,))
 
 
+def has_any(connection: sqlite3.Connection) -> bool:
+    """Whether there is an experiment."""
+    return connection.execute("SELECT 1 FROM experiments LIMIT 1").fetchone() is not None
+
+
 def require(connection: sqlite3.Connection, experiment_id: int) -> Experiment:
     """Return an experiment's row.
 
@@ -110,6 +115,7 @@ def insert(
     project_id: int,
 ) -> int:
     """Store a new experiment and return its id."""
+    tx.must_last()
     config = submission.config
     searcher, columns = config["searcher"], _columns(config)
     now = now_us()

@@ -16,6 +16,7 @@ from typing import Any
 
 from dstrial.errors import MasterError
 from dstrial.master.state_directory import StateDirectory
+from dstrial.master.store.integrity import reading
 from dstrial.visible_text import visible_line
 
 TERMINAL_STATES = frozenset({"COMPLETED", "CANCELED", "ERROR"})
@@ -146,9 +147,11 @@ class Supervisor:
 
 @contextlib.contextmanager
 def _connection(state: StateDirectory) -> Iterator[sqlite3.Connection]:
-    with contextlib.closing(sqlite3.connect(state.database_path, timeout=30.0)) as connection:
-        connection.row_factory = sqlite3.Row
-        yield connection
+    try:
+        with reading(state.database_path) as connection:
+            yield connection
+    except sqlite3.DatabaseError as error:
+        raise _unusable(state, error) from error
 
 
 _TRIALS = """
@@ -272,9 +275,9 @@ def _query(state: StateDirectory, sql: str) -> list[tuple[Any, ...]]:
     """Read the database beside the master; nothing where there is none yet."""
     if not state.database_path.is_file():
         return []
-    with contextlib.closing(sqlite3.connect(state.database_path, timeout=10.0)) as connection:
+    with reading(state.database_path) as connection:
         try:
-            return connection.execute(sql).fetchall()
+            return [tuple(row) for row in connection.execute(sql)]
         except sqlite3.OperationalError as error:
             if "no such table" in str(error):
                 return []

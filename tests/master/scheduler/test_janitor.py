@@ -10,6 +10,7 @@ from dstrial.config.experiment_config.submission import MasterDefaults, check_su
 from dstrial.master.lifecycle import experiments
 from dstrial.master.pubsub import PubSub
 from dstrial.master.scheduler.janitor import Janitor
+from dstrial.master.store import copies
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.store.logs import add_master_line
 
@@ -48,5 +49,39 @@ def test_old_logs_are_deleted_while_there_is_always_something_to_do(tmp_path: Pa
                 assert time.monotonic() < give_up_at_s
                 changes.publish({"scheduler"})
                 time.sleep(0.02)
+        finally:
+            janitor.stop()
+
+
+def test_the_database_is_copied_once_a_day_unless_it_is_damaged(tmp_path: Path) -> None:
+    changes = PubSub()
+    path = tmp_path / "master.db"
+    with contextlib.closing(Database(path, changes.publish)) as database:
+        submission = check_submission(
+            CONFIG, context_dir=tmp_path, defaults=MasterDefaults({"type": "shared_fs", "host_path": "/ck"})
+        )
+
+        def create(tx: Transaction) -> None:
+            tx.execute("INSERT INTO users (id, username, modified_us) VALUES (1, 'determined', 0)")
+            experiments.create(tx, submission=submission, tgz=b"", owner_id=1, activate=False)
+
+        janitor = Janitor(database, changes, log_retention_days=None, period_s=0.1)
+        janitor.start()
+        try:
+            time.sleep(0.3)
+            assert copies.list_copies(path) == [], "there is nothing worth a copy"
+            database.write(create)
+            give_up_at_s = time.monotonic() + 20
+            while not copies.list_copies(path):
+                assert time.monotonic() < give_up_at_s
+                time.sleep(0.02)
+            (copy,) = copies.list_copies(path)
+            time.sleep(0.3)
+            assert copies.list_copies(path) == [copy]
+
+            database._note_damage("page 3 is not what was written")
+            copies.remove(copy.path)
+            time.sleep(0.3)
+            assert copies.list_copies(path) == []
         finally:
             janitor.stop()

@@ -1,0 +1,61 @@
+"""``dstrial backup``: copy the master's database."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dstrial.cli.up import add_state_dir_argument
+from dstrial.master.state_directory import StateDirectory
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand and its arguments."""
+    parser = subparsers.add_parser(
+        "backup",
+        help="copy the master's database, also while it runs",
+        description="Copy the master's database as it is at this moment, also while the master runs and writes, and check "
+        "the copy. Copying the file master.db by other means loses what is in its log. Checkpoints are not part of it.",
+    )
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        nargs="?",
+        help="a new file, or a directory to put it in (default: backups/ in the state directory)",
+    )
+    add_state_dir_argument(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Make a copy.
+
+    Raises:
+        MasterError: there is no database, it is damaged, or the copy cannot be written.
+    """
+    from dstrial.master.store import backups, copies
+
+    database = StateDirectory.choose(args.state_dir).database_path
+    target = copies.new_path(database, time.time(), is_daily=False)
+    if args.path is not None:
+        asked = Path(args.path).absolute()
+        target = asked / target.name if asked.is_dir() else asked
+    description = backups.make_copy(database, target, _show_progress)
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\033[K")
+    sys.stdout.write(
+        f"{target}: {target.stat().st_size / 2**20:.1f} MiB, experiments up to {description.highest.get('experiments', 0)}, "
+        "checked\n"
+    )
+    return 0
+
+
+def _show_progress(fraction: float) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\rcopying: {fraction:4.0%}")
+        sys.stderr.flush()

@@ -1,0 +1,23 @@
+"""What a person types when the database is missing, damaged or not the one that was left.
+
+The store says what is wrong and takes the words for what to do from here; it knows no client itself.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+END_AND_PUT_BACK = "End the master with `dstrial down`, and put a copy back with `dstrial restore`."
+SEE_COPIES = "see `dstrial restore`"
+SEE_LOG = "See what is wrong with `dstrial logs`"
+START = "Start its master with `dstrial up`"
+
+
+def put_back(copy: Path | None, directory: Path) -> str:
+    """Return the line that puts a copy back into a state directory, in backticks."""
+    return "`dstrial restore PATH`" if copy is None else f"`dstrial restore {copy} --state-dir {directory}`"
+
+
+def take_as_is(directory: Path) -> str:
+    """Return the line that takes what is there in a state directory, in backticks."""
+    return f"`dstrial restore --as-is --state-dir {directory}`"

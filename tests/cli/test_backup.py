@@ -1,0 +1,227 @@
+"""``dstrial backup`` and ``restore`` as a user types them, and what a master says of a damaged database."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import re
+import shutil
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dstrial.master.client import Client
+from dstrial.testing.master import MasterForTest, master_for_test
+
+pytestmark = pytest.mark.process
+
+EXPERIMENT = {
+    "config": "name: kept\nentrypoint: 'true'\nsearcher: {name: single, metric: loss, max_length: {batches: 1}}\n",
+    "modelDefinition": [],
+    "activate": False,
+}
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[MasterForTest]:
+    with master_for_test(tmp_path) as running:
+        yield running
+
+
+def submit(client: Client) -> int:
+    return int(client.post("/api/v1/experiments", EXPERIMENT)["experiment"]["id"])
+
+
+def rows(path: Path) -> dict[str, list[tuple[object, ...]]]:
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
+        tables = [row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        return {
+            table: sorted(connection.execute(f"SELECT * FROM {table}").fetchall(), key=repr)
+            for table in tables
+        }
+
+
+def test_a_copy_under_load_is_restored_row_by_row_and_no_number_is_given_twice(
+    master: MasterForTest, tmp_path: Path
+) -> None:
+    client = master.client()
+    assert submit(client) == 1
+    is_over = threading.Event()
+    given: list[int] = []
+
+    def keep_submitting() -> None:
+        while not is_over.is_set():
+            given.append(submit(client))
+
+    threads = [threading.Thread(target=keep_submitting) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        copied = master.dstrial("backup", str(tmp_path / "copy.db"))
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+    assert copied.returncode == 0, copied.stderr
+    assert re.fullmatch(rf"{tmp_path}/copy\.db: \d+\.\d MiB, experiments up to \d+, checked\n", copied.stdout)
+
+    refused = master.dstrial("restore", str(tmp_path / "copy.db"))
+    assert refused.returncode == 1
+    assert "is in use by process" in refused.stderr
+    assert "dstrial down" in refused.stderr
+
+    master.dstrial("down", "--now")
+    before = rows(master.state.database_path)
+    restored = master.dstrial("restore", str(tmp_path / "copy.db"))
+    assert restored.returncode == 0, restored.stderr
+    assert f"the next one gets number {max(given) + 1}\n" in restored.stdout
+    kept = re.search(r"what was there is kept in (.*)\n", restored.stdout)
+    assert kept is not None
+    assert rows(Path(kept[1]) / "master.db") == before
+    now, copy = rows(master.state.database_path), rows(tmp_path / "copy.db")
+    for table in copy:
+        assert table == "sqlite_sequence" or now[table] == copy[table], table
+    assert len(copy["experiments"]) >= 1
+
+    master.up()
+    assert submit(master.client()) == max(given) + 1
+
+
+def test_an_emptied_database_is_refused_with_the_line_that_mends_it(master: MasterForTest) -> None:
+    client = master.client()
+    assert [submit(client), submit(client)] == [1, 2]
+    assert master.dstrial("backup").returncode == 0
+    master.dstrial("down", "--now")
+    master.state.database_path.write_bytes(b"")
+
+    refused = master.dstrial("up", *master.up_arguments, "--port", "0")
+
+    assert refused.returncode == 1
+    assert "master.db is empty; expected the database of cluster" in refused.stderr
+    line = re.search(r"`dstrial (restore [^`]*backups[^`]*)`", refused.stderr)
+    assert line is not None, refused.stderr
+    assert master.dstrial(*line[1].split()).returncode == 0
+    master.up()
+    assert submit(master.client()) == 3
+
+
+def test_a_copy_of_the_files_of_a_killed_master_without_its_log_is_refused(master: MasterForTest) -> None:
+    submit(master.client())
+    master.kill()
+    master.state.database_path.with_name("master.db-wal").unlink()
+
+    refused = master.dstrial("up", *master.up_arguments, "--port", "0")
+
+    assert refused.returncode == 1
+    assert "master.db-wal is missing or empty; expected" in refused.stderr
+    taken = master.dstrial("restore", "--as-is")
+    assert taken.returncode == 0, taken.stderr
+    assert "is taken as it is" in taken.stdout
+    master.up()
+    assert submit(master.client()) >= 2
+
+
+def test_commands_that_look_leave_the_log_of_a_killed_master(master: MasterForTest) -> None:
+    submit(master.client())
+    master.kill()
+    log = master.state.database_path.with_name("master.db-wal")
+    before = log.read_bytes()
+    assert before
+
+    assert "experiments: 1 paused" in re.sub(" +", " ", master.dstrial("status").stdout)
+
+    assert log.read_bytes() == before
+    master.up()
+    assert submit(master.client()) == 2
+
+
+def test_the_copies_are_listed(master: MasterForTest) -> None:
+    assert master.dstrial("restore").stdout.startswith("no copies in ")
+    submit(master.client())
+    assert master.dstrial("backup").returncode == 0
+
+    listed = master.dstrial("restore")
+
+    assert listed.returncode == 0
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC  experiments up to 1 .* MiB  .*/backups/master-.*\.db\n",
+        listed.stdout,
+    )
+
+
+def test_a_page_damaged_while_the_master_runs_is_named_and_never_answered_500(master: MasterForTest) -> None:
+    client = master.client()
+    for _ in range(40):
+        submit(client)
+    copied = master.dstrial("backup")  # also waits until what it reads is whole
+    assert copied.returncode == 0
+    master.dstrial("down", "--now")
+    master.up()
+    damage_table(master.state.database_path, "experiments")
+
+    statuses = set()
+    for number in range(1, 41):
+        status, body = ask(master, f"/api/v1/experiments/{number}")
+        statuses.add(status)
+        if status == 503:
+            assert "is damaged" in body
+            assert "dstrial restore" in body
+    assert statuses <= {200, 503}
+    assert 503 in statuses
+    shown = master.dstrial("status")
+    assert "database:" in shown.stdout
+    assert "is damaged" in shown.stdout
+    assert json.loads(master.dstrial("status", "--json").stdout)["database"]
+
+
+def test_a_flipped_value_of_a_running_master_is_named_and_never_answered_500(master: MasterForTest) -> None:
+    client = master.client()
+    for _ in range(20):
+        submit(client)
+    master.dstrial("down", "--now")
+    master.up()
+    path = master.state.database_path
+    data = path.read_bytes()
+    assert data.count(b'"checkpoint_storage"') >= 20
+    path.write_bytes(data.replace(b'"checkpoint_storage"', b'\x13checkpoint_storage"'))
+
+    answers = [ask(master, f"/api/v1/experiments/{number}") for number in range(1, 21)]
+
+    assert {status for status, _ in answers} == {503}
+    assert all("not what was written" in body and "dstrial restore" in body for _, body in answers)
+    assert "not what was written" in master.dstrial("status").stdout
+
+
+def ask(master: MasterForTest, path: str) -> tuple[int, str]:
+    """Return the status and the text of an answer."""
+    token = master.client().token
+    connection = http.client.HTTPConnection("127.0.0.1", master.record.port, timeout=30)
+    try:
+        connection.request("GET", path, headers={"Authorization": f"Bearer {token}"})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def damage_table(path: Path, table: str) -> None:
+    """Damage every page of a table but its first, as they lie in the file."""
+    looked_at = path.with_name("looked_at")
+    shutil.copy(path, looked_at)
+    with contextlib.closing(sqlite3.connect(f"file:{looked_at}?immutable=1", uri=True)) as connection:
+        pages = [
+            row[0]
+            for row in connection.execute(
+                "SELECT pageno FROM dbstat WHERE name = ? AND pagetype = 'leaf' ORDER BY pageno", (table,)
+            )
+        ]
+    looked_at.unlink()
+    assert len(pages) > 2
+    with path.open("r+b") as file:
+        for page in pages[1:]:
+            file.seek((page - 1) * 4096)
+            file.write(b"\xff" * 64)

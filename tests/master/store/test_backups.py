@@ -1,0 +1,232 @@
+"""A copy is whole whatever is written meanwhile, and a restored one gives no number twice."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dstrial.errors import DatabaseDamagedError, MasterError
+from dstrial.master.store import backups, copies, marks, restoring
+from dstrial.master.store.database import Database, Transaction, make_cluster_id
+
+
+def add_job(tx: Transaction) -> int:
+    tx.must_last()
+    cursor = tx.execute(
+        "INSERT INTO work (kind, experiment_id, payload, created_us) VALUES ('gc', 1, '{}', 1)"
+    )
+    # In the same transaction as the row, so that a copy that tears them apart is seen.
+    tx.execute(
+        "INSERT INTO cluster (key, value) VALUES ('jobs', '1') ON CONFLICT (key) DO UPDATE SET value = value + 1"
+    )
+    return int(cursor.lastrowid or 0)
+
+
+def dump(path: Path) -> str:
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
+        return "\n".join(connection.iterdump())
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A database with three jobs that is closed."""
+    with contextlib.closing(Database(tmp_path / "master.db")) as database:
+        database.write(make_cluster_id)
+        for _ in range(3):
+            database.write(add_job)
+    return tmp_path / "master.db"
+
+
+@contextlib.contextmanager
+def written_meanwhile(database: Database) -> Iterator[None]:
+    """Write as fast as it goes while the block lasts."""
+    is_over = threading.Event()
+
+    def write() -> None:
+        while not is_over.is_set():
+            database.write(add_job)
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_copy_made_under_load_is_one_moment_of_the_database(path: Path, tmp_path: Path) -> None:
+    with contextlib.closing(Database(path)) as database, written_meanwhile(database):
+        for number in range(5):
+            target = tmp_path / f"copy{number}.db"
+            description = backups.make_copy(path, target)
+            with contextlib.closing(sqlite3.connect(target)) as connection:
+                (num_jobs,) = connection.execute("SELECT COUNT(*) FROM work").fetchone()
+                (counted,) = connection.execute("SELECT value FROM cluster WHERE key = 'jobs'").fetchone()
+                assert num_jobs == int(counted) >= 3
+                assert description.highest["work"] == num_jobs
+
+
+def test_a_copy_is_a_single_file_of_ones_own_with_a_description(path: Path, tmp_path: Path) -> None:
+    target = tmp_path / "elsewhere" / "copy.db"
+    with contextlib.closing(Database(path)):
+        description = backups.make_copy(path, target)
+
+    assert sorted(entry.name for entry in target.parent.iterdir()) == ["copy.db", "copy.db.json"]
+    assert {stat.S_IMODE(entry.stat().st_mode) for entry in target.parent.iterdir()} == {0o600}
+    assert copies.read_description(target) == description
+    assert dump(target) == dump(path)
+
+
+def test_a_copy_replaces_nothing(path: Path, tmp_path: Path) -> None:
+    target = tmp_path / "mine.db"
+    target.write_text("mine")
+
+    with pytest.raises(MasterError, match="exists; expected a new file"):
+        backups.make_copy(path, target)
+
+    assert target.read_text() == "mine"
+
+
+def test_where_there_is_no_database_nothing_is_copied(tmp_path: Path) -> None:
+    with pytest.raises(MasterError, match="is missing or empty; expected a database"):
+        backups.make_copy(tmp_path / "master.db", tmp_path / "copy.db")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_database_is_not_copied(path: Path, tmp_path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[4096 * 3 : 4096 * 4] = bytes(4096)
+    path.write_bytes(data)
+
+    with pytest.raises(DatabaseDamagedError, match="cannot be copied"):
+        backups.make_copy(path, tmp_path / "copy.db")
+    assert not list(tmp_path.glob("*copy.db*"))
+
+
+def test_seven_daily_copies_are_kept_and_those_of_a_person_all(path: Path) -> None:
+    asked = copies.new_path(path, 0.0, is_daily=False)
+    backups.make_copy(path, asked)
+    start_s = time.time()
+
+    made = [backups.make_daily_copy(path, start_s + day * copies.DAY_S) for day in range(9)]
+    assert backups.make_daily_copy(path, start_s + 8 * copies.DAY_S + 3600) is None
+
+    left = [copy.path for copy in copies.list_copies(path)]
+    assert left == [*reversed(made[2:]), asked]
+    assert len(list(copies.directory_of(path).iterdir())) == 2 * 8
+
+
+def test_a_restored_database_is_the_copy_and_gives_no_number_twice(path: Path, tmp_path: Path) -> None:
+    target = tmp_path / "copy.db"
+    backups.make_copy(path, target)
+    with contextlib.closing(Database(path)) as database:
+        given = [database.write(add_job) for _ in range(5)]
+    replaced = dump(path)
+
+    restored = restoring.bring_back(path, target)
+
+    assert restored.is_proved
+    assert restored.kept is not None
+    assert dump(restored.kept / "master.db") == replaced
+    with (
+        contextlib.closing(sqlite3.connect(path)) as now,
+        contextlib.closing(sqlite3.connect(target)) as then,
+    ):
+        tables = [row[0] for row in then.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        assert len(tables) > 10
+        for table in tables:
+            if table != "sqlite_sequence":
+                rows = [connection.execute(f"SELECT * FROM {table}").fetchall() for connection in (now, then)]
+                assert rows[0] == rows[1], table
+    with contextlib.closing(Database(path)) as database:
+        assert database.notes == ()
+        assert database.write(add_job) == max(given) + 1
+
+
+def test_an_emptied_database_taken_as_it_is_gives_no_number_twice(path: Path) -> None:
+    path.write_bytes(b"")
+
+    restored = restoring.take_as_is(path)
+
+    with contextlib.closing(Database(path)) as database:
+        assert database.write(make_cluster_id) == restored.cluster_id != ""
+        assert database.write(add_job) == 4
+
+
+def test_what_a_killed_master_left_is_kept_with_its_log(path: Path, tmp_path: Path) -> None:
+    target = tmp_path / "copy.db"
+    backups.make_copy(path, target)
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    with contextlib.closing(Database(path)) as database:
+        database.write(add_job)
+        for end in ("", "-wal", "-marks", "-pages"):
+            (killed / f"master.db{end}").write_bytes(path.with_name(f"master.db{end}").read_bytes())
+    wanted = dump(path)
+
+    restored = restoring.bring_back(killed / "master.db", target)
+
+    assert restored.kept is not None
+    assert dump(restored.kept / "master.db") == wanted
+    Database(killed / "master.db").close()
+
+
+@pytest.mark.parametrize("offset", [-100, 30000, 20])
+def test_a_damaged_copy_changes_nothing(path: Path, tmp_path: Path, offset: int) -> None:
+    target = tmp_path / "copy.db"
+    backups.make_copy(path, target)
+    data = bytearray(target.read_bytes())
+    data[offset] ^= 1
+    target.write_bytes(data)
+    before = path.read_bytes()
+
+    with pytest.raises(DatabaseDamagedError, match="expected the SHA-256"):
+        restoring.bring_back(path, target)
+
+    assert path.read_bytes() == before
+    assert not list(tmp_path.glob("replaced-*"))
+
+
+def test_the_copy_of_another_cluster_is_refused(path: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other" / "master.db"
+    other.parent.mkdir()
+    with contextlib.closing(Database(other)) as database:
+        database.write(make_cluster_id)
+    target = tmp_path / "copy.db"
+    backups.make_copy(other, target)
+
+    with pytest.raises(DatabaseDamagedError, match=r"is of cluster .*; expected .*--state-dir"):
+        restoring.bring_back(path, target)
+    assert not list(tmp_path.glob("replaced-*"))
+
+
+def test_a_copy_is_brought_back_where_there_is_nothing(path: Path, tmp_path: Path) -> None:
+    target = tmp_path / "copy.db"
+    backups.make_copy(path, target)
+    (tmp_path / "new").mkdir()
+
+    restored = restoring.bring_back(tmp_path / "new" / "master.db", target)
+
+    assert restored.kept is None
+    assert dump(tmp_path / "new" / "master.db") == dump(path)
+
+
+def test_what_is_left_of_an_interrupted_restore_is_refused(path: Path) -> None:
+    for end in ("", "-pages"):
+        path.with_name(f"master.db{end}").unlink()
+    assert marks.path_of(path).exists()
+
+    with pytest.raises(
+        DatabaseDamagedError, match=r"is missing; expected the database of cluster .*dstrial restore"
+    ):
+        Database(path)

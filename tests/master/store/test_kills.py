@@ -1,0 +1,70 @@
+"""A writer that is killed anywhere, also while it moves its log, leaves a database that is taken without a word."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dstrial.master.store.database import Database
+
+pytestmark = pytest.mark.process
+
+WRITER = """
+import sys, threading
+from pathlib import Path
+from dstrial.master.store import log_keeper
+from dstrial.master.store.database import Database
+
+log_keeper._FOLD_FRAMES, log_keeper._FOLD_PERIOD_S, log_keeper._IDLE_S = 12, 0.0, 0.005
+database = Database(Path(sys.argv[1]))
+print("notes", database.notes, flush=True)
+
+def write(tx):
+    tx.execute("INSERT INTO work (kind, experiment_id, payload, created_us) VALUES ('gc', 1, hex(randomblob(900)), 1)")
+    number = tx.execute("SELECT last_insert_rowid()").fetchone()[0]
+    tx.execute("UPDATE work SET ended_us = ? WHERE id = abs(random()) % ?", (number, number))
+    if number % 7 == 0:
+        tx.must_last()
+    return number
+
+def read():
+    while True:
+        with database.read() as connection:
+            connection.execute("SELECT SUM(LENGTH(payload)) FROM work").fetchone()
+
+threading.Thread(target=read, daemon=True).start()
+while True:
+    print(database.write(write), flush=True)
+"""
+
+
+def test_forty_kills_lose_nothing_that_was_confirmed_and_leave_nothing_to_say(tmp_path: Path) -> None:
+    seeded = random.Random(17)
+    path, log = tmp_path / "master.db", tmp_path / "writer.log"
+    confirmed = 0
+    for _ in range(40):
+        with log.open("wb") as told:
+            process = subprocess.Popen(
+                [sys.executable, "-c", WRITER, str(path)], stdout=told, stderr=subprocess.STDOUT
+            )
+        give_up_at_s = time.monotonic() + 60
+        while len(log.read_text().splitlines()) < 3:
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < give_up_at_s
+            time.sleep(0.005)
+        time.sleep(seeded.uniform(0, 0.2))
+        process.kill()
+        process.wait()
+        lines = log.read_text().splitlines()
+        assert lines[0] == "notes ()"
+        confirmed = max(confirmed, *(int(line) for line in lines[1:-1]))
+    with contextlib.closing(Database(path)) as database, database.read() as connection:
+        assert database.notes == ()
+        count, last = connection.execute("SELECT COUNT(*), MAX(id) FROM work").fetchone()
+    assert count == last >= confirmed > 400
