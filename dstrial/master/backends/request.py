@@ -39,6 +39,7 @@ class AllocationRequest:
         startup_hook: shell lines of the master's settings that run first; may be empty.
         task_type: ``TRIAL``, ``COMMAND``, ``TENSORBOARD`` or ``GENERIC``.
         working_directory: where it runs, absolute; None for the directory with its model definition.
+        storage: by what its checkpoint storage is known, ``StorageIdentity.fields``; None where it has no identity.
         links: name in ``events/`` of its directory -> the directory that is seen there.
     """
 
@@ -69,6 +70,7 @@ class AllocationRequest:
     startup_hook: str = ""
     task_type: str = TRIAL
     working_directory: str | None = None
+    storage: Mapping[str, Any] | None = None
     links: Mapping[str, Path] = dataclasses.field(default_factory=dict)
 
     @property
