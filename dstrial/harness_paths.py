@@ -21,14 +21,19 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any, TypeAlias
 
+    from dstrial.storage_guard import StorageGuard
+
     Patch: TypeAlias = Callable[[ModuleType], None]
 
 ALLOCATION_DIR_VARIABLE = "DSTRIAL_ALLOCATION_DIR"
 BASE_PYTHON_VARIABLE = "DSTRIAL_BASE_PYTHON"
 
 
-def patches_of_allocation(allocation: str) -> dict[str, Patch]:
-    """Return what is changed in processes of an allocation, by its 0700 directory."""
+def patches_of_allocation(allocation: str, guard: StorageGuard | None = None) -> dict[str, Patch]:
+    """Return what is changed in processes of an allocation, by its 0700 directory.
+
+    ``guard`` is of its checkpoint storage; None where that has no identity.
+    """
     python = os.environ.get(BASE_PYTHON_VARIABLE, "")
     is_base = os.path.dirname(os.path.dirname(python)) == sys.prefix
     return {
@@ -41,7 +46,15 @@ def patches_of_allocation(allocation: str) -> dict[str, Patch]:
             module, lambda: os.path.join(allocation, "tensorboard")
         ),
         "determined.tensorboard.shared": _patch_tensorboard_shared,
-        "determined.common.storage.base": _patch_storage_base,
+        "determined.common.storage.base": lambda module: _patch_storage_base(module, guard),
+        **({} if guard is None else _patches_of_storage(guard)),
+    }
+
+
+def _patches_of_storage(guard: StorageGuard) -> dict[str, Patch]:
+    return {
+        "determined.common.storage.shared": lambda module: _patch_storage_shared(module, guard),
+        "determined.core._checkpoint": lambda module: _patch_checkpoint(module, guard),
     }
 
 
@@ -97,16 +110,53 @@ def _patch_tensorboard_shared(module: Any) -> None:
     cls.__init__ = __init__
 
 
-def _patch_storage_base(module: Any) -> None:
+def _patch_storage_base(module: Any, guard: StorageGuard | None) -> None:
     """``common/storage/base.py:70`` (0.38.1) makes a storage 0777; the umask decides."""
     cls = module.StorageManager
     original = cls.pre_store_path
 
     def pre_store_path(self: Any, dst: str) -> Any:
-        os.makedirs(self._base_path, exist_ok=True)
+        if guard is not None and guard.covers(self._base_path):
+            guard.check()
+            guard.note(dst)
+        else:
+            os.makedirs(self._base_path, exist_ok=True)
         return original(self, dst)
 
     cls.pre_store_path = pre_store_path
+
+
+def _patch_storage_shared(module: Any, guard: StorageGuard) -> None:
+    """``common/storage/shared.py`` (0.38.1) makes what is missing, and takes it for deleted."""
+    cls = module.SharedFSStorageManager
+    original, original_delete = cls.upload, cls.delete
+
+    def upload(self: Any, src: Any, dst: str, paths: Any = None) -> None:
+        if guard.covers(self._base_path):
+            guard.check()
+            guard.note(dst)
+        original(self, src, dst, paths)
+
+    def delete(self: Any, tgt: str, globs: list[str]) -> Any:
+        if guard.covers(self._base_path):
+            guard.check()
+        return original_delete(self, tgt, globs)
+
+    cls.upload, cls.delete = upload, delete
+
+
+def _patch_checkpoint(module: Any, guard: StorageGuard) -> None:
+    """``core/_checkpoint.py`` (0.38.1) reports what may have gone since it was written."""
+    cls = module.CheckpointContext
+    original = cls._report_checkpoint
+
+    def _report_checkpoint(self: Any, *args: Any, **options: Any) -> None:
+        base_path = getattr(self._storage_manager, "_base_path", None)
+        if isinstance(base_path, str) and guard.covers(base_path):
+            guard.check()
+        original(self, *args, **options)
+
+    cls._report_checkpoint = _report_checkpoint
 
 
 def _patch_pip(module: Any) -> None:

@@ -181,17 +181,17 @@ def newest_checkpoint(checkpoints_path: Path) -> StoredCheckpoint | None:
     return max(list_checkpoints(checkpoints_path), key=lambda checkpoint: checkpoint.time, default=None)
 
 
-def remove_incomplete_checkpoints(checkpoints_path: Path) -> list[str]:
+def remove_incomplete_checkpoints(checkpoints_path: Path) -> dict[str, int]:
     """Remove what killed processes left of checkpoints they were writing.
 
     Left alone: complete checkpoints, what a process writes that lives, or that ran on another machine and may live, and every
     directory without a note of who writes it, such as the TensorBoard files that Determined keeps under the cluster's id.
 
     Returns:
-        The names that were removed.
+        The names that were removed, with the bytes of their files.
     """
     names = {path.stem for path in checkpoints_path.glob(f"*{SAVING_SUFFIX}")}
-    removed = []
+    removed: dict[str, int] = {}
     for name in sorted(names):
         try:
             uuid.UUID(name)
@@ -206,9 +206,17 @@ def remove_incomplete_checkpoints(checkpoints_path: Path) -> list[str]:
             writer = None
         if writer is not None and _may_be_alive(writer):
             continue
+        removed[name] = _num_bytes(checkpoints_path / name)
         remove_checkpoint(checkpoints_path, name)
-        removed.append(name)
     return removed
+
+
+def _num_bytes(path: Path) -> int:
+    total = 0
+    for found in path.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += found.lstat().st_size if not found.is_dir() else 0
+    return total
 
 
 _KEEP_DEFAULTS = {"save_trial_latest": 1, "save_trial_best": 1, "save_experiment_best": 0}

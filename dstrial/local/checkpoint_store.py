@@ -40,6 +40,7 @@ from dstrial.local.checkpoint_directory import (
 )
 from dstrial.local.json_files import read_json, write_json_atomically
 from dstrial.local.run_directory import default_runs_dir, utc_now
+from dstrial.storage_guard import StorageGoneError
 
 logger = logging.getLogger("dstrial.local")
 
@@ -92,6 +93,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         self._validations = validations
         self._smaller_is_better = smaller_is_better
         self._storage_manager = storage.SharedFSStorageManager(str(checkpoints_path))
+        self._inode = checkpoints_path.stat().st_ino
 
     @contextlib.contextmanager
     def store_path(
@@ -125,11 +127,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         begun = self._run_on_all_ranks(
             shard,
             "begun",
-            lambda: (
-                begin_checkpoint(self._checkpoints_path, self._dist.size if shard else 1)
-                if self._dist.rank == 0
-                else None
-            ),
+            lambda: self._begin(self._dist.size if shard else 1) if self._dist.rank == 0 else None,
         )
         path, storage_id = next(result for result in begun if result is not None)
         error: Exception | None = None
@@ -144,6 +142,27 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         if error is not None and shard:
             self._await_other_ranks(storage_id, error)
         self._finish(path, storage_id, metadata, shard=shard, error=error)
+
+    def _begin(self, num_ranks: int) -> tuple[Path, str]:
+        self._require_storage()
+        return begin_checkpoint(self._checkpoints_path, num_ranks)
+
+    def _require_storage(self) -> None:
+        """Raise if another directory is where that of the checkpoints was.
+
+        Whoever saves makes what is missing above a file: what was unmounted would be made anew, and nothing of it found later.
+
+        Raises:
+            StorageGoneError: so it is.
+        """
+        path = str(self._checkpoints_path)
+        try:
+            inode = self._checkpoints_path.stat().st_ino
+        except FileNotFoundError as error:
+            raise StorageGoneError(path, "no directory") from error
+        # A network file system that was mounted again has another device, and the same inodes.
+        if inode != self._inode:
+            raise StorageGoneError(path, "a directory that was made since")
 
     def _finish(
         self,
@@ -245,6 +264,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         return text
 
     def _complete(self, path: Path, storage_id: str, metadata: Mapping[str, Any]) -> None:
+        self._require_storage()
         write_json_atomically(path / METADATA_FILE, metadata)
         info = {
             "uuid": storage_id,
@@ -471,8 +491,10 @@ def open_checkpoint_store(
     """
     checkpoints_path.mkdir(parents=True, exist_ok=True)
     if dist.rank == 0:
-        for name in remove_incomplete_checkpoints(checkpoints_path):
-            logger.warning("removed checkpoint %s, which was never completed", name)
+        for name, num_bytes in remove_incomplete_checkpoints(checkpoints_path).items():
+            logger.warning(
+                "removed checkpoint %s, which was never completed (%s bytes)", name, f"{num_bytes:,}"
+            )
     return LocalCheckpointContext(
         dist, checkpoints_path, keep=keep, validations=validations, smaller_is_better=smaller_is_better
     )

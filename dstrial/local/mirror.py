@@ -261,8 +261,8 @@ def mirror(
         run_directory, is_chief=is_chief, metric=metric, smaller_is_better=smaller_is_better
     )
     if is_chief:
-        for name in remove_incomplete_checkpoints(run_directory.checkpoints_path):
-            logger.info("removed checkpoint %s, which was never completed", name)
+        for name, num_bytes in remove_incomplete_checkpoints(run_directory.checkpoints_path).items():
+            logger.info("removed checkpoint %s, which was never completed (%s bytes)", name, f"{num_bytes:,}")
     train = MirroredTrainContext(core_context.train, kept)
     core_context.train = train
     core_context.checkpoint = MirroredCheckpointContext(

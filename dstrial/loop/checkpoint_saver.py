@@ -41,6 +41,7 @@ from dstrial.errors import CheckpointError
 from dstrial.loop.background_save import PendingReports, SaveJob, SaveStatus, run_on_all_ranks
 from dstrial.loop.run_state import RunState, random_states, reducer_state
 from dstrial.ranks.control_channel import ControlChannel
+from dstrial.storage_guard import is_storage_gone
 from dstrial.trial.trial import Checkpointable
 
 logger = logging.getLogger("dstrial.loop")
@@ -256,7 +257,7 @@ class CheckpointSaver:
         self, path: pathlib.Path, loop_state: Mapping[str, Any], copies: StateCopies
     ) -> None:
         context = self._state.context
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(exist_ok=True)
         state = {
             "trial_id": self._state.trial_id,
             "progress": self._state.progress.state_dict(),
@@ -359,7 +360,7 @@ class CheckpointSaver:
         self._reports.wait(up_to=copied.num_reported)
 
     def _describe(self, path: pathlib.Path, batches_trained: int, error: Exception) -> str:
-        if isinstance(error, CheckpointError):
+        if isinstance(error, CheckpointError) or is_storage_gone(error):
             return str(error)
         free = ""
         if isinstance(error, (OSError, RuntimeError)):

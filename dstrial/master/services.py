@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from dstrial.errors import MasterError
+from dstrial.master.backends import umask_of_trials
 from dstrial.master.clock import now_us
 from dstrial.master.http.login import LoginLinks, LoginThrottle
+from dstrial.master.lifecycle.storages import Storages
 from dstrial.master.pubsub import PubSub
 from dstrial.master.state_directory import StateDirectory
 from dstrial.master.store import users
@@ -135,6 +137,7 @@ class Services:
         tokens: who is asking.
         webhook_sender: sends what webhooks are told.
         log_triggers: finds what webhooks look for in logs.
+        storages: tells whether checkpoint storages are there.
     """
 
     settings: MasterSettings
@@ -159,11 +162,13 @@ class Services:
     tokens: TokenStore = dataclasses.field(init=False)
     webhook_sender: Sender = dataclasses.field(init=False)
     log_triggers: LogTriggers = dataclasses.field(init=False)
+    storages: Storages = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = TokenStore(self.read, self.pubsub)
         self.webhook_sender = Sender(self.signing_key)
         self.log_triggers = LogTriggers(self.database, self.pubsub)
+        self.storages = Storages(self.database, umask=umask_of_trials())
 
     @property
     def secret_names(self) -> SecretNames:

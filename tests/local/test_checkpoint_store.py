@@ -213,6 +213,34 @@ def test_a_full_disk_names_the_rank_the_cause_and_the_free_bytes(tmp_path: Path)
         assert (path / "state").read_text() == "1"
 
 
+def test_a_directory_that_is_made_anew_during_a_save_is_not_taken_for_the_one_that_went_away(
+    tmp_path: Path,
+) -> None:
+    root, away = tmp_path / "checkpoints", tmp_path / "away"
+    store = local_store(root)
+    first = save(store, 1)
+    with (
+        pytest.raises(
+            CheckpointError, match="is gone: a directory that was made since; expected the storage"
+        ),
+        store.store_path({"steps_completed": 2}) as (path, _),
+    ):
+        root.rename(away)
+        path.mkdir(parents=True)
+        (path / "state").write_text("2")
+    with pytest.raises(CheckpointError, match="could not be begun: rank 0: StorageGoneError"):
+        save(store, 3)
+    assert names_in(root) == []
+
+    root.rmdir()
+    with pytest.raises(CheckpointError, match="is gone: no directory"):
+        save(store, 3)
+    assert not root.exists()
+    away.rename(root)
+    third = save(store, 3)
+    assert [checkpoint.uuid for checkpoint in store.list()] == [first, third]
+
+
 KILLED_WHILE_SAVING = """
 import os, signal, sys
 from pathlib import Path
@@ -254,7 +282,7 @@ def test_what_a_living_process_is_saving_is_left_alone(tmp_path: Path) -> None:
     try:
         assert saving.stdout is not None
         assert saving.stdout.readline() == "saving\n"
-        assert remove_incomplete_checkpoints(tmp_path) == []
+        assert remove_incomplete_checkpoints(tmp_path) == {}
         saving.communicate("\n")
     finally:
         saving.kill()
@@ -265,12 +293,13 @@ def test_what_a_living_process_is_saving_is_left_alone(tmp_path: Path) -> None:
 def test_a_pid_in_use_again_does_not_protect_what_a_dead_process_left(tmp_path: Path) -> None:
     name = "123e4567-e89b-42d3-a456-426614174000"
     (tmp_path / name).mkdir()
+    (tmp_path / name / "half").write_bytes(b"x" * 700)
     host = os.uname().nodename
     (tmp_path / f"{name}.saving").mkdir()
     (tmp_path / f"{name}.saving" / "writer.json").write_text(
         f'{{"host": "{host}", "pid": {os.getpid()}, "started": "1"}}'
     )
-    assert remove_incomplete_checkpoints(tmp_path) == [name]
+    assert remove_incomplete_checkpoints(tmp_path) == {name: 700}
     assert names_in(tmp_path) == []
 
 

@@ -39,6 +39,7 @@ from dstrial.engine.parameter_table import collect_layout
 from dstrial.errors import CheckpointError
 from dstrial.loop.background_save import run_on_all_ranks
 from dstrial.resume.metadata import EngineRecord, run_metadata
+from dstrial.storage_guard import is_storage_gone
 
 logger = logging.getLogger("dstrial.integrations.huggingface")
 
@@ -244,7 +245,7 @@ class CheckpointUploader:
         return engine_files(engine, layout.folder).read
 
     def _describe(self, directory: pathlib.Path, root: pathlib.Path, error: Exception) -> str:
-        if isinstance(error, CheckpointError):
+        if isinstance(error, CheckpointError) or is_storage_gone(error):
             return str(error)
         free = ""
         with contextlib.suppress(OSError):

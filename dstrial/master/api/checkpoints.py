@@ -26,7 +26,7 @@ from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
 from dstrial.master.http.serializers import checkpoint_json
 from dstrial.master.lifecycle import trials
 from dstrial.master.lifecycle.checkpoint_gc import checkpoint_directory
-from dstrial.master.store import background_jobs, metrics
+from dstrial.master.store import background_jobs, experiments, metrics
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
@@ -71,6 +71,9 @@ async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
     except (ValueError, OverflowError) as error:
         raise body.wrong("reportTime", "a time") from error
 
+    if allocation_id is not None and state == "COMPLETED":
+        await _require_storage(request, task_id)
+
     def perform(tx: Transaction) -> None:
         trial = trial_rows.of_task(tx.connection, task_id)
         if trial is None:
@@ -89,6 +92,28 @@ async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
 
     await request.services.write(perform)
     return {}
+
+
+async def _require_storage(request: ApiRequest, task_id: str) -> None:
+    """Refuse (409) to register what was saved where the trial's storage no longer is.
+
+    Not 503: clients try that again and again, while the trial holds its slots.
+    """
+
+    def read(connection: Connection) -> dict[str, Any] | None:
+        trial = trial_rows.of_task(connection, task_id)
+        if trial is None:
+            return None
+        config = json.loads(experiments.require(connection, trial.experiment_id).config)
+        storage: dict[str, Any] = config["checkpoint_storage"]
+        return storage
+
+    services = request.services
+    storage = await services.read(read)
+    if storage is not None:
+        trouble = await services.run(lambda: services.storages.trouble_if_known(storage))
+        if trouble is not None:
+            raise RequestError(409, trouble)
 
 
 async def show_checkpoint(request: ApiRequest) -> dict[str, Any]:

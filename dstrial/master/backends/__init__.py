@@ -4,6 +4,7 @@ from dstrial.master.backends.devices import Slot, find_slots
 from dstrial.master.backends.local import (
     AllocationExit,
     SupervisorHandle,
+    begun_checkpoints,
     find,
     is_alive,
     kill,
@@ -13,6 +14,7 @@ from dstrial.master.backends.local import (
     resident_bytes,
     start,
     terminate,
+    umask_of_trials,
 )
 from dstrial.master.backends.ports import choose_ports
 from dstrial.master.backends.request import AllocationRequest
@@ -22,6 +24,7 @@ __all__ = [
     "AllocationRequest",
     "Slot",
     "SupervisorHandle",
+    "begun_checkpoints",
     "choose_ports",
     "find",
     "find_slots",
@@ -33,4 +36,5 @@ __all__ = [
     "resident_bytes",
     "start",
     "terminate",
+    "umask_of_trials",
 ]

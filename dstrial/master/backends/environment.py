@@ -18,6 +18,7 @@ from dstrial import determined_imports
 from dstrial.master.backends.request import TRIAL, AllocationRequest
 from dstrial.ranks.devices import SHARE_VARIABLE
 from dstrial.scratch import compile_cache
+from dstrial.storage_guard import STORAGE_VARIABLE
 
 ALLOCATION_DIR_VARIABLE = "DSTRIAL_ALLOCATION_DIR"
 TRACEBACKS_DIR_VARIABLE = (
@@ -128,6 +129,8 @@ def trial_environment(
     if request.task_type == TRIAL:
         directory = tracebacks_directory(request.directory, request.trial_id) / f"run_{request.run_id}"
         env[TRACEBACKS_DIR_VARIABLE] = str(directory)
+    if request.storage is not None:
+        env[STORAGE_VARIABLE] = json.dumps(dict(request.storage))
     env[BASE_PYTHON_VARIABLE] = request.interpreter or sys.executable
     return env
 

@@ -35,6 +35,7 @@ from dstrial.master.backends.environment import (
 from dstrial.master.backends.failures import explain_exit
 from dstrial.master.backends.overlay.start import BOOT
 from dstrial.master.backends.request import AllocationRequest
+from dstrial.storage_guard import SAVING_DIRECTORY
 
 logger = logging.getLogger(__name__)
 
@@ -281,6 +282,19 @@ def resident_bytes(handle: SupervisorHandle) -> int:
         with contextlib.suppress(OSError, IndexError, ValueError):
             total += int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * page
     return total
+
+
+def umask_of_trials() -> int | None:
+    """Return the umask of entrypoints; None for that of this process."""
+    return trial_umask
+
+
+def begun_checkpoints(directory: Path) -> list[str]:
+    """Return the checkpoints that an allocation has begun, reported or not, by uuid."""
+    try:
+        return sorted(path.name for path in (directory / SAVING_DIRECTORY).iterdir())
+    except OSError:
+        return []
 
 
 def remove(directory: Path) -> None:

@@ -40,6 +40,7 @@ class AllocationRequest:
         task_type: ``TRIAL``, ``COMMAND``, ``TENSORBOARD`` or ``GENERIC``.
         working_directory: where it runs, absolute; None for the directory with its model definition.
         log_bytes: how much of its output is kept on disk until it is read; None for all.
+        storage: by what its checkpoint storage is known, ``StorageIdentity.fields``; None where it has no identity.
         links: name in ``events/`` of its directory -> the directory that is seen there.
     """
 
@@ -71,6 +72,7 @@ class AllocationRequest:
     task_type: str = TRIAL
     working_directory: str | None = None
     log_bytes: int | None = None
+    storage: Mapping[str, Any] | None = None
     links: Mapping[str, Path] = dataclasses.field(default_factory=dict)
 
     @property

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from dstrial.master.backends import AllocationExit, SupervisorHandle
@@ -10,16 +12,20 @@ from dstrial.master.backends.failures import fingerprint
 from dstrial.master.lifecycle import endings
 from dstrial.master.lifecycle.states import END_OF, STOPPING, TERMINAL
 from dstrial.master.store import allocations as allocation_rows
+from dstrial.master.store import background_jobs, projects, tokens
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import metrics as metric_rows
-from dstrial.master.store import projects, tokens
+from dstrial.master.store import storages as storage_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
 from dstrial.master.store.logs import add_master_line
 from dstrial.search import ExitReason
 
 _MAX_LOSSES = 3
+
+# As StorageGoneError of dstrial.storage_guard begins.
+_STORAGE_GONE = re.compile(r"checkpoint storage .+ is gone: ")
 
 # Records and weights of a restart are the same: so is where its losses stop being finite.
 _ENDS_FOR_GOOD = "NonFiniteError"
@@ -121,11 +127,25 @@ def acknowledge_preemption(tx: Transaction, allocation_id: str) -> None:
 
 
 def allocation_exited(
-    tx: Transaction, allocation_id: str, exit_: AllocationExit, traceback: str | None = None
+    tx: Transaction,
+    allocation_id: str,
+    exit_: AllocationExit,
+    traceback: str | None = None,
+    *,
+    storage_trouble: str | None = None,
+    begun: Sequence[str] = (),
 ) -> None:
     """End an allocation whose log is taken in, and decide about its trial.
 
-    Nothing happens if it has ended. ``traceback`` is that of the rank that failed first, None if its output has none.
+    Nothing happens if it has ended.
+
+    Args:
+        tx: the write.
+        allocation_id: the allocation.
+        exit_: how it ended.
+        traceback: of the rank that failed first, None if its output has none.
+        storage_trouble: why its checkpoint storage cannot be used now, None if it can.
+        begun: checkpoints that it has begun; the files of those that it has not reported are deleted.
     """
     row = allocation_rows.require(tx.connection, allocation_id)
     if row.state == "TERMINATED":
@@ -157,7 +177,11 @@ def allocation_exited(
         text = f"{name} was terminated: {reason}"
     level = "ERROR" if is_failure else "INFO"
     add_master_line(tx, row.task_id, trial.id, text, level=level, allocation_id=allocation_id)
-    _judge(tx, row, trial, exit_, reason, traceback if is_failure else None)
+    half_written = storage_rows.unknown_of(tx.connection, list(begun))
+    if half_written:
+        payload = {"uuids": half_written, "allocation_id": allocation_id}
+        background_jobs.request(tx, "sweep", row.experiment_id, payload)
+    _judge(tx, row, trial, exit_, reason, traceback if is_failure else None, storage_trouble)
 
 
 def _describe(row: allocation_rows.Allocation, exit_: AllocationExit) -> str:
@@ -178,6 +202,7 @@ def _judge(
     exit_: AllocationExit,
     reason: str,
     traceback: str | None,
+    storage_trouble: str | None,
 ) -> None:
     state, trial_id = trial.state, trial.id
     if state in TERMINAL:
@@ -190,7 +215,7 @@ def _judge(
         experiment = experiment_rows.require(tx.connection, row.experiment_id)
         trial_rows.update(tx, trial_id, state=experiment.state)
         if not exit_.was_lost:
-            _failed(tx, row, trial, reason, traceback)
+            _failed(tx, row, trial, reason, traceback, storage_trouble)
     elif state in STOPPING:
         is_clean = exit_.exit_code == 0 or was_asked or exit_.was_lost or has_end
         endings.close_trial(
@@ -203,7 +228,7 @@ def _judge(
     elif exit_.exit_code == 0:
         endings.close_trial(tx, trial_id, "COMPLETED")
     else:
-        _failed(tx, row, trial, reason, traceback)
+        _failed(tx, row, trial, reason, traceback, storage_trouble)
 
 
 def _has_last_checkpoint(tx: Transaction, trial_id: int) -> bool:
@@ -236,6 +261,15 @@ def _losses(tx: Transaction, trial_id: int, run_id: int) -> int:
     return count
 
 
+def _storage_gone(row: allocation_rows.Allocation, traceback: str | None) -> str | None:
+    """Return what a trial says of a storage that was gone for a moment, None if nothing.
+
+    A trial that gets nowhere, because it alone cannot see its storage, says so once too often and is like any other failure.
+    """
+    last = (traceback or "").rpartition("\n")[2].partition(": ")[2]
+    return last if _STORAGE_GONE.match(last) is not None and row.num_reports else None
+
+
 def _kind_of_error(traceback: str) -> str:
     """Return the last line's class, in dstrial's case without its module."""
     return traceback.rpartition("\n")[2].partition(":")[0].rpartition(".")[2]
@@ -247,7 +281,13 @@ def _failed(
     trial: trial_rows.Trial,
     reason: str,
     traceback: str | None,
+    storage_trouble: str | None,
 ) -> None:
+    why_gone = storage_trouble or _storage_gone(row, traceback)
+    if why_gone is not None and not trial.retry_cancelled:
+        text = f"the trial has failed without its checkpoint storage, which counts as no restart: {why_gone}"
+        add_master_line(tx, row.task_id, trial.id, text, level="WARNING", allocation_id=row.id)
+        return
     experiment = experiment_rows.require(tx.connection, row.experiment_id)
     config: dict[str, Any] = json.loads(experiment.config)
     restarts, limit = trial.restarts + 1, int(config["max_restarts"])

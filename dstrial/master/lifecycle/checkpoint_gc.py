@@ -74,7 +74,7 @@ def plan(candidates: Sequence[Candidate], policy: Policy, *, smaller_is_better: 
     return [item.uuid for item in candidates if item.uuid not in kept]
 
 
-def _root(storage: Mapping[str, Any]) -> Path:
+def storage_root(storage: Mapping[str, Any]) -> Path:
     """Return the directory of a storage on this machine.
 
     Raises:
@@ -98,7 +98,7 @@ def checkpoint_directory(storage: Mapping[str, Any], uuid: str) -> Path:
     Raises:
         MasterError: the storage is no directory of this machine.
     """
-    root = _root(storage)
+    root = storage_root(storage)
     if not uuid or "/" in uuid or uuid in (".", ".."):
         raise MasterError(f"{uuid!r} is no checkpoint's uuid; expected one without slashes.")
     return root / uuid
@@ -112,7 +112,7 @@ def tensorboard_directory(storage: Mapping[str, Any], cluster_id: str, experimen
 
     Source: Determined 0.38.1 determined/tensorboard/build.py.
     """
-    return _root(storage) / cluster_id / "tensorboard" / "experiment" / str(experiment_id)
+    return storage_root(storage) / cluster_id / "tensorboard" / "experiment" / str(experiment_id)
 
 
 def delete_tensorboard_files(storage: Mapping[str, Any], cluster_id: str, experiment_id: int) -> None:
@@ -161,6 +161,12 @@ def delete_files(storage: Mapping[str, Any], uuid: str, globs: Sequence[str] = (
             f"{directory} cannot be deleted ({error.strerror}); expected files of your own. Delete them by hand."
         ) from error
     return remaining(directory)
+
+
+def swept_text(uuids: Sequence[str], num_bytes: int) -> str:
+    """Say what was deleted of checkpoints that were never completed."""
+    what = "a half-written checkpoint" if len(uuids) == 1 else f"{len(uuids)} half-written checkpoints"
+    return f"deleted {what} of a run that has ended, {num_bytes:,} bytes: {', '.join(uuids)}"
 
 
 def remaining(directory: Path) -> dict[str, int]:

@@ -17,11 +17,13 @@ from dstrial.master.backends.environment import tracebacks_directory
 from dstrial.master.backends.overlay.store import collect as collect_overlays
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import checkpoint_gc, containers, detached_runs
+from dstrial.master.lifecycle.storages import Storages
 from dstrial.master.pubsub import PubSub
 from dstrial.master.store import allocations, background_jobs, checkpoints, experiments, logs, models
 from dstrial.master.store.backups import make_daily_copy
 from dstrial.master.store.database import Database, IntegrityError, Transaction, find_cluster_id
 from dstrial.master.store.metric_values import as_number
+from dstrial.master.store.storages import unknown_of
 
 logger = logging.getLogger("dstrial.master.janitor")
 _scheduler_logger = logging.getLogger("dstrial.master.scheduler")
@@ -29,6 +31,8 @@ _scheduler_logger = logging.getLogger("dstrial.master.scheduler")
 _PERIOD_S = 3600.0
 _SILENCE_PERIOD_S = 1.0
 _LOOK_AGAIN_S = 5.0
+# What is put off until the storage of its experiment is back.
+_NEEDS_STORAGE = ("gc", "delete_checkpoints", "delete_tensorboard", "sweep")
 # An environment is made again from pip's cache; until then it takes the room of what was installed.
 _OVERLAY_UNUSED_S = 14 * 24 * 3600.0
 
@@ -43,6 +47,7 @@ class Janitor:
         changes: told by the topic "scheduler" that there may be work.
         log_retention_days: how long logs are kept where an experiment says nothing; None or -1 for ever.
         overlays_path: where the environments of tasks lie; None to leave them alone.
+        storages: tells whether a storage is there before anything in it is deleted; one of its own for None.
         period_s: how often old logs and unused environments are deleted, and is looked whether the day's copy of the
             database is due, seconds.
     """
@@ -54,12 +59,16 @@ class Janitor:
         log_retention_days: int | None,
         *,
         overlays_path: Path | None = None,
+        storages: Storages | None = None,
         period_s: float = _PERIOD_S,
     ) -> None:
         self._database = database
         self._event = changes.listen("scheduler")
         self._log_retention_days = log_retention_days
         self._overlays_path = overlays_path
+        self._storages = Storages(database) if storages is None else storages
+        self._put_off: dict[int, float] = {}
+        self._told_put_off: set[int] = set()
         self._period_s = period_s
         self._forget_at_s = time.monotonic()
         self._is_stopping = False
@@ -93,27 +102,42 @@ class Janitor:
             self._collect_overlays()
             self._copy_database()
             self._forget_at_s = time.monotonic() + self._period_s
+        now_s = time.monotonic()
+        self._put_off = {number: due_s for number, due_s in self._put_off.items() if due_s > now_s}
         with self._database.read() as connection:
-            row = background_jobs.next_pending(connection)
+            row = background_jobs.next_pending(connection, self._put_off)
         if row is None:
-            self._event.wait(max(0.0, self._forget_at_s - time.monotonic()))
+            next_s = min([self._forget_at_s, *self._put_off.values()])
+            self._event.wait(max(0.0, next_s - time.monotonic()))
             self._event.clear()
         else:
             self._perform(row)
 
     def _perform(self, row: background_jobs.BackgroundJob) -> None:
         experiment_id, payload = int(row.experiment_id), json.loads(row.payload)
+        trouble = self._storage_trouble(experiment_id)
+        if trouble is not None and row.kind in _NEEDS_STORAGE:
+            if row.id not in self._told_put_off:
+                logger.warning("%s of experiment %d is put off: %s", row.kind, experiment_id, trouble)
+            self._told_put_off.add(row.id)
+            self._put_off[row.id] = time.monotonic() + _LOOK_AGAIN_S
+            return
+        self._told_put_off.discard(row.id)
         try:
             if row.kind == "gc":
                 self._collect(experiment_id)
             elif row.kind == "delete_checkpoints":
                 self._delete_checkpoints(payload["uuids"], payload["globs"])
+            elif row.kind == "sweep":
+                self._sweep(experiment_id, payload["uuids"], payload["allocation_id"])
             elif row.kind == "delete_tensorboard":
                 self._delete_tensorboard(experiment_id)
             elif row.kind == "delete_project":
                 self._database.write(lambda tx: containers.finish_project(tx, payload["id"]))
             elif row.kind == "delete_workspace":
                 self._database.write(lambda tx: containers.finish_workspace(tx, payload["id"]))
+            elif trouble is not None:
+                raise MasterError(trouble)
             else:
                 self._delete_experiment(experiment_id)
         except (DstrialError, OSError, IntegrityError, ValueError, LookupError) as error:
@@ -122,6 +146,38 @@ class Janitor:
                 why = text_of(error)
                 self._database.write(lambda tx: _mark_delete_failed(tx, experiment_id, why))
         self._database.write(lambda tx: background_jobs.done(tx, row.id))
+
+    def _storage_trouble(self, experiment_id: int) -> str | None:
+        """Say why an experiment's storage cannot be used now; None if it can."""
+        with self._database.read() as connection:
+            row = experiments.get(connection, experiment_id)
+        if row is None:
+            return None
+        return self._storages.trouble(json.loads(row.config)["checkpoint_storage"], is_fresh=True)
+
+    def _sweep(self, experiment_id: int, uuids: list[str], allocation_id: str) -> None:
+        """Delete what an allocation that has ended has left of checkpoints it never completed."""
+        with self._database.read() as connection:
+            experiment = experiments.get(connection, experiment_id)
+            left = unknown_of(connection, uuids)
+            allocation = allocations.get(connection, allocation_id)
+        if experiment is None:
+            return
+        storage = json.loads(experiment.config)["checkpoint_storage"]
+        num_bytes, names = 0, []
+        for uuid in left:
+            directory = checkpoint_gc.checkpoint_directory(storage, uuid)
+            if directory.is_dir() and not directory.is_symlink():
+                num_bytes += sum(checkpoint_gc.remaining(directory).values())
+                checkpoint_gc.delete_files(storage, uuid)
+                names.append(uuid)
+        if names:
+            text = checkpoint_gc.swept_text(names, num_bytes)
+            logger.info("%s: %s", allocation_id, text)
+            if allocation is not None:
+                self._database.write(
+                    lambda tx: logs.add_master_line(tx, allocation.task_id, allocation.trial_id, text)
+                )
 
     def _collect(self, experiment_id: int) -> None:
         with self._database.read() as connection:

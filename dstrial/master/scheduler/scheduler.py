@@ -7,6 +7,7 @@ A problem of one trial is that trial's, never the thread's.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -92,11 +93,13 @@ class Scheduler:
         self._services = services
         self._database = services.database
         self._event = services.pubsub.listen("scheduler")
+        self._storages = services.storages
         self._janitor = Janitor(
             services.database,
             services.pubsub,
             services.settings.log_retention_days,
             overlays_path=services.state_dir / "overlays",
+            storages=self._storages,
         )
         self._heartbeat_timeout = HeartbeatTimeout(services.database, services.settings.detached_timeout_s)
         self._directory = services.state_dir / "allocations"
@@ -108,6 +111,7 @@ class Scheduler:
         self._policies: dict[int, tuple[LogPolicy, ...]] = {}
         self._told: dict[int | str, tuple[int, int]] = {}
         self._told_waiting: set[tuple[int, int]] = set()
+        self._without_storage: dict[int, str] = {}
         self._fitting: dict[int, _Fitting] = {}
         self._look = Look(-1, -math.inf)
         self._is_draining = False
@@ -381,7 +385,7 @@ class Scheduler:
             if exit_.explanation is None:
                 failure = explain_failure(printed(Path(row.directory)), traceback)
                 exit_ = dataclasses.replace(exit_, explanation=failure)
-        exited = life.exited if _is_command(row) else allocations.allocation_exited
+        exited = life.exited if _is_command(row) else self._trial_exited(row, exit_)
 
         def end(tx: Transaction) -> None:
             log_quota.tell_at_end(tx, _log_of(row))
@@ -394,6 +398,12 @@ class Scheduler:
         self._killed_s.pop(row.id, None)
         self._troubled_s.pop(row.id, None)
         backends.remove(Path(row.directory))
+
+    def _trial_exited(self, row: Allocation, exit_: AllocationExit) -> Callable[..., None]:
+        """Return what follows from a trial's exit, with what its storage says of it and what it had begun to write."""
+        trouble = None if exit_.exit_code == 0 else self._storage_trouble(row.experiment_id, is_fresh=True)
+        begun = backends.begun_checkpoints(Path(row.directory))
+        return functools.partial(allocations.allocation_exited, storage_trouble=trouble, begun=begun)
 
     # What waits
 
@@ -415,6 +425,7 @@ class Scheduler:
             if not rows and not others and not excluded:
                 return []
             live = allocation_rows.all_live(connection)
+            rows = self._with_storage(connection, rows)
             off = jobs.disabled_slots(connection, {slot.id for slot in self._services.slots})
             enabled = {slot.id for slot in self._services.slots if slot.id not in off}
             trials = [] if jobs.AGENT in off else self._waiting(connection, rows, len(enabled))
@@ -438,19 +449,61 @@ class Scheduler:
             slots = json.loads(holder.slots)
             in_use.update(slots)
             used_by[holder.experiment_id] = used_by.get(holder.experiment_id, 0) + len(slots)
-        wanted = {row.id: row.slots_per_trial for row in rows}
+        by_id = {row.id: row for row in rows}
         ports = {port for row in live for port in json.loads(row.ports).values()}
         begun = []
         for key, slots in assignments(waiting, enabled - in_use, len(enabled), used_by):
             if isinstance(key, str):
                 allocation = self._begin_command(key, slots, ports)
+            elif self._waits_for_storage(by_id[key], self._storage_trouble(by_id[key].experiment_id)):
+                allocation = None
             else:
-                allocation = self._begin_trial(key, slots, wanted[key], ports)
+                allocation = self._begin_trial(key, slots, by_id[key].slots_per_trial, ports)
             if allocation is not None:
                 ports |= set(json.loads(allocation.ports).values())
                 begun.append(allocation)
-        self._log_waiting([*zip(rows, trials, strict=True)], [*live, *begun], len(enabled))
+        for_slots = [
+            pair for pair in zip(rows, trials, strict=True) if pair[0].id not in self._without_storage
+        ]
+        self._log_waiting(for_slots, [*live, *begun], len(enabled))
         return begun
+
+    def _storage_trouble(self, experiment_id: int, *, is_fresh: bool = False) -> str | None:
+        """Say why an experiment's checkpoint storage cannot be used now; None if it can."""
+        with self._database.read() as connection:
+            config = json.loads(experiment_rows.require(connection, experiment_id).config)
+        return self._storages.trouble(config["checkpoint_storage"], is_fresh=is_fresh)
+
+    def _with_storage(self, connection: Connection, rows: list[jobs.WaitingTrial]) -> list[jobs.WaitingTrial]:
+        """Leave out those that have waited for their storage already and still do: they hold up nobody else."""
+        troubles: dict[int, str | None] = {}
+        for row in rows:
+            if row.id in self._without_storage and row.experiment_id not in troubles:
+                config = json.loads(experiment_rows.require(connection, row.experiment_id).config)
+                troubles[row.experiment_id] = self._storages.trouble(config["checkpoint_storage"])
+        return [
+            row
+            for row in rows
+            if row.id not in self._without_storage
+            or not self._waits_for_storage(row, troubles[row.experiment_id])
+        ]
+
+    def _waits_for_storage(self, row: jobs.WaitingTrial, trouble: str | None) -> bool:
+        """Say whether a trial cannot start as its storage is gone; its log says so once."""
+        told = self._without_storage.get(row.id)
+        if trouble is None:
+            if told is not None:
+                self._without_storage.pop(row.id)
+                self._log_of_trial(row, "its checkpoint storage is back, and the trial goes on")
+            return False
+        if told != trouble:
+            self._without_storage[row.id] = trouble
+            logger.warning("trial %d waits: %s", row.id, trouble)
+            self._log_of_trial(row, f"waiting for its checkpoint storage: {trouble}", "WARNING")
+        return True
+
+    def _log_of_trial(self, row: jobs.WaitingTrial, text: str, level: str = "INFO") -> None:
+        self._database.write(lambda tx: add_master_line(tx, row.task_id, row.id, text, level=level))
 
     def _log_waiting(
         self, waiting: list[tuple[jobs.WaitingTrial, Waiting]], live: list[Allocation], num_enabled: int
@@ -592,6 +645,7 @@ class Scheduler:
             model_definition = experiment_rows.model_definition(connection, experiment.id)
         config = json.loads(experiment.config)
         services = self._services
+        storage = self._storages.secure(config["checkpoint_storage"])
         return AllocationRequest(
             allocation_id=row.id,
             task_id=row.task_id,
@@ -619,6 +673,7 @@ class Scheduler:
             interpreter=experiment.interpreter,
             startup_hook=services.settings.startup_hook or "",
             log_bytes=services.settings.trial_log_bytes,
+            storage=None if storage is None else storage.fields(),
         )
 
     def _remove_left_over(self, live: set[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sqlite3
+from collections.abc import Collection
 from typing import Any
 
 from dstrial.master.clock import now_us
@@ -33,6 +34,7 @@ def request(tx: Transaction, kind: str, experiment_id: int, payload: dict[str, A
     Args:
         tx: the write.
         kind: "gc" (by the experiment's policy), "delete_checkpoints" (``uuids`` and ``globs`` in the payload),
+            "sweep" (what an allocation has begun and not reported: ``uuids`` and ``allocation_id`` in the payload),
             "delete_experiment", "delete_tensorboard" (its files), "delete_project", "delete_workspace" (``id`` in the
             payload; when what is in them has been deleted, by work that was asked for before).
         experiment_id: whose; 0 for projects and workspaces.
@@ -45,10 +47,14 @@ def request(tx: Transaction, kind: str, experiment_id: int, payload: dict[str, A
     tx.publish("scheduler")
 
 
-def next_pending(connection: sqlite3.Connection) -> BackgroundJob | None:
-    """Return the oldest piece of work, None if there is none."""
+def next_pending(connection: sqlite3.Connection, but: Collection[int] = ()) -> BackgroundJob | None:
+    """Return the oldest piece of work but some by number, None if there is none."""
     return fetch_one(
-        BackgroundJob, connection, "SELECT * FROM work WHERE ended_us IS NULL ORDER BY id LIMIT 1"
+        BackgroundJob,
+        connection,
+        "SELECT * FROM work WHERE ended_us IS NULL AND id NOT IN (SELECT value FROM json_each(?)) "
+        "ORDER BY id LIMIT 1",
+        (json.dumps(list(but)),),
     )
 
 
@@ -64,6 +70,6 @@ def collections(connection: sqlite3.Connection) -> list[BackgroundJob]:
     return fetch_all(
         BackgroundJob,
         connection,
-        "SELECT * FROM work WHERE experiment_id > 0 AND (ended_us IS NULL OR ended_us > ?) ORDER BY id",
+        "SELECT * FROM work WHERE experiment_id > 0 AND kind != 'sweep' AND (ended_us IS NULL OR ended_us > ?) ORDER BY id",
         (now_us() - _SHOWN_US,),
     )

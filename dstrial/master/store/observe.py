@@ -14,9 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dstrial.checkpoint.storage_identity import StorageIdentity
 from dstrial.errors import MasterError
 from dstrial.master.state_directory import StateDirectory
+from dstrial.master.store import storages as storage_rows
 from dstrial.master.store.integrity import reading
+from dstrial.master.store.storages import StoredFiles
 from dstrial.visible_text import visible_line
 
 TERMINAL_STATES = frozenset({"COMPLETED", "CANCELED", "ERROR"})
@@ -256,6 +259,21 @@ def supervisors(state: StateDirectory) -> list[Supervisor]:
         "WHERE state != 'TERMINATED' AND supervisor_pid IS NOT NULL ORDER BY start_us",
     )
     return [Supervisor(str(row[0]), int(row[1]), str(row[2])) for row in rows]
+
+
+def storages(state: StateDirectory) -> tuple[list[StorageIdentity], list[StoredFiles]]:
+    """Return the known checkpoint storages, and what rows say of files in them.
+
+    Raises:
+        MasterError: the database cannot be used.
+    """
+    if not state.database_path.is_file():
+        return [], []
+    try:
+        with _connection(state) as connection:
+            return storage_rows.all_known(connection), storage_rows.all_files(connection)
+    except sqlite3.DatabaseError as error:
+        raise _unusable(state, error) from error
 
 
 def usage(state: StateDirectory) -> Usage:

@@ -1,0 +1,102 @@
+"""Real DeepSpeed training whose storage goes away in the middle ends as training that was never disturbed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from submitting import experiment, log_of, trials
+from waiting import wait_for
+
+from dstrial.testing.master import MasterForTest, master_for_test
+
+pytestmark = pytest.mark.process
+
+DEFINITIONS = Path(__file__).parents[2] / "trainer" / "definitions"
+DEEPSPEED = {
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+    "zero_optimization": {"stage": 2},
+}
+NUM_BATCHES = 40
+
+
+def created(master: MasterForTest, directory: Path, name: str, storage: Path) -> int:
+    """Submit a training with dropout that reports each batch and saves every second."""
+    context = directory / "context"
+    if not context.is_dir():
+        context.mkdir()
+        for module in ("small_trials.py", "small_records.py"):
+            shutil.copy(DEFINITIONS / module, context)
+    given = {
+        "name": name,
+        "entrypoint": "small_trials:DataParallelTrial",
+        "hyperparameters": {"deepspeed_config": DEEPSPEED, "batch_sleep_s": 0.15},
+        "searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": NUM_BATCHES}},
+        "resources": {"slots_per_trial": 2},
+        "scheduling_unit": 1,
+        "min_checkpoint_period": {"batches": 2},
+        "max_restarts": 0,
+        "reproducibility": {"experiment_seed": 5},
+        "checkpoint_storage": {"type": "shared_fs", "host_path": str(storage), "save_trial_latest": 99},
+    }
+    path = directory / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(given))
+    ended = master.det("e", "create", str(path), str(context))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = master.client().get("/api/v1/experiments")["experiments"]
+    return max(int(one["id"]) for one in found)
+
+
+def losses(master: MasterForTest, experiment_id: int) -> dict[int, float]:
+    [trial] = trials(master, experiment_id)
+    lines = master.client().stream(
+        f"/api/v1/trials/metrics/trial_metrics?group=training&trialIds={trial['id']}"
+    )
+    return {
+        int(report["totalBatches"]): report["metrics"]["avg_metrics"]["loss"]
+        for line in lines
+        for report in line["metrics"]
+    }
+
+
+def completed(master: MasterForTest, experiment_id: int) -> list[dict[str, Any]]:
+    found = master.client().get(f"/api/v1/experiments/{experiment_id}/checkpoints")["checkpoints"]
+    return [one for one in found if one["state"] == "STATE_COMPLETED"]
+
+
+def wait_for_end(master: MasterForTest, experiment_id: int) -> None:
+    ends = ("STATE_COMPLETED", "STATE_ERROR", "STATE_CANCELED")
+    wait_for(lambda: experiment(master, experiment_id)["state"] in ends, deadline_s=200)
+    assert experiment(master, experiment_id)["state"] == "STATE_COMPLETED", log_of(master, experiment_id)
+
+
+@pytest.mark.timeout(500)
+def test_training_goes_on_bit_for_bit_when_its_storage_is_back(tmp_path: Path) -> None:
+    storage = tmp_path / "storage"
+    with master_for_test(tmp_path, num_slots=2) as master:
+        disturbed = created(master, tmp_path, "disturbed", storage)
+        wait_for(lambda: len(completed(master, disturbed)) >= 3, deadline_s=120)
+        storage.rename(tmp_path / "away")
+        wait_for(
+            lambda: "waiting for its checkpoint storage" in log_of(master, disturbed),
+            "it does not wait",
+            deadline_s=120,
+        )
+        assert not storage.exists()
+        assert len(losses(master, disturbed)) < NUM_BATCHES
+        (tmp_path / "away").rename(storage)
+        wait_for_end(master, disturbed)
+        undisturbed = created(master, tmp_path, "undisturbed", storage)
+        wait_for_end(master, undisturbed)
+
+        assert losses(master, disturbed) == losses(master, undisturbed)
+        assert len(losses(master, disturbed)) == NUM_BATCHES
+        [trial] = trials(master, disturbed)
+        assert int(trial["restarts"]) == 0
+        audit = master.dstrial("checkpoint", "audit")
+        assert audit.returncode == 0, audit.stdout

@@ -1,0 +1,246 @@
+"""A checkpoint storage that goes away, as an unmounted NFS does, is waited for, and nothing is made in its place."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from submitting import config, experiment, log_of, submit, trials, wait_until
+from waiting import wait_for
+
+from dstrial.storage_guard import IDENTITY_NAME
+from dstrial.testing.master import MasterForTest, master_for_test
+
+pytestmark = pytest.mark.process
+
+# Saves at every step, says so, and stops where a file says it.
+SAVING = """
+import json, os, pathlib, sys, time
+import determined as det
+
+info = det.get_cluster_info()
+last = pathlib.Path(info.trial.hparams["last"])
+with det.core.init() as core:
+    step = 0
+    if info.latest_checkpoint is not None:
+        with core.checkpoint.restore_path(info.latest_checkpoint) as path:
+            step = json.loads((path / "state.json").read_text())
+    while not last.exists():
+        step += 1
+        core.train.report_training_metrics(step, {"loss": 1.0 / step})
+        with core.checkpoint.store_path({"steps_completed": step}) as (path, _):
+            # As DeepSpeed does.
+            os.makedirs(path / "model", exist_ok=True)
+            time.sleep(0.02)
+            (path / "model" / "weights").write_text("x" * 1000)
+            (path / "state.json").write_text(json.dumps(step))
+    core.train.report_validation_metrics(step, {"score": 0.5})
+"""
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[MasterForTest]:
+    with master_for_test(tmp_path, num_slots=2) as running:
+        yield running
+
+
+def saving(tmp_path: Path, storage: Path, **changes: Any) -> dict[str, Any]:
+    kept = {"save_trial_latest": 10_000, "save_trial_best": 0, "save_experiment_best": 0}
+    return config(
+        hyperparameters={"last": str(tmp_path / "last")},
+        checkpoint_storage={"type": "shared_fs", "host_path": str(storage), **kept},
+        **changes,
+    )
+
+
+def checkpoints(master: MasterForTest, experiment_id: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = master.client().get(f"/api/v1/experiments/{experiment_id}/checkpoints")[
+        "checkpoints"
+    ]
+    return found
+
+
+def lost(master: MasterForTest, experiment_id: int, storage: Path) -> list[str]:
+    """Return the checkpoints listed as COMPLETED that are not in the storage, to the byte."""
+    rows = [one for one in checkpoints(master, experiment_id) if one["state"].endswith("COMPLETED")]
+    assert rows
+    return [
+        one["uuid"]
+        for one in rows
+        for name, size in one["resources"].items()
+        if not name.endswith("/")
+        and not (
+            (storage / one["uuid"] / name).is_file()
+            and (storage / one["uuid"] / name).stat().st_size == int(size)
+        )
+    ]
+
+
+def half_written(master: MasterForTest, experiment_id: int, storage: Path) -> set[str]:
+    known = {one["uuid"] for one in checkpoints(master, experiment_id)}
+    return {path.name for path in storage.glob("*-*-*-*-*") if (path / "model").exists()} - known
+
+
+def unmount(storage: Path) -> None:
+    storage.rename(storage.with_name("away"))
+
+
+def mount_again(storage: Path) -> None:
+    if storage.exists():
+        storage.rmdir()
+    storage.with_name("away").rename(storage)
+
+
+@pytest.mark.parametrize("is_mount_point", [False, True])
+def test_a_storage_that_goes_away_is_never_made_anew_and_its_trial_goes_on_when_it_is_back(
+    master: MasterForTest, tmp_path: Path, *, is_mount_point: bool
+) -> None:
+    storage = tmp_path / "nfs" / "checkpoints"
+    experiment_id = submit(master, saving(tmp_path, storage), SAVING)
+    wait_for(lambda: len(checkpoints(master, experiment_id)) >= 5)
+
+    unmount(storage)
+    if is_mount_point:
+        storage.mkdir()
+    wait_for(
+        lambda: "waiting for its checkpoint storage: checkpoint storage" in log_of(master, experiment_id)
+    )
+
+    assert f"checkpoint storage {storage} is gone: " in log_of(master, experiment_id)
+    assert (list(storage.iterdir()) == []) if is_mount_point else not storage.exists()
+    assert experiment(master, experiment_id)["state"] == "STATE_QUEUED"
+    status = json.loads(master.dstrial("status", "--json").stdout)
+    assert "waiting for its checkpoint storage" in status["starting"][0]["phase"]
+    # Whoever has another storage is not held up.
+    other = submit(
+        master, config(checkpoint_storage={"type": "shared_fs", "host_path": str(tmp_path / "other")})
+    )
+    wait_until(master, other, "COMPLETED")
+
+    before = len(checkpoints(master, experiment_id))
+    mount_again(storage)
+    wait_for(lambda: len(checkpoints(master, experiment_id)) >= before + 3)
+    (tmp_path / "last").touch()
+    wait_until(master, experiment_id, "COMPLETED")
+
+    assert "its checkpoint storage is back, and the trial goes on" in log_of(master, experiment_id)
+    [trial] = trials(master, experiment_id)
+    assert int(trial["restarts"]) == 0
+    assert lost(master, experiment_id, storage) == []
+    wait_for(lambda: half_written(master, experiment_id, storage) == set())
+
+
+def test_nothing_is_deleted_as_long_as_the_storage_is_away(master: MasterForTest, tmp_path: Path) -> None:
+    storage = tmp_path / "storage"
+    given = saving(tmp_path, storage)
+    given["checkpoint_storage"]["save_trial_latest"] = 1
+    experiment_id = submit(master, given, SAVING)
+    wait_for(lambda: len(checkpoints(master, experiment_id)) >= 5)
+    client = master.client()
+    unmount(storage)
+    wait_for(lambda: "waiting for its checkpoint storage" in log_of(master, experiment_id))
+    client.post(f"/api/v1/experiments/{experiment_id}/cancel")
+    wait_until(master, experiment_id, "CANCELED")
+    wait_for(lambda: "is put off: checkpoint storage" in master_log(master))
+    states = {one["state"] for one in checkpoints(master, experiment_id)}
+    assert states == {"STATE_COMPLETED"}
+
+    mount_again(storage)
+    wait_for(lambda: sum("COMPLETED" in one["state"] for one in checkpoints(master, experiment_id)) == 1)
+    assert len([path for path in storage.glob("*-*-*-*-*") if (path / "model").exists()]) == 1
+
+
+def master_log(master: MasterForTest) -> str:
+    return "".join(path.read_text() for path in master.state.path.glob("*.log"))
+
+
+DYING = """
+import os, pathlib, signal, sys
+import determined as det
+
+info = det.get_cluster_info()
+with det.core.init() as core:
+    with core.checkpoint.store_path({"steps_completed": 1}) as (path, _):
+        (path / "half").write_bytes(b"x" * 123456)
+        if info.trial._trial_run_id <= 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+    core.train.report_validation_metrics(1, {"score": 0.5})
+"""
+
+
+def test_what_killed_runs_have_half_written_is_swept_with_its_bytes(
+    master: MasterForTest, tmp_path: Path
+) -> None:
+    storage = tmp_path / "storage"
+    theirs = storage / "0f4f1f9e-8f0a-4c3e-9a53-1f4b1b8a0f5e"
+    theirs.mkdir(parents=True)
+    (theirs / "half").write_text("of another master")
+    given = config(max_restarts=5, checkpoint_storage={"type": "shared_fs", "host_path": str(storage)})
+    experiment_id = submit(master, given, DYING)
+
+    wait_until(master, experiment_id, "COMPLETED")
+    wait_for(lambda: log_of(master, experiment_id).count("deleted a half-written checkpoint of a run") == 3)
+
+    assert "123,456 bytes" in log_of(master, experiment_id)
+    [kept] = checkpoints(master, experiment_id)
+    assert {path.parent.name for path in storage.glob("*/half")} == {kept["uuid"], theirs.name}
+
+
+def test_a_master_that_is_started_while_the_storage_is_away_waits_as_well(
+    master: MasterForTest, tmp_path: Path
+) -> None:
+    storage = tmp_path / "storage"
+    experiment_id = submit(master, saving(tmp_path, storage), SAVING)
+    wait_for(lambda: len(checkpoints(master, experiment_id)) >= 2)
+    assert master.dstrial("down", "--now").returncode == 0
+    unmount(storage)
+
+    master.up()
+    wait_for(lambda: "waiting for its checkpoint storage" in log_of(master, experiment_id))
+    assert not storage.exists()
+
+    mount_again(storage)
+    (tmp_path / "last").touch()
+    wait_until(master, experiment_id, "COMPLETED")
+    assert lost(master, experiment_id, storage) == []
+
+
+def test_two_masters_share_a_storage_by_one_identity(master: MasterForTest, tmp_path: Path) -> None:
+    storage = tmp_path / "storage"
+    (tmp_path / "second").mkdir()
+    (tmp_path / "last").touch()
+    wait_until(master, submit(master, saving(tmp_path, storage), SAVING), "COMPLETED")
+    first = (storage / IDENTITY_NAME).read_text()
+    with master_for_test(tmp_path / "second", num_slots=1) as other:
+        wait_until(other, submit(other, saving(tmp_path, storage), SAVING), "COMPLETED")
+    assert (storage / IDENTITY_NAME).read_text() == first
+
+
+def test_a_storage_that_is_really_unmounted_keeps_every_checkpoint(tmp_path: Path) -> None:
+    as_root = [] if os.getuid() == 0 else ["--map-root-user"]
+    unshare = ["unshare", "--mount", *as_root]
+    probe = (
+        f"mkdir {tmp_path}/probe && mount --bind {tmp_path}/probe {tmp_path}/probe && umount {tmp_path}/probe"
+    )
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*unshare, "sh", "-c", probe], check=False).returncode
+    ):
+        pytest.skip("Requires: [mount namespaces]")
+    program = Path(__file__).with_name("unmounting.py")
+    ended = subprocess.run(
+        [*unshare, sys.executable, str(program), str(tmp_path)],
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert "such as a mount point where nothing is mounted" in found["log"]
+    assert (found["made in the mount point"], found["lost"], found["restarts"]) == ([], [], 0)
