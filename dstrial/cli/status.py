@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dstrial.cli.up import add_state_dir_argument, describe_slots
 from dstrial.errors import DstrialError
 from dstrial.master.client import Client
-from dstrial.master.state_directory import MasterRecord, StateDirectory
+from dstrial.master.state_directory import MasterRecord, StateDirectory, is_stopped
 from dstrial.master.store import observe
 
 if TYPE_CHECKING:
@@ -27,26 +27,29 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "status",
         help="show the master's address, slots, experiments and disk use",
-        description="Show what the master of this machine is doing. Exits 0 if it runs, else 1.",
+        description="Show what the master of this machine is doing. Exits 0 if it runs, else 1, also if it is stopped (SIGSTOP).",
     )
     add_state_dir_argument(parser)
     parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print; return 0 if a master runs, else 1."""
+    """Print; return 0 if a master runs and is not stopped, else 1."""
     state = StateDirectory.choose(args.state_dir)
     record = state.running()
+    stopped = record is not None and is_stopped(record.pid)
     usage = observe.usage(state)
     fields: dict[str, Any] = {
         "running": record is not None,
         "address": None if record is None else record.address,
         "pid": None if record is None else record.pid,
-        "answers": record is not None and _answers(record),
+        "stopped": stopped,
+        "answers": record is not None and not stopped and _answers(record),
         "slots": None if record is None else _slots(record, usage.num_slots_used),
         "experiments": usage.experiments,
         "trials": usage.trials,
         "starting": _starting(state, record),
+        "stalled": _stalled(state, record),
         "state_dir": str(state.path),
         "disk_bytes": _disk_bytes(state.path),
     }
@@ -54,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps(fields, indent=2) + "\n")
     else:
         sys.stdout.write(_text(record, fields))
-    return 0 if record is not None else 1
+    return 0 if record is not None and not stopped else 1
 
 
 def _starting(state: StateDirectory, record: MasterRecord | None) -> list[dict[str, Any]]:
@@ -69,6 +72,21 @@ def _starting(state: StateDirectory, record: MasterRecord | None) -> list[dict[s
             "seconds": round(max(time.time() - one.since_s, 0.0), 1),
         }
         for one in observe.starting(state)
+    ]
+
+
+def _stalled(state: StateDirectory, record: MasterRecord | None) -> list[dict[str, Any]]:
+    """Return the trials whose ranks go on no more."""
+    if record is None:
+        return []
+    return [
+        {
+            "trial": one.trial_id,
+            "experiment": one.experiment_id,
+            "text": one.text,
+            "seconds": round(max(time.time() - one.since_s, 0.0), 1),
+        }
+        for one in observe.stalled(state)
     ]
 
 
@@ -94,12 +112,18 @@ def _text(record: MasterRecord | None, fields: dict[str, Any]) -> str:
             ("address", f"{record.address} (process {record.pid})"),
             ("slots", f"{describe_slots(record)}; {slots['used']} used, {slots['free']} free"),
         ]
-        if not fields["answers"]:
+        if fields["stopped"]:
+            way = f"let it go on with `kill -CONT {record.pid}`, or end it with `dstrial down`"
+            rows.append(("stopped", f"process {record.pid} is stopped (SIGSTOP) and answers nobody; {way}"))
+        elif not fields["answers"]:
             rows.append(("answers", f"no, not in {_ANSWER_TIMEOUT_S:g} s; see why with `dstrial logs`"))
     rows += [(name, _counts(fields[name])) for name in ("experiments", "trials")]
     for one in fields["starting"]:
         what = f"trial {one['trial']} of experiment {one['experiment']} is {one['phase']}"
         rows.append(("starting", f"{what}, for {one['seconds']:.0f} s"))
+    for one in fields["stalled"]:
+        where = f"trial {one['trial']} of experiment {one['experiment']}"
+        rows.append(("stalled", f"{where}: {one['text']}, for {one['seconds']:.0f} s"))
     rows.append(("state", f"{fields['state_dir']} ({_size(fields['disk_bytes'])})"))
     return "".join(f"{name + ':':<13}{value}\n" for name, value in rows)
 
