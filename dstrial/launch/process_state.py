@@ -65,6 +65,20 @@ def kernel_function(pid: int) -> str:
     return "" if text == "0" else text
 
 
+def children(pid: int) -> list[int]:
+    """Return the processes that a process's main thread has started; none where that may not be read."""
+    text = _read(pid, f"task/{pid}/children")
+    return [] if text is None else [int(child) for child in text.split()]
+
+
+def has_open(pid: int, path: Path) -> bool:
+    """Say whether a process holds a file open."""
+    try:
+        return any(one.readlink() == path for one in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return False
+
+
 def _read(pid: int, name: str) -> str | None:
     try:
         return Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace")

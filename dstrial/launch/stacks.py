@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-fA-F]+)(?: \[.*\])? \(most recent call first\):")
@@ -19,6 +19,8 @@ _COLLECTIVE = ("/torch/distributed/", "/deepspeed/comm/", "/dstrial/ranks/")
 # Names of collectives are taken from here; what wraps them says less.
 _OPERATIONS = ("/torch/distributed/distributed_c10d.py", "/dstrial/ranks/control_channel.py")
 _DATA = ("/torch/utils/data/", "/dstrial/loop/data/")
+_MASTER = ("/determined/common/api/",)
+_FETCHES = ("/torch/utils/data/_utils/fetch.py",)
 _BACKWARD = "_engine_run_backward"
 _OURS = str(Path(__file__).parents[1])
 _NOT_USERS = ("/site-packages/", "/dist-packages/", f"{_OURS}/", "<frozen", "<string>")
@@ -55,6 +57,7 @@ class Wait(enum.Enum):
 
     RANKS = "ranks"
     DATA = "data"
+    MASTER = "master"
     UNKNOWN = "unknown"
     """Nothing of the above: it works, or waits for what only its code knows."""
 
@@ -67,11 +70,13 @@ class Place:
         wait: what it waits for.
         operation: the collective, for example ``all_reduce``; empty where it waits for no other rank.
         user_frame: the innermost call of the user's code; None without one.
+        worker_pid: the worker of its loader whose call that is; 0 where it is the rank's own.
     """
 
     wait: Wait
     operation: str = ""
     user_frame: Frame | None = None
+    worker_pid: int = 0
 
     @property
     def user_call(self) -> str:
@@ -126,6 +131,23 @@ def place_of(stacks: Sequence[ThreadStack], thread_id: int) -> Place | None:
     return Place(wait, operation, user_frame)
 
 
+def place_in_worker(place: Place, workers: Mapping[int, Sequence[ThreadStack]]) -> Place:
+    """Return where a rank that waits for data is, with the worker of its loader that reads.
+
+    Args:
+        place: of the rank.
+        workers: the stacks of the loader's workers, by process id.
+    """
+    for pid, stacks in workers.items():
+        # The main thread of a worker: the one that reads, where others are the libraries'.
+        for stack in reversed(stacks):
+            if not any(part in frame.file for frame in stack.frames for part in _FETCHES):
+                continue
+            user_frame = next((frame for frame in stack.frames if _is_users(frame)), None)
+            return dataclasses.replace(place, user_frame=user_frame, worker_pid=pid)
+    return place
+
+
 def _wait_of(frames: Sequence[Frame]) -> tuple[Wait, str]:
     """Say what the innermost calls wait for, up to the user's own."""
     inner: list[Frame] = []
@@ -137,6 +159,8 @@ def _wait_of(frames: Sequence[Frame]) -> tuple[Wait, str]:
     for frame in inner:
         if any(part in frame.file for part in _COLLECTIVE):
             return Wait.RANKS, _operation(inner)
+        if any(part in frame.file for part in _MASTER):
+            return Wait.MASTER, ""
         if any(part in frame.file for part in _DATA):
             return Wait.DATA, ""
     # User code inside a data set, which the loader has called in the rank itself.

@@ -18,30 +18,33 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE
-from dstrial.launch.process_state import catches, kernel_function, read_state
-from dstrial.launch.stacks import Place, ThreadStack, main_stack, parse_stacks, place_of
+from dstrial.launch.process_state import kernel_function, read_state
+from dstrial.launch.stack_requests import ask_for_stacks, ask_workers
+from dstrial.launch.stacks import (
+    Place,
+    ThreadStack,
+    Wait,
+    main_stack,
+    place_in_worker,
+    place_of,
+)
+from dstrial.launch.stall_account import PREFIX, SLOW_PREFIX, Account, account, sentence
 from dstrial.launch.stall_rules import (
-    PREFIX,
     RankView,
     Stall,
     StallSettings,
-    account,
     is_told,
     longest_of,
     may_restart,
-    sentence,
     stall_of,
 )
 from dstrial.local.run_directory import shown_path
-from dstrial.ranks.heartbeat import Beat, Phase, read_beat, start_ticks
-from dstrial.ranks.stack_dump import STACKS_SIGNAL
+from dstrial.ranks.heartbeat import Beat, Phase, read_beat
 
 STALLED_NAME = "stalled.json"
 _LOOK_EVERY_S = 0.5
 # A launcher that was itself stopped, or a machine that slept, has not watched meanwhile.
 _MOST_PER_LOOK_S = 2.0
-_STACKS_DEADLINE_S = 5.0
-_STACKS_QUIET_S = 0.15
 _UNINTERRUPTIBLE_LOOKS = 6
 _SHOWN_FRAMES = 25
 
@@ -111,7 +114,7 @@ class _Seen:
     save_since_s: float = 0.0
     stopped_since_s: float | None = None
     looks_uninterruptible: int = 0
-    first_batch: int | None = None
+    counts: bool = True  # towards the longest so far: not with somebody stopped meanwhile
 
 
 class StallWatch:
@@ -145,20 +148,27 @@ class StallWatch:
         self._stall: Stall | None = None
         self._told_s: float | None = None
         self._began_s = 0.0
+        self._has_ended_them = False
         directory = os.environ.get(ALLOCATION_DIR_VARIABLE)
         self._shown = Path(directory) / STALLED_NAME if directory else None
 
     def look(self) -> None:
         """Look at all ranks once, and say what is due."""
+        if self._has_ended_them:
+            return
         now_s = self._clock()
         self._now_s += min(now_s - self._looked_s, _MOST_PER_LOOK_S)
         self._looked_s = now_s
         views = [view for slot in list(self._watched.ranks) if (view := self._view(slot)) is not None]
+        if any(view.is_stopped for view in views):
+            for seen in self._seen.values():
+                seen.counts = False
         found = stall_of(views, longest_of(views, self._longest_batch_s), self._settings)
         before = self._stall
         if before is not None and (found is None or found.position != before.position):
             if views and self._told_s is not None:
-                self._print_line(f"{PREFIX} no longer, training goes on at {self._position(views)}")
+                prefix = PREFIX if before.is_certain else SLOW_PREFIX
+                self._print_line(f"{prefix} no longer, training goes on at {self._position(views)}")
             self._told_s = None
             self._show(None)
         self._stall = found
@@ -208,12 +218,12 @@ class StallWatch:
         old = seen.beat
         # A wait for data is a part of its batch: only the beginning of a phase counts as a step.
         if (beat.phase, beat.batch, beat.since_s) != (old.phase, old.batch, old.since_s):
-            if old.phase is Phase.BATCH:
+            if old.phase is Phase.BATCH and seen.counts:
                 took_s = min(beat.since_s - old.since_s, self._now_s - seen.since_s + _MOST_PER_LOOK_S)
                 self._longest_batch_s = max(self._longest_batch_s or 0.0, took_s)
             elif beat.batch > old.batch:  # one or more between two looks
                 self._longest_batch_s = self._longest_batch_s or 0.0
-            seen.since_s = self._now_s
+            seen.since_s, seen.counts = self._now_s, True
         if beat.save_since_s != old.save_since_s:
             seen.save_since_s = self._now_s
         seen.beat = beat
@@ -226,10 +236,12 @@ class StallWatch:
     # ---- telling ---------------------------------------------------------------------------------------
 
     def _tell(self, stall: Stall, views: Sequence[RankView]) -> None:
-        stacks = self._stacks(views)
+        stacks = ask_for_stacks(views, self._watched.stacks_files, self._watched.kept_stacks)
         places: dict[int, Place] = {}
         for view in views:
             place = place_of(stacks.get(view.rank, []), view.beat.thread_id)
+            if place is not None and place.wait is Wait.DATA:
+                place = place_in_worker(place, ask_workers(view, self._watched.stacks_files[view.rank]))
             if place is not None:
                 places[view.rank] = place
         told = account(views, places)
@@ -245,12 +257,12 @@ class StallWatch:
             self._print_line(
                 f"{PREFIX} the stacks of all threads are in {shown_path(self._watched.kept_stacks)}"
             )
-        self._restart(stall, told.guilty, text)
+        self._restart(stall, told, text)
 
-    def _restart(self, stall: Stall, guilty: int | None, text: str) -> None:
+    def _restart(self, stall: Stall, told: Account, text: str) -> None:
         memory = self._watched.memory
         done = _read_positions(memory)
-        if not may_restart(stall, self._settings, done):
+        if not may_restart(stall, self._settings, done, is_of_ranks=told.is_of_ranks):
             if self._settings.action == "restart" and stall.position in done:
                 self._print_line(
                     f"{PREFIX} the ranks are not ended again: they were at {stall.position} before, which does not help"
@@ -261,7 +273,8 @@ class StallWatch:
                 memory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 memory.write_text(json.dumps([*done, stall.position]), encoding="utf-8")
         self._print_line(f"{PREFIX} the ranks are ended, as data.dstrial.stall_action says")
-        self._end_ranks(guilty, text)
+        self._has_ended_them = True
+        self._end_ranks(told.guilty, text)
 
     def _show(self, text: str | None) -> None:
         if self._shown is None:
@@ -273,57 +286,6 @@ class StallWatch:
             temporary = self._shown.with_suffix(".new")
             temporary.write_text(json.dumps({"text": text, "since_s": self._began_s}), encoding="utf-8")
             temporary.replace(self._shown)
-
-    # ---- stacks ----------------------------------------------------------------------------------------
-
-    def _stacks(self, views: Sequence[RankView]) -> dict[int, list[ThreadStack]]:
-        """Ask all ranks for their stacks, and return those that come; keep them whole."""
-        asked: dict[int, tuple[Path, int]] = {}
-        for view in views:
-            path = self._watched.stacks_files.get(view.rank)
-            if path is None or view.is_stopped or view.is_uninterruptible:
-                continue
-            size = path.stat().st_size if path.exists() else 0
-            # Who does not catch it would be ended by it, and a pid may be another's by now.
-            if catches(view.pid, STACKS_SIGNAL) and start_ticks(view.pid) == view.beat.start_ticks:
-                with contextlib.suppress(OSError):
-                    os.kill(view.pid, STACKS_SIGNAL)
-                    asked[view.rank] = (path, size)
-        texts = _await_texts(asked)
-        if self._watched.kept_stacks is not None:
-            for rank, text in texts.items():
-                _keep(self._watched.kept_stacks / f"rank_{rank}.stacks.txt", text)
-        return {rank: parse_stacks(text) for rank, text in texts.items()}
-
-
-def _await_texts(asked: Mapping[int, tuple[Path, int]]) -> dict[int, str]:
-    """Return what was appended to files, once they grow no more."""
-    give_up_at_s = time.monotonic() + _STACKS_DEADLINE_S
-    sizes = {rank: size for rank, (_, size) in asked.items()}
-    quiet_since_s = time.monotonic()
-    while time.monotonic() < give_up_at_s:
-        time.sleep(0.02)
-        now = {rank: path.stat().st_size if path.exists() else 0 for rank, (path, _) in asked.items()}
-        if now != sizes:
-            sizes, quiet_since_s = now, time.monotonic()
-        has_all = all(sizes[rank] > size for rank, (_, size) in asked.items())
-        if has_all and time.monotonic() - quiet_since_s >= _STACKS_QUIET_S:
-            break
-    found = {}
-    for rank, (path, size) in asked.items():
-        with contextlib.suppress(OSError):
-            text = path.read_bytes()[size:].decode(errors="replace")
-            if text:
-                found[rank] = text
-    return found
-
-
-def _keep(path: Path, text: str) -> None:
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-        with os.fdopen(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
-            file.write(text)
 
 
 def _shown_stacks(views: Sequence[RankView], stacks: Mapping[int, Sequence[ThreadStack]]) -> list[str]:

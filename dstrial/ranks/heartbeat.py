@@ -65,7 +65,8 @@ class Beat:
         pid: of the rank.
         start_ticks: when that process started, ticks since boot.
         thread_id: its main thread, as ``threading.get_ident`` tells.
-        longest_s: the longest that has ended so far of each phase but ``BATCH``, seconds; 0 where none has.
+        longest_s: the longest that has ended so far of each phase, seconds; 0 where none has. Of batches only the last of each
+            row without anything between them counts.
     """
 
     phase: Phase
@@ -107,7 +108,11 @@ class Heartbeat:
 
     def begin(self, phase: Phase, batch: int) -> None:
         """Say what the main thread does from now on, after ``batch`` trained batches."""
-        _MAIN.pack_into(self._buffer, self._offset, int(phase), 0, batch, time.monotonic())
+        now_s = time.monotonic()
+        number, _, _, since_s = _MAIN.unpack_from(self._buffer, self._offset)
+        if number == Phase.BATCH:  # the last of a row: a launcher sees the others only by chance
+            self._note(Phase.BATCH, now_s - since_s)
+        _MAIN.pack_into(self._buffer, self._offset, int(phase), 0, batch, now_s)
 
     @contextlib.contextmanager
     def during(self, phase: Phase, batch: int) -> Iterator[None]:

@@ -12,7 +12,7 @@ import pytest
 from waiting import wait_for
 
 from dstrial.launch.process_state import catches, parse_catches, parse_stat, read_state
-from dstrial.launch.stacks import Frame, Wait, main_stack, parse_stacks, place_of
+from dstrial.launch.stacks import Frame, Place, Wait, main_stack, parse_stacks, place_in_worker, place_of
 from dstrial.ranks.stack_dump import STACKS_FILE_VARIABLE, STACKS_SIGNAL
 
 SITE = "/env/lib/python3.12/site-packages"
@@ -106,6 +106,20 @@ def test_a_rank_in_its_loader_waits_for_data(frames: tuple[str, ...]) -> None:
     place = place_of(parse_stacks(dump(*frames, "/home/me/model_def.py:30 train_batch")), 0x7F01)
     assert place is not None
     assert place.wait is Wait.DATA
+
+
+def test_of_a_loaders_workers_the_one_that_reads_is_told() -> None:
+    loop = f"{SITE}/torch/utils/data/_utils/worker.py:240 _worker_loop"
+    idle = parse_stacks(
+        dump("/usr/lib/python3.12/selectors.py:415 select", loop, "/home/me/main.py:1 <module>")
+    )
+    reads = parse_stacks(
+        dump("/home/me/records.py:12 __getitem__", f"{SITE}/torch/utils/data/_utils/fetch.py:52 fetch", loop)
+    )
+    waiting = Place(Wait.DATA, "", Frame("/home/me/model_def.py", 30, "train_batch"))
+    place = place_in_worker(waiting, {71: idle, 72: reads})
+    assert (place.worker_pid, place.user_call) == (72, "__getitem__ (records.py:12)")
+    assert place_in_worker(waiting, {71: idle}) == waiting
 
 
 def test_what_is_no_dump_has_no_place() -> None:

@@ -8,16 +8,15 @@ import pytest
 
 from dstrial.errors import ConfigError
 from dstrial.launch.stacks import Frame, Place, Wait
+from dstrial.launch.stall_account import account, sentence
 from dstrial.launch.stall_rules import (
     STOPPED_AFTER_S,
     RankView,
     Stall,
     StallSettings,
-    account,
     is_told,
     longest_of,
     may_restart,
-    sentence,
     stall_of,
 )
 from dstrial.ranks.heartbeat import Beat, Phase
@@ -54,13 +53,13 @@ def test_ranks_have_stalled_when_none_has_moved_for_the_timeout_and_the_longest_
 
 
 def test_who_waits_in_an_exchange_may_wait_as_long_as_the_batch_of_the_others() -> None:
-    longest_s = {Phase.BATCH: 600.0, Phase.BETWEEN: 0.1}
+    longest_s = {Phase.BATCH: 600.0}
     views = [view(0, phase=Phase.BETWEEN, batch=82, age_s=400), view(1, age_s=400)]
     assert stall_of(views, longest_s, SETTINGS) is None
     views = [dataclasses.replace(one, age_s=721) for one in views]
     found = stall_of(views, longest_s, SETTINGS)
     assert found is not None
-    assert (found.kind, found.position) == (Phase.BATCH, "batch 81")
+    assert (found.kind, found.position, found.is_certain) == (Phase.BATCH, "batch 81", True)
 
 
 def test_before_a_first_of_its_kind_has_ended_a_stall_is_not_certain() -> None:
@@ -175,6 +174,18 @@ def test_a_position_is_restarted_once_and_only_where_that_is_asked_for() -> None
     assert may_restart(stall, restart, ["batch 80"])
     assert not may_restart(stall, SETTINGS, [])
     assert not may_restart(dataclasses.replace(stall, longest_s=None), restart, [])
+
+
+def test_a_master_that_does_not_answer_is_told_and_no_rank_is_ended_for_it() -> None:
+    views = [view(0, phase=Phase.BETWEEN), view(1, phase=Phase.BETWEEN)]
+    told = account(views, {0: Place(Wait.MASTER), 1: IN_ALL_REDUCE})
+    assert told.text == (
+        "rank 0 waits for an answer of the master at batch 81 between batches; "
+        "rank 1 waits for it in a collective (all_reduce)"
+    )
+    assert "dstrial status" in told.advice
+    stall = Stall(Phase.BATCH, "batch 81", 130, 1.0, True)
+    assert not may_restart(stall, StallSettings(120, "restart"), [], is_of_ranks=told.is_of_ranks)
 
 
 def test_a_stall_that_goes_on_is_told_ever_more_rarely() -> None:

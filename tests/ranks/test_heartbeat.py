@@ -66,6 +66,11 @@ def test_how_long_a_phase_took_is_kept_if_it_ends_well(
     failed = read_beat(beats, 0)
     assert failed is not None
     assert failed.longest_s[Phase.CALLBACK] == 0.0
+    mine.begin_batch(10)
+    mine.begin(Phase.BETWEEN, 11)
+    trained = read_beat(beats, 0)
+    assert trained is not None
+    assert 0 < trained.longest_s[Phase.BATCH] < 60
     mine.begin_save(10)
     saving = read_beat(beats, 0)
     assert saving is not None

@@ -80,15 +80,16 @@ def test_a_loader_that_never_answers_is_named_with_its_rank(tmp_path, num_worker
     assert line.startswith("stalled: rank 1 waits for its data loader at batch 5 in train_batch")
     assert "; rank 0 waits for it in a collective (all" in line
     assert "rank 1 failed first" in run.output
-    if not num_workers:
-        assert "in read_from_storage (stalling_trials.py:" in line
+    assert "in read_from_storage (stalling_trials.py:" in line
+    assert ("whose worker (process " in line) == bool(num_workers)
 
 
 def test_a_first_batch_that_takes_long_is_one_line_and_nothing_is_ended(tmp_path):
     config = stalling(batches=8, timeout=1, first_batch_s=6)
     run = train(tmp_path, "SlowFirstBatchTrial", config, ranks=2, module="stalling_trials")
     assert run.returncode == 0, run.output
-    lines = re.findall("dstrial.launch: (stalled: .*)", run.output)
+    lines = re.findall("dstrial.launch: (slow: .*)", run.output)
     assert 1 <= len(lines) <= 4
+    assert "stalled: " not in run.output
     assert "no batch has ended so far, and the first may take long" in lines[0]
     assert "stack of rank" not in run.output

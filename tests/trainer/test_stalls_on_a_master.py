@@ -13,15 +13,21 @@ import yaml
 from small_runs import DEFINITIONS, deepspeed_config, experiment
 from waiting import wait_for
 
-from dstrial.testing.master import MasterForTest
+from dstrial.testing.master import MasterForTest, master_for_test
 
 pytestmark = [pytest.mark.ranks, pytest.mark.process]
 
 
 def create(
-    master: MasterForTest, tmp_path: Path, *, action: str, max_restarts: int = 0, **hparams: Any
+    master: MasterForTest,
+    tmp_path: Path,
+    *,
+    action: str,
+    max_restarts: int = 0,
+    timeout: int = 600,
+    **hparams: Any,
 ) -> int:
-    """Submit a trial whose rank 1 is stopped at batch 5, and return the number of the trial."""
+    """Submit a trial whose rank 1 is stopped at ``stall_at``, and return the number of the trial."""
     given = {
         "deepspeed_config": deepspeed_config(1),
         "stall_at": 5,
@@ -30,14 +36,14 @@ def create(
     }
     config = experiment(
         given,
-        batches=20,
+        batches=40,
         report=5,
         validate=1000,
         checkpoint=1000,
         entrypoint="python3 -m dstrial.launch --trial stalling_trials:StoppedTrial",
         resources={"slots_per_trial": 2},
         max_restarts=max_restarts,
-        data={"dstrial": {"stall_timeout": 600, "stall_action": action}},
+        data={"dstrial": {"stall_timeout": timeout, "stall_action": action}},
     )
     path = tmp_path / "exp.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -106,3 +112,22 @@ def test_what_stalls_at_the_same_batch_again_is_not_ended_again(
     os.kill(int(pids.read_text().split()[-1]), signal.SIGCONT)
     wait_for(lambda: trial_of(shared_master, trial_id)["state"].endswith("COMPLETED"), deadline_s=120)
     assert trial_of(shared_master, trial_id)["restarts"] == 1
+
+
+def test_a_stopped_master_is_told_by_the_ranks_that_wait_for_it_and_nobody_is_ended(tmp_path: Path) -> None:
+    with master_for_test(tmp_path, num_slots=2) as master:
+        trial_id = create(
+            master, tmp_path, action="restart", max_restarts=1, timeout=2, stall_at=10_000, batch_sleep_s=0.25
+        )
+        wait_for(lambda: trial_of(master, trial_id).get("totalBatchesProcessed", 0) >= 5, deadline_s=120)
+        (log,) = master.state.allocations_path.glob("*/output.log")
+        os.kill(master.record.pid, signal.SIGSTOP)
+        try:
+            wait_for(lambda: "stalled: rank 0 waits for an answer of the master" in log.read_text())
+            shown = master.dstrial("status")
+            assert shown.returncode == 1
+            assert f"process {master.record.pid} is stopped (SIGSTOP)" in shown.stdout
+        finally:
+            os.kill(master.record.pid, signal.SIGCONT)
+        wait_for(lambda: trial_of(master, trial_id)["state"].endswith("COMPLETED"), deadline_s=120)
+        assert trial_of(master, trial_id)["restarts"] == 0
