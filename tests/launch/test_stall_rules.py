@@ -125,6 +125,15 @@ def test_who_works_while_all_others_wait_holds_them_up() -> None:
     )
 
 
+def test_nobody_is_blamed_where_no_rank_is_seen_to_wait_for_another() -> None:
+    told = account([view(0), view(1)], {0: WORKS, 1: WORKS})
+    assert told.guilty is None
+    assert told.text == "; ".join(
+        f"rank {rank} is at batch 81 in train_batch, in forward (model_def.py:31)" for rank in range(2)
+    )
+    assert account([view(0)], {0: WORKS}).guilty == 0
+
+
 def test_ranks_in_different_collectives_are_told_with_both_places() -> None:
     barrier = Place(Wait.RANKS, "barrier", Frame("/home/me/model_def.py", 31, "train_batch"))
     told = account([view(0), view(1)], {0: barrier, 1: IN_ALL_REDUCE})
