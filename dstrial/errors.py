@@ -16,6 +16,7 @@ The tree, drawn once::
     ├── RankError                     the ranks of this job do not agree or cannot reach each other
     │   ├── PeerFailedError           user code failed on another rank, which this one agrees with to end
     │   ├── RankTimeoutError          a rank did not arrive at an operation in time; names the missing ranks
+    │   ├── RankStalledError          ranks went on no more and were ended, as their config says; names who held them up
     │   └── RankIdentityError         the environment does not say consistently who this process is
     ├── LaunchError                   ranks could not be started
     │   └── RankFailedError           a started rank exited with a failure; names the first one
@@ -118,6 +119,10 @@ class RankError(DstrialError):
 
 class PeerFailedError(RankError):
     """User code failed on another rank, and all ranks have agreed to end."""
+
+
+class RankStalledError(RankError):
+    """Ranks went on no more, and their launcher has ended them, as their config says."""
 
 
 class RankTimeoutError(RankError):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dstrial.cli.up import add_state_dir_argument, describe_slots
 from dstrial.errors import DstrialError, MasterError, RequestError
 from dstrial.master.client import Client
-from dstrial.master.state_directory import MasterRecord, StateDirectory
+from dstrial.master.state_directory import MasterRecord, StateDirectory, is_stopped
 from dstrial.master.store import observe
 
 if TYPE_CHECKING:
@@ -28,28 +28,31 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "status",
         help="show the master's address, slots, experiments and disk use",
-        description="Show what the master of this machine is doing. Exits 0 if it runs, else 1.",
+        description="Show what the master of this machine is doing. Exits 0 if it runs, else 1, also if it is stopped (SIGSTOP).",
     )
     add_state_dir_argument(parser)
     parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print; return 0 if a master runs, else 1."""
+    """Print; return 0 if a master runs and is not stopped, else 1."""
     state = StateDirectory.choose(args.state_dir)
     record = state.running()
-    usage, starting, unusable = _observed(state, record)
-    answers, damage = (False, "") if record is None else _health(record)
+    usage, starting, stalled, unusable = _observed(state, record)
+    stopped = record is not None and is_stopped(record.pid)
+    answers, damage = (False, "") if record is None or stopped else _health(record)
     fields: dict[str, Any] = {
         "running": record is not None,
         "address": None if record is None else record.address,
         "pid": None if record is None else record.pid,
+        "stopped": stopped,
         "answers": answers,
         "database": damage or unusable,
         "slots": None if record is None else _slots(record, usage.num_slots_used),
         "experiments": usage.experiments,
         "trials": usage.trials,
         "starting": starting,
+        "stalled": stalled,
         "state_dir": str(state.path),
         "disk_bytes": _disk_bytes(state.path),
     }
@@ -57,23 +60,23 @@ def main(args: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps(fields, indent=2) + "\n")
     else:
         sys.stdout.write(_text(record, fields))
-    return 0 if record is not None else 1
+    return 0 if record is not None and not stopped else 1
 
 
 def _observed(
     state: StateDirectory, record: MasterRecord | None
-) -> tuple[observe.Usage, list[dict[str, Any]], str]:
+) -> tuple[observe.Usage, list[dict[str, Any]], list[dict[str, Any]], str]:
     """Return what the database says, and what is wrong with it where a master serves from it all the same.
 
     Raises:
         MasterError: it cannot be used, and no master runs.
     """
     try:
-        return observe.usage(state), _starting(state, record), ""
+        return observe.usage(state), _starting(state, record), _stalled(state, record), ""
     except MasterError as error:
         if record is None:
             raise
-        return observe.Usage(0, {}, {}), [], str(error)
+        return observe.Usage(0, {}, {}), [], [], str(error)
 
 
 def _starting(state: StateDirectory, record: MasterRecord | None) -> list[dict[str, Any]]:
@@ -88,6 +91,21 @@ def _starting(state: StateDirectory, record: MasterRecord | None) -> list[dict[s
             "seconds": round(max(time.time() - one.since_s, 0.0), 1),
         }
         for one in observe.starting(state)
+    ]
+
+
+def _stalled(state: StateDirectory, record: MasterRecord | None) -> list[dict[str, Any]]:
+    """Return the trials whose ranks go on no more."""
+    if record is None:
+        return []
+    return [
+        {
+            "trial": one.trial_id,
+            "experiment": one.experiment_id,
+            "text": one.text,
+            "seconds": round(max(time.time() - one.since_s, 0.0), 1),
+        }
+        for one in observe.stalled(state)
     ]
 
 
@@ -115,7 +133,10 @@ def _text(record: MasterRecord | None, fields: dict[str, Any]) -> str:
             ("address", f"{record.address} (process {record.pid})"),
             ("slots", f"{describe_slots(record)}; {slots['used']} used, {slots['free']} free"),
         ]
-        if not fields["answers"]:
+        if fields["stopped"]:
+            way = f"let it go on with `kill -CONT {record.pid}`, or end it with `dstrial down`"
+            rows.append(("stopped", f"process {record.pid} is stopped (SIGSTOP) and answers nobody; {way}"))
+        elif not fields["answers"]:
             rows.append(("answers", f"no, not in {_ANSWER_TIMEOUT_S:g} s; see why with `dstrial logs`"))
         if fields["database"]:
             rows.append(("database", fields["database"]))
@@ -123,6 +144,9 @@ def _text(record: MasterRecord | None, fields: dict[str, Any]) -> str:
     for one in fields["starting"]:
         what = f"trial {one['trial']} of experiment {one['experiment']} is {one['phase']}"
         rows.append(("starting", f"{what}, for {one['seconds']:.0f} s"))
+    for one in fields["stalled"]:
+        where = f"trial {one['trial']} of experiment {one['experiment']}"
+        rows.append(("stalled", f"{where}: {one['text']}, for {one['seconds']:.0f} s"))
     rows.append(("state", f"{fields['state_dir']} ({_size(fields['disk_bytes'])})"))
     return "".join(f"{name + ':':<13}{value}\n" for name, value in rows)
 

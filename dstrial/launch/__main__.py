@@ -84,6 +84,7 @@ def _launch(options: argparse.Namespace) -> LaunchOutcome:
     # Both import torch, which takes seconds; a wrong command line should not.
     from dstrial.launch.agent import DEFAULT_SHUTDOWN_TIMEOUT_S, run_ranks
     from dstrial.launch.slots import cluster_info, num_slots
+    from dstrial.launch.stall_rules import StallSettings
 
     info = cluster_info()
     if info is not None:
@@ -120,6 +121,7 @@ def _launch(options: argparse.Namespace) -> LaunchOutcome:
             on_start=_warn,
             serves_store=not options.trial,
             tracebacks_dir=default_runs_dir() / "tracebacks" / f"{utc_stamp()}-{os.getpid()}",
+            stalls=StallSettings.from_config(None if experiment is None else experiment.raw),
         )
 
 
@@ -145,6 +147,7 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
     """Launch as the cluster says; lines carry the prefix that its log view filters by."""
     from dstrial.launch.agent import DEFAULT_SHUTDOWN_TIMEOUT_S, run_ranks
     from dstrial.launch.slots import cluster_placement
+    from dstrial.launch.stall_rules import StallSettings
 
     run = _run_directory()
     for name, value in (("--slots", options.slots), ("--config", options.config)):
@@ -185,6 +188,8 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
             placement=placement,
             serves_store=not options.trial,
             tracebacks_dir=None if run is not None else _tracebacks_directory(),
+            stalls=StallSettings.from_config(info.trial._config),
+            stall_memory=_stall_memory(),
         )
     if run is not None:
         write_json_atomically(run.outcome_path, outcome.to_json())
@@ -212,6 +217,12 @@ def _tracebacks_directory() -> Path | None:
     """Where a master keeps whole tracebacks; None elsewhere: the log then has them."""
     path = os.environ.get(TRACEBACKS_DIR_VARIABLE)
     return Path(path) if path else None
+
+
+def _stall_memory() -> Path | None:
+    """Where a trial's launches remember what they were ended for; None off a master."""
+    directory = _tracebacks_directory()
+    return None if directory is None else directory.parent / "stalls.json"
 
 
 def _run_directory() -> RunDirectory | None:

@@ -18,17 +18,27 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from dstrial.errors import LaunchError
-from dstrial.launch.failures import ERROR_FILE_VARIABLE, TRACEBACK_FILE_VARIABLE, LaunchOutcome, RankFailure
+from dstrial.errors import LaunchError, RankStalledError
+from dstrial.launch.failures import (
+    ERROR_FILE_VARIABLE,
+    TRACEBACK_FILE_VARIABLE,
+    LaunchOutcome,
+    RankFailure,
+    write_record,
+)
 from dstrial.launch.output import LineReader, OnLine, Stream
 from dstrial.launch.rendezvous import Rendezvous
 from dstrial.launch.stale_locks import remove_stale_locks
+from dstrial.launch.stall_rules import StallSettings
+from dstrial.launch.stall_watch import WatchedRanks, watched_training
 from dstrial.launch.start_watch import watched_start
 from dstrial.launch.supervisor import Supervisor
+from dstrial.ranks.heartbeat import HEARTBEAT_VARIABLE, make_heartbeat_file
 from dstrial.ranks.identity import LOOPBACK_ADDR
 from dstrial.ranks.job_secret import SECRET_VARIABLE, STORE_VARIABLE, new_secret, store_variable
 from dstrial.ranks.process_group import NVML_CHECK_VARIABLE
 from dstrial.ranks.sockets import loopback_only
+from dstrial.ranks.stack_dump import STACKS_FILE_VARIABLE
 from dstrial.ranks.startup_phase import PHASE_FILE_VARIABLE
 from dstrial.ranks.stop_signals import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
 from dstrial.scratch import compile_cache, scratch_directory
@@ -72,6 +82,8 @@ def run_ranks(
     serves_store: bool = True,
     tracebacks_dir: Path | None = None,
     on_start: Callable[[str], None] | None = None,
+    stalls: StallSettings | None = None,
+    stall_memory: Path | None = None,
 ) -> LaunchOutcome:
     """Run a command on ``num_ranks`` ranks of this machine and wait for all of them.
 
@@ -99,7 +111,10 @@ def run_ranks(
         tracebacks_dir: where a rank that fails leaves its whole traceback, as ``rank_<n>.txt``, and so shows it shortened; made
             when needed. None for ``rank_<n>/traceback.txt`` below ``log_dir``, or for none.
         on_start: called from another thread with what the ranks do before their first batch, a line now and then where it
-            takes long; None to log it.
+            takes long, and with who holds the others up where ranks go on no more; None to log it.
+        stalls: when ranks that train count as stalled, and what follows; None for the defaults.
+        stall_memory: file that keeps at which positions ranks were ended for a stall, over the launches of one trial; None where
+            nothing starts them again.
 
     Returns:
         How it ended; a failing rank is no exception here.
@@ -135,6 +150,13 @@ def run_ranks(
         # What is no rank of ours reports no phase: only builds are watched.
         phase_files = files.phase_files if "dstrial.launch.rank_main" in command else list
         stack.enter_context(watched_start(phase_files, on_start or logger.info, root=root))
+        watched = files.watched_ranks(num_ranks, stall_memory)
+        if watched is not None:
+            stack.enter_context(
+                watched_training(
+                    watched, stalls or StallSettings(), on_start or logger.warning, files.end_stalled
+                )
+            )
         _run_agent(_make_agent(command, num_ranks, rendezvous, files, supervisor))
         failure = supervisor.first_failure()
     return _outcome(supervisor, failure)
@@ -243,6 +265,25 @@ class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch
         self._tracebacks_dir = tracebacks_dir
         self._reader: LineReader | None = None
         self._phase_files: dict[int, Path] = {}
+        self._heartbeats = work_dir / "heartbeats"
+        self._ranks: dict[int, int] = {}
+        self._stacks_files: dict[int, Path] = {}
+
+    def watched_ranks(self, num_ranks: int, memory: Path | None) -> WatchedRanks | None:
+        """Make what ranks say in training; None where it cannot be made, and nobody watches."""
+        try:
+            beats = make_heartbeat_file(self._heartbeats, num_ranks)
+        except OSError as error:
+            logger.warning("stalls are not watched for, %s cannot be made: %s", self._heartbeats, error)
+            return None
+        kept = self._tracebacks_dir or self._log_dir
+        return WatchedRanks(beats, self._ranks, self._stacks_files, kept, memory)
+
+    def end_stalled(self, rank: int | None, text: str) -> None:
+        """Have all ranks ended because they stall, and one of them named for it."""
+        named = next(iter(self._ranks.values())) if rank is None else rank
+        error = RankStalledError(text)
+        write_record(self._work_dir / f"rank_{named}.error.json", error, text, line=text)
 
     def phase_files(self) -> list[Path]:
         """Where starting ranks say what they do; empty before the ranks are known."""
@@ -280,6 +321,10 @@ class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch
             env[ERROR_FILE_VARIABLE] = str(error_file)
             env[PHASE_FILE_VARIABLE] = str(self._work_dir / f"rank_{rank}.phase.json")
             self._phase_files[rank] = self._work_dir / f"rank_{rank}.phase.json"
+            env[HEARTBEAT_VARIABLE] = f"{local_rank}:{self._heartbeats}"
+            env[STACKS_FILE_VARIABLE] = str(self._work_dir / f"rank_{rank}.stacks")
+            self._stacks_files[rank] = self._work_dir / f"rank_{rank}.stacks"
+            self._ranks[local_rank] = rank
             if self._tracebacks_dir is not None:
                 env[TRACEBACK_FILE_VARIABLE] = str(self._tracebacks_dir / f"rank_{rank}.txt")
             elif self._log_dir is not None:

@@ -168,13 +168,21 @@ def record_exception(
     path_text = os.environ.get(ERROR_FILE_VARIABLE)
     if not path_text:
         return False
-    path = Path(path_text)
+    shown = text if text is not None else "".join(traceback.format_exception(error))
+    write_record(Path(path_text), error, shown, line=line, advice=advice, whole=whole)
+    return True
+
+
+def write_record(
+    path: Path, error: BaseException, text: str, *, line: str = "", advice: str = "", whole: str = ""
+) -> None:
+    """Write a rank's error record if there is none; arguments as ``record_exception``."""
     now_s = time.time()
     document = {
         "message": {
             "message": f"{type(error).__name__}: {error}",
             "extraInfo": {
-                "py_callstack": text if text is not None else "".join(traceback.format_exception(error)),
+                "py_callstack": text,
                 "timestamp": str(int(now_s)),
                 "time_s": now_s,
                 "line": line,
@@ -190,7 +198,6 @@ def record_exception(
             os.link(partial, path)
     finally:
         partial.unlink()
-    return True
 
 
 def keep_whole(text: str) -> str:

@@ -27,6 +27,7 @@ from dstrial.launch.tracebacks import short_traceback, whole_traceback
 from dstrial.launch.trial_import import import_trial, is_determined_trial
 from dstrial.ranks.accelerate_backend import show_ranks_to_accelerate
 from dstrial.ranks.identity import identify
+from dstrial.ranks.stack_dump import dump_stacks_on_signal
 from dstrial.ranks.startup_phase import begin_phase, end_phases
 from dstrial.ranks.stop_signals import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
 
@@ -107,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run this rank. Ranks: each its own."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     _end_with_launcher()
+    dump_stacks_on_signal()
     _ignore_old_names_of_collectives()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Whole lines at once, so that those of several ranks do not mix where they share an output.

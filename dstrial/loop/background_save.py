@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from determined import core
 
 from dstrial.errors import CheckpointError
+from dstrial.ranks.heartbeat import heartbeat
 
 logger = logging.getLogger("dstrial.loop")
 
@@ -76,12 +77,15 @@ class SaveJob:
         """Complete it here; a failure is kept in ``error``."""
         complete, self._complete = self._complete, None
         assert complete is not None, "a save runs once"
+        beat = heartbeat()
+        beat.begin_save(self.batches_trained)
         try:
             complete()
         except BaseException as error:  # noqa: BLE001  # the boundary of a thread: the loop raises it
             self.error = error
         finally:
             del complete
+            beat.end_save()
             self._is_done.set()
 
     def wait(self) -> None:

@@ -40,6 +40,7 @@ from dstrial.loop.run_state import RunState
 from dstrial.loop.settings import FitResult, LoopSettings
 from dstrial.loop.sync_point import StopReason, SyncPoints
 from dstrial.loop.validation import Validation
+from dstrial.ranks.heartbeat import Phase, heartbeat
 from dstrial.ranks.startup_phase import begin_phase, end_phases
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.determined_errors import AccumulationError, InvalidTrialError, SearcherMetricError
@@ -124,6 +125,7 @@ class TrainingLoop:
         self._checkpoint_uuid: str | None = None
         self._reports_metrics = self._runtime.mpu.should_report_metrics
         self._is_first_batch = True
+        self._heartbeat = heartbeat()
 
     # ---- the run -------------------------------------------------------------------------------------
 
@@ -139,6 +141,7 @@ class TrainingLoop:
             stack.callback(callbacks.call, "on_trial_shutdown")
             stack.callback(self._saver.close)
             stack.callback(self._close_iterator)
+            stack.callback(self._heartbeat.end)
             self._build_loaders()
             self._batches_total = total_batches(settings.max_length, progress.epoch_length)
             self._require_epoch_length()
@@ -165,7 +168,8 @@ class TrainingLoop:
                 self._validate()
             stack.callback(self._tell_steps)
             stopped = self._train()
-            self._saver.finish()
+            with self._heartbeat.during(Phase.SAVE, progress.batches_trained):
+                self._saver.finish()
             self._sinks.upload()
         skipped = sum(counts.num_skipped for counts in self._step_counts())
         return FitResult(
@@ -278,7 +282,7 @@ class TrainingLoop:
                 is_unproven = False
             batches = progress.batches_trained
             if progress.epoch_length and batches % progress.epoch_length == 0:
-                with self._saving_first():
+                with self._saving_first(), self._heartbeat.during(Phase.CALLBACK, batches):
                     self._callbacks.call("on_training_epoch_end", progress.epoch_idx - 1)
             found = due(self._periods, batches, self._batches_total, progress.epoch_length)
             if (
@@ -349,8 +353,11 @@ class TrainingLoop:
         is_first, self._is_first_batch = self._is_first_batch, False
         calls = range(runtime.train_calls_per_batch)
         if progress.is_epoch_start:
-            self._callbacks.epoch_start(epoch_idx)
+            with self._heartbeat.during(Phase.CALLBACK, progress.batches_trained):
+                self._callbacks.epoch_start(epoch_idx)
+        begin_batch = self._heartbeat.begin_batch
         for batch_idx in range(progress.batches_trained, end_batch):
+            begin_batch(batch_idx)
             runtime.current_batch_idx = batch_idx
             for _ in calls:
                 returned = train_batch(iterator, epoch_idx, batch_idx)
@@ -363,7 +370,8 @@ class TrainingLoop:
             if context.profiler is not None:
                 context.profiler.step()
             if is_single_rank and is_stop_requested():
-                return
+                break
+        self._heartbeat.begin(Phase.BETWEEN, progress.batches_trained)
 
     def _act(self, found: set[Boundary]) -> StopReason | None:
         """Do what is due, in order, and exchange once. Ranks: all, collectively."""
@@ -439,9 +447,10 @@ class TrainingLoop:
         if any(wrapped.for_training for wrapped in runtime.wrapped_reducers):
             reduced = self._context.reduce_metrics(for_training=True)
             averages.update(pytorch._convert_metrics_to_numpy(reduced))
-        self._callbacks.call(
-            "on_training_workload_end", avg_metrics=dict(averages), batch_metrics=self._window.batches()
-        )
+        with self._heartbeat.during(Phase.CALLBACK, batches):
+            self._callbacks.call(
+                "on_training_workload_end", avg_metrics=dict(averages), batch_metrics=self._window.batches()
+            )
         if self._is_chief:
             assert self._stream is not None
             metrics = dict(averages)
@@ -470,7 +479,7 @@ class TrainingLoop:
         if self._validation is None:
             progress.last_validation = progress.batches_trained
             return
-        with self._saving_first():
+        with self._saving_first(), self._heartbeat.during(Phase.VALIDATION, progress.batches_trained):
             saves = self._validate_and_report(self._validation)
         if saves and not progress.checkpoint_is_current:
             self._checkpoint()
@@ -612,7 +621,8 @@ class TrainingLoop:
         }
         if self._stream is not None and self._stream.records_per_batch is not None:
             loop_state["records_per_batch"] = self._stream.records_per_batch
-        self._checkpoint_uuid = self._saver.save(loop_state)
+        with self._heartbeat.during(Phase.SAVE, self._progress.batches_trained):
+            self._checkpoint_uuid = self._saver.save(loop_state)
         self._mark_s = time.monotonic()
         if self._is_chief:
             self._core.train.set_status("training")

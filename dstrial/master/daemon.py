@@ -22,7 +22,7 @@ from typing import Any
 
 from dstrial.errors import MasterError
 from dstrial.master.client import Client
-from dstrial.master.state_directory import MasterRecord, StateDirectory, process_start_time
+from dstrial.master.state_directory import MasterRecord, StateDirectory, is_stopped, process_start_time
 from dstrial.master.store.observe import supervisors
 
 HOST = "127.0.0.1"
@@ -231,6 +231,9 @@ def request_stop(record: MasterRecord, *, is_kill: bool) -> None:
     """Ask a running master to end; it may have ended by itself."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(record.pid, KILL_SIGNAL if is_kill else STOP_SIGNAL)
+        if is_stopped(record.pid):
+            # It would not see the request before somebody lets it go on.
+            os.kill(record.pid, signal.SIGCONT)
 
 
 def wait_for_end(

@@ -221,3 +221,12 @@ def process_start_time(pid: int) -> str | None:
     # The second field, the command, is in parentheses and may hold spaces and parentheses itself.
     fields = stat[stat.rindex(")") + 1 :].split()
     return None if fields[0] in "ZX" else fields[19]
+
+
+def is_stopped(pid: int) -> bool:
+    """Say whether a process lives and is held by a signal (SIGSTOP) or a debugger."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return stat[stat.rindex(")") + 1 :].split()[0] in "Tt"

@@ -225,16 +225,26 @@ def test_status_shows_address_slots_experiments_and_disk(master: MasterForTest) 
     assert fields["disk_bytes"] > 0
 
 
-def test_status_says_that_a_master_does_not_answer(master: MasterForTest) -> None:
-    assert json.loads(master.dstrial("status", "--json").stdout)["answers"] is True
-    os.kill(master.record.pid, signal.SIGSTOP)
+def test_status_says_that_a_master_is_stopped_and_down_ends_it(master: MasterForTest) -> None:
+    fields = json.loads(master.dstrial("status", "--json").stdout)
+    assert (fields["answers"], fields["stopped"]) == (True, False)
+    pid = master.record.pid
+    os.kill(pid, signal.SIGSTOP)
     try:
         shown = master.dstrial("status")
+        fields = json.loads(master.dstrial("status", "--json").stdout)
     finally:
-        os.kill(master.record.pid, signal.SIGCONT)
-    assert shown.returncode == 0
-    assert "answers:     no, not in 5 s; see why with `dstrial logs`\n" in shown.stdout
-    assert "answers" not in master.dstrial("status").stdout
+        os.kill(pid, signal.SIGCONT)
+    assert shown.returncode == 1
+    assert (
+        f"stopped:     process {pid} is stopped (SIGSTOP) and answers nobody; let it go on with `kill -CONT {pid}`"
+        in (shown.stdout)
+    )
+    assert (fields["running"], fields["answers"], fields["stopped"]) == (True, False, True)
+    going_on = master.dstrial("status")
+    assert (going_on.returncode, "stopped" in going_on.stdout) == (0, False)
+    os.kill(pid, signal.SIGSTOP)
+    assert master.dstrial("down").stdout == "the master has ended\n"
 
 
 def test_down_ends_the_master_and_up_starts_it_with_what_it_knew(master: MasterForTest) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from dstrial.master.state_directory import StateDirectory
 from dstrial.master.store.database import Database, Transaction
-from dstrial.master.store.observe import experiment_view, last_log_id, new_log_rows
+from dstrial.master.store.observe import Stalled, experiment_view, last_log_id, new_log_rows, stalled
 
 
 @pytest.fixture
@@ -77,3 +77,23 @@ def test_log_lines_come_once_and_in_order(state: StateDirectory) -> None:
     assert new_log_rows(state, 5, rows[-1].id) == []
     assert last_log_id(state, 5) == rows[-1].id
     assert last_log_id(state, 6) == 0
+
+
+def test_a_trial_whose_ranks_go_on_no_more_is_told_with_who_holds_them_up(
+    state: StateDirectory, tmp_path: Path
+) -> None:
+    directory = tmp_path / "allocation"
+    directory.mkdir()
+    database = Database(state.database_path)
+    database.write(
+        lambda tx: tx.execute("UPDATE allocations SET directory = ? WHERE run_id = 3", (str(directory),))
+    )
+    database.close()
+    assert stalled(state) == []
+    (directory / "stalled.json").write_text('{"text": "rank 1 is stopped\\u001b[2J", "since_s": 12.5}')
+    (found,) = stalled(state)
+    assert found == Stalled(5, 3, found.text, 12.5)
+    assert found.text.startswith("rank 1 is stopped")
+    assert "\x1b" not in found.text
+    (directory / "stalled.json").write_text("{")
+    assert stalled(state) == []

@@ -10,8 +10,9 @@ from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.dotted_keys import dstrial_section
 
 MODES = ("fail", "warn", "ignore")
+STALL_ACTIONS = ("report", "restart")
 
-KEYS = ("non_finite", "non_finite_patience", "early_metric_check")
+KEYS = ("non_finite", "non_finite_patience", "early_metric_check", "stall_timeout", "stall_action")
 """Keys of ``data.dstrial`` that this module reads."""
 
 
@@ -25,11 +26,16 @@ class TrainingChecks:
         non_finite_patience: how many reports in a row.
         early_metric_check: whether ``searcher.metric`` is looked for before the first batch, in the evaluation of one
             batch; None where the engine decides: yes for data-parallel ones, no for pipelines.
+        stall_timeout: how many seconds longer than the longest so far a batch, validation or checkpoint may take before the
+            ranks count as stalled.
+        stall_action: what follows then: the log tells of it, or the ranks are ended and the trial starts again.
     """
 
     non_finite: Literal["fail", "warn", "ignore"] = "fail"
     non_finite_patience: int = 3
     early_metric_check: bool | None = None
+    stall_timeout: float = 120.0
+    stall_action: Literal["report", "restart"] = "report"
 
     @classmethod
     def from_config(cls, exp_conf: Mapping[str, Any] | None) -> TrainingChecks:
@@ -75,3 +81,20 @@ def check_training_checks(section: Mapping[str, Any], findings: Diagnostics) -> 
             "true or false",
             "Write false to have searcher.metric looked for at the first validation only.",
         )
+    _check_stalls(section, findings)
+
+
+def _check_stalls(section: Mapping[str, Any], findings: Diagnostics) -> None:
+    timeout = section.get("stall_timeout")
+    is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if timeout is not None and not (is_number and 0 < timeout < float("inf")):
+        findings.problem(
+            "data.dstrial.stall_timeout",
+            render(timeout),
+            "a number of seconds above 0",
+            "Set it to how much longer than the longest so far a batch, validation or checkpoint may take.",
+        )
+    action = section.get("stall_action")
+    if action is not None and action not in STALL_ACTIONS:
+        expected = "report (the default) or restart"
+        findings.problem("data.dstrial.stall_action", render(action), expected, "Write one of them.")

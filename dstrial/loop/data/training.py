@@ -14,6 +14,7 @@ from dstrial.engine.adapters.base import EngineAdapter
 from dstrial.errors import DataError
 from dstrial.loop.data.order import BatchGeometry, GlobalBatches, ReplicaSampler, epoch_order
 from dstrial.loop.data.records import SeededRecords, loader_length, require_determined_loader, torch_loader
+from dstrial.ranks.heartbeat import heartbeat
 
 logger = logging.getLogger("dstrial.loop")
 
@@ -32,12 +33,14 @@ class CountingIterator:
         self._items = items
         self._rank = rank
         self._per_batch = per_batch
+        self._heartbeat = heartbeat()
         self.drawn = drawn
 
     def __iter__(self) -> CountingIterator:
         return self
 
     def __next__(self) -> Any:
+        self._heartbeat.await_data()
         try:
             item = next(self._items)
         except StopIteration:
@@ -54,6 +57,7 @@ class CountingIterator:
                 f"{self.drawn // self._per_batch} ({error}); expected records. Look at what the data set waits for, or set the "
                 "loader's timeout or DSTRIAL_TIMEOUT_S (seconds)."
             ) from error
+        self._heartbeat.end_wait()
         self.drawn += 1
         return item
 

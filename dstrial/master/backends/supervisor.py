@@ -31,6 +31,8 @@ _TRAILING_OUTPUT_S = 2.0
 _TABLE_READS = 5
 _TICK_S = 0.5
 _NUM_PARTS = 8
+_STOPPED_AFTER_S = 10.0
+_STOPPED_AGAIN_S = 600.0
 
 
 def main(directory: str) -> None:
@@ -135,6 +137,7 @@ class _Output:
                 self._selector.register(stream.fileno(), selectors.EVENT_READ)
                 self._streams[stream.fileno()] = tag
         self._status: int | None = None
+        self._stopped = _StoppedWatch(child.pid)
 
     def follow(self) -> int:
         was_terminated = False
@@ -147,6 +150,7 @@ class _Output:
                 was_terminated = True
                 _signal_group(self._child.pid, signal.SIGTERM)
             if self._status is None:
+                self._say(self._stopped.look(time.monotonic()))
                 continue
             if was_terminated and not self._requests.kill and _group_lives(self._child.pid):
                 continue
@@ -236,6 +240,12 @@ class _Output:
                 os.unlink(self._parts[0])
             del self._parts[0]
 
+    def _say(self, text: str) -> None:
+        """Write a line of our own, as if the entrypoint had written it to its standard error."""
+        for descriptor, tag in self._streams.items():
+            if text and tag == b"e":
+                self._append(descriptor, [text.encode()])
+
     def _end(self, descriptor: int) -> None:
         rest = self._rest.pop(descriptor, b"")
         if rest:
@@ -258,6 +268,57 @@ class _Output:
 
 def _open_part(name: str) -> int:
     return os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+
+class _StoppedWatch:
+    """Finds a stopped launcher: the entrypoint, or what that runs in its process group.
+
+    Its ranks lead groups of their own and go on until their output is full, and nobody watches them. A job of an interactive
+    shell is told by that shell; here nobody else could say it.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._found: int | None = None
+        self._since_s = 0.0
+        self._told_s: float | None = None
+
+    def look(self, now_s: float) -> str:
+        """Return the line that is due now; empty if none is."""
+        found = next((pid for pid in _group_of(self._pid) if _stat(str(pid))[:1] in ([b"T"], [b"t"])), None)
+        if found != self._found:
+            was_told = self._told_s is not None
+            self._found, self._since_s, self._told_s = found, now_s, None
+            if was_told:
+                with contextlib.suppress(OSError):
+                    os.unlink("stalled.json")
+                if found is None:
+                    return "stalled: no longer, the launcher goes on"
+        if found is None or now_s - self._since_s < _STOPPED_AFTER_S:
+            return ""
+        if self._told_s is not None and now_s - self._told_s < _STOPPED_AGAIN_S:
+            return ""
+        self._told_s = now_s
+        text = f"the launcher, process {found}, is stopped (SIGSTOP)"
+        with contextlib.suppress(OSError):
+            write_json("stalled.json", {"text": text, "since_s": time.time() - (now_s - self._since_s)})
+        return (
+            f"stalled: {text}; its ranks go on until what they print has no more room, and nobody watches them. "
+            f"Let it go on with `kill -CONT {found}`."
+        )
+
+
+def _group_of(pid: int) -> list[int]:
+    """Return a process and those below it that have not left its process group."""
+    found = [pid]
+    for one in found:
+        try:
+            with open(f"/proc/{one}/task/{one}/children", encoding="ascii") as file:
+                children = file.read().split()
+        except OSError:  # it has ended, or a kernel without CONFIG_PROC_CHILDREN
+            continue
+        found += [int(child) for child in children if _stat(child)[2:3] == [str(pid).encode()]]
+    return found
 
 
 def descendants(pid: int) -> set[int]:

@@ -119,6 +119,23 @@ class Start:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Stalled:
+    """A trial whose ranks go on no more.
+
+    Attributes:
+        trial_id: the trial.
+        experiment_id: its experiment.
+        text: which rank is where, for example ``rank 1 is stopped (SIGSTOP) at batch 81 in train_batch``.
+        since_s: when it began, seconds since the epoch.
+    """
+
+    trial_id: int
+    experiment_id: int
+    text: str
+    since_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Usage:
     """What the database says about a master, running or not.
 
@@ -218,15 +235,37 @@ def starting(state: StateDirectory, experiment_id: int | None = None) -> list[St
     ]
     for row in live:
         # Written by dstrial.launch.start_watch.
-        path = Path(row["directory"]) / "starting.json"
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            if not path.is_file():
-                continue
-            fields = json.loads(path.read_text(encoding="utf-8"))
-            text, since_s = visible_line(str(fields["phase"])), float(fields["since_s"])
-            if math.isfinite(since_s):
-                found.append(Start(row["trial_id"], row["experiment_id"], text, since_s))
+        said = _said(Path(row["directory"]) / "starting.json", "phase")
+        if said is not None:
+            found.append(Start(row["trial_id"], row["experiment_id"], *said))
     return [one for one in found if experiment_id in (None, one.experiment_id)]
+
+
+def stalled(state: StateDirectory) -> list[Stalled]:
+    """Return the trials whose ranks go on no more, or whose launcher is stopped."""
+    with _connection(state) as connection:
+        live = connection.execute(_LIVE).fetchall()
+    found = []
+    for row in live:
+        said = stall_in(Path(row["directory"]))
+        if said is not None:
+            found.append(Stalled(row["trial_id"], row["experiment_id"], *said))
+    return found
+
+
+def stall_in(directory: Path) -> tuple[str, float] | None:
+    """Return who holds up the ranks of an allocation and since when, epoch seconds; None if nobody does."""
+    # Written by dstrial.launch.stall_watch, and for a stopped launcher by dstrial.master.backends.supervisor.
+    return _said(directory / "stalled.json", "text")
+
+
+def _said(path: Path, key: str) -> tuple[str, float] | None:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        if path.is_file():
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            text, since_s = visible_line(str(fields[key])), float(fields["since_s"])
+            return (text, since_s) if math.isfinite(since_s) else None
+    return None
 
 
 def new_log_rows(state: StateDirectory, trial_id: int, after_id: int, limit: int = 5000) -> list[LogRow]:

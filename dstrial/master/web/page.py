@@ -8,6 +8,7 @@ import json
 import math
 import secrets
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import jinja2
@@ -20,11 +21,12 @@ from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.router import PUBLIC, USER, ApiRequest, route
 from dstrial.master.http.serializers import shown_state
 from dstrial.master.services import Services
-from dstrial.master.store import commands, listings, logs
+from dstrial.master.store import allocations, commands, listings, logs
 from dstrial.master.store import metrics as metric_rows
 from dstrial.master.store import webhooks as webhook_rows
 from dstrial.master.store.database import Connection
 from dstrial.master.store.experiments import Experiment
+from dstrial.master.store.observe import stall_in
 from dstrial.master.store.tokens import User
 
 _MAX_EXPERIMENTS = 200
@@ -95,12 +97,20 @@ def _trials(connection: Connection, experiment: Experiment, names: SecretNames) 
                 "state": shown_state(row).removeprefix("STATE_"),
                 "batches": row.total_batches,
                 "restarts": row.restarts,
+                "stall": _stall(connection, row.id),
                 "best": row.searcher_metric_value,
                 "hparams": json.dumps(json.loads(masked_json(row.hparams, names)), indent=1),
                 "plots": [(title, plot) for title, plot in plots if plot is not None],
             }
         )
     return shown
+
+
+def _stall(connection: Connection, trial_id: int) -> str:
+    """Return who holds up the ranks of a trial; empty if nobody does."""
+    allocation = allocations.live(connection, trial_id)
+    found = None if allocation is None else stall_in(Path(allocation.directory))
+    return "" if found is None else found[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -404,3 +404,27 @@ def test_a_process_whose_first_thread_has_ended_is_killed_without_its_supervisor
 
 def _state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+STOPS_ITSELF = """
+import os, signal
+os.kill(os.getpid(), signal.SIGSTOP)
+print("gone on", flush=True)
+"""
+
+
+@pytest.mark.parametrize("entrypoint", ["exec python {program}", "python {program}; true"])
+def test_a_stopped_launcher_is_told_in_the_log_and_goes_on(
+    run: Callable[..., Started], tmp_path: Path, entrypoint: str
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(STOPS_ITSELF)
+    directory, handle = run(entrypoint.format(program=program))
+    wait_for(lambda: any("stalled: the launcher" in text for _, text in printed(directory)))
+    (line,) = [text for _, text in printed(directory) if "stalled:" in text]
+    pid = int(line.rpartition("kill -CONT ")[2].partition("`")[0])
+    assert f"stalled: the launcher, process {pid}, is stopped (SIGSTOP);" in line
+    assert (directory / "stalled.json").is_file()
+    os.kill(pid, signal.SIGCONT)
+    assert ended((directory, handle)).exit_code == 0
+    assert "gone on" in "".join(text for _, text in printed(directory))

@@ -1,0 +1,86 @@
+"""What the kernel says of a process of this machine: stopped, blocked, which signals it catches."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProcessState:
+    """A process at one moment.
+
+    Attributes:
+        letter: the state as the kernel tells it, ``R``, ``S``, ``D``, ``T``, ``t`` or ``Z`` (proc(5)).
+        start_ticks: when it started, ticks since boot.
+    """
+
+    letter: str
+    start_ticks: int
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal or a debugger holds it."""
+        return self.letter in ("T", "t")
+
+    @property
+    def is_uninterruptible(self) -> bool:
+        """Whether it waits inside the kernel, where no signal reaches it."""
+        return self.letter == "D"
+
+
+def parse_stat(text: str) -> ProcessState | None:
+    """Read a line of ``/proc/PID/stat``; None if it is none."""
+    fields = text.rpartition(")")[2].split()
+    try:
+        return ProcessState(fields[0], int(fields[19]))
+    except (IndexError, ValueError):
+        return None
+
+
+def parse_catches(status_text: str, number: int) -> bool:
+    """Say whether ``/proc/PID/status`` lists a signal as caught (``SigCgt``)."""
+    for line in status_text.splitlines():
+        name, _, value = line.partition(":")
+        if name == "SigCgt":
+            return bool(int(value.strip(), 16) >> (number - 1) & 1)
+    return False
+
+
+def read_state(pid: int) -> ProcessState | None:
+    """Return how a process is; None if there is none."""
+    text = _read(pid, "stat")
+    return None if text is None else parse_stat(text)
+
+
+def catches(pid: int, number: int) -> bool:
+    """Say whether a process catches a signal; one that does not may be ended by it."""
+    text = _read(pid, "status")
+    return text is not None and parse_catches(text, number)
+
+
+def kernel_function(pid: int) -> str:
+    """Return what a process waits in inside the kernel; empty where that may not be read."""
+    text = (_read(pid, "wchan") or "").strip()
+    return "" if text == "0" else text
+
+
+def children(pid: int) -> list[int]:
+    """Return the processes that a process's main thread has started; none where that may not be read."""
+    text = _read(pid, f"task/{pid}/children")
+    return [] if text is None else [int(child) for child in text.split()]
+
+
+def has_open(pid: int, path: Path) -> bool:
+    """Say whether a process holds a file open."""
+    try:
+        return any(one.readlink() == path for one in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return False
+
+
+def _read(pid: int, name: str) -> str | None:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None

@@ -1,0 +1,178 @@
+"""Decides whether ranks have stalled, and whether they are to be ended for it.
+
+Pure: what ranks last said and how long ago in, a verdict out. Nothing here reads a clock or a process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from dstrial.config.experiment_config.training_checks import TrainingChecks
+from dstrial.ranks.heartbeat import Beat, Phase
+
+STOPPED_AFTER_S = 10.0
+"""How long a rank is stopped before that is told: nobody has to wonder whether it still works."""
+
+UNITS = {
+    Phase.BATCH: "batch",
+    Phase.VALIDATION: "validation",
+    Phase.SAVE: "checkpoint",
+    Phase.CALLBACK: "callback",
+}
+"""What takes too long, in a word."""
+
+# An exchange between batches waits for the slowest of them.
+_KINDS = {Phase.BETWEEN: Phase.BATCH}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StallSettings:
+    """What ``data.dstrial`` says of stalls.
+
+    Attributes:
+        timeout_s: how much longer than the longest so far a batch, validation or checkpoint may take.
+        action: whether a stall is only told, or ends the ranks so that the trial starts again.
+    """
+
+    timeout_s: float = TrainingChecks().stall_timeout
+    action: Literal["report", "restart"] = "report"
+
+    @classmethod
+    def from_config(cls, exp_conf: Mapping[str, Any] | None) -> StallSettings:
+        """Read an experiment config; the defaults without one.
+
+        Raises:
+            ConfigError: a value is not one of those that are possible.
+        """
+        checks = TrainingChecks.from_config(exp_conf)
+        return cls(float(checks.stall_timeout), checks.stall_action)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankView:
+    """One rank at one moment.
+
+    Attributes:
+        rank: its number over all machines.
+        pid: its process.
+        beat: what it last said.
+        age_s: for how long it has said nothing else.
+        save_age_s: for how long its save in the background has gone on; 0 without one.
+        is_stopped: whether a signal or a debugger holds its process.
+        is_traced: whether that is a debugger.
+        stopped_s: for how long, seconds.
+        is_uninterruptible: whether it has waited inside the kernel, out of every signal's reach, at every look.
+        kernel_function: what it waits in there; may be empty.
+    """
+
+    rank: int
+    pid: int
+    beat: Beat
+    age_s: float
+    save_age_s: float = 0.0
+    is_stopped: bool = False
+    is_traced: bool = False
+    stopped_s: float = 0.0
+    is_uninterruptible: bool = False
+    kernel_function: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stall:
+    """Ranks that do not go on.
+
+    Attributes:
+        kind: what takes too long.
+        position: that and the batches trained; the same again after a restart that changed nothing.
+        lasted_s: for how long no rank has gone on, seconds.
+        longest_s: the longest of this kind that has ended; None before the first.
+        is_certain: whether more than a line is due: something of the kind has ended before, or a rank is stopped.
+    """
+
+    kind: Phase
+    position: str
+    lasted_s: float
+    longest_s: float | None
+    is_certain: bool
+
+
+def longest_of(views: Sequence[RankView], longest_batch_s: float | None) -> dict[Phase, float]:
+    """Return the longest that has ended of each phase, over all ranks; without what has not.
+
+    Args:
+        views: the ranks.
+        longest_batch_s: the longest batch, which the launcher measures; None before the first.
+    """
+    found = {} if longest_batch_s is None else {Phase.BATCH: longest_batch_s}
+    for view in views:
+        for phase, seconds in zip(Phase, view.beat.longest_s, strict=True):
+            if seconds > 0:
+                found[phase] = max(found.get(phase, 0.0), seconds)
+    return found
+
+
+def stall_of(
+    views: Sequence[RankView], longest_s: Mapping[Phase, float], settings: StallSettings
+) -> Stall | None:
+    """Say whether the ranks have stalled.
+
+    They have if none has said anything new for the timeout and the longest so far of what any of them does: one that waits for
+    another has done nothing for as long as that one. A stopped process is told at once, whatever the others do.
+    """
+    watched = [view for view in views if view.beat.phase is not Phase.NONE]
+    stopped = [view for view in watched if view.is_stopped and view.stopped_s >= STOPPED_AFTER_S]
+    if stopped:
+        first = stopped[0]
+        return _stall(_kind(first), first.beat.batch, first.stopped_s, longest_s, is_certain=True)
+    if watched:
+        quiet_s = min(view.age_s for view in watched)
+        phases = {_kind(view) for view in watched}
+        allowed_s = settings.timeout_s + max(longest_s.get(phase, 0.0) for phase in phases)
+        if quiet_s > allowed_s:
+            last = min(watched, key=lambda view: (view.beat.batch, view.beat.phase is not Phase.BATCH))
+            is_certain = all(phase in longest_s for phase in phases)
+            return _stall(_kind(last), last.beat.batch, quiet_s, longest_s, is_certain=is_certain)
+    saving = [view for view in views if view.save_age_s > 0]
+    if saving:
+        oldest = max(saving, key=lambda view: view.save_age_s)
+        if oldest.save_age_s > settings.timeout_s + longest_s.get(Phase.SAVE, 0.0):
+            is_certain = Phase.SAVE in longest_s
+            return _stall(
+                Phase.SAVE, oldest.beat.save_batch, oldest.save_age_s, longest_s, is_certain=is_certain
+            )
+    return None
+
+
+def _kind(view: RankView) -> Phase:
+    return _KINDS.get(view.beat.phase, view.beat.phase)
+
+
+def _stall(
+    phase: Phase, batch: int, lasted_s: float, longest_s: Mapping[Phase, float], *, is_certain: bool
+) -> Stall:
+    return Stall(phase, f"{UNITS[phase]} {batch}", lasted_s, longest_s.get(phase), is_certain)
+
+
+def may_restart(
+    stall: Stall, settings: StallSettings, done: Sequence[str], *, is_of_ranks: bool = True
+) -> bool:
+    """Say whether the ranks are to be ended for a stall.
+
+    Not before anything of its kind has ended, which may only be slow; not for a master that does not answer; and once per
+    position: what stalls there again does not stall by chance.
+
+    Args:
+        stall: the stall.
+        settings: what follows from one.
+        done: the positions that ranks of the trial were ended at before.
+        is_of_ranks: whether a rank stalls, and not what all of them wait for.
+    """
+    is_due = settings.action == "restart" and stall.is_certain and stall.longest_s is not None
+    return is_due and is_of_ranks and stall.position not in done
+
+
+def is_told(lasted_s: float, told_s: float | None) -> bool:
+    """Say whether a stall is to be told (again): first at once, then whenever it has doubled."""
+    return told_s is None or lasted_s >= 2 * told_s

@@ -1,0 +1,314 @@
+"""Tells people that ranks have stalled: which rank is where, and who waits for whom.
+
+A thread of the launcher looks at what ranks say in their heartbeats. Once they go on no more, it asks the kernel how their
+processes are and the ranks for their Python stacks, says it in the log and in ``stalled.json`` of the allocation's directory, and
+ends the ranks if that is configured. What it decides is in ``stall_rules``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE
+from dstrial.launch.process_state import kernel_function, read_state
+from dstrial.launch.stack_requests import ask_for_stacks, ask_workers
+from dstrial.launch.stacks import (
+    Place,
+    ThreadStack,
+    Wait,
+    main_stack,
+    place_in_worker,
+    place_of,
+)
+from dstrial.launch.stall_account import PREFIX, SLOW_PREFIX, Account, account, sentence
+from dstrial.launch.stall_rules import (
+    RankView,
+    Stall,
+    StallSettings,
+    is_told,
+    longest_of,
+    may_restart,
+    stall_of,
+)
+from dstrial.local.run_directory import shown_path
+from dstrial.ranks.heartbeat import Beat, Phase, read_beat
+
+STALLED_NAME = "stalled.json"
+_LOOK_EVERY_S = 0.5
+# A launcher that was itself stopped, or a machine that slept, has not watched meanwhile.
+_MOST_PER_LOOK_S = 2.0
+_UNINTERRUPTIBLE_LOOKS = 6
+_SHOWN_FRAMES = 25
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WatchedRanks:
+    """Where the ranks of this machine say what they do.
+
+    Attributes:
+        beats: their heartbeats.
+        ranks: their numbers over all machines, by slot; empty before they are known.
+        stacks_files: to which each appends its stacks, by number.
+        kept_stacks: directory for the stacks of all threads; None to keep none.
+        memory: file of the positions that ranks were ended at; None where nothing starts them again.
+    """
+
+    beats: mmap.mmap | bytearray
+    ranks: Mapping[int, int]
+    stacks_files: Mapping[int, Path]
+    kept_stacks: Path | None = None
+    memory: Path | None = None
+
+
+@contextlib.contextmanager
+def watched_training(
+    watched: WatchedRanks,
+    settings: StallSettings,
+    print_line: Callable[[str], None],
+    end_ranks: Callable[[int | None, str], None],
+    *,
+    every_s: float = _LOOK_EVERY_S,
+) -> Iterator[None]:
+    """Watch ranks while they train, in a thread.
+
+    Args:
+        watched: the ranks.
+        settings: when they count as stalled, and what follows.
+        print_line: shows a line; called from the thread.
+        end_ranks: ends all ranks, for a rank (None where nobody knows which) and a reason; called from the thread.
+        every_s: how often to look, seconds.
+
+    Ranks: none; for the launcher, around its ranks.
+    """
+    watch = StallWatch(watched, settings, print_line, end_ranks)
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.wait(every_s):
+            watch.look()
+        watch.close()
+
+    thread = threading.Thread(target=look, name="dstrial-stall-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@dataclasses.dataclass(slots=True)
+class _Seen:
+    """What the watch knows of one rank from one look to the next."""
+
+    beat: Beat
+    since_s: float
+    save_since_s: float = 0.0
+    stopped_since_s: float | None = None
+    looks_uninterruptible: int = 0
+    counts: bool = True  # towards the longest so far: not with somebody stopped meanwhile
+
+
+class StallWatch:
+    """The state of a watch; ``look`` is called again and again, by one thread.
+
+    Args:
+        watched: the ranks.
+        settings: when they count as stalled, and what follows.
+        print_line: shows a line.
+        end_ranks: ends all ranks, for a rank and a reason.
+        clock: seconds that never run backwards.
+    """
+
+    def __init__(
+        self,
+        watched: WatchedRanks,
+        settings: StallSettings,
+        print_line: Callable[[str], None],
+        end_ranks: Callable[[int | None, str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._watched = watched
+        self._settings = settings
+        self._print_line = print_line
+        self._end_ranks = end_ranks
+        self._clock = clock
+        self._looked_s = clock()
+        self._now_s = 0.0
+        self._seen: dict[int, _Seen] = {}
+        self._longest_batch_s: float | None = None
+        self._stall: Stall | None = None
+        self._told_s: float | None = None
+        self._began_s = 0.0
+        self._has_ended_them = False
+        directory = os.environ.get(ALLOCATION_DIR_VARIABLE)
+        self._shown = Path(directory) / STALLED_NAME if directory else None
+
+    def look(self) -> None:
+        """Look at all ranks once, and say what is due."""
+        if self._has_ended_them:
+            return
+        now_s = self._clock()
+        self._now_s += min(now_s - self._looked_s, _MOST_PER_LOOK_S)
+        self._looked_s = now_s
+        views = [view for slot in list(self._watched.ranks) if (view := self._view(slot)) is not None]
+        if any(view.is_stopped for view in views):
+            for seen in self._seen.values():
+                seen.counts = False
+        found = stall_of(views, longest_of(views, self._longest_batch_s), self._settings)
+        before = self._stall
+        if before is not None and (found is None or found.position != before.position):
+            if views and self._told_s is not None:
+                prefix = PREFIX if before.is_certain else SLOW_PREFIX
+                self._print_line(f"{prefix} no longer, training goes on at {self._position(views)}")
+            self._told_s = None
+            self._show(None)
+        self._stall = found
+        if found is not None and is_told(found.lasted_s, self._told_s):
+            self._told_s = found.lasted_s
+            self._tell(found, views)
+
+    def close(self) -> None:
+        """Take back what is shown."""
+        self._show(None)
+
+    # ---- what ranks say --------------------------------------------------------------------------------
+
+    def _view(self, slot: int) -> RankView | None:
+        beat = read_beat(self._watched.beats, slot)
+        if beat is None:
+            return None
+        seen = self._advance(slot, beat)
+        state = read_state(beat.pid)
+        if state is None or state.start_ticks != beat.start_ticks or state.letter == "Z":
+            return None  # it has ended; that is the supervisor's to tell
+        if not state.is_stopped:
+            seen.stopped_since_s = None
+        elif seen.stopped_since_s is None:
+            seen.stopped_since_s = self._now_s
+        seen.looks_uninterruptible = seen.looks_uninterruptible + 1 if state.is_uninterruptible else 0
+        is_uninterruptible = seen.looks_uninterruptible >= _UNINTERRUPTIBLE_LOOKS
+        return RankView(
+            rank=self._watched.ranks[slot],
+            pid=beat.pid,
+            beat=beat,
+            age_s=self._now_s - seen.since_s,
+            save_age_s=self._now_s - seen.save_since_s if beat.save_since_s else 0.0,
+            is_stopped=state.is_stopped,
+            is_traced=state.letter == "t",
+            stopped_s=0.0 if seen.stopped_since_s is None else self._now_s - seen.stopped_since_s,
+            is_uninterruptible=is_uninterruptible,
+            kernel_function=kernel_function(beat.pid) if is_uninterruptible else "",
+        )
+
+    def _advance(self, slot: int, beat: Beat) -> _Seen:
+        """Note what a rank says now, and how long what it said before has taken."""
+        seen = self._seen.get(slot)
+        if seen is None or seen.beat.pid != beat.pid:
+            seen = self._seen[slot] = _Seen(beat, self._now_s, self._now_s)
+            return seen
+        old = seen.beat
+        # A wait for data is a part of its batch: only the beginning of a phase counts as a step.
+        if (beat.phase, beat.batch, beat.since_s) != (old.phase, old.batch, old.since_s):
+            if old.phase is Phase.BATCH and seen.counts:
+                took_s = min(beat.since_s - old.since_s, self._now_s - seen.since_s + _MOST_PER_LOOK_S)
+                self._longest_batch_s = max(self._longest_batch_s or 0.0, took_s)
+            elif beat.batch > old.batch:  # one or more between two looks
+                self._longest_batch_s = self._longest_batch_s or 0.0
+            seen.since_s, seen.counts = self._now_s, True
+        if beat.save_since_s != old.save_since_s:
+            seen.save_since_s = self._now_s
+        seen.beat = beat
+        return seen
+
+    @staticmethod
+    def _position(views: Sequence[RankView]) -> str:
+        return f"batch {max((view.beat.batch for view in views), default=0)}"
+
+    # ---- telling ---------------------------------------------------------------------------------------
+
+    def _tell(self, stall: Stall, views: Sequence[RankView]) -> None:
+        stacks = ask_for_stacks(views, self._watched.stacks_files, self._watched.kept_stacks)
+        places: dict[int, Place] = {}
+        for view in views:
+            place = place_of(stacks.get(view.rank, []), view.beat.thread_id)
+            if place is not None and place.wait is Wait.DATA:
+                place = place_in_worker(place, ask_workers(view, self._watched.stacks_files[view.rank]))
+            if place is not None:
+                places[view.rank] = place
+        told = account(views, places)
+        text = sentence(stall, told)
+        self._print_line(text)
+        if not stall.is_certain:
+            return
+        self._began_s = time.time() - stall.lasted_s
+        self._show(told.text)
+        for line in _shown_stacks(views, stacks):
+            self._print_line(line)
+        if self._watched.kept_stacks is not None and stacks:
+            self._print_line(
+                f"{PREFIX} the stacks of all threads are in {shown_path(self._watched.kept_stacks)}"
+            )
+        self._restart(stall, told, text)
+
+    def _restart(self, stall: Stall, told: Account, text: str) -> None:
+        memory = self._watched.memory
+        done = _read_positions(memory)
+        if not may_restart(stall, self._settings, done, is_of_ranks=told.is_of_ranks):
+            if self._settings.action == "restart" and stall.position in done:
+                self._print_line(
+                    f"{PREFIX} the ranks are not ended again: they were at {stall.position} before, which does not help"
+                )
+            return
+        if memory is not None:
+            with contextlib.suppress(OSError):
+                memory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                memory.write_text(json.dumps([*done, stall.position]), encoding="utf-8")
+        self._print_line(f"{PREFIX} the ranks are ended, as data.dstrial.stall_action says")
+        self._has_ended_them = True
+        self._end_ranks(told.guilty, text)
+
+    def _show(self, text: str | None) -> None:
+        if self._shown is None:
+            return
+        with contextlib.suppress(OSError):
+            if text is None:
+                self._shown.unlink(missing_ok=True)
+                return
+            temporary = self._shown.with_suffix(".new")
+            temporary.write_text(json.dumps({"text": text, "since_s": self._began_s}), encoding="utf-8")
+            temporary.replace(self._shown)
+
+
+def _shown_stacks(views: Sequence[RankView], stacks: Mapping[int, Sequence[ThreadStack]]) -> list[str]:
+    """Return lines with the main thread's calls of each rank; equal ones once."""
+    by_calls: dict[tuple[str, ...], list[RankView]] = {}
+    for view in views:
+        stack = main_stack(stacks.get(view.rank, []), view.beat.thread_id)
+        if stack is not None:
+            calls = tuple(map(str, stack.frames[:_SHOWN_FRAMES]))
+            by_calls.setdefault(calls, []).append(view)
+    lines = []
+    for calls, alike in by_calls.items():
+        names = ", ".join(f"{view.rank} (process {view.pid})" for view in alike)
+        lines.append(f"{PREFIX} stack of rank {names}, most recent call first:")
+        lines += [f"  {call}" for call in calls]
+    return lines
+
+
+def _read_positions(path: Path | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [str(one) for one in value] if isinstance(value, list) else []

@@ -1,0 +1,176 @@
+"""What faulthandler writes of a rank tells whether it waits for other ranks, for its data, or works."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from waiting import wait_for
+
+from dstrial.launch.process_state import catches, parse_catches, parse_stat, read_state
+from dstrial.launch.stacks import Frame, Place, Wait, main_stack, parse_stacks, place_in_worker, place_of
+from dstrial.ranks.stack_dump import STACKS_FILE_VARIABLE, STACKS_SIGNAL
+
+SITE = "/env/lib/python3.12/site-packages"
+HEAD = "Thread 0x00007f01 (most recent call first):\n"
+
+
+def dump(*frames: str, head: str = HEAD) -> str:
+    lines = []
+    for frame in frames:
+        file, _, rest = frame.partition(":")
+        line, _, function = rest.partition(" ")
+        lines.append(f'  File "{file}", line {line} in {function}\n')
+    return head + "".join(lines)
+
+
+BARRIER = (
+    f"{SITE}/torch/distributed/distributed_c10d.py:4820 barrier",
+    f"{SITE}/torch/distributed/c10d_logger.py:83 wrapper",
+    "/home/me/model_def.py:31 train_batch",
+    f"{SITE}/dstrial/loop/loop.py:360 _train_until",
+)
+WORKER = dump(
+    "/usr/lib/python3.12/threading.py:359 wait", head="Thread 0x00007f02 [worker] (most recent call first):\n"
+)
+
+
+def test_a_rank_in_a_collective_is_found_with_its_operation_and_the_users_call() -> None:
+    place = place_of(parse_stacks(WORKER + dump(*BARRIER)), 0x7F01)
+    assert place is not None
+    assert (place.wait, place.operation) == (Wait.RANKS, "barrier")
+    assert place.user_call == "train_batch (model_def.py:31)"
+
+
+def test_names_of_what_wraps_a_collective_are_left_out() -> None:
+    reduce = (
+        f"{SITE}/torch/distributed/distributed_c10d.py:2810 all_reduce",
+        f"{SITE}/torch/distributed/c10d_logger.py:83 wrapper",
+        f"{SITE}/deepspeed/comm/torch.py:160 all_reduce",
+        f"{SITE}/deepspeed/comm/comm.py:116 log_wrapper",
+        f"{SITE}/deepspeed/runtime/zero/stage_1_and_2.py:1200 allreduce_and_scatter",
+        f"{SITE}/torch/autograd/graph.py:841 _engine_run_backward",
+        "/home/me/model_def.py:40 train_batch",
+    )
+    place = place_of(parse_stacks(dump(*reduce)), 0x7F01)
+    assert place is not None
+    assert (place.wait, place.operation, place.user_call) == (
+        Wait.RANKS,
+        "all_reduce",
+        "train_batch (model_def.py:40)",
+    )
+
+
+def test_a_hook_of_a_backward_pass_in_another_thread_is_the_ranks_own_wait() -> None:
+    backward = dump(
+        f"{SITE}/torch/autograd/graph.py:841 _engine_run_backward", "/home/me/model_def.py:40 train_batch"
+    )
+    hook = dump(BARRIER[0], head="Thread 0x00007f03 (most recent call first):\n")
+    place = place_of(parse_stacks(hook + backward), 0x7F01)
+    assert place is not None
+    assert place.wait is Wait.RANKS
+
+
+def test_a_save_in_the_background_is_not_what_training_waits_for() -> None:
+    save = dump(
+        *BARRIER[:2],
+        "/usr/lib/python3.12/threading.py:1012 run",
+        "/usr/lib/python3.12/threading.py:1075 _bootstrap_inner",
+        head="Thread 0x00007f03 (most recent call first):\n",
+    )
+    place = place_of(parse_stacks(save + dump("/home/me/model_def.py:40 train_batch")), 0x7F01)
+    assert place is not None
+    assert place.wait is Wait.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        (
+            f"{SITE}/torch/utils/data/dataloader.py:1275 _try_get_data",
+            f"{SITE}/dstrial/loop/data/training.py:40 __next__",
+        ),
+        ("/home/me/records.py:12 __getitem__", f"{SITE}/torch/utils/data/_utils/fetch.py:54 fetch"),
+        (
+            "/usr/lib/python3.12/socket.py:720 readinto",
+            "/home/me/records.py:12 read",
+            f"{SITE}/torch/utils/data/_utils/fetch.py:54 fetch",
+        ),
+    ],
+)
+def test_a_rank_in_its_loader_waits_for_data(frames: tuple[str, ...]) -> None:
+    place = place_of(parse_stacks(dump(*frames, "/home/me/model_def.py:30 train_batch")), 0x7F01)
+    assert place is not None
+    assert place.wait is Wait.DATA
+
+
+def test_of_a_loaders_workers_the_one_that_reads_is_told() -> None:
+    loop = f"{SITE}/torch/utils/data/_utils/worker.py:240 _worker_loop"
+    idle = parse_stacks(
+        dump("/usr/lib/python3.12/selectors.py:415 select", loop, "/home/me/main.py:1 <module>")
+    )
+    reads = parse_stacks(
+        dump("/home/me/records.py:12 __getitem__", f"{SITE}/torch/utils/data/_utils/fetch.py:52 fetch", loop)
+    )
+    waiting = Place(Wait.DATA, "", Frame("/home/me/model_def.py", 30, "train_batch"))
+    place = place_in_worker(waiting, {71: idle, 72: reads})
+    assert (place.worker_pid, place.user_call) == (72, "__getitem__ (records.py:12)")
+    assert place_in_worker(waiting, {71: idle}) == waiting
+
+
+def test_what_is_no_dump_has_no_place() -> None:
+    assert parse_stacks("Fatal Python error\n  nothing") == []
+    assert place_of([], 1) is None
+    assert main_stack([], 1) is None
+    stacks = parse_stacks(dump("/a.py:??? f", head="Current thread 0x1 (most recent call first):\n"))
+    assert stacks[0].frames == (Frame("/a.py", 0, "f"),)
+
+
+def test_the_kernels_words_on_a_process_are_read() -> None:
+    stat = "12 (a ) T b) T 1 12 12 0 -1 4194304 " + "0 " * 12 + "777 0"
+    state = parse_stat(stat)
+    assert state is not None
+    assert (state.is_stopped, state.is_uninterruptible, state.start_ticks) == (True, False, 777)
+    assert parse_stat("") is None
+    assert parse_catches("Name:\tx\nSigCgt:\t0000040000000002\n", 43)
+    assert not parse_catches("Name:\tx\nSigCgt:\t0000040000000002\n", 44)
+    assert not parse_catches("", 1)
+
+
+PROGRAM = """
+import sys, threading, time
+from dstrial.ranks.stack_dump import dump_stacks_on_signal
+dump_stacks_on_signal()
+print("ready", flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.process
+def test_a_rank_writes_its_stacks_while_it_is_blocked_and_what_it_waits_for_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "stacks"
+    env = {**os.environ, STACKS_FILE_VARIABLE: str(path)}
+    (tmp_path / "program.py").write_text(PROGRAM)
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "program.py")], env=env, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            assert catches(process.pid, STACKS_SIGNAL)
+            assert not catches(process.pid, signal.SIGUSR2)
+            for time in range(1, 3):
+                os.kill(process.pid, STACKS_SIGNAL)
+                wait_for(lambda time=time: path.read_text().count("in <module>") == time)  # type: ignore[misc]
+            stack = main_stack(parse_stacks(path.read_text()), 0)
+            assert stack is not None
+            assert stack.frames[-1].function == "<module>"
+            assert process.poll() is None
+            os.kill(process.pid, signal.SIGSTOP)
+            wait_for(lambda: getattr(read_state(process.pid), "is_stopped", False))
+        finally:
+            process.kill()

@@ -1,0 +1,176 @@
+"""The watch over ranks: real processes that write heartbeats and stacks, and a launcher that did not look for a while."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from waiting import wait_for
+
+from dstrial.launch.process_state import read_state
+from dstrial.launch.stall_rules import StallSettings
+from dstrial.launch.stall_watch import StallWatch, WatchedRanks
+from dstrial.ranks.heartbeat import HEARTBEAT_VARIABLE, make_heartbeat_file, read_beat
+from dstrial.ranks.stack_dump import STACKS_FILE_VARIABLE
+
+pytestmark = pytest.mark.process
+
+# Says each batch that it is told on its standard input; `data` is a wait for its loader.
+RANK = """
+import sys
+from dstrial.ranks.heartbeat import heartbeat
+from dstrial.ranks.stack_dump import dump_stacks_on_signal
+dump_stacks_on_signal()
+beat = heartbeat()
+def read_records():
+    return sys.stdin.readline().strip()
+while word := read_records():
+    beat.await_data() if word == "data" else beat.begin_batch(int(word))
+    print(word, flush=True)
+"""
+
+
+class Ranks:
+    """Two real ranks, and a watch over them with a clock of the test's."""
+
+    def __init__(self, directory: Path, settings: StallSettings) -> None:
+        self.lines: list[str] = []
+        self.ended: list[int | None] = []
+        self.now_s = 0.0
+        beats = make_heartbeat_file(directory / "heartbeats", 2)
+        files = {rank: directory / f"{rank}.stacks" for rank in range(2)}
+        (directory / "rank.py").write_text(RANK)
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, str(directory / "rank.py")],
+                env={
+                    **os.environ,
+                    HEARTBEAT_VARIABLE: f"{rank}:{directory / 'heartbeats'}",
+                    STACKS_FILE_VARIABLE: str(files[rank]),
+                },
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        watched = WatchedRanks(beats, {0: 0, 1: 1}, files, directory / "kept", directory / "memory.json")
+        self.watch = StallWatch(
+            watched, settings, self.lines.append, lambda rank, _: self.ended.append(rank), lambda: self.now_s
+        )
+        wait_for(lambda: all(read_beat(beats, slot) for slot in range(2)))
+
+    def say(self, rank: int, word: str) -> None:
+        process = self.processes[rank]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(word + "\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == word + "\n"
+
+    def train(self, *batches: int) -> None:
+        for batch in batches:
+            self.say(0, str(batch))
+            self.say(1, str(batch))
+            self.pass_time(1.0)
+
+    def pass_time(self, seconds: float) -> None:
+        for _ in range(round(seconds / 0.5)):
+            self.now_s += 0.5
+            self.watch.look()
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
+    made: list[Ranks] = []
+
+    def make(**settings: object) -> Ranks:
+        made.append(Ranks(tmp_path, StallSettings(**settings)))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_a_rank_in_its_loader_is_named_with_the_stacks_of_all(
+    ranks: Callable[..., Ranks], tmp_path: Path
+) -> None:
+    both = ranks(timeout_s=20.0)
+    both.train(0, 1, 2)
+    both.say(1, "data")
+    both.pass_time(15)
+    assert both.lines == []
+    both.pass_time(15)
+    assert both.lines[0].startswith("stalled: rank 1 waits for its data loader at batch 2 in train_batch")
+    assert any("in read_records" in line for line in both.lines)
+    assert "read_records" in (tmp_path / "kept" / "rank_1.stacks.txt").read_text()
+    assert both.ended == []
+    both.train(3)
+    assert both.lines[-1] == "stalled: no longer, training goes on at batch 3"
+
+
+def test_a_stopped_rank_is_told_before_the_timeout_and_ever_more_rarely(
+    ranks: Callable[..., Ranks],
+) -> None:
+    both = ranks(timeout_s=2000.0)
+    both.train(0, 1, 2)
+    pid = both.processes[1].pid
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: getattr(read_state(pid), "is_stopped", False))
+    both.pass_time(12)
+    assert both.lines[0].startswith(
+        "stalled: rank 1 is stopped (SIGSTOP) at batch 2 in train_batch; rank 0 is"
+    )
+    both.pass_time(500)
+    assert len([line for line in both.lines if "is stopped" in line]) == 6  # at 10, 20, 40, 80, 160 and 320 s
+    os.kill(pid, signal.SIGCONT)
+    both.train(3, 4)
+    assert both.lines[-1] == "stalled: no longer, training goes on at batch 3"
+
+
+def test_time_in_which_the_launcher_itself_was_stopped_does_not_count(ranks: Callable[..., Ranks]) -> None:
+    both = ranks(timeout_s=20.0)
+    both.train(0, 1, 2)
+    both.now_s += 3600
+    both.watch.look()
+    both.pass_time(10)
+    assert both.lines == []
+
+
+def test_ranks_are_ended_once_for_a_position_and_not_before_a_first_batch_has_ended(
+    ranks: Callable[..., Ranks], tmp_path: Path
+) -> None:
+    both = ranks(timeout_s=5.0, action="restart")
+    both.train(0)
+    both.pass_time(100)
+    assert both.ended == []
+    assert both.lines[0].startswith("slow: rank")
+    assert "no batch has ended so far" in both.lines[0]
+    both.train(1, 2)
+    both.say(1, "data")
+    both.pass_time(200)
+    assert both.ended == [1]
+    assert (tmp_path / "memory.json").read_text() == '["batch 2"]'
+
+
+def test_a_process_that_does_not_catch_the_signal_never_gets_it(
+    ranks: Callable[..., Ranks], tmp_path: Path
+) -> None:
+    (tmp_path / "1.stacks").mkdir()  # so that rank 1 cannot have its stacks written
+    both = ranks(timeout_s=5.0)
+    both.train(0, 1, 2)
+    both.pass_time(20)
+    assert both.lines
+    assert [process.poll() for process in both.processes] == [None, None]
+    both.train(3)

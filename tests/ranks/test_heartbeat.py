@@ -1,0 +1,100 @@
+"""A rank says where it is in mapped memory, and its launcher reads it there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from dstrial.ranks.heartbeat import (
+    HEARTBEAT_VARIABLE,
+    Phase,
+    heartbeat,
+    make_heartbeat_file,
+    read_beat,
+    start_ticks,
+)
+
+
+def test_what_a_rank_says_is_read_by_who_made_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "heartbeats"
+    beats = make_heartbeat_file(path, 3)
+    assert [read_beat(beats, slot) for slot in range(3)] == [None] * 3
+    monkeypatch.setenv(HEARTBEAT_VARIABLE, f"1:{path}")
+    mine = heartbeat()
+    assert heartbeat() is mine
+    before_s = time.monotonic()
+    mine.begin_batch(81)
+    mine.await_data()
+    beat = read_beat(beats, 1)
+    assert beat is not None
+    assert (beat.phase, beat.batch, beat.waits_for_data) == (Phase.BATCH, 81, True)
+    assert before_s <= beat.since_s <= time.monotonic()
+    assert (beat.pid, beat.start_ticks) == (os.getpid(), start_ticks(os.getpid()))
+    assert beat.thread_id == threading.main_thread().ident
+    mine.end_wait()
+    after = read_beat(beats, 1)
+    assert after is not None
+    assert (after.waits_for_data, after.since_s) == (False, beat.since_s)
+    assert read_beat(beats, 0) is None
+    assert read_beat(beats, 2) is None
+
+
+def test_how_long_a_phase_took_is_kept_if_it_ends_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beats = make_heartbeat_file(tmp_path / "heartbeats", 1)
+    monkeypatch.setenv(HEARTBEAT_VARIABLE, f"0:{tmp_path / 'heartbeats'}")
+    mine = heartbeat()
+    with mine.during(Phase.VALIDATION, 10):
+        inside = read_beat(beats, 0)
+    after = read_beat(beats, 0)
+    assert inside is not None
+    assert after is not None
+    assert (inside.phase, inside.longest_s[Phase.VALIDATION]) == (Phase.VALIDATION, 0.0)
+    assert after.phase is Phase.BETWEEN
+    assert 0 < after.longest_s[Phase.VALIDATION] < 60
+    with pytest.raises(ValueError, match="user"), mine.during(Phase.CALLBACK, 10):
+        raise ValueError("user")
+    failed = read_beat(beats, 0)
+    assert failed is not None
+    assert failed.longest_s[Phase.CALLBACK] == 0.0
+    mine.begin_batch(10)
+    mine.begin(Phase.BETWEEN, 11)
+    trained = read_beat(beats, 0)
+    assert trained is not None
+    assert 0 < trained.longest_s[Phase.BATCH] < 60
+    mine.begin_save(10)
+    saving = read_beat(beats, 0)
+    assert saving is not None
+    assert saving.save_since_s > 0
+    mine.end_save()
+    saved = read_beat(beats, 0)
+    assert saved is not None
+    assert (saved.save_since_s, saved.longest_s[Phase.SAVE] > 0) == (0.0, True)
+
+
+def test_without_a_launcher_it_is_said_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(HEARTBEAT_VARIABLE, raising=False)
+    heartbeat().begin_batch(3)
+    monkeypatch.setenv(HEARTBEAT_VARIABLE, "0:/nonexistent/heartbeats")
+    heartbeat().begin_batch(3)
+
+
+@pytest.mark.process
+def test_what_a_rank_starts_does_not_speak_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beats = make_heartbeat_file(tmp_path / "heartbeats", 1)
+    monkeypatch.setenv(HEARTBEAT_VARIABLE, f"0:{tmp_path / 'heartbeats'}")
+    heartbeat().begin_batch(3)
+    script = "from dstrial.ranks.heartbeat import heartbeat; heartbeat().begin_batch(99)"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    beat = read_beat(beats, 0)
+    assert beat is not None
+    assert (beat.batch, beat.pid) == (3, os.getpid())

@@ -1,0 +1,82 @@
+"""Small real trials that go on no more, each in a way of its own, at the batch ``stall_at``."""
+
+import os
+import pathlib
+import signal
+import time
+
+import torch.distributed as dist
+from small_records import Records
+from small_trials import DataParallelTrial
+
+from dstrial import DataLoader
+
+FOREVER_S = 600
+
+
+class StoppedTrial(DataParallelTrial):
+    """Rank 1 is stopped, once or in every run, and adds its process id to a file before."""
+
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        pids = pathlib.Path(self.hparams["pid_file"])
+        said = pids.read_text().split() if pids.exists() else []
+        # Once for each process: a batch is two calls.
+        stops = str(os.getpid()) not in said if self.hparams.get("stops_always") else not said
+        if batch_idx == self.hparams["stall_at"] and self.context.distributed.get_rank() == 1 and stops:
+            with pids.open("a") as file:
+                file.write(f"{os.getpid()}\n")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+
+
+class SkippingTrial(DataParallelTrial):
+    """Rank 1 leaves a barrier out, on a group of the trial's own."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.group = dist.new_group([0, 1], backend="gloo")
+
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        if batch_idx == self.hparams["stall_at"] and self.context.distributed.get_rank() == 0:
+            dist.barrier(group=self.group)
+        return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+
+
+class SilentRecords(Records):
+    """Records of which one is never read on rank 1."""
+
+    def __init__(self, count, seed, silent_after, rank):
+        super().__init__(count, seed)
+        self.left = silent_after if rank == 1 else -1
+
+    def __getitem__(self, record_idx):
+        self.left -= 1
+        if self.left == 0:
+            self.read_from_storage()
+        return super().__getitem__(record_idx)
+
+    def read_from_storage(self):
+        time.sleep(FOREVER_S)
+
+
+class SilentLoaderTrial(DataParallelTrial):
+    """A data set never answers on rank 1: in the rank, or in a worker of its loader."""
+
+    def build_training_data_loader(self):
+        per_batch = 8  # of a rank: two micro batches of four
+        records = SilentRecords(
+            64, 1, per_batch * self.hparams["stall_at"] + 1, self.context.distributed.get_rank()
+        )
+        workers = self.hparams.get("num_workers", 0)
+        return DataLoader(
+            records, batch_size=4, num_workers=workers, multiprocessing_context="fork" if workers else None
+        )
+
+
+class SlowFirstBatchTrial(DataParallelTrial):
+    """The first batch takes long, as where an operator is compiled; later ones do not."""
+
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        if batch_idx == 0:
+            time.sleep(self.hparams["first_batch_s"] / 2)  # two micro batches
+        return super().train_batch(dataloader_iter, epoch_idx, batch_idx)

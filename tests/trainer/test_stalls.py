@@ -1,0 +1,95 @@
+"""Ranks that go on no more are told of: who is where, who waits for whom, with the stacks; and ended where that is asked for."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import yaml
+from small_runs import DEFINITIONS, deepspeed_config, experiment, train
+from waiting import wait_for
+
+from dstrial.local.run_directory import RunDirectory
+
+pytestmark = pytest.mark.ranks
+
+
+def stalling(batches=30, *, stage=1, timeout=2, action="restart", **hyperparameters):
+    given = {"deepspeed_config": deepspeed_config(stage), "num_records": 64, "stall_at": 5, **hyperparameters}
+    data = {"dstrial": {"stall_timeout": timeout, "stall_action": action}}
+    return experiment(given, batches, report=5, validate=1000, checkpoint=1000, data=data)
+
+
+def test_a_stopped_rank_is_named_with_who_waits_for_it_and_training_goes_on_with_it(tmp_path):
+    pid_file = tmp_path / "pid"
+    config = stalling(timeout=600, action="report", pid_file=str(pid_file))
+    (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(config))
+    directory = RunDirectory.create(
+        tmp_path / "runs", name="small", context_dir=DEFINITIONS, command=["test"], config=config
+    )
+    words = ["-m", "dstrial.launch", "--slots", "2", "--config", str(tmp_path / "experiment.yaml")]
+    words += ["--context-dir", str(DEFINITIONS), "--trial", "stalling_trials:StoppedTrial"]
+    variables = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "DSTRIAL_RUN_DIR": str(directory.path)}
+    shown = tmp_path / "output"
+    with shown.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            env={**os.environ, **variables, "DSTRIAL_ALLOCATION_DIR": str(tmp_path)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=tmp_path,
+        )
+    try:
+        wait_for(lambda: "stack of rank 0" in shown.read_text(), deadline_s=120)
+        (line,) = re.findall("dstrial.launch: (stalled: rank.*)", shown.read_text())
+        pid = int(pid_file.read_text())
+        assert line.startswith(
+            "stalled: rank 1 is stopped (SIGSTOP) at batch 5 in train_batch; rank 0 waits for it in a collective (all"
+        )
+        assert f"`kill -CONT {pid}`" in line
+        assert "longest batch so far took" in line
+        wait_for(lambda: (tmp_path / "stalled.json").exists())
+        os.kill(pid, signal.SIGCONT)
+        assert process.wait(timeout=120) == 0, shown.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert "stalled: no longer" in shown.read_text()
+    assert not (tmp_path / "stalled.json").exists()
+
+
+def test_a_collective_that_a_rank_leaves_out_is_told_by_both_places(tmp_path):
+    run = train(tmp_path, "SkippingTrial", stalling(), ranks=2, module="stalling_trials")
+    assert run.returncode == 1
+    (line,) = re.findall("dstrial.launch: (stalled: .*Nothing has moved.*)", run.output)
+    assert "rank 0 is in barrier of train_batch (stalling_trials.py:" in line
+    assert "rank 1 is in all" in line
+    assert "left a collective out" in line
+    assert "failed first (exit code 1" in run.output
+    assert "RankStalledError" in run.output or line in run.output.replace("dstrial.launch: ", "", 1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_that_never_answers_is_named_with_its_rank(tmp_path, num_workers):
+    config = stalling(num_workers=num_workers)
+    run = train(tmp_path, "SilentLoaderTrial", config, ranks=2, module="stalling_trials")
+    assert run.returncode == 1
+    (line,) = re.findall("dstrial.launch: (stalled: .*Nothing has moved.*)", run.output)
+    assert line.startswith("stalled: rank 1 waits for its data loader at batch 5 in train_batch")
+    assert "; rank 0 waits for it in a collective (all" in line
+    assert "rank 1 failed first" in run.output
+    assert "in read_from_storage (stalling_trials.py:" in line
+    assert ("whose worker (process " in line) == bool(num_workers)
+
+
+def test_a_first_batch_that_takes_long_is_one_line_and_nothing_is_ended(tmp_path):
+    config = stalling(batches=8, timeout=1, first_batch_s=6)
+    run = train(tmp_path, "SlowFirstBatchTrial", config, ranks=2, module="stalling_trials")
+    assert run.returncode == 0, run.output
+    lines = re.findall("dstrial.launch: (slow: .*)", run.output)
+    assert 1 <= len(lines) <= 4
+    assert "stalled: " not in run.output
+    assert "no batch has ended so far, and the first may take long" in lines[0]
+    assert "stack of rank" not in run.output

@@ -1,0 +1,133 @@
+"""A trial that goes on no more, as a user of a master sees it: the log, ``dstrial status``, the page, and a restart."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from small_runs import DEFINITIONS, deepspeed_config, experiment
+from waiting import wait_for
+
+from dstrial.testing.master import MasterForTest, master_for_test
+
+pytestmark = [pytest.mark.ranks, pytest.mark.process]
+
+
+def create(
+    master: MasterForTest,
+    tmp_path: Path,
+    *,
+    action: str,
+    max_restarts: int = 0,
+    timeout: int = 600,
+    **hparams: Any,
+) -> int:
+    """Submit a trial whose rank 1 is stopped at ``stall_at``, and return the number of the trial."""
+    given = {
+        "deepspeed_config": deepspeed_config(1),
+        "stall_at": 5,
+        "pid_file": str(tmp_path / "pids"),
+        **hparams,
+    }
+    config = experiment(
+        given,
+        batches=40,
+        report=5,
+        validate=1000,
+        checkpoint=1000,
+        entrypoint="python3 -m dstrial.launch --trial stalling_trials:StoppedTrial",
+        resources={"slots_per_trial": 2},
+        max_restarts=max_restarts,
+        data={"dstrial": {"stall_timeout": timeout, "stall_action": action}},
+    )
+    path = tmp_path / "exp.yaml"
+    path.write_text(yaml.safe_dump(config))
+    created = master.det("experiment", "create", str(path), str(DEFINITIONS))
+    assert created.returncode == 0, created.stdout + created.stderr
+    experiment_id = int(created.stdout.split("Created experiment ")[1].split()[0])
+    client = master.client()
+    wait_for(lambda: client.get(f"/api/v1/experiments/{experiment_id}/trials")["trials"])
+    return int(client.get(f"/api/v1/experiments/{experiment_id}/trials")["trials"][0]["id"])
+
+
+def trial_of(master: MasterForTest, trial_id: int) -> dict[str, Any]:
+    found: dict[str, Any] = master.client().get(f"/api/v1/trials/{trial_id}")["trial"]
+    return found
+
+
+def stalled(master: MasterForTest, trial_id: int) -> list[str]:
+    fields = json.loads(master.dstrial("status", "--json").stdout)
+    return [one["text"] for one in fields["stalled"] if one["trial"] == trial_id]
+
+
+def test_who_is_stopped_is_in_the_log_in_the_status_and_on_the_page_until_it_goes_on(
+    shared_master: MasterForTest, tmp_path: Path
+) -> None:
+    trial_id = create(shared_master, tmp_path, action="report")
+    wait_for(lambda: stalled(shared_master, trial_id), deadline_s=180)
+    (text,) = stalled(shared_master, trial_id)
+    assert text.startswith("rank 1 is stopped (SIGSTOP) at batch 5 in train_batch; rank 0 waits for it in a")
+    assert f"stalled:     trial {trial_id} of experiment " in shared_master.dstrial("status").stdout
+    log = shared_master.det("trial", "logs", str(trial_id)).stdout
+    assert f"stalled: {text}." in log
+    assert "stalled: stack of rank 0" in log
+    os.kill(int((tmp_path / "pids").read_text()), signal.SIGCONT)
+    wait_for(lambda: trial_of(shared_master, trial_id)["state"].endswith("COMPLETED"), deadline_s=120)
+    assert stalled(shared_master, trial_id) == []
+    assert "stalled: no longer" in shared_master.det("trial", "logs", str(trial_id)).stdout
+
+
+def test_a_stalled_trial_is_started_again_once_where_the_config_says_so(
+    shared_master: MasterForTest, tmp_path: Path
+) -> None:
+    trial_id = create(shared_master, tmp_path, action="restart", max_restarts=2)
+    wait_for(lambda: trial_of(shared_master, trial_id)["state"].endswith("COMPLETED"), deadline_s=240)
+    assert trial_of(shared_master, trial_id)["restarts"] == 1
+    log = shared_master.det("trial", "logs", str(trial_id)).stdout
+    assert "stalled: the ranks are ended, as data.dstrial.stall_action says" in log
+    assert "rank 1 failed first" in log
+
+
+def test_what_stalls_at_the_same_batch_again_is_not_ended_again(
+    shared_master: MasterForTest, tmp_path: Path
+) -> None:
+    trial_id = create(shared_master, tmp_path, action="restart", max_restarts=2, stops_always=True)
+    pids = tmp_path / "pids"
+    wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2, deadline_s=240)
+    wait_for(lambda: stalled(shared_master, trial_id), deadline_s=120)
+    log = ""
+
+    def is_told() -> bool:
+        nonlocal log
+        log = shared_master.det("trial", "logs", str(trial_id)).stdout
+        return "the ranks are not ended again" in log
+
+    wait_for(is_told)
+    assert log.count("stalled: the ranks are ended") == 1
+    os.kill(int(pids.read_text().split()[-1]), signal.SIGCONT)
+    wait_for(lambda: trial_of(shared_master, trial_id)["state"].endswith("COMPLETED"), deadline_s=120)
+    assert trial_of(shared_master, trial_id)["restarts"] == 1
+
+
+def test_a_stopped_master_is_told_by_the_ranks_that_wait_for_it_and_nobody_is_ended(tmp_path: Path) -> None:
+    with master_for_test(tmp_path, num_slots=2) as master:
+        trial_id = create(
+            master, tmp_path, action="restart", max_restarts=1, timeout=2, stall_at=10_000, batch_sleep_s=0.25
+        )
+        wait_for(lambda: trial_of(master, trial_id).get("totalBatchesProcessed", 0) >= 5, deadline_s=120)
+        (log,) = master.state.allocations_path.glob("*/output.log")
+        os.kill(master.record.pid, signal.SIGSTOP)
+        try:
+            wait_for(lambda: "stalled: rank 0 waits for an answer of the master" in log.read_text())
+            shown = master.dstrial("status")
+            assert shown.returncode == 1
+            assert f"process {master.record.pid} is stopped (SIGSTOP)" in shown.stdout
+        finally:
+            os.kill(master.record.pid, signal.SIGCONT)
+        wait_for(lambda: trial_of(master, trial_id)["state"].endswith("COMPLETED"), deadline_s=120)
+        assert trial_of(master, trial_id)["restarts"] == 0
