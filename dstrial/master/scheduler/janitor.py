@@ -19,10 +19,11 @@ from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import checkpoint_gc, containers, detached_runs
 from dstrial.master.lifecycle.storages import Storages
 from dstrial.master.pubsub import PubSub
-from dstrial.master.store import allocations, background_jobs, checkpoints, experiments, logs, models
-from dstrial.master.store.backups import make_daily_copy
+from dstrial.master.store import allocations, background_jobs, checkpoints, experiments, models
 from dstrial.master.store.database import Database, IntegrityError, Transaction, find_cluster_id
-from dstrial.master.store.metric_values import as_number
+from dstrial.master.store.file.backups import make_daily_copy
+from dstrial.master.store.reports import logs
+from dstrial.master.store.reports.metric_values import as_number
 from dstrial.master.store.storages import unknown_of
 
 logger = logging.getLogger("dstrial.master.janitor")

@@ -24,13 +24,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from dstrial.errors import DatabaseDamagedError, MasterError
 from dstrial.master import mending
-from dstrial.master.store.opening import (
-    SCHEMA_VERSION,
-    connect,
-    is_damage,
-    open_for_writer,
-    unusable,
-)
+from dstrial.master.store.file.opening import SCHEMA_VERSION, connect, is_damage, open_for_writer, unusable
 
 __all__ = ["SCHEMA_VERSION", "Database", "Transaction", "unusable"]
 

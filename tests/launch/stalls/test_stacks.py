@@ -11,8 +11,16 @@ from pathlib import Path
 import pytest
 from waiting import wait_for
 
-from dstrial.launch.process_state import catches, parse_catches, parse_stat, read_state
-from dstrial.launch.stacks import Frame, Place, Wait, main_stack, parse_stacks, place_in_worker, place_of
+from dstrial.launch.stalls.stacks import (
+    Frame,
+    Place,
+    Wait,
+    main_stack,
+    parse_stacks,
+    place_in_worker,
+    place_of,
+)
+from dstrial.process_state import catches, parse_catches, parse_stat, read_state
 from dstrial.ranks.stack_dump import STACKS_FILE_VARIABLE, STACKS_SIGNAL
 
 SITE = "/env/lib/python3.12/site-packages"

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from dstrial.errors import DatabaseDamagedError, MasterError
 from dstrial.master import mending
-from dstrial.master.store import copies, integrity, marks, page_checksums
-from dstrial.master.store.opening import SCHEMA_VERSION, make_table
+from dstrial.master.store.file import copies, integrity, marks, page_checksums
+from dstrial.master.store.file.opening import SCHEMA_VERSION, make_table
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import sqlite3
 import time
 from pathlib import Path
 
-from dstrial.master.store import integrity, marks, page_checksums, wal
+from dstrial.master.store.file import integrity, marks, page_checksums, wal
 
 logger = logging.getLogger(__name__)
 

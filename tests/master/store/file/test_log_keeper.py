@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from dstrial.master.store import log_keeper, marks, page_checksums, wal
 from dstrial.master.store.database import Database, Transaction, make_cluster_id
+from dstrial.master.store.file import log_keeper, marks, page_checksums, wal
 
 
 @pytest.fixture

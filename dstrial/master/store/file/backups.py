@@ -11,8 +11,8 @@ from pathlib import Path
 
 from dstrial.errors import DatabaseDamagedError, MasterError
 from dstrial.master import mending
-from dstrial.master.store import copies, integrity
-from dstrial.master.store.page_checksums import sync_directory
+from dstrial.master.store.file import copies, integrity
+from dstrial.master.store.file.page_checksums import sync_directory
 
 _PAGES_PER_STEP = 2048
 
