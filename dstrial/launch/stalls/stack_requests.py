@@ -13,8 +13,7 @@ from pathlib import Path
 
 from dstrial.launch.stalls.stacks import ThreadStack, parse_stacks
 from dstrial.launch.stalls.stall_rules import RankView
-from dstrial.process_state import catches, children, has_open
-from dstrial.ranks.heartbeat import start_ticks
+from dstrial.process_state import catches, children, has_open, start_ticks
 from dstrial.ranks.stack_dump import STACKS_SIGNAL
 
 _DEADLINE_S = 5.0
