@@ -157,7 +157,7 @@ class StorageGuard:
         It would go as half written otherwise when a copy of the master's database is put back, which does not know it.
         """
         if storage_id and os.sep not in storage_id:
-            try:
+            try:  # noqa: SIM105 - see the import of contextlib
                 os.unlink(os.path.join(self._notes, storage_id))
             except OSError:  # Another process of this rank's has done it, or nothing was noted.
                 pass

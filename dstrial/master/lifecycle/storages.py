@@ -158,12 +158,13 @@ class Storages:
         """Look in a thread that nobody has to wait for; one at a time for each storage."""
         with self._lock:
             look = self._looks.get(root)
-            if look is None:
+            if look is None or look.is_done:  # What nobody has waited for is how it was then.
                 look = self._looks[root] = _Look(lambda: self._sentence(root))
         if not look.wait(self._timeout_s):
             return f"checkpoint storage {root} does not answer within {self._timeout_s:g} s"
         with self._lock:
-            self._looks.pop(root, None)
+            if self._looks.get(root) is look:
+                del self._looks[root]
         if look.error is not None:
             return f"checkpoint storage {root} cannot be looked at: {look.error}"
         return look.result
@@ -218,6 +219,11 @@ class _Look(Generic[T]):
         self._began_at_s = time.monotonic()
         self._is_done = threading.Event()
         threading.Thread(target=self._run, name="dstrial-storage", daemon=True).start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended."""
+        return self._is_done.is_set()
 
     def wait(self, timeout_s: float) -> bool:
         """Say whether it has ended within a time, counted from its beginning."""
