@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> int:
     from dstrial.master.store.file import backups, copies
 
     database = StateDirectory.choose(args.state_dir).database_path
-    target = copies.new_path(database, time.time(), is_daily=False)
+    target = copies.new_path(database, time.time(), "master")
     if args.path is not None:
         asked = Path(args.path).absolute()
         target = asked / target.name if asked.is_dir() else asked

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE
 from dstrial.launch.stale_locks import Build, builds_under_way, extensions_root, remove_stale_locks
-from dstrial.ranks.startup_phase import read_phase
+from dstrial.ranks.startup_phase import TRAINING, read_phase
 
 STARTING_NAME = "starting.json"
 _LOOK_EVERY_S = 0.5
@@ -84,7 +84,7 @@ def activity(phases: Sequence[tuple[str, float] | None], began_s: float) -> Acti
         began_s: when the ranks were started.
     """
     under_way = [(_AT_FIRST, began_s) if phase is None else phase for phase in phases]
-    under_way = [phase for phase in under_way if phase[0]]
+    under_way = [phase for phase in under_way if phase[0] not in ("", TRAINING)]
     if not under_way:
         return None
     text, since_s = min(under_way, key=lambda phase: phase[1])
@@ -154,6 +154,11 @@ def _worth_s(build: Build) -> float:
     return _LOADING_S if build.is_kept else _SILENCE_S
 
 
+def _trains(phase: tuple[str, float] | None) -> bool:
+    # What others compile holds nobody up who trains; a script may wait for it at any time.
+    return phase is not None and phase[0] == TRAINING
+
+
 class _Watch:
     def __init__(
         self, phase_files: Callable[[], Sequence[Path]], print_line: Callable[[str], None], root: Path | None
@@ -173,9 +178,9 @@ class _Watch:
         if time.monotonic() >= self._next_cleaning_s:
             self._next_cleaning_s = time.monotonic() + 5.0
             remove_stale_locks(self._root)
-        found = activity([read_phase(path) for path in self._phase_files()], self._began_s)
-        now_s = time.time()
-        builds = [one for one in builds_under_way(self._root) if now_s - one.since_s >= _worth_s(one)]
+        phases = [read_phase(path) for path in self._phase_files()]
+        found = activity(phases, self._began_s)
+        builds = [] if phases and all(_trains(phase) for phase in phases) else self._builds()
         if builds:
             build = builds[0]
             found = build_activity(build.operator, build.since_s, build.folder, build.holder)
@@ -191,6 +196,10 @@ class _Watch:
             still = "still " if is_again else ""
             detail = f" {found.detail}" if found.detail and not is_again else lasting(age_s)
             self._print_line(f"starting: {still}{found.text}{detail}")
+
+    def _builds(self) -> list[Build]:
+        now_s = time.time()
+        return [one for one in builds_under_way(self._root) if now_s - one.since_s >= _worth_s(one)]
 
     def close(self) -> None:
         self._show(None)

@@ -41,7 +41,7 @@ from dstrial.loop.settings import FitResult, LoopSettings
 from dstrial.loop.sync_point import StopReason, SyncPoints
 from dstrial.loop.validation import Validation
 from dstrial.ranks.heartbeat import Phase, heartbeat
-from dstrial.ranks.startup_phase import begin_phase, end_phases
+from dstrial.ranks.startup_phase import TRAINING, begin_phase
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.determined_errors import AccumulationError, InvalidTrialError, SearcherMetricError
 from dstrial.trial.trial import DeepSpeedTrial
@@ -366,7 +366,7 @@ class TrainingLoop:
             progress.batches_trained = batch_idx + 1
             if is_first:
                 is_first = False
-                end_phases()
+                begin_phase(TRAINING)
             if context.profiler is not None:
                 context.profiler.step()
             if is_single_rank and is_stop_requested():

@@ -14,6 +14,9 @@ from pathlib import Path
 PHASE_FILE_VARIABLE = "DSTRIAL_PHASE_FILE"
 """Environment variable that names the file in which a rank says what it is doing before its first batch."""
 
+TRAINING = "training"
+"""The last phase: batches are trained, and whoever compiles something does not hold this rank up."""
+
 
 def begin_phase(text: str) -> None:
     """Say what this rank does from now on, such as ``importing model_def``."""
@@ -21,7 +24,7 @@ def begin_phase(text: str) -> None:
 
 
 def end_phases() -> None:
-    """Say that this rank has started: it trains, or does what nothing is known of."""
+    """Say that nothing is known of what this rank does from now on."""
     _write({"phase": "", "since_s": time.time()})
 
 

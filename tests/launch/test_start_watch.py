@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from waiting import wait_for
 
 from dstrial.launch.start_watch import Activity, activity, is_due, watched_start
-from dstrial.ranks.startup_phase import PHASE_FILE_VARIABLE, begin_phase, end_phases, read_phase
+from dstrial.ranks.startup_phase import PHASE_FILE_VARIABLE, TRAINING, begin_phase, end_phases, read_phase
 
 
 def test_nothing_is_silent_for_five_seconds_and_what_goes_on_is_told_ever_more_rarely() -> None:
@@ -68,3 +69,23 @@ def test_the_present_phase_lies_in_the_allocations_directory_until_the_ranks_hav
         wait_for(lambda: not shown.exists())
     assert len(told) == 1
     assert told[0].startswith("starting: importing model_def, for 6")
+
+
+def test_what_somebody_else_compiles_is_told_to_those_who_may_wait_for_it_and_not_to_those_who_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dstrial.launch.start_watch._SILENCE_S", 0.1)
+    lock = tmp_path / "operators" / "fused_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    phases = [tmp_path / f"{rank}.json" for rank in range(2)]
+    told: list[str] = []
+    with lock.open("w") as held:
+        os.utime(held.fileno(), (time.time() - 60, time.time() - 60))
+        phases[0].write_text(json.dumps({"phase": TRAINING, "since_s": time.time()}))
+        phases[1].write_text(json.dumps({"phase": TRAINING, "since_s": time.time()}))
+        with watched_start(lambda: phases, told.append, root=lock.parents[1], every_s=0.02):
+            time.sleep(0.5)  # longer than anything is silent
+            assert told == []
+            phases[1].write_text(json.dumps({"phase": "", "since_s": time.time()}))
+            wait_for(lambda: told)
+    assert told[0].startswith("starting: compiling operator fused_adam since ")

@@ -18,7 +18,7 @@ from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file
 from dstrial.checkpoint.storage_identity import StorageIdentity
 from dstrial.errors import CheckpointError
 from dstrial.master.lifecycle.checkpoint_gc import remaining
-from dstrial.master.lifecycle.storages import root_of
+from dstrial.master.lifecycle.storages import LOOK_TIMEOUT_S, StorageLook, root_of
 from dstrial.master.store.storages import StoredFiles
 from dstrial.storage_guard import what_is_there_instead
 
@@ -140,7 +140,11 @@ def compare(row: StoredFiles, found: Mapping[str, int] | None, storage: str) -> 
 
 
 def audit(
-    rows: Sequence[StoredFiles], known: Sequence[StorageIdentity], saving: Collection[str]
+    rows: Sequence[StoredFiles],
+    known: Sequence[StorageIdentity],
+    saving: Collection[str],
+    *,
+    timeout_s: float = LOOK_TIMEOUT_S,
 ) -> AuditReport:
     """Look at the storage of every row.
 
@@ -148,6 +152,7 @@ def audit(
         rows: what is registered.
         known: the storages that have an identity.
         saving: uuids that runs which have not ended have begun.
+        timeout_s: how long each storage has for its first answer, seconds.
     """
     by_root: dict[Path, list[StoredFiles]] = {Path(one.path): [] for one in known}
     num_elsewhere = 0
@@ -160,7 +165,7 @@ def audit(
     identities = {Path(one.path): one for one in known}
     findings: list[Finding] = []
     for root, of_root in by_root.items():
-        findings += _audit_storage(root, of_root, identities.get(root), saving)
+        findings += _audit_storage(root, of_root, identities.get(root), saving, timeout_s)
     kept = [row for row in rows if row.state in ("COMPLETED", "PARTIALLY_DELETED")]
     num_bytes = sum(
         int(size)
@@ -172,15 +177,26 @@ def audit(
 
 
 def _audit_storage(
-    root: Path, rows: Sequence[StoredFiles], known: StorageIdentity | None, saving: Collection[str]
+    root: Path,
+    rows: Sequence[StoredFiles],
+    known: StorageIdentity | None,
+    saving: Collection[str],
+    timeout_s: float,
 ) -> list[Finding]:
     kept = [row for row in rows if row.state in ("COMPLETED", "PARTIALLY_DELETED")]
-    if known is not None:
-        instead = what_is_there_instead(str(root), known.fields())
-    else:
+
+    def look() -> str | None:
+        if known is not None:
+            return what_is_there_instead(str(root), known.fields())
         # Never used by a release that knows storages: it is there if any of its checkpoints is.
         is_there = not kept or any((root / row.uuid).is_dir() for row in kept)
-        instead = None if is_there else "no directory of any of its checkpoints"
+        return None if is_there else "no directory of any of its checkpoints"
+
+    first = StorageLook(look)
+    is_answered = first.wait(timeout_s)
+    if first.error is not None:
+        raise first.error
+    instead = first.result if is_answered else f"no answer within {timeout_s:g} s"
     if instead is not None:
         text = (
             f"{instead}; expected the storage with {len(kept)} checkpoints. Mount it again, or bring it back."

@@ -78,7 +78,7 @@ class Storages:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._answers: dict[Path, tuple[float, str | None]] = {}
-        self._looks: dict[Path, _Look[str | None]] = {}
+        self._looks: dict[Path, StorageLook[str | None]] = {}
 
     def trouble(self, storage: Mapping[str, Any], *, is_fresh: bool = False) -> str | None:
         """Say in a sentence why a storage cannot be used now; None if it can.
@@ -120,7 +120,7 @@ class Storages:
         root = root_of(storage)
         if root is None:
             return None
-        look = _Look(lambda: self._secure(root))
+        look = StorageLook(lambda: self._secure(root))
         if not look.wait(self._timeout_s):
             raise StorageGoneError(str(root), f"no answer within {self._timeout_s:g} s")
         if look.error is not None:
@@ -159,7 +159,7 @@ class Storages:
         with self._lock:
             look = self._looks.get(root)
             if look is None or look.is_done:  # What nobody has waited for is how it was then.
-                look = self._looks[root] = _Look(lambda: self._sentence(root))
+                look = self._looks[root] = StorageLook(lambda: self._sentence(root))
         if not look.wait(self._timeout_s):
             return f"checkpoint storage {root} does not answer within {self._timeout_s:g} s"
         with self._lock:
@@ -209,8 +209,13 @@ def _has_files(root: Path) -> bool:
         return False
 
 
-class _Look(Generic[T]):
-    """One call in a thread of its own, which does not keep the process alive."""
+class StorageLook(Generic[T]):
+    """One call in a thread of its own, which does not keep the process alive.
+
+    Attributes:
+        result: what it has returned; None until it has ended.
+        error: what it has raised; None for nothing.
+    """
 
     def __init__(self, call: Callable[[], T]) -> None:
         self.result: T | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -112,3 +113,22 @@ def test_a_storage_that_is_gone_is_one_finding(tmp_path: Path, *, is_known: bool
     assert finding.kind == "storage gone"
     assert not finding.is_repairable
     assert "expected the storage with 9 checkpoints" in str(finding)
+
+
+def test_a_storage_that_never_answers_is_told_and_the_others_are_looked_at(tmp_path: Path) -> None:
+    hanging, answering = tmp_path / "hanging", tmp_path / "answering"
+    for root in (hanging, answering):
+        root.mkdir()
+    known = [claim_identity(root, "c") for root in (hanging, answering)]
+    write(answering, UUIDS[1])
+    identity = next(hanging.iterdir())
+    identity.unlink()
+    os.mkfifo(identity)  # Whoever opens it waits, as for a network file system whose server is away.
+
+    report = audit([row(hanging), row(answering, UUIDS[1])], known, (), timeout_s=0.5)
+
+    (finding,) = report.findings
+    assert finding.kind == "storage gone"
+    assert "no answer within 0.5 s" in str(finding)
+    assert report.storages == (str(hanging), str(answering))
+    os.close(os.open(identity, os.O_WRONLY))  # lets the look go on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sqlite3
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 from dstrial.errors import MasterError
 from dstrial.master.store import background_jobs, experiments, listings, projects
 from dstrial.master.store.database import SCHEMA_VERSION, Database
+from dstrial.master.store.file import copies
+from dstrial.master.store.file.restoring import bring_back
 
 OLD = Path(__file__).with_name("schema_1.sql")
 CONTENT = """
@@ -57,10 +60,12 @@ def schema(path: Path) -> dict[str, list[tuple[object, ...]]]:
 
 
 def test_an_old_database_gets_the_schema_of_a_new_one(old: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new" / "master.db"
+    new.parent.mkdir()
     Database(old).close()
-    Database(tmp_path / "new.db").close()
+    Database(new).close()
 
-    assert schema(old) == schema(tmp_path / "new.db")
+    assert schema(old) == schema(new)
     assert schema(old)["version"] == [(SCHEMA_VERSION,)]
 
 
@@ -101,13 +106,15 @@ def test_work_that_is_asked_for_afterwards_comes_after_the_old(old: Path) -> Non
 def test_the_first_database_of_version_1_gets_what_later_ones_had(old: Path, tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(old)) as connection:
         connection.executescript("DROP TABLE trial_sources; ALTER TABLE metrics DROP COLUMN per_batch;")
+    new = tmp_path / "new" / "master.db"
+    new.parent.mkdir()
     Database(old).close()
-    Database(tmp_path / "new.db").close()
+    Database(new).close()
 
     found, wanted = (
         # By name, since what is added to a table comes last.
         {name: sorted(str(row[1:]) for row in rows) for name, rows in schema(path).items() if " " in name}
-        for path in (old, tmp_path / "new.db")
+        for path in (old, new)
     )
     for kept in (found, wanted):
         for name in [name for name in kept if name.startswith("index ")]:
@@ -115,6 +122,41 @@ def test_the_first_database_of_version_1_gets_what_later_ones_had(old: Path, tmp
     assert found == wanted
     with contextlib.closing(Database(old)) as database, database.read() as connection:
         assert experiments.require(connection, 7).name == "x"
+
+
+def test_a_copy_of_an_old_database_is_kept_as_it_was(old: Path) -> None:
+    before = schema(old)
+
+    with contextlib.closing(Database(old)) as database:
+        (copy,) = copies.list_copies(old)
+        assert any(str(copy.path) in note for note in database.notes)
+    Database(old).close()
+
+    assert copy.path.name.startswith("schema1-")
+    assert schema(copy.path) == before
+    assert len(copies.list_copies(old)) == 1
+
+
+def test_an_upgrade_that_fails_again_and_again_leaves_one_copy(old: Path) -> None:
+    with contextlib.closing(sqlite3.connect(old)) as connection:
+        connection.execute("CREATE TABLE models (mine)")
+    os.utime(old, (1, 1))
+
+    for _ in range(3):
+        with pytest.raises(MasterError, match="cannot be used"):
+            Database(old)
+
+    assert len(copies.list_copies(old)) == 1
+
+
+def test_a_copy_of_an_old_database_is_put_back_with_everything_in_it(old: Path) -> None:
+    Database(old).close()
+    (copy,) = copies.list_copies(old)
+
+    bring_back(old, copy.path)
+
+    with contextlib.closing(Database(old)) as database, database.read() as connection:
+        assert connection.execute("SELECT id FROM experiments").fetchall()[0]["id"] == 7
 
 
 def test_an_upgrade_that_fails_leaves_the_database_as_it_was(old: Path) -> None:

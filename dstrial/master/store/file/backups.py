@@ -65,6 +65,27 @@ def make_copy(
     return description
 
 
+def copy_of_older_schema(database: Path, schema_version: int, now_s: float) -> str:
+    """Copy a database whose schema is about to be changed, as the release that made it could go on with the copy.
+
+    Returns:
+        What the log is to say; empty where there is nothing to copy, or it was copied since its last write.
+    """
+    kind = ""
+    if database.is_file() and database.stat().st_size:
+        with integrity.reading(database) as connection:
+            version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+        kind = f"schema{version}" if 0 < version < schema_version else ""
+    if not kind or copies.is_kept_since(database, kind):
+        return ""
+    target = copies.new_path(database, now_s, kind)
+    try:
+        make_copy(database, target)
+    except MasterError as error:
+        return f"the database is brought to schema version {schema_version} without a copy of it as it was: {error}"
+    return f"the database is brought to schema version {schema_version}; {target} is a copy of it as it was"
+
+
 def _copy(database: Path, temporary: Path, on_progress: Callable[[float], None]) -> copies.Description:
     with integrity.reading(database) as source, contextlib.closing(_open(temporary)) as made:
         # A read transaction of our own: without it the copy would begin again whenever the master writes.
@@ -100,7 +121,7 @@ def make_daily_copy(database: Path, now_s: float) -> Path | None:
     """
     if not copies.is_due(copies.list_copies(database), now_s):
         return None
-    target = copies.new_path(database, now_s, is_daily=True)
+    target = copies.new_path(database, now_s, "daily")
     make_copy(database, target)
     for old in copies.superfluous(copies.list_copies(database)):
         copies.remove(old)

@@ -1,7 +1,8 @@
 """Copies of the database: where they lie, what they are called, which of them go. Opens no database.
 
-``<state dir>/backups/`` holds ``daily-DATE-TIME.db``, of which the newest are kept, and ``master-DATE-TIME.db``, which a
-person has asked for and which stay. Beside each lies ``….db.json`` (:class:`Description`). Times are UTC.
+``<state dir>/backups/`` holds ``daily-DATE-TIME.db``, of which the newest are kept, ``master-DATE-TIME.db``, which a person
+has asked for, and ``schemaN-DATE-TIME.db``, made before the schema N of an older release was changed; these two stay. Beside
+each lies ``….db.json`` (:class:`Description`). Times are UTC.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ NUM_DAILY = 7
 DAY_S = 24 * 3600.0
 
 _FORMAT = 1
-_NAME = re.compile(r"(daily|master)-(\d{8}-\d{6})\.db")
+_NAME = re.compile(r"(daily|master|schema\d+)-(\d{8}-\d{6})\.db")
 _TIME = "%Y%m%d-%H%M%S"
 
 
@@ -63,11 +64,24 @@ def directory_of(database: Path) -> Path:
     return database.parent / "backups"
 
 
-def new_path(database: Path, now_s: float, *, is_daily: bool) -> Path:
-    """Return what a copy made now is called."""
+def new_path(database: Path, now_s: float, kind: str) -> Path:
+    """Return what a copy made now is called.
+
+    Args:
+        database: what is copied.
+        now_s: seconds since the epoch.
+        kind: ``daily``, ``master`` or ``schemaN``.
+    """
     moment = datetime.datetime.fromtimestamp(now_s, datetime.timezone.utc)
-    kind = "daily" if is_daily else "master"
     return directory_of(database) / f"{kind}-{moment.strftime(_TIME)}.db"
+
+
+def is_kept_since(database: Path, kind: str) -> bool:
+    """Say whether a copy of this kind was made after the database was last written to."""
+    written = [file.stat().st_mtime for file in (database, Path(f"{database}-wal")) if file.exists()]
+    # Names tell whole seconds.
+    made = [copy.time_s for copy in list_copies(database) if copy.path.name.startswith(f"{kind}-")]
+    return bool(written and made) and max(made) > max(written)
 
 
 def list_copies(database: Path) -> list[Copy]:

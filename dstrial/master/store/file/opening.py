@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sqlite3
+import time
 from importlib import resources
 from pathlib import Path
 
 from dstrial.errors import MasterError
 from dstrial.master import mending
 from dstrial.master.store.file import copies, integrity, marks, page_checksums
+from dstrial.master.store.file.backups import copy_of_older_schema
 from dstrial.master.store.file.log_keeper import LogKeeper
 
 SCHEMA_VERSION = 6
@@ -56,6 +58,7 @@ def open_for_writer(path: Path) -> tuple[tuple[str, ...], sqlite3.Connection, Lo
     verdict = integrity.judge(path, facts)
     if verdict.refusal:
         raise integrity.refuse(path, verdict.refusal, facts.copy)
+    of_upgrade = copy_of_older_schema(path, SCHEMA_VERSION, time.time())
     log = facts.log
     last = marks.Marks(
         cluster_id=facts.cluster_id,
@@ -81,7 +84,7 @@ def open_for_writer(path: Path) -> tuple[tuple[str, ...], sqlite3.Connection, Lo
         if keeper is not None:
             keeper.close()
         raise
-    return verdict.notes, connection, keeper
+    return (*verdict.notes, *filter(None, [of_upgrade])), connection, keeper
 
 
 def make_table(path: Path) -> None:

@@ -114,7 +114,7 @@ def test_a_damaged_database_is_not_copied(path: Path, tmp_path: Path) -> None:
 
 
 def test_seven_daily_copies_are_kept_and_those_of_a_person_all(path: Path) -> None:
-    asked = copies.new_path(path, 0.0, is_daily=False)
+    asked = copies.new_path(path, 0.0, "master")
     backups.make_copy(path, asked)
     start_s = time.time()
 
