@@ -52,7 +52,7 @@ async def show_info(request: ApiRequest) -> dict[str, Any]:
 
 
 async def show_health(request: ApiRequest) -> dict[str, Any]:
-    """``GET //health``: whether the database answers, and nothing of it was found damaged."""
+    """``GET //health``: whether the database answers and no damage was found."""
     if request.services.database.damage:
         raise RequestError(503, request.services.database.describe_damage())
     try:
