@@ -150,11 +150,14 @@ def _patch_checkpoint(module: Any, guard: StorageGuard) -> None:
     cls = module.CheckpointContext
     original = cls._report_checkpoint
 
-    def _report_checkpoint(self: Any, *args: Any, **options: Any) -> None:
+    def _report_checkpoint(self: Any, storage_id: str, *args: Any, **options: Any) -> None:
         base_path = getattr(self._storage_manager, "_base_path", None)
-        if isinstance(base_path, str) and guard.covers(base_path):
+        is_covered = isinstance(base_path, str) and guard.covers(base_path)
+        if is_covered:
             guard.check()
-        original(self, *args, **options)
+        original(self, storage_id, *args, **options)
+        if is_covered:
+            guard.forget(storage_id)
 
     cls._report_checkpoint = _report_checkpoint
 

@@ -7,7 +7,7 @@ Python may have no dstrial: it needs nothing but the standard library, and littl
 """
 
 # pathlib and contextlib would take another 5 ms of each start.
-# ruff: noqa: PTH103, PTH109, PTH112, PTH116, PTH118, PTH123
+# ruff: noqa: PTH103, PTH108, PTH109, PTH112, PTH116, PTH118, PTH123
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STORAGE_VARIABLE = "DSTRIAL_STORAGE"
 """Variable of an allocation: its storage as JSON with ``path``, ``id``, ``device`` and ``inode``."""
 
 SAVING_DIRECTORY = "saving"
-"""Directory of an allocation with one empty file for each checkpoint that it has begun, by uuid."""
+"""Directory of an allocation with one empty file for each checkpoint that it has begun and not reported, by uuid."""
 
 A_COPY = "a copy of it, on another device"
 """What is there instead, where only device and inode differ; its checkpoints tell whether it is as good."""
@@ -150,6 +150,17 @@ class StorageGuard:
             os.close(os.open(os.path.join(self._notes, storage_id), os.O_WRONLY | os.O_CREAT, 0o600))
         except OSError:  # A full disk: nothing is deleted then.
             pass
+
+    def forget(self, storage_id: str) -> None:
+        """Take the note back: the master knows the checkpoint now.
+
+        It would go as half written otherwise when a copy of the master's database is put back, which does not know it.
+        """
+        if storage_id and os.sep not in storage_id:
+            try:  # noqa: SIM105 - see the import of contextlib
+                os.unlink(os.path.join(self._notes, storage_id))
+            except OSError:  # Another process of this rank's has done it, or nothing was noted.
+                pass
 
     def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
         """Make a directory as ``os.mkdir``, but nothing of a storage that is gone.

@@ -140,13 +140,17 @@ def test_nothing_is_made_in_an_empty_mount_point(
     assert guard.covers(f"{root}/")
 
 
-def test_what_is_begun_is_noted_and_a_name_that_leads_elsewhere_is_not(
+def test_what_is_begun_is_noted_until_it_is_reported_and_a_name_that_leads_elsewhere_is_not(
     guard: StorageGuard, tmp_path: Path
 ) -> None:
     for name in ("0f4f1f9e", "../x", "", ".."):
         guard.note(name)
 
     assert [path.name for path in (tmp_path / "allocation" / "saving").iterdir()] == ["0f4f1f9e"]
+    (tmp_path / "allocation" / "x").touch()
+    for name in ("../x", "", "..", "never begun", "0f4f1f9e"):
+        guard.forget(name)
+    assert sorted(path.name for path in (tmp_path / "allocation").rglob("*")) == ["saving", "x"]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}"])

@@ -1,12 +1,12 @@
 """Write the table of legal DeepSpeed config keys from the installed DeepSpeed release.
 
 ``dstrial check`` must know DeepSpeed's keys without importing DeepSpeed, so a table of each release is committed
-(``TABLE_FILES`` of ``dstrial/config/deepspeed_schema.py``) and a test runs :func:`generate` again and compares.
+(``dstrial/config/deepspeed_tables/``) and a test runs :func:`generate` again and compares.
 Sections that DeepSpeed describes with pydantic models are read from the models. All others are
 observed: the config is parsed from dictionaries that record which keys DeepSpeed asks for and with
 which defaults.
 
-Usage: ``python tools/generate_deepspeed_rules.py`` rewrites the table of the installed release in place, the newest one's as
+Usage: ``python tools/generate_deepspeed_rules.py`` writes the table of the installed release, the newest one's as
 a whole, another one's as its differences from the newest one's.
 """
 
@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dstrial.config.deepspeed_schema import TABLE_FILES, read_table
+from dstrial.config.deepspeed_schema import read_table, release_key, releases
 
-CONFIG_PATH = Path(__file__).resolve().parent.parent / "dstrial" / "config"
+TABLES_PATH = Path(__file__).resolve().parent.parent / "dstrial" / "config" / "deepspeed_tables"
 
 _JSON_TYPES: dict[Any, str] = {
     bool: "boolean",
@@ -464,16 +464,12 @@ def render(table: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Rewrite the committed table; return the exit status."""
+    """Write the table of the installed release; return the exit status."""
     table = generate()
-    release, newest = table["deepspeed"], next(reversed(TABLE_FILES))
-    if release not in TABLE_FILES:
-        sys.stderr.write(f"DeepSpeed {release} has no table; name its file in TABLE_FILES first.\n")
-        return 1
-    if release != newest:
-        base = TABLE_FILES[newest]
-        table = {"deepspeed": release, "differs_from": base, **differences(table, read_table(base))}
-    path = CONFIG_PATH / TABLE_FILES[release]
+    release, newest = table["deepspeed"].split("+")[0], releases()[-1]
+    if release_key(release) < release_key(newest):
+        table = {"deepspeed": release, "differs_from": newest, **differences(table, read_table(newest))}
+    path = TABLES_PATH / f"{release}.json"
     path.write_text(render(table), encoding="utf-8")
     sys.stdout.write(f"wrote {path}\n")
     return 0

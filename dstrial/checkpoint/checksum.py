@@ -21,6 +21,8 @@ from typing import Any
 
 import platformdirs
 
+from dstrial.file_writes import make_file
+
 logger = logging.getLogger("dstrial.checkpoint")
 
 SIGNATURE_KEY = "signature"
@@ -87,17 +89,8 @@ def _make(path: pathlib.Path) -> None:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(secrets.token_bytes(_NUM_BYTES))
-            stream.flush()
-            os.fsync(stream.fileno())
-        with contextlib.suppress(FileExistsError):
-            os.link(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with contextlib.suppress(FileExistsError):
+        make_file(path, secrets.token_bytes(_NUM_BYTES))
 
 
 CHECKSUM_KEY = "sha256"

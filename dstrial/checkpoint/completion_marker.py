@@ -10,6 +10,7 @@ from typing import Any
 
 from dstrial.checkpoint.checksum import CHECKSUM_KEY, is_intact, with_checksum
 from dstrial.errors import CheckpointDamagedError, CheckpointNotFoundError
+from dstrial.file_writes import sync_path
 
 MARKER_NAME = "COMPLETE"
 """File name of the completion mark."""
@@ -38,8 +39,8 @@ def write_marker(path: str | os.PathLike[str], info: Mapping[str, Any] | None = 
         stream.flush()
         os.fsync(stream.fileno())
     temporary.replace(root / MARKER_NAME)
-    _fsync(root)
-    _fsync(root.parent)
+    sync_path(root)
+    sync_path(root.parent)
 
 
 def read_marker(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def remove_marker(path: str | os.PathLike[str]) -> None:
     """Make ``path`` a checkpoint no more; the first step of deleting one."""
     root = pathlib.Path(path)
     (root / MARKER_NAME).unlink(missing_ok=True)
-    _fsync(root)
+    sync_path(root)
 
 
 def incomplete(root: str | os.PathLike[str]) -> list[pathlib.Path]:
@@ -99,13 +100,5 @@ def fsync_tree(path: str | os.PathLike[str]) -> None:
         for name in names:
             entry = pathlib.Path(directory) / name
             if entry.is_file() and not entry.is_symlink():
-                _fsync(entry)
-        _fsync(pathlib.Path(directory))
-
-
-def _fsync(path: pathlib.Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+                sync_path(entry)
+        sync_path(pathlib.Path(directory))

@@ -38,7 +38,7 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         MasterError: there is no database, it is damaged, or the copy cannot be written.
     """
-    from dstrial.master.store import backups, copies
+    from dstrial.master.store.file import backups, copies
 
     database = StateDirectory.choose(args.state_dir).database_path
     target = copies.new_path(database, time.time(), "master")

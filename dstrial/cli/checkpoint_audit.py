@@ -14,6 +14,7 @@ from dstrial.cli.streams import size_text
 from dstrial.cli.up import add_state_dir_argument
 from dstrial.errors import MasterError
 from dstrial.master.state_directory import StateDirectory
+from dstrial.storage_guard import SAVING_DIRECTORY
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -85,9 +86,15 @@ def _look(state: StateDirectory) -> AuditReport:
     from dstrial.master.lifecycle.checkpoint_audit import audit
     from dstrial.master.store import observe
 
+    # Twice: what is reported meanwhile is noted no more, and what is begun meanwhile not yet.
+    saving = _begun(state)
     known, rows = observe.storages(state)
-    saving = {path.name for path in (state.path / "allocations").glob("*/saving/*")}
-    return audit(rows, known, saving)
+    return audit(rows, known, saving | _begun(state))
+
+
+def _begun(state: StateDirectory) -> set[str]:
+    """Return the checkpoints that runs which have not ended have begun and not reported, by uuid."""
+    return {path.name for path in (state.path / "allocations").glob(f"*/{SAVING_DIRECTORY}/*")}
 
 
 def _accept(state: StateDirectory, path: Path) -> None:

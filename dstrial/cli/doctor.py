@@ -17,7 +17,7 @@ from dstrial import __version__
 from dstrial.doctor.checkup import CheckupOptions, run
 from dstrial.doctor.finding import Group, Status, count, in_words
 from dstrial.errors import DstrialError
-from dstrial.local.json_files import write_text_atomically
+from dstrial.file_writes import replace_file
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -151,7 +151,7 @@ def main(args: argparse.Namespace) -> int:
 def _keep(directory: Path, text: str) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(directory / DOCUMENT_NAME, text)
+        replace_file(directory / DOCUMENT_NAME, text)
     except OSError as error:
         raise DstrialError(
             f"--output is {directory}, where nothing can be written ({error.strerror}); expected a directory. Name another one."

@@ -16,7 +16,7 @@ from dstrial.master.state_directory import StateDirectory
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from dstrial.master.store.restoring import Restored
+    from dstrial.master.store.file.restoring import Restored
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -45,7 +45,7 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         MasterError: a master runs, the copy is damaged or another cluster's, or there is no room.
     """
-    from dstrial.master.store import restoring
+    from dstrial.master.store.file import restoring
 
     state = StateDirectory.choose(args.state_dir)
     if args.path is None and not args.as_is:
@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _list(state: StateDirectory) -> int:
-    from dstrial.master.store import copies
+    from dstrial.master.store.file import copies
 
     found = copies.list_copies(state.database_path)
     if not found:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from dstrial.cli.up import add_state_dir_argument, describe_slots
 from dstrial.errors import DstrialError, MasterError, RequestError
 from dstrial.master.client import Client
-from dstrial.master.state_directory import MasterRecord, StateDirectory, is_stopped
+from dstrial.master.state_directory import MasterRecord, StateDirectory
 from dstrial.master.store import observe
+from dstrial.process_state import is_stopped
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

@@ -1,6 +1,7 @@
-"""The committed table of DeepSpeed's config keys, and the installed version.
+"""The committed tables of DeepSpeed's config keys, and the installed version.
 
-``tools/generate_deepspeed_rules.py`` generates a table from each supported release: ``root`` describes the top level as a
+``tools/generate_deepspeed_rules.py`` generates ``deepspeed_tables/RELEASE.json`` from each supported release, which is known
+by that file alone; one may hold only what differs from another one. In a table, ``root`` describes the top level as a
 :class:`dstrial.config.keys.Section`; ``removed`` lists keys that DeepSpeed refuses, by section; ``optimizers`` and
 ``schedulers`` give for each type the names of its parameters (``params``, absent where any is accepted), those ``required``,
 and whether ZeRO counts the optimizer as tested.
@@ -18,8 +19,7 @@ from typing import Any
 
 from dstrial.config.keys import Section
 
-TABLE_FILES = {"0.19.0": "deepspeed_rules_0_19_0.json", "0.19.8": "deepspeed_rules_0_19.json"}
-"""The table of each supported release, the newest last; one may hold only what differs from another one."""
+_TABLES = importlib.resources.files("dstrial.config").joinpath("deepspeed_tables")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,12 +45,24 @@ def deepspeed_rules(version: str | None = None) -> DeepSpeedRules:
     """Return the rules of a DeepSpeed release, by default the installed one."""
     # A release without a table is read by the newest one.
     wanted = (version or installed_deepspeed_version() or "").split("+")[0]
-    return _rules_of(wanted if wanted in TABLE_FILES else next(reversed(TABLE_FILES)))
+    return _rules_of(wanted if wanted in releases() else releases()[-1])
+
+
+@functools.cache
+def releases() -> tuple[str, ...]:
+    """Return the releases of DeepSpeed that have a table, the newest last."""
+    names = [path.name.removesuffix(".json") for path in _TABLES.iterdir() if path.name.endswith(".json")]
+    return tuple(sorted(names, key=release_key))
+
+
+def release_key(release: str) -> tuple[int, ...]:
+    """Return by what releases are put in order, of one such as ``0.19.8``."""
+    return tuple(map(int, release.split(".")))
 
 
 @functools.cache
 def _rules_of(release: str) -> DeepSpeedRules:
-    table = read_table(TABLE_FILES[release])
+    table = read_table(release)
     return DeepSpeedRules(
         version=table["deepspeed"],
         root=Section.from_table(table["root"]),
@@ -60,13 +72,12 @@ def _rules_of(release: str) -> DeepSpeedRules:
     )
 
 
-def read_table(file: str) -> dict[str, Any]:
-    """Return a whole table; differences are applied to the table that they name.
+def read_table(release: str) -> dict[str, Any]:
+    """Return a release's whole table; differences are applied to that of the release that they name.
 
     Differences are ``set``, dotted path to what is there in this release, and ``absent``, paths of what is not.
     """
-    text = importlib.resources.files("dstrial.config").joinpath(file).read_text(encoding="utf-8")
-    table: dict[str, Any] = json.loads(text)
+    table: dict[str, Any] = json.loads(_TABLES.joinpath(f"{release}.json").read_text(encoding="utf-8"))
     if "differs_from" not in table:
         return table
     whole = read_table(table["differs_from"])

@@ -29,7 +29,8 @@ from dstrial.dsat.predictor.profiles import PredictInputs
 from dstrial.dsat.report.live import LiveTable, summary
 from dstrial.dsat.space.filters import Filters
 from dstrial.errors import LaunchError, SearchError
-from dstrial.local.json_files import write_json_atomically, write_text_atomically
+from dstrial.file_writes import replace_file
+from dstrial.local.json_files import write_json_atomically
 from dstrial.ranks.stop_signals import noted_signals
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -148,7 +149,7 @@ def _num_parallel(settings: SearchConfig, record: SearchRecord, backend: Backend
     if flags.max_slots is not None:
         num = min(num, flags.max_slots // settings.num_slots)
     num = max(min(num, options.max_trials), 1)
-    write_text_atomically(path, f"{num}\n")
+    replace_file(path, f"{num}\n")
     return num
 
 

@@ -84,7 +84,7 @@ def _launch(options: argparse.Namespace) -> LaunchOutcome:
     # Both import torch, which takes seconds; a wrong command line should not.
     from dstrial.launch.agent import DEFAULT_SHUTDOWN_TIMEOUT_S, run_ranks
     from dstrial.launch.slots import cluster_info, num_slots
-    from dstrial.launch.stall_rules import StallSettings
+    from dstrial.launch.stalls.stall_rules import StallSettings
 
     info = cluster_info()
     if info is not None:
@@ -147,7 +147,7 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
     """Launch as the cluster says; lines carry the prefix that its log view filters by."""
     from dstrial.launch.agent import DEFAULT_SHUTDOWN_TIMEOUT_S, run_ranks
     from dstrial.launch.slots import cluster_placement
-    from dstrial.launch.stall_rules import StallSettings
+    from dstrial.launch.stalls.stall_rules import StallSettings
 
     run = _run_directory()
     for name, value in (("--slots", options.slots), ("--config", options.config)):

@@ -29,8 +29,8 @@ from dstrial.launch.failures import (
 from dstrial.launch.output import LineReader, OnLine, Stream
 from dstrial.launch.rendezvous import Rendezvous
 from dstrial.launch.stale_locks import remove_stale_locks
-from dstrial.launch.stall_rules import StallSettings
-from dstrial.launch.stall_watch import WatchedRanks, watched_training
+from dstrial.launch.stalls.stall_rules import StallSettings
+from dstrial.launch.stalls.stall_watch import WatchedRanks, watched_training
 from dstrial.launch.start_watch import watched_start
 from dstrial.launch.supervisor import Supervisor
 from dstrial.ranks.heartbeat import HEARTBEAT_VARIABLE, make_heartbeat_file

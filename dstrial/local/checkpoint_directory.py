@@ -24,6 +24,7 @@ from typing import Any
 from dstrial.checkpoint.completion_marker import is_complete, read_marker, remove_marker
 from dstrial.errors import CheckpointDamagedError, DstrialError
 from dstrial.local.json_files import read_json, write_json_atomically
+from dstrial.process_state import start_ticks
 
 SAVING_SUFFIX = ".saving"
 _WRITER_FILE = "writer.json"
@@ -67,12 +68,8 @@ def this_writer() -> Writer:
 
 
 def _process_start(pid: int) -> str | None:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    # The second field, the command, is in parentheses and may hold spaces and parentheses itself.
-    return stat[stat.rindex(")") + 1 :].split()[19]
+    ticks = start_ticks(pid)
+    return None if ticks is None else str(ticks)
 
 
 def _may_be_alive(writer: Mapping[str, Any]) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.errors import DstrialError, TrialContractError
+from dstrial.file_writes import replace_file
 
 
 def to_strict_json(value: Any, where: str) -> Any:
@@ -70,51 +71,13 @@ def metric_number(value: Any) -> float | None:
     return None
 
 
-def sync_directory(path: Path) -> None:
-    """Make a directory's entries survive a power failure (fsync of the directory)."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_text_atomically(path: Path, text: str, *, sync: bool = True, is_private: bool = False) -> None:
-    """Replace a file; a reader or a kill sees the old content or the new.
-
-    Args:
-        path: the file; its directory must exist.
-        text: the whole new content.
-        sync: also wait until it is on the disk; False for files that only show progress.
-        is_private: whether other accounts must not read it, whatever the umask.
-
-    Raises:
-        OSError: the disk is full or the directory is not writable; the old content is still there.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            if is_private:
-                os.fchmod(file.fileno(), 0o600)
-            file.write(text)
-            file.flush()
-            if sync:
-                os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    if sync:
-        sync_directory(path.parent)
-
-
 def write_json_atomically(path: Path, value: Any, *, sync: bool = True) -> None:
     """Replace a JSON document by what ``to_strict_json`` makes of a value.
 
-    Path, ``sync`` and errors are those of ``write_text_atomically``.
+    Path, ``sync`` and errors are those of :func:`dstrial.file_writes.replace_file`.
     """
     text = json.dumps(to_strict_json(value, path.name), indent=2, allow_nan=False) + "\n"
-    write_text_atomically(path, text, sync=sync)
+    replace_file(path, text, sync=sync)
 
 
 def read_json(path: Path) -> Any:

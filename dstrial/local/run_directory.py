@@ -37,7 +37,8 @@ from typing import Any
 from dstrial.config.parsing.documents import yaml_text
 from dstrial.config.secrets import SecretNames, secrets_in
 from dstrial.errors import DstrialError, LaunchError
-from dstrial.local.json_files import read_json, write_json_atomically, write_text_atomically
+from dstrial.file_writes import replace_file
+from dstrial.local.json_files import read_json, write_json_atomically
 
 logger = logging.getLogger("dstrial.local")
 
@@ -286,7 +287,7 @@ class RunDirectory:
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Replace the effective experiment config; private if it holds secrets."""
         is_private = bool(secrets_in(config, SecretNames()))
-        write_text_atomically(self.experiment_config_path, yaml_text(dict(config)), is_private=is_private)
+        replace_file(self.experiment_config_path, yaml_text(dict(config)), is_private=is_private)
 
     def read_record(self) -> RunRecord:
         """Read ``run.json``.

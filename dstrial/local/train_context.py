@@ -22,6 +22,7 @@ from typing import Any
 from determined import core
 
 from dstrial.errors import RankError, TrialContractError
+from dstrial.file_writes import replace_file
 from dstrial.local.json_files import (
     JsonLinesTail,
     append_json_line,
@@ -31,7 +32,6 @@ from dstrial.local.json_files import (
     repair_json_lines,
     to_strict_json,
     write_json_atomically,
-    write_text_atomically,
 )
 from dstrial.local.run_directory import LOCAL_ID, RUN_DIR_VARIABLE, RunDirectory, utc_now
 
@@ -111,7 +111,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         kept = [
             line for line, row in zip(content, rows, strict=True) if row["steps_completed"] <= steps_completed
         ]
-        write_text_atomically(self._run_directory.metrics_path, b"".join(kept).decode("utf-8"))
+        replace_file(self._run_directory.metrics_path, b"".join(kept).decode("utf-8"))
         logger.info("%d reports beyond batch %d are superseded", len(beyond), steps_completed)
         return len(beyond)
 

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import gc
 import json
-import os
 import socket
 import threading
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from dstrial.errors import MasterError
+from dstrial.file_writes import replace_file
 from dstrial.master.backends import umask_of_trials
 from dstrial.master.clock import now_us
 from dstrial.master.http.login import LoginLinks, LoginThrottle
@@ -261,12 +261,4 @@ def open_services(
 
 
 def _write_secret(path: Path, content: dict[str, Any]) -> None:
-    temporary = path.with_suffix(".json.new")
-    temporary.unlink(missing_ok=True)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    replace_file(path, json.dumps(content, indent=2) + "\n", is_private=True)

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.errors import MasterError
+from dstrial.process_state import read_state
 
 STATE_DIR_VARIABLE = "DSTRIAL_STATE_DIR"
 """Environment variable that names the state directory where ``--state-dir`` is not given."""
@@ -213,20 +214,5 @@ def process_start_time(pid: int) -> str | None:
 
     A process that has ended and that its parent has not waited for counts as ended.
     """
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:  # noqa: PTH123 - one line, read often
-            stat = file.read()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The second field, the command, is in parentheses and may hold spaces and parentheses itself.
-    fields = stat[stat.rindex(")") + 1 :].split()
-    return None if fields[0] in "ZX" else fields[19]
-
-
-def is_stopped(pid: int) -> bool:
-    """Say whether a process lives and is held by a signal (SIGSTOP) or a debugger."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except OSError:
-        return False
-    return stat[stat.rindex(")") + 1 :].split()[0] in "Tt"
+    state = read_state(pid)
+    return None if state is None or state.has_ended else str(state.start_ticks)

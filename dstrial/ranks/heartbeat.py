@@ -18,6 +18,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from dstrial.process_state import start_ticks
+
 HEARTBEAT_VARIABLE = "DSTRIAL_HEARTBEAT"
 """Environment variable with the slot of a rank and the file, as ``SLOT:PATH``."""
 
@@ -203,12 +205,3 @@ def read_beat(buffer: mmap.mmap | bytearray, slot: int) -> Beat | None:
     return Beat(
         phase, bool(waits), batch, since_s, save_batch, save_since_s, pid, ticks, thread_id, longest_s
     )
-
-
-def start_ticks(pid: int) -> int | None:
-    """Return when a process started, ticks since boot; None if there is none (proc(5))."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        return int(fields[19])
-    except (OSError, IndexError, ValueError):
-        return None

@@ -62,7 +62,7 @@ def answers(scratch: Path) -> dict[str, str]:
     """Record the answer to every GET route of a master that has one of everything."""
     from dstrial.master.app import all_routes
 
-    sys.path.append(str(ROOT / "tests" / "master" / "api"))
+    sys.path.append(str(ROOT / "tests" / "master"))
     from serving import serving
 
     with serving(scratch / "state") as master:

@@ -15,6 +15,7 @@ import pytest
 from submitting import config, experiment, log_of, submit, trials, wait_until
 from waiting import wait_for
 
+from dstrial.master.store.file.integrity import reading
 from dstrial.storage_guard import IDENTITY_NAME
 from dstrial.testing.master import MasterForTest, master_for_test
 
@@ -191,6 +192,37 @@ def test_what_killed_runs_have_half_written_is_swept_with_its_bytes(
     assert "123,456 bytes" in log_of(master, experiment_id)
     [kept] = checkpoints(master, experiment_id)
     assert {path.parent.name for path in storage.glob("*/half")} == {kept["uuid"], theirs.name}
+
+
+def test_a_copy_of_the_database_that_is_put_back_costs_no_checkpoint_that_was_reported_since(
+    master: MasterForTest, tmp_path: Path
+) -> None:
+    storage = tmp_path / "storage"
+    experiment_id = submit(master, saving(tmp_path, storage), SAVING)
+    wait_for(lambda: len(checkpoints(master, experiment_id)) >= 2)
+    assert master.dstrial("backup", str(tmp_path / "copy.db")).returncode == 0
+    copied = len(checkpoints(master, experiment_id))
+    wait_for(lambda: len(checkpoints(master, experiment_id)) >= copied + 5)
+    reported = {one["uuid"] for one in checkpoints(master, experiment_id)}
+    master.kill()
+    assert master.dstrial("restore", str(tmp_path / "copy.db")).returncode == 0
+
+    master.up()
+    (tmp_path / "last").touch()
+    wait_until(master, experiment_id, "COMPLETED")
+    wait_for(lambda: num_pending(master) == 0)
+
+    assert {one["uuid"] for one in checkpoints(master, experiment_id)} < reported | listed_in(storage)
+    assert reported <= listed_in(storage)
+
+
+def num_pending(master: MasterForTest) -> int:
+    with reading(master.state.database_path) as connection:
+        return int(connection.execute("SELECT COUNT(*) FROM work WHERE ended_us IS NULL").fetchone()[0])
+
+
+def listed_in(storage: Path) -> set[str]:
+    return {path.parent.name for path in storage.glob("*/state.json")}
 
 
 def test_a_master_that_is_started_while_the_storage_is_away_waits_as_well(

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.doctor.training.check import Check, Result, Status
-from dstrial.local.json_files import write_json_atomically, write_text_atomically
+from dstrial.file_writes import replace_file
+from dstrial.local.json_files import write_json_atomically
 
 _MAX_VALUE_CHARACTERS = 300
 
@@ -216,7 +217,7 @@ class Record:
 
     def _write(self) -> None:
         write_json_atomically(self.json_path, self._value)
-        write_text_atomically(self.report_path, markdown(self._value))
+        replace_file(self.report_path, markdown(self._value))
 
 
 def _now() -> str:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dstrial.process_state import read_state
+
 _END_S = 20.0
 _ROOM_BYTES = 2**16
 
@@ -119,8 +121,8 @@ def log_lines(directory: Path) -> list[str]:
 def is_marked(pid: int, mark: str) -> bool:
     """Say whether a process is alive and has ``NAME=value`` in its environment."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
-    return state != "Z" and mark.encode() in variables
+    state = read_state(pid)
+    return state is not None and not state.has_ended and mark.encode() in variables

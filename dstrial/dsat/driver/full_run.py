@@ -18,8 +18,8 @@ from dstrial.dsat.backends.trial_spec import full_config, local_training_command
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.journal import SearchRecord
 from dstrial.dsat.core.outcome import TrialResult
+from dstrial.file_writes import replace_file
 from dstrial.local.checkpoint_directory import newest_checkpoint
-from dstrial.local.json_files import write_text_atomically
 from dstrial.local.run_directory import RUN_DIR_VARIABLE, RUNS_DIR_VARIABLE, RunDirectory, RunState
 from dstrial.resume.metadata import RESUME_VARIABLE
 
@@ -53,13 +53,13 @@ def run_full(
     config = full_config(settings, best.candidate)
     path = record.path / "full_experiment.yaml"
     text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
-    write_text_atomically(path, text, is_private=bool(secrets_in(config, SecretNames())))
+    replace_file(path, text, is_private=bool(secrets_in(config, SecretNames())))
     if settings.flags.local:
         return _train_here(settings, path, signals, print_line)
     number_path = record.path / "full_experiment_id.txt"
     if not number_path.exists():
         number = backend.master().create_full_experiment(config, record.search_id)
-        write_text_atomically(number_path, f"{number}\n")
+        replace_file(number_path, f"{number}\n")
     created = number_path.read_text().strip()
     print_line(f"Created experiment {created}")
     print_line(f"follow it:     det experiment logs -f {created}")

@@ -16,7 +16,8 @@ from dstrial.dsat.core.outcome import Measured, TrialResult, best_of
 from dstrial.dsat.methods.base import Finish, ReportFacts
 from dstrial.dsat.report import REPORT_NAMES, SearchFacts, write_report
 from dstrial.dsat.space.space import Space
-from dstrial.local.json_files import write_json_atomically, write_text_atomically
+from dstrial.file_writes import replace_file
+from dstrial.local.json_files import write_json_atomically
 
 
 class SearchFiles:
@@ -45,7 +46,7 @@ class SearchFiles:
                 text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
                 # It is to be run as it is, so that its secrets are in it.
                 is_private = bool(secrets_in(config, SecretNames()))
-                write_text_atomically(self._record.best_experiment_path, text, is_private=is_private)
+                replace_file(self._record.best_experiment_path, text, is_private=is_private)
         except OSError as error:
             self._print_line(f"the results cannot be written ({error}); expected room on the disk")
 

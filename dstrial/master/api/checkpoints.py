@@ -26,10 +26,11 @@ from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
 from dstrial.master.http.serializers import checkpoint_json
 from dstrial.master.lifecycle import trials
 from dstrial.master.lifecycle.checkpoint_gc import checkpoint_directory
-from dstrial.master.store import background_jobs, experiments, metrics
+from dstrial.master.store import background_jobs, experiments
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
+from dstrial.master.store.reports import metrics
 
 _UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _CHUNK_BYTES = 1 << 20

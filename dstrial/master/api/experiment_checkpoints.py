@@ -15,7 +15,7 @@ from dstrial.master.lifecycle import checkpoint_gc
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store.database import Connection
-from dstrial.master.store.metric_values import as_number
+from dstrial.master.store.reports.metric_values import as_number
 
 _ANY_STATE = "STATE_"
 

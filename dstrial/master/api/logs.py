@@ -15,9 +15,10 @@ from dstrial.master.http.messages import message
 from dstrial.master.http.router import ADMIN, TRIAL, ApiRequest, route
 from dstrial.master.http.streams import NdjsonResponse, ndjson
 from dstrial.master.services import Services
-from dstrial.master.store import log_quota, logs, tasks
+from dstrial.master.store import tasks
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
+from dstrial.master.store.reports import log_quota, logs
 from dstrial.master.webhooks import events
 from dstrial.visible_text import visible
 

@@ -15,8 +15,8 @@ from dstrial.master.http.serializers import stored
 from dstrial.master.http.streams import NdjsonResponse, ndjson
 from dstrial.master.lifecycle import trials
 from dstrial.master.services import Services
-from dstrial.master.store import metrics
 from dstrial.master.store import trials as trial_rows
+from dstrial.master.store.reports import metrics
 
 _MAX_STEPS = 2**31 - 1
 

@@ -18,8 +18,9 @@ from dstrial.master.http.messages import Page, message, page_of
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import checkpoint_json, stored
 from dstrial.master.store import checkpoints as checkpoint_rows
-from dstrial.master.store import metrics, models, workspaces
+from dstrial.master.store import models, workspaces
 from dstrial.master.store.database import Connection, Transaction
+from dstrial.master.store.reports import metrics
 
 _TEXTS = ("name", "description", "notes")
 _VERSION_TEXTS = ("name", "comment", "notes")

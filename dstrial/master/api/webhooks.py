@@ -22,7 +22,7 @@ from dstrial.master.http.messages import message
 from dstrial.master.http.router import OWNER, TRIAL, USER, ApiRequest, route
 from dstrial.master.store import experiments, trials, webhooks, workspaces
 from dstrial.master.store.database import Connection, Transaction
-from dstrial.master.store.logs import LEVELS, add_master_line
+from dstrial.master.store.reports.logs import LEVELS, add_master_line
 from dstrial.master.store.tokens import User
 from dstrial.master.store.webhooks import Trigger, Webhook
 from dstrial.master.webhooks import events

@@ -290,7 +290,7 @@ def umask_of_trials() -> int | None:
 
 
 def begun_checkpoints(directory: Path) -> list[str]:
-    """Return the checkpoints that an allocation has begun, reported or not, by uuid."""
+    """Return the checkpoints that an allocation has begun and not reported, as far as it knows, by uuid."""
     try:
         return sorted(path.name for path in (directory / SAVING_DIRECTORY).iterdir())
     except OSError:

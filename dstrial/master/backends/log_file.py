@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from dstrial.master.store.logs import LogLine
+from dstrial.master.store.reports.logs import LogLine
 
 CHUNK_BYTES = 512 * 1024
 """Read at a time: an allocation that floods its log delays neither the others nor its own end."""

@@ -15,11 +15,11 @@ from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import background_jobs, projects, tokens
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
-from dstrial.master.store import metrics as metric_rows
 from dstrial.master.store import storages as storage_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
-from dstrial.master.store.logs import add_master_line
+from dstrial.master.store.reports import metrics as metric_rows
+from dstrial.master.store.reports.logs import add_master_line
 from dstrial.search import ExitReason
 
 _MAX_LOSSES = 3

@@ -18,7 +18,7 @@ from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file
 from dstrial.checkpoint.storage_identity import StorageIdentity
 from dstrial.errors import CheckpointError
 from dstrial.master.lifecycle.checkpoint_gc import remaining
-from dstrial.master.lifecycle.storages import LOOK_TIMEOUT_S, Look, root_of
+from dstrial.master.lifecycle.storages import LOOK_TIMEOUT_S, StorageLook, root_of
 from dstrial.master.store.storages import StoredFiles
 from dstrial.storage_guard import what_is_there_instead
 
@@ -192,7 +192,7 @@ def _audit_storage(
         is_there = not kept or any((root / row.uuid).is_dir() for row in kept)
         return None if is_there else "no directory of any of its checkpoints"
 
-    first = Look(look)
+    first = StorageLook(look)
     is_answered = first.wait(timeout_s)
     if first.error is not None:
         raise first.error

@@ -15,7 +15,7 @@ from dstrial.master.store import commands, tasks, tokens, workspaces
 from dstrial.master.store.commands import ENDED, NewCommand
 from dstrial.master.store.database import Transaction
 from dstrial.master.store.errors import Hint, InvalidError
-from dstrial.master.store.logs import add_master_line
+from dstrial.master.store.reports.logs import add_master_line
 
 STOP_TIMEOUT_S = 30
 """How long a process has to end after SIGTERM, seconds; it is killed then."""

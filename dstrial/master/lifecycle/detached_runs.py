@@ -24,7 +24,7 @@ from dstrial.master.store import projects, tasks
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.errors import Hint, InvalidError
-from dstrial.master.store.logs import add_master_line
+from dstrial.master.store.reports.logs import add_master_line
 from dstrial.master.webhooks import events
 
 _ENDS = {"COMPLETED": "has completed", "CANCELED": "was canceled", "ERROR": "has reported an error"}

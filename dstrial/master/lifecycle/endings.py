@@ -18,7 +18,7 @@ from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
-from dstrial.master.store.logs import add_master_line
+from dstrial.master.store.reports.logs import add_master_line
 from dstrial.master.webhooks import events
 from dstrial.search import Action, Create, ExitReason, Searcher, Shutdown
 

@@ -78,7 +78,7 @@ class Storages:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._answers: dict[Path, tuple[float, str | None]] = {}
-        self._looks: dict[Path, Look[str | None]] = {}
+        self._looks: dict[Path, StorageLook[str | None]] = {}
 
     def trouble(self, storage: Mapping[str, Any], *, is_fresh: bool = False) -> str | None:
         """Say in a sentence why a storage cannot be used now; None if it can.
@@ -120,7 +120,7 @@ class Storages:
         root = root_of(storage)
         if root is None:
             return None
-        look = Look(lambda: self._secure(root))
+        look = StorageLook(lambda: self._secure(root))
         if not look.wait(self._timeout_s):
             raise StorageGoneError(str(root), f"no answer within {self._timeout_s:g} s")
         if look.error is not None:
@@ -158,12 +158,13 @@ class Storages:
         """Look in a thread that nobody has to wait for; one at a time for each storage."""
         with self._lock:
             look = self._looks.get(root)
-            if look is None:
-                look = self._looks[root] = Look(lambda: self._sentence(root))
+            if look is None or look.is_done:  # What nobody has waited for is how it was then.
+                look = self._looks[root] = StorageLook(lambda: self._sentence(root))
         if not look.wait(self._timeout_s):
             return f"checkpoint storage {root} does not answer within {self._timeout_s:g} s"
         with self._lock:
-            self._looks.pop(root, None)
+            if self._looks.get(root) is look:
+                del self._looks[root]
         if look.error is not None:
             return f"checkpoint storage {root} cannot be looked at: {look.error}"
         return look.result
@@ -208,7 +209,7 @@ def _has_files(root: Path) -> bool:
         return False
 
 
-class Look(Generic[T]):
+class StorageLook(Generic[T]):
     """One call in a thread of its own, which does not keep the process alive.
 
     Attributes:
@@ -223,6 +224,11 @@ class Look(Generic[T]):
         self._began_at_s = time.monotonic()
         self._is_done = threading.Event()
         threading.Thread(target=self._run, name="dstrial-storage", daemon=True).start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended."""
+        return self._is_done.is_set()
 
     def wait(self, timeout_s: float) -> bool:
         """Say whether it has ended within a time, counted from its beginning."""

@@ -11,11 +11,11 @@ from dstrial.master.lifecycle import detached_runs, endings
 from dstrial.master.lifecycle.states import TERMINAL
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import checkpoints as checkpoint_rows
-from dstrial.master.store import metrics as metric_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
 from dstrial.master.store.errors import InvalidError
-from dstrial.master.store.logs import add_master_line
+from dstrial.master.store.reports import metrics as metric_rows
+from dstrial.master.store.reports.logs import add_master_line
 
 _INVALID_HP_GRACE_US = 10_000_000
 

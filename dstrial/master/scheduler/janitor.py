@@ -19,10 +19,11 @@ from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import checkpoint_gc, containers, detached_runs
 from dstrial.master.lifecycle.storages import Storages
 from dstrial.master.pubsub import PubSub
-from dstrial.master.store import allocations, background_jobs, checkpoints, experiments, logs, models
-from dstrial.master.store.backups import make_daily_copy
+from dstrial.master.store import allocations, background_jobs, checkpoints, experiments, models
 from dstrial.master.store.database import Database, IntegrityError, Transaction, find_cluster_id
-from dstrial.master.store.metric_values import as_number
+from dstrial.master.store.file.backups import make_daily_copy
+from dstrial.master.store.reports import logs
+from dstrial.master.store.reports.metric_values import as_number
 from dstrial.master.store.storages import unknown_of
 
 logger = logging.getLogger("dstrial.master.janitor")
@@ -35,6 +36,10 @@ _LOOK_AGAIN_S = 5.0
 _NEEDS_STORAGE = ("gc", "delete_checkpoints", "delete_tensorboard", "sweep")
 # An environment is made again from pip's cache; until then it takes the room of what was installed.
 _OVERLAY_UNUSED_S = 14 * 24 * 3600.0
+
+
+class _StorageAwayError(Exception):
+    """A checkpoint storage went away while something was deleted in it."""
 
 
 class Janitor:
@@ -117,10 +122,7 @@ class Janitor:
         experiment_id, payload = int(row.experiment_id), json.loads(row.payload)
         trouble = self._storage_trouble(experiment_id)
         if trouble is not None and row.kind in _NEEDS_STORAGE:
-            if row.id not in self._told_put_off:
-                logger.warning("%s of experiment %d is put off: %s", row.kind, experiment_id, trouble)
-            self._told_put_off.add(row.id)
-            self._put_off[row.id] = time.monotonic() + _LOOK_AGAIN_S
+            self._put_off_job(row, trouble)
             return
         self._told_put_off.discard(row.id)
         try:
@@ -140,12 +142,21 @@ class Janitor:
                 raise MasterError(trouble)
             else:
                 self._delete_experiment(experiment_id)
+        except _StorageAwayError as error:
+            self._put_off_job(row, str(error))
+            return
         except (DstrialError, OSError, IntegrityError, ValueError, LookupError) as error:
             logger.error("%s of experiment %d: %s", row.kind, experiment_id, text_of(error))
             if row.kind == "delete_experiment":
                 why = text_of(error)
                 self._database.write(lambda tx: _mark_delete_failed(tx, experiment_id, why))
         self._database.write(lambda tx: background_jobs.done(tx, row.id))
+
+    def _put_off_job(self, row: background_jobs.BackgroundJob, trouble: str) -> None:
+        if row.id not in self._told_put_off:
+            logger.warning("%s of experiment %d is put off: %s", row.kind, row.experiment_id, trouble)
+        self._told_put_off.add(row.id)
+        self._put_off[row.id] = time.monotonic() + _LOOK_AGAIN_S
 
     def _storage_trouble(self, experiment_id: int) -> str | None:
         """Say why an experiment's storage cannot be used now; None if it can."""
@@ -213,6 +224,10 @@ class Janitor:
                 logger.error("checkpoint %s: %s", uuid, error)
                 self._database.write(lambda tx, uuid=uuid: checkpoints.release_claims(tx, uuid))  # type: ignore[misc]
                 continue
+            trouble = self._storages.trouble_if_known(storage)
+            if trouble is not None:  # It went away meanwhile: what was not found may be where it is now.
+                self._database.write(lambda tx, uuid=uuid: checkpoints.release_claims(tx, uuid))  # type: ignore[misc]
+                raise _StorageAwayError(trouble)
             self._database.write(lambda tx, uuid=uuid, left=left: checkpoints.set_resources(tx, uuid, left))  # type: ignore[misc]
 
     def _delete_experiment(self, experiment_id: int) -> None:
@@ -225,10 +240,14 @@ class Janitor:
                 )
             rows = checkpoints.list_checkpoints(connection, experiment_id=experiment_id)
             held = allocations.of_experiment(connection, experiment_id)
+        storage: dict[str, Any] | None = None
         for row in rows:
             storage = json.loads(row.experiment_config)["checkpoint_storage"]
             checkpoint_gc.delete_files(storage, row.uuid)
         self._delete_tensorboard(experiment_id)
+        trouble = None if storage is None else self._storages.trouble_if_known(storage)
+        if trouble is not None:  # It went away meanwhile: what was not found may be where it is now.
+            raise MasterError(trouble)
         for allocation in held:
             directory = Path(allocation.directory)
             remove(directory)

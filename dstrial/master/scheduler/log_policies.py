@@ -11,7 +11,7 @@ from dstrial.config.experiment_config.sections import compile_pattern
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Transaction
-from dstrial.master.store.logs import add_master_line
+from dstrial.master.store.reports.logs import add_master_line
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -36,13 +36,14 @@ from dstrial.master.scheduler.janitor import HeartbeatTimeout, Janitor
 from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches, note_matches
 from dstrial.master.scheduler.queue import Holder, Look, Waiting, assignments, waiting_text
 from dstrial.master.store import allocations as allocation_rows
-from dstrial.master.store import commands, jobs, log_quota, users
+from dstrial.master.store import commands, jobs, users
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Connection, Transaction
-from dstrial.master.store.log_quota import LogOwner
-from dstrial.master.store.logs import add_master_line
+from dstrial.master.store.reports import log_quota
+from dstrial.master.store.reports.log_quota import LogOwner
+from dstrial.master.store.reports.logs import add_master_line
 from dstrial.master.webhooks import events
 from dstrial.visible_text import visible_line
 

@@ -24,13 +24,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from dstrial.errors import DatabaseDamagedError, MasterError
 from dstrial.master import mending
-from dstrial.master.store.opening import (
-    SCHEMA_VERSION,
-    connect,
-    is_damage,
-    open_for_writer,
-    unusable,
-)
+from dstrial.master.store.file.opening import SCHEMA_VERSION, connect, is_damage, open_for_writer, unusable
 
 __all__ = ["SCHEMA_VERSION", "Database", "Transaction", "unusable"]
 
@@ -195,7 +189,7 @@ class Database:
         future: Future[T] = Future()
         with self._lock:
             if self._is_closed:
-                raise MasterError(f"{self.path} is closed; expected it open. Start the master again.")
+                raise self._closed()
             self._jobs.put((function, future))
         return future
 
@@ -227,11 +221,13 @@ class Database:
         """Return this thread's read-only connection."""
         connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if connection is None:
-            connection = connect(self.path)
+            with self._lock:
+                if self._is_closed:
+                    raise self._closed()
+                connection = connect(self.path)
+                self._readers.append(connection)
             connection.execute("PRAGMA query_only = 1")
             self._local.connection = connection
-            with self._lock:
-                self._readers.append(connection)
         return connection
 
     def close(self) -> None:
@@ -242,11 +238,17 @@ class Database:
             self._is_closed = True
             self._jobs.put(None)
         self._thread.join()
+        self._close_readers()
+        self._keeper.close()
+
+    def _closed(self) -> MasterError:
+        return MasterError(f"{self.path} is closed; expected it open. Start the master again.")
+
+    def _close_readers(self) -> None:
         with self._lock:
             for connection in self._readers:
                 connection.close()
             self._readers.clear()
-        self._keeper.close()
 
     def _told(self, error: BaseException) -> BaseException:
         """Return what to tell of an error; of a damaged page the log and the status tell, too."""
@@ -325,8 +327,8 @@ class Database:
                 self._commit(connection, group)
                 if self._keeper.seconds_until_fold() == 0:
                     self._fold(is_thorough=False)
+        self._close_readers()  # What they read stays in the log.
         self._keeper.end()
-        connection.close()
 
     def _commit(self, connection: sqlite3.Connection, group: list[_Job]) -> None:
         done: list[tuple[Future[Any], Any]] = []

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dstrial.master.store.database import fetch_all, fetch_one
 from dstrial.master.store.errors import NotFoundError
 from dstrial.master.store.experiments import Experiment
-from dstrial.master.store.metric_summaries import SUMMARY_METRICS
+from dstrial.master.store.reports.metric_summaries import SUMMARY_METRICS
 from dstrial.master.store.trials import Trial
 
 _EXPERIMENT_ORDER = {

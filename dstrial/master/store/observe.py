@@ -18,7 +18,7 @@ from dstrial.checkpoint.storage_identity import StorageIdentity
 from dstrial.errors import MasterError
 from dstrial.master.state_directory import StateDirectory
 from dstrial.master.store import storages as storage_rows
-from dstrial.master.store.integrity import reading
+from dstrial.master.store.file.integrity import reading
 from dstrial.master.store.storages import StoredFiles
 from dstrial.visible_text import visible_line
 
@@ -255,7 +255,7 @@ def stalled(state: StateDirectory) -> list[Stalled]:
 
 def stall_in(directory: Path) -> tuple[str, float] | None:
     """Return who holds up the ranks of an allocation and since when, epoch seconds; None if nobody does."""
-    # Written by dstrial.launch.stall_watch, and for a stopped launcher by dstrial.master.backends.supervisor.
+    # Written by dstrial.launch.stalls.stall_watch, and for a stopped launcher by dstrial.master.backends.supervisor.
     return _said(directory / "stalled.json", "text")
 
 

@@ -21,12 +21,13 @@ from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.router import PUBLIC, USER, ApiRequest, route
 from dstrial.master.http.serializers import shown_state
 from dstrial.master.services import Services
-from dstrial.master.store import allocations, commands, listings, logs
-from dstrial.master.store import metrics as metric_rows
+from dstrial.master.store import allocations, commands, listings
 from dstrial.master.store import webhooks as webhook_rows
 from dstrial.master.store.database import Connection
 from dstrial.master.store.experiments import Experiment
 from dstrial.master.store.observe import stall_in
+from dstrial.master.store.reports import logs
+from dstrial.master.store.reports import metrics as metric_rows
 from dstrial.master.store.tokens import User
 
 _MAX_EXPERIMENTS = 200

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-import os
 import secrets
 from pathlib import Path
 
 from dstrial.errors import MasterError
+from dstrial.file_writes import make_file
 
 TIMESTAMP_HEADER = "X-Determined-AI-Signature-Timestamp"
 SIGNATURE_HEADER = "X-Determined-AI-Signature"
@@ -58,14 +58,4 @@ def _make(path: Path) -> None:
     Raises:
         FileExistsError: there is one.
     """
-    temporary = path.with_name(f"{path.name}.new")
-    temporary.unlink(missing_ok=True)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(f"{secrets.token_hex(32)}\n")
-        file.flush()
-        os.fsync(file.fileno())
-    try:
-        os.link(temporary, path)
-    finally:
-        temporary.unlink()
+    make_file(path, f"{secrets.token_hex(32)}\n")

@@ -7,7 +7,7 @@ from determined.common import api
 from determined.common.api import bindings
 from serving import Master
 
-from dstrial.master.store import logs
+from dstrial.master.store.reports import logs
 
 pytestmark = pytest.mark.process
 

@@ -10,7 +10,7 @@ from determined.common import api
 from determined.common.api import bindings
 from serving import Master
 
-from dstrial.master.store import metric_summaries
+from dstrial.master.store.reports import metric_summaries
 
 pytestmark = pytest.mark.process
 

@@ -12,10 +12,11 @@ from dstrial.config.experiment_config.command import CommandKind, check_command
 from dstrial.master.backends import AllocationExit, SupervisorHandle
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import commands as life
-from dstrial.master.store import allocations, commands, logs, users
+from dstrial.master.store import allocations, commands, users
 from dstrial.master.store.commands import NewCommand
 from dstrial.master.store.database import Database
 from dstrial.master.store.errors import InvalidError
+from dstrial.master.store.reports import logs
 
 NUM_SLOTS = 2
 

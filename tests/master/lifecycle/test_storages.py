@@ -189,3 +189,26 @@ def test_a_storage_that_does_not_answer_is_waited_for_once(
     finally:
         release.set()
         wait_for(lambda: all(thread.name != "dstrial-storage" for thread in threading.enumerate()))
+
+
+def test_what_a_storage_answers_too_late_is_not_taken_for_how_it_is_later(
+    database: Database, storage: dict[str, Any], root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root.mkdir(parents=True)
+    Storages(database).secure(storage)
+    release = threading.Event()
+    stat = os.stat
+
+    def hangs(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if str(path).endswith(IDENTITY_NAME):
+            release.wait(60)
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", hangs)
+    storages = Storages(database, timeout_s=0.2)
+    assert "does not answer" in str(storages.trouble(storage, is_fresh=True))
+    release.set()
+    wait_for(lambda: all(thread.name != "dstrial-storage" for thread in threading.enumerate()))
+    root.rename(tmp_path / "away")
+
+    assert "is gone: no directory" in str(storages.trouble(storage, is_fresh=True))

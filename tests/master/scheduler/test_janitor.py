@@ -10,9 +10,9 @@ from dstrial.config.experiment_config.submission import MasterDefaults, check_su
 from dstrial.master.lifecycle import experiments
 from dstrial.master.pubsub import PubSub
 from dstrial.master.scheduler.janitor import Janitor
-from dstrial.master.store import copies
 from dstrial.master.store.database import Database, Transaction
-from dstrial.master.store.logs import add_master_line
+from dstrial.master.store.file import copies
+from dstrial.master.store.reports.logs import add_master_line
 
 CONFIG = "entrypoint: 'true'\nsearcher: {name: single, metric: score}\n"
 

@@ -17,8 +17,6 @@ from dstrial.master.store import (
     experiments,
     jobs,
     listings,
-    logs,
-    metrics,
     models,
     projects,
     tasks,
@@ -29,6 +27,7 @@ from dstrial.master.store import (
     workspaces,
 )
 from dstrial.master.store.database import Database, fetch_all, fetch_one
+from dstrial.master.store.reports import logs, metrics
 
 TABLES = {
     "allocations": allocations.Allocation,

@@ -16,6 +16,8 @@ import shutil
 import time
 from pathlib import Path
 
+from dstrial.file_writes import replace_file
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -59,7 +61,7 @@ class Overlay:
 
     def write_record(self, record: dict[str, Any]) -> None:
         """Replace the record at once."""
-        write_atomically(self.beside("json"), json.dumps(record, indent=2))
+        replace_file(self.beside("json"), json.dumps(record, indent=2), is_private=True)
 
     @contextlib.contextmanager
     def locked(self, who: str, print_line: Tell, timeout_s: float) -> Iterator[None]:
@@ -223,14 +225,3 @@ def _delete(overlay: Overlay) -> None:
     for kind in ("json", "complete", "use", "broken", "lock"):
         with contextlib.suppress(FileNotFoundError):
             overlay.beside(kind).unlink()
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file of mode 0600 that is either complete or as it was."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dstrial.errors import DatabaseDamagedError, MasterError
+from dstrial.file_writes import sync_path
 from dstrial.master import mending
-from dstrial.master.store import copies, integrity
-from dstrial.master.store.page_checksums import sync_directory
+from dstrial.master.store.file import copies, integrity
 
 _PAGES_PER_STEP = 2048
 
@@ -50,7 +50,7 @@ def make_copy(
             os.link(
                 temporary, target
             )  # Unlike a rename, it never replaces what somebody has put there meanwhile.
-            sync_directory(target.parent)
+            sync_path(target.parent)
         finally:
             temporary.unlink(missing_ok=True)
     except sqlite3.DatabaseError as error:
@@ -103,11 +103,7 @@ def _copy(database: Path, temporary: Path, on_progress: Callable[[float], None])
         if problem:
             raise sqlite3.DatabaseError(problem)
         cluster_id, highest = integrity.cluster_id_of(made), integrity.highest_ids(made)
-    descriptor = os.open(temporary, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_path(temporary)
     return copies.Description(copies.digest(temporary), cluster_id, highest, time.time())
 
 

@@ -16,8 +16,8 @@ from typing import Literal, TypeAlias
 import pytest
 
 from dstrial.errors import DatabaseDamagedError, MasterError
-from dstrial.master.store import marks, page_checksums, wal
 from dstrial.master.store.database import Database, Transaction, make_cluster_id
+from dstrial.master.store.file import marks, page_checksums, wal
 
 PAGE = 4096
 Outcome: TypeAlias = Literal["refused", "named", "repaired"]

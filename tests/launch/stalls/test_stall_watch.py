@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from waiting import wait_for
 
-from dstrial.launch.process_state import read_state
-from dstrial.launch.stall_rules import StallSettings
-from dstrial.launch.stall_watch import StallWatch, WatchedRanks
+from dstrial.launch.stalls.stall_rules import StallSettings
+from dstrial.launch.stalls.stall_watch import StallWatch, WatchedRanks
+from dstrial.process_state import read_state
 from dstrial.ranks.heartbeat import HEARTBEAT_VARIABLE, make_heartbeat_file, read_beat
 from dstrial.ranks.stack_dump import STACKS_FILE_VARIABLE
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.process
 WRITER = """
 import sys, threading
 from pathlib import Path
-from dstrial.master.store import log_keeper
+from dstrial.master.store.file import log_keeper
 from dstrial.master.store.database import Database
 
 log_keeper._FOLD_FRAMES, log_keeper._FOLD_PERIOD_S, log_keeper._IDLE_S = 12, 0.0, 0.005

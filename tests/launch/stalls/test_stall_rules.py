@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from dstrial.errors import ConfigError
-from dstrial.launch.stacks import Frame, Place, Wait
-from dstrial.launch.stall_account import account, sentence
-from dstrial.launch.stall_rules import (
+from dstrial.launch.stalls.stacks import Frame, Place, Wait
+from dstrial.launch.stalls.stall_account import account, sentence
+from dstrial.launch.stalls.stall_rules import (
     STOPPED_AFTER_S,
     RankView,
     Stall,

@@ -18,18 +18,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE
-from dstrial.launch.process_state import kernel_function, read_state
-from dstrial.launch.stack_requests import ask_for_stacks, ask_workers
-from dstrial.launch.stacks import (
-    Place,
-    ThreadStack,
-    Wait,
-    main_stack,
-    place_in_worker,
-    place_of,
-)
-from dstrial.launch.stall_account import PREFIX, SLOW_PREFIX, Account, account, sentence
-from dstrial.launch.stall_rules import (
+from dstrial.launch.stalls.stack_requests import ask_for_stacks, ask_workers
+from dstrial.launch.stalls.stacks import Place, ThreadStack, Wait, main_stack, place_in_worker, place_of
+from dstrial.launch.stalls.stall_account import PREFIX, SLOW_PREFIX, Account, account, sentence
+from dstrial.launch.stalls.stall_rules import (
     RankView,
     Stall,
     StallSettings,
@@ -39,6 +31,7 @@ from dstrial.launch.stall_rules import (
     stall_of,
 )
 from dstrial.local.run_directory import shown_path
+from dstrial.process_state import kernel_function, read_state
 from dstrial.ranks.heartbeat import Beat, Phase, read_beat
 
 STALLED_NAME = "stalled.json"

@@ -10,7 +10,7 @@ import sqlite3
 from collections.abc import Sequence
 
 from dstrial.master.store.database import Transaction, fetch_one
-from dstrial.master.store.logs import LogLine, add_master_line, add_task_logs
+from dstrial.master.store.reports.logs import LogLine, add_master_line, add_task_logs
 
 # What a row takes besides its text: ids of task and allocation, time, the index; measured 140 to 170.
 _ROW_BYTES = 160

@@ -16,9 +16,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dstrial.errors import DatabaseDamagedError, MasterError
+from dstrial.file_writes import sync_path
 from dstrial.master import mending
-from dstrial.master.store import copies, integrity, marks, page_checksums
-from dstrial.master.store.opening import SCHEMA_VERSION, make_table
+from dstrial.master.store.file import copies, integrity, marks
+from dstrial.master.store.file.opening import SCHEMA_VERSION, make_table
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,10 +63,10 @@ def bring_back(database: Path, copy: Path) -> Restored:
             _refuse_foreign(source, copy, before, database)
             source.backup(made)
             _prepare_copy(made, before)
-        _sync(new)
+        sync_path(new)
         kept = _keep(database, is_moved=True)
         new.replace(database)
-        page_checksums.sync_directory(database.parent)
+        sync_path(database.parent)
     except OSError as error:
         raise MasterError(
             f"{database} cannot be written ({error.strerror}); expected room for another copy. Make room."
@@ -224,20 +225,12 @@ def _keep(database: Path, *, is_moved: bool) -> Path | None:
             os.link(path, directory / path.name)
         else:
             shutil.copy2(path, directory / path.name)
-            _sync(directory / path.name)
-    page_checksums.sync_directory(directory)
+            sync_path(directory / path.name)
+    sync_path(directory)
     if is_moved:
         for end in ("-wal", "-shm", "-pages"):
             database.with_name(f"{database.name}{end}").unlink(missing_ok=True)
     return directory
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _settle(database: Path, kept: Path | None, *, is_proved: bool) -> Restored:

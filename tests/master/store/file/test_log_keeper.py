@@ -6,14 +6,15 @@ import contextlib
 import os
 import shutil
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from dstrial.master.store import log_keeper, marks, page_checksums, wal
 from dstrial.master.store.database import Database, Transaction, make_cluster_id
+from dstrial.master.store.file import log_keeper, marks, page_checksums, wal
 
 
 @pytest.fixture
@@ -175,3 +176,52 @@ def test_a_closed_database_is_marked_as_closed(tmp_path: Path) -> None:
         assert stored(database).is_open
     assert not stored(database).is_open
     assert not list(tmp_path.glob("*-wal"))
+
+
+def test_a_database_that_is_closed_while_a_request_reads_is_taken_again(tmp_path: Path) -> None:
+    path = tmp_path / "master.db"
+    database = Database(path)
+    reads, is_over = threading.Event(), threading.Event()
+
+    def read() -> None:
+        with contextlib.suppress(sqlite3.ProgrammingError), database.read() as connection:  # it is closed
+            connection.execute("SELECT COUNT(*) FROM cluster").fetchone()
+            reads.set()
+            is_over.wait(60)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert reads.wait(60)
+    database.write(put)
+    database.close()
+    is_over.set()
+    reader.join()
+
+    with contextlib.closing(Database(path)) as again, again.read() as connection:
+        assert again.notes == ()
+        assert connection.execute("SELECT COUNT(*) FROM cluster").fetchone()[0] == 1
+
+
+def test_a_log_that_somebody_reads_to_the_end_stays_beside_the_database(tmp_path: Path) -> None:
+    """SQLite moves a log by itself when the last connection is closed, and the marks would not say so."""
+    path = tmp_path / "master.db"
+    database = Database(path)
+    other = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+    other.execute("BEGIN")
+    other.execute("SELECT COUNT(*) FROM cluster").fetchone()
+    database.write(put)
+    asked: list[str] = []
+
+    def close_after_the_last_fold(statement: str) -> None:
+        if "wal_checkpoint" in statement:
+            asked.append(statement)
+        elif asked and "busy_timeout =" in statement:
+            other.close()
+
+    database._writer_connection.set_trace_callback(close_after_the_last_fold)
+    database.close()
+    assert asked
+
+    with contextlib.closing(Database(path)) as again, again.read() as connection:
+        assert again.notes == ()
+        assert connection.execute("SELECT COUNT(*) FROM cluster").fetchone()[0] == 1

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from dstrial.errors import MasterError
 from dstrial.master import mending
-from dstrial.master.store import copies, integrity, marks, page_checksums
-from dstrial.master.store.backups import copy_of_older_schema
-from dstrial.master.store.log_keeper import LogKeeper
+from dstrial.master.store.file import copies, integrity, marks, page_checksums
+from dstrial.master.store.file.backups import copy_of_older_schema
+from dstrial.master.store.file.log_keeper import LogKeeper
 
 SCHEMA_VERSION = 6
 _BUSY_TIMEOUT_S = 30.0

@@ -9,11 +9,12 @@ from __future__ import annotations
 import array
 import dataclasses
 import json
-import os
 import sys
 import zlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
+
+from dstrial.file_writes import replace_file
 
 _FORMAT = 1
 UNKNOWN = 0
@@ -128,24 +129,4 @@ def write(path: Path, table: PageChecksums) -> None:
         sums.byteswap()
     body = sums.tobytes()
     head = {"format": _FORMAT, "page_size": table.page_size, "crc32": zlib.crc32(body, table.page_size)}
-    temporary = path.with_name(f"{path.name}.new")
-    try:
-        with temporary.open("wb") as file:
-            os.fchmod(file.fileno(), 0o600)
-            file.write(json.dumps(head).encode() + b"\n" + body)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Wait until a directory's entries are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    replace_file(path, json.dumps(head).encode() + b"\n" + body, is_private=True)

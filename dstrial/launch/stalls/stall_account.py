@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from dstrial.launch.stacks import Place, Wait
-from dstrial.launch.stall_rules import UNITS, RankView, Stall
+from dstrial.launch.stalls.stacks import Place, Wait
+from dstrial.launch.stalls.stall_rules import UNITS, RankView, Stall
 from dstrial.ranks.heartbeat import Phase
 
 PREFIX = "stalled:"

@@ -15,6 +15,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dstrial.file_writes import replace_file
+
 NUM_DAILY = 7
 """How many daily copies are kept."""
 
@@ -126,10 +128,8 @@ def description_path(copy: Path) -> Path:
 
 def write_description(copy: Path, description: Description) -> None:
     """Store a copy's description beside it."""
-    path = description_path(copy)
-    path.touch(mode=0o600)
     text = json.dumps({"format": _FORMAT, **dataclasses.asdict(description)}, indent=1)
-    path.write_text(f"{text}\n", encoding="utf-8")
+    replace_file(description_path(copy), f"{text}\n", is_private=True)
 
 
 def read_description(copy: Path) -> Description | None:

@@ -11,10 +11,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dstrial.launch.process_state import catches, children, has_open
-from dstrial.launch.stacks import ThreadStack, parse_stacks
-from dstrial.launch.stall_rules import RankView
-from dstrial.ranks.heartbeat import start_ticks
+from dstrial.launch.stalls.stacks import ThreadStack, parse_stacks
+from dstrial.launch.stalls.stall_rules import RankView
+from dstrial.process_state import catches, children, has_open, start_ticks
 from dstrial.ranks.stack_dump import STACKS_SIGNAL
 
 _DEADLINE_S = 5.0

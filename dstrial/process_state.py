@@ -1,4 +1,7 @@
-"""What the kernel says of a process of this machine: stopped, blocked, which signals it catches."""
+"""What the kernel says of a process of this machine: alive, stopped, blocked, which signals it catches.
+
+Only the standard library. ``dstrial.master.backends.supervisor``, which imports nothing of dstrial, asks by itself.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,11 @@ class ProcessState:
     start_ticks: int
 
     @property
+    def has_ended(self) -> bool:
+        """Whether it has ended, and its parent has not waited for it yet."""
+        return self.letter in ("Z", "X")
+
+    @property
     def is_stopped(self) -> bool:
         """Whether a signal or a debugger holds it."""
         return self.letter in ("T", "t")
@@ -31,6 +39,7 @@ class ProcessState:
 
 def parse_stat(text: str) -> ProcessState | None:
     """Read a line of ``/proc/PID/stat``; None if it is none."""
+    # The second field, the command, is in parentheses and may hold spaces and parentheses itself.
     fields = text.rpartition(")")[2].split()
     try:
         return ProcessState(fields[0], int(fields[19]))
@@ -51,6 +60,18 @@ def read_state(pid: int) -> ProcessState | None:
     """Return how a process is; None if there is none."""
     text = _read(pid, "stat")
     return None if text is None else parse_stat(text)
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return when a process started, ticks since boot; None if there is none. It tells a reused pid apart."""
+    state = read_state(pid)
+    return None if state is None else state.start_ticks
+
+
+def is_stopped(pid: int) -> bool:
+    """Say whether a process lives and is held by a signal (SIGSTOP) or a debugger."""
+    state = read_state(pid)
+    return state is not None and state.is_stopped
 
 
 def catches(pid: int, number: int) -> bool:

@@ -11,8 +11,16 @@ from pathlib import Path
 import pytest
 from waiting import wait_for
 
-from dstrial.launch.process_state import catches, parse_catches, parse_stat, read_state
-from dstrial.launch.stacks import Frame, Place, Wait, main_stack, parse_stacks, place_in_worker, place_of
+from dstrial.launch.stalls.stacks import (
+    Frame,
+    Place,
+    Wait,
+    main_stack,
+    parse_stacks,
+    place_in_worker,
+    place_of,
+)
+from dstrial.process_state import catches, read_state
 from dstrial.ranks.stack_dump import STACKS_FILE_VARIABLE, STACKS_SIGNAL
 
 SITE = "/env/lib/python3.12/site-packages"
@@ -128,17 +136,6 @@ def test_what_is_no_dump_has_no_place() -> None:
     assert main_stack([], 1) is None
     stacks = parse_stacks(dump("/a.py:??? f", head="Current thread 0x1 (most recent call first):\n"))
     assert stacks[0].frames == (Frame("/a.py", 0, "f"),)
-
-
-def test_the_kernels_words_on_a_process_are_read() -> None:
-    stat = "12 (a ) T b) T 1 12 12 0 -1 4194304 " + "0 " * 12 + "777 0"
-    state = parse_stat(stat)
-    assert state is not None
-    assert (state.is_stopped, state.is_uninterruptible, state.start_ticks) == (True, False, 777)
-    assert parse_stat("") is None
-    assert parse_catches("Name:\tx\nSigCgt:\t0000040000000002\n", 43)
-    assert not parse_catches("Name:\tx\nSigCgt:\t0000040000000002\n", 44)
-    assert not parse_catches("", 1)
 
 
 PROGRAM = """

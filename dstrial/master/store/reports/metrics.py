@@ -14,10 +14,11 @@ from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from dstrial.master.store import checkpoints, metric_summaries
+from dstrial.master.store import checkpoints
 from dstrial.master.store.database import Transaction, fetch_each, fetch_one
 from dstrial.master.store.errors import ConflictError, InvalidError, NotFoundError
-from dstrial.master.store.metric_values import as_number, plain
+from dstrial.master.store.reports import metric_summaries
+from dstrial.master.store.reports.metric_values import as_number, plain
 
 _NO_STEPS = -1
 # What one message of a stream holds at most, about.

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from dstrial.errors import DatabaseDamagedError, MasterError
-from dstrial.master.store import backups, copies, marks, restoring
 from dstrial.master.store.database import Database, Transaction, make_cluster_id
+from dstrial.master.store.file import backups, copies, marks, restoring
 
 
 def add_job(tx: Transaction) -> int:

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from dstrial.master.store.database import Transaction
-from dstrial.master.store.logs import add_master_line
-from dstrial.master.store.metric_values import summarised
+from dstrial.master.store.reports.logs import add_master_line
+from dstrial.master.store.reports.metric_values import summarised
 
 MAX_NAMES = 10_000
 """Names that a group of one trial may have; others are left out."""

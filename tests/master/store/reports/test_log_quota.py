@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dstrial.master.store import log_quota, logs
 from dstrial.master.store.database import Database, Transaction
-from dstrial.master.store.log_quota import LogOwner
-from dstrial.master.store.logs import LogLine
+from dstrial.master.store.reports import log_quota, logs
+from dstrial.master.store.reports.log_quota import LogOwner
+from dstrial.master.store.reports.logs import LogLine
 
 QUOTA = 2**16
 TRIAL = LogOwner("1.request", 7, "1.request.1")

@@ -15,7 +15,7 @@ import sqlite3
 import time
 from pathlib import Path
 
-from dstrial.master.store import integrity, marks, page_checksums, wal
+from dstrial.master.store.file import integrity, marks, page_checksums, wal
 
 logger = logging.getLogger(__name__)
 
@@ -134,11 +134,17 @@ class LogKeeper:
         return wrong, len(wanted) < count
 
     def end(self) -> None:
-        """Fold for the last time; what could not be folded is in the log."""
+        """Fold for the last time and close the writer's connection; what could not be folded stays in the log."""
         try:
             self.fold()
         except (OSError, sqlite3.Error):
             logger.exception("the log of %s could not be moved into it; it stays beside it", self._path)
+        with contextlib.ExitStack() as stack:
+            if self._marks.num_frames:
+                # The last connection that could write would move it when it is closed, and nobody would note that.
+                last = stack.enter_context(integrity.reading(self._path))
+                last.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+            self._connection.close()
 
     def close(self) -> None:
         """Note that the database is closed, after the last connection has been."""

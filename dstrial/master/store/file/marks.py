@@ -29,7 +29,7 @@ class Marks:
             disk when it was noted.
         is_open: whether a master has it, or had it when it ended.
         boot_id: of the machine's start in which it was opened last.
-        salt: of the log, see :class:`dstrial.master.store.wal.Scan`; empty before the first commit.
+        salt: of the log, see :class:`dstrial.master.store.file.wal.Scan`; empty before the first commit.
         num_frames: frames of the log that hold commits, 0 when all are in the database.
         num_synced: those of them that a loss of power cannot take.
         num_folded: frames of this log that the database has taken in.

@@ -16,8 +16,8 @@ from urllib.parse import quote
 
 from dstrial.errors import DatabaseDamagedError
 from dstrial.master import mending
-from dstrial.master.store import marks, page_checksums, wal
-from dstrial.master.store.copies import newest_copy
+from dstrial.master.store.file import marks, page_checksums, wal
+from dstrial.master.store.file.copies import newest_copy
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class Facts:
         wrong_tables: tables and indexes that have them, as far as SQLite can say.
         check: what SQLite's own check says against it; empty if nothing, or not asked for.
         cluster_id: as the database says; empty if it does not.
-        highest: as the database says, see :class:`dstrial.master.store.marks.Marks`.
+        highest: as the database says, see :class:`dstrial.master.store.file.marks.Marks`.
         copy: the newest copy beside it; None if there is none.
     """
 

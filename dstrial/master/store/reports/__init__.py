@@ -1,0 +1,1 @@
+"""What trials report again and again: metrics and lines of logs, each within its bound."""

@@ -1,0 +1,135 @@
+"""A storage that goes away while files are deleted in it loses no row: what was not found may be where it is now."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from waiting import wait_for
+
+from dstrial.config.experiment_config.submission import MasterDefaults, check_submission
+from dstrial.master.lifecycle import experiments
+from dstrial.master.lifecycle.storages import Storages
+from dstrial.master.pubsub import PubSub
+from dstrial.master.scheduler.janitor import Janitor
+from dstrial.master.store import background_jobs, checkpoints
+from dstrial.master.store import trials as trial_rows
+from dstrial.master.store.database import Database, Transaction
+
+CONFIG = "entrypoint: 'true'\nsearcher: {name: single, metric: score}\n"
+UUIDS = ("a", "b", "c")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "nfs" / "storage"
+
+
+@pytest.fixture
+def database(tmp_path: Path, root: Path) -> Iterator[Database]:
+    """Experiment 1 has three checkpoints in a storage that was used."""
+    storage = {"type": "directory", "container_path": str(root)}
+    submission = check_submission(CONFIG, context_dir=tmp_path, defaults=MasterDefaults(storage))
+
+    def fill(tx: Transaction) -> None:
+        tx.execute("INSERT INTO users (id, username, modified_us) VALUES (1, 'determined', 0)")
+        experiments.create(tx, submission=submission, tgz=b"", owner_id=1, activate=False)
+        for uuid in UUIDS:
+            checkpoints.add_checkpoint(
+                tx,
+                uuid=uuid,
+                trial=trial_rows.require(tx.connection, 1),
+                allocation_id=None,
+                storage_id=None,
+                state="COMPLETED",
+                resources={"file": 1},
+                metadata={"steps_completed": 1},
+                report_us=1,
+            )
+
+    with contextlib.closing(Database(tmp_path / "master.db")) as opened:
+        opened.write(fill)
+        for uuid in UUIDS:
+            (root / uuid).mkdir(parents=True)
+            (root / uuid / "file").write_text("x")
+        assert Storages(opened).secure(storage) is not None
+        yield opened
+
+
+@pytest.fixture
+def away(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the storage is once the files of one checkpoint are deleted, as if it had been unmounted."""
+    place, rmtree = tmp_path / "away", shutil.rmtree
+
+    def unmount_after(path: Any, *args: Any, **options: Any) -> None:
+        rmtree(path, *args, **options)
+        if Path(path).parent == root:
+            root.rename(place)
+
+    monkeypatch.setattr(shutil, "rmtree", unmount_after)
+    return place
+
+
+@contextlib.contextmanager
+def working(database: Database) -> Iterator[None]:
+    janitor = Janitor(database, PubSub(), None)
+    janitor.start()
+    try:
+        yield
+    finally:
+        janitor.stop()
+
+
+def states(database: Database) -> list[str]:
+    with database.read() as connection:
+        return [row["state"] for row in connection.execute("SELECT state FROM checkpoints ORDER BY uuid")]
+
+
+def num_left(database: Database) -> int:
+    with database.read() as connection:
+        return int(connection.execute("SELECT COUNT(*) FROM work WHERE ended_us IS NULL").fetchone()[0])
+
+
+def test_what_is_left_to_delete_is_put_off(
+    database: Database, root: Path, away: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    payload = {"uuids": list(UUIDS), "globs": ["**/*"]}
+    database.write(lambda tx: background_jobs.request(tx, "delete_checkpoints", 1, payload))
+
+    with working(database):
+        wait_for(away.exists)
+        wait_for(lambda: is_claimed(database) == [] and num_left(database) == 1)
+    assert states(database) == ["COMPLETED"] * 3
+    assert sorted(path.name for path in away.iterdir() if path.is_dir()) == ["b", "c"]
+
+    monkeypatch.undo()
+    away.rename(root)
+    with working(database):
+        wait_for(lambda: num_left(database) == 0)
+    assert states(database) == ["DELETED"] * 3
+    assert [path.name for path in root.iterdir() if path.is_dir()] == []
+
+
+def is_claimed(database: Database) -> list[str]:
+    with database.read() as connection:
+        return [
+            row["uuid"]
+            for row in connection.execute("SELECT uuid FROM checkpoints WHERE deleting_us IS NOT NULL")
+        ]
+
+
+def test_an_experiment_whose_files_may_be_elsewhere_is_not_forgotten(database: Database, away: Path) -> None:
+    database.write(lambda tx: background_jobs.request(tx, "delete_experiment", 1, {}))
+
+    with working(database):
+        wait_for(lambda: num_left(database) == 0)
+
+    with database.read() as connection:
+        row = connection.execute("SELECT state, end_reason FROM experiments").fetchone()
+    assert row["state"] == "DELETE_FAILED"
+    assert "is gone: no directory" in row["end_reason"]
+    assert len(states(database)) == 3

@@ -1,0 +1,100 @@
+"""A file is the old one or the new one, whole, and nothing is left beside it."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from dstrial.file_writes import make_file, replace_file, sync_path
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("content", ["grün\n", b"\x00\xff"])
+def test_a_file_is_replaced_by_text_or_bytes_and_nothing_stays_beside_it(
+    tmp_path: Path, content: str | bytes
+) -> None:
+    path = tmp_path / "file"
+    for sync in (True, False):
+        path.write_bytes(b"longer than what replaces it")
+        replace_file(path, content, sync=sync)
+        assert path.read_bytes() == (content.encode() if isinstance(content, str) else content)
+    assert names_in(tmp_path) == ["file"]
+
+
+def test_a_private_file_is_private_whatever_the_umask_and_the_file_before(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("open to all")
+    path.chmod(0o666)
+    before = os.umask(0)
+    try:
+        replace_file(path, "secret", is_private=True)
+        assert mode_of(path) == 0o600
+        replace_file(path, "open")
+        assert mode_of(path) == 0o666
+        make_file(tmp_path / "made", "secret")
+        assert mode_of(tmp_path / "made") == 0o600
+    finally:
+        os.umask(before)
+
+
+def test_what_cannot_be_replaced_stays_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "file").mkdir()
+    (tmp_path / "file" / "inside").touch()
+
+    with pytest.raises(OSError, match="file"):
+        replace_file(tmp_path / "file", "text")
+
+    assert names_in(tmp_path) == ["file"]
+
+
+def test_a_link_in_the_place_of_the_new_file_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / f".file.{os.getpid()}.tmp").symlink_to(victim)
+
+    with pytest.raises(OSError, match="symbolic links"):
+        replace_file(tmp_path / "file", "text")
+
+    assert victim.read_text() == "mine"
+
+
+def test_of_several_who_make_a_file_one_succeeds_and_the_others_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    told: list[str] = []
+    start = threading.Barrier(8)
+
+    def make(number: int) -> None:
+        start.wait()
+        try:
+            make_file(path, f"{number}")
+            told.append(f"{number}")
+        except FileExistsError:
+            told.append("")
+
+    threads = [threading.Thread(target=make, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert [one for one in told if one] == [path.read_text()]
+    assert names_in(tmp_path) == ["file"]
+
+
+def test_a_directory_and_a_file_can_be_waited_for_and_what_is_gone_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    sync_path(tmp_path)
+    sync_path(tmp_path / "file")
+    with pytest.raises(FileNotFoundError):
+        sync_path(tmp_path / "gone")
