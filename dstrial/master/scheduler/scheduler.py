@@ -35,6 +35,7 @@ from dstrial.master.scheduler.commands import CommandWatch
 from dstrial.master.scheduler.janitor import HeartbeatTimeout, Janitor
 from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches, note_matches
 from dstrial.master.scheduler.queue import Holder, Look, Waiting, assignments, waiting_text
+from dstrial.master.scheduler.supervisor_watch import SupervisorWatch
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import commands, jobs, users
 from dstrial.master.store import experiments as experiment_rows
@@ -109,6 +110,7 @@ class Scheduler:
         self._troubled_s: dict[str, float] = {}
         self._terminated: set[str] = set()
         self._commands = CommandWatch(services)
+        self._supervisors = SupervisorWatch(services.database)
         self._policies: dict[int, tuple[LogPolicy, ...]] = {}
         self._told: dict[int | str, tuple[int, int]] = {}
         self._told_waiting: set[tuple[int, int]] = set()
@@ -325,6 +327,7 @@ class Scheduler:
         if exit_ is None:
             self._kill_if_due(row, handle)
             self._commands.look(row, handle)
+            self._supervisors.look(row, handle)
         elif exit_.was_lost:
             backends.kill(None, directory)
         has_more = self._take_in(row)
@@ -394,6 +397,7 @@ class Scheduler:
 
         self._database.write(end)
         self._commands.forget(row)
+        self._supervisors.forget(row)
         self._terminated.discard(row.id)
         self._handles.pop(row.id, None)
         self._killed_s.pop(row.id, None)
