@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 TRIAL = """
-import atexit, json, os, pathlib, sys
+import atexit, gc, json, os, pathlib, sys
 
 import deepspeed
 import torch
@@ -21,8 +21,10 @@ from dstrial import DataLoader, DeepSpeedTrial
 
 def write_down():
     path = pathlib.Path(os.environ["SEEN"]) / f"rank{os.environ['RANK']}.json"
-    path.write_text(json.dumps(sorted(sys.modules)))
+    path.write_text(json.dumps({"modules": sorted(sys.modules), "collector": COLLECTOR}))
 
+
+COLLECTOR = {"at import": gc.isenabled(), "kept at import": gc.get_freeze_count()}
 atexit.register(write_down)
 
 
@@ -40,6 +42,8 @@ class Trial(DeepSpeedTrial):
     build_training_data_loader = build_validation_data_loader = loader
 
     def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        COLLECTOR["in a batch"] = gc.isenabled()
+        COLLECTOR["trials found"] = sum(type(one) is Trial for one in gc.get_objects())
         loss = self.engine(next(dataloader_iter)).square().mean()
         self.engine.backward(loss)
         self.engine.step()
@@ -90,6 +94,10 @@ def test_ranks_that_train_report_validate_and_save_have_not_loaded_the_compiler(
     assert "saved checkpoint" in ended.stderr
     assert list(tmp_path.rglob("*tfevents*")), "the chief has reported"
     for rank in (0, 1):
-        seen = set(json.loads((tmp_path / f"rank{rank}.json").read_text()))
+        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        seen = set(found["modules"])
         assert {"torch", "deepspeed", "dstrial.trainer"} <= seen
         assert not {"torch._dynamo", "torch._inductor", "networkx", "onnx"} & seen
+        # The collector stood still while torch was imported, and serves the user as ever.
+        assert found["collector"].pop("kept at import") > 100_000
+        assert found["collector"] == {"at import": True, "in a batch": True, "trials found": 1}
