@@ -1,4 +1,7 @@
-"""Files that are written whole or not at all, and are on the disk when that is said. Only the standard library."""
+"""Files that are written whole or not at all, and are then on the disk.
+
+Needs only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,9 @@ def replace_file(path: Path, content: str | bytes, *, sync: bool = True, is_priv
 
 
 def make_file(path: Path, content: str | bytes) -> None:
-    """Make a file that only its owner may read, whole and on the disk; of several who do so at once one succeeds.
+    """Make a file that only its owner may read, whole and on the disk.
+
+    Of several who do so at once one succeeds.
 
     Raises:
         FileExistsError: there is one, which stays as it is.

@@ -127,7 +127,10 @@ def _patch_storage_base(module: Any, guard: StorageGuard | None) -> None:
 
 
 def _patch_storage_shared(module: Any, guard: StorageGuard) -> None:
-    """``common/storage/shared.py`` (0.38.1) makes what is missing, and takes it for deleted."""
+    """``common/storage/shared.py`` (0.38.1) makes a storage that is missing.
+
+    To delete in one, it takes what is missing for deleted.
+    """
     cls = module.SharedFSStorageManager
     original, original_delete = cls.upload, cls.delete
 
@@ -146,7 +149,7 @@ def _patch_storage_shared(module: Any, guard: StorageGuard) -> None:
 
 
 def _patch_checkpoint(module: Any, guard: StorageGuard) -> None:
-    """``core/_checkpoint.py`` (0.38.1) reports what may have gone since it was written."""
+    """``core/_checkpoint.py`` (0.38.1) reports what may have gone meanwhile."""
     cls = module.CheckpointContext
     original = cls._report_checkpoint
 

@@ -1,4 +1,4 @@
-"""What the kernel says of a process of this machine: alive, stopped, blocked, which signals it catches.
+"""What the kernel says of a process: alive, stopped, blocked, what it catches.
 
 Only the standard library. ``dstrial.master.backends.supervisor``, which imports nothing of dstrial, asks by itself.
 """
@@ -63,7 +63,10 @@ def read_state(pid: int) -> ProcessState | None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when a process started, ticks since boot; None if there is none. It tells a reused pid apart."""
+    """Return when a process started, ticks since boot; None if there is none.
+
+    It tells a reused pid apart.
+    """
     state = read_state(pid)
     return None if state is None else state.start_ticks
 
@@ -81,13 +84,13 @@ def catches(pid: int, number: int) -> bool:
 
 
 def kernel_function(pid: int) -> str:
-    """Return what a process waits in inside the kernel; empty where that may not be read."""
+    """Return what a process waits in inside the kernel; empty if unknown."""
     text = (_read(pid, "wchan") or "").strip()
     return "" if text == "0" else text
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes that a process's main thread has started; none where that may not be read."""
+    """Return what a process's main thread has started; nothing if unknown."""
     text = _read(pid, f"task/{pid}/children")
     return [] if text is None else [int(child) for child in text.split()]
 

@@ -1,4 +1,4 @@
-"""Says whether a checkpoint storage is the one it was, and never lets it be made anew.
+"""Says whether a checkpoint storage is the one it was; never makes it anew.
 
 A file system that is unmounted leaves an empty directory, or none, and whoever saves makes it again: what is written there is
 gone when the storage is back. So a storage has a file with an id, which is compared, together with device and inode, before
@@ -52,7 +52,7 @@ class StorageGoneError(OSError):
 
 
 def is_storage_gone(error: BaseException) -> bool:
-    """Say whether an error is a :class:`StorageGoneError`, of whichever load of this file."""
+    """Say whether an error is a :class:`StorageGoneError`, of any load of this file."""
     return type(error).__name__ == StorageGoneError.__name__
 
 
@@ -112,7 +112,7 @@ def read_identity(path: str) -> dict[str, Any]:
 
 
 class StorageGuard:
-    """Keeps the processes of an allocation from saving where their storage no longer is.
+    """Keeps an allocation from saving where its storage no longer is.
 
     Args:
         known: the storage, as ``STORAGE_VARIABLE`` has it.
@@ -142,7 +142,10 @@ class StorageGuard:
         return os.path.normpath(base_path) == self.root
 
     def note(self, storage_id: str) -> None:
-        """Remember that a checkpoint is begun; what is never reported of it can be deleted."""
+        """Remember that a checkpoint is begun.
+
+        What is never reported of it can be deleted.
+        """
         if not storage_id or os.sep in storage_id or storage_id in (".", ".."):
             return
         try:
@@ -196,7 +199,7 @@ class StorageGuard:
 
 
 def guard_of_environment(allocation: str) -> StorageGuard | None:
-    """Return the guard of this process's allocation; None where its storage has no identity."""
+    """Return the guard of this allocation; None where its storage has no identity."""
     text = os.environ.get(STORAGE_VARIABLE, "")
     if not text:
         return None

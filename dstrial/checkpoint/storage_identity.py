@@ -1,4 +1,4 @@
-"""Gives a checkpoint storage its identity: a file in its root, made at the first use.
+"""Gives a checkpoint storage its identity, a file made in its root at first use.
 
 Several masters may share a storage: whoever comes first makes the file, and the others take its id. ``dstrial.storage_guard``
 compares it later; this module only makes it, and never a storage that has had one.

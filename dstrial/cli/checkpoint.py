@@ -1,4 +1,4 @@
-"""``dstrial checkpoint``: inspect, verify, audit, compare, export, reshape checkpoints."""
+"""``dstrial checkpoint``: looks at checkpoints, compares and converts them."""
 
 from __future__ import annotations
 

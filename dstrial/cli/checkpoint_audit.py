@@ -1,4 +1,4 @@
-"""``dstrial checkpoint audit``: whether all checkpoints of a master are in their storages."""
+"""``dstrial checkpoint audit``: whether all checkpoints are in their storages."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _look(state: StateDirectory) -> AuditReport:
 
 
 def _begun(state: StateDirectory) -> set[str]:
-    """Return the checkpoints that runs which have not ended have begun and not reported, by uuid."""
+    """Return the checkpoints that live runs have begun and not reported, by uuid."""
     return {path.name for path in (state.path / "allocations").glob(f"*/{SAVING_DIRECTORY}/*")}
 
 

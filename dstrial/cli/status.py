@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
 def _observed(
     state: StateDirectory, record: MasterRecord | None
 ) -> tuple[observe.Usage, list[dict[str, Any]], list[dict[str, Any]], str]:
-    """Return what the database says, and what is wrong with it where a master serves from it all the same.
+    """Return what the database says, and what is wrong with it while a master serves.
 
     Raises:
         MasterError: it cannot be used, and no master runs.
@@ -111,7 +111,10 @@ def _stalled(state: StateDirectory, record: MasterRecord | None) -> list[dict[st
 
 
 def _health(record: MasterRecord) -> tuple[bool, str]:
-    """Whether the master answers its owner, however many others ask at its port, and what is wrong with its database."""
+    """Whether the master answers its owner, and what is wrong with its database.
+
+    However many others ask at its port.
+    """
     try:
         Client(record.address, socket=record.socket, timeout_s=_ANSWER_TIMEOUT_S).get("/health")
     except RequestError as error:

@@ -73,9 +73,10 @@ def _rules_of(release: str) -> DeepSpeedRules:
 
 
 def read_table(release: str) -> dict[str, Any]:
-    """Return a release's whole table; differences are applied to that of the release that they name.
+    """Return a release's whole table.
 
-    Differences are ``set``, dotted path to what is there in this release, and ``absent``, paths of what is not.
+    Differences are applied to the table of the release that they name: ``set``, dotted path
+    to what is there in this release, and ``absent``, paths of what is not.
     """
     table: dict[str, Any] = json.loads(_TABLES.joinpath(f"{release}.json").read_text(encoding="utf-8"))
     if "differs_from" not in table:

@@ -270,7 +270,10 @@ class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch
         self._stacks_files: dict[int, Path] = {}
 
     def watched_ranks(self, num_ranks: int, memory: Path | None) -> WatchedRanks | None:
-        """Make what ranks say in training; None where it cannot be made, and nobody watches."""
+        """Make what ranks say in training.
+
+        None where it cannot be made, and nobody watches.
+        """
         try:
             beats = make_heartbeat_file(self._heartbeats, num_ranks)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What a person types when the database is missing, damaged or not the one that was left.
+"""What a person types when the database is missing, damaged or another one.
 
 The store says what is wrong and takes the words for what to do from here; it knows no client itself.
 """

@@ -187,7 +187,10 @@ class Services:
         return await asyncio.get_running_loop().run_in_executor(self.executor, run)
 
     async def find_damage(self) -> str:
-        """Say what is damaged of the database, looking for it now unless that was done a moment ago; empty if nothing."""
+        """Say what is damaged of the database; empty if nothing.
+
+        It is looked for now, unless that was done a moment ago.
+        """
         if not self.database.damage and time.monotonic() >= self.next_scrub_s:
             self.next_scrub_s = time.monotonic() + _SCRUB_PERIOD_S
             with contextlib.suppress(MasterError):  # It is being closed.

@@ -86,7 +86,9 @@ class Beat:
 
 
 class Heartbeat:
-    """Writes one slot; a rank has one, and its main thread and the thread of saves use it.
+    """Writes one slot, that of this rank.
+
+    Its main thread and the thread of saves use it.
 
     Args:
         buffer: what holds the slot; private memory if None.
@@ -133,7 +135,10 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def during(self, phase: Phase, batch: int) -> Iterator[None]:
-        """Say what the main thread does in a block; how long it took is kept if it ends well."""
+        """Say what the main thread does in a block.
+
+        How long it took is kept if it ends well.
+        """
         self.begin(phase, batch)
         began_s = time.monotonic()
         yield

@@ -21,7 +21,10 @@ _kept: list[IO[bytes]] = []
 
 
 def dump_stacks_on_signal() -> None:
-    """Have stacks written on ``STACKS_SIGNAL`` from now on; nothing without a launcher of ours."""
+    """Have stacks written on ``STACKS_SIGNAL`` from now on.
+
+    Does nothing without a launcher of ours.
+    """
     named = os.environ.get(STACKS_FILE_VARIABLE)
     if not named or not hasattr(faulthandler, "register"):
         return

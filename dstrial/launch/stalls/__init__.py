@@ -1,1 +1,1 @@
-"""Ranks that go on no more: seen, asked for their stacks, told of, and ended where that is configured."""
+"""Ranks that go on no more: seen, asked for stacks, told of, perhaps ended."""

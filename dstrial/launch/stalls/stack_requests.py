@@ -24,7 +24,9 @@ _MOST_WORKERS = 8
 def ask_for_stacks(
     views: Sequence[RankView], files: Mapping[int, Path], kept: Path | None
 ) -> dict[int, list[ThreadStack]]:
-    """Return the stacks of the ranks that can write them now; takes up to five seconds.
+    """Return the stacks of the ranks that can write them now.
+
+    Takes up to five seconds.
 
     Args:
         views: the ranks.
@@ -50,7 +52,7 @@ def ask_for_stacks(
 
 
 def ask_workers(view: RankView, path: Path) -> dict[int, list[ThreadStack]]:
-    """Return the stacks of a rank's forks, its loader's workers among them, by process id.
+    """Return the stacks of a rank's forks by process id, as of its loader's workers.
 
     Args:
         view: the rank.
@@ -69,7 +71,7 @@ def ask_workers(view: RankView, path: Path) -> dict[int, list[ThreadStack]]:
 
 
 def _await_texts(asked: Mapping[int, tuple[Path, int]]) -> dict[int, str]:
-    """Return what is appended to files beyond a size, once all have grown and grow no more."""
+    """Return what is appended to files beyond a size, once they grow no more."""
     give_up_at_s = time.monotonic() + _DEADLINE_S
     sizes = {rank: size for rank, (_, size) in asked.items()}
     quiet_since_s = time.monotonic()

@@ -36,7 +36,10 @@ _WRAPPERS = frozenset({"wrapper", "_wait", "wait"})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Frame:
-    """One call: where it stands in which file; ``line`` is 0 where Python does not know."""
+    """One call: where it stands in which file.
+
+    ``line`` is 0 where Python does not know.
+    """
 
     file: str
     line: int
@@ -138,7 +141,7 @@ def place_of(stacks: Sequence[ThreadStack], thread_id: int) -> Place | None:
 
 
 def place_in_worker(place: Place, workers: Mapping[int, Sequence[ThreadStack]]) -> Place:
-    """Return where a rank that waits for data is, with the worker of its loader that reads.
+    """Return where a rank that waits for data is, with the worker that reads.
 
     Args:
         place: of the rank.

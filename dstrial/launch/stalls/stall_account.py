@@ -83,7 +83,10 @@ def _saving_account(views: Sequence[RankView]) -> Account:
 
 
 def _guilty(views: Sequence[RankView], places: Mapping[int, Place]) -> RankView | None:
-    """Choose who holds the others up: the first of what cannot be the fault of another."""
+    """Choose who holds the others up.
+
+    That is the first of what cannot be the fault of another.
+    """
     # On an accelerator a rank may wait for others without a call that says so: who works is guilty only if another one waits.
     is_awaited = len(views) == 1 or any(_waits(place) for place in places.values())
     for is_guilty in (
@@ -100,7 +103,7 @@ def _guilty(views: Sequence[RankView], places: Mapping[int, Place]) -> RankView 
 
 
 def _account_of_collectives(views: Sequence[RankView], places: Mapping[int, Place]) -> Account:
-    """Say which collectives ranks wait in, if all of them do; else only where they are."""
+    """Say which collectives ranks wait in if all of them do, else where they are."""
     if len(places) < len(views) or not all(_waits(place) for place in places.values()):
         return Account(
             "; ".join(f"{_name([view.rank])} {_state_of(view, places.get(view.rank))}" for view in views),

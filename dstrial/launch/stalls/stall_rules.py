@@ -100,7 +100,7 @@ class Stall:
 
 
 def longest_of(views: Sequence[RankView], longest_batch_s: float | None) -> dict[Phase, float]:
-    """Return the longest that has ended of each phase, over all ranks; without what has not.
+    """Return the longest of each phase that has ended, over all ranks.
 
     Args:
         views: the ranks.
@@ -176,5 +176,5 @@ def may_restart(
 
 
 def is_told(lasted_s: float, told_s: float | None) -> bool:
-    """Say whether a stall is to be told (again): first at once, then whenever it has doubled."""
+    """Say whether a stall is to be told: at once, then whenever it has doubled."""
     return told_s is None or lasted_s >= 2 * told_s

@@ -1,4 +1,4 @@
-"""Tells people that ranks have stalled: which rank is where, and who waits for whom.
+"""Tells people that ranks have stalled: which is where, and who waits for whom.
 
 A thread of the launcher looks at what ranks say in their heartbeats. Once they go on no more, it asks the kernel how their
 processes are and the ranks for their Python stacks, says it in the log and in ``stalled.json`` of the allocation's directory, and

@@ -528,7 +528,7 @@ async def validation_history(request: ApiRequest) -> dict[str, Any]:
 
 
 async def stream_metric_names(request: ApiRequest) -> NdjsonResponse:
-    """``GET experiments/metrics-stream/metric-names``: the names that trials reported, in pages.
+    """``GET experiments/metrics-stream/metric-names``: reported names, in pages.
 
     Of a stream Determined's clients add up what the messages name.
     """

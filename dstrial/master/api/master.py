@@ -52,7 +52,7 @@ async def show_info(request: ApiRequest) -> dict[str, Any]:
 
 
 async def show_health(request: ApiRequest) -> dict[str, Any]:
-    """``GET //health``: whether the database answers and is written, and nothing of it was found damaged."""
+    """``GET //health``: whether the database answers, can be written, and is whole."""
     if trouble := request.services.database.describe_trouble():
         raise RequestError(503, trouble)
     try:

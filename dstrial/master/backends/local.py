@@ -295,7 +295,10 @@ def umask_of_trials() -> int | None:
 
 
 def begun_checkpoints(directory: Path) -> list[str]:
-    """Return the checkpoints that an allocation has begun and not reported, as far as it knows, by uuid."""
+    """Return the checkpoints that an allocation has begun and not reported, by uuid.
+
+    As far as it knows: it may have been killed before its report was answered.
+    """
     try:
         return sorted(path.name for path in (directory / SAVING_DIRECTORY).iterdir())
     except OSError:

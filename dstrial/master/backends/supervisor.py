@@ -226,7 +226,7 @@ class _Output:
                     return
 
     def _begin_part(self) -> None:
-        """Go on in another file, and delete the oldest but the first if there are too many."""
+        """Go on in another file; of too many the oldest but the first is deleted."""
         name = f"output.log.{self._num_bytes}.{self._num_lines}"
         try:
             descriptor = _open_part(name)
@@ -241,7 +241,7 @@ class _Output:
             del self._parts[0]
 
     def _say(self, text: str) -> None:
-        """Write a line of our own, as if the entrypoint had written it to its standard error."""
+        """Write a line of our own as if the entrypoint had written it to stderr."""
         for descriptor, tag in self._streams.items():
             if text and tag == b"e":
                 self._append(descriptor, [text.encode()])
@@ -271,7 +271,7 @@ def _open_part(name: str) -> int:
 
 
 class _StoppedWatch:
-    """Finds a stopped launcher: the entrypoint, or what that runs in its process group.
+    """Finds a stopped launcher: the entrypoint, or a process of its group.
 
     Its ranks lead groups of their own and go on until their output is full, and nobody watches them. A job of an interactive
     shell is told by that shell; here nobody else could say it.

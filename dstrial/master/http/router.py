@@ -451,7 +451,10 @@ class Api:
         await response(scope, receive, send)
 
     async def _explained(self, error: Exception) -> Problem:
-        """Say how an exception is answered; a defect may be a damaged value, which is then told of instead."""
+        """Say how an exception is answered.
+
+        A defect may be a damaged value, which is then told of instead.
+        """
         found = status_and_text(error)
         if found.status != 500:
             return found

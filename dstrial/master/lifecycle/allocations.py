@@ -262,7 +262,7 @@ def _losses(tx: Transaction, trial_id: int, run_id: int) -> int:
 
 
 def _storage_gone(row: allocation_rows.Allocation, traceback: str | None) -> str | None:
-    """Return what a trial says of a storage that was gone for a moment, None if nothing.
+    """Return what a trial says of a storage that was gone, None if nothing.
 
     A trial that gets nowhere, because it alone cannot see its storage, says so once too often and is like any other failure.
     """

@@ -235,7 +235,7 @@ def _audit_checkpoint(root: Path, row: StoredFiles) -> list[Finding]:
 
 
 def _unknown(root: Path, known: Collection[str]) -> list[Finding]:
-    """Return the directories of a storage that are named as checkpoints and are none of this master's."""
+    """Return directories named as checkpoints that are none of this master's."""
     findings = []
     for path in sorted(root.iterdir()) if root.is_dir() else []:
         if path.name in known or not _is_uuid(path.name) or path.is_symlink() or not path.is_dir():

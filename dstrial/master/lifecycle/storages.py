@@ -1,4 +1,4 @@
-"""Whether the checkpoint storages of experiments are there, before anything is done in them.
+"""Whether checkpoint storages are there, before anything is done in them.
 
 A storage is made at its first use and never again. What is missing later is waited for: trials do not start, deletions are put
 off. What lies on another machine, or is no directory, is not looked at.
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 def root_of(storage: Mapping[str, Any]) -> Path | None:
-    """Return the directory of a storage; None for one that is no directory of this machine."""
+    """Return the directory of a storage; None if it is none of this machine."""
     try:
         root = storage_root(storage)
     except MasterError:

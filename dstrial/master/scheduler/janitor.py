@@ -167,7 +167,7 @@ class Janitor:
         return self._storages.trouble(json.loads(row.config)["checkpoint_storage"], is_fresh=True)
 
     def _sweep(self, experiment_id: int, uuids: list[str], allocation_id: str) -> None:
-        """Delete what an allocation that has ended has left of checkpoints it never completed."""
+        """Delete what an ended allocation has left of checkpoints it never completed."""
         with self._database.read() as connection:
             experiment = experiments.get(connection, experiment_id)
             left = unknown_of(connection, uuids)
@@ -271,7 +271,10 @@ class Janitor:
                 logger.info("environment %s is deleted: no task has used it for long, or it was broken", name)
 
     def _copy_database(self) -> None:
-        """Make the day's copy, of a whole database; one that cannot be made is told of, and tried again in an hour."""
+        """Make the day's copy if the database is whole.
+
+        One that cannot be made is told of, and tried again in an hour.
+        """
         with self._database.read() as connection:
             if not experiments.has_any(connection):
                 return

@@ -405,7 +405,10 @@ class Scheduler:
         backends.remove(Path(row.directory))
 
     def _trial_exited(self, row: Allocation, exit_: AllocationExit) -> Callable[..., None]:
-        """Return what follows from a trial's exit, with what its storage says of it and what it had begun to write."""
+        """Return what follows from a trial's exit.
+
+        With what is known of its storage, and what it had begun to write there.
+        """
         trouble = None if exit_.exit_code == 0 else self._storage_trouble(row.experiment_id, is_fresh=True)
         begun = backends.begun_checkpoints(Path(row.directory))
         return functools.partial(allocations.allocation_exited, storage_trouble=trouble, begun=begun)
@@ -480,7 +483,7 @@ class Scheduler:
         return self._storages.trouble(config["checkpoint_storage"], is_fresh=is_fresh)
 
     def _with_storage(self, connection: Connection, rows: list[jobs.WaitingTrial]) -> list[jobs.WaitingTrial]:
-        """Leave out those that have waited for their storage already and still do: they hold up nobody else."""
+        """Leave out those that still wait for their storage: they hold up nobody else."""
         troubles: dict[int, str | None] = {}
         for row in rows:
             if row.id in self._without_storage and row.experiment_id not in troubles:

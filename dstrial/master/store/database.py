@@ -136,7 +136,9 @@ class Transaction:
         self._topics.update(topics)
 
     def must_last(self) -> None:
-        """Have the commit on the disk before anybody is told of it, so that a loss of power cannot take it.
+        """Have the commit on the disk before anybody is told of it.
+
+        A loss of power cannot take it then.
 
         For what a client does not send again: submissions, checkpoints, registrations. Everything else survives the
         death of the master, and loses the last moments with the machine's power.
@@ -254,7 +256,10 @@ class Database:
             self._readers.clear()
 
     def _told(self, error: BaseException) -> BaseException:
-        """Return what to tell of an error; of a damaged page the log and the status tell, too."""
+        """Return what to tell of an error.
+
+        Of a damaged page the log and the status tell, too.
+        """
         if isinstance(error, OSError):
             return MasterError(
                 f"{self.path} cannot be kept on its disk ({error.strerror}); expected room and a disk that answers. Make room, "
@@ -271,7 +276,7 @@ class Database:
             logger.critical("%s", self.describe_damage())
 
     def scrub(self) -> list[int]:
-        """Compare the whole file with the checksums of its pages, a part at a time between writes.
+        """Compare the file with the checksums of its pages, in parts between writes.
 
         Returns:
             The pages that are not what was written; they are told of as damage.

@@ -257,7 +257,10 @@ def stalled(state: StateDirectory) -> list[Stalled]:
 
 
 def stall_in(directory: Path) -> tuple[str, float] | None:
-    """Return who holds up the ranks of an allocation and since when, epoch seconds; None if nobody does."""
+    """Return who holds up an allocation's ranks, and since when (epoch seconds).
+
+    None if nobody does.
+    """
     # Written by dstrial.master.scheduler.supervisor_watch, by dstrial.launch.stalls.stall_watch, and for a stopped launcher by
     # dstrial.master.backends.supervisor. The launcher knows nothing of a stopped supervisor, which so has a file of its own.
     return _said(directory / STOPPED_SUPERVISOR_NAME, "text") or _said(directory / "stalled.json", "text")

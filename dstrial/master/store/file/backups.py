@@ -1,4 +1,4 @@
-"""Copies the database while a master uses it: a whole one or none, checked, in one file."""
+"""Copies the database while a master uses it: one checked file, or none."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def make_copy(
 
 
 def copy_of_older_schema(database: Path, schema_version: int, now_s: float) -> str:
-    """Copy a database whose schema is about to be changed, as the release that made it could go on with the copy.
+    """Copy a database whose schema is about to be changed.
+
+    The release that made it can go on with the copy.
 
     Returns:
         What the log is to say; empty where there is nothing to copy, or it was copied since its last write.
@@ -114,7 +116,9 @@ def _open(path: Path) -> sqlite3.Connection:
 
 
 def make_daily_copy(database: Path, now_s: float) -> Path | None:
-    """Make a daily copy if the last one is old enough, and delete those beyond the newest; None if it is not due.
+    """Make a daily copy if it is due, and delete those beyond the newest.
+
+    Returns None where the last one is new enough.
 
     Raises:
         MasterError: as for :func:`make_copy`; nothing is deleted then.

@@ -1,4 +1,6 @@
-"""Copies of the database: where they lie, what they are called, which of them go. Opens no database.
+"""Copies of the database: where they lie, their names, which of them go.
+
+Opens no database.
 
 ``<state dir>/backups/`` holds ``daily-DATE-TIME.db``, of which the newest are kept, ``master-DATE-TIME.db``, which a person
 has asked for, and ``schemaN-DATE-TIME.db``, made before the schema N of an older release was changed; these two stay. Beside

@@ -1,4 +1,6 @@
-"""Whether a database is the one that its last master left: looked at before SQLite opens it for writing.
+"""Whether a database is the one that its last master left.
+
+Looked at before SQLite opens it for writing.
 
 ``inspect`` gathers what is there, ``judge`` decides, purely. What is wrong is refused with the line to type; what
 loses nothing that was confirmed is only named. Nothing is ever repaired by guessing.
@@ -114,7 +116,10 @@ def judge(path: Path, facts: Facts) -> Verdict:
 
 
 def _of_nothing(path: Path, facts: Facts) -> str:
-    """Say what is wrong with a file that is missing or empty; nothing where there never was any other."""
+    """Say what is wrong with a file that is missing or empty.
+
+    Nothing is where there never was any other.
+    """
     what = "missing" if facts.num_bytes is None else "empty"
     if facts.marks is not None and (facts.marks.cluster_id or facts.marks.highest):
         return f"{path} is {what}; expected the database of cluster {facts.marks.cluster_id} with {_counts(facts.marks.highest)}."
@@ -193,7 +198,10 @@ def _of_pages(path: Path, facts: Facts) -> str:
 
 
 def _is_folded_by_another(facts: Facts) -> bool:
-    """Whether another program has opened the database after a kill, which moves the log into it and removes it."""
+    """Whether another program has opened the database after a kill.
+
+    SQLite then moves the log into it and removes it.
+    """
     return (
         facts.marks is not None
         and facts.marks.is_open
@@ -286,7 +294,7 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def highest_ids(connection: sqlite3.Connection) -> dict[str, int]:
-    """Return table -> highest id that was given, of tables whose ids are never given again."""
+    """Return table -> highest id, of tables whose ids are never given again."""
     rows = connection.execute("SELECT name FROM sqlite_master WHERE name = 'sqlite_sequence'").fetchall()
     if not rows:
         return {}

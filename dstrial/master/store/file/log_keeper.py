@@ -1,4 +1,4 @@
-"""Notes after each group of commits how far the log goes, and moves the log into the database.
+"""Notes how far the log goes after commits, and moves it into the database.
 
 SQLite would move it whenever a thousand pages are full, and the checksums of pages would not hold. So it is told not to,
 and :meth:`LogKeeper.fold` does it: in an order in which neither a kill nor a loss of power leaves what looks damaged.
@@ -72,7 +72,7 @@ class LogKeeper:
         self._note(changes)
 
     def seconds_until_fold(self) -> float | None:
-        """Return in how many seconds :meth:`fold` is due, 0 for now, None while there is nothing to fold."""
+        """Return in how many seconds :meth:`fold` is due, None with nothing to fold."""
         if not self._marks.num_frames:
             return None
         if self._log.num_committed >= _FOLD_FRAMES and time.monotonic() > self._folded_s + _FOLD_PERIOD_S:
@@ -134,7 +134,10 @@ class LogKeeper:
         return wrong, len(wanted) < count
 
     def end(self) -> None:
-        """Fold for the last time and close the writer's connection; what could not be folded stays in the log."""
+        """Fold for the last time, and close the writer's connection.
+
+        What could not be folded stays in the log.
+        """
         try:
             self.fold()
         except (OSError, sqlite3.Error):

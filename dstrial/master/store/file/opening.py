@@ -1,4 +1,4 @@
-"""Opens the SQLite file: looked at first, then with this release's schema and settings.
+"""Opens the SQLite file, with this release's schema and settings.
 
 What is wrong with it is refused before anything is written to it.
 """
@@ -33,7 +33,10 @@ def unusable(path: Path, error: Exception) -> MasterError:
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether SQLite has met a damaged page; by its words before Python 3.11, which has no codes."""
+    """Whether SQLite has met a damaged page.
+
+    By its words before Python 3.11, which has no codes.
+    """
     if not isinstance(error, sqlite3.DatabaseError):
         return False
     code = getattr(error, "sqlite_errorcode", None)
@@ -43,7 +46,7 @@ def is_damage(error: BaseException) -> bool:
 
 
 def open_for_writer(path: Path) -> tuple[tuple[str, ...], sqlite3.Connection, LogKeeper]:
-    """Look at a database, open it for the writer, and bring it to this release's schema.
+    """Look at a database, open it for the writer, and bring it to the schema.
 
     Returns:
         What was found and is not lost by it, the connection, and the keeper of its log.
@@ -88,7 +91,7 @@ def open_for_writer(path: Path) -> tuple[tuple[str, ...], sqlite3.Connection, Lo
 
 
 def make_table(path: Path) -> None:
-    """Bring a database that nobody has open to this release's schema, and make the checksums of its pages."""
+    """Bring a database that nobody has open to the schema, and make its checksums."""
     with contextlib.closing(connect(path)) as connection:
         prepare(connection, path)
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")

@@ -36,7 +36,10 @@ class PageChecksums:
     sums: array.array[int]
 
     def updated(self, num_pages: int, pages: Mapping[int, bytes]) -> PageChecksums:
-        """Return the checksums of a file of ``num_pages`` with other content in some pages (by number, from 1)."""
+        """Return the checksums of a file of ``num_pages`` with other content in some.
+
+        ``pages`` has their content by number, from 1.
+        """
         sums = self.sums[:num_pages]
         sums.extend([UNKNOWN] * (num_pages - len(sums)))
         for page, content in pages.items():
@@ -56,7 +59,7 @@ def checksum(page: bytes) -> int:
 
 
 def of_file(database: Path) -> PageChecksums | None:
-    """Read a whole database and return its checksums; None if it is empty or no database.
+    """Read a whole file and return its checksums; None if it is no database.
 
     Never while this process has the database open: closing a file gives up all of a process's locks on it.
     """

@@ -1,6 +1,6 @@
-"""Puts a copy of the database back, or takes the one that is there as it is; no master has it open meanwhile.
+"""Puts a copy of the database back, or takes the one that is there as it is.
 
-What is replaced is kept beside it, and ids that were given are not given again.
+No master has it open meanwhile. What is replaced is kept beside it, and ids that were given are not given again.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def bring_back(database: Path, copy: Path) -> Restored:
 
 
 def take_as_is(database: Path) -> Restored:
-    """Accept the database that is there, whatever lies beside it says; nobody has it open.
+    """Accept the database that is there, whatever lies beside it says.
+
+    Nobody has it open.
 
     Raises:
         DatabaseDamagedError: it does not pass SQLite's check.
@@ -109,7 +111,7 @@ def take_as_is(database: Path) -> Restored:
 
 
 def _check_copy(copy: Path) -> bool:
-    """Return whether a copy has a checksum, which is right; refuse one that is damaged."""
+    """Return whether a copy has a checksum; refuse one that is damaged."""
     if not copy.is_file():
         raise MasterError(
             f"{copy} is missing; expected a copy of a database. Name another, {mending.SEE_COPIES}."
@@ -148,7 +150,7 @@ def _unusable_copy(copy: Path, problem: object) -> DatabaseDamagedError:
 
 
 def _before(database: Path) -> marks.Marks:
-    """Return what is known of the database that is replaced, by its marks and by itself."""
+    """Return what is known of what is replaced, by its marks and by itself."""
     known = marks.Marks()
     with contextlib.suppress(ValueError, TypeError):
         known = marks.read(marks.path_of(database)) or known
@@ -191,7 +193,10 @@ def _prepare_copy(made: sqlite3.Connection, before: marks.Marks) -> None:
 
 
 def _carry_on(connection: sqlite3.Connection, before: marks.Marks) -> None:
-    """Have ids that were given not given again; of another cluster's there is nothing to know."""
+    """Have ids that were given not given again.
+
+    Of another cluster's there is nothing to know.
+    """
     cluster_id = integrity.cluster_id_of(connection)
     if not before.cluster_id or cluster_id not in ("", before.cluster_id):
         return
@@ -212,7 +217,10 @@ def _carry_on(connection: sqlite3.Connection, before: marks.Marks) -> None:
 
 
 def _keep(database: Path, *, is_moved: bool) -> Path | None:
-    """Put what is there into a directory of its own; the marks stay, by which an interruption is found."""
+    """Put what is there into a directory of its own.
+
+    The marks stay, by which an interruption is found.
+    """
     found = [database, *(database.with_name(f"{database.name}{end}") for end in ("-wal", "-pages", "-marks"))]
     found = [path for path in found if path.exists()]
     if not found:

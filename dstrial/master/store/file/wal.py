@@ -1,4 +1,6 @@
-"""What is in SQLite's write-ahead log: read from its bytes, changed by nobody here.
+"""What is in SQLite's write-ahead log, read from its bytes.
+
+Nothing here changes it.
 
 SQLite takes a log up to the first frame whose checksum is wrong and drops the rest without a word, so a flipped bit
 loses transactions that were confirmed. Whoever knows how many frames there were can tell, by :func:`scan`.

@@ -1,1 +1,1 @@
-"""What trials report again and again: metrics and lines of logs, each within its bound."""
+"""What trials report again and again: metrics and lines of logs, bounded."""

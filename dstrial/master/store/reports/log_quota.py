@@ -1,6 +1,6 @@
-"""How large a log may become: its beginning and its newest lines are kept, the middle goes.
+"""How large a log may become: its beginning and its newest lines are kept.
 
-A trial that prints without end takes a bounded part of the disk, and its start and its end can be read.
+The middle goes. A trial that prints without end takes a bounded part of the disk, and its start and its end can be read.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Admitted:
 
 
 def admit(tx: Transaction, trial: sqlite3.Row, group: str, values: Mapping[str, Any]) -> Admitted | None:
-    """Return what may be stored of a report, and warn once in the trial's log of what may not.
+    """Return what may be stored of a report; the trial's log tells once of the rest.
 
     The searcher's metric always may.
 
@@ -167,9 +167,9 @@ def _store(tx: Transaction, trial_id: int, group: str, summaries: Mapping[str, M
 
 
 def replace(tx: Transaction, trial_id: int, reports: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-    """Sum up a trial anew, of (group, values) in order; nothing is left of what was before.
+    """Sum up a trial anew, of (group, values) in order.
 
-    Who has been told that names are left out is not told again.
+    Nothing is left of what was before. Who has been told that names are left out is not told again.
     """
     tx.execute("DELETE FROM metric_summaries WHERE trial_id = ?", (trial_id,))
     groups: dict[str, dict[str, dict[str, Any]]] = {}

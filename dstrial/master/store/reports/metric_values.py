@@ -1,4 +1,4 @@
-"""Values of metrics: as JSON holds them, as numbers, and summed up over reports; pure."""
+"""Values of metrics: as JSON, as numbers, and summed up over reports; pure."""
 
 from __future__ import annotations
 

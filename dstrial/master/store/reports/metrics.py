@@ -281,7 +281,7 @@ def last_validation(connection: sqlite3.Connection, trial_id: int) -> int:
 
 
 def report_keys(connection: sqlite3.Connection, trial_id: int) -> list[tuple[int, int, str]]:
-    """Return (id, batch, group) of a trial's reports, as :func:`every_report` chooses and orders them."""
+    """Return (id, batch, group) of a trial's reports, in :func:`every_report`'s order."""
     rows = connection.execute(
         "SELECT id, steps, group_name FROM metrics WHERE trial_id = ? AND archived = 0 AND steps >= 0 ORDER BY steps, id",
         (trial_id,),
@@ -308,9 +308,9 @@ def report_ids(connection: sqlite3.Connection, trial_id: int, group: str | None)
 
 
 def some_reports(connection: sqlite3.Connection, ids: Sequence[int]) -> list[Report]:
-    """Return the first of these reports, as many as one answer should hold; at least one.
+    """Return the first of these reports, as many as one answer should hold.
 
-    Those that have been deleted since are left out, and nothing is found where all have been.
+    At least one is. Those that have been deleted since are left out, and nothing is found where all have been.
     """
     found: list[Report] = []
     num_chars = 0
@@ -327,7 +327,10 @@ def some_reports(connection: sqlite3.Connection, ids: Sequence[int]) -> list[Rep
 def reports(
     connection: sqlite3.Connection, trial_ids: Collection[int], group: str | None, *, limit: int = 1000
 ) -> list[Report]:
-    """Return reports that are not archived, by trial and batch; ``group`` None for all."""
+    """Return reports that are not archived, by trial and batch.
+
+    ``group`` None stands for all.
+    """
     taken: list[Report] = []
     for trial_id in sorted(trial_ids):
         for report_id in report_ids(connection, trial_id, group)[: limit - len(taken)]:
@@ -371,7 +374,7 @@ def series(connection: sqlite3.Connection, trial_id: int, group: str, name: str)
 def validations(
     connection: sqlite3.Connection, experiment_id: int, name: str
 ) -> list[tuple[int, int, float]]:
-    """Return (trial, time in microseconds, value) of a metric in an experiment's validations, by time."""
+    """Return (trial, time in microseconds, value) of a validation metric, by time."""
     rows = connection.execute(
         "SELECT m.trial_id, m.end_us, j.value FROM trials t CROSS JOIN metrics m ON m.trial_id = t.id "  # noqa: S608 - a constant
         f"CROSS JOIN {_VALUE} AND t.experiment_id = ? AND m.group_name = 'validation' AND m.steps >= 0 "
