@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dstrial import harness_paths, old_paths
+from dstrial import collector, harness_paths, old_paths
 
 __version__ = "0.1.0"
 
@@ -104,9 +104,12 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'dstrial' has no attribute {name!r}")
     home = _HOMES[name]
     if not home.startswith("dstrial.config") and not home.startswith("dstrial.errors"):
+        with collector.paused():
+            process_group = importlib.import_module("dstrial.ranks.process_group")
         # DeepSpeed settles its accelerator when it is first imported, so it has to be chosen before.
-        importlib.import_module("dstrial.ranks.process_group").prepare_accelerator()
-    value = getattr(importlib.import_module(home), name)
+        process_group.prepare_accelerator()
+    with collector.paused():
+        value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value
 

@@ -179,6 +179,22 @@ def test_the_files_of_the_repository_that_a_document_names_exist(document: str) 
     assert not [name for name in named if not (ROOT / name).exists()]
 
 
+def test_every_row_of_what_survives_what_names_tests_that_exist() -> None:
+    text = text_of("docs/what-survives-what.md")
+    rows = [
+        line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| what happens")
+    ]
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+
+    assert len(rows) >= 20
+    assert not [row for row in rows if "::test_" not in row.split(" | ")[-1]]
+    assert not [
+        f"{file}::{name}"
+        for file, name in named
+        if not re.search(rf"^ *(async )?def {name}\(", text_of(file), flags=re.MULTILINE)
+    ]
+
+
 def test_every_invariant_names_a_test_that_holds_it() -> None:
     section = text_of("ARCHITECTURE.md").partition("## Invariants")[2].partition("\n## ")[0]
     invariants = re.findall(r"^(\d+)\. (.*)$", section, flags=re.MULTILINE)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dstrial import determined_imports
+from dstrial import collector, determined_imports
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.errors import ConfigError, DstrialError, LaunchError
 from dstrial.launch.accelerate_environment import accelerate_variables
@@ -82,9 +82,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _launch(options: argparse.Namespace) -> LaunchOutcome:
     # Both import torch, which takes seconds; a wrong command line should not.
-    from dstrial.launch.agent import DEFAULT_SHUTDOWN_TIMEOUT_S, run_ranks
-    from dstrial.launch.slots import cluster_info, num_slots
-    from dstrial.launch.stalls.stall_rules import StallSettings
+    with collector.paused_for_good():
+        from dstrial.launch.agent import DEFAULT_SHUTDOWN_TIMEOUT_S, run_ranks
+        from dstrial.launch.slots import cluster_info, num_slots
+        from dstrial.launch.stalls.stall_rules import StallSettings
 
     info = cluster_info()
     if info is not None:

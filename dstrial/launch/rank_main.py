@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dstrial import collector
 from dstrial.errors import ConfigError, LaunchError, TrialImportError
 from dstrial.launch.failures import keep_whole, record_exception
 from dstrial.launch.memory_shortage import memory_advice
@@ -163,8 +164,12 @@ def _parse_trial(words: Sequence[str]) -> argparse.Namespace:
 
 def _run_trial(options: argparse.Namespace) -> None:
     begin_phase("importing torch and DeepSpeed")
-    from dstrial.ranks.process_group import prepare_accelerator
-    from dstrial.ranks.rendezvous_store import meet_privately
+    with collector.paused_for_good():
+        import determined.pytorch  # noqa: F401
+
+        from dstrial.ranks.process_group import prepare_accelerator
+        from dstrial.ranks.rendezvous_store import meet_privately
+        from dstrial.resume.locate import saved_run_to_resume
 
     prepare_accelerator()
     # The launcher serves no store for a trial, whose module may make the process group while it is imported.
@@ -176,9 +181,9 @@ def _run_trial(options: argparse.Namespace) -> None:
         end_phases()
         _run_determined_trial(trial_class, options.trial)
         return
-    from dstrial.config import load_experiment
-    from dstrial.resume.locate import saved_run_to_resume
-    from dstrial.trainer import run_trial
+    with collector.paused():
+        from dstrial.config import load_experiment
+        from dstrial.trainer import run_trial
 
     experiment = None
     if options.config is not None:

@@ -51,6 +51,8 @@ class Phase(enum.IntEnum):
     SAVE = 4
     CALLBACK = 5
     """A callback of the user's, between batches."""
+    SCRIPT = 6
+    """Code between two batches of which nothing is known: how long it may take is its own affair."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,6 +119,19 @@ class Heartbeat:
         if number == Phase.BATCH:  # the last of a row: a launcher sees the others only by chance
             self._note(Phase.BATCH, now_s - since_s)
         _MAIN.pack_into(self._buffer, self._offset, int(phase), 0, batch, now_s)
+
+    def follow(self, phase: Phase, batch: int) -> None:
+        """Say what the main thread does from now on, what it did before having ended well."""
+        now_s = time.monotonic()
+        number, _, _, since_s = _MAIN.unpack_from(self._buffer, self._offset)
+        if number != Phase.NONE:
+            self._note(number, now_s - since_s)
+        _MAIN.pack_into(self._buffer, self._offset, int(phase), 0, batch, now_s)
+
+    @property
+    def phase(self) -> Phase:
+        """What the main thread has last said that it does."""
+        return Phase(_MAIN.unpack_from(self._buffer, self._offset)[0])
 
     @contextlib.contextmanager
     def during(self, phase: Phase, batch: int) -> Iterator[None]:

@@ -92,6 +92,15 @@ def prepare_accelerator() -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
 
 
+def keep_compiler_out() -> None:
+    """Import DeepSpeed, and let this process train without torch's compiler until it is used.
+
+    Ranks: each its own; no communication.
+    """
+    # It imports DeepSpeed, whose accelerator has to be chosen before.
+    importlib.import_module("dstrial.engine.deepspeed_internals.compiler").keep_compiler_out()
+
+
 def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
     """Bring up torch's default process group through DeepSpeed, unless it is up.
 
@@ -118,6 +127,7 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
     """
     global _created
     prepare_accelerator()
+    keep_compiler_out()
     ask_torch_for_free_memory()
     if torch.distributed.is_initialized() or os.environ.get(MANUAL_INIT_VARIABLE):
         return

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from namespaces import unshare
 from submitting import config, experiment, log_of, submit, trials, wait_until
 from waiting import wait_for
 
@@ -256,19 +255,11 @@ def test_two_masters_share_a_storage_by_one_identity(master: MasterForTest, tmp_
 
 
 def test_a_storage_that_is_really_unmounted_keeps_every_checkpoint(tmp_path: Path) -> None:
-    as_root = [] if os.getuid() == 0 else ["--map-root-user"]
-    unshare = ["unshare", "--mount", *as_root]
-    probe = (
-        f"mkdir {tmp_path}/probe && mount --bind {tmp_path}/probe {tmp_path}/probe && umount {tmp_path}/probe"
-    )
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run([*unshare, "sh", "-c", probe], check=False).returncode
-    ):
-        pytest.skip("Requires: [mount namespaces]")
+    probe = f"mkdir {tmp_path}/probe; mount --bind {tmp_path}/probe {tmp_path}/probe; umount {tmp_path}/probe"
+    in_namespaces = unshare("--mount", probe=probe)
     program = Path(__file__).with_name("unmounting.py")
     ended = subprocess.run(
-        [*unshare, sys.executable, str(program), str(tmp_path)],
+        [*in_namespaces, sys.executable, str(program), str(tmp_path)],
         capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -98,3 +98,19 @@ def test_what_a_rank_starts_does_not_speak_for_it(tmp_path: Path, monkeypatch: p
     beat = read_beat(beats, 0)
     assert beat is not None
     assert (beat.batch, beat.pid) == (3, os.getpid())
+
+
+def test_what_follows_a_phase_keeps_how_long_that_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beats = make_heartbeat_file(tmp_path / "heartbeats", 1)
+    monkeypatch.setenv(HEARTBEAT_VARIABLE, f"0:{tmp_path / 'heartbeats'}")
+    mine = heartbeat()
+    for phase in Phase:
+        mine.follow(phase, 7)
+        assert mine.phase is phase
+        time.sleep(0.001)
+    mine.follow(Phase.NONE, 7)
+    beat = read_beat(beats, 0)
+    assert beat is not None
+    assert [seconds > 0 for seconds in beat.longest_s] == [phase is not Phase.NONE for phase in Phase]

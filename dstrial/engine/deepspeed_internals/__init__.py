@@ -1,9 +1,10 @@
 """Every undocumented name of DeepSpeed that dstrial reads, calls or replaces.
 
 ``engines`` has what belongs to engines and pipelines, ``optimizers`` what belongs to optimizers, their parameters and the classes
-that they save, ``process`` what DeepSpeed keeps once per process. Nothing else in dstrial imports a submodule of DeepSpeed
-beyond ``PUBLIC_MODULES``, reads an attribute of an engine that is neither documented nor in ``engines.ATTRIBUTES``, or
-replaces anything in DeepSpeed. These modules import nothing of dstrial, so that ``dstrial.ranks`` may use them too.
+that they save, ``process`` what DeepSpeed keeps once per process, ``compiler`` what it and torch load to compile nothing.
+Nothing else in dstrial imports a submodule of DeepSpeed beyond ``PUBLIC_MODULES``, reads an attribute of an engine that is
+neither documented nor in ``engines.ATTRIBUTES``, or replaces anything in DeepSpeed. These modules import nothing of dstrial, so
+that ``dstrial.ranks`` may use them too.
 
 Not here, because they name no code of DeepSpeed's: keys of its config (tables in ``dstrial.config``), its files and what is in
 them (``dstrial.checkpoint.file_roles``, ``dstrial.engine.checkpoint_reader.saved_engine``) and words of its messages

@@ -31,6 +31,7 @@ from dstrial.loop.metric_sinks import MetricSinks
 from dstrial.loop.metrics import MetricWindow, combine
 from dstrial.loop.run_state import RunState
 from dstrial.loop.sync_point import StopReason, SyncPoints
+from dstrial.ranks.heartbeat import Phase, heartbeat
 from dstrial.resume.locate import trial_id_of
 from dstrial.resume.metadata import RESUME_VARIABLE, given_settings
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
@@ -89,6 +90,7 @@ class TrialRun:
         self._mark_s = 0.0
         self._has_pending_random_states = False
         self._has_batch_to_finish = False
+        self._heartbeat = heartbeat()
         trial_id = trial_id_of(info, is_mirrored=runtime.is_mirrored)
         state = RunState(
             AcceleratorCheckpoint(accelerator),
@@ -164,6 +166,7 @@ class TrialRun:
 
     def close(self) -> None:
         """Give up a save that is under way, and end the sinks. Ranks: each its own."""
+        self._heartbeat.end()
         self._saver.close()
         self._sinks.close()
 
@@ -180,6 +183,7 @@ class TrialRun:
             this_epoch = self._accelerator.skip_first_batches(loader, done * self._steps) if done else loader
             this_epoch.set_epoch(epoch)
             num_left = (epoch_length - done) * self._steps
+            self._heartbeat.follow(Phase.BATCH, tracker.batches_trained)
             for idx, item in enumerate(this_epoch):
                 if idx >= num_left:
                     continue  # of a batch that is not whole; the loader comes to its own end
@@ -190,6 +194,7 @@ class TrialRun:
                 yield item
                 if self._between_batches():
                     break
+        self._heartbeat.end()  # what the script does with a trained model is its own
 
     def step(self, metrics: Mapping[str, Any] | None) -> bool:
         """Count a micro batch as ``Reporter.step`` does. Ranks: all, equally often."""
@@ -202,6 +207,9 @@ class TrialRun:
         is_single_rank = self._sync_points.is_single_rank and self._sync_points.is_stop_requested()
         if self._tracker.is_anything_due or batches >= self._sync_points.next_batch or is_single_rank:
             self._exchange()
+        # Until the next micro batch is asked for, the script does what only it knows, unless that is to validate.
+        next_phase = Phase.VALIDATION if self._tracker.needs_validation else Phase.SCRIPT
+        self._heartbeat.follow(next_phase, batches)
         return True
 
     def _exchange(self) -> None:
@@ -243,6 +251,7 @@ class TrialRun:
         if self._tracker.pauses_training:
             self._sync_points.start(self._tracker.batches_trained)
             self._mark_s = time.monotonic()
+        self._heartbeat.follow(Phase.BATCH, self._tracker.batches_trained)
         return self._tracker.is_over
 
     # ---- reports and checkpoints ---------------------------------------------------------------------
@@ -266,10 +275,14 @@ class TrialRun:
         if self._context.distributed.broadcast(saves) and not progress.checkpoint_is_current:
             self.save()
         self._mark_s = time.monotonic()
+        if self._heartbeat.phase is Phase.VALIDATION:
+            self._heartbeat.follow(Phase.SCRIPT, progress.batches_trained)
 
     def save(self) -> str:
         """Save a checkpoint of now; return its uuid. Ranks: all, collectively."""
         self._set_status("checkpointing")
+        phase_before, batches = self._heartbeat.phase, self._tracker.batches_trained
+        self._heartbeat.follow(Phase.SAVE, batches)
         uuid = self._saver.save(
             {
                 "window_seconds": self._window_seconds,
@@ -277,6 +290,7 @@ class TrialRun:
                 "epoch_length": self._tracker.epoch_length,
             }
         )
+        self._heartbeat.follow(phase_before, batches)
         self._mark_s = time.monotonic()
         self._set_status("training")
         return uuid

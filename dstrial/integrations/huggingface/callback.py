@@ -22,6 +22,7 @@ from dstrial.integrations.huggingface.save_schedule import SaveSchedule
 from dstrial.integrations.huggingface.stall_detector import StallDetector
 from dstrial.integrations.huggingface.startup import Startup
 from dstrial.integrations.huggingface.trainer_handle import TrainerHandle
+from dstrial.ranks.heartbeat import Phase, heartbeat
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -84,6 +85,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self._preemption = PreemptionHandler(core_context, facts.signals)
         self._stall_detector = StallDetector(rank, lambda: self._preemption.stop_request() is not None)
         self._trainer_handle = TrainerHandle()
+        self._heartbeat = heartbeat()
         self._in_training = False
         self._has_finished = False
 
@@ -103,6 +105,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
 
     def prepare_save(self, args: TrainingArguments, step: int) -> None:
         """Have a step's directory share no checkpoint's file. Ranks: all, collectively."""
+        self._enter(Phase.SAVE, step)
         self._save_schedule.prepare(args, step)
 
     def load_engine(self, engine: DeepSpeedEngine) -> None:
@@ -162,6 +165,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
     ) -> None:
         """Note that the batch has come."""
         del args, control
+        self._enter(Phase.BATCH, state.global_step)
         self._stall_detector.end()
         self._reporter.speed.resume()
         self._reporter.flush(state)
@@ -182,7 +186,12 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             if self._leaves_evaluation:
                 control.should_evaluate = False
         self._only_train(control)
-        self._expect(args, state, control)
+        self._expect(args, state, control, otherwise=Phase.BATCH)
+
+    def _enter(self, phase: Phase, step: int) -> None:
+        """Tell the launcher what the Trainer does from now on, unless it knows."""
+        if self._heartbeat.phase is not phase:
+            self._heartbeat.follow(phase, step)
 
     def _only_train(self, control: TrainerControl) -> None:
         """Keep a trial of dsat, whose steps are timed, from evaluating and saving."""
@@ -206,8 +215,10 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         if self._leaves_evaluation or not arguments.is_evaluation_due(args, state):
             control.should_evaluate = False
 
-    def _expect(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Get ready for what the Trainer does next: evaluate, save, or ask for a batch."""
+    def _expect(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, otherwise: Phase
+    ) -> None:
+        """Get ready for what the Trainer does next: evaluate, save, or ``otherwise``."""
         may_save = control.should_save or (arguments.saves_best(args) and control.should_evaluate)
         if may_save or self._save_schedule.is_stale(state.global_step):
             self._save_schedule.prepare(args, state.global_step)
@@ -223,12 +234,22 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         ):
             self._save_schedule.now(self._trainer_handle.trainer, args, state, control)
             self._stall_detector.end()
+        if control.should_evaluate:
+            otherwise = Phase.VALIDATION
+        elif control.should_save:
+            otherwise = Phase.SAVE
+        elif control.should_training_stop or self._has_finished:
+            otherwise = Phase.SCRIPT
+        # What another callback asks for behind this one shows at its first prediction step.
+        self._heartbeat.follow(otherwise, state.global_step)
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
     ) -> None:
         """Leave an evaluation that may be left, on all ranks at the same of its steps."""
         del args, control
+        if self._in_training:
+            self._enter(Phase.VALIDATION, state.global_step)
         if self._leaves_evaluation and self._in_training and self._preemption.step():
             raise LeaveTrainingError(state.global_step)
 
@@ -266,6 +287,8 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             self._save_schedule.prepare(args, state.global_step)
         if not control.should_save:
             self._stall_detector.begin(state.global_step)
+        # Other callbacks hear of the evaluation now, or the next of several sets is evaluated.
+        self._heartbeat.follow(Phase.SAVE if control.should_save else Phase.SCRIPT, state.global_step)
 
     def on_save(
         self,
@@ -276,13 +299,15 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
     ) -> None:
         """Make a checkpoint of what the Trainer wrote, unless no loss is finite any more."""
         self._reporter.flush(state)
-        if self._losses.holds_back(state.global_step):
-            self._stall_detector.begin(state.global_step)
-            return
-        self._save_schedule.store(
-            self._trainer_handle.trainer, args, state, self._trainer_handle.train_batch_size(args, state)
-        )
+        if not self._losses.holds_back(state.global_step):
+            self._save_schedule.store(
+                self._trainer_handle.trainer,
+                args,
+                state,
+                self._trainer_handle.train_batch_size(args, state),
+            )
         self._stall_detector.begin(state.global_step)
+        self._heartbeat.follow(Phase.SCRIPT, state.global_step)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
@@ -291,6 +316,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         del args, control
         self._reporter.flush(state)
         self._stall_detector.begin(state.global_step)
+        self._heartbeat.follow(Phase.BATCH, state.global_step)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
@@ -311,7 +337,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         if step == self._save_schedule.last_step:
             control.should_save = False  # what is stored is not written a second time
         self._only_train(control)
-        self._expect(args, state, control)
+        self._expect(args, state, control, otherwise=Phase.SCRIPT)
 
     def on_train_end(
         self,
@@ -337,6 +363,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
 
     def close(self) -> None:
         """Give up the threads, the hook and the opened checkpoint; safe to call again."""
+        self._heartbeat.end()
         self._stall_detector.stop()
         self._preemption.close()
         self._save_schedule.close()

@@ -15,7 +15,13 @@ _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-fA-F]+)(?: \[.*\])? \
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
 # Whatever of these is innermost waits for other ranks.
-_COLLECTIVE = ("/torch/distributed/", "/deepspeed/comm/", "/dstrial/ranks/")
+_COLLECTIVE = (
+    "/torch/distributed/",
+    "/deepspeed/comm/",
+    "/dstrial/ranks/",
+    # Ranks of a Trainer wait here for the step after which all of them stop.
+    "/dstrial/integrations/huggingface/preemption.py",
+)
 # Names of collectives are taken from here; what wraps them says less.
 _OPERATIONS = ("/torch/distributed/distributed_c10d.py", "/dstrial/ranks/control_channel.py")
 _DATA = ("/torch/utils/data/", "/dstrial/loop/data/")

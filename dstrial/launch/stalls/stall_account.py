@@ -24,6 +24,7 @@ _DOING = {
     Phase.VALIDATION: "in validation",
     Phase.SAVE: "in a checkpoint",
     Phase.CALLBACK: "in a callback",
+    Phase.SCRIPT: "between batches",
 }
 
 

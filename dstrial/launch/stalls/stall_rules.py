@@ -20,6 +20,7 @@ UNITS = {
     Phase.VALIDATION: "validation",
     Phase.SAVE: "checkpoint",
     Phase.CALLBACK: "callback",
+    Phase.SCRIPT: "pause between batches",
 }
 """What takes too long, in a word."""
 
@@ -119,7 +120,8 @@ def stall_of(
     """Say whether the ranks have stalled.
 
     They have if none has said anything new for the timeout and the longest so far of what any of them does: one that waits for
-    another has done nothing for as long as that one. A stopped process is told at once, whatever the others do.
+    another has done nothing for as long as that one. A stopped process is told at once, whatever the others do. With a rank in
+    code of which nothing is known, it is never certain.
     """
     watched = [view for view in views if view.beat.phase is not Phase.NONE]
     stopped = [view for view in watched if view.is_stopped and view.stopped_s >= STOPPED_AFTER_S]
@@ -132,7 +134,7 @@ def stall_of(
         allowed_s = settings.timeout_s + max(longest_s.get(phase, 0.0) for phase in phases)
         if quiet_s > allowed_s:
             last = min(watched, key=lambda view: (view.beat.batch, view.beat.phase is not Phase.BATCH))
-            is_certain = all(phase in longest_s for phase in phases)
+            is_certain = Phase.SCRIPT not in phases and all(phase in longest_s for phase in phases)
             return _stall(_kind(last), last.beat.batch, quiet_s, longest_s, is_certain=is_certain)
     saving = [view for view in views if view.save_age_s > 0]
     if saving:

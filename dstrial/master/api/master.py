@@ -52,9 +52,9 @@ async def show_info(request: ApiRequest) -> dict[str, Any]:
 
 
 async def show_health(request: ApiRequest) -> dict[str, Any]:
-    """``GET //health``: whether the database answers and no damage was found."""
-    if request.services.database.damage:
-        raise RequestError(503, request.services.database.describe_damage())
+    """``GET //health``: whether the database answers, can be written, and is whole."""
+    if trouble := request.services.database.describe_trouble():
+        raise RequestError(503, trouble)
     try:
         await request.services.read(ping)
     except SqlError as error:

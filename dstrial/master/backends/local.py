@@ -227,6 +227,11 @@ def is_alive(handle: SupervisorHandle) -> bool:
     return supervisor.start_time(handle.pid) == handle.start_time
 
 
+def is_stopped(handle: SupervisorHandle) -> bool:
+    """Say whether a signal (SIGSTOP) or a debugger holds this very process."""
+    return supervisor.is_stopped(handle.pid) and is_alive(handle)
+
+
 def poll_exit(directory: Path, handle: SupervisorHandle | None) -> AllocationExit | None:
     """Return how the allocation ended, None while it runs.
 
@@ -324,17 +329,21 @@ def _delete(directory: Path) -> None:
 
 def _signal(handle: SupervisorHandle, number: signal.Signals) -> None:
     """Signal exactly this process: open its descriptor first, then look again."""
+    # A stopped one would not see it before somebody lets it go on.
+    numbers = (number, signal.SIGCONT) if supervisor.is_stopped(handle.pid) else (number,)
     try:
         descriptor = os.pidfd_open(handle.pid)
     except (ProcessLookupError, AttributeError, OSError):
         if is_alive(handle):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(handle.pid, number)
+                for one in numbers:
+                    os.kill(handle.pid, one)
         return
     try:
         if is_alive(handle):
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(descriptor, number)
+                for one in numbers:
+                    signal.pidfd_send_signal(descriptor, one)
     finally:
         os.close(descriptor)
 

@@ -285,7 +285,7 @@ class _StoppedWatch:
 
     def look(self, now_s: float) -> str:
         """Return the line that is due now; empty if none is."""
-        found = next((pid for pid in _group_of(self._pid) if _stat(str(pid))[:1] in ([b"T"], [b"t"])), None)
+        found = next((pid for pid in _group_of(self._pid) if is_stopped(pid)), None)
         if found != self._found:
             was_told = self._told_s is not None
             self._found, self._since_s, self._told_s = found, now_s, None
@@ -396,6 +396,11 @@ def _stat(pid: str) -> list[bytes]:
             return file.read().rpartition(b")")[2].split()
     except OSError:
         return []
+
+
+def is_stopped(pid: int) -> bool:
+    """Say whether a signal or a debugger holds a process."""
+    return _stat(str(pid))[:1] in ([b"T"], [b"t"])
 
 
 def _has_ended(fields: list[bytes]) -> bool:

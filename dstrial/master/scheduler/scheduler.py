@@ -35,6 +35,7 @@ from dstrial.master.scheduler.commands import CommandWatch
 from dstrial.master.scheduler.janitor import HeartbeatTimeout, Janitor
 from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches, note_matches
 from dstrial.master.scheduler.queue import Holder, Look, Waiting, assignments, waiting_text
+from dstrial.master.scheduler.supervisor_watch import SupervisorWatch
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import commands, jobs, users
 from dstrial.master.store import experiments as experiment_rows
@@ -106,9 +107,13 @@ class Scheduler:
         self._directory = services.state_dir / "allocations"
         self._handles: dict[str, SupervisorHandle | None] = {}
         self._killed_s: dict[str, float] = {}
+        self._late_s: dict[
+            str, tuple[int, float]
+        ] = {}  # The stored deadline, and when that is without jumps.
         self._troubled_s: dict[str, float] = {}
         self._terminated: set[str] = set()
         self._commands = CommandWatch(services)
+        self._supervisors = SupervisorWatch(services.database)
         self._policies: dict[int, tuple[LogPolicy, ...]] = {}
         self._told: dict[int | str, tuple[int, int]] = {}
         self._told_waiting: set[tuple[int, int]] = set()
@@ -325,6 +330,7 @@ class Scheduler:
         if exit_ is None:
             self._kill_if_due(row, handle)
             self._commands.look(row, handle)
+            self._supervisors.look(row, handle)
         elif exit_.was_lost:
             backends.kill(None, directory)
         has_more = self._take_in(row)
@@ -333,8 +339,8 @@ class Scheduler:
         return has_more
 
     def _kill_if_due(self, row: Allocation, handle: SupervisorHandle | None) -> None:
-        allocation_id, deadline_us = row.id, row.preempt_deadline_us
-        if row.kill_us is None and deadline_us is not None and now_us() > deadline_us:
+        allocation_id = row.id
+        if row.kill_us is None and self._is_late(row):
             limit = f"{life.STOP_TIMEOUT_S} s" if _is_command(row) else "preemption_timeout"
             self._database.write(
                 lambda tx: _release(tx, row, f"it did not stop within {limit}", is_kill=True)
@@ -346,6 +352,17 @@ class Scheduler:
         if row.kill_us is not None and time.monotonic() > self._killed_s.get(allocation_id, 0.0):
             self._killed_s[allocation_id] = time.monotonic() + _KILL_AGAIN_S
             backends.kill(handle, Path(row.directory))
+
+    def _is_late(self, row: Allocation) -> bool:
+        """Say whether what was asked to stop has had its time; a wall clock that jumps meanwhile changes nothing."""
+        deadline_us = row.preempt_deadline_us
+        if deadline_us is None:
+            return False
+        known = self._late_s.get(row.id)
+        if known is None or known[0] != deadline_us:
+            left_s = (deadline_us - now_us()) / 1e6
+            known = self._late_s[row.id] = (deadline_us, time.monotonic() + left_s)
+        return time.monotonic() > known[1]
 
     def _take_in(self, row: Allocation) -> bool:
         """Take in new output of an allocation; say whether there may be more."""
@@ -394,9 +411,11 @@ class Scheduler:
 
         self._database.write(end)
         self._commands.forget(row)
+        self._supervisors.forget(row)
         self._terminated.discard(row.id)
         self._handles.pop(row.id, None)
         self._killed_s.pop(row.id, None)
+        self._late_s.pop(row.id, None)
         self._troubled_s.pop(row.id, None)
         backends.remove(Path(row.directory))
 

@@ -35,6 +35,8 @@ _MAX_GROUP = 512
 _MAX_GROUP_S = 0.05
 _SCRUB_PAGES = 2048
 """How many pages are compared between two groups of writes; 8 MiB take some ten milliseconds."""
+_JUST_NOW_S = 30.0
+"""For how long a failed write is told of; clients that were refused ask again within it."""
 
 Connection: TypeAlias = sqlite3.Connection
 """What the functions of the store read from; nobody else asks it anything."""
@@ -173,6 +175,7 @@ class Database:
         self._is_closed = False
         self._is_fold_failing = False
         self.damage = ""
+        self._failed_write = ("", 0.0)  # Why, and when.
         try:
             self.notes, self._writer_connection, self._keeper = open_for_writer(path)
         except (sqlite3.DatabaseError, OSError) as error:
@@ -298,6 +301,17 @@ class Database:
             return ""
         return f"{self.path} is damaged ({self.damage}); expected every page as it was written. {mending.END_AND_PUT_BACK}"
 
+    def describe_trouble(self) -> str:
+        """Say what was found damaged, or else why a write has failed just now; empty if all is well."""
+        why, at_s = self._failed_write
+        ago_s = time.monotonic() - at_s
+        if self.damage or not why or ago_s > _JUST_NOW_S:
+            return self.describe_damage()
+        return (
+            f"{self.path} could not be written {ago_s:.0f} s ago ({why}); expected room and a disk that answers. "
+            "Make room: trials wait, and send again what they report."
+        )
+
     def _fold(self, *, is_thorough: bool) -> None:
         try:
             self._keeper.fold(is_thorough=is_thorough)
@@ -350,6 +364,8 @@ class Database:
             logger.exception("%s could not be written; what was to be written together is lost", self.path)
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
+            # A small write may find room where a larger one does not, so that no success takes this back.
+            self._failed_write = (str(error), time.monotonic())
             for _, future in group:
                 if not future.done():
                     future.set_exception(self._told(error))

@@ -24,6 +24,9 @@ from dstrial.visible_text import visible_line
 
 TERMINAL_STATES = frozenset({"COMPLETED", "CANCELED", "ERROR"})
 
+STOPPED_SUPERVISOR_NAME = "stopped_supervisor.json"
+"""File of an allocation's directory that says that its supervisor is stopped."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialView:
@@ -258,8 +261,9 @@ def stall_in(directory: Path) -> tuple[str, float] | None:
 
     None if nobody does.
     """
-    # Written by dstrial.launch.stalls.stall_watch, and for a stopped launcher by dstrial.master.backends.supervisor.
-    return _said(directory / "stalled.json", "text")
+    # Written by dstrial.master.scheduler.supervisor_watch, by dstrial.launch.stalls.stall_watch, and for a stopped launcher by
+    # dstrial.master.backends.supervisor. The launcher knows nothing of a stopped supervisor, which so has a file of its own.
+    return _said(directory / STOPPED_SUPERVISOR_NAME, "text") or _said(directory / "stalled.json", "text")
 
 
 def _said(path: Path, key: str) -> tuple[str, float] | None:

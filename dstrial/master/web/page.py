@@ -239,7 +239,7 @@ async def show_page(request: ApiRequest) -> Response:
         user=request.user.username,
         pool=services.settings.pool_name,
         num_slots=len(services.slots),
-        damage=services.database.describe_damage(),
+        damage=services.database.describe_trouble(),
         refresh_s=_REFRESH_S if values["is_live"] else 0,
         **values,
     )

@@ -76,6 +76,25 @@ def test_before_a_first_of_its_kind_has_ended_a_stall_is_not_certain() -> None:
     assert not may_restart(found, StallSettings(1, "restart"), [])
 
 
+def test_what_a_script_does_between_batches_is_told_as_slow_at_most() -> None:
+    longest_s = {Phase.BATCH: 1.0, Phase.SCRIPT: 30.0}
+    views = [view(0), view(1, phase=Phase.SCRIPT)]
+    assert stall_of(views, longest_s, SETTINGS) is None
+    views = [dataclasses.replace(one, age_s=151) for one in views]
+    found = stall_of(views, longest_s, SETTINGS)
+    assert found is not None
+    assert not found.is_certain
+    assert not may_restart(found, StallSettings(1, "restart"), [])
+    told = sentence(found, account(views, {0: IN_ALL_REDUCE, 1: WORKS}))
+    assert told.startswith(
+        "slow: rank 1 is at batch 81 between batches, in forward (model_def.py:31); rank 0"
+    )
+    stopped = [view(0), view(1, phase=Phase.SCRIPT, is_stopped=True, stopped_s=STOPPED_AFTER_S)]
+    certain = stall_of(stopped, longest_s, SETTINGS)
+    assert certain is not None
+    assert certain.is_certain
+
+
 def test_a_stopped_rank_is_told_however_long_batches_take() -> None:
     longest_s = {Phase.BATCH: 3600.0}
     views = [view(0, age_s=12), view(1, age_s=12, is_stopped=True, stopped_s=STOPPED_AFTER_S)]
@@ -169,8 +188,8 @@ def test_a_save_in_the_background_that_never_ends_is_a_stall_of_its_own() -> Non
 
 
 def test_the_longest_of_each_phase_is_that_of_any_rank() -> None:
-    slow = (0.0, 0.0, 0.0, 9.0, 0.0, 0.0)
-    slower = (0.0, 0.0, 0.0, 11.0, 2.0, 0.0)
+    slow = (0.0, 0.0, 0.0, 9.0, 0.0, 0.0, 0.0)
+    slower = (0.0, 0.0, 0.0, 11.0, 2.0, 0.0, 0.0)
     found = longest_of([view(0, longest_s=slow), view(1, longest_s=slower)], 3.0)
     assert found == {Phase.BATCH: 3.0, Phase.VALIDATION: 11.0, Phase.SAVE: 2.0}
 

@@ -1,0 +1,113 @@
+"""Tells of a supervisor that is stopped: nobody but the master could say it.
+
+A stopped supervisor takes in no output and ends nothing; its trial goes on until what it prints has no more room. What is found
+is in the log of the trial and in a file of the allocation's directory, from where ``dstrial status`` and the page have it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from dstrial.master import backends
+from dstrial.master.backends import SupervisorHandle
+from dstrial.master.store.allocations import Allocation
+from dstrial.master.store.database import Database, Transaction
+from dstrial.master.store.observe import STOPPED_SUPERVISOR_NAME
+from dstrial.master.store.reports.logs import add_master_line
+
+logger = logging.getLogger("dstrial.master.scheduler")
+
+STOPPED_AFTER_S = 10.0
+"""How long a supervisor is stopped before that is told."""
+
+_LOOK_EVERY_S = 1.0
+_AGAIN_S = 600.0
+
+
+@dataclasses.dataclass(slots=True)
+class _Seen:
+    """What is known of one supervisor from one look to the next, seconds of the clock."""
+
+    looked_s: float
+    since_s: float | None = None
+    told_s: float | None = None
+
+
+class SupervisorWatch:
+    """Looks at supervisors about once a second, in the thread of the scheduler.
+
+    Args:
+        database: where logs are.
+        clock: seconds that never run backwards.
+    """
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.monotonic) -> None:
+        self._database = database
+        self._clock = clock
+        self._seen: dict[str, _Seen] = {}
+
+    def look(self, row: Allocation, handle: SupervisorHandle | None) -> None:
+        """Look at the supervisor of an allocation that runs, and say what is due."""
+        now_s = self._clock()
+        seen = self._seen.get(row.id)
+        if seen is None:
+            seen = self._seen[row.id] = _Seen(now_s)
+            _shown_in(row).unlink(missing_ok=True)  # a master before this one may have left it
+        elif now_s - seen.looked_s < _LOOK_EVERY_S:
+            return
+        seen.looked_s = now_s
+        if handle is None or not backends.is_stopped(handle):
+            self._goes_on(row, seen)
+            return
+        if seen.since_s is None:
+            seen.since_s = now_s
+        last_s = seen.told_s
+        if now_s - seen.since_s >= STOPPED_AFTER_S and (last_s is None or now_s - last_s >= _AGAIN_S):
+            seen.told_s = now_s
+            self._tell(row, handle, now_s - seen.since_s)
+
+    def forget(self, row: Allocation) -> None:
+        """Keep nothing of an allocation that has ended."""
+        self._seen.pop(row.id, None)
+
+    def _tell(self, row: Allocation, handle: SupervisorHandle, stopped_s: float) -> None:
+        text = f"the supervisor of its processes, process {handle.pid}, is stopped (SIGSTOP)"
+        with contextlib.suppress(OSError):
+            shown = _shown_in(row)
+            temporary = shown.with_suffix(".new")
+            temporary.write_text(
+                json.dumps({"text": text, "since_s": time.time() - stopped_s}), encoding="utf-8"
+            )
+            temporary.replace(shown)
+        self._say(
+            row,
+            f"stalled: {text}; nothing that they print arrives, and they stop where it has no more room. "
+            f"Let it go on with `kill -CONT {handle.pid}`.",
+            "WARNING",
+        )
+
+    def _goes_on(self, row: Allocation, seen: _Seen) -> None:
+        was_told = seen.told_s is not None
+        seen.since_s = seen.told_s = None
+        if was_told:
+            with contextlib.suppress(OSError):
+                _shown_in(row).unlink(missing_ok=True)
+            self._say(row, "stalled: no longer, the supervisor goes on", "INFO")
+
+    def _say(self, row: Allocation, text: str, level: str) -> None:
+        logger.log(logging.getLevelName(level), "allocation %s: %s", row.id, text)
+
+        def add(tx: Transaction) -> None:
+            add_master_line(tx, row.task_id, row.trial_id or None, text, level=level, allocation_id=row.id)
+
+        self._database.write(add)
+
+
+def _shown_in(row: Allocation) -> Path:
+    return Path(row.directory) / STOPPED_SUPERVISOR_NAME

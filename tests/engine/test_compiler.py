@@ -1,0 +1,132 @@
+"""torch's compiler stays out of processes that compile nothing, and is torch's own for those that do.
+
+Every case is trained twice in a new process each, with and without ``keep_compiler_out``, and must come to the same bits.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dstrial.engine.deepspeed_internals import compiler
+
+PROGRAM = Path(__file__).with_name("compiler_program.py")
+
+
+def trained(case: str, way: str) -> dict[str, Any]:
+    ended = subprocess.run(
+        [sys.executable, str(PROGRAM), case, way],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def trained_twice(case: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    kept, usual = trained(case, "kept"), trained(case, "usual")
+    if kept["comes_with_deepspeed"]:
+        pytest.skip("this DeepSpeed loads torch's compiler when it is imported")
+    return kept, usual
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("case", ["every_stage", "checkpointed"])
+def test_training_without_the_compiler_comes_to_the_same_bits(case: str) -> None:
+    kept, usual = trained_twice(case)
+    assert kept["loaded"] == []
+    assert usual["loaded"] == ["networkx", "torch._dynamo", "torch._inductor"]  # else this tests nothing
+    assert kept["case"] == usual["case"]
+
+
+@pytest.mark.process
+def test_a_user_who_compiles_gets_the_same_graphs_and_bits() -> None:
+    kept, usual = trained_twice("compiled_model")
+    assert (kept["case"].pop("loaded before"), "torch._dynamo" in kept["loaded"]) == ([], True)
+    assert usual["case"].pop("loaded before") != []
+    assert kept["case"]["graphs"] == 2
+    assert kept["case"] == usual["case"]
+
+
+@pytest.mark.process
+def test_an_engine_that_is_compiled_after_a_while_trains_the_same() -> None:
+    kept, usual = trained_twice("compiled_engine")
+    # ZeRO 3's hooks break the graph as DeepSpeed's own lazily disabled functions do, under another reason.
+    assert kept["case"].pop("breaks")
+    assert usual["case"].pop("breaks")
+    assert kept["case"]["graphs"] > 0
+    assert kept["case"] == usual["case"]
+
+
+@pytest.mark.process
+def test_muon_is_compiled_at_its_first_call() -> None:
+    kept, usual = trained_twice("muon")
+    assert kept["case"]["graphs"] > 0
+    assert kept["case"] == usual["case"]
+
+
+def test_every_function_that_is_passed_by_is_in_this_torch_and_deepspeed() -> None:
+    found = {
+        (module, owner): {
+            function.__name__
+            for function in compiler.switched_off(
+                importlib.import_module(module)
+                if owner is None
+                else getattr(importlib.import_module(module), owner)
+            )
+        }
+        for module, owner in compiler.SWITCHED_OFF
+    }
+    assert all(found.values()), found
+    assert {"add_param_group", "zero_grad"} <= found["torch.optim.optimizer", "Optimizer"]
+
+
+def test_every_step_that_loads_the_compiler_is_passed_by() -> None:
+    loading = set()
+    for optimizer in vars(torch.optim).values():
+        step = vars(optimizer).get("step") if inspect.isclass(optimizer) else None
+        while inspect.isfunction(step):
+            if "torch._dynamo" in step.__code__.co_names:
+                loading.add(step)
+            step = getattr(step, "__wrapped__", None)
+    assert {"Adam.step", "SGD.step"} <= {step.__qualname__ for step in loading}
+    assert set(compiler.optimizer_steps()) == loading
+
+
+def test_names_of_deepspeed_that_are_replaced_are_there() -> None:
+    module, owner, method = compiler.ZERO_3_HOOKS
+    assert callable(getattr(getattr(importlib.import_module(module), owner), method))
+    module, function = compiler.MUON_DECORATOR
+    assert callable(getattr(importlib.import_module(module), function)())
+
+
+def test_what_is_compiled_when_called_is_compiled_once_and_as_the_user_asked() -> None:
+    compiled: list[object] = []
+
+    def doubled(x: int) -> int:
+        """Return two times x."""
+        return 2 * x
+
+    def compile_(function: Any) -> Any:
+        compiled.append(function)
+        return function
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch, "compile", compile_)
+        call = compiler.compiled_when_called(doubled)
+        assert (compiled, call.__name__, call.__doc__) == ([], "doubled", "Return two times x.")
+        assert (call(2), call(x=3)) == (4, 6)
+    assert compiled == [doubled]

@@ -1,0 +1,77 @@
+"""An Accelerate loop that goes on no more on rank 1 after four batches: ``stalling_reporter.py stopped|skipped|silent|slow``.
+
+``slow`` goes on: only what the script does between its batches takes long, each after another batch.
+"""
+
+import os
+import signal
+import sys
+import time
+
+import torch
+from accelerate import Accelerator
+
+from dstrial.integrations.accelerate import Reporter
+
+STALL_AFTER = 4
+MICRO = 2
+FOREVER_S = 600
+SLOW_S = 5.0
+
+
+class Records(torch.utils.data.Dataset):
+    """Records of which one is never read where ``silent_after`` were."""
+
+    def __init__(self, count: int, silent_after: int) -> None:
+        self.inputs = torch.randn(count, 4)
+        self.left = silent_after
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, idx: int) -> torch.Tensor:
+        if self.left == 0:
+            self.read_from_storage()
+        self.left -= 1
+        return self.inputs[idx]
+
+    def read_from_storage(self) -> None:
+        time.sleep(FOREVER_S)
+
+
+def main(attack: str) -> None:
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    with Reporter(accelerator) as reporter:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        # The loader reads a micro batch ahead of the one that it gives.
+        silent_after = MICRO * (STALL_AFTER + 1) if attack == "silent" and rank == 1 else -1
+        loader = torch.utils.data.DataLoader(Records(80, silent_after), batch_size=MICRO)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        group = torch.distributed.new_group([0, 1], backend="gloo")
+        reporter.resume()
+        for inputs in reporter.batches(loader):
+            done = reporter.batches_trained
+            if done == STALL_AFTER and attack == "stopped" and rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            with accelerator.accumulate(model):
+                loss = model(inputs).pow(2).mean()
+                if done == STALL_AFTER and attack == "skipped" and rank == 0:
+                    torch.distributed.barrier(group=group)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            reporter.step({"loss": loss})
+            if attack == "slow" and done == 7:
+                time.sleep(SLOW_S)
+            if attack == "slow" and done == 9 and rank == 1:
+                time.sleep(2 * SLOW_S)  # rank 0 waits in its next batch
+            if reporter.should_validate:
+                time.sleep(SLOW_S / 2 if attack == "slow" and done < 6 else 0)
+                reporter.report_validation({"validation_loss": loss})
+    print(f"rank {rank} is at batch {reporter.batches_trained}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

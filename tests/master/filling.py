@@ -1,0 +1,118 @@
+"""A master and a search on a small disk that becomes full to the last byte, twice, in a mount namespace.
+
+    unshare --mount python filling.py WORK
+
+The last line of the output is JSON: what was seen, and what is wrong when the search has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+import chaos
+import chaos_checks
+import chaos_train
+import yaml
+from submitting import config
+from waiting import wait_for
+
+from dstrial.errors import RequestError
+from dstrial.master.client import Client
+from dstrial.testing.master import MasterForTest, master_for_test
+
+SEED = 0
+SIZE_MIB = 64
+MAX_SUBMISSIONS = 2000
+
+
+def main(work: Path) -> None:
+    disk = work / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE_MIB}m", "small", str(disk)], check=True)
+    journals = work / "journals"
+    for directory in (journals, disk / "tmp"):
+        directory.mkdir()
+    with master_for_test(disk, num_slots=4, env={"TMPDIR": str(disk / "tmp")}) as master:
+        experiment_id = chaos.submit(master, SEED, journals)
+        seen = [
+            during_a_full_disk(master, disk / "filler", is_killed=is_killed) for is_killed in (False, True)
+        ]
+        chaos.wait(master, experiment_id)
+        wait_for(lambda: database_row(master) == "")
+        with chaos_checks.opened(master) as connection:
+            search = chaos_checks.search_of(connection, experiment_id)
+            problems = [
+                *chaos_checks.look_at_search(search, is_exact=True),
+                *chaos_checks.look_at_training(search, {chaos_train.NUM_STEPS}),
+                *chaos_checks.look_at_journals(search, journals, set()),
+                *chaos_checks.look_at_allocations(search),
+                *chaos_checks.look_around(master, connection),
+            ]
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    print(json.dumps({"seen": seen, "problems": problems}))
+
+
+def during_a_full_disk(master: MasterForTest, filler: Path, *, is_killed: bool) -> dict[str, object]:
+    """Fill the disk while the search trains, kill the master or not, and make room again."""
+    before = num_reports(master)
+    wait_for(lambda: num_reports(master) >= before + 4)
+    client = master.client()
+    fill(filler)
+    confirmed, refusal = submit_until_refused(client)
+    status = database_row(master)
+    started = None
+    if is_killed:
+        master.kill()
+        started = master.dstrial("up", *master.up_arguments, "--port", str(master.record.port))
+    time.sleep(2.0)
+    seen: dict[str, object] = {"refusal": refusal, "status": status}
+    if started is not None:
+        seen |= {"code": started.returncode, "output": started.stdout + started.stderr}
+    filler.unlink()
+    if started is not None and started.returncode:
+        master.up()
+    stored = master.client().get("/api/v1/experiments?limit=-1")["experiments"]
+    seen["lost"] = sorted(confirmed - {int(one["id"]) for one in stored})
+    return seen
+
+
+def submit_until_refused(client: Client) -> tuple[set[int], str]:
+    """Submit paused experiments until the database has no room; return which are confirmed, and the refusal."""
+    confirmed: set[int] = set()
+    body = {"config": yaml.safe_dump(config()), "modelDefinition": []}
+    while len(confirmed) < MAX_SUBMISSIONS:
+        try:
+            confirmed.add(int(client.post("/api/v1/experiments", body)["experiment"]["id"]))
+        except RequestError as error:
+            return confirmed, f"{error.status} {error}"
+    return confirmed, ""
+
+
+def database_row(master: MasterForTest) -> str:
+    """Return what ``dstrial status`` says of the database."""
+    return str(json.loads(master.dstrial("status", "--json").stdout)["database"])
+
+
+def num_reports(master: MasterForTest) -> int:
+    with chaos_checks.opened(master) as connection:
+        return int(connection.execute("SELECT COUNT(*) FROM metrics").fetchone()[0])
+
+
+def fill(path: Path) -> None:
+    """Write until not one more byte finds room."""
+    with path.open("wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 12, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(b"x" * size)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

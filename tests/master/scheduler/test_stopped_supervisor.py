@@ -1,0 +1,74 @@
+"""A stopped supervisor, whose trial nobody watches: told in the log, the status and the page, and ended when asked to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from submitting import config, submit, trials
+from waiting import wait_for
+from webpage import text_of_page
+
+from dstrial.testing.master import MasterForTest, master_for_test
+
+pytestmark = pytest.mark.process
+
+
+def supervisor_of(master: MasterForTest) -> int:
+    """Return the process id of the supervisor of the only trial that runs."""
+    wait_for(lambda: list(master.state.allocations_path.glob("*/supervisor.json")))
+    (path,) = master.state.allocations_path.glob("*/supervisor.json")
+    return int(json.loads(path.read_text())["pid"])
+
+
+def begun(master: MasterForTest) -> tuple[int, int]:
+    """Return a trial of the first experiment that runs, and the process id of its supervisor."""
+    experiment_id = submit(master, config("python3 train.py", hyperparameters={"steps": 600, "sleep": 0.1}))
+    wait_for(lambda: any(trial.get("totalBatchesProcessed") for trial in trials(master, experiment_id)))
+    (trial,) = trials(master, experiment_id)
+    return int(trial["id"]), supervisor_of(master)
+
+
+def told(master: MasterForTest, trial_id: int) -> list[str]:
+    fields = json.loads(master.dstrial("status", "--json").stdout)
+    return [one["text"] for one in fields["stalled"] if one["trial"] == trial_id]
+
+
+def test_a_stopped_supervisor_is_told_until_it_goes_on(tmp_path: Path) -> None:
+    with master_for_test(tmp_path, num_slots=1) as master:
+        trial_id, pid = begun(master)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            wait_for(lambda: told(master, trial_id))
+            text = f"the supervisor of its processes, process {pid}, is stopped (SIGSTOP)"
+            assert told(master, trial_id) == [text]
+            assert f'<div class="ERROR">stalled: {text}</div>' in text_of_page(master, "/?experiment=1")
+            log = master.det("trial", "logs", str(trial_id)).stdout
+            assert f"stalled: {text}; " in log
+            assert f"`kill -CONT {pid}`" in log
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        wait_for(lambda: not told(master, trial_id))
+        assert ">stalled: " not in text_of_page(master, "/?experiment=1")
+        wait_for(
+            lambda: (
+                "stalled: no longer, the supervisor goes on"
+                in master.det("trial", "logs", str(trial_id)).stdout
+            )
+        )
+
+
+def test_a_trial_whose_supervisor_is_stopped_is_killed_when_asked_to(tmp_path: Path) -> None:
+    with master_for_test(tmp_path, num_slots=1) as master:
+        trial_id, pid = begun(master)
+        os.kill(pid, signal.SIGSTOP)
+        killed = master.det("trial", "kill", str(trial_id))
+        assert killed.returncode == 0, killed.stdout + killed.stderr
+        client = master.client()
+        wait_for(
+            lambda: client.get(f"/api/v1/trials/{trial_id}")["trial"]["state"].endswith("CANCELED"),
+            "the trial does not end",
+        )

@@ -1,0 +1,177 @@
+"""A wall clock that jumps by a day, forwards and back, under a master and all processes of its trials."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import chaos
+import chaos_checks
+import chaos_train
+import pytest
+from submitting import config, log_of, submit, trials, wait_until
+from waiting import wait_for
+
+from dstrial.testing.master import MasterForTest, master_for_test
+
+pytestmark = pytest.mark.process
+DAY_S = 86_400
+SOURCE = Path(__file__).with_name("shifted_clock.cpp")
+
+# Saves only when it is allowed to, after it was asked to stop.
+SLOW_TO_STOP = """
+import json, pathlib, time
+import determined as det
+
+info = det.get_cluster_info()
+here = pathlib.Path(info.trial.hparams["here"])
+with det.core.init() as core:
+    step = 0
+    while not core.preempt.should_preempt():
+        step += 1
+        core.train.report_training_metrics(step, {"loss": 1.0 / step})
+        time.sleep(0.05)
+    (here / "asked").touch()
+    while not (here / "go").exists():
+        time.sleep(0.05)
+    with core.checkpoint.store_path({"steps_completed": step}) as (path, _):
+        (path / "state.json").write_text(json.dumps(step))
+"""
+
+DETACHED = """
+import pathlib, sys, time
+from determined.experimental import core_v2
+
+core_v2.init(
+    config=core_v2.Config(name="by hand", external_experiment_id="a", external_trial_id="1"),
+)
+step = 0
+while not pathlib.Path(sys.argv[1]).exists():
+    step += 1
+    core_v2.train.report_training_metrics(steps_completed=step, metrics={"loss": 1 / step})
+    time.sleep(0.5)
+core_v2.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("Requires: [a C++ compiler]")
+    path = tmp_path_factory.mktemp("clock") / "shifted_clock.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", path, SOURCE, "-ldl"], check=True)
+    return path
+
+
+@pytest.fixture
+def shifted(tmp_path: Path, library: Path) -> Iterator[tuple[MasterForTest, Callable[[int], None]]]:
+    """A master whose clock, and that of all that it starts, is the machine's plus some seconds; and what sets them."""
+    path = tmp_path / "shift"
+
+    def shift(seconds: int) -> None:
+        with path.open("r+b" if path.exists() else "wb") as file:
+            file.write(struct.pack("<q", seconds))
+
+    shift(0)
+    for name in ("journals", "tmp"):
+        (tmp_path / name).mkdir()
+    settings = tmp_path / "master.yaml"
+    settings.write_text("detached_timeout_s: 3")
+    env = {"LD_PRELOAD": str(library), "SHIFTED_CLOCK": str(path), "TMPDIR": str(tmp_path / "tmp")}
+    options = ("--config-file", str(settings))
+    with master_for_test(tmp_path, num_slots=4, options=options, env=env) as master:
+        yield master, shift
+
+
+def num_reports(master: MasterForTest) -> int:
+    with chaos_checks.opened(master) as connection:
+        return int(connection.execute("SELECT COUNT(*) FROM metrics").fetchone()[0])
+
+
+def has_reported(master: MasterForTest, number: int) -> bool:
+    return num_reports(master) >= number
+
+
+def test_a_search_under_a_clock_that_jumps_is_the_undisturbed_one(
+    shifted: tuple[MasterForTest, Callable[[int], None]], tmp_path: Path
+) -> None:
+    master, shift = shifted
+    experiment_id = chaos.submit(master, 0, tmp_path / "journals")
+    for seconds in (DAY_S, -DAY_S, 0, 2 * DAY_S):
+        wait_for(functools.partial(has_reported, master, num_reports(master) + 6))
+        shift(seconds)
+    chaos.wait(master, experiment_id)
+
+    with chaos_checks.opened(master) as connection:
+        search = chaos_checks.search_of(connection, experiment_id)
+        assert [
+            *chaos_checks.look_at_search(search, is_exact=True),
+            *chaos_checks.look_at_training(search, {chaos_train.NUM_STEPS}),
+            *chaos_checks.look_at_journals(search, tmp_path / "journals", set()),
+            *chaos_checks.look_at_allocations(search),
+            *chaos_checks.look_around(master, connection),
+        ] == []
+        # No run was taken for silent, lost or late, and the clock did jump, also where ranks print.
+        runs = connection.execute("SELECT COUNT(*) FROM allocations").fetchone()[0]
+        assert runs == len(search.trials)
+        for source in ("task", "master"):
+            first, last = connection.execute(
+                "SELECT MIN(time_us), MAX(time_us) FROM logs WHERE source = ?", (source,)
+            ).fetchone()
+            assert last - first > 2 * DAY_S * 1_000_000
+
+
+def test_a_jump_forwards_kills_no_trial_that_saves_what_it_was_asked_for(
+    shifted: tuple[MasterForTest, Callable[[int], None]], tmp_path: Path
+) -> None:
+    master, shift = shifted
+    experiment_id = submit(master, config(hyperparameters={"here": str(tmp_path)}), SLOW_TO_STOP)
+    wait_for(functools.partial(has_reported, master, 3))
+    master.client().post(f"/api/v1/experiments/{experiment_id}/pause")
+    wait_for((tmp_path / "asked").exists)
+
+    shift(DAY_S)
+    time.sleep(2.0)  # The scheduler looks several times a second.
+    (tmp_path / "go").touch()
+    wait_until(master, experiment_id, "PAUSED")
+    wait_for(
+        lambda: (
+            "was terminated" in log_of(master, experiment_id) or "crashed" in log_of(master, experiment_id)
+        )
+    )
+
+    assert "it did not stop within" not in log_of(master, experiment_id)
+    [trial] = trials(master, experiment_id)
+    assert int(trial["restarts"]) == 0
+    found = master.client().get(f"/api/v1/experiments/{experiment_id}/checkpoints")["checkpoints"]
+    assert [one["state"] for one in found] == ["STATE_COMPLETED"]
+
+
+def test_a_jump_forwards_takes_no_detached_run_for_silent(
+    shifted: tuple[MasterForTest, Callable[[int], None]], tmp_path: Path
+) -> None:
+    master, shift = shifted
+    script = subprocess.Popen(
+        [sys.executable, "-c", DETACHED, str(tmp_path / "last")], env=dict(master.env), cwd=tmp_path
+    )
+    try:
+        wait_for(functools.partial(has_reported, master, 12))  # Silence is looked for by now.
+        for days in range(1, 7):
+            shift(days * DAY_S)
+            wait_for(functools.partial(has_reported, master, num_reports(master) + 2))
+            time.sleep(0.2 * days)
+        (tmp_path / "last").touch()
+        assert script.wait(timeout=60) == 0
+    finally:
+        script.kill()
+        script.wait()
+
+    assert "detached runs are given up" not in master.state.log_path.read_text()
+    wait_until(master, 1, "COMPLETED")

@@ -1,0 +1,44 @@
+"""A disk that is full to the last byte under a master and a search: all wait for room, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from namespaces import unshare
+
+PROGRAM = Path(__file__).with_name("filling.py")
+
+
+@pytest.mark.process
+def test_a_search_on_a_disk_that_is_full_twice_loses_nothing_and_status_says_why_it_waits(
+    tmp_path: Path,
+) -> None:
+    in_namespace = unshare(
+        "--mount", probe=f"mkdir {tmp_path}/probe; mount -t tmpfs -o size=1m small {tmp_path}/probe"
+    )
+    # Determined's ranks meet at sockets in the temporary directory, whose paths have at most 107 characters.
+    with tempfile.TemporaryDirectory(prefix="full-") as work:
+        ended = subprocess.run(
+            [*in_namespace, sys.executable, str(PROGRAM), work],
+            capture_output=True, text=True, timeout=280, check=False,
+        )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert found["problems"] == []
+    full, killed = found["seen"]
+    for seen in found["seen"]:
+        # Nobody was told that something is stored which is not.
+        assert seen["lost"] == []
+        assert seen["refusal"].startswith("503 ")
+        assert "could not be written" in seen["status"]
+        assert "Make room" in seen["status"]
+    # A master that was killed meanwhile does not start, and says why.
+    assert "code" not in full
+    assert killed["code"] == 1
+    assert "No space left on device" in killed["output"]
