@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from dstrial.master.backends.devices import Slot
-    from dstrial.master.http import ConnectionLimiter
-    from dstrial.master.scheduler import Scheduler
+    from dstrial.master.http.connection_limits import ConnectionLimiter
+    from dstrial.master.scheduler.scheduler import Scheduler
     from dstrial.master.services import Services
     from dstrial.master.settings import MasterSettings
     from dstrial.master.webhooks.delivery import Delivery
@@ -96,7 +96,7 @@ class MasterServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to answer, and tell."""
-        from dstrial.master.http import Connection
+        from dstrial.master.http.connection import Connection
 
         await super().startup(sockets)
         if self.started:
@@ -225,7 +225,8 @@ def _record(services: Services, slots: Sequence[Slot], port: int, socket_path: P
 
 
 def _open_limiter(settings: MasterSettings, stack: contextlib.ExitStack) -> ConnectionLimiter:
-    from dstrial.master.http import DEFAULT_NUM_CONNECTIONS, Accounts, ConnectionLimiter, Limits
+    from dstrial.master.http.connection_limits import DEFAULT_NUM_CONNECTIONS, ConnectionLimiter, Limits
+    from dstrial.master.http.peers import Accounts
 
     accounts = Accounts(allow_others=settings.allow_other_users)
     stack.callback(accounts.close)
@@ -277,9 +278,9 @@ def _run(
     on_ready: Callable[[MasterRecord], None],
 ) -> None:
     from dstrial.master.app import create_app
-    from dstrial.master.http import connection_protocol
+    from dstrial.master.http.connection import connection_protocol
     from dstrial.master.proxy import websocket_protocol
-    from dstrial.master.scheduler import Scheduler
+    from dstrial.master.scheduler.scheduler import Scheduler
     from dstrial.master.webhooks.delivery import Delivery
 
     app = RefuseSubmissions(create_app(services))

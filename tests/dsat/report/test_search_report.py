@@ -18,7 +18,9 @@ from surfaces import play, space, surface
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, TrialResult
 from dstrial.dsat.methods.base import Measure, ReportFacts
-from dstrial.dsat.report import SearchFacts, formatting, report_document, write_report
+from dstrial.dsat.report import formatting
+from dstrial.dsat.report.document import SearchFacts, report_document
+from dstrial.dsat.report.files import write_report
 from dstrial.dsat.report.live import LiveTable
 
 _PHASES = {"forward": 0.3, "backward": 0.6, "step": 0.05}
