@@ -41,7 +41,8 @@ def notify_alert(
 ) -> int:
     """Tell what a trial says by ``core_context.alert``; return to how many webhooks.
 
-    A long title or description is cut, as an alert must not end a training. ``level`` is one of ``store.reports.logs.LEVELS``, or empty.
+    A long title or description is cut, as an alert must not end a training. ``level`` is one of
+    ``store.reports.logs.LEVELS``, or empty.
     """
     rows = webhooks.triggered(tx.connection, CUSTOM)
     if not rows:
