@@ -93,3 +93,21 @@ def test_a_first_batch_that_takes_long_is_one_line_and_nothing_is_ended(tmp_path
     assert "stalled: " not in run.output
     assert "no batch has ended so far, and the first may take long" in lines[0]
     assert "stack of rank" not in run.output
+
+
+@pytest.mark.parametrize(
+    "batch_sleep_s", [0.5, 0.0], ids=["while training goes on", "while it is waited for"]
+)
+def test_a_checkpoint_that_a_storage_takes_no_more_of_is_named_with_its_rank(tmp_path, batch_sleep_s):
+    config = stalling(batches=15, batch_sleep_s=batch_sleep_s)
+    config["min_checkpoint_period"] = {"batches": 5}
+    run = train(tmp_path, "SilentStorageTrial", config, ranks=2, module="stalling_trials")
+    assert run.returncode == 1, run.output
+    (line,) = re.findall("dstrial.launch: (stalled: .*longest checkpoint.*)", run.output)
+    assert line.startswith("stalled: rank 1 writes the checkpoint at batch 10, in ")
+    assert "(state_copy.py:" in line
+    assert "; rank 0 waits for it. It has not ended for" in line
+    assert "Look at the storage." in line
+    assert "rank 1 failed first" in run.output
+    assert "stalled: stack of rank 1" in run.output
+    assert "state_copy.py" in run.output.partition("stalled: stack of rank 1")[2]

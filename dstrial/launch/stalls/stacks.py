@@ -26,10 +26,11 @@ _COLLECTIVE = (
 _OPERATIONS = ("/torch/distributed/distributed_c10d.py", "/dstrial/ranks/control_channel.py")
 _DATA = ("/torch/utils/data/", "/dstrial/loop/data/")
 _MASTER = ("/determined/common/api/",)
+_SAVES = "/dstrial/loop/background_save.py"
 _FETCHES = ("/torch/utils/data/_utils/fetch.py",)
 _BACKWARD = "_engine_run_backward"
 _OURS = str(Path(__file__).parents[1])
-_NOT_USERS = ("/site-packages/", "/dist-packages/", f"{_OURS}/", "<frozen", "<string>")
+_LIBRARIES = ("/site-packages/", "/dist-packages/", "<frozen", "<string>")
 _STANDARD_LIBRARY = re.compile(r"/lib(?:64)?/python3\.\d+/")
 _WRAPPERS = frozenset({"wrapper", "_wait", "wait"})
 
@@ -140,6 +141,23 @@ def place_of(stacks: Sequence[ThreadStack], thread_id: int) -> Place | None:
     return Place(wait, operation, user_frame)
 
 
+def saving_stack(stacks: Sequence[ThreadStack]) -> ThreadStack | None:
+    """Return the calls of the thread that writes a checkpoint in the background; None without one."""
+    for stack in stacks:
+        if any(frame.file.endswith(_SAVES) and frame.function == "run" for frame in stack.frames):
+            return stack
+    return None
+
+
+def place_of_save(stacks: Sequence[ThreadStack]) -> Place | None:
+    """Say where a checkpoint that a rank writes in the background is; its call may be ours. None if it writes none."""
+    stack = saving_stack(stacks)
+    if stack is None:
+        return None
+    wait, operation = _wait_of(stack.frames)
+    return Place(wait, operation, next((frame for frame in stack.frames if not _is_of_library(frame)), None))
+
+
 def place_in_worker(place: Place, workers: Mapping[int, Sequence[ThreadStack]]) -> Place:
     """Return where a rank that waits for data is, with the worker that reads.
 
@@ -199,6 +217,8 @@ def _is_background(frames: Sequence[Frame]) -> bool:
 
 
 def _is_users(frame: Frame) -> bool:
-    return not (
-        any(part in frame.file for part in _NOT_USERS) or _STANDARD_LIBRARY.search(frame.file) is not None
-    )
+    return not (_is_of_library(frame) or f"{_OURS}/" in frame.file)
+
+
+def _is_of_library(frame: Frame) -> bool:
+    return any(part in frame.file for part in _LIBRARIES) or bool(_STANDARD_LIBRARY.search(frame.file))

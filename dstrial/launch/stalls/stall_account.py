@@ -37,12 +37,14 @@ class Account:
         guilty: the rank that holds the others up; None where that cannot be told.
         advice: what to do, one sentence; may be empty.
         is_of_ranks: whether the ranks themselves are what stalls, and not the master.
+        lasting: what has lasted, for the sentence behind.
     """
 
     text: str
     guilty: int | None
     advice: str = ""
     is_of_ranks: bool = True
+    lasting: str = "Nothing has moved"
 
 
 def account(views: Sequence[RankView], places: Mapping[int, Place]) -> Account:
@@ -54,7 +56,7 @@ def account(views: Sequence[RankView], places: Mapping[int, Place]) -> Account:
     """
     watched = [view for view in views if view.beat.phase is not Phase.NONE]
     if not watched:
-        return _saving_account(views)
+        return account_of_save(views, {})
     guilty = _guilty(watched, places)
     if guilty is None:
         return _account_of_collectives(watched, places)
@@ -72,14 +74,48 @@ def account(views: Sequence[RankView], places: Mapping[int, Place]) -> Account:
     return Account("; ".join(texts), guilty.rank, _advice(guilty, place), is_of_ranks)
 
 
-def _saving_account(views: Sequence[RankView]) -> Account:
+def account_of_save(views: Sequence[RankView], places: Mapping[int, Place]) -> Account:
+    """Say which rank a checkpoint that is written in the background waits for; training may go on meanwhile.
+
+    Args:
+        views: the ranks of this machine.
+        places: where the threads are that write it, by rank.
+    """
     saving = [view for view in views if view.save_age_s > 0]
     if not saving:
         return Account("no rank says where it is", None)
-    oldest = max(saving, key=lambda view: view.save_age_s)
+    waiting = [view for view in saving if _waits(places.get(view.rank))]
+    writing = [view for view in saving if view not in waiting] or saving
+    guilty = max(writing, key=lambda view: (view.is_stopped, view.save_age_s))
+    texts = [f"{_name([view.rank])} {_saving_state(view, places.get(view.rank))}" for view in writing]
+    if waiting and guilty not in waiting:
+        verb = "waits" if len(waiting) == 1 else "wait"
+        texts.append(f"{_name([view.rank for view in waiting])} {verb} for it")
+    is_of_master = any(place.wait is Wait.MASTER for place in places.values())
+    advice = "See whether the master runs, or is stopped, with `dstrial status`." if is_of_master else ""
+    if guilty.is_stopped:
+        advice = _advice(guilty, None)
+    named = guilty.rank if len(writing) == 1 else None
     return Account(
-        f"{_name([oldest.rank])} writes the checkpoint at batch {oldest.beat.save_batch}", oldest.rank
+        "; ".join(texts),
+        named,
+        advice or "Look at the storage.",
+        not is_of_master,
+        "It has not ended",
     )
+
+
+def _saving_state(view: RankView, place: Place | None) -> str:
+    what = f"the checkpoint at batch {view.beat.save_batch}"
+    if view.is_stopped:
+        return f"is stopped (SIGSTOP) and writes {what}"
+    if place is None:
+        return f"writes {what}"
+    if place.wait is Wait.RANKS:
+        return f"waits for other ranks with {what}"
+    if place.wait is Wait.MASTER:
+        return f"waits for an answer of the master with {what}"
+    return f"writes {what}, in {place.user_call}" if place.user_call else f"writes {what}"
 
 
 def _guilty(views: Sequence[RankView], places: Mapping[int, Place]) -> RankView | None:
@@ -203,7 +239,7 @@ def sentence(stall: Stall, told: Account) -> str:
         so_far = f"the longest {unit} so far took {_seconds(stall.longest_s)}"
     advice = f" {told.advice}" if told.advice else ""
     prefix = PREFIX if stall.is_certain else SLOW_PREFIX
-    return f"{prefix} {told.text}. Nothing has moved for {_seconds(stall.lasted_s)}; {so_far}.{advice}"
+    return f"{prefix} {told.text}. {told.lasting} for {_seconds(stall.lasted_s)}; {so_far}.{advice}"
 
 
 def _seconds(seconds: float) -> str:

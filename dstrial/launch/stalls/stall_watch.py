@@ -16,8 +16,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dstrial.launch.stalls.stack_requests import ask_for_stacks, ask_workers
-from dstrial.launch.stalls.stacks import Place, ThreadStack, Wait, main_stack, place_in_worker, place_of
-from dstrial.launch.stalls.stall_account import PREFIX, SLOW_PREFIX, Account, account, sentence
+from dstrial.launch.stalls.stacks import (
+    Place,
+    ThreadStack,
+    Wait,
+    main_stack,
+    place_in_worker,
+    place_of,
+    place_of_save,
+    saving_stack,
+)
+from dstrial.launch.stalls.stall_account import (
+    PREFIX,
+    SLOW_PREFIX,
+    Account,
+    account,
+    account_of_save,
+    sentence,
+)
 from dstrial.launch.stalls.stall_rules import (
     RankView,
     Stall,
@@ -215,6 +231,24 @@ class StallWatch:
 
     def _tell(self, stall: Stall, views: Sequence[RankView]) -> None:
         stacks = ask_for_stacks(views, self._watched.stacks_files, self._watched.kept_stacks)
+        # A main thread that saves waits for what the background writes, if anything.
+        is_saving = stall.kind is Phase.SAVE and any(view.save_age_s > 0 for view in views)
+        told = self._account_of_save(views, stacks) if is_saving else self._account(views, stacks)
+        text = sentence(stall, told)
+        self._print_line(text)
+        if not stall.is_certain:
+            return
+        self._began_s = time.time() - stall.lasted_s
+        self._show(told.text)
+        for line in _shown_stacks(views, stacks, is_saving=is_saving):
+            self._print_line(line)
+        if self._watched.kept_stacks is not None and stacks:
+            self._print_line(
+                f"{PREFIX} the stacks of all threads are in {shown_path(self._watched.kept_stacks)}"
+            )
+        self._restart(stall, told, text)
+
+    def _account(self, views: Sequence[RankView], stacks: Mapping[int, Sequence[ThreadStack]]) -> Account:
         places: dict[int, Place] = {}
         for view in views:
             place = place_of(stacks.get(view.rank, []), view.beat.thread_id)
@@ -222,20 +256,12 @@ class StallWatch:
                 place = place_in_worker(place, ask_workers(view, self._watched.stacks_files[view.rank]))
             if place is not None:
                 places[view.rank] = place
-        told = account(views, places)
-        text = sentence(stall, told)
-        self._print_line(text)
-        if not stall.is_certain:
-            return
-        self._began_s = time.time() - stall.lasted_s
-        self._show(told.text)
-        for line in _shown_stacks(views, stacks):
-            self._print_line(line)
-        if self._watched.kept_stacks is not None and stacks:
-            self._print_line(
-                f"{PREFIX} the stacks of all threads are in {shown_path(self._watched.kept_stacks)}"
-            )
-        self._restart(stall, told, text)
+        return account(views, places)
+
+    @staticmethod
+    def _account_of_save(views: Sequence[RankView], stacks: Mapping[int, Sequence[ThreadStack]]) -> Account:
+        places = {rank: place for rank, threads in stacks.items() if (place := place_of_save(threads))}
+        return account_of_save(views, places)
 
     def _restart(self, stall: Stall, told: Account, text: str) -> None:
         memory = self._watched.memory
@@ -258,11 +284,14 @@ class StallWatch:
         self._shown.show(None if text is None else {"text": text, "since_s": self._began_s})
 
 
-def _shown_stacks(views: Sequence[RankView], stacks: Mapping[int, Sequence[ThreadStack]]) -> list[str]:
-    """Return lines with the main thread's calls of each rank; equal ones once."""
+def _shown_stacks(
+    views: Sequence[RankView], stacks: Mapping[int, Sequence[ThreadStack]], *, is_saving: bool
+) -> list[str]:
+    """Return lines with the calls of each rank's main thread, or of the one that saves; equal ones once."""
     by_calls: dict[tuple[str, ...], list[RankView]] = {}
     for view in views:
-        stack = main_stack(stacks.get(view.rank, []), view.beat.thread_id)
+        threads = stacks.get(view.rank, [])
+        stack = saving_stack(threads) if is_saving else main_stack(threads, view.beat.thread_id)
         if stack is not None:
             calls = tuple(map(str, stack.frames[:_SHOWN_FRAMES]))
             by_calls.setdefault(calls, []).append(view)

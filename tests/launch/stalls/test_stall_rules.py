@@ -8,7 +8,7 @@ import pytest
 
 from dstrial.errors import ConfigError
 from dstrial.launch.stalls.stacks import Frame, Place, Wait
-from dstrial.launch.stalls.stall_account import account, sentence
+from dstrial.launch.stalls.stall_account import account, account_of_save, sentence
 from dstrial.launch.stalls.stall_rules import (
     STOPPED_AFTER_S,
     RankView,
@@ -185,6 +185,23 @@ def test_a_save_in_the_background_that_never_ends_is_a_stall_of_its_own() -> Non
     assert stall_of([view(0, age_s=1), saving], {Phase.SAVE: 20.0, Phase.BATCH: 1.0}, SETTINGS) is None
     found = stall_of([view(0, age_s=1), saving], {Phase.SAVE: 5.0, Phase.BATCH: 1.0}, SETTINGS)
     assert found == Stall(Phase.SAVE, "checkpoint 80", 130, 5.0, True)
+
+
+def test_the_rank_that_a_checkpoint_in_the_background_waits_for_is_named() -> None:
+    views = [view(rank, age_s=1, save_age_s=130) for rank in range(3)]
+    writes = Place(Wait.UNKNOWN, "", Frame("/opt/dstrial/engine/state_copy.py", 325, "_save"))
+    waits = Place(Wait.RANKS, "allgather")
+    told = account_of_save(views, {0: waits, 1: writes, 2: waits})
+    assert told.text == (
+        "rank 1 writes the checkpoint at batch 80, in _save (state_copy.py:325); ranks 0 and 2 wait for it"
+    )
+    assert (told.guilty, told.advice) == (1, "Look at the storage.")
+    none = account_of_save(views, dict.fromkeys(range(3), waits))
+    assert none.guilty is None
+    assert none.text.startswith("rank 0 waits for other ranks with the checkpoint at batch 80; rank 1")
+    asks = account_of_save(views, {0: Place(Wait.MASTER), 1: waits, 2: waits})
+    assert asks.text.startswith("rank 0 waits for an answer of the master with the checkpoint at batch 80; ")
+    assert not asks.is_of_ranks
 
 
 def test_the_longest_of_each_phase_is_that_of_any_rank() -> None:

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from small_records import Records
 from small_trials import DataParallelTrial
 
-from dstrial import DataLoader
+from dstrial import DataLoader, PyTorchCallback
+from dstrial.checkpoint.file_roles import rank_state_name
 
 FOREVER_S = 600
 
@@ -80,3 +81,23 @@ class SlowFirstBatchTrial(DataParallelTrial):
         if batch_idx == 0:
             time.sleep(self.hparams["first_batch_s"] / 2)  # two micro batches
         return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+
+
+class SilentStorage(PyTorchCallback):
+    """The file of rank 1 in the checkpoint at batch 10 is a FIFO that nobody reads."""
+
+    def __init__(self, context):
+        self.rank = context.distributed.get_rank()
+
+    def on_checkpoint_save_start(self, checkpoint):
+        if checkpoint["progress"]["batches_trained"] == 10 and self.rank == 1:
+            checkpoints = pathlib.Path(os.environ["DSTRIAL_RUN_DIR"]) / "checkpoints"
+            (saving,) = checkpoints.glob("*.saving")
+            os.mkfifo(saving.with_suffix("") / rank_state_name(1))
+
+
+class SilentStorageTrial(DataParallelTrial):
+    """A storage takes nothing more of rank 1's second checkpoint."""
+
+    def build_callbacks(self):
+        return {"silent": SilentStorage(self.context)}
