@@ -13,7 +13,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Collect nothing while the block lasts; leave a collector alone that is switched off."""
+    """Collect nothing while the block lasts.
+
+    A collector that is switched off is left alone.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

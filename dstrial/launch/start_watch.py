@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE
 from dstrial.launch.stale_locks import Build, builds_under_way, extensions_root, remove_stale_locks
+from dstrial.launch.watches import ShownFile, watching
 from dstrial.ranks.startup_phase import TRAINING, read_phase
 
 STARTING_NAME = "starting.json"
@@ -132,20 +129,8 @@ def watched_start(
     Ranks: none; for the launcher, around its ranks.
     """
     watch = _Watch(phase_files, print_line, root)
-    is_over = threading.Event()
-
-    def look() -> None:
-        while not is_over.wait(every_s):
-            watch.look()
-        watch.close()
-
-    thread = threading.Thread(target=look, name="dstrial-start-watch", daemon=True)
-    thread.start()
-    try:
+    with watching(watch.look, watch.close, name="dstrial-start-watch", every_s=every_s):
         yield
-    finally:
-        is_over.set()
-        thread.join()
 
 
 def _worth_s(build: Build) -> float:
@@ -169,8 +154,7 @@ class _Watch:
         self._began_s = time.time()
         self._last_told_s = self._began_s
         self._told: dict[tuple[str, float], float] = {}
-        directory = os.environ.get(ALLOCATION_DIR_VARIABLE)
-        self._shown = Path(directory) / STARTING_NAME if directory else None
+        self._shown = ShownFile(STARTING_NAME)
         self._last_shown: Activity | None = None
         self._next_cleaning_s = 0.0
 
@@ -205,15 +189,6 @@ class _Watch:
         self._show(None)
 
     def _show(self, found: Activity | None) -> None:
-        if self._shown is None or found == self._last_shown:
-            return
-        self._last_shown = found
-        with contextlib.suppress(OSError):
-            if found is None:
-                self._shown.unlink(missing_ok=True)
-                return
-            temporary = self._shown.with_suffix(".new")
-            temporary.write_text(
-                json.dumps({"phase": found.text, "since_s": found.since_s}), encoding="utf-8"
-            )
-            temporary.replace(self._shown)
+        if found != self._last_shown:
+            self._last_shown = found
+            self._shown.show(None if found is None else {"phase": found.text, "since_s": found.since_s})

@@ -93,7 +93,7 @@ def prepare_accelerator() -> None:
 
 
 def keep_compiler_out() -> None:
-    """Import DeepSpeed, and let this process train without torch's compiler until it is used.
+    """Import DeepSpeed, and train without torch's compiler until it is used.
 
     Ranks: each its own; no communication.
     """

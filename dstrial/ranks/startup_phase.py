@@ -11,6 +11,8 @@ import os
 import time
 from pathlib import Path
 
+from dstrial.file_writes import replace_file
+
 PHASE_FILE_VARIABLE = "DSTRIAL_PHASE_FILE"
 """Environment variable that names the file in which a rank says what it is doing before its first batch."""
 
@@ -41,9 +43,6 @@ def _write(fields: dict[str, object]) -> None:
     named = os.environ.get(PHASE_FILE_VARIABLE)
     if not named:
         return
-    path = Path(named)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
     # If the launcher was killed, its directory is gone, and nobody reads the file.
     with contextlib.suppress(OSError):
-        temporary.write_text(json.dumps(fields), encoding="utf-8")
-        temporary.replace(path)
+        replace_file(Path(named), json.dumps(fields), sync=False)

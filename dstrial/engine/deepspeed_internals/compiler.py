@@ -104,7 +104,10 @@ def optimizer_steps() -> Iterator[FunctionType]:
 
 
 def _decorated(function: object) -> Iterator[FunctionType]:
-    """Yield a function and those that it decorates; not all decorators set ``__wrapped__``."""
+    """Yield a function and those that it decorates.
+
+    Not all decorators set ``__wrapped__``.
+    """
     waiting, seen = [function], set()
     while waiting:
         function = waiting.pop()
@@ -152,7 +155,7 @@ def _pass_by(function: FunctionType) -> None:
 
 
 def _use_grad_for_differentiable(func: Callable[..., Any]) -> FunctionType:
-    """Do as torch's decorator of ``step`` does, without breaking a graph that there is not.
+    """Do as torch's decorator of ``step`` does, with no graph to break.
 
     Source: ``torch/optim/optimizer.py:59``, whose code is replaced by that of the inner function; it runs among that
     module's names.

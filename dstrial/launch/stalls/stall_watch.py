@@ -11,13 +11,10 @@ import contextlib
 import dataclasses
 import json
 import mmap
-import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE
 from dstrial.launch.stalls.stack_requests import ask_for_stacks, ask_workers
 from dstrial.launch.stalls.stacks import (
     Place,
@@ -46,6 +43,7 @@ from dstrial.launch.stalls.stall_rules import (
     may_restart,
     stall_of,
 )
+from dstrial.launch.watches import ShownFile, watching
 from dstrial.local.run_directory import shown_path
 from dstrial.process_state import kernel_function, read_state
 from dstrial.ranks.heartbeat import Beat, Phase, read_beat
@@ -98,20 +96,8 @@ def watched_training(
     Ranks: none; for the launcher, around its ranks.
     """
     watch = StallWatch(watched, settings, print_line, end_ranks)
-    is_over = threading.Event()
-
-    def look() -> None:
-        while not is_over.wait(every_s):
-            watch.look()
-        watch.close()
-
-    thread = threading.Thread(target=look, name="dstrial-stall-watch", daemon=True)
-    thread.start()
-    try:
+    with watching(watch.look, watch.close, name="dstrial-stall-watch", every_s=every_s):
         yield
-    finally:
-        is_over.set()
-        thread.join()
 
 
 @dataclasses.dataclass(slots=True)
@@ -158,8 +144,7 @@ class StallWatch:
         self._told_s: float | None = None
         self._began_s = 0.0
         self._has_ended_them = False
-        directory = os.environ.get(ALLOCATION_DIR_VARIABLE)
-        self._shown = Path(directory) / STALLED_NAME if directory else None
+        self._shown = ShownFile(STALLED_NAME)
 
     def look(self) -> None:
         """Look at all ranks once, and say what is due."""
@@ -296,15 +281,7 @@ class StallWatch:
         self._end_ranks(told.guilty, text)
 
     def _show(self, text: str | None) -> None:
-        if self._shown is None:
-            return
-        with contextlib.suppress(OSError):
-            if text is None:
-                self._shown.unlink(missing_ok=True)
-                return
-            temporary = self._shown.with_suffix(".new")
-            temporary.write_text(json.dumps({"text": text, "since_s": self._began_s}), encoding="utf-8")
-            temporary.replace(self._shown)
+        self._shown.show(None if text is None else {"text": text, "since_s": self._began_s})
 
 
 def _shown_stacks(

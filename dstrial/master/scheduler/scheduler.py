@@ -354,7 +354,10 @@ class Scheduler:
             backends.kill(handle, Path(row.directory))
 
     def _is_late(self, row: Allocation) -> bool:
-        """Say whether what was asked to stop has had its time; a wall clock that jumps meanwhile changes nothing."""
+        """Say whether what was asked to stop has had its time.
+
+        A wall clock that jumps meanwhile changes nothing.
+        """
         deadline_us = row.preempt_deadline_us
         if deadline_us is None:
             return False

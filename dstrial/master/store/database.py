@@ -302,7 +302,7 @@ class Database:
         return f"{self.path} is damaged ({self.damage}); expected every page as it was written. {mending.END_AND_PUT_BACK}"
 
     def describe_trouble(self) -> str:
-        """Say what was found damaged, or else why a write has failed just now; empty if all is well."""
+        """Say what was found damaged, or why a write has just failed; empty for nothing."""
         why, at_s = self._failed_write
         ago_s = time.monotonic() - at_s
         if self.damage or not why or ago_s > _JUST_NOW_S:

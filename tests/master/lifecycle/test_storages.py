@@ -12,19 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stored import store_checkpoints, store_experiment
 from waiting import wait_for
 
 from dstrial.checkpoint.storage_identity import StorageIdentity
-from dstrial.config.experiment_config.submission import MasterDefaults, check_submission
-from dstrial.master.lifecycle import experiments
 from dstrial.master.lifecycle.storages import Storages, judge
-from dstrial.master.store import checkpoints
 from dstrial.master.store import storages as storage_rows
-from dstrial.master.store import trials as trial_rows
-from dstrial.master.store.database import Database, Transaction
+from dstrial.master.store.database import Database
 from dstrial.storage_guard import A_COPY, IDENTITY_NAME, StorageGoneError
-
-CONFIG = "entrypoint: 'true'\nsearcher: {name: single, metric: score}\n"
 
 
 @pytest.fixture
@@ -39,35 +34,9 @@ def storage(root: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def database(tmp_path: Path, storage: dict[str, Any]) -> Iterator[Database]:
-    submission = check_submission(CONFIG, context_dir=tmp_path, defaults=MasterDefaults(storage))
-
-    def fill(tx: Transaction) -> None:
-        tx.execute("INSERT INTO users (id, username, modified_us) VALUES (1, 'determined', 0)")
-        experiments.create(tx, submission=submission, tgz=b"", owner_id=1, activate=False)
-
     with contextlib.closing(Database(tmp_path / "master.db")) as opened:
-        opened.write(fill)
+        store_experiment(opened, tmp_path, storage)
         yield opened
-
-
-def register(database: Database, root: Path, *uuids: str) -> None:
-    def add(tx: Transaction) -> None:
-        for uuid in uuids:
-            checkpoints.add_checkpoint(
-                tx,
-                uuid=uuid,
-                trial=trial_rows.require(tx.connection, 1),
-                allocation_id=None,
-                storage_id=None,
-                state="COMPLETED",
-                resources={"file": 1},
-                metadata={"steps_completed": 1},
-                report_us=1,
-            )
-
-    database.write(add)
-    for uuid in uuids:
-        (root / uuid).mkdir(parents=True)
 
 
 def test_a_first_use_makes_the_storage_and_its_identity(
@@ -105,7 +74,7 @@ def test_a_storage_that_has_had_an_identity_is_never_made_again(
 def test_an_older_storage_is_adopted_only_where_it_is_seen_to_be_it(
     database: Database, storage: dict[str, Any], root: Path, tmp_path: Path
 ) -> None:
-    register(database, root, "a", "b")
+    store_checkpoints(database, root, "a", "b")
     root.rename(tmp_path / "away")
 
     for make in (lambda: None, root.mkdir):
@@ -123,7 +92,7 @@ def test_an_older_storage_is_adopted_only_where_it_is_seen_to_be_it(
 def test_a_storage_that_was_restored_on_another_disk_is_taken_with_its_checkpoints_only(
     database: Database, storage: dict[str, Any], root: Path, tmp_path: Path
 ) -> None:
-    register(database, root, "a", "b")
+    store_checkpoints(database, root, "a", "b")
     first = Storages(database).secure(storage)
     assert first is not None
     # A copy has other inodes; that it lies on another device is told to the database here.

@@ -6,27 +6,20 @@ import contextlib
 import time
 from pathlib import Path
 
-from dstrial.config.experiment_config.submission import MasterDefaults, check_submission
-from dstrial.master.lifecycle import experiments
+from stored import store_experiment
+
 from dstrial.master.pubsub import PubSub
 from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.store.file import copies
 from dstrial.master.store.reports.logs import add_master_line
 
-CONFIG = "entrypoint: 'true'\nsearcher: {name: single, metric: score}\n"
+STORAGE = {"type": "shared_fs", "host_path": "/ck"}
 
 
 def test_old_logs_are_deleted_while_there_is_always_something_to_do(tmp_path: Path) -> None:
     changes = PubSub()
     with contextlib.closing(Database(tmp_path / "master.db", changes.publish)) as database:
-        submission = check_submission(
-            CONFIG, context_dir=tmp_path, defaults=MasterDefaults({"type": "shared_fs", "host_path": "/ck"})
-        )
-
-        def create(tx: Transaction) -> None:
-            tx.execute("INSERT INTO users (id, username, modified_us) VALUES (1, 'determined', 0)")
-            experiments.create(tx, submission=submission, tgz=b"", owner_id=1, activate=False)
 
         def end_long_ago(tx: Transaction) -> None:
             task_id = tx.execute("SELECT task_id FROM trials WHERE id = 1").fetchone()[0]
@@ -37,7 +30,7 @@ def test_old_logs_are_deleted_while_there_is_always_something_to_do(tmp_path: Pa
             with database.read() as connection:
                 return int(connection.execute("SELECT COUNT(*) FROM logs").fetchone()[0])
 
-        database.write(create)
+        store_experiment(database, tmp_path, STORAGE)
         janitor = Janitor(database, changes, log_retention_days=1, period_s=0.3)
         janitor.start()
         try:
@@ -57,20 +50,12 @@ def test_the_database_is_copied_once_a_day_unless_it_is_damaged(tmp_path: Path) 
     changes = PubSub()
     path = tmp_path / "master.db"
     with contextlib.closing(Database(path, changes.publish)) as database:
-        submission = check_submission(
-            CONFIG, context_dir=tmp_path, defaults=MasterDefaults({"type": "shared_fs", "host_path": "/ck"})
-        )
-
-        def create(tx: Transaction) -> None:
-            tx.execute("INSERT INTO users (id, username, modified_us) VALUES (1, 'determined', 0)")
-            experiments.create(tx, submission=submission, tgz=b"", owner_id=1, activate=False)
-
         janitor = Janitor(database, changes, log_retention_days=None, period_s=0.1)
         janitor.start()
         try:
             time.sleep(0.3)
             assert copies.list_copies(path) == [], "there is nothing worth a copy"
-            database.write(create)
+            store_experiment(database, tmp_path, STORAGE)
             give_up_at_s = time.monotonic() + 20
             while not copies.list_copies(path):
                 assert time.monotonic() < give_up_at_s

@@ -8,51 +8,31 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from stored import num_pending, store_checkpoints, store_experiment
 from waiting import wait_for
 
-from dstrial.config.experiment_config.submission import MasterDefaults, check_submission
-from dstrial.master.lifecycle import experiments
 from dstrial.master.pubsub import PubSub
 from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.store import background_jobs, checkpoints, models
-from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.store.errors import InvalidError
-
-CONFIG = "entrypoint: 'true'\nsearcher: {name: single, metric: score}\n"
 
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
     """Experiment 1 has the checkpoints a and b, with their files, and the model 1."""
     storage = {"type": "directory", "container_path": str(tmp_path)}
-    submission = check_submission(CONFIG, context_dir=tmp_path, defaults=MasterDefaults(storage))
-    for uuid in ("a", "b"):
-        (tmp_path / uuid).mkdir()
-        (tmp_path / uuid / "file").write_text("x")
 
-    def fill(tx: Transaction) -> None:
-        tx.execute("INSERT INTO users (id, username, modified_us) VALUES (1, 'determined', 0)")
-        experiments.create(tx, submission=submission, tgz=b"", owner_id=1, activate=False)
-        for uuid in ("a", "b"):
-            checkpoints.add_checkpoint(
-                tx,
-                uuid=uuid,
-                trial=trial_rows.require(tx.connection, 1),
-                allocation_id=None,
-                storage_id=None,
-                state="COMPLETED",
-                resources={"file": 1},
-                metadata={"steps_completed": 1},
-                report_us=1,
-            )
+    def make_model(tx: Transaction) -> None:
         models.create(
             tx, name="net", owner_id=1, workspace_id=1, description="", notes="", metadata={}, labels=[]
         )
 
     changes = PubSub()
     with contextlib.closing(Database(tmp_path / "master.db", changes.publish)) as opened:
-        opened.write(fill)
+        store_experiment(opened, tmp_path, storage)
+        store_checkpoints(opened, tmp_path, "a", "b")
+        opened.write(make_model)
         yield opened
 
 
@@ -67,13 +47,9 @@ def do_work(database: Database) -> None:
     """Let a janitor do all of the work that there is."""
     janitor = Janitor(database, PubSub(), None)
 
-    def num_left() -> int:
-        with database.read() as connection:
-            return int(connection.execute("SELECT COUNT(*) FROM work WHERE ended_us IS NULL").fetchone()[0])
-
     janitor.start()
     try:
-        wait_for(lambda: num_left() == 0, "the work")
+        wait_for(lambda: num_pending(database) == 0, "the work")
     finally:
         janitor.stop()
 

@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stored import num_pending, store_checkpoints, store_experiment
 from waiting import wait_for
 
-from dstrial.config.experiment_config.submission import MasterDefaults, check_submission
-from dstrial.master.lifecycle import experiments
 from dstrial.master.lifecycle.storages import Storages
 from dstrial.master.pubsub import PubSub
 from dstrial.master.scheduler.janitor import Janitor
-from dstrial.master.store import background_jobs, checkpoints
-from dstrial.master.store import trials as trial_rows
-from dstrial.master.store.database import Database, Transaction
+from dstrial.master.store import background_jobs
+from dstrial.master.store.database import Database
 
-CONFIG = "entrypoint: 'true'\nsearcher: {name: single, metric: score}\n"
 UUIDS = ("a", "b", "c")
 
 
@@ -33,29 +30,9 @@ def root(tmp_path: Path) -> Path:
 def database(tmp_path: Path, root: Path) -> Iterator[Database]:
     """Experiment 1 has three checkpoints in a storage that was used."""
     storage = {"type": "directory", "container_path": str(root)}
-    submission = check_submission(CONFIG, context_dir=tmp_path, defaults=MasterDefaults(storage))
-
-    def fill(tx: Transaction) -> None:
-        tx.execute("INSERT INTO users (id, username, modified_us) VALUES (1, 'determined', 0)")
-        experiments.create(tx, submission=submission, tgz=b"", owner_id=1, activate=False)
-        for uuid in UUIDS:
-            checkpoints.add_checkpoint(
-                tx,
-                uuid=uuid,
-                trial=trial_rows.require(tx.connection, 1),
-                allocation_id=None,
-                storage_id=None,
-                state="COMPLETED",
-                resources={"file": 1},
-                metadata={"steps_completed": 1},
-                report_us=1,
-            )
-
     with contextlib.closing(Database(tmp_path / "master.db")) as opened:
-        opened.write(fill)
-        for uuid in UUIDS:
-            (root / uuid).mkdir(parents=True)
-            (root / uuid / "file").write_text("x")
+        store_experiment(opened, tmp_path, storage)
+        store_checkpoints(opened, root, *UUIDS)
         assert Storages(opened).secure(storage) is not None
         yield opened
 
@@ -89,11 +66,6 @@ def states(database: Database) -> list[str]:
         return [row["state"] for row in connection.execute("SELECT state FROM checkpoints ORDER BY uuid")]
 
 
-def num_left(database: Database) -> int:
-    with database.read() as connection:
-        return int(connection.execute("SELECT COUNT(*) FROM work WHERE ended_us IS NULL").fetchone()[0])
-
-
 def test_what_is_left_to_delete_is_put_off(
     database: Database, root: Path, away: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,14 +74,14 @@ def test_what_is_left_to_delete_is_put_off(
 
     with working(database):
         wait_for(away.exists)
-        wait_for(lambda: is_claimed(database) == [] and num_left(database) == 1)
+        wait_for(lambda: is_claimed(database) == [] and num_pending(database) == 1)
     assert states(database) == ["COMPLETED"] * 3
     assert sorted(path.name for path in away.iterdir() if path.is_dir()) == ["b", "c"]
 
     monkeypatch.undo()
     away.rename(root)
     with working(database):
-        wait_for(lambda: num_left(database) == 0)
+        wait_for(lambda: num_pending(database) == 0)
     assert states(database) == ["DELETED"] * 3
     assert [path.name for path in root.iterdir() if path.is_dir()] == []
 
@@ -126,7 +98,7 @@ def test_an_experiment_whose_files_may_be_elsewhere_is_not_forgotten(database: D
     database.write(lambda tx: background_jobs.request(tx, "delete_experiment", 1, {}))
 
     with working(database):
-        wait_for(lambda: num_left(database) == 0)
+        wait_for(lambda: num_pending(database) == 0)
 
     with database.read() as connection:
         row = connection.execute("SELECT state, end_reason FROM experiments").fetchone()

@@ -1,0 +1,70 @@
+"""A watch of the launcher looks as long as ranks run, whatever one of its looks meets, and shows what it sees."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from waiting import wait_for
+
+from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE
+from dstrial.launch.start_watch import watched_start
+from dstrial.launch.watches import ShownFile, watching
+
+
+def test_a_watch_looks_until_the_block_ends_and_is_closed_once() -> None:
+    seen: list[str] = []
+    with watching(
+        lambda: seen.append("look"), lambda: seen.append("close"), name="dstrial-test-watch", every_s=0.005
+    ):
+        wait_for(lambda: seen.count("look") >= 3)
+    assert seen[-1] == "close"
+    assert seen.count("close") == 1
+
+
+def test_a_look_that_fails_is_logged_once_and_the_watch_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[int] = []
+
+    def look() -> None:
+        seen.append(len(seen))
+        if len(seen) <= 3:
+            raise OSError("the terminal is gone")
+
+    with caplog.at_level(logging.WARNING), watching(look, list, name="dstrial-test-watch", every_s=0.005):
+        wait_for(lambda: len(seen) >= 5)
+    assert [record.message for record in caplog.records] == ["dstrial-test-watch had a problem and goes on"]
+
+
+def test_a_start_is_told_of_though_a_line_could_not_be_printed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    phase, told = tmp_path / "phase.json", []
+
+    def print_line(line: str) -> None:
+        told.append(line)
+        if len(told) == 1:
+            raise BrokenPipeError
+
+    with watched_start(lambda: [phase], print_line, root=tmp_path / "none", every_s=0.02):
+        for since_s, text in ((1.0, "importing model_def"), (2.0, "loading the checkpoint")):
+            phase.write_text(json.dumps({"phase": text, "since_s": since_s}))
+            wait_for(lambda text=text: any(text in line for line in told))  # type: ignore[misc]
+
+
+def test_what_is_shown_is_replaced_and_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ALLOCATION_DIR_VARIABLE, str(tmp_path))
+    shown = ShownFile("seen.json")
+    shown.show(None)
+    shown.show({"text": "one"})
+    shown.show({"text": "two"})
+    assert json.loads((tmp_path / "seen.json").read_text()) == {"text": "two"}
+    shown.show(None)
+    assert list(tmp_path.iterdir()) == []
+
+    monkeypatch.delenv(ALLOCATION_DIR_VARIABLE)
+    ShownFile("seen.json").show({"text": "to nobody"})
+    monkeypatch.setenv(ALLOCATION_DIR_VARIABLE, str(tmp_path / "gone"))
+    ShownFile("seen.json").show({"text": "to nobody"})
+    assert list(tmp_path.iterdir()) == []
