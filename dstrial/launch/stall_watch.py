@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import linecache
 import mmap
 import os
 import threading
@@ -290,7 +291,7 @@ class StallWatch:
     def _account(self, views: Sequence[RankView], stacks: Mapping[int, Sequence[ThreadStack]]) -> Account:
         places: dict[int, Place] = {}
         for view in views:
-            place = place_of(stacks.get(view.rank, []), view.beat.thread_id)
+            place = place_of(stacks.get(view.rank, []), view.beat.thread_id, linecache.getline)
             if place is not None and place.wait is Wait.DATA:
                 place = place_in_worker(place, ask_workers(view, self._watched.stacks_files[view.rank]))
             if place is not None:
