@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ import pytest
 import warm_start
 from hypothesis import HealthCheck, settings
 
+import dstrial
 from dstrial.testing import ranks
 from dstrial.testing.master import MasterForTest, master_for_test
 
@@ -57,13 +59,25 @@ _TIERS_WITH_PROCESSES = ("process", "ranks", "gpu")
 _broken_rules: list[str] | None = None
 
 
-def pytest_configure() -> None:
+# As Python has it at its start, by PYTHONDONTWRITEBYTECODE.
+_writes_no_bytecode = sys.dont_write_bytecode
+sys.dont_write_bytecode = False  # until all test files are imported, each by every worker
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Let signals end the programs that tests start, though whoever started pytest in the background ignores them."""
+    if _writes_no_bytecode and not hasattr(config, "workerinput"):
+        # Hundreds of programs import dstrial. Bytecode of what tests write stays off: they rewrite files within a second.
+        compileall.compile_dir(Path(dstrial.__file__).parent, quiet=2)
     sys.addaudithook(_note_what_breaks_the_tier)
     vars(ranks)["subprocess"] = types.SimpleNamespace(Popen=warm_start.Popen)  # a fork, not a new Python
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+def pytest_collection_finish() -> None:
+    sys.dont_write_bytecode = _writes_no_bytecode
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -361,7 +361,9 @@ def _train(
             display.message(_stop_text(request, has_trained=has_trained))
 
         with Refresher(monitor.poll, display.view):
-            followed = follow(master, experiment_id, signals, on_look=on_look, on_stop=on_stop)
+            followed = follow(
+                master, experiment_id, signals, on_look=on_look, on_stop=on_stop, say=display.message
+            )
     finally:
         display.close()
     lines, exit_code, outcome = _end(request, run_directory, followed, monitor)

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 
+from dstrial.cli.run_stalls import StoppedMaster
 from dstrial.cli.run_submission import Master
 from dstrial.errors import MasterError, RequestError
 from dstrial.master.store import observe
@@ -95,12 +96,14 @@ def follow(
     *,
     on_look: Callable[[ExperimentView], None],
     on_stop: Callable[[signal.Signals], None],
+    say: Callable[[str], None],
 ) -> FollowResult:
     """Wait until an experiment settles; pause it at a signal, leave at a later SIGINT.
 
     ``on_look`` is called about ten times a second, ``on_stop`` with the first of the ``noted_signals`` once the master has been
-    asked to pause.
+    asked to pause. ``say`` shows a line on a master that is stopped.
     """
+    stopped = StoppedMaster(master.state, say)
     asked: signal.Signals | None = None
     is_asked = False
     next_look_at_s = 0.0
@@ -109,7 +112,12 @@ def follow(
     while True:
         if signals and asked is None:
             asked = signals[0]
-        if asked is not None and not is_asked:
+            if stopped.is_stopped():
+                say(
+                    "the master is stopped and cannot be asked to pause before it goes on (Ctrl-C again to leave that to it)"
+                )
+        # A stopped master would take the question and answer nothing.
+        if asked is not None and not is_asked and not stopped.is_stopped():
             is_asked = _pause(master, experiment_id)
             if is_asked:
                 on_stop(asked)
@@ -118,6 +126,7 @@ def follow(
         if time.monotonic() >= next_look_at_s:
             next_look_at_s = time.monotonic() + _LOOK_PERIOD_S
             view = observe.experiment_view(master.state, experiment_id)
+            stopped.look()
             is_gone = master.state.running() is None
             gone_since_s = (gone_since_s or time.monotonic()) if is_gone else None
         if view is None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from dstrial.cli.run_display import number
 from dstrial.cli.run_follow import FollowResult, follow
+from dstrial.cli.run_stalls import StalledTrials
 from dstrial.cli.run_submission import Master, Submission, config_of_run, fingerprint, read_context, submit
 from dstrial.cli.run_submission import submitted_config as config_of
 from dstrial.cli.streams import text_table, typed
@@ -50,19 +51,25 @@ def search(
     told = ""
     told_starts: set[str] = set()
 
+    def say(line: str) -> None:
+        out.write(line + "\n")
+
+    stalled = StalledTrials(master, experiment_id, say)
+
     def on_look(view: ExperimentView) -> None:
         nonlocal told
         line = progress_line(view, experiment.metric, smaller_is_better=experiment.smaller_is_better)
         if line != told:
             told = line
-            out.write(line + "\n")
+            say(line)
+        stalled.look()
         if not any(trial.total_batches for trial in view.trials):
             _tell_start(observe.starting(master.state, experiment_id), told_starts, out)
 
     def on_stop(_signal: signal.Signals) -> None:
-        out.write("pausing all trials with a checkpoint (Ctrl-C again to leave that to the master)\n")
+        say("pausing all trials with a checkpoint (Ctrl-C again to leave that to the master)")
 
-    followed = follow(master, experiment_id, signals, on_look=on_look, on_stop=on_stop)
+    followed = follow(master, experiment_id, signals, on_look=on_look, on_stop=on_stop, say=say)
     return _end(experiment, run_directory, followed, out)
 
 

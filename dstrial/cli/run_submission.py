@@ -18,13 +18,14 @@ from dstrial.cli.run_entrypoint import Entrypoint
 from dstrial.cli.streams import typed
 from dstrial.config import ExperimentConfig
 from dstrial.config.parsing.documents import yaml_text
-from dstrial.errors import ConfigError, ConfigProblem, DstrialError
+from dstrial.errors import ConfigError, ConfigProblem, DstrialError, MasterError
 from dstrial.local.json_files import read_json, write_json_atomically
 from dstrial.local.run_directory import RUN_DIR_VARIABLE, TEST_VARIABLE, RunDirectory
 from dstrial.master import daemon
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory
 from dstrial.master.store import observe
+from dstrial.process_state import is_stopped
 from dstrial.resume.metadata import RESUME_VARIABLE
 
 if TYPE_CHECKING:
@@ -90,12 +91,17 @@ def find_or_start_master(num_slots: int) -> tuple[Master, bool]:
         num_slots: how many slots a trial needs; a master on the CPU is started with at least as many.
 
     Raises:
-        MasterError: it cannot be started.
+        MasterError: it cannot be started, or is stopped.
     """
     from dstrial.master.login import log_in, session
 
     state = StateDirectory.choose()
     record = state.running()
+    if record is not None and is_stopped(record.pid):
+        raise MasterError(
+            f"the master's process {record.pid} is stopped (SIGSTOP); expected one that answers. Let it go on with "
+            f"`kill -CONT {record.pid}`, or end it with `dstrial down`."
+        )
     is_new = record is None
     if record is None:
         from dstrial.master.backends.devices import find_slots

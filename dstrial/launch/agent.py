@@ -29,6 +29,7 @@ from dstrial.launch.failures import (
 from dstrial.launch.output import LineReader, OnLine, Stream
 from dstrial.launch.rendezvous import Rendezvous
 from dstrial.launch.stale_locks import remove_stale_locks
+from dstrial.launch.stalls.stall_board import StallBoard
 from dstrial.launch.stalls.stall_rules import StallSettings
 from dstrial.launch.stalls.stall_watch import WatchedRanks, watched_training
 from dstrial.launch.start_watch import watched_start
@@ -150,7 +151,11 @@ def run_ranks(
         # What is no rank of ours reports no phase: only builds are watched.
         phase_files = files.phase_files if "dstrial.launch.rank_main" in command else list
         stack.enter_context(watched_start(phase_files, on_start or logger.info, root=root))
-        watched = files.watched_ranks(num_ranks, stall_memory)
+        board = None
+        if where.num_nodes > 1:
+            addr, port = rendezvous.master_addr, rendezvous.master_port
+            board = StallBoard(addr, port, where.node_rank, where.num_nodes)
+        watched = files.watched_ranks(num_ranks, stall_memory, board)
         if watched is not None:
             stack.enter_context(
                 watched_training(
@@ -269,7 +274,9 @@ class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch
         self._ranks: dict[int, int] = {}
         self._stacks_files: dict[int, Path] = {}
 
-    def watched_ranks(self, num_ranks: int, memory: Path | None) -> WatchedRanks | None:
+    def watched_ranks(
+        self, num_ranks: int, memory: Path | None, board: StallBoard | None
+    ) -> WatchedRanks | None:
         """Make what ranks say in training.
 
         None where it cannot be made, and nobody watches.
@@ -280,7 +287,7 @@ class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch
             logger.warning("stalls are not watched for, %s cannot be made: %s", self._heartbeats, error)
             return None
         kept = self._tracebacks_dir or self._log_dir
-        return WatchedRanks(beats, self._ranks, self._stacks_files, kept, memory)
+        return WatchedRanks(beats, self._ranks, self._stacks_files, kept, memory, board)
 
     def end_stalled(self, rank: int | None, text: str) -> None:
         """Have all ranks ended because they stall, and one of them named for it."""

@@ -1,6 +1,9 @@
-"""A master and a search on a small disk that becomes full to the last byte, twice, in a mount namespace.
+"""A master and a search on a small disk that becomes full to the last byte, in a mount namespace.
 
-    unshare --mount python filling.py WORK
+    unshare --mount python filling.py WORK WAY...
+
+For each way the disk is filled while the search trains, and room is made again. Meanwhile: nothing (``wait``), the master is
+killed and started (``kill``), or it is ended by ``dstrial down --now`` (``down``), which loses lines that had no room.
 
 The last line of the output is JSON: what was seen, and what is wrong when the search has ended.
 """
@@ -25,6 +28,7 @@ from waiting import wait_for
 
 from dstrial.errors import RequestError
 from dstrial.master.client import Client
+from dstrial.master.daemon import living_allocations
 from dstrial.testing.master import MasterForTest, master_for_test
 
 SEED = 0
@@ -32,7 +36,7 @@ SIZE_MIB = 64
 MAX_SUBMISSIONS = 2000
 
 
-def main(work: Path) -> None:
+def main(work: Path, ways: list[str]) -> None:
     disk = work / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE_MIB}m", "small", str(disk)], check=True)
@@ -41,9 +45,7 @@ def main(work: Path) -> None:
         directory.mkdir()
     with master_for_test(disk, num_slots=4, env={"TMPDIR": str(disk / "tmp")}) as master:
         experiment_id = chaos.submit(master, SEED, journals)
-        seen = [
-            during_a_full_disk(master, disk / "filler", is_killed=is_killed) for is_killed in (False, True)
-        ]
+        seen = [during_a_full_disk(master, disk / "filler", way) for way in ways]
         chaos.wait(master, experiment_id)
         wait_for(lambda: database_row(master) == "")
         with chaos_checks.opened(master) as connection:
@@ -51,32 +53,36 @@ def main(work: Path) -> None:
             problems = [
                 *chaos_checks.look_at_search(search, is_exact=True),
                 *chaos_checks.look_at_training(search, {chaos_train.NUM_STEPS}),
-                *chaos_checks.look_at_journals(search, journals, set()),
+                *([] if "down" in ways else chaos_checks.look_at_journals(search, journals, set())),
                 *chaos_checks.look_at_allocations(search),
                 *chaos_checks.look_around(master, connection),
             ]
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
-    print(json.dumps({"seen": seen, "problems": problems}))
+    restarts = sum(trial["restarts"] for trial in search.trials)
+    print(json.dumps({"seen": seen, "problems": problems, "restarts": restarts}))
 
 
-def during_a_full_disk(master: MasterForTest, filler: Path, *, is_killed: bool) -> dict[str, object]:
-    """Fill the disk while the search trains, kill the master or not, and make room again."""
+def during_a_full_disk(master: MasterForTest, filler: Path, way: str) -> dict[str, object]:
+    """Fill the disk while the search trains, do something or nothing to the master, and make room again."""
     before = num_reports(master)
     wait_for(lambda: num_reports(master) >= before + 4)
     client = master.client()
     fill(filler)
     confirmed, refusal = submit_until_refused(client)
     status = database_row(master)
-    started = None
-    if is_killed:
-        master.kill()
-        started = master.dstrial("up", *master.up_arguments, "--port", str(master.record.port))
-    time.sleep(2.0)
     seen: dict[str, object] = {"refusal": refusal, "status": status}
-    if started is not None:
-        seen |= {"code": started.returncode, "output": started.stdout + started.stderr}
+    if way == "wait":
+        time.sleep(2.0)
+    elif way == "kill":
+        master.kill()
+        ended = master.dstrial("up", *master.up_arguments, "--port", str(master.record.port))
+        seen |= {"code": ended.returncode, "output": ended.stdout + ended.stderr}
+    else:
+        ended = master.dstrial("down", "--now")
+        seen |= {"code": ended.returncode, "output": ended.stdout + ended.stderr}
+        seen["living"] = living_allocations(master.state)
     filler.unlink()
-    if started is not None and started.returncode:
+    if way != "wait":
         master.up()
     stored = master.client().get("/api/v1/experiments?limit=-1")["experiments"]
     seen["lost"] = sorted(confirmed - {int(one["id"]) for one in stored})
@@ -115,4 +121,4 @@ def fill(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

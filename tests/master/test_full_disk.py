@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from namespaces import unshare
@@ -14,24 +15,28 @@ from namespaces import unshare
 PROGRAM = Path(__file__).with_name("filling.py")
 
 
+def fill(tmp_path: Path, *ways: str) -> dict[str, Any]:
+    """Run the program in a mount namespace, and return what it has found."""
+    probe = f"mkdir {tmp_path}/probe; mount -t tmpfs -o size=1m small {tmp_path}/probe"
+    in_namespace = unshare("--mount", probe=probe)
+    # Determined's ranks meet at sockets in the temporary directory, whose paths have at most 107 characters.
+    with tempfile.TemporaryDirectory(prefix="full-") as work:
+        ended = subprocess.run(
+            [*in_namespace, sys.executable, str(PROGRAM), work, *ways],
+            capture_output=True, text=True, timeout=280, check=False,
+        )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
 @pytest.mark.process
 def test_a_search_on_a_disk_that_is_full_twice_loses_nothing_and_status_says_why_it_waits(
     tmp_path: Path,
 ) -> None:
-    in_namespace = unshare(
-        "--mount", probe=f"mkdir {tmp_path}/probe; mount -t tmpfs -o size=1m small {tmp_path}/probe"
-    )
-    # Determined's ranks meet at sockets in the temporary directory, whose paths have at most 107 characters.
-    with tempfile.TemporaryDirectory(prefix="full-") as work:
-        ended = subprocess.run(
-            [*in_namespace, sys.executable, str(PROGRAM), work],
-            capture_output=True, text=True, timeout=280, check=False,
-        )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = fill(tmp_path, "wait", "kill")
 
-    found = json.loads(ended.stdout.splitlines()[-1])
     assert found["problems"] == []
-    full, killed = found["seen"]
     for seen in found["seen"]:
         # Nobody was told that something is stored which is not.
         assert seen["lost"] == []
@@ -39,6 +44,16 @@ def test_a_search_on_a_disk_that_is_full_twice_loses_nothing_and_status_says_why
         assert "could not be written" in seen["status"]
         assert "Make room" in seen["status"]
     # A master that was killed meanwhile does not start, and says why.
-    assert "code" not in full
+    killed = found["seen"][1]
     assert killed["code"] == 1
     assert "No space left on device" in killed["output"]
+
+
+@pytest.mark.process
+def test_down_ends_what_runs_though_the_disk_is_full_and_no_restart_is_counted(tmp_path: Path) -> None:
+    found = fill(tmp_path, "down")
+
+    [seen] = found["seen"]
+    assert (seen["code"], seen["living"], seen["lost"]) == (0, [], [])
+    assert found["problems"] == []
+    assert found["restarts"] == 0

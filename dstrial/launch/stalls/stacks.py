@@ -1,6 +1,6 @@
 """Reads what faulthandler has written of a rank, and says where the rank is.
 
-Pure: texts in, values out.
+Pure: texts in, values out. The source line of a call is asked of who has it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-fA-F]+)(?: \[.*\])? \(most recent call first\):")
@@ -28,6 +28,10 @@ _DATA = ("/torch/utils/data/", "/dstrial/loop/data/")
 _MASTER = ("/determined/common/api/",)
 _SAVES = "/dstrial/loop/background_save.py"
 _FETCHES = ("/torch/utils/data/_utils/fetch.py",)
+_DEVICE = ("/torch/cuda/", "/torch/accelerator/", "/deepspeed/accelerator/")
+# These are written in C++ and so have no call of their own in a stack: only the line that calls them tells. On the CPU they take
+# no time in which they could be met.
+_DEVICE_CALL = re.compile(r"\.(?:item|cpu|tolist|numpy|synchronize|nonzero)\(")
 _BACKWARD = "_engine_run_backward"
 _OURS = str(Path(__file__).parents[1])
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "<frozen", "<string>")
@@ -68,6 +72,8 @@ class Wait(enum.Enum):
     RANKS = "ranks"
     DATA = "data"
     MASTER = "master"
+    DEVICE = "device"
+    """Its accelerator: that may itself wait for other ranks, in a collective that was started before."""
     UNKNOWN = "unknown"
     """Nothing of the above: it works, or waits for what only its code knows."""
 
@@ -118,12 +124,19 @@ def main_stack(stacks: Sequence[ThreadStack], thread_id: int) -> ThreadStack | N
     return stacks[-1] if stacks else None
 
 
-def place_of(stacks: Sequence[ThreadStack], thread_id: int) -> Place | None:
+def _no_line(_file: str, _line: int) -> str:
+    return ""
+
+
+def place_of(
+    stacks: Sequence[ThreadStack], thread_id: int, line_of: Callable[[str, int], str] = _no_line
+) -> Place | None:
     """Say where a rank is; None without a stack.
 
     Args:
         stacks: all its threads.
         thread_id: of its main thread.
+        line_of: returns a line of a source file; empty where there is none.
     """
     stack = main_stack(stacks, thread_id)
     if stack is None or not stack.frames:
@@ -138,6 +151,8 @@ def place_of(stacks: Sequence[ThreadStack], thread_id: int) -> Place | None:
             other_wait, other_operation = _wait_of(other.frames)
             if other_wait is Wait.RANKS and not _is_background(other.frames):
                 wait, operation = other_wait, other_operation
+    if wait is Wait.UNKNOWN and _DEVICE_CALL.search(line_of(stack.frames[0].file, stack.frames[0].line)):
+        wait = Wait.DEVICE
     return Place(wait, operation, user_frame)
 
 
@@ -193,6 +208,8 @@ def _wait_of(frames: Sequence[Frame]) -> tuple[Wait, str]:
     # User code inside a data set, which the loader has called in the rank itself.
     if any("/torch/utils/data/" in frame.file for frame in frames[: len(inner) + 12]):
         return Wait.DATA, ""
+    if any(part in frame.file for frame in inner for part in _DEVICE):
+        return Wait.DEVICE, ""
     return Wait.UNKNOWN, ""
 
 

@@ -61,7 +61,7 @@ def account(views: Sequence[RankView], places: Mapping[int, Place]) -> Account:
     if guilty is None:
         return _account_of_collectives(watched, places)
     texts = [f"{_name([guilty.rank])} {_state_of(guilty, places.get(guilty.rank))}"]
-    waiting = [view for view in watched if view is not guilty and _waits(places.get(view.rank))]
+    waiting = [view for view in watched if view is not guilty and _waits_for_ranks(places.get(view.rank))]
     if waiting:
         operations = sorted({places[view.rank].operation for view in waiting} - {""})
         what = f" ({', '.join(operations)})" if operations else ""
@@ -84,7 +84,7 @@ def account_of_save(views: Sequence[RankView], places: Mapping[int, Place]) -> A
     saving = [view for view in views if view.save_age_s > 0]
     if not saving:
         return Account("no rank says where it is", None)
-    waiting = [view for view in saving if _waits(places.get(view.rank))]
+    waiting = [view for view in saving if _waits_for_ranks(places.get(view.rank))]
     writing = [view for view in saving if view not in waiting] or saving
     guilty = max(writing, key=lambda view: (view.is_stopped, view.save_age_s))
     texts = [f"{_name([view.rank])} {_saving_state(view, places.get(view.rank))}" for view in writing]
@@ -141,10 +141,11 @@ def _guilty(views: Sequence[RankView], places: Mapping[int, Place]) -> RankView 
 def _account_of_collectives(views: Sequence[RankView], places: Mapping[int, Place]) -> Account:
     """Say which collectives ranks wait in if all of them do, else where they are."""
     if len(places) < len(views) or not all(_waits(place) for place in places.values()):
-        return Account(
-            "; ".join(f"{_name([view.rank])} {_state_of(view, places.get(view.rank))}" for view in views),
-            None,
-        )
+        return Account(_states(views, places), None)
+    if any(place.wait is Wait.DEVICE for place in places.values()):
+        # What a device waits for is not seen: perhaps for a collective that another rank has not called.
+        advice = "See whether all ranks call the same collectives, in the same order."
+        return Account(_states(views, places), None, advice)
     groups: dict[str, list[int]] = {}
     for view in views:
         groups.setdefault(_collective(view, places[view.rank]), []).append(view.rank)
@@ -171,6 +172,10 @@ def _account_of_collectives(views: Sequence[RankView], places: Mapping[int, Plac
     )
 
 
+def _states(views: Sequence[RankView], places: Mapping[int, Place]) -> str:
+    return "; ".join(f"{_name([view.rank])} {_state_of(view, places.get(view.rank))}" for view in views)
+
+
 def _collective(view: RankView, place: Place) -> str:
     what = place.operation or "a collective"
     call = f" of {place.user_call}" if place.user_call else ""
@@ -192,6 +197,8 @@ def _state_of(view: RankView, place: Place | None) -> str:
         return f"waits for its data loader {where}{worker}{call.replace(',', '', 1) if worker else call}"
     if place is not None and place.wait is Wait.MASTER:
         return f"waits for an answer of the master {where}"
+    if place is not None and place.wait is Wait.DEVICE:
+        return f"waits for its device {where}{call}"
     if place is not None and place.wait is Wait.RANKS:
         return f"is in {place.operation or 'a collective'} {where}"
     return f"is {where}{call}"
@@ -212,6 +219,10 @@ def _advice(view: RankView, place: Place | None) -> str:
 
 
 def _waits(place: Place | None) -> bool:
+    return place is not None and place.wait in (Wait.RANKS, Wait.DEVICE)
+
+
+def _waits_for_ranks(place: Place | None) -> bool:
     return place is not None and place.wait is Wait.RANKS
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import linecache
 import mmap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from dstrial.launch.stalls.stall_account import (
     account_of_save,
     sentence,
 )
+from dstrial.launch.stalls.stall_board import NodeAccount, StallBoard
 from dstrial.launch.stalls.stall_rules import (
     RankView,
     Stall,
@@ -54,6 +56,7 @@ _LOOK_EVERY_S = 0.5
 _MOST_PER_LOOK_S = 2.0
 _UNINTERRUPTIBLE_LOOKS = 6
 _SHOWN_FRAMES = 25
+_OTHERS_MAY_TAKE_S = 3.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class WatchedRanks:
         stacks_files: to which each appends its stacks, by number.
         kept_stacks: directory for the stacks of all threads; None to keep none.
         memory: file of the positions that ranks were ended at; None where nothing starts them again.
+        board: where the launchers of several machines tell each other; None on a single one.
     """
 
     beats: mmap.mmap | bytearray
@@ -73,6 +77,7 @@ class WatchedRanks:
     stacks_files: Mapping[int, Path]
     kept_stacks: Path | None = None
     memory: Path | None = None
+    board: StallBoard | None = None
 
 
 @contextlib.contextmanager
@@ -165,6 +170,8 @@ class StallWatch:
                 self._print_line(f"{prefix} no longer, training goes on at {self._position(views)}")
             self._told_s = None
             self._show(None)
+            if self._watched.board is not None:
+                self._watched.board.tell("", has_guilty=False)
         self._stall = found
         if found is not None and is_told(found.lasted_s, self._told_s):
             self._told_s = found.lasted_s
@@ -236,6 +243,7 @@ class StallWatch:
         told = self._account_of_save(views, stacks) if is_saving else self._account(views, stacks)
         text = sentence(stall, told)
         self._print_line(text)
+        others = self._ask_others(stall, told)
         if not stall.is_certain:
             return
         self._began_s = time.time() - stall.lasted_s
@@ -246,12 +254,36 @@ class StallWatch:
             self._print_line(
                 f"{PREFIX} the stacks of all threads are in {shown_path(self._watched.kept_stacks)}"
             )
-        self._restart(stall, told, text)
+        guilty = next((one for one in others if one.has_guilty), None) if told.guilty is None else None
+        if guilty is None:
+            self._restart(stall, told, text)
+        elif self._settings.action == "restart":
+            self._print_line(f"{PREFIX} it is left to node {guilty.node_rank} to end its ranks")
+
+    def _ask_others(self, stall: Stall, told: Account) -> list[NodeAccount]:
+        """Tell the launchers of other machines, and say what they tell where no rank of this one is to blame."""
+        board = self._watched.board
+        if board is None:
+            return []
+        board.tell(told.text, has_guilty=told.guilty is not None)
+        if told.guilty is not None:
+            return []
+        prefix = PREFIX if stall.is_certain else SLOW_PREFIX
+        said = board.ask(_OTHERS_MAY_TAKE_S)
+        if said is None:
+            self._print_line(
+                f"{prefix} the launcher of node 0 does not answer; see whether it runs, or is stopped"
+            )
+            return []
+        for one in said:
+            text = f"says: {one.text}" if one.text else "tells of no stall; look at the output of its ranks"
+            self._print_line(f"{prefix} node {one.node_rank} {text}")
+        return said
 
     def _account(self, views: Sequence[RankView], stacks: Mapping[int, Sequence[ThreadStack]]) -> Account:
         places: dict[int, Place] = {}
         for view in views:
-            place = place_of(stacks.get(view.rank, []), view.beat.thread_id)
+            place = place_of(stacks.get(view.rank, []), view.beat.thread_id, linecache.getline)
             if place is not None and place.wait is Wait.DATA:
                 place = place_in_worker(place, ask_workers(view, self._watched.stacks_files[view.rank]))
             if place is not None:

@@ -255,15 +255,21 @@ def terminate(handle: SupervisorHandle) -> None:
     _signal(handle, signal.SIGTERM)
 
 
-def kill(handle: SupervisorHandle | None, directory: Path) -> None:
+def kill(handle: SupervisorHandle | None, directory: Path, *, leaves_record: bool = True) -> None:
     """Kill every process of an allocation.
 
     With a living supervisor it does so and leaves its record. Otherwise processes that carry the allocation's marker in
     their environment are killed here, until there is none.
+
+    Args:
+        handle: its supervisor, None if unknown.
+        directory: of the allocation.
+        leaves_record: False kills the supervisor too, which waits for room to write on a full disk: the allocation is lost.
     """
     if handle is not None and is_alive(handle):
-        _signal(handle, signal.SIGUSR1)
-        return
+        _signal(handle, signal.SIGUSR1 if leaves_record else signal.SIGKILL)
+        if leaves_record:
+            return
     spec = _read_json(directory / "spec.json")
     if spec is None:
         return

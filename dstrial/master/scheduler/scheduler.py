@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dstrial.errors import DstrialError
+from dstrial.errors import DstrialError, MasterError
 from dstrial.master import backends
 from dstrial.master.advice import text_of
 from dstrial.master.backends import AllocationExit, AllocationRequest, SupervisorHandle
@@ -41,7 +41,7 @@ from dstrial.master.store import commands, jobs, users
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.allocations import Allocation
-from dstrial.master.store.database import Connection, Transaction
+from dstrial.master.store.database import Connection, SqlError, Transaction
 from dstrial.master.store.reports import log_quota
 from dstrial.master.store.reports.log_quota import LogOwner
 from dstrial.master.store.reports.logs import add_master_line
@@ -123,6 +123,7 @@ class Scheduler:
         self._is_draining = False
         self._is_stopping = False
         self._is_killing = False
+        self._is_without_rows = False
         self._thread = threading.Thread(target=self._run, name="dstrial-scheduler", daemon=True)
 
     def start(self) -> None:
@@ -279,7 +280,26 @@ class Scheduler:
                     _release(tx, row, "the master is going down", is_kill=is_kill)
             return bool(live)
 
-        return self._database.write(ask)
+        try:
+            return self._database.write(ask)
+        except (SqlError, MasterError) as error:
+            return self._release_without_rows(error)
+
+    def _release_without_rows(self, error: Exception) -> bool:
+        """Do what can be done where nothing can be written, as on a full disk; say whether anything runs.
+
+        Trials that may save wait for room. Those that are to be killed are, and the next master takes them for lost, which
+        counts as no restart.
+        """
+        if not self._is_without_rows:
+            self._is_without_rows = True
+            logger.error("allocations are ended without a note in the database: %s", error)
+        if self._is_killing:
+            with self._database.read() as connection:
+                live = allocation_rows.all_live(connection)
+            for row in live:
+                backends.kill(self._handles.get(row.id), Path(row.directory), leaves_record=False)
+        return self._has_processes()
 
     def _has_processes(self) -> bool:
         """Say whether any allocation runs; the next master takes in what others left."""

@@ -171,3 +171,45 @@ def test_a_rank_writes_its_stacks_while_it_is_blocked_and_what_it_waits_for_goes
             wait_for(lambda: getattr(read_state(process.pid), "is_stopped", False))
         finally:
             process.kill()
+
+
+SYNCHRONIZE = dump(
+    f"{SITE}/torch/cuda/__init__.py:1040 synchronize",
+    f"{SITE}/deepspeed/accelerator/cuda_accelerator.py:80 synchronize",
+    "/home/me/model_def.py:44 train_batch",
+)
+ITEM = dump("/home/me/model_def.py:45 train_batch", f"{SITE}/dstrial/loop/loop.py:360 _train_until")
+OVERFLOW = dump(
+    f"{SITE}/deepspeed/runtime/zero/stage_1_and_2.py:1900 has_overflow",
+    "/home/me/model_def.py:46 train_batch",
+)
+LINES = {
+    ("/home/me/model_def.py", 45): "        total += loss.item()\n",
+    (f"{SITE}/deepspeed/runtime/zero/stage_1_and_2.py", 1900): "return bool(overflow.item())",
+    ("/home/me/model_def.py", 47): "        items = self.items()\n",
+}
+
+
+def line_of(file: str, line: int) -> str:
+    return LINES.get((file, line), "")
+
+
+@pytest.mark.parametrize("text", [SYNCHRONIZE, ITEM, OVERFLOW])
+def test_who_asks_for_a_value_of_the_device_waits_for_the_device(text: str) -> None:
+    place = place_of(parse_stacks(text), 0x7F01, line_of)
+    assert place is not None
+    assert place.wait is Wait.DEVICE
+    assert place.user_call.startswith("train_batch (model_def.py:4")
+
+
+def test_a_collective_that_synchronizes_its_device_is_a_wait_for_ranks_and_no_word_alone_is_one_for_a_device() -> (
+    None
+):
+    both = dump(f"{SITE}/torch/cuda/streams.py:100 synchronize", *BARRIER)
+    place = place_of(parse_stacks(both), 0x7F01, line_of)
+    assert place is not None
+    assert (place.wait, place.operation) == (Wait.RANKS, "barrier")
+    for number in (47, 48):
+        place = place_of(parse_stacks(dump(f"/home/me/model_def.py:{number} train_batch")), 0x7F01, line_of)
+        assert place is not None
+        assert place.wait is Wait.UNKNOWN

@@ -144,6 +144,26 @@ def test_who_works_while_all_others_wait_holds_them_up() -> None:
     )
 
 
+def test_who_waits_for_its_device_is_not_to_blame_and_who_does_not_is() -> None:
+    on_device = Place(Wait.DEVICE, "", Frame("/home/me/model_def.py", 45, "train_batch"))
+    views = [view(rank) for rank in range(3)]
+    told = account(views, {0: on_device, 1: WORKS, 2: IN_ALL_REDUCE})
+    assert told.guilty == 1
+    assert told.text == (
+        "rank 1 is at batch 81 in train_batch, in forward (model_def.py:31); "
+        "rank 2 waits for it in a collective (all_reduce); "
+        "rank 0 waits for its device at batch 81 in train_batch, in train_batch (model_def.py:45)"
+    )
+    in_loader = account(views, {0: on_device, 1: Place(Wait.DATA), 2: on_device})
+    assert in_loader.guilty == 1
+    all_wait = account(views, dict.fromkeys(range(3), on_device))
+    assert all_wait.guilty is None
+    assert all_wait.text.count("waits for its device") == 3
+    assert "collective" in all_wait.advice
+    ahead = [view(0), view(1, batch=82)]
+    assert account(ahead, {0: on_device, 1: IN_ALL_REDUCE}).guilty is None
+
+
 def test_nobody_is_blamed_where_no_rank_is_seen_to_wait_for_another() -> None:
     told = account([view(0), view(1)], {0: WORKS, 1: WORKS})
     assert told.guilty is None

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import signal
+import threading
 import time
 
 import deepspeed
@@ -34,6 +35,26 @@ def kill_if_asked(rank, batch_idx):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def kill_in_save_if_asked(rank):
+    """End this rank with SIGKILL while it writes its part of the save named in KILL_IN_SAVE (rank:number)."""
+    of_rank, _, number = os.environ.get("KILL_IN_SAVE", "-1:0").partition(":")
+    if int(of_rank) != rank:
+        return
+    checkpoints = pathlib.Path(os.environ["DSTRIAL_RUN_DIR"]) / "checkpoints"
+    left = {path.parent.name for path in checkpoints.glob("*.saving/writer.json")}
+
+    def watch():
+        seen = set()
+        while True:
+            # There from the beginning of a save until this rank has written its part.
+            seen |= {path.parent.name for path in checkpoints.glob(f"*.saving/rank{rank}")} - left
+            if len(seen) >= int(number):
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.0005)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 class EpochLog(PyTorchCallback):
     """Writes down every epoch that begins or ends on the chief."""
 
@@ -59,6 +80,7 @@ class Common(DeepSpeedTrial):
         self.hparams = context.get_hparams()
         self.model_engine = context.wrap_model_engine(self.build_engine())
         self.batches_seen = []
+        kill_in_save_if_asked(context.distributed.get_rank())
 
     def disturb(self, batch_idx):
         rank = self.context.distributed.get_rank()

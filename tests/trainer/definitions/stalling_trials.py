@@ -23,7 +23,11 @@ class StoppedTrial(DataParallelTrial):
         said = pids.read_text().split() if pids.exists() else []
         # Once for each process: a batch is two calls.
         stops = str(os.getpid()) not in said if self.hparams.get("stops_always") else not said
-        if batch_idx == self.hparams["stall_at"] and self.context.distributed.get_rank() == 1 and stops:
+        if (
+            batch_idx == self.hparams["stall_at"]
+            and self.context.distributed.get_rank() == self.hparams.get("stall_rank", 1)
+            and stops
+        ):
             with pids.open("a") as file:
                 file.write(f"{os.getpid()}\n")
             os.kill(os.getpid(), signal.SIGSTOP)

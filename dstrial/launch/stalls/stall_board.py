@@ -1,0 +1,99 @@
+"""What the launchers of one job tell each other of a stall, in the store through which their ranks have met.
+
+A launcher sees its own machine only: where all of its ranks wait for another one, that one is on another machine. What stands
+in the store is JSON and is shown, never followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import time
+from typing import Any
+
+import torch.distributed
+
+from dstrial.visible_text import visible_line
+
+_TIMEOUT = datetime.timedelta(seconds=5)
+_LOOK_S = 0.1
+_KEY = "dstrial/stall"
+_MOST_CHARACTERS = 2000
+# torch exports its stores without saying so.
+_stores = vars(torch.distributed)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NodeAccount:
+    """What the launcher of another machine says.
+
+    Attributes:
+        node_rank: which machine.
+        text: who is where there, one sentence without its point; empty if it tells of no stall.
+        has_guilty: whether one of its ranks holds the others up.
+    """
+
+    node_rank: int
+    text: str
+    has_guilty: bool
+
+
+class StallBoard:
+    """One launcher's view of what all of them say; for one thread.
+
+    Args:
+        addr: of the store, which the first launcher serves.
+        port: of the store.
+        node_rank: this launcher.
+        num_nodes: launchers of the job.
+    """
+
+    def __init__(self, addr: str, port: int, node_rank: int, num_nodes: int) -> None:
+        self._addr = addr
+        self._port = port
+        self._node_rank = node_rank
+        self._others = [node for node in range(num_nodes) if node != node_rank]
+        self._store: Any = None
+
+    def tell(self, text: str, *, has_guilty: bool) -> None:
+        """Let the other launchers read who is where on this machine; empty to take it back."""
+        said = json.dumps({"text": text, "has_guilty": has_guilty})
+        with contextlib.suppress(RuntimeError):  # torch's errors of a store whose other end is gone
+            self._opened().set(f"{_KEY}/{self._node_rank}", said)
+
+    def ask(self, wait_s: float) -> list[NodeAccount] | None:
+        """Return what the others say, one for each; None if the store does not answer.
+
+        Args:
+            wait_s: how long those that have said nothing yet may take, seconds; they look at their ranks at other moments.
+        """
+        give_up_at_s = time.monotonic() + wait_s
+        try:
+            while True:
+                found = [self._read(node) for node in self._others]
+                if all(one.text for one in found) or time.monotonic() >= give_up_at_s:
+                    return found
+                time.sleep(_LOOK_S)
+        except RuntimeError:
+            return None
+
+    def _read(self, node: int) -> NodeAccount:
+        store, key = self._opened(), f"{_KEY}/{node}"
+        if not store.check([key]):
+            return NodeAccount(node, "", has_guilty=False)
+        try:
+            said = json.loads(store.get(key))
+            text = visible_line(str(said["text"]))[:_MOST_CHARACTERS]
+            return NodeAccount(node, text, bool(text and said["has_guilty"]))
+        except (ValueError, KeyError, TypeError):  # of another release
+            return NodeAccount(node, "", has_guilty=False)
+
+    def _opened(self) -> Any:
+        # A connection of its own: the agent's has a deadline of minutes, and may be waiting for the other launchers.
+        if self._store is None:
+            self._store = _stores["TCPStore"](
+                self._addr, self._port, is_master=False, timeout=_TIMEOUT, wait_for_workers=False
+            )
+        return self._store
