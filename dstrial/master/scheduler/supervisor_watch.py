@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from dstrial.file_writes import replace_file
 from dstrial.master import backends
 from dstrial.master.backends import SupervisorHandle
 from dstrial.master.store.allocations import Allocation
@@ -79,12 +80,8 @@ class SupervisorWatch:
     def _tell(self, row: Allocation, handle: SupervisorHandle, stopped_s: float) -> None:
         text = f"the supervisor of its processes, process {handle.pid}, is stopped (SIGSTOP)"
         with contextlib.suppress(OSError):
-            shown = _shown_in(row)
-            temporary = shown.with_suffix(".new")
-            temporary.write_text(
-                json.dumps({"text": text, "since_s": time.time() - stopped_s}), encoding="utf-8"
-            )
-            temporary.replace(shown)
+            fields = {"text": text, "since_s": time.time() - stopped_s}
+            replace_file(_shown_in(row), json.dumps(fields), sync=False)
         self._say(
             row,
             f"stalled: {text}; nothing that they print arrives, and they stop where it has no more room. "

@@ -138,10 +138,9 @@ class Transaction:
     def must_last(self) -> None:
         """Have the commit on the disk before anybody is told of it.
 
-        A loss of power cannot take it then.
-
-        For what a client does not send again: submissions, checkpoints, registrations. Everything else survives the
-        death of the master, and loses the last moments with the machine's power.
+        A loss of power cannot take it then. For what a client does not send again: submissions, checkpoints, registrations, users
+        and their tokens (a revoked one must not come back). Everything else survives the death of the master, and loses the last
+        moments with the machine's power.
         """
         self._is_durable = True
 
