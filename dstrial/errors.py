@@ -26,6 +26,9 @@ The tree, drawn once::
         ├── DatabaseDamagedError      its database is damaged, or not the one that it had; names what and what to type
         └── RequestError              a request to it cannot be answered; carries the HTTP status
 
+``dstrial.storage_guard.StorageGoneError`` (a checkpoint storage is not the one it was) is an OSError and stands there: what
+runs in an allocation loads that module by its path.
+
 Every message says where, what, what was expected and how to fix it. This module imports nothing
 but the standard library, so that every other package may use it.
 """
