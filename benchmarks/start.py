@@ -60,12 +60,13 @@ def main(words: list[str] | None = None) -> int:
     starts: dict[int, dict[str, list[Start]]] = {}
     for num_ranks in options.ranks:
         found = starts[num_ranks] = {way: [] for way in ways}
-        # Turn by turn, so that all of them see the same machine; the first turn warms the disk's cache.
-        for turn in range(options.repeats + 1):
+        # Turn by turn, so that all of them see the same machine; the first of several warms the disk's cache.
+        num_unmeasured = int(options.repeats > 1)
+        for turn in range(num_unmeasured + options.repeats):
             for way in ways:
                 with tempfile.TemporaryDirectory(prefix="dstrial-start-") as scratch:
                     start = measure(way, num_ranks, pathlib.Path(scratch), options.against)
-                if turn:
+                if turn >= num_unmeasured:
                     found[way].append(start)
     print(table(starts))
     if options.json:
