@@ -87,7 +87,7 @@ def _launch(options: argparse.Namespace) -> LaunchOutcome:
         from dstrial.launch.slots import cluster_info, num_slots
         from dstrial.launch.stalls.stall_rules import StallSettings
 
-    info = cluster_info()
+        info = cluster_info()  # imports Determined's package
     if info is not None:
         return _launch_on_cluster(options, info)
     experiment = _load(options)

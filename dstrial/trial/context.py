@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from determined import core, pytorch, util
 
+from dstrial import collector
 from dstrial.config import (
     ParallelDims,
     SavedRun,
@@ -511,7 +512,9 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     def get_tensorboard_writer(self) -> Any:
         """Return this rank's TensorBoard ``SummaryWriter``, made at the first call."""
         if self._runtime.tensorboard_writer is None:
-            from torch.utils.tensorboard import SummaryWriter
+            # It imports boto3, fsspec and protobuf: half of what a first report costs.
+            with collector.paused():
+                from torch.utils.tensorboard import SummaryWriter
 
             self._runtime.tensorboard_writer = SummaryWriter(self.get_tensorboard_path())
         return self._runtime.tensorboard_writer

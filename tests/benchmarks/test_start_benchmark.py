@@ -1,0 +1,31 @@
+"""The benchmark of starts runs to its end and prints every number it promises; no time is asserted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "start.py"
+
+
+@pytest.mark.ranks
+def test_the_table_has_a_row_for_torchrun_and_for_dstrial(tmp_path: Path) -> None:
+    results = tmp_path / "starts.json"
+    ended = subprocess.run(
+        [sys.executable, str(SCRIPT), "--ranks", "1", "--repeats", "1", "--json", str(results)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    rows = [line.split("|")[1:-1] for line in ended.stdout.splitlines()[2:]]
+    assert [row[1].strip() for row in rows] == ["torchrun, plain DeepSpeed", "dstrial.launch, cold"]
+    assert all(len(row) == 7 for row in rows)
+    starts = json.loads(results.read_text())["1"]
+    assert all(len(those) == 1 and min(those[0].values()) > 0 for those in starts.values())
