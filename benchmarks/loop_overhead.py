@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from loop_overhead_timing import Block, Plan, Spread, Summary, summarize
+from loop_overhead_timing import Block, Plan, Spread, Summary, heartbeat_costs, summarize
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -30,7 +30,12 @@ AIMS_US = {1: 15.0, 2: 25.0}
 """Ranks -> the most that dstrial's loop should add per micro batch, microseconds."""
 
 NUM_TAIL_LINES = 200
-TITLES = {"bare": "bare DeepSpeed", "dstrial": "dstrial", "determined": "Determined 0.38.1"}
+TITLES = {
+    "bare": "bare DeepSpeed",
+    "dstrial": "dstrial",
+    "silent": "dstrial without heartbeats",
+    "determined": "Determined 0.38.1",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -186,6 +191,10 @@ def table(measured: Measured, plan: Plan) -> str:
         f"dstrial: {_us(ours.draw.median + ours.between.median)} per micro batch without a report, "
         f"{_us(ours.report.median)} per report.",
     ]
+    beats = Spread.of(heartbeat_costs(measured.blocks))
+    lines.append(
+        f"Heartbeats: {beats.median:.2f} [{beats.low:.2f} … {beats.high:.2f}] per micro batch, seen directly, block by block."
+    )
     aim = AIMS_US.get(measured.num_ranks)
     if aim is not None:
         reached = "reached" if ours.direct.median < aim else "not reached"

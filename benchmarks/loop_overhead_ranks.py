@@ -1,13 +1,14 @@
-"""One rank of the loop-overhead benchmark: trains blocks of micro batches under three loops and times them.
+"""One rank of the loop-overhead benchmark: trains blocks of micro batches under four loops and times them.
 
 Started by ``loop_overhead.py`` through torchrun. One engine, one process group and one data set serve all
-three loops, each in a thread of its own, which take turns every few micro batches, never running at the same time:
+loops, each in a thread of its own, which take turns every few micro batches, never running at the same time:
 
 * ``bare``: DeepSpeed's own loop: draw, forward, backward, step, nothing else;
-* ``dstrial``: ``dstrial.Trainer.fit``;
+* ``dstrial``: ``dstrial.Trainer.fit``, which says where the rank is in a mapped file, as below a launcher;
+* ``silent``: the same, but says nothing;
 * ``determined``: ``determined.pytorch.deepspeed.Trainer.fit`` of Determined 0.38.1, its loop unmodified.
 
-The step that trains one micro batch is the same function under all three and notes the time when it is
+The step that trains one micro batch is the same function under all of them and notes the time when it is
 entered, when it has its records and when it returns.
 
 Determined's loop needs these shims, all here:
@@ -31,6 +32,7 @@ import os
 import pathlib
 import socket
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable
@@ -49,6 +51,9 @@ from torch import nn
 from torch.utils import data
 
 import dstrial
+import dstrial.loop.data.training
+import dstrial.loop.loop
+from dstrial.ranks.heartbeat import HEARTBEAT_VARIABLE, Heartbeat, Phase, heartbeat, make_heartbeat_file
 
 NUM_FEATURES = 8
 NUM_TARGETS = 4
@@ -167,6 +172,49 @@ def dstrial_loop(context: Any, step: Step, num_records: int, plan: Plan) -> Call
     return run
 
 
+class SilentHeartbeat(Heartbeat):
+    """Says nothing."""
+
+    def begin_batch(self, batch: int) -> None:
+        """Do nothing."""
+
+    def await_data(self) -> None:
+        """Do nothing."""
+
+    def end_wait(self) -> None:
+        """Do nothing."""
+
+    def begin(self, phase: Phase, batch: int) -> None:
+        """Do nothing."""
+
+
+_silent_threads: set[int] = set()
+
+
+def say_where_we_are(scratch: pathlib.Path) -> None:
+    """Have this rank's heartbeats go into a mapped file, but those of silent threads nowhere."""
+    path = scratch / f"heartbeats_{os.environ['RANK']}"
+    make_heartbeat_file(path, 1)
+    os.environ[HEARTBEAT_VARIABLE] = f"0:{path}"
+    silent = SilentHeartbeat()
+
+    def chosen() -> Heartbeat:
+        return silent if threading.get_ident() in _silent_threads else heartbeat()
+
+    dstrial.loop.loop.heartbeat = chosen  # type: ignore[attr-defined]  # there is no other way to have none
+    dstrial.loop.data.training.heartbeat = chosen  # type: ignore[attr-defined]
+
+
+def silently(loop: Callable[[], None]) -> Callable[[], None]:
+    """Return a loop that says nothing."""
+
+    def run() -> None:
+        _silent_threads.add(threading.get_ident())
+        loop()
+
+    return run
+
+
 def determined_loop(
     stack: contextlib.ExitStack, step: Step, num_records: int, plan: Plan, checkpoints: pathlib.Path
 ) -> Callable[[], None]:
@@ -224,7 +272,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def measure(plan: Plan, scratch: pathlib.Path) -> tuple[dict[str, str], list[Block]]:
-    """Run the three loops, turn by turn. Ranks: all, collectively.
+    """Run all loops, turn by turn. Ranks: all, collectively.
 
     Args:
         plan: what each trains.
@@ -235,7 +283,9 @@ def measure(plan: Plan, scratch: pathlib.Path) -> tuple[dict[str, str], list[Blo
     """
     num_records = 2 * plan.num_micro_batches * MICRO_BATCH_SIZE * int(os.environ["WORLD_SIZE"])
     with contextlib.ExitStack() as stack:
+        say_where_we_are(scratch)
         context = stack.enter_context(dstrial.init(exp_conf={"name": "loop_overhead"}))
+        silent_context = stack.enter_context(dstrial.init(exp_conf={"name": "loop_overhead_silent"}))
         machine = {
             "device": get_accelerator().device_name(),
             "backend": dist.get_backend(),
@@ -253,6 +303,7 @@ def measure(plan: Plan, scratch: pathlib.Path) -> tuple[dict[str, str], list[Blo
         loops = {
             "bare": bare_loop(steps["bare"], num_records, plan),
             "dstrial": dstrial_loop(context, steps["dstrial"], num_records, plan),
+            "silent": silently(dstrial_loop(silent_context, steps["silent"], num_records, plan)),
             "determined": determined_loop(
                 stack, steps["determined"], num_records, plan, scratch / "determined"
             ),

@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
-LOOPS = ("bare", "dstrial", "determined")
+LOOPS = ("bare", "dstrial", "silent", "determined")
 
 NS_PER_US = 1000.0
 
@@ -244,3 +244,20 @@ def summarize(blocks: Sequence[Block]) -> dict[str, Summary]:
             report=Spread.of([block.report_us for block in own]),
         )
     return summaries
+
+
+def heartbeat_costs(blocks: Sequence[Block]) -> list[float]:
+    """Return what saying where a rank is costs in each block, microseconds per micro batch.
+
+    It is what dstrial's loop does outside of the training step, less what the same loop does there without a word.
+    """
+    outside = {
+        (block.loop, block.block_idx): block.draw_us + block.between_us
+        for block in blocks
+        if block.loop in ("dstrial", "silent")
+    }
+    return [
+        outside["dstrial", block_idx] - outside["silent", block_idx]
+        for loop, block_idx in outside
+        if loop == "dstrial"
+    ]
