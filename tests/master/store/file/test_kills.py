@@ -54,9 +54,8 @@ def test_forty_kills_lose_nothing_that_was_confirmed_and_leave_nothing_to_say(tm
                 [sys.executable, "-c", WRITER, str(path)], stdout=told, stderr=subprocess.STDOUT
             )
         give_up_at_s = time.monotonic() + 60
-        while (
-            len(log.read_text().splitlines()) < 14
-        ):  # More than ten confirmed in each, on a busy machine, too.
+        # More than ten confirmed in each, on a busy machine, too.
+        while len(log.read_text().splitlines()) < 14:
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < give_up_at_s
             time.sleep(0.005)
