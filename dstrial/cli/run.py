@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file
@@ -367,11 +367,17 @@ def _train(
     finally:
         display.close()
     lines, exit_code, outcome = _end(request, run_directory, followed, monitor)
+    _print_end(lines, outcome, out, err)
+    return exit_code
+
+
+def _print_end(
+    lines: Sequence[str], outcome: LaunchOutcome, out: LossTolerantStream, err: LossTolerantStream
+) -> None:
     out.write(visible("\n".join(lines)) + "\n")
     if out.is_lost and err.isatty():
         err.write(visible("\n".join(lines)) + "\n")
     err.write(visible(failure_text(outcome)))
-    return exit_code
 
 
 def _stop_text(request: _Request, *, has_trained: bool) -> str:

@@ -1,4 +1,7 @@
-"""Says what ``dstrial run`` would else wait for in silence: a stopped master, and trials of a search that stall."""
+"""Says what ``dstrial run`` would else wait for in silence.
+
+That is a stopped master, and trials of a search that stall.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ _LOOK_PERIOD_S = 1.0
 
 
 class StoppedMaster:
-    """Tells of a master that a signal or a debugger holds; what runs goes on, and nothing of it arrives.
+    """Tells of a master that a signal or a debugger holds.
+
+    What runs goes on, and nothing of it arrives.
 
     Args:
         state: of the master.
@@ -59,7 +64,9 @@ class StoppedMaster:
 
 
 class StalledTrials:
-    """Tells once which trials of an experiment are held up, and when they go on; their logs tell more.
+    """Tells once which trials of an experiment are held up, and when they go on.
+
+    Their logs tell more.
 
     Args:
         master: whose trials they are.

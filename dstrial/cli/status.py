@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,40 +74,31 @@ def _observed(
         MasterError: it cannot be used, and no master runs.
     """
     try:
-        return observe.usage(state), _starting(state, record), _stalled(state, record), ""
+        usage = observe.usage(state)
+        if record is None:
+            return usage, [], [], ""
+        return (
+            usage,
+            _shown(observe.starting(state), "phase"),
+            _shown(observe.stalled(state), "text"),
+            "",
+        )
     except MasterError as error:
         if record is None:
             raise
         return observe.Usage(0, {}, {}), [], [], str(error)
 
 
-def _starting(state: StateDirectory, record: MasterRecord | None) -> list[dict[str, Any]]:
-    """Return what holds up trials before training: slots, imports, compiled operators."""
-    if record is None:
-        return []
+def _shown(found: Sequence[observe.Start | observe.Stalled], key: str) -> list[dict[str, Any]]:
+    """Return what holds up trials, with its text under ``key``."""
     return [
         {
             "trial": one.trial_id,
             "experiment": one.experiment_id,
-            "phase": one.text,
+            key: one.text,
             "seconds": round(max(time.time() - one.since_s, 0.0), 1),
         }
-        for one in observe.starting(state)
-    ]
-
-
-def _stalled(state: StateDirectory, record: MasterRecord | None) -> list[dict[str, Any]]:
-    """Return the trials whose ranks go on no more."""
-    if record is None:
-        return []
-    return [
-        {
-            "trial": one.trial_id,
-            "experiment": one.experiment_id,
-            "text": one.text,
-            "seconds": round(max(time.time() - one.since_s, 0.0), 1),
-        }
-        for one in observe.stalled(state)
+        for one in found
     ]
 
 

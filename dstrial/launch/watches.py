@@ -1,4 +1,7 @@
-"""What the launcher's watches share: a thread that looks again and again, and a file that shows what it sees."""
+"""What the launcher's watches share.
+
+A thread that looks again and again, and a file that shows what it sees.
+"""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def place_of(
 
 
 def saving_stack(stacks: Sequence[ThreadStack]) -> ThreadStack | None:
-    """Return the calls of the thread that writes a checkpoint in the background; None without one."""
+    """Return the calls of the thread that saves in the background; None without one."""
     for stack in stacks:
         if any(frame.file.endswith(_SAVES) and frame.function == "run" for frame in stack.frames):
             return stack
@@ -165,7 +165,10 @@ def saving_stack(stacks: Sequence[ThreadStack]) -> ThreadStack | None:
 
 
 def place_of_save(stacks: Sequence[ThreadStack]) -> Place | None:
-    """Say where a checkpoint that a rank writes in the background is; its call may be ours. None if it writes none."""
+    """Say where a checkpoint is that a rank writes in the background, if any.
+
+    Its call may be ours.
+    """
     stack = saving_stack(stacks)
     if stack is None:
         return None

@@ -75,7 +75,9 @@ def account(views: Sequence[RankView], places: Mapping[int, Place]) -> Account:
 
 
 def account_of_save(views: Sequence[RankView], places: Mapping[int, Place]) -> Account:
-    """Say which rank a checkpoint that is written in the background waits for; training may go on meanwhile.
+    """Say which rank a checkpoint that is written in the background waits for.
+
+    Training may go on meanwhile.
 
     Args:
         views: the ranks of this machine.

@@ -1,4 +1,6 @@
-"""What the launchers of one job tell each other of a stall, in the store through which their ranks have met.
+"""What the launchers of one job tell each other of a stall.
+
+It stands in the store through which their ranks have met.
 
 A launcher sees its own machine only: where all of its ranks wait for another one, that one is on another machine. What stands
 in the store is JSON and is shown, never followed.
@@ -58,7 +60,7 @@ class StallBoard:
         self._store: Any = None
 
     def tell(self, text: str, *, has_guilty: bool) -> None:
-        """Let the other launchers read who is where on this machine; empty to take it back."""
+        """Let the other launchers read who is where here; empty to take it back."""
         said = json.dumps({"text": text, "has_guilty": has_guilty})
         with contextlib.suppress(RuntimeError):  # torch's errors of a store whose other end is gone
             self._opened().set(f"{_KEY}/{self._node_rank}", said)

@@ -261,7 +261,10 @@ class StallWatch:
             self._print_line(f"{PREFIX} it is left to node {guilty.node_rank} to end its ranks")
 
     def _ask_others(self, stall: Stall, told: Account) -> list[NodeAccount]:
-        """Tell the launchers of other machines, and say what they tell where no rank of this one is to blame."""
+        """Tell the launchers of other machines of a stall.
+
+        Say what they tell, where no rank of this machine is to blame.
+        """
         board = self._watched.board
         if board is None:
             return []
@@ -319,7 +322,10 @@ class StallWatch:
 def _shown_stacks(
     views: Sequence[RankView], stacks: Mapping[int, Sequence[ThreadStack]], *, is_saving: bool
 ) -> list[str]:
-    """Return lines with the calls of each rank's main thread, or of the one that saves; equal ones once."""
+    """Return lines with the calls of each rank's main thread, equal ones once.
+
+    Or of the thread that saves, where that stalls.
+    """
     by_calls: dict[tuple[str, ...], list[RankView]] = {}
     for view in views:
         threads = stacks.get(view.rank, [])

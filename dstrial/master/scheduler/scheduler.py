@@ -286,10 +286,10 @@ class Scheduler:
             return self._release_without_rows(error)
 
     def _release_without_rows(self, error: Exception) -> bool:
-        """Do what can be done where nothing can be written, as on a full disk; say whether anything runs.
+        """Do what can be done where nothing can be written, as on a full disk.
 
-        Trials that may save wait for room. Those that are to be killed are, and the next master takes them for lost, which
-        counts as no restart.
+        Returns whether anything runs. Trials that may save wait for room. Those that are to be killed are, and the next master
+        takes them for lost, which counts as no restart.
         """
         if not self._is_without_rows:
             self._is_without_rows = True

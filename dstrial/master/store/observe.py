@@ -315,11 +315,8 @@ def storages(state: StateDirectory) -> tuple[list[StorageIdentity], list[StoredF
     """
     if not state.database_path.is_file():
         return [], []
-    try:
-        with _connection(state) as connection:
-            return storage_rows.all_known(connection), storage_rows.all_files(connection)
-    except sqlite3.DatabaseError as error:
-        raise _unusable(state, error) from error
+    with _connection(state) as connection:
+        return storage_rows.all_known(connection), storage_rows.all_files(connection)
 
 
 def usage(state: StateDirectory) -> Usage:

@@ -136,11 +136,8 @@ def test_a_storage_that_is_no_directory_of_this_machine_is_not_looked_at(databas
         assert Storages(database).secure(storage) is None
 
 
-def test_a_storage_that_does_not_answer_is_waited_for_once(
-    database: Database, storage: dict[str, Any], root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root.mkdir(parents=True)
-    Storages(database).secure(storage)
+def hang(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Have looks at identity files wait for the event, as those at a network file system whose server is away."""
     release = threading.Event()
     stat = os.stat
 
@@ -150,6 +147,15 @@ def test_a_storage_that_does_not_answer_is_waited_for_once(
         return stat(path, *args, **options)
 
     monkeypatch.setattr(os, "stat", hangs)
+    return release
+
+
+def test_a_storage_that_does_not_answer_is_waited_for_once(
+    database: Database, storage: dict[str, Any], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root.mkdir(parents=True)
+    Storages(database).secure(storage)
+    release = hang(monkeypatch)
     storages = Storages(database, timeout_s=0.2)
     try:
         for _ in range(3):
@@ -165,15 +171,7 @@ def test_what_a_storage_answers_too_late_is_not_taken_for_how_it_is_later(
 ) -> None:
     root.mkdir(parents=True)
     Storages(database).secure(storage)
-    release = threading.Event()
-    stat = os.stat
-
-    def hangs(path: Any, *args: Any, **options: Any) -> os.stat_result:
-        if str(path).endswith(IDENTITY_NAME):
-            release.wait(60)
-        return stat(path, *args, **options)
-
-    monkeypatch.setattr(os, "stat", hangs)
+    release = hang(monkeypatch)
     storages = Storages(database, timeout_s=0.2)
     assert "does not answer" in str(storages.trouble(storage, is_fresh=True))
     release.set()
