@@ -65,7 +65,7 @@ def main(work: Path, ways: list[str]) -> None:
 def during_a_full_disk(master: MasterForTest, filler: Path, way: str) -> dict[str, object]:
     """Fill the disk while the search trains, do something or nothing to the master, and make room again."""
     before = num_reports(master)
-    wait_for(lambda: num_reports(master) >= before + 4)
+    wait_for(lambda: num_reports(master) >= before + 4, deadline_s=150)
     client = master.client()
     fill(filler)
     confirmed, refusal = submit_until_refused(client)

@@ -22,6 +22,7 @@ from dstrial.testing.master import MasterForTest, master_for_test
 
 pytestmark = pytest.mark.process
 DAY_S = 86_400
+SILENCE_S = 20
 SOURCE = Path(__file__).with_name("shifted_clock.cpp")
 
 # Saves only when it is allowed to, after it was asked to stop.
@@ -51,10 +52,11 @@ from determined.experimental import core_v2
 core_v2.init(
     config=core_v2.Config(name="by hand", external_experiment_id="a", external_trial_id="1"),
 )
-step = 0
-while not pathlib.Path(sys.argv[1]).exists():
-    step += 1
-    core_v2.train.report_training_metrics(steps_completed=step, metrics={"loss": 1 / step})
+here, step = pathlib.Path(sys.argv[1]), 0
+while not (here / "last").exists():
+    if not (here / "quiet").exists():
+        step += 1
+        core_v2.train.report_training_metrics(steps_completed=step, metrics={"loss": 1 / step})
     time.sleep(0.5)
 core_v2.close()
 """
@@ -83,7 +85,7 @@ def shifted(tmp_path: Path, library: Path) -> Iterator[tuple[MasterForTest, Call
     for name in ("journals", "tmp"):
         (tmp_path / name).mkdir()
     settings = tmp_path / "master.yaml"
-    settings.write_text("detached_timeout_s: 3")
+    settings.write_text(f"detached_timeout_s: {SILENCE_S}")
     env = {"LD_PRELOAD": str(library), "SHIFTED_CLOCK": str(path), "TMPDIR": str(tmp_path / "tmp")}
     options = ("--config-file", str(settings))
     with master_for_test(tmp_path, num_slots=4, options=options, env=env) as master:
@@ -158,15 +160,20 @@ def test_a_jump_forwards_takes_no_detached_run_for_silent(
     shifted: tuple[MasterForTest, Callable[[int], None]], tmp_path: Path
 ) -> None:
     master, shift = shifted
+    started_s = time.monotonic()
     script = subprocess.Popen(
-        [sys.executable, "-c", DETACHED, str(tmp_path / "last")], env=dict(master.env), cwd=tmp_path
+        [sys.executable, "-c", DETACHED, str(tmp_path)], env=dict(master.env), cwd=tmp_path
     )
     try:
-        wait_for(functools.partial(has_reported, master, 12))  # Silence is looked for by now.
-        for days in range(1, 7):
-            shift(days * DAY_S)
-            wait_for(functools.partial(has_reported, master, num_reports(master) + 2))
-            time.sleep(0.2 * days)
+        # A master looks for silent runs only when it is older than their time.
+        wait_for(lambda: time.monotonic() > started_s + SILENCE_S + 2)
+        wait_for(functools.partial(has_reported, master, 3))
+        (tmp_path / "quiet").touch()
+        time.sleep(1.0)
+        shift(DAY_S)
+        time.sleep(3.0)  # It looks once a second.
+        (tmp_path / "quiet").unlink()
+        wait_for(functools.partial(has_reported, master, num_reports(master) + 2))
         (tmp_path / "last").touch()
         assert script.wait(timeout=60) == 0
     finally:

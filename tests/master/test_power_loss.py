@@ -58,7 +58,7 @@ def test_a_search_goes_on_after_each_loss_of_power_and_takes_no_stranger_for_a_p
         with out.open("wb") as file:
             machine = subprocess.Popen(command, stdout=file, stderr=file)
         try:
-            wait_for(functools.partial(has_trained_or_ended, tmp_path, before, machine))
+            wait_for(functools.partial(has_trained_or_ended, tmp_path, before, machine), deadline_s=150)
             assert machine.poll() is None, out.read_text()
         finally:
             for init in children_of(machine.pid):

@@ -376,14 +376,16 @@ class Scheduler:
     def _is_late(self, row: Allocation) -> bool:
         """Say whether what was asked to stop has had its time.
 
-        A wall clock that jumps meanwhile changes nothing.
+        A wall clock that jumps meanwhile changes nothing. The time is counted from where this is seen first, so that it
+        begins anew with a master that has just started.
         """
         deadline_us = row.preempt_deadline_us
         if deadline_us is None:
             return False
         known = self._late_s.get(row.id)
         if known is None or known[0] != deadline_us:
-            left_s = (deadline_us - now_us()) / 1e6
+            asked_us = now_us() if row.preempt_us is None else row.preempt_us
+            left_s = (deadline_us - asked_us) / 1e6
             known = self._late_s[row.id] = (deadline_us, time.monotonic() + left_s)
         return time.monotonic() > known[1]
 
