@@ -59,7 +59,7 @@ class SupervisorWatch:
         seen = self._seen.get(row.id)
         if seen is None:
             seen = self._seen[row.id] = _Seen(now_s)
-            _shown_in(row).unlink(missing_ok=True)  # a master before this one may have left it
+            _take_back(row)  # a master before this one may have left it
         elif now_s - seen.looked_s < _LOOK_EVERY_S:
             return
         seen.looked_s = now_s
@@ -93,8 +93,7 @@ class SupervisorWatch:
         was_told = seen.told_s is not None
         seen.since_s = seen.told_s = None
         if was_told:
-            with contextlib.suppress(OSError):
-                _shown_in(row).unlink(missing_ok=True)
+            _take_back(row)
             self._say(row, "stalled: no longer, the supervisor goes on", "INFO")
 
     def _say(self, row: Allocation, text: str, level: str) -> None:
@@ -104,6 +103,11 @@ class SupervisorWatch:
             add_master_line(tx, row.task_id, row.trial_id or None, text, level=level, allocation_id=row.id)
 
         self._database.write(add)
+
+
+def _take_back(row: Allocation) -> None:
+    with contextlib.suppress(OSError):
+        _shown_in(row).unlink(missing_ok=True)
 
 
 def _shown_in(row: Allocation) -> Path:
