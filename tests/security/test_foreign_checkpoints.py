@@ -317,7 +317,7 @@ def test_the_master_says_whether_a_manifest_is_the_one_that_was_registered(
     context = shutil.copytree(foreign.DEFINITIONS, tmp_path / "context")
     ran = dstrial("run", config, context, "--runs-dir", tmp_path / "runs", env=shared_master.env)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    (checkpoint,) = (tmp_path / "runs").glob("*/*/checkpoints/*")
+    (checkpoint,) = (tmp_path / "runs").glob("*/*/checkpoints/[!.]*")
     digest = hash_file(checkpoint / MANIFEST_NAME).sha256
     client = shared_master.client()
     answer = client.get(f"/api/v1/checkpoints/{checkpoint.name}")["checkpoint"]
