@@ -256,7 +256,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         return [cast(T, result) for _, _, result in outcomes]
 
     def _describe(self, error: Exception) -> str:
-        text = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}".rstrip(".")  # a sentence goes on
         if isinstance(error, OSError):
             with contextlib.suppress(OSError):
                 free_bytes = shutil.disk_usage(self._checkpoints_path).free

@@ -79,7 +79,7 @@ def test_explain_shows_what_was_decided_and_counts_the_defaults(context):
     assert rows["train_batch_size"] == ["32", "ds.json:2"]
     assert rows["zero_optimization.stage"] == ["2", "overwrite_deepspeed_args", "(exp.yaml:6)"]
     assert "gradient_clipping" not in rows
-    assert len(result.stdout.splitlines()) < 15
+    assert len(result.stdout.splitlines()) < 17  # not the hundred defaults of DeepSpeed
     assert re.search(r"^and \d{2,} of DeepSpeed's defaults, which --all shows$", result.stdout, re.MULTILINE)
 
 
