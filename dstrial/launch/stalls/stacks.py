@@ -33,7 +33,7 @@ _DEVICE = ("/torch/cuda/", "/torch/accelerator/", "/deepspeed/accelerator/")
 # no time in which they could be met.
 _DEVICE_CALL = re.compile(r"\.(?:item|cpu|tolist|numpy|synchronize|nonzero)\(")
 _BACKWARD = "_engine_run_backward"
-_OURS = str(Path(__file__).parents[1])
+_OURS = str(Path(__file__).parents[2])
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "<frozen", "<string>")
 _STANDARD_LIBRARY = re.compile(r"/lib(?:64)?/python3\.\d+/")
 _WRAPPERS = frozenset({"wrapper", "_wait", "wait"})
