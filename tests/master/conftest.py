@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,3 +37,10 @@ def fresh_master(tmp_path: Path) -> Iterator[Master]:
     """A master of the test's own."""
     with serving(tmp_path / "state") as master:
         yield master
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A directory with a short name, for TMPDIR: Determined's ranks make sockets below it, whose paths have 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="short-", ignore_cleanup_errors=True) as name:
+        yield Path(name)

@@ -73,7 +73,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def shifted(tmp_path: Path, library: Path) -> Iterator[tuple[MasterForTest, Callable[[int], None]]]:
+def shifted(
+    tmp_path: Path, short_path: Path, library: Path
+) -> Iterator[tuple[MasterForTest, Callable[[int], None]]]:
     """A master whose clock, and that of all that it starts, is the machine's plus some seconds; and what sets them."""
     path = tmp_path / "shift"
 
@@ -82,11 +84,10 @@ def shifted(tmp_path: Path, library: Path) -> Iterator[tuple[MasterForTest, Call
             file.write(struct.pack("<q", seconds))
 
     shift(0)
-    for name in ("journals", "tmp"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "journals").mkdir()
     settings = tmp_path / "master.yaml"
     settings.write_text(f"detached_timeout_s: {SILENCE_S}")
-    env = {"LD_PRELOAD": str(library), "SHIFTED_CLOCK": str(path), "TMPDIR": str(tmp_path / "tmp")}
+    env = {"LD_PRELOAD": str(library), "SHIFTED_CLOCK": str(path), "TMPDIR": str(short_path)}
     options = ("--config-file", str(settings))
     with master_for_test(tmp_path, num_slots=4, options=options, env=env) as master:
         yield master, shift

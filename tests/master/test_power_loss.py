@@ -42,7 +42,7 @@ def has_trained_or_ended(work: Path, before: int, machine: subprocess.Popen[byte
 @pytest.mark.process
 @pytest.mark.parametrize("seed", [pytest.param(0, id="random search"), pytest.param(4, id="async_halving")])
 def test_a_search_goes_on_after_each_loss_of_power_and_takes_no_stranger_for_a_process_of_its_own(
-    tmp_path: Path, seed: int
+    short_path: Path, seed: int
 ) -> None:
     boot_id = "/proc/sys/kernel/random/boot_id"
     in_namespaces = unshare(
@@ -50,15 +50,15 @@ def test_a_search_goes_on_after_each_loss_of_power_and_takes_no_stranger_for_a_p
         probe=f"echo 99 > /proc/sys/kernel/ns_last_pid; mount --bind {boot_id} {boot_id}",
     )  # fmt: skip
     for name in ("journals", "tmp"):
-        (tmp_path / name).mkdir()
-    command = [*in_namespaces, sys.executable, str(PROGRAM), str(tmp_path), str(seed)]
+        (short_path / name).mkdir()
+    command = [*in_namespaces, sys.executable, str(PROGRAM), str(short_path), str(seed)]
 
     for cut in range(NUM_CUTS):
-        before, out = num_reports(tmp_path), tmp_path / f"start_{cut}.out"
+        before, out = num_reports(short_path), short_path / f"start_{cut}.out"
         with out.open("wb") as file:
             machine = subprocess.Popen(command, stdout=file, stderr=file)
         try:
-            wait_for(functools.partial(has_trained_or_ended, tmp_path, before, machine), deadline_s=150)
+            wait_for(functools.partial(has_trained_or_ended, short_path, before, machine), deadline_s=150)
             assert machine.poll() is None, out.read_text()
         finally:
             for init in children_of(machine.pid):
