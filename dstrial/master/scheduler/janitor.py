@@ -1,4 +1,4 @@
-"""Cleans up: deletes what is not needed any more, and ends silent detached runs."""
+"""Cleans up: deletes what is not needed any more, and makes the day's copy of the database."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from dstrial.master.advice import text_of
 from dstrial.master.backends import remove
 from dstrial.master.backends.environment import tracebacks_directory
 from dstrial.master.backends.overlay.store import collect as collect_overlays
-from dstrial.master.clock import now_us
-from dstrial.master.lifecycle import checkpoint_gc, containers, detached_runs
+from dstrial.master.lifecycle import checkpoint_gc, containers
 from dstrial.master.lifecycle.storages import Storages
 from dstrial.master.pubsub import PubSub
 from dstrial.master.store import allocations, background_jobs, checkpoints, experiments, models
@@ -27,11 +26,8 @@ from dstrial.master.store.reports.metric_values import as_number
 from dstrial.master.store.storages import unknown_of
 
 logger = logging.getLogger("dstrial.master.janitor")
-_scheduler_logger = logging.getLogger("dstrial.master.scheduler")
 
 _PERIOD_S = 3600.0
-_SILENCE_PERIOD_S = 1.0
-_JUMP_S = 2.0
 _LOOK_AGAIN_S = 5.0
 # What is put off until the storage of its experiment is back.
 _NEEDS_STORAGE = ("gc", "delete_checkpoints", "delete_tensorboard", "sweep")
@@ -309,39 +305,3 @@ def _mark_delete_failed(tx: Transaction, experiment_id: int, why: str) -> None:
 def _forget_experiment(tx: Transaction, experiment_id: int) -> None:
     allocations.remember_uses(tx, experiment_id)
     experiments.forget(tx, experiment_id)
-
-
-class HeartbeatTimeout:
-    """Looks from time to time for detached runs that have been silent for too long.
-
-    A master that has just started has heard of nobody, and waits as long as for a run that it knows. So it does after a
-    jump of the wall clock, by which it notes when it has heard of whom, and after the machine was suspended.
-    """
-
-    def __init__(self, database: Database, timeout_s: float) -> None:
-        self._database = database
-        self._timeout_s = timeout_s
-        self._next_s = time.monotonic() + timeout_s
-        self._lead_s = _lead_of_wall_clock_s()
-
-    def check(self) -> None:
-        """End the silent ones, if it is time to look."""
-        if time.monotonic() < self._next_s:
-            return
-        lead_s, known_s = _lead_of_wall_clock_s(), self._lead_s
-        self._lead_s = lead_s
-        if abs(lead_s - known_s) > _JUMP_S:
-            self._next_s = time.monotonic() + self._timeout_s
-            return
-        self._next_s = time.monotonic() + _SILENCE_PERIOD_S
-        before_us = now_us() - int(self._timeout_s * 1e6)
-        with self._database.read() as connection:
-            is_any = detached_runs.has_silent_runs(connection, before_us)
-        if is_any:
-            count = self._database.write(lambda tx: detached_runs.give_up_silent(tx, before_us))
-            _scheduler_logger.warning("%d detached runs are given up: nothing was heard of them", count)
-
-
-def _lead_of_wall_clock_s() -> float:
-    """Return by how much the wall clock is ahead of the one that never jumps."""
-    return now_us() / 1e6 - time.monotonic()

@@ -32,9 +32,11 @@ from dstrial.master.lifecycle import allocations, endings, resume
 from dstrial.master.lifecycle import commands as life
 from dstrial.master.scheduler import commands as command_start
 from dstrial.master.scheduler.commands import CommandWatch
-from dstrial.master.scheduler.janitor import HeartbeatTimeout, Janitor
+from dstrial.master.scheduler.heartbeat_timeout import HeartbeatTimeout
+from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches, note_matches
 from dstrial.master.scheduler.queue import Holder, Look, Waiting, assignments, waiting_text
+from dstrial.master.scheduler.storage_wait import StorageWait
 from dstrial.master.scheduler.supervisor_watch import SupervisorWatch
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import commands, jobs, users
@@ -117,7 +119,7 @@ class Scheduler:
         self._policies: dict[int, tuple[LogPolicy, ...]] = {}
         self._told: dict[int | str, tuple[int, int]] = {}
         self._told_waiting: set[tuple[int, int]] = set()
-        self._without_storage: dict[int, str] = {}
+        self._storage_wait = StorageWait(services.database, services.storages)
         self._fitting: dict[int, _Fitting] = {}
         self._look = Look(-1, -math.inf)
         self._is_draining = False
@@ -449,7 +451,9 @@ class Scheduler:
 
         With what is known of its storage, and what it had begun to write there.
         """
-        trouble = None if exit_.exit_code == 0 else self._storage_trouble(row.experiment_id, is_fresh=True)
+        trouble = (
+            None if exit_.exit_code == 0 else self._storage_wait.trouble(row.experiment_id, is_fresh=True)
+        )
         begun = backends.begun_checkpoints(Path(row.directory))
         return functools.partial(allocations.allocation_exited, storage_trouble=trouble, begun=begun)
 
@@ -473,7 +477,7 @@ class Scheduler:
             if not rows and not others and not excluded:
                 return []
             live = allocation_rows.all_live(connection)
-            rows = self._with_storage(connection, rows)
+            rows = self._storage_wait.ready(connection, rows)
             off = jobs.disabled_slots(connection, {slot.id for slot in self._services.slots})
             enabled = {slot.id for slot in self._services.slots if slot.id not in off}
             trials = [] if jobs.AGENT in off else self._waiting(connection, rows, len(enabled))
@@ -503,7 +507,7 @@ class Scheduler:
         for key, slots in assignments(waiting, enabled - in_use, len(enabled), used_by):
             if isinstance(key, str):
                 allocation = self._begin_command(key, slots, ports)
-            elif self._waits_for_storage(by_id[key], self._storage_trouble(by_id[key].experiment_id)):
+            elif self._storage_wait.holds_up(by_id[key]):
                 allocation = None
             else:
                 allocation = self._begin_trial(key, slots, by_id[key].slots_per_trial, ports)
@@ -511,47 +515,10 @@ class Scheduler:
                 ports |= set(json.loads(allocation.ports).values())
                 begun.append(allocation)
         for_slots = [
-            pair for pair in zip(rows, trials, strict=True) if pair[0].id not in self._without_storage
+            pair for pair in zip(rows, trials, strict=True) if not self._storage_wait.is_waiting(pair[0].id)
         ]
         self._log_waiting(for_slots, [*live, *begun], len(enabled))
         return begun
-
-    def _storage_trouble(self, experiment_id: int, *, is_fresh: bool = False) -> str | None:
-        """Say why an experiment's checkpoint storage cannot be used now; None if it can."""
-        with self._database.read() as connection:
-            config = json.loads(experiment_rows.require(connection, experiment_id).config)
-        return self._storages.trouble(config["checkpoint_storage"], is_fresh=is_fresh)
-
-    def _with_storage(self, connection: Connection, rows: list[jobs.WaitingTrial]) -> list[jobs.WaitingTrial]:
-        """Leave out those that still wait for their storage: they hold up nobody else."""
-        troubles: dict[int, str | None] = {}
-        for row in rows:
-            if row.id in self._without_storage and row.experiment_id not in troubles:
-                config = json.loads(experiment_rows.require(connection, row.experiment_id).config)
-                troubles[row.experiment_id] = self._storages.trouble(config["checkpoint_storage"])
-        return [
-            row
-            for row in rows
-            if row.id not in self._without_storage
-            or not self._waits_for_storage(row, troubles[row.experiment_id])
-        ]
-
-    def _waits_for_storage(self, row: jobs.WaitingTrial, trouble: str | None) -> bool:
-        """Say whether a trial cannot start as its storage is gone; its log says so once."""
-        told = self._without_storage.get(row.id)
-        if trouble is None:
-            if told is not None:
-                self._without_storage.pop(row.id)
-                self._log_of_trial(row, "its checkpoint storage is back, and the trial goes on")
-            return False
-        if told != trouble:
-            self._without_storage[row.id] = trouble
-            logger.warning("trial %d waits: %s", row.id, trouble)
-            self._log_of_trial(row, f"waiting for its checkpoint storage: {trouble}", "WARNING")
-        return True
-
-    def _log_of_trial(self, row: jobs.WaitingTrial, text: str, level: str = "INFO") -> None:
-        self._database.write(lambda tx: add_master_line(tx, row.task_id, row.id, text, level=level))
 
     def _log_waiting(
         self, waiting: list[tuple[jobs.WaitingTrial, Waiting]], live: list[Allocation], num_enabled: int

@@ -1,0 +1,79 @@
+"""Which trials wait until their checkpoint storage is back; their logs say so once."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+
+from dstrial.master.lifecycle.storages import Storages
+from dstrial.master.store import experiments
+from dstrial.master.store.database import Connection, Database
+from dstrial.master.store.jobs import WaitingTrial
+from dstrial.master.store.reports.logs import add_master_line
+
+logger = logging.getLogger("dstrial.master.scheduler")
+
+
+class StorageWait:
+    """Holds trials back whose checkpoint storage is away. Used by the scheduler's thread only.
+
+    Args:
+        database: configs, and the logs of trials.
+        storages: looks at storages.
+    """
+
+    def __init__(self, database: Database, storages: Storages) -> None:
+        self._database = database
+        self._storages = storages
+        self._told: dict[int, str] = {}
+
+    def trouble(self, experiment_id: int, *, is_fresh: bool = False) -> str | None:
+        """Say why an experiment's storage cannot be used now; None if it can.
+
+        Not inside another read.
+        """
+        with self._database.read() as connection:
+            storage = _storage_of(connection, experiment_id)
+        return self._storages.trouble(storage, is_fresh=is_fresh)
+
+    def ready(self, connection: Connection, rows: Sequence[WaitingTrial]) -> list[WaitingTrial]:
+        """Leave out those that still wait for their storage: they hold up nobody else."""
+        self._told = {row.id: self._told[row.id] for row in rows if row.id in self._told}
+        waiting = {row.experiment_id for row in rows if row.id in self._told}
+        troubles = {one: self._storages.trouble(_storage_of(connection, one)) for one in waiting}
+        return [
+            row
+            for row in rows
+            if row.id not in self._told or not self._note(row, troubles[row.experiment_id])
+        ]
+
+    def holds_up(self, row: WaitingTrial) -> bool:
+        """Say whether a trial that could start has to wait for its storage."""
+        return self._note(row, self.trouble(row.experiment_id))
+
+    def is_waiting(self, trial_id: int) -> bool:
+        """Say whether a trial was held back when it was looked at last."""
+        return trial_id in self._told
+
+    def _note(self, row: WaitingTrial, trouble: str | None) -> bool:
+        told = self._told.get(row.id)
+        if trouble is None:
+            if told is not None:
+                del self._told[row.id]
+                self._say(row, "its checkpoint storage is back, and the trial goes on", "INFO")
+            return False
+        if told != trouble:
+            self._told[row.id] = trouble
+            logger.warning("trial %d waits: %s", row.id, trouble)
+            self._say(row, f"waiting for its checkpoint storage: {trouble}", "WARNING")
+        return True
+
+    def _say(self, row: WaitingTrial, text: str, level: str) -> None:
+        self._database.write(lambda tx: add_master_line(tx, row.task_id, row.id, text, level=level))
+
+
+def _storage_of(connection: Connection, experiment_id: int) -> dict[str, object]:
+    config = json.loads(experiments.require(connection, experiment_id).config)
+    storage: dict[str, object] = config["checkpoint_storage"]
+    return storage
