@@ -2,3 +2,28 @@
 
 Each package needs its library, which is an optional extra of dstrial; nothing else imports them.
 """
+
+from __future__ import annotations
+
+import importlib.util
+
+from dstrial.errors import MissingExtraError
+
+
+def require(*packages: str, extra: str, who: str) -> None:
+    """Make sure that libraries can be imported.
+
+    Args:
+        packages: top-level names of the libraries.
+        extra: dstrial's extra that installs them.
+        who: the module that needs them, for the message.
+
+    Raises:
+        MissingExtraError: one of them cannot be found.
+    """
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingExtraError(
+            f"{who} needs {', '.join(missing)}, which is not installed; expected the extra {extra!r} of dstrial. "
+            f"Run: pip install 'dstrial[{extra}]'"
+        )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 
 _UUID = re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b")
 _TIME = re.compile(r"\b20\d\d-\d\d-\d\d[T ]\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)?")
+_LONG_NUMBER = re.compile(r"-?\b\d+\.\d{6,}(?:[eE][+-]?\d+)?")
 _NUMBER = r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?"
 
 
@@ -29,6 +31,24 @@ def normalized(text: str, literals: Mapping[str, str] | None = None, measured: C
     for key in measured:
         text = re.sub(rf'("{re.escape(key)}": ?){_NUMBER}(?=[\s,}}\]]|$)', r'\1"<measured>"', text)
     return text
+
+
+def with_last_digits_of(golden: str, recorded: str) -> str:
+    """Return a recording with the golden's form of each number that differs in its last digits only.
+
+    Another processor adds in another order. Of a number with ten digits or more nine have to be the same; all other text, and
+    how many numbers there are, stays as recorded.
+    """
+    numbers = [found[0] for found in _LONG_NUMBER.finditer(golden)]
+    if len(numbers) != len(_LONG_NUMBER.findall(recorded)):
+        return recorded
+    left = iter(numbers)
+
+    def in_form_of_golden(found: re.Match[str]) -> str:
+        one = next(left)
+        return one if math.isclose(float(one), float(found[0]), rel_tol=1e-9) else found[0]
+
+    return _LONG_NUMBER.sub(in_form_of_golden, recorded)
 
 
 def _form_of_time(found: re.Match[str]) -> str:

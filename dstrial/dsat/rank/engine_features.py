@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from deepspeed import PipelineEngine
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from dstrial.engine.deepspeed_internals import optimizers
+from dstrial.engine.deepspeed_internals import compiler, optimizers
 
 ResultT = TypeVar("ResultT")
 
@@ -27,6 +27,7 @@ def counted_flops(call: Callable[[], ResultT]) -> tuple[ResultT, float, float]:
     """
     recomputation = _Recomputation()
     with FlopCounterMode(display=False) as counter, recomputation:
+        compiler.keep_compiler_out_of(type(getattr(counter, "mode", counter)))
         result = call()
     return result, float(counter.get_total_flops()), recomputation.flops
 
@@ -39,6 +40,7 @@ class _Recomputation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.flops = 0.0
+        compiler.keep_compiler_out_of(type(self))
 
     def __torch_dispatch__(
         self,
@@ -63,6 +65,7 @@ class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.num_operations = 0
+        compiler.keep_compiler_out_of(type(self))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.num_operations += 1
@@ -92,7 +95,11 @@ def engine_features(engines: list[Any]) -> dict[str, float]:
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
-    return isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    # Loading torch's compiler takes longer than loading the rest of torch; without it there is nothing that it has compiled.
+    loaded = sys.modules.get("torch._dynamo.eval_frame")
+    return loaded is not None and isinstance(module, loaded.OptimizedModule)
 
 
 class FirstMicroBatch:
@@ -107,6 +114,7 @@ class FirstMicroBatch:
 
     def __init__(self) -> None:
         self.flops = 0.0
+        compiler.keep_compiler_out_of(type(self))
         self.flops_recomputed = 0.0
         self.activation_bytes = 0.0
         self.num_operations = 0.0

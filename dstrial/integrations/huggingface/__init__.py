@@ -18,7 +18,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dstrial.integrations.extras import require
+from dstrial.integrations import require
 
 if TYPE_CHECKING:
     from dstrial.integrations.huggingface.callback import DetCallback

@@ -13,9 +13,8 @@ from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.methods.base import MethodOptions, Note, Skip
-from dstrial.dsat.methods.binary import AshaSearch
 from dstrial.dsat.methods.lineage import LineageMethod
-from dstrial.dsat.methods.random import RandomConfigSearch
+from dstrial.dsat.methods.random_structures import AshaSearch, RandomConfigSearch
 from dstrial.dsat.space.filters import Filters
 from dstrial.errors import SearchError
 
@@ -41,6 +40,7 @@ def test_a_search_restored_before_every_result_asks_for_the_same(name: str) -> N
     again = play(name, max_trials=14, num_parallel=3, restart=True)
 
     assert once.actions == again.actions
+    assert once.last_snapshot == again.last_snapshot
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -21,6 +21,8 @@ from dstrial.dsat.predictor.predictor import structure_of
 from dstrial.dsat.predictor.profiles import ModelInfo, PredictInputs, closed_form
 from dstrial.dsat.space.filters import Filters, needs_no_less_memory
 
+pytestmark = pytest.mark.timeout(300)  # the longest of the quick tests, so that its file comes first
+
 INFO = ModelInfo(1.3e9, 1.3e9, 1.1e9, None)
 
 
@@ -78,7 +80,10 @@ def six_trials() -> Played:
 
 
 def test_a_search_restored_before_every_result_asks_for_the_same(six_trials: Played) -> None:
-    assert six_trials.actions == play("predict", max_trials=6, restart=True).actions
+    again = play("predict", max_trials=6, restart=True)
+
+    assert six_trials.actions == again.actions
+    assert six_trials.last_snapshot == again.last_snapshot
 
 
 def test_what_was_predicted_of_a_trial_is_kept_with_where_its_time_goes() -> None:
