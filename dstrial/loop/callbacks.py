@@ -27,6 +27,11 @@ class Callbacks:
                 _warn_of_old_name(callback.on_checkpoint_end)
                 break
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are none to call."""
+        return not self._callbacks
+
     def overrides(self, method: str) -> bool:
         """Say whether any callback has its own ``method``."""
         return any(

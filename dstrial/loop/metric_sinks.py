@@ -16,8 +16,9 @@ _UPLOAD_INTERVAL_S = 5.0
 class MetricSink(Protocol):
     """Takes reported metrics, on the chief only.
 
-    Methods are called one at a time, on the thread that trains. What they raise ends training, as an exception of a callback
-    does.
+    Methods are called one at a time, all on the same thread, which is not the one that trains: ``open``, ``close`` and reports
+    of validations while training waits, reports of training metrics while it goes on. What a sink raises ends training on all
+    ranks, with a checkpoint, at their next point of agreement; nothing is reported after it.
     """
 
     def open(self, context: DeepSpeedTrialContext) -> None:
@@ -110,6 +111,11 @@ class MetricSinks:
         if failure is not None:
             raise failure
 
+    def is_upload_due(self) -> bool:
+        """Say whether the last upload was five seconds ago, or earlier. Ranks: any."""
+        is_early = time.monotonic() - self._uploaded_s < _UPLOAD_INTERVAL_S
+        return not is_early and self._runtime.writes_tensorboard
+
     def upload(self, at_once: bool = True) -> None:
         """Hand this rank's TensorBoard files over. Ranks: any.
 
@@ -118,11 +124,9 @@ class MetricSinks:
         Args:
             at_once: whether to do it even if the last time is less than five seconds ago.
         """
-        now_s = time.monotonic()
-        is_early = not at_once and now_s - self._uploaded_s < _UPLOAD_INTERVAL_S
-        if is_early or not self._runtime.writes_tensorboard:
+        if not self._runtime.writes_tensorboard or not (at_once or self.is_upload_due()):
             return
-        self._uploaded_s = now_s
+        self._uploaded_s = time.monotonic()
         if self._runtime.tensorboard_writer is not None:
             self._runtime.tensorboard_writer.flush()
         is_chief = self._runtime.is_chief

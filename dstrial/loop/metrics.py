@@ -136,6 +136,45 @@ def average(_name: str) -> pytorch.Reducer:
     return pytorch.Reducer.AVG
 
 
+class LeavingTotals:
+    """Totals of one rank on their way from its device."""
+
+    def __init__(self, held: Mapping[str, Any], weight: float, losses: Mapping[str, Sequence[Any]]) -> None:
+        self._held = dict(held)
+        self._weight = weight
+        self._losses = losses
+        by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+        for name, total in held.items():
+            if isinstance(total, torch.Tensor):
+                by_device.setdefault(total.device, {})[name] = total
+        self._leaving = [
+            (list(tensors), *_leave(torch.stack(list(tensors.values())))) for tensors in by_device.values()
+        ]
+
+    def wait(self) -> MetricTotals:
+        """Return them. Waits for what the device had to do before they left. Ranks: any."""
+        moved: dict[str, float] = {}
+        for names, totals, has_left in self._leaving:
+            if has_left is not None:
+                has_left.synchronize()
+            moved.update(zip(names, totals.tolist(), strict=True))
+        values = {name: moved.get(name, held) for name, held in self._held.items()}
+        tails = {name: _tail(losses, values.get(name)) for name, losses in self._losses.items() if losses}
+        return MetricTotals(values, dict.fromkeys(values, self._weight), tails)
+
+
+def _leave(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """Begin to copy a tensor to the host; the event, if any, is its end."""
+    if tensor.device.type != "cuda":
+        return tensor, None  # read by a copy that waits
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    with torch.cuda.device(tensor.device):
+        host.copy_(tensor, non_blocking=True)
+        has_left = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        has_left.record()
+    return host, has_left
+
+
 class MetricWindow:
     """Running totals of the metrics of one rank, per metric name.
 
@@ -235,16 +274,14 @@ class MetricWindow:
 
     def totals(self) -> MetricTotals:
         """Move all to the host, one copy and synchronisation per device. Ranks: any."""
-        by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
-        for name, held in self._totals.items():
-            if isinstance(held, torch.Tensor):
-                by_device.setdefault(held.device, {})[name] = held
-        moved: dict[str, float] = {}
-        for tensors in by_device.values():
-            moved.update(zip(tensors, torch.stack(list(tensors.values())).tolist(), strict=True))
-        values = {name: moved.get(name, held) for name, held in self._totals.items()}
-        tails = {name: _tail(losses, values.get(name)) for name, losses in self._losses.items() if losses}
-        return MetricTotals(values, dict.fromkeys(values, self._weight), tails)
+        return self.leaving_totals().wait()
+
+    def leaving_totals(self) -> LeavingTotals:
+        """Begin to move all to the host, and wait for nothing. Ranks: any.
+
+        Nothing is added before they are read, or the window is reset.
+        """
+        return LeavingTotals(self._totals, self._weight, dict(self._losses))
 
     def batches(self) -> list[dict[str, Any]]:
         """Return every set since the last reset, as NumPy values; empty unless kept."""

@@ -91,7 +91,7 @@ class NonFiniteGuard:
         start, batches = window
         self._judge_losses(tails, start, batches)
         self._judge_steps(counts, start)
-        if self._mode == "ignore":
+        if self._mode == "ignore" or not (self._losses.length or self._steps.length):
             return
         name = _shown_loss(tails)
         self._act(

@@ -22,6 +22,8 @@ from dstrial.trial.trial import Checkpointable, DeepSpeedTrial
 
 logger = logging.getLogger("dstrial.loop")
 
+_IMMUTABLE = (float, int, str, bool, type(None))
+
 # What a reducer may hold a reference to, but what is never part of its state.
 _NOT_STATE = (torch.nn.Module, DeepSpeedTrialContext, DeepSpeedTrial)
 
@@ -68,7 +70,7 @@ class Snapshot:
 
     def __init__(self, reducers: Iterable[Any]) -> None:
         self._kept = [
-            (reducer, {name: _copied(value) for name, value in vars(reducer).items()}) for reducer in reducers
+            (reducer, {name: copied(value) for name, value in vars(reducer).items()}) for reducer in reducers
         ]
 
     def restore(self) -> None:
@@ -78,7 +80,10 @@ class Snapshot:
             vars(reducer).update(attributes)
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """Return a copy that shares nothing with ``value``, or ``value`` itself."""
+    if type(value) in _IMMUTABLE:
+        return value
     if isinstance(value, _NOT_STATE):
         return value
     try:
@@ -103,7 +108,7 @@ def reducer_state(reducer: Any) -> dict[str, Any]:
             if not callable(value):
                 logger.warning("reducer attribute %s.%s cannot be checkpointed", type(reducer).__name__, name)
             continue
-        state[name] = _copied(value)
+        state[name] = copied(value)
     return state
 
 
@@ -124,7 +129,7 @@ def training_reductions(runtime: TrialRuntime, states: Sequence[Mapping[str, Any
         if wrapped.for_training:
             own = Snapshot([wrapped.reducer])
             restore_reducer(wrapped.reducer, state)
-            reductions.append(_copied(wrapped.per_slot_reduce()))
+            reductions.append(copied(wrapped.per_slot_reduce()))
             own.restore()
     return reductions
 

@@ -3,6 +3,8 @@
 Everything that has to cross ranks at such a point travels in one exchange: each rank's share of the
 metrics when a report is due, each rank's request to stop, and rank 0's decision on the next point.
 
+An exchange has a beginning, which waits for nobody, and an end. Between the two the loop may train the next batch.
+
 Ranks agree likewise on what user code raises at a report or a validation, and save the trained state before the exception goes
 on. No rank ever waits in a collective for one that may not come: who has failed looks in the store whether the others are at the
 same place, up to a deadline, and only then talks to them.
@@ -19,6 +21,7 @@ from typing import Any
 from determined import core
 
 from dstrial.errors import PeerFailedError
+from dstrial.ranks.channel import PendingGather
 from dstrial.ranks.control_channel import ControlChannel
 
 INTERVAL_S = 5.0
@@ -31,6 +34,9 @@ EVALUATE_S = 300.0
 """The same for the others to end an evaluation in which no rank waits for another."""
 
 _MAX_GROWTH = 8
+
+FAST_BATCHES = 8
+"""Where so many batches or more lie between points of agreement, training goes on for one while ranks exchange."""
 
 
 class StopReason(enum.Enum):
@@ -83,6 +89,9 @@ class SyncPoints:
         self._distance = 1
         self._next: int | None = None
         self._mark: tuple[int, float] | None = None
+        self._own: Any = None
+        self._gather: PendingGather | None = None
+        self._begun_at = 0
 
     def start(self, batches_trained: int) -> None:
         """Begin counting: at a start, a resume, or after a validation or a checkpoint."""
@@ -95,6 +104,14 @@ class SyncPoints:
         """Finished batches at which ranks agree next, the same everywhere."""
         assert self._next is not None, "start() comes first"
         return self._next
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether what is agreed on may come one batch late; the same on all ranks.
+
+        Not with slow batches, which are a long time for who wants to stop, and where an exchange costs next to nothing.
+        """
+        return self._distance >= FAST_BATCHES and can_agree(self._distributed)
 
     @property
     def is_single_rank(self) -> bool:
@@ -112,12 +129,40 @@ class SyncPoints:
             batches_trained: finished batches, the same on all ranks.
             share: what this rank hands in; small and picklable.
         """
+        return self._decide(self._distributed.allgather(self._handed_in(batches_trained, share)))
+
+    def begin(self, batches_trained: int, share: Any = None) -> None:
+        """Begin what ``agree`` does, and wait for nobody; ``end`` comes next.
+
+        Ranks: all, collectively (1 all-gather), on a control channel.
+        """
+        self._own = self._handed_in(batches_trained, share)
+        if isinstance(self._distributed, ControlChannel):
+            self._gather = self._distributed.begin_allgather(self._own)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all ranks have begun what this one has, so that ``end`` waits for none.
+
+        Ranks: each its own; no communication.
+        """
+        return self._gather is None or self._gather.is_complete
+
+    def end(self) -> SyncResult:
+        """End the exchange, and return what ``agree`` does. Ranks: all, collectively."""
+        gather, self._gather = self._gather, None
+        return self._decide([self._own] if gather is None else gather.wait())
+
+    def _handed_in(self, batches_trained: int, share: Any) -> tuple[Any, StopReason | None, int]:
         is_chief = self._distributed.rank == 0
         proposal = self._proposed_distance(batches_trained) if is_chief else 0
-        gathered = self._distributed.allgather((share, self._stop_request(), proposal))
-        self._distance = gathered[0][2]
-        self._next = batches_trained + self._distance
+        self._begun_at = batches_trained
         self._mark = (batches_trained, self._clock())
+        return share, self._stop_request(), proposal
+
+    def _decide(self, gathered: list[Any]) -> SyncResult:
+        self._distance = gathered[0][2]
+        self._next = self._begun_at + self._distance
         stop_requests = [request for _, request, _ in gathered if request is not None]
         return SyncResult([share for share, _, _ in gathered], stop_requests[0] if stop_requests else None)
 

@@ -46,6 +46,60 @@ class _Operation:
     number: int
 
 
+class _Buffers:
+    """Short messages of a collective under way: this rank's, all ranks'."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.send = torch.zeros(_SHORT_MESSAGE_BYTES, dtype=torch.uint8)
+        self.send_view = self.send.numpy().data
+        self.receive = [torch.zeros(_SHORT_MESSAGE_BYTES, dtype=torch.uint8) for _ in range(num_ranks)]
+        self.receive_views = [tensor.numpy().data for tensor in self.receive]
+
+
+@dataclasses.dataclass(slots=True)
+class _Underway:
+    """An all-gather that has begun."""
+
+    operation: _Operation
+    payload: bytes
+    buffers: _Buffers
+    work: dist.Work
+
+
+class PendingGather:
+    """What ``begin_allgather`` has begun. Ranks: those of the lane, all."""
+
+    def __init__(self, lane: GroupChannel, underway: _Underway) -> None:
+        self._lane = lane
+        self._underway = underway
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether ``wait`` would return without waiting. Ranks: each its own.
+
+        A value that is too long for one message never is: its second part begins in ``wait``.
+        """
+        underway = self._underway
+        if len(underway.payload) > _SHORT_PAYLOAD_BYTES or not underway.work.is_completed():
+            return False
+        heads = (int.from_bytes(view[:_LENGTH_BYTES], "little") for view in underway.buffers.receive_views)
+        return all(length <= _SHORT_PAYLOAD_BYTES for length in heads)
+
+    def wait(self) -> list[Any]:
+        """Return what every rank passed, in their order. Ranks: all, at the same place.
+
+        A value that is too long for one message takes a second collective here.
+
+        Raises:
+            RankTimeoutError: not all ranks came in time; names the missing ones.
+            RankError: a peer has gone.
+        """
+        lane = self._lane
+        values = [lane._unpickle(message) for message in lane._finish(self._underway)]
+        lane._pending_buffers = self._underway.buffers
+        return values
+
+
 class GroupChannel:
     """Pickled objects over one gloo group, each operation with a deadline.
 
@@ -89,10 +143,8 @@ class GroupChannel:
             )
         except RuntimeError as error:
             raise self._start_error(start, error) from error
-        self._send = torch.zeros(_SHORT_MESSAGE_BYTES, dtype=torch.uint8)
-        self._send_view = self._send.numpy().data
-        self._receive = [torch.zeros(_SHORT_MESSAGE_BYTES, dtype=torch.uint8) for _ in ranks]
-        self._receive_views = [tensor.numpy().data for tensor in self._receive]
+        self._buffers = _Buffers(len(ranks))
+        self._pending_buffers: _Buffers | None = None
 
     def allgather_identities(self, identity: RankIdentity) -> list[RankIdentity]:
         """Return what every rank says of itself, before there is a key."""
@@ -116,19 +168,30 @@ class GroupChannel:
         messages = self._exchange(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), operation)
         return [self._unpickle(message) for message in messages]
 
+    def begin_allgather(self, value: Any, name: str) -> PendingGather:
+        """Begin an ``allgather`` that waits for nobody. One at a time.
+
+        Other operations may come before its ``wait``, on all ranks the same.
+        """
+        operation = _Operation(name, self._next_number())
+        buffers, self._pending_buffers = self._pending_buffers or _Buffers(len(self._ranks)), None
+        payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        return PendingGather(self, self._begin(payload, operation, buffers))
+
     def broadcast(self, value: Any, name: str) -> Any:
         """Return what the first rank passed; ``name`` is told in errors."""
         operation = _Operation(name, self._next_number())
         source = self._ranks[0]
         payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL) if self._rank == source else b""
+        send, send_view = self._buffers.send, self._buffers.send_view
         if self._rank == source:
-            self._write(self._send_view, payload, operation)
-        self._wait(self._group.broadcast([self._send]), operation)
+            self._write(send_view, payload, operation)
+        self._wait(self._group.broadcast([send]), operation)
         if self._rank == source:
             if len(payload) > _SHORT_PAYLOAD_BYTES:
                 self._wait(self._group.broadcast([self._long(len(payload), payload, operation)]), operation)
             return value
-        length, message = self._read(self._send_view, source, operation)
+        length, message = self._read(send_view, source, operation)
         if message is None:
             long_message = self._long(length)
             self._wait(self._group.broadcast([long_message]), operation)
@@ -137,11 +200,19 @@ class GroupChannel:
 
     def _exchange(self, payload: bytes, operation: _Operation) -> list[memoryview]:
         """Return every rank's payload, each known to be its own."""
-        self._write(self._send_view, payload, operation)
-        self._wait(self._group.allgather([self._receive], [self._send]), operation)
+        return self._finish(self._begin(payload, operation, self._buffers))
+
+    def _begin(self, payload: bytes, operation: _Operation, buffers: _Buffers) -> _Underway:
+        self._write(buffers.send_view, payload, operation)
+        work = self._group.allgather([buffers.receive], [buffers.send])
+        return _Underway(operation, payload, buffers, work)
+
+    def _finish(self, underway: _Underway) -> list[memoryview]:
+        payload, operation, buffers = underway.payload, underway.operation, underway.buffers
+        self._wait(underway.work, operation)
         heads = [
             self._read(view, rank, operation)
-            for rank, view in zip(self._ranks, self._receive_views, strict=True)
+            for rank, view in zip(self._ranks, buffers.receive_views, strict=True)
         ]
         longest_bytes = max(length for length, _ in heads)
         if self.key is None and longest_bytes > _SHORT_PAYLOAD_BYTES:

@@ -17,7 +17,7 @@ from typing import Any
 from determined import core
 
 from dstrial.errors import RankError, RankIdentityError
-from dstrial.ranks.channel import TIMEOUT_VARIABLE, GroupChannel
+from dstrial.ranks.channel import TIMEOUT_VARIABLE, GroupChannel, PendingGather
 from dstrial.ranks.identity import RankIdentity
 from dstrial.ranks.job_secret import SECRET_VARIABLE, key_from_environ
 
@@ -127,6 +127,21 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
     def allgather(self, stuff: Any) -> list[Any]:
         """Return what every rank passed, ordered by rank. Ranks: all, collectively."""
         return [stuff] if self._group_channel is None else self._group_channel.allgather(stuff, "allgather")
+
+    def begin_allgather(self, stuff: Any) -> PendingGather | None:
+        """Begin what ``allgather`` does, and wait for nobody.
+
+        The ``wait`` of what is returned gives the values, at the same place of the program on all ranks. Whatever else is
+        called before that is called in the same order on all ranks, as ever.
+
+        Returns:
+            None on one rank, where there is nothing to wait for.
+
+        Ranks: all, collectively.
+        """
+        if self._group_channel is None:
+            return None
+        return self._group_channel.begin_allgather(stuff, "allgather")
 
     def gather(self, stuff: Any) -> list[Any] | None:
         """Return all ranks' values on the chief, else None. Ranks: all, collectively."""

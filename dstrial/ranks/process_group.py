@@ -17,6 +17,7 @@ import torch.distributed
 
 from dstrial.engine.deepspeed_internals import process
 from dstrial.errors import RankError, RankTimeoutError
+from dstrial.fork_server.key import NVML_CHECK_VARIABLE
 from dstrial.ranks.devices import SHARE_VARIABLE, device_index, is_shared, may_share, refuse_instances
 from dstrial.ranks.identity import DEVICE_VARIABLE, RankIdentity, device_variable
 from dstrial.ranks.rendezvous_store import as_init_method, open_store
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dstrial.ranks")
 
 MANUAL_INIT_VARIABLE = "DET_MANUAL_INIT_DISTRIBUTED"
-NVML_CHECK_VARIABLE = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 # Accelerators that DeepSpeed finds by their plug-in's module rather than through torch.accelerator.
 _ACCELERATOR_PLUGINS = (

@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 import pathlib
+import threading
 import warnings
 from typing import Any
 
@@ -35,6 +36,8 @@ from dstrial.trial.model_parallel_unit import ModelParallelUnit, make_data_paral
 from dstrial.trial.runtime import TrialRuntime
 
 logger = logging.getLogger("dstrial.trial")
+
+_making_writer = threading.Lock()
 
 
 class _RuntimeAttribute:
@@ -511,13 +514,14 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
 
     def get_tensorboard_writer(self) -> Any:
         """Return this rank's TensorBoard ``SummaryWriter``, made at the first call."""
-        if self._runtime.tensorboard_writer is None:
-            # It imports boto3, fsspec and protobuf: half of what a first report costs.
-            with collector.paused():
-                from torch.utils.tensorboard import SummaryWriter
+        with _making_writer:  # user code and the loop's reports ask for it on threads of their own
+            if self._runtime.tensorboard_writer is None:
+                # It imports boto3, fsspec and protobuf: half of what a first report costs.
+                with collector.paused():
+                    from torch.utils.tensorboard import SummaryWriter
 
-            self._runtime.tensorboard_writer = SummaryWriter(self.get_tensorboard_path())
-        return self._runtime.tensorboard_writer
+                self._runtime.tensorboard_writer = SummaryWriter(self.get_tensorboard_path())
+            return self._runtime.tensorboard_writer
 
     def set_enable_tensorboard_logging(self, enable_tensorboard_logging: bool) -> None:
         """Switch the writing of reported metrics for TensorBoard on or off."""

@@ -153,3 +153,16 @@ def test_sets_are_kept_only_when_asked():
     assert window_of({"loss": 1.0}).batches() == []
     kept = window_of({"loss": torch.tensor(1.0)}, {"loss": torch.tensor(2.0)}, keep_batches=True)
     assert [float(batch["loss"]) for batch in kept.batches()] == [1.0, 2.0]
+
+
+def test_totals_that_are_leaving_are_those_of_their_window():
+    window = window_of({"loss": torch.tensor(1.0)}, {"loss": torch.tensor(math.nan)}, watches_losses=True)
+    window._totals["held"] = torch.tensor(4.0, dtype=torch.float64)  # as on a device
+    leaving = window.leaving_totals()
+    window.reset()
+    window.add({"loss": torch.tensor(8.0)})
+    totals = leaving.wait()
+    assert (math.isnan(totals.values["loss"]), totals.values["held"]) == (True, 4.0)
+    assert totals.weights == {"loss": 2.0, "held": 2.0}
+    assert (totals.tails["loss"].num_bad, totals.tails["loss"].num_seen) == (1, 2)
+    assert window.totals().values == {"loss": 8.0}

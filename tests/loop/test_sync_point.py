@@ -51,3 +51,30 @@ def test_shares_come_back_by_rank():
     points = SyncPoints(core.DummyDistributedContext(), lambda: None, Clock())
     points.start(0)
     assert points.agree(1, share={"a": 1}).shares == [{"a": 1}]
+
+
+def test_an_exchange_in_two_steps_decides_as_one_does():
+    points = SyncPoints(core.DummyDistributedContext(), lambda: StopReason.REQUESTED, Clock())
+    points.start(0)
+    points.begin(1, share="mine")
+    assert points.is_complete
+    agreement = points.end()
+    assert (agreement.shares, agreement.stop) == (["mine"], StopReason.REQUESTED)
+    assert points.next_batch == 9
+
+
+def test_only_fast_batches_may_go_on_before_the_end_of_an_exchange():
+    def may_wait(seconds_per_batch):
+        clock = Clock()
+        points = SyncPoints(core.DummyDistributedContext(), lambda: None, clock)
+        points.start(0)
+        seen = [points.may_wait]
+        for batches in range(1, 12):
+            clock.now_s += seconds_per_batch
+            if batches >= points.next_batch:
+                points.agree(batches)
+                seen.append(points.may_wait)
+        return seen
+
+    assert may_wait(0.01)[:2] == [False, True]
+    assert not any(may_wait(1.0))

@@ -55,6 +55,65 @@ def test_values_of_any_length_reach_all_ranks() -> None:
         assert seen["limit"] == ["y" * 1003] * 2
 
 
+def exchange_while_others_are_under_way() -> dict[str, Any]:
+    channel = _channel()
+    rank = channel.rank
+    seen: dict[str, Any] = {"short": [], "long": [], "between": []}
+    for number in range(50):
+        if rank == number % 2:
+            time.sleep(0.002)
+        pending = channel.begin_allgather((rank, number))
+        seen["between"].append((channel.allgather(-number), channel.broadcast(number + rank)))
+        long_pending = channel.begin_allgather("x" * (2000 * rank + number)) if number == 7 else None
+        seen["short"].append(pending.wait())
+        if long_pending is not None:
+            seen["between"].append((channel.allgather("y" * 3000)[1][:1], channel.broadcast(number)))
+            assert not long_pending.is_complete
+            seen["long"] = [len(text) for text in long_pending.wait()]
+    pending = channel.begin_allgather(rank)
+    channel.allgather(None)
+    give_up_at_s = time.monotonic() + 60
+    while not pending.is_complete:
+        assert time.monotonic() < give_up_at_s
+    seen["last"] = pending.wait()
+    channel.close()
+    return seen
+
+
+def test_a_gather_that_has_begun_mixes_with_no_other_operation() -> None:
+    results = [result.value for result in run_function(exchange_while_others_are_under_way, 2)]
+    assert results[0] == results[1]
+    seen = results[0]
+    assert seen["short"] == [[(0, number), (1, number)] for number in range(50)]
+    assert seen["long"] == [7, 2007]
+    assert seen["last"] == [0, 1]
+    between = [pair for pair in seen["between"] if pair != ("y", 7)]
+    assert between == [([-number, -number], number) for number in range(50)]
+
+
+def begin_without_rank_1() -> str:
+    from dstrial.errors import RankTimeoutError
+
+    channel = _channel(timeout_s=3.0)
+    message = ""
+    if channel.rank == 0:
+        pending = channel.begin_allgather("alone")  # does not wait, and so raises nothing
+        try:
+            pending.wait()
+        except RankTimeoutError as error:
+            message = str(error)
+        return message
+    time.sleep(8)  # alive for longer than the other one waits: it is late, and not gone
+    return message
+
+
+def test_a_gather_begins_at_once_and_its_end_names_who_never_began() -> None:
+    message = run_function(begin_without_rank_1, 2)[0].value
+    assert message.startswith(
+        "allgather (operation 4 of the control channel) is still without rank 1 after 3 s"
+    )
+
+
 def exchange_over_two_machines() -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2" if rank < 2 else "1")

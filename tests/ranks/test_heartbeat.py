@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import subprocess
 import sys
 import threading
@@ -13,6 +14,8 @@ import pytest
 
 from dstrial.ranks.heartbeat import (
     HEARTBEAT_VARIABLE,
+    SLOT_BYTES,
+    Heartbeat,
     Phase,
     heartbeat,
     make_heartbeat_file,
@@ -45,6 +48,19 @@ def test_what_a_rank_says_is_read_by_who_made_the_file(
     assert (after.waits_for_data, after.since_s) == (False, beat.since_s)
     assert read_beat(beats, 0) is None
     assert read_beat(beats, 2) is None
+
+
+def test_the_hot_path_writes_the_bytes_that_any_byte_order_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, slow = bytearray(2 * SLOT_BYTES), bytearray(2 * SLOT_BYTES)
+    monkeypatch.setattr(time, "monotonic", lambda: 1234.5)
+    for beats, batch in ((fast, Heartbeat.begin_batch), (slow, Heartbeat._begin_batch_slowly)):
+        mine = Heartbeat(beats, SLOT_BYTES)
+        mine.begin(Phase.VALIDATION, 70)
+        mine.await_data()
+        batch(mine, 2**40 + 3)
+    assert fast == slow
+    assert fast[:SLOT_BYTES] == bytes(SLOT_BYTES)
+    assert fast[SLOT_BYTES : SLOT_BYTES + 24] == struct.pack("<Iiqd", 1, 0, 2**40 + 3, 1234.5)
 
 
 def test_how_long_a_phase_took_is_kept_if_it_ends_well(

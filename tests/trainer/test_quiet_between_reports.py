@@ -21,3 +21,5 @@ def test_the_loop_talks_only_at_reports_and_points_of_agreement(tmp_path):
     assert len(batches) == len(set(batches)), "one exchange per point"
     assert {50, 100, 150} <= set(batches)
     assert len(set(batches) - {50, 100, 150}) <= 12
+    begun = {batch for batch, what in talks[0] if what == "begin_allgather"}
+    assert {50, 100, 150} <= begun, "nobody waits for another rank at a report"

@@ -1,0 +1,247 @@
+"""Writes reports behind the loop: one thread, in order, each report once.
+
+What the chief does with averages (the line of the record, the sinks, progress, what a master is told) takes longer than many a
+batch. The loop hands it over and goes on. What fails there is raised by the loop, on all ranks together, at their next point of
+agreement; the reports that are not recorded by then go into the checkpoint that is saved before the error, and are written when
+training goes on from it.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from dstrial.errors import DstrialError, TrialContractError
+from dstrial.local.json_files import to_strict_json
+
+logger = logging.getLogger("dstrial.loop")
+
+CAPACITY = 32
+"""How many jobs may wait; with one more the loop waits, too."""
+
+LOOK_S = 0.05
+"""How often the thread looks for something to do, seconds.
+
+Nobody wakes it, unless somebody waits: a thread that is woken takes the lock of Python from the one that trains, in the middle of
+its way to the next batch, and often its core, so that training waits for the writing after all.
+"""
+
+_SAY_WAITING_S = 30.0
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrainingReport:
+    """A report of training metrics, on the chief.
+
+    Attributes:
+        batches_trained: finished batches of the run.
+        metrics: metric name -> value over all ranks; nobody else's to change.
+    """
+
+    batches_trained: int
+    metrics: Mapping[str, Any]
+
+    def to_state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of it, plain values only; its fields as they are."""
+        metrics = {}
+        for name, value in self.metrics.items():
+            with contextlib.suppress(TrialContractError):  # never has a place in the record
+                metrics[name] = float(value) if isinstance(value, float) else to_strict_json(value, name)
+        return {"batches_trained": self.batches_trained, "metrics": metrics}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Job:
+    """What the thread does next, and the report that is lost if it does not."""
+
+    run: Callable[[], None]
+    report: TrainingReport | None = None
+    is_always_run: bool = False
+
+
+class ReportWriter:
+    """Does in a thread, one after the other, what this rank's loop hands over.
+
+    After the first failure nothing more is written, so that no report stands behind one that is missing.
+
+    Args:
+        record: makes a report part of the run's record.
+        publish: hands a recorded report to whoever else gets it.
+        deadline_s: how long the loop waits for the thread, seconds.
+        capacity: how many jobs may wait.
+
+    Ranks: each its own; the loop's thread calls, and no method communicates.
+    """
+
+    def __init__(
+        self,
+        record: Callable[[TrainingReport], None],
+        publish: Callable[[TrainingReport], None],
+        *,
+        deadline_s: float,
+        capacity: int = CAPACITY,
+    ) -> None:
+        self._record = record
+        self._publish = publish
+        self._deadline_s = deadline_s
+        self._capacity = capacity
+        self._jobs: collections.deque[_Job | None] = collections.deque()
+        self._is_awaited = threading.Lock()  # released to wake the thread
+        self._is_awaited.acquire()
+        self._num_submitted = 0
+        self._num_done = 0
+        self._has_done = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._is_raised = False
+        self._unwritten: list[TrainingReport] = []
+
+    # ---- the loop ------------------------------------------------------------------------------------
+
+    def report(self, report: TrainingReport) -> None:
+        """Have a report written. Returns at once, unless too much waits already.
+
+        Raises:
+            DstrialError: there was no room until the deadline.
+        """
+        self._put(_Job(functools.partial(self._write, report), report))
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Have something else done after what was handed over before, as ``report``."""
+        self._put(_Job(job))
+
+    def call(self, job: Callable[[], T]) -> T:
+        """Do something on the thread that writes, also after a failure, and wait for it.
+
+        Raises:
+            BaseException: what the job raised.
+            DstrialError: it did not end until the deadline.
+        """
+        outcomes: list[tuple[T | None, BaseException | None]] = []
+
+        def keep() -> None:
+            try:
+                outcomes.append((job(), None))
+            except BaseException as error:  # noqa: BLE001  # raised below, on the thread that asked
+                outcomes.append((None, error))
+
+        self._put(_Job(keep, is_always_run=True))
+        self.flush()
+        ((result, error),) = outcomes
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]  # a T, where nothing was raised
+
+    def flush(self) -> None:
+        """Wait until all that was handed over is written, or has failed.
+
+        Raises:
+            DstrialError: it is not until the deadline.
+        """
+        self._wait_for(self._num_submitted)
+
+    @property
+    def failure(self) -> str | None:
+        """What has failed and is not raised yet, in one line; None if nothing has."""
+        if self._error is None or self._is_raised:
+            return None
+        return f"{type(self._error).__name__}: {self._error}".splitlines()[0]
+
+    def take_error(self) -> BaseException | None:
+        """Return what has failed, to be raised; afterwards it is no ``failure`` any more."""
+        error = None if self._is_raised else self._error
+        self._is_raised = self._is_raised or error is not None
+        return error
+
+    def unwritten(self) -> list[TrainingReport]:
+        """Return the reports that were handed over and are not recorded, in order.
+
+        There are none as long as nothing has failed and ``flush`` has returned.
+        """
+        self.flush()
+        return list(self._unwritten)
+
+    def close(self) -> None:
+        """Write what is left, and end the thread. What fails only now is logged."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        try:
+            self.flush()
+        except DstrialError as error:
+            logger.error("%s", error)  # whoever hangs there has no traceback
+            return
+        self._jobs.append(None)
+        self._wake()
+        thread.join()
+        if self.failure is not None:
+            logger.error("a report could not be written: %s", self.failure, exc_info=self.take_error())
+
+    def _put(self, job: _Job) -> None:
+        if self._num_submitted - self._num_done >= self._capacity:
+            self._wait_for(self._num_submitted - self._capacity + 1)
+        self._num_submitted += 1
+        self._jobs.append(job)
+        if self._thread is None:
+            # It does not keep the process alive: see ``close``.
+            self._thread = threading.Thread(target=self._run, name="dstrial-reports", daemon=True)
+            self._thread.start()
+
+    def _wait_for(self, num_done: int) -> None:
+        if self._num_done >= num_done:
+            return
+        self._wake()
+        give_up_at_s = time.monotonic() + self._deadline_s
+        with self._has_done:
+            while self._num_done < num_done:
+                left_s = give_up_at_s - time.monotonic()
+                if left_s <= 0:
+                    raise DstrialError(
+                        f"{num_done - self._num_done} reports of metrics and progress are not written after "
+                        f"{self._deadline_s:g} s; expected the record and every metric sink to take them. Look at what hangs "
+                        "there: a sink of your own, the master, or the disk of the run directory."
+                    )
+                if not self._has_done.wait(min(left_s, _SAY_WAITING_S)) and left_s > _SAY_WAITING_S:
+                    logger.info("waiting for %d reports to be written", num_done - self._num_done)
+
+    def _wake(self) -> None:
+        if self._is_awaited.locked():
+            self._is_awaited.release()
+
+    # ---- the thread ----------------------------------------------------------------------------------
+
+    def _next_job(self) -> _Job | None:
+        while not self._jobs:
+            self._is_awaited.acquire(timeout=LOOK_S)
+        return self._jobs.popleft()
+
+    def _run(self) -> None:
+        while (job := self._next_job()) is not None:
+            if self._error is None or job.is_always_run:
+                try:
+                    job.run()
+                except BaseException as error:  # noqa: BLE001  # the boundary of a thread: the loop raises it
+                    self._error = error
+            elif job.report is not None:
+                self._unwritten.append(job.report)
+            del job
+            with self._has_done:
+                self._num_done += 1
+                self._has_done.notify_all()
+
+    def _write(self, report: TrainingReport) -> None:
+        try:
+            self._record(report)
+        except BaseException:
+            self._unwritten.append(report)
+            raise
+        self._publish(report)

@@ -1,0 +1,154 @@
+"""What is written behind the loop: in order, once, with failures that the loop hears of."""
+
+import logging
+import threading
+import time
+
+import pytest
+
+from dstrial.errors import DstrialError
+from dstrial.loop.report_writer import ReportWriter, TrainingReport
+
+
+class Places:
+    """Where reports go; fails or hangs when told to."""
+
+    def __init__(self):
+        self.recorded = []
+        self.published = []
+        self.threads = set()
+        self.fails_at = {}
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    def record(self, report):
+        self.threads.add(threading.get_ident())
+        assert self.may_go_on.wait(60)
+        if ("record", report.batches_trained) in self.fails_at:
+            raise self.fails_at["record", report.batches_trained]
+        self.recorded.append(report.batches_trained)
+
+    def publish(self, report):
+        self.threads.add(threading.get_ident())
+        if ("publish", report.batches_trained) in self.fails_at:
+            raise self.fails_at["publish", report.batches_trained]
+        self.published.append(report.batches_trained)
+
+
+@pytest.fixture
+def places():
+    return Places()
+
+
+@pytest.fixture
+def writer(places):
+    writer = ReportWriter(places.record, places.publish, deadline_s=60, capacity=4)
+    yield writer
+    places.may_go_on.set()
+    writer.close()
+
+
+def hand_over(writer, *steps):
+    for step in steps:
+        writer.report(TrainingReport(step, {"loss": 1.0}))
+
+
+def test_reports_are_written_in_order_once_on_one_other_thread(places, writer):
+    hand_over(writer, *range(100))
+    writer.flush()
+    assert places.recorded == places.published == list(range(100))
+    assert len(places.threads) == 1
+    assert threading.get_ident() not in places.threads
+
+
+def test_the_caller_does_not_wait_for_what_hangs(places, writer):
+    places.may_go_on.clear()
+    hand_over(writer, 1, 2, 3)
+    assert places.recorded == []
+    places.may_go_on.set()
+    writer.flush()
+    assert places.recorded == [1, 2, 3]
+
+
+def test_a_full_queue_holds_the_caller_up_until_there_is_room(places, writer):
+    places.may_go_on.clear()
+    hand_over(writer, 1, 2, 3, 4)
+    threading.Timer(0.3, places.may_go_on.set).start()
+    began_s = time.monotonic()
+    hand_over(writer, 5)
+    assert time.monotonic() - began_s > 0.2
+    writer.flush()
+    assert places.recorded == [1, 2, 3, 4, 5]
+
+
+def test_waiting_has_a_deadline(places):
+    writer = ReportWriter(places.record, places.publish, deadline_s=0.2)
+    places.may_go_on.clear()
+    hand_over(writer, 1, 2)
+    with pytest.raises(DstrialError, match=r"2 reports .* not written after 0.2 s"):
+        writer.flush()
+    places.may_go_on.set()
+    writer.close()
+
+
+def test_what_is_not_recorded_is_known_in_order_and_nothing_is_written_behind_it(places, writer):
+    places.fails_at["record", 2] = OSError(28, "No space left on device")
+    hand_over(writer, 1, 2, 3)
+    writer.flush()
+    assert writer.failure == "OSError: [Errno 28] No space left on device"
+    assert places.recorded == places.published == [1]
+    hand_over(writer, 4)
+    done = []
+    writer.submit(lambda: done.append("progress"))
+    assert [report.batches_trained for report in writer.unwritten()] == [2, 3, 4]
+    assert done == []
+
+
+def test_a_recorded_report_is_not_written_twice_because_a_sink_has_failed(places, writer):
+    places.fails_at["publish", 2] = ValueError("the other end is gone")
+    hand_over(writer, 1, 2, 3)
+    assert [report.batches_trained for report in writer.unwritten()] == [3]
+    assert places.recorded == [1, 2]
+
+
+def test_a_failure_is_raised_once(places, writer):
+    error = places.fails_at["record", 1] = ValueError("no")
+    hand_over(writer, 1)
+    writer.flush()
+    assert writer.take_error() is error
+    assert writer.failure is None
+    assert writer.take_error() is None
+
+
+def test_a_call_waits_for_what_came_before_and_raises_here(places, writer):
+    places.may_go_on.clear()
+    hand_over(writer, 1)
+    threading.Timer(0.1, places.may_go_on.set).start()
+    assert writer.call(lambda: list(places.recorded)) == [1]
+    with pytest.raises(ZeroDivisionError):
+        writer.call(lambda: 1 / 0)
+    assert writer.failure is None
+
+
+def test_a_call_is_made_after_a_failure_too(places, writer):
+    places.fails_at["record", 1] = ValueError("no")
+    hand_over(writer, 1)
+    assert writer.call(lambda: "closed") == "closed"
+
+
+def test_closing_writes_what_is_left_and_logs_what_nobody_was_told(places, caplog):
+    writer = ReportWriter(places.record, places.publish, deadline_s=60)
+    places.fails_at["record", 3] = OSError(28, "No space left on device")
+    hand_over(writer, 1, 2, 3)
+    with caplog.at_level(logging.ERROR, logger="dstrial.loop"):
+        writer.close()
+    assert places.recorded == [1, 2]
+    assert "a report could not be written: OSError: [Errno 28] No space left" in caplog.text
+    assert not any(thread.name == "dstrial-reports" for thread in threading.enumerate())
+
+
+def test_no_thread_is_started_where_nothing_is_written(places):
+    writer = ReportWriter(places.record, places.publish, deadline_s=60)
+    writer.flush()
+    writer.close()
+    assert not any(thread.name == "dstrial-reports" for thread in threading.enumerate())
