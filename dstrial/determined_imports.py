@@ -28,7 +28,8 @@ SETTING = "determined_imports"
 
 _ON, _OFF, _TOLD = "1", "0", "told"
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_SITE = os.path.join(_HERE, "master", "backends", "site")
+SITE = os.path.join(_HERE, "master", "backends", "site")
+"""Directory that is put before PYTHONPATH for its ``sitecustomize``; it has nothing else."""
 _FILES = {
     "determined.launch.deepspeed": os.path.join(_HERE, "stand_ins", "launch_deepspeed.py"),
     "determined.pytorch.deepspeed": os.path.join(_HERE, "stand_ins", "deepspeed", "__init__.py"),
@@ -48,10 +49,10 @@ def variables(environ: Mapping[str, str], config: Mapping[str, Any] | None = Non
     data = (config or {}).get("data") or {}
     section = data.get("dstrial") if isinstance(data, dict) else None
     is_off = isinstance(section, dict) and section.get(SETTING) is False
-    rest = [part for part in environ.get("PYTHONPATH", "").split(os.pathsep) if part and part != _SITE]
+    rest = [part for part in environ.get("PYTHONPATH", "").split(os.pathsep) if part and part != SITE]
     return {
         VARIABLE: environ.get(VARIABLE) or (_OFF if is_off else _ON),
-        "PYTHONPATH": os.pathsep.join([_SITE, *rest]),
+        "PYTHONPATH": os.pathsep.join([SITE, *rest]),
     }
 
 

@@ -18,6 +18,7 @@ import warm_start
 from hypothesis import HealthCheck, settings
 
 import dstrial
+from dstrial.fork_server.client import OwnForkServer
 from dstrial.testing import ranks
 from dstrial.testing.master import MasterForTest, master_for_test
 
@@ -76,8 +77,12 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, handler)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Import what programs import, beside the first tests, where any test starts one."""
     sys.dont_write_bytecode = _writes_no_bytecode
+    names = ("process", "ranks")
+    if any(item.get_closest_marker(name) for item in session.items for name in names):
+        warm_start.share()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -208,6 +213,7 @@ def _is_running(pid: int) -> bool:
     except OSError:
         return False
     # One of each per process, for its whole life.
-    if b"multiprocessing.resource_tracker" in command or pid in warm_start.servers:
+    own = warm_start.servers | OwnForkServer.pids
+    if b"multiprocessing.resource_tracker" in command or pid in own:
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"

@@ -221,17 +221,29 @@ def test_the_commands_of_a_document_are_understood(document: str) -> None:
         )  # leaves the process where it does not understand
 
 
+def ends_of(paths: Iterable[str]) -> set[str]:
+    """Return every name by which a text may mean one of these dotted paths: the path, and what follows a dot of it."""
+    parts = [path.split(".") for path in paths]
+    return {".".join(names[start:]) for names in parts for start in range(len(names))}
+
+
+@pytest.fixture(scope="module")
+def names_that_modules_had() -> set[str]:
+    """The names of modules that have moved and that no module of the repository has now."""
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    files = (file for folder in folders for file in folder.rglob("*.py"))
+    now = {".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files}
+    return ends_of(json.loads(text_of("dstrial/old_paths.json"))) - ends_of(now)
+
+
 @pytest.mark.parametrize("document", [name for name in DOCUMENTS if name != "CHANGELOG.md"])
-def test_no_document_names_a_module_by_the_path_that_it_had(document: str) -> None:
-    old = json.loads(text_of("dstrial/old_paths.json"))
-    now = {".".join(file.relative_to(ROOT).with_suffix("").parts) for file in ROOT.glob("*/**/*.py")}
+def test_no_document_names_a_module_by_the_path_that_it_had(
+    document: str, names_that_modules_had: set[str]
+) -> None:
     named = re.findall(r"`(\w+(?:/\w+)+|\w+(?=\.py))(?:\.py)?", text_of(document))
 
-    def is_one_of(paths: Iterable[str], name: str) -> bool:
-        return any(f".{path}".endswith(f".{name}") for path in paths)
-
     dotted = {name.replace("/", ".") for name in named} - {"checkpointing"}  # a module of accelerate, too
-    assert [name for name in sorted(dotted) if is_one_of(old, name) and not is_one_of(now, name)] == []
+    assert sorted(dotted & names_that_modules_had) == []
 
 
 def test_the_makefile_has_the_targets_that_the_documents_name() -> None:
@@ -351,6 +363,18 @@ def installed_modules() -> dict[str, str]:
     return found
 
 
+@functools.cache
+def imported_in(path: Path) -> set[str]:
+    """Return the first parts of the names of all modules that a file imports anywhere."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
 def imported_below(*folders: str, without: tuple[str, ...] = ()) -> set[str]:
     """Return the names of the distributions whose modules are imported anywhere in the files of folders."""
     names = set()
@@ -359,11 +383,7 @@ def imported_below(*folders: str, without: tuple[str, ...] = ()) -> set[str]:
             path.is_relative_to(ROOT / folder) for folder in without
         ):
             continue
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.Import):
-                names |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                names.add(node.module.partition(".")[0])
+        names |= imported_in(path)
     foreign = names - sys.stdlib_module_names - {"tomllib", "dstrial"}  # 3.10 has no tomllib
     distributions = installed_modules()
     assert foreign <= distributions.keys(), f"not installed: {foreign - distributions.keys()}"

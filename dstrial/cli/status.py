@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.up import add_state_dir_argument, describe_slots
 from dstrial.errors import DstrialError, MasterError, RequestError
+from dstrial.master.backends.fork_servers import shown_servers
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory
 from dstrial.master.store import observe
@@ -55,6 +57,7 @@ def main(args: argparse.Namespace) -> int:
         "trials": usage.trials,
         "starting": starting,
         "stalled": stalled,
+        "warm": [] if record is None else [dataclasses.asdict(one) for one in shown_servers(state.path)],
         "state_dir": str(state.path),
         "disk_bytes": _disk_bytes(state.path),
     }
@@ -143,6 +146,10 @@ def _text(record: MasterRecord | None, fields: dict[str, Any]) -> str:
     for one in fields["stalled"]:
         where = f"trial {one['trial']} of experiment {one['experiment']}"
         rows.append(("stalled", f"{where}: {one['text']}, for {one['seconds']:.0f} s"))
+    for one in fields["warm"]:
+        memory = "" if one["memory_bytes"] is None else f", {_size(one['memory_bytes'])}"
+        does = "imports what trials import" if one["state"] == "importing" else "trials start as its forks"
+        rows.append(("warm", f"process {one['pid']}: {does}; {one['num_forks']} so far{memory}"))
     rows.append(("state", f"{fields['state_dir']} ({_size(fields['disk_bytes'])})"))
     return "".join(f"{name + ':':<13}{value}\n" for name, value in rows)
 

@@ -8,17 +8,22 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from dstrial.errors import LaunchError, RankStalledError
+from dstrial.fork_server import client
+from dstrial.fork_server.key import NVML_CHECK_VARIABLE
 from dstrial.launch.failures import (
     ERROR_FILE_VARIABLE,
     TRACEBACK_FILE_VARIABLE,
@@ -37,7 +42,6 @@ from dstrial.launch.supervisor import Supervisor
 from dstrial.ranks.heartbeat import HEARTBEAT_VARIABLE, make_heartbeat_file
 from dstrial.ranks.identity import LOOPBACK_ADDR
 from dstrial.ranks.job_secret import SECRET_VARIABLE, STORE_VARIABLE, new_secret, store_variable
-from dstrial.ranks.process_group import NVML_CHECK_VARIABLE
 from dstrial.ranks.sockets import loopback_only
 from dstrial.ranks.stack_dump import STACKS_FILE_VARIABLE
 from dstrial.ranks.startup_phase import PHASE_FILE_VARIABLE
@@ -361,7 +365,8 @@ class _RankAgent(LocalElasticAgent):  # type: ignore[misc]  # mypy does not foll
         self._supervisor = supervisor
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        pids: dict[int, int] = super()._start_workers(worker_group)
+        with _ranks_as_forks():
+            pids: dict[int, int] = super()._start_workers(worker_group)
         for worker in worker_group.workers:
             self._supervisor.watch(worker.local_rank, worker.global_rank, pids[worker.local_rank])
         return pids
@@ -370,6 +375,40 @@ class _RankAgent(LocalElasticAgent):  # type: ignore[misc]  # mypy does not foll
         if not self._supervisor.tick():
             return RunResult(state=WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
+
+
+@contextlib.contextmanager
+def _ranks_as_forks() -> Iterator[None]:
+    """Start ranks as forks of what this launcher was, if it is a fork itself.
+
+    The agent starts a rank by ``SubprocessHandler._popen`` (torch 2.6 to 2.13, ``multiprocessing/subprocess_handler``).
+    """
+    connection = client.of_this_process
+    if connection is None:
+        yield
+        return
+    usual = SubprocessHandler._popen
+
+    def _popen(self: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        if args[:3] != (sys.executable, "-m", "dstrial.launch.rank_main"):
+            return usual(self, args, env)
+        return client.ForkedPopen(
+            connection,
+            args,
+            told=lambda reason: logger.warning("a rank starts as a new process, not as a fork: %s", reason),
+            env=env,
+            stdout=self._stdout,
+            stderr=self._stderr,
+            start_new_session=True,
+        )
+
+    SubprocessHandler._popen = _popen
+    try:
+        yield
+    finally:
+        SubprocessHandler._popen = usual
+        client.of_this_process = None
+        connection.close()
 
 
 def _run_agent(agent: _RankAgent) -> None:

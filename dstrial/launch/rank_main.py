@@ -28,6 +28,7 @@ from dstrial.launch.tracebacks import short_traceback, whole_traceback
 from dstrial.launch.trial_import import import_trial, is_determined_trial
 from dstrial.ranks.accelerate_backend import show_ranks_to_accelerate
 from dstrial.ranks.identity import identify
+from dstrial.ranks.imported_names import note_imports
 from dstrial.ranks.stack_dump import dump_stacks_on_signal
 from dstrial.ranks.startup_phase import begin_phase, end_phases
 from dstrial.ranks.stop_signals import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
@@ -177,6 +178,7 @@ def _run_trial(options: argparse.Namespace) -> None:
     os.chdir(options.context_dir)
     begin_phase(f"importing {options.trial.partition(':')[0]}")
     trial_class = import_trial(options.trial, options.context_dir)
+    note_imports()
     if is_determined_trial(trial_class):
         end_phases()
         _run_determined_trial(trial_class, options.trial)
@@ -243,7 +245,8 @@ def _run_script(script: str, arguments: Sequence[str]) -> None:
     # Not runpy.run_path: it empties the script's globals at the end, under threads and exit handlers.
     module = types.ModuleType("__main__")
     module.__dict__.update(__file__=script, __builtins__=__builtins__)
-    code = compile(path.read_bytes(), script, "exec")
+    # It has future statements of its own only.
+    code = compile(path.read_bytes(), script, "exec", dont_inherit=True)
     sys.modules["__main__"] = module
     exec(code, module.__dict__)  # noqa: S102  # the user's own script is what we were asked to run
 

@@ -48,7 +48,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
     """Keep a trial's reports in a run directory.
 
     Make one with ``open_train_context``. Reports of metrics come from the chief; progress, status and
-    early exit from other ranks are ignored, because every rank may meet the code that sends them.
+    early exit from other ranks are ignored, because every rank may meet the code that sends them. Threads may share one.
 
     Args:
         run_directory: where the files are.
@@ -76,6 +76,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         self._trial_id = LOCAL_ID
         self._tail = JsonLinesTail(run_directory.metrics_path)
         self._reading = threading.Lock()
+        self._writing = threading.Lock()
         self._searcher_metric_by_step: dict[int, float] = {}
         self._last_validation: int | None = None
         self._progress: dict[str, Any] = {}
@@ -153,7 +154,9 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         return None if reason is None else str(reason)
 
     def _update_status(self, fields: Mapping[str, Any]) -> None:
-        if self._is_chief:
+        if not self._is_chief:
+            return
+        with self._writing:
             status = read_json(self._run_directory.status_path) or {}
             fields = {**status, **fields, "time": utc_now()}
             write_json_atomically(self._run_directory.status_path, fields, sync=False)
@@ -239,7 +242,8 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         }
         if batch_metrics is not None:
             row["batch_metrics"] = to_strict_json(batch_metrics, "batch_metrics")
-        append_json_line(self._run_directory.metrics_path, row)
+        with self._writing:
+            append_json_line(self._run_directory.metrics_path, row)
         # Under ``dstrial run`` the parent shows every report itself.
         level = logging.DEBUG if os.environ.get(RUN_DIR_VARIABLE) else logging.INFO
         logger.log(level, "%s at batch %d: %s", group, row["steps_completed"], row["metrics"])
@@ -319,20 +323,21 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
     def _note_progress(self, fields: Mapping[str, Any], *, is_last: bool) -> None:
         if not self._is_chief:
             return
-        self._progress.update(fields)
-        self._progress_is_pending = True
+        with self._writing:
+            self._progress.update(fields)
+            self._progress_is_pending = True
         if is_last or self._clock() - self._progress_written_at_s >= PROGRESS_PERIOD_S:
             self.flush_progress()
 
     def flush_progress(self) -> None:
         """Write progress that the throttle still holds back. Ranks: any; the chief writes."""
-        if not self._progress_is_pending:
-            return
-        write_json_atomically(
-            self._run_directory.progress_path, {**self._progress, "time": utc_now()}, sync=False
-        )
-        self._progress_is_pending = False
-        self._progress_written_at_s = self._clock()
+        with self._writing:
+            if not self._progress_is_pending:
+                return
+            fields = {**self._progress, "time": utc_now()}
+            write_json_atomically(self._run_directory.progress_path, fields, sync=False)
+            self._progress_is_pending = False
+            self._progress_written_at_s = self._clock()
 
     def get_tensorboard_path(self) -> pathlib.Path:
         """Directory for TensorBoard event files, on this machine."""

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import gc
 import json
+import os
 import socket
 import threading
 import time
@@ -18,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from dstrial.errors import MasterError
 from dstrial.file_writes import replace_file
-from dstrial.master.backends import umask_of_trials
+from dstrial.fork_server.client import SHARED_VARIABLE
+from dstrial.master.backends import ForkServers, ForkSettings, umask_of_trials
 from dstrial.master.clock import now_us
 from dstrial.master.http.login import LoginLinks, LoginThrottle
 from dstrial.master.lifecycle.storages import Storages
@@ -138,6 +140,7 @@ class Services:
         webhook_sender: sends what webhooks are told.
         log_triggers: finds what webhooks look for in logs.
         storages: tells whether checkpoint storages are there.
+        fork_servers: start trials as forks; only the scheduler's thread changes them.
     """
 
     settings: MasterSettings
@@ -163,12 +166,23 @@ class Services:
     webhook_sender: Sender = dataclasses.field(init=False)
     log_triggers: LogTriggers = dataclasses.field(init=False)
     storages: Storages = dataclasses.field(init=False)
+    fork_servers: ForkServers = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = TokenStore(self.read, self.pubsub)
         self.webhook_sender = Sender(self.signing_key)
         self.log_triggers = LogTriggers(self.database, self.pubsub)
         self.storages = Storages(self.database, umask=umask_of_trials())
+        settings = self.settings
+        self.fork_servers = ForkServers(
+            ForkSettings(
+                is_on=settings.warm,
+                idle_timeout_s=settings.warm_idle_timeout,
+                memory_bytes=settings.warm_memory_mib * 2**20,
+            ),
+            self.state_dir / "fork-server.log",
+            os.environ.get(SHARED_VARIABLE) or None,
+        )
 
     @property
     def secret_names(self) -> SecretNames:
@@ -211,6 +225,7 @@ class Services:
 
     def close(self) -> None:
         """End the threads; the database is closed by whoever opened it."""
+        self.fork_servers.close()
         self.webhook_sender.end()
         self.checker.close()
         self.executor.shutdown(wait=True, cancel_futures=True)

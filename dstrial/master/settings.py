@@ -19,6 +19,8 @@ DEFAULT_POOL = "default"
 DEFAULT_TENSORBOARD_TIMEOUT_S = 300
 DEFAULT_TENSORBOARD_MEMORY_MIB = 4096
 DEFAULT_TOKEN_DAYS = 30
+DEFAULT_WARM_IDLE_TIMEOUT_S = 300
+DEFAULT_WARM_MEMORY_MIB = 2048
 DEFAULT_TRIAL_LOG_BYTES = 2**30
 _STRING = Rule(types=("string",))
 _MIN_KEY = 8
@@ -73,6 +75,10 @@ _SETTINGS = Section(
             log_retention_days=Rule(types=("integer",), minimum=-1, maximum=32767),
         ),
         "detached_timeout_s": Rule(types=("integer",), default=300, minimum=1),
+        "warm": Rule(types=("boolean",), default=True),
+        "warm_accelerators": Rule(types=("boolean",), default=False),
+        "warm_idle_timeout": Rule(types=("integer",), default=DEFAULT_WARM_IDLE_TIMEOUT_S, minimum=1),
+        "warm_memory_mib": Rule(types=("integer",), default=DEFAULT_WARM_MEMORY_MIB, minimum=64),
         "security": _section(
             token=_section(
                 default_lifespan_days=Rule(
@@ -118,6 +124,10 @@ class MasterSettings:
         tensorboard_memory_mib: how much memory a TensorBoard may use, MiB.
         detached_timeout_s: for how long nothing may be heard of a detached run, which sends a heartbeat every minute.
         limits: how large a config, a template or a command's config may be.
+        warm: whether trials start as forks of a process that has imported torch and DeepSpeed.
+        warm_accelerators: whether those with accelerators do, too.
+        warm_idle_timeout: how long such a process is kept when no trial runs or waits, seconds.
+        warm_memory_mib: memory at which it is ended, MiB.
         allow_other_users: whether processes of other accounts of this machine may connect, and log in with a password.
         trial_log_bytes: how much is kept of the log of a trial or task; its beginning and its newest lines.
         num_connections: how many may be open at once; None for 1000, or as many as the limit of open files allows.
@@ -141,6 +151,10 @@ class MasterSettings:
     tensorboard_timeout: int
     tensorboard_memory_mib: int
     detached_timeout_s: int
+    warm: bool
+    warm_accelerators: bool
+    warm_idle_timeout: int
+    warm_memory_mib: int
     allow_other_users: bool
     num_connections: int | None
     limits: TextLimits = DEFAULT_LIMITS
@@ -193,6 +207,10 @@ class MasterSettings:
             tensorboard_timeout=raw["tensorboard_timeout"],
             tensorboard_memory_mib=raw["tensorboard_memory_mib"],
             detached_timeout_s=raw["detached_timeout_s"],
+            warm=raw["warm"],
+            warm_accelerators=raw["warm_accelerators"],
+            warm_idle_timeout=raw["warm_idle_timeout"],
+            warm_memory_mib=raw["warm_memory_mib"],
             limits=TextLimits(raw["limits"]["config_text_bytes"], raw["limits"]["config_values"], _RAISED_BY),
             trial_log_bytes=raw["limits"]["trial_log_bytes"],
             allow_other_users=raw["allow_other_users"],
@@ -233,6 +251,10 @@ class MasterSettings:
             "tensorboard_timeout": self.tensorboard_timeout,
             "tensorboard_memory_mib": self.tensorboard_memory_mib,
             "detached_timeout_s": self.detached_timeout_s,
+            "warm": self.warm,
+            "warm_accelerators": self.warm_accelerators,
+            "warm_idle_timeout": self.warm_idle_timeout,
+            "warm_memory_mib": self.warm_memory_mib,
             "allow_other_users": self.allow_other_users,
             "limits": {
                 "connections": self.num_connections,

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
+from normalization import with_last_digits_of
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FILES = HERE / "files"
@@ -75,6 +77,8 @@ def differences(old: Mapping[str, str], new: Mapping[str, str], name: str) -> st
     lines: list[str] = []
     for file in sorted({*old, *new}):
         before, after = old.get(file), new.get(file)
+        if before is not None and after is not None:
+            after = with_last_digits_of(before, after)
         if before != after:
             label = f"{name}/{file}"
             lines += difflib.unified_diff(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 pytestmark = pytest.mark.process
 
@@ -53,11 +54,7 @@ def launch(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    give_up_at_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < give_up_at_s, "the condition never came true"
-        time.sleep(0.05)
+wait_until = functools.partial(wait_for, deadline_s=DEADLINE_S)
 
 
 def is_running(pid: int) -> bool:
@@ -165,6 +162,12 @@ def test_paths_and_arguments_are_not_interpreted(tmp_path: Path) -> None:
     for command in ([str(script)], ["python", str(script)]):
         result = launch("--slots", "1", *command, *words, cwd=directory)
         assert result.stdout == f"{[str(script), *words]} __main__ {directory}\n", result.stderr
+
+
+def test_a_script_has_future_statements_of_its_own_only(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("def f(lr: float): pass\nprint(f.__annotations__)\n")
+    result = launch("--slots", "1", "train.py", cwd=tmp_path)
+    assert result.stdout == "{'lr': <class 'float'>}\n", result.stderr
 
 
 def test_a_module_and_a_plain_program_run_too(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from dstrial.launch.stale_locks import remove_stale_locks
 from dstrial.launch.start_watch import watched_start
@@ -104,13 +104,6 @@ def test_a_launched_program_does_not_wait_for_a_lock_of_the_dead(
     assert not lock.exists()
 
 
-def _wait_until(condition: Callable[[], bool]) -> None:
-    give_up_at_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < give_up_at_s
-        time.sleep(0.02)
-
-
 def test_a_build_that_ranks_wait_for_is_told_once_with_its_process_and_the_way_round_it(
     tmp_path: Path,
 ) -> None:
@@ -122,7 +115,7 @@ def test_a_build_that_ranks_wait_for_is_told_once_with_its_process_and_the_way_r
             time.sleep(0.3)
             assert told == []
             _make_older(lock)
-            _wait_until(lambda: bool(told))
+            wait_for(lambda: told)
             time.sleep(0.3)
         assert lock.exists()
         (line,) = told

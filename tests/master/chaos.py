@@ -1,4 +1,4 @@
-"""Kill the master, a trial's supervisor, its entrypoint or one of its ranks at random moments of small searches.
+"""Kill the master, a supervisor, an entrypoint, a rank or the fork server at random moments of small searches.
 
 Usage: ``python tests/master/chaos.py [--runs N] [--seed S | --seeds S,S,...] [--workers W] [--real] [--out FILE]``
 
@@ -9,8 +9,8 @@ once; each trial's series without a gap from batch 1 to the batch where the sear
 undisturbed training and a checkpoint at its end; everything that the master had confirmed and every line that a rank had
 printed stored once; no process, directory or token left, and the database sound.
 
-With ``--real`` the trials are those of ``model_defs/digits`` on two DeepSpeed ranks (ZeRO 1), and every validation must be
-bit for bit that of a search that was left alone.
+With ``--real`` the trials are those of ``model_defs/digits`` on two DeepSpeed ranks (ZeRO 1), forks of the fork server as
+soon as that has imported everything, and every validation must be bit for bit that of a search that was left alone.
 """
 
 from __future__ import annotations
@@ -38,12 +38,15 @@ import chaos_checks
 import chaos_train
 import yaml
 
-from dstrial.master.backends import SupervisorHandle, is_alive
+from dstrial.fork_server.client import SHARED_VARIABLE
+from dstrial.master.backends import SupervisorHandle, is_alive, shown_servers
 from dstrial.testing.master import MasterForTest, master_for_test
 
 DEADLINE_S = 240.0
 MAX_MOMENTS = 3
 TARGETS = ("master", "supervisor", "entrypoint", "rank")
+REAL_TARGETS = (*TARGETS, "fork server")
+_RANK_MODULE = b"dstrial.launch.rank_main"
 RUNGS = {6, 12, 24}
 REAL_SEED = 20
 ROOT = pathlib.Path(__file__).parents[2]
@@ -194,13 +197,17 @@ def ranks_below(pid: int) -> list[int]:
     for child in children_of(pid):
         with contextlib.suppress(OSError):
             variables = pathlib.Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-            is_rank = any(variable.startswith(b"RANK=") for variable in variables)
+            words = pathlib.Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+            # A fork has its variables elsewhere.
+            is_rank = any(variable.startswith(b"RANK=") for variable in variables) or _RANK_MODULE in words
             found += [child] if is_rank else ranks_below(child)
     return found
 
 
 def hit(master: MasterForTest, target: str, chance: random.Random, trial_id: int | None) -> Strike | None:
     """Kill a process of a trial, any if none is given; None if there was nothing to kill."""
+    if target == "fork server":
+        return hit_fork_server(master, chance)
     with chaos_checks.opened(master) as connection:
         rows = connection.execute(
             "SELECT * FROM allocations WHERE state = 'RUNNING' AND supervisor_pid IS NOT NULL ORDER BY id"
@@ -218,6 +225,16 @@ def hit(master: MasterForTest, target: str, chance: random.Random, trial_id: int
     with contextlib.suppress(ProcessLookupError):
         os.kill(chance.choice(pids), signal.SIGKILL)
     return Strike(target, row["trial_id"], row["run_id"])
+
+
+def hit_fork_server(master: MasterForTest, chance: random.Random) -> Strike | None:
+    """Kill what trials are forked from; None if there is nothing."""
+    pids = [one.pid for one in shown_servers(master.state.path) if one.pid is not None]
+    if not pids:
+        return None
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(chance.choice(pids), signal.SIGKILL)
+    return Strike("fork server")
 
 
 def strike(master: MasterForTest, target: str, chance: random.Random, trial_id: int | None) -> list[Strike]:
@@ -255,7 +272,9 @@ def _handle(row: sqlite3.Row) -> SupervisorHandle:
     return SupervisorHandle(row["supervisor_pid"], row["supervisor_start"])
 
 
-def disturb(master: MasterForTest, experiment_id: int, seed: int, pace: float) -> list[Strike]:
+def disturb(
+    master: MasterForTest, experiment_id: int, seed: int, pace: float, targets: Sequence[str] = TARGETS
+) -> list[Strike]:
     """Kill targets at one to three moments while an experiment runs.
 
     Args:
@@ -263,6 +282,7 @@ def disturb(master: MasterForTest, experiment_id: int, seed: int, pace: float) -
         experiment_id: the experiment.
         seed: says what and when; some moments are those at which a trial saves its last checkpoint.
         pace: 1 for up to three seconds between two.
+        targets: what may be killed.
     """
     chance = random.Random(seed)
     strikes: list[Strike] = []
@@ -274,7 +294,7 @@ def disturb(master: MasterForTest, experiment_id: int, seed: int, pace: float) -
         if state_of(master, experiment_id) in _END:
             break
         # Every kind comes first equally often.
-        target = TARGETS[seed % len(TARGETS)] if index == 0 else chance.choice(TARGETS)
+        target = targets[seed % len(targets)] if index == 0 else chance.choice(targets)
         strikes += strike(master, target, chance, trial_id)
     return strikes
 
@@ -285,7 +305,8 @@ def _scene(num_slots: int) -> Iterator[tuple[pathlib.Path, MasterForTest]]:
         directory = pathlib.Path(name)
         for child in ("journals", "tmp"):
             (directory / child).mkdir()
-        env = {"TMPDIR": str(directory / "tmp")}
+        # With a fork server of its own.
+        env = {"TMPDIR": str(directory / "tmp"), SHARED_VARIABLE: ""}
         with master_for_test(directory, num_slots=num_slots, env=env) as master:
             yield directory, master
 
@@ -335,7 +356,7 @@ def run_real(seed: int) -> Outcome:
     started_s = time.monotonic()
     with _scene(2) as (_, master):
         experiment_id = submit_digits(master, searcher_of(seed))
-        strikes = disturb(master, experiment_id, seed, 6.0)
+        strikes = disturb(master, experiment_id, seed, 3.0, REAL_TARGETS)
         wait(master, experiment_id)
         with chaos_checks.opened(master) as connection:
             search = chaos_checks.search_of(connection, experiment_id)
@@ -366,7 +387,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     lines = ["| searcher | killed | times | in runs | of them right |", "|---|---|---|---|---|"]
     for searcher in SEARCHERS:
         of_searcher = [outcome for outcome in outcomes if outcome.searcher == searcher]
-        for target in TARGETS:
+        for target in REAL_TARGETS:
             touched = [outcome for outcome in of_searcher if target in outcome.killed]
             times = sum(outcome.killed.count(target) for outcome in touched)
             right = sum(not outcome.problems for outcome in touched)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import waiting
 from det_here import DetHere
 from determined.common import api
 
@@ -69,8 +69,4 @@ class TasksHere:
         return [line.log.strip() for line in api.task_logs(self.session, task_id) if line.source == "task"]
 
 
-def wait_for(is_so: Callable[[], object], what: str) -> None:
-    give_up_at_s = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < give_up_at_s, f"waited in vain for {what}"
-        time.sleep(0.05)
+wait_for = functools.partial(waiting.wait_for, deadline_s=DEADLINE_S)

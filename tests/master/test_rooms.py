@@ -1,6 +1,7 @@
 """Who says what in the master: the store has all SQL, and neither it nor what follows from an event knows a client."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -21,13 +22,17 @@ def _modules(*rooms: str) -> list[Path]:
     return [path for room in rooms for path in sorted((MASTER / room).rglob("*.py"))]
 
 
+@functools.cache
+def _nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def _texts(path: Path) -> list[tuple[int, str]]:
     """The string constants of a module that are no docstrings."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    said = {id(node.value) for node in _nodes(path) if isinstance(node, ast.Expr)}
     return [
         (node.lineno, node.value)
-        for node in ast.walk(tree)
+        for node in _nodes(path)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said
     ]
 
@@ -73,7 +78,7 @@ def test_nobody_but_the_store_says_sql() -> None:
     executed = [
         f"{path}:{node.lineno}: {ast.unparse(node)}"
         for path in _outside()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in _nodes(path)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr in ("execute", "executemany", "executescript")

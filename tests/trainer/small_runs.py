@@ -71,8 +71,9 @@ def train(
     timeout_s=200,
     context_dir=DEFINITIONS,
     module="small_trials",
+    run_program=warm_start.run,
 ):
-    """Train; with ``run`` given, resume it from its newest checkpoint."""
+    """Train; with ``run`` given, resume it from its newest checkpoint. ``run_program`` takes what ``warm_start.run`` takes."""
     tmp_path.mkdir(parents=True, exist_ok=True)
     config_path = tmp_path / "experiment.yaml"
     config_path.write_text(yaml.safe_dump(config))
@@ -94,5 +95,5 @@ def train(
     }
     words = ["dstrial.launch", "--slots", str(ranks), "--config", str(config_path)]
     words += ["--context-dir", str(context_dir), "--trial", f"{module}:{trial}"]
-    done = warm_start.run(words, env=environ, cwd=tmp_path, timeout=timeout_s)
+    done = run_program(words, env=environ, cwd=tmp_path, timeout=timeout_s)
     return Run(directory, done.stdout + done.stderr, done.returncode)

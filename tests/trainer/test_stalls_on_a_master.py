@@ -26,6 +26,7 @@ def create(
     action: str,
     max_restarts: int = 0,
     timeout: int = 600,
+    validate: int = 1000,
     **hparams: Any,
 ) -> int:
     """Submit a trial whose rank 1 is stopped at ``stall_at``, and return the number of the trial."""
@@ -39,7 +40,7 @@ def create(
         given,
         batches=40,
         report=5,
-        validate=1000,
+        validate=validate,
         checkpoint=1000,
         entrypoint="python3 -m dstrial.launch --trial stalling_trials:StoppedTrial",
         resources={"slots_per_trial": 2},
@@ -121,9 +122,16 @@ def test_what_stalls_at_the_same_batch_again_is_not_ended_again(
 def test_a_stopped_master_is_told_by_the_ranks_that_wait_for_it_and_nobody_is_ended(tmp_path: Path) -> None:
     with master_for_test(tmp_path, num_slots=2) as master:
         trial_id = create(
-            master, tmp_path, action="restart", max_restarts=1, timeout=2, stall_at=10_000, batch_sleep_s=0.25
+            master,
+            tmp_path,
+            action="restart",
+            max_restarts=1,
+            timeout=2,
+            validate=6,  # reports are sent behind training, a validation is not
+            stall_at=10_000,
+            batch_sleep_s=0.25,
         )
-        wait_for(lambda: trial_of(master, trial_id).get("totalBatchesProcessed", 0) >= 5, deadline_s=120)
+        wait_for(lambda: trial_of(master, trial_id).get("totalBatchesProcessed", 0) >= 6, deadline_s=120)
         (log,) = master.state.allocations_path.glob("*/output.log")
         os.kill(master.record.pid, signal.SIGSTOP)
         try:

@@ -196,6 +196,7 @@ def check_dstrial_section(raw: Mapping[str, Any], findings: Diagnostics) -> None
         "trust_checkpoint_code",
         *TRAINING_CHECK_KEYS,
         "determined_imports",
+        "warm",
         "requirements",
         "install_timeout_s",
     )
@@ -208,7 +209,7 @@ def check_dstrial_section(raw: Mapping[str, Any], findings: Diagnostics) -> None
             f"at most {max(slots, 1)}, the slots_per_trial",
             "Lower it.",
         )
-    for key in ("background_saving", "determined_imports"):
+    for key in ("background_saving", "determined_imports", "warm"):
         value = section.get(key)
         if value is not None and not isinstance(value, bool):
             findings.problem(

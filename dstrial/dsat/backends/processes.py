@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
+from dstrial.fork_server.client import ForkedPopen, ForkRefusedError, OwnForkServer
 from dstrial.process_state import read_state
 
+logger = logging.getLogger(__name__)
+
 _END_S = 20.0
+_IMPORT_TIMEOUT_S = 60.0
+_LAUNCHER = [sys.executable, "-m", "dstrial.launch"]
+_SERVER = OwnForkServer(["dstrial.launch.imported_ahead"])
 _ROOM_BYTES = 2**16
 
 # The launcher's shell writes its own id before it becomes the launcher, so that a search which is killed between the
@@ -86,16 +95,42 @@ def launch(
     finally:
         room.unlink(missing_ok=True)
     with (directory / "output.log").open("wb") as output:
-        process = subprocess.Popen(
-            ["/bin/sh", "-c", _WRITE_PID, str(directory / "launcher.pid"), *words],
-            cwd=cwd,
-            env=dict(variables),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+        options: dict[str, Any] = {
+            "cwd": cwd,
+            "env": dict(variables),
+            "stdin": subprocess.DEVNULL,
+            "stdout": output,
+            "stderr": subprocess.STDOUT,
+            "start_new_session": True,
+        }
+        assignment = f"{mark}={variables[mark]}"
+        pid_path = directory / "launcher.pid"
+        process = _forked(words, pid_path, assignment, options) or subprocess.Popen(
+            ["/bin/sh", "-c", _WRITE_PID, str(pid_path), *words], **options
         )
-    return LauncherProcess(process.pid, time.time(), f"{mark}={variables[mark]}", process)
+    return LauncherProcess(process.pid, time.time(), assignment, process)
+
+
+def _forked(
+    words: Sequence[str], pid_path: Path, mark: str, options: dict[str, Any]
+) -> subprocess.Popen[bytes] | None:
+    """Start a launcher, and with it its ranks, as forks; None where only a new process will do."""
+    is_launcher = list(words[:3]) == _LAUNCHER
+    server = _SERVER.get(options["env"], _IMPORT_TIMEOUT_S) if is_launcher else None
+    if server is None:
+        return None
+
+    def note(pid: int) -> None:
+        pid_path.write_text(f"{pid}\n", encoding="ascii")
+
+    def refuse(reason: str) -> NoReturn:
+        raise ForkRefusedError(reason)
+
+    try:
+        return ForkedPopen(server, words, told=refuse, mark=mark, known=note, **options)
+    except ForkRefusedError as reason:
+        logger.info("a launcher starts as a new process, not as a fork: %s", reason)
+        return None
 
 
 def found(directory: Path, mark: str) -> LauncherProcess | None:

@@ -69,8 +69,7 @@ def keep_compiler_out() -> None:
         sys.meta_path.insert(0, _Restorer())
         for module_name, owner in SWITCHED_OFF:
             module = importlib.import_module(module_name)
-            for function in switched_off(module if owner is None else getattr(module, owner)):
-                _pass_by(function)
+            keep_compiler_out_of(module if owner is None else getattr(module, owner))
         for step in optimizer_steps():
             _steps[step] = step.__code__
             step.__code__ = _STEP_CODE
@@ -82,6 +81,21 @@ def keep_compiler_out() -> None:
             _replaced(decorators, MUON_DECORATOR[1], lambda: compiled_when_called),
         ):
             importlib.import_module(MUON)
+
+
+def keep_compiler_out_of(owner: type | ModuleType) -> None:
+    """Let a class or module run without the compiler that it switches off.
+
+    Does nothing where it is loaded already, or has not been kept out of the process.
+
+    Args:
+        owner: whose functions ``torch._disable_dynamo`` has wrapped, as it does those of a ``TorchDispatchMode``.
+
+    Ranks: each its own; no communication.
+    """
+    if any(isinstance(finder, _Restorer) for finder in sys.meta_path):
+        for function in switched_off(owner):
+            _pass_by(function)
 
 
 def switched_off(owner: type | ModuleType) -> Iterator[FunctionType]:

@@ -113,16 +113,7 @@ def main_of_many(paths: Sequence[str], num_parallel: int) -> int:
         paths: request, answer, request, answer and so on.
         num_parallel: how many run at the same time.
     """
-    from dstrial.engine.deepspeed_internals.process import LATE_MODULES
-    from dstrial.engine.dryrun.patches import without_compiler
-
-    # The compiler has threads, which would not be forked; DeepSpeed imports some of its modules only when it is used.
-    with without_compiler():
-        for name in (
-            "dstrial.engine.dryrun.measure",
-            *LATE_MODULES,
-        ):
-            importlib.import_module(name)
+    importlib.import_module("dstrial.engine.dryrun.imported_ahead")
     waiting = [(paths[idx], paths[idx + 1]) for idx in range(0, len(paths), 2)]
     running: set[int] = set()
     while waiting or running:

@@ -15,9 +15,12 @@ from pathlib import Path
 from dstrial import determined_imports
 from dstrial.engine.dryrun.values import PARENT_VARIABLE, DryRunRequest, DryRunResult
 from dstrial.errors import DstrialError
+from dstrial.fork_server.client import ForkedPopen, OwnForkServer
 from dstrial.scratch import scratch_directory
 
 _SHOWN_CHARACTERS = 4000
+_IMPORT_TIMEOUT_S = 120.0
+_SERVER = OwnForkServer(["dstrial.engine.dryrun.imported_ahead"])
 
 
 class DryRunError(DstrialError):
@@ -56,6 +59,8 @@ def dry_runs(
 ) -> list[DryRunResult | DryRunError]:
     """Run all requests in forks of one process that imports torch and DeepSpeed once.
 
+    Later calls fork that process, too: it lasts as long as this one.
+
     Args:
         requests: what to run; all with the same first directory.
         deadline_s: seconds for all of them together; what has no answer by then is an error.
@@ -78,11 +83,14 @@ def dry_runs(
         command = [sys.executable, "-m", "dstrial.engine.dryrun"]
         command += ["--parallel", str(num_parallel)] if num_parallel else []
         with log.open("wb") as output:
-            process = subprocess.Popen(
+            environment = _environment()
+            process = ForkedPopen(
+                _SERVER.get(environment, min(deadline_s, _IMPORT_TIMEOUT_S)),
                 [*command, *pairs],
+                stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**_environment(), PARENT_VARIABLE: str(os.getpid())},
+                env={**environment, PARENT_VARIABLE: str(os.getpid())},
                 cwd=requests[0].module_paths[0] if requests[0].module_paths else None,
                 start_new_session=True,
             )

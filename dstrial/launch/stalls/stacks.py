@@ -27,6 +27,7 @@ _OPERATIONS = ("/torch/distributed/distributed_c10d.py", "/dstrial/ranks/control
 _DATA = ("/torch/utils/data/", "/dstrial/loop/data/")
 _MASTER = ("/determined/common/api/",)
 _SAVES = "/dstrial/loop/background_save.py"
+_WRITES = "/dstrial/loop/report_writer.py"
 _FETCHES = ("/torch/utils/data/_utils/fetch.py",)
 _DEVICE = ("/torch/cuda/", "/torch/accelerator/", "/deepspeed/accelerator/")
 # These are written in C++ and so have no call of their own in a stack: only the line that calls them tells. On the CPU they take
@@ -151,6 +152,11 @@ def place_of(
             other_wait, other_operation = _wait_of(other.frames)
             if other_wait is Wait.RANKS and not _is_background(other.frames):
                 wait, operation = other_wait, other_operation
+    if wait is Wait.UNKNOWN and any(frame.file.endswith(_WRITES) for frame in stack.frames):
+        # It waits for the thread that writes its reports, which may wait for the master.
+        for other in stacks:
+            if any(frame.file.endswith(_WRITES) and frame.function == "_run" for frame in other.frames):
+                wait, operation = _wait_of(other.frames)
     if wait is Wait.UNKNOWN and _DEVICE_CALL.search(line_of(stack.frames[0].file, stack.frames[0].line)):
         wait = Wait.DEVICE
     return Place(wait, operation, user_frame)

@@ -1,6 +1,7 @@
 """The processes of trials and commands: directories, environments, output, ends."""
 
 from dstrial.master.backends.devices import Slot, find_slots
+from dstrial.master.backends.fork_servers import ForkServers, ForkSettings, ShownServer, shown_servers
 from dstrial.master.backends.local import (
     AllocationExit,
     SupervisorHandle,
@@ -23,6 +24,9 @@ from dstrial.master.backends.request import AllocationRequest
 __all__ = [
     "AllocationExit",
     "AllocationRequest",
+    "ForkServers",
+    "ForkSettings",
+    "ShownServer",
     "Slot",
     "SupervisorHandle",
     "begun_checkpoints",
@@ -36,6 +40,7 @@ __all__ = [
     "prepare",
     "remove",
     "resident_bytes",
+    "shown_servers",
     "start",
     "terminate",
     "umask_of_trials",

@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.experiment_config.startup_hook import install_timeout_s, may_install, requirements_of
 from dstrial.errors import MasterError
 from dstrial.master import file_limit
@@ -33,8 +34,9 @@ from dstrial.master.backends.environment import (
     trial_environment,
 )
 from dstrial.master.backends.failures import explain_exit
+from dstrial.master.backends.fork_servers import ForkServers, forkable_words
 from dstrial.master.backends.overlay.start import BOOT
-from dstrial.master.backends.request import AllocationRequest
+from dstrial.master.backends.request import TRIAL, AllocationRequest
 from dstrial.storage_guard import SAVING_DIRECTORY
 
 logger = logging.getLogger(__name__)
@@ -80,8 +82,12 @@ class AllocationExit:
     was_lost: bool
 
 
-def prepare(request: AllocationRequest) -> None:
+def prepare(request: AllocationRequest, *, forks_with_accelerators: bool = False) -> None:
     """Make the allocation's directory for its supervisor, which is not started yet.
+
+    Args:
+        request: the allocation.
+        forks_with_accelerators: whether a trial that has accelerators may be a fork.
 
     Raises:
         MasterError: the directory cannot be made.
@@ -108,16 +114,22 @@ def prepare(request: AllocationRequest) -> None:
             _write_private(info / name, content)
         marker = secrets.token_hex(16)
         temporary = Path(tempfile.gettempdir()) / f"dstrial-{marker[:10]}"
+        command = _with_hooks(request, directory)
+        environment = trial_environment(request, marker=marker, temporary_directory=temporary)
         _write_private(
             directory / "spec.json",
             {
-                "command": _with_hooks(request, directory),
+                "command": command,
+                "forkable": _forkable(
+                    request, command, environment, has_accelerators=forks_with_accelerators
+                ),
+                "python": request.interpreter or sys.executable,
                 "working_directory": request.working_directory or str(workdir),
                 "temporary_directory": str(temporary),
                 "marker": marker,
                 "umask": trial_umask,
                 "log_bytes": request.log_bytes,
-                "environment": trial_environment(request, marker=marker, temporary_directory=temporary),
+                "environment": environment,
             },
         )
         # Last: whoever ends this allocation, or finds it half made, deletes what the file above names.
@@ -127,6 +139,18 @@ def prepare(request: AllocationRequest) -> None:
             f"{directory} cannot be made ({error.strerror}); expected a directory for the trial's files. "
             "Free some space, or start the master with another --state-dir."
         ) from error
+
+
+def _forkable(
+    request: AllocationRequest, command: list[str], environment: dict[str, str], *, has_accelerators: bool
+) -> list[str] | None:
+    """Return the words behind the interpreter; None if it may be no fork."""
+    is_cold = dstrial_section(request.config).get("warm") is False
+    if request.task_type != TRIAL or is_cold:
+        return None
+    if not has_accelerators and any(slot.kind != "cpu" for slot in request.slots):
+        return None
+    return forkable_words(command, environment, request.interpreter or sys.executable)
 
 
 def _with_hooks(request: AllocationRequest, directory: Path) -> list[str]:
@@ -172,20 +196,31 @@ def _with_hooks(request: AllocationRequest, directory: Path) -> list[str]:
     return [python, "-I", "-c", BOOT, str(Path(__file__).parent), str(specification)]
 
 
-def start(directory: Path) -> SupervisorHandle:
+def start(directory: Path, fork_servers: ForkServers | None = None) -> SupervisorHandle:
     """Start the supervisor of a prepared directory.
+
+    Args:
+        directory: of the allocation.
+        fork_servers: from which it may be forked; None for a new process.
 
     Raises:
         MasterError: it could not be started.
     """
+    spec = _read_json(directory / "spec.json") or {}
+    line = ""
     with (directory / "supervisor.log").open("ab") as log:
+        if fork_servers is not None and spec:
+            pid, why_not = fork_servers.start_supervisor(directory, spec, log.fileno(), _restore_limit)
+            if pid is not None:
+                return SupervisorHandle(pid, supervisor.start_time(pid) or "ended")
+            line = f"dstrial: the trial starts as a new process, not as a fork: {why_not}" if why_not else ""
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", supervisor.__file__, str(directory)],
+                [sys.executable, "-I", "-S", supervisor.__file__, str(directory), line],
                 # A master that starts before the supervisor has left its record finds it by this, too.
                 env={
                     **os.environ,
-                    MARKER_VARIABLE: str((_read_json(directory / "spec.json") or {}).get("marker")),
+                    MARKER_VARIABLE: str(spec.get("marker")),
                 },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -204,10 +239,14 @@ def start(directory: Path) -> SupervisorHandle:
             _children.pop(pid, None)
     _children[process.pid] = process
     # Before it starts anything itself, which takes a Python's start.
-    with contextlib.suppress(ProcessLookupError):
-        file_limit.restore_limit(process.pid)
+    _restore_limit(process.pid)
     started = supervisor.start_time(process.pid)
     return SupervisorHandle(process.pid, started or "ended")
+
+
+def _restore_limit(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        file_limit.restore_limit(pid)
 
 
 def find(directory: Path) -> SupervisorHandle | None:

@@ -1,6 +1,9 @@
 """The process that owns one allocation: a script of the standard library only.
 
-    python -I -S supervisor.py DIRECTORY
+    python -I -S supervisor.py DIRECTORY [LINE]
+
+or, where a fork server has imported what the entrypoint imports, ``main`` in a fork of it; the entrypoint is then a fork of the
+supervisor. A LINE begins the log.
 
 It leads a session, adopts what its descendants orphan, starts the entrypoint in a process group of its own, appends
 what that writes to ``output.log``, ends every descendant when the entrypoint has ended, and leaves ``exit.json``. It does
@@ -35,8 +38,14 @@ _STOPPED_AFTER_S = 10.0
 _STOPPED_AGAIN_S = 600.0
 
 
-def main(directory: str) -> None:
-    """Run the allocation in ``directory`` to its end."""
+def main(directory: str, line: str = "", forks: Any = None) -> None:
+    """Run the allocation in ``directory`` to its end.
+
+    Args:
+        directory: of the allocation.
+        line: begins the log; empty for none.
+        forks: ``dstrial.fork_server.server.Forks``, where this process is a fork itself.
+    """
     os.chdir(directory)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -45,13 +54,15 @@ def main(directory: str) -> None:
     requests = _Requests()
     write_json("supervisor.json", {"pid": os.getpid(), "start_time": start_time(os.getpid())})
     try:
-        child = _start(spec, libc)
+        child = _start(spec, libc, forks)
     except OSError as error:
         with open("output.log", "ab") as log:
             log.write(b"%d e %s\n" % (_now_us(), f"{spec['command'][0]}: {error.strerror}".encode()))
         _leave(requests, 127 if isinstance(error, FileNotFoundError) else 126, None)
         return
-    status = _Output(child, requests, spec.get("log_bytes")).follow()
+    output = _Output(child, requests, spec.get("log_bytes"))
+    output.say(line)
+    status = output.follow()
     _leave(requests, status if status >= 0 else 128 - status, -status if status < 0 else None)
 
 
@@ -95,7 +106,28 @@ class _Requests:
         self.kill = True
 
 
-def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "subprocess.Popen[bytes]":
+class _Fork:
+    """An entrypoint that is a fork of this process, as far as a ``Popen`` is asked."""
+
+    def __init__(self, spec: dict[str, Any], forks: Any, in_child: Callable[[], None]) -> None:
+        ends = [os.pipe(), os.pipe()]
+        null = os.open(os.devnull, os.O_RDONLY)
+        try:
+            self.pid: int = forks.start(
+                spec["forkable"],
+                environment=spec["environment"],
+                directory=spec["working_directory"],
+                files=[null, *(write_end for _, write_end in ends)],
+                prepare=in_child,
+            )
+        finally:
+            for number in (null, *(write_end for _, write_end in ends)):
+                os.close(number)
+        self.stdout, self.stderr = (os.fdopen(read_end, "rb") for read_end, _ in ends)
+        self.returncode: int | None = None
+
+
+def _start(spec: dict[str, Any], libc: ctypes.CDLL, forks: Any) -> "subprocess.Popen[bytes] | _Fork":
     def in_child() -> None:
         os.setpgid(0, 0)
         if spec.get("umask") is not None:
@@ -104,6 +136,8 @@ def _start(spec: dict[str, Any], libc: ctypes.CDLL) -> "subprocess.Popen[bytes]"
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
 
+    if forks is not None:
+        return _Fork(spec, forks, in_child)
     return subprocess.Popen(
         spec["command"],
         cwd=spec["working_directory"],
@@ -119,7 +153,7 @@ class _Output:
     """Follows the entrypoint: logs its output, and ends all that it started."""
 
     def __init__(
-        self, child: "subprocess.Popen[bytes]", requests: _Requests, log_bytes: "int | None"
+        self, child: "subprocess.Popen[bytes] | _Fork", requests: _Requests, log_bytes: "int | None"
     ) -> None:
         self._child = child
         self._requests = requests
@@ -150,7 +184,7 @@ class _Output:
                 was_terminated = True
                 _signal_group(self._child.pid, signal.SIGTERM)
             if self._status is None:
-                self._say(self._stopped.look(time.monotonic()))
+                self.say(self._stopped.look(time.monotonic()))
                 continue
             if was_terminated and not self._requests.kill and _group_lives(self._child.pid):
                 continue
@@ -240,8 +274,8 @@ class _Output:
                 os.unlink(self._parts[0])
             del self._parts[0]
 
-    def _say(self, text: str) -> None:
-        """Write a line of our own as if the entrypoint had written it to stderr."""
+    def say(self, text: str) -> None:
+        """Write a line of our own, if any, as if the entrypoint had written it to stderr."""
         for descriptor, tag in self._streams.items():
             if text and tag == b"e":
                 self._append(descriptor, [text.encode()])
@@ -448,4 +482,4 @@ def _now_us() -> int:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

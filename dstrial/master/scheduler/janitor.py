@@ -1,4 +1,4 @@
-"""Cleans up: deletes what is not needed any more, and makes the day's copy of the database."""
+"""Deletes what is not needed any more, and makes the day's copy of the database."""
 
 from __future__ import annotations
 

@@ -98,6 +98,7 @@ class Scheduler:
         self._database = services.database
         self._event = services.pubsub.listen("scheduler")
         self._storages = services.storages
+        self._fork_servers = services.fork_servers
         self._janitor = Janitor(
             services.database,
             services.pubsub,
@@ -337,6 +338,7 @@ class Scheduler:
         if not self._is_draining and self._is_queue_due() and self._assign():
             wait_s = min(wait_s, _TICK_S)
         self._heartbeat_timeout.check()
+        self._fork_servers.look(is_busy=bool(live))
         return wait_s
 
     # What runs
@@ -630,8 +632,9 @@ class Scheduler:
 
     def _launch(self, row: Allocation, request: Callable[[], AllocationRequest]) -> None:
         try:
-            backends.prepare(request())
-            handle = backends.start(Path(row.directory))
+            accelerators = self._services.settings.warm_accelerators
+            backends.prepare(request(), forks_with_accelerators=accelerators)
+            handle = backends.start(Path(row.directory), self._fork_servers)
         except (DstrialError, OSError) as error:
             self._end(row, _failed_start(text_of(error)))
             return

@@ -1,4 +1,4 @@
-"""Which trials wait until their checkpoint storage is back; their logs say so once."""
+"""Which trials wait for their checkpoint storage; their logs say so once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger("dstrial.master.scheduler")
 
 
 class StorageWait:
-    """Holds trials back whose checkpoint storage is away. Used by the scheduler's thread only.
+    """Holds trials back whose storage is away; for the scheduler's thread.
 
     Args:
         database: configs, and the logs of trials.

@@ -83,6 +83,29 @@ def test_a_hook_of_a_backward_pass_in_another_thread_is_the_ranks_own_wait() -> 
     assert place.wait is Wait.RANKS
 
 
+def test_who_waits_for_reports_to_be_written_waits_for_what_the_writer_waits_for() -> None:
+    writer = dump(
+        "/usr/lib/python3.12/ssl.py:1166 read",
+        f"{SITE}/determined/common/api/_session.py:120 _do_request",
+        f"{SITE}/dstrial/loop/report_writer.py:227 _run",
+        "/usr/lib/python3.12/threading.py:1012 run",
+        head="Thread 0x00007f03 (most recent call first):\n",
+    )
+    flush = dump(
+        "/usr/lib/python3.12/threading.py:359 wait",
+        f"{SITE}/dstrial/loop/report_writer.py:260 flush",
+        f"{SITE}/dstrial/loop/loop.py:360 _train_until",
+    )
+    place = place_of(parse_stacks(writer + flush), 0x7F01)
+    assert place is not None
+    assert place.wait is Wait.MASTER
+
+    training = dump("/home/me/model_def.py:40 train_batch", f"{SITE}/dstrial/loop/loop.py:360 _train_until")
+    place = place_of(parse_stacks(writer + training), 0x7F01)
+    assert place is not None
+    assert place.wait is Wait.UNKNOWN
+
+
 def test_a_save_in_the_background_is_not_what_training_waits_for() -> None:
     save = dump(
         *BARRIER[:2],

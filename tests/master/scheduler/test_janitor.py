@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from stored import store_experiment
+from waiting import wait_for
 
 from dstrial.master.pubsub import PubSub
 from dstrial.master.scheduler.janitor import Janitor
@@ -37,11 +38,12 @@ def test_old_logs_are_deleted_while_there_is_always_something_to_do(tmp_path: Pa
             time.sleep(0.1)
             database.write(end_long_ago)
             assert num_lines() == 1
-            give_up_at_s = time.monotonic() + 20
-            while num_lines():
-                assert time.monotonic() < give_up_at_s
+
+            def are_deleted() -> bool:
                 changes.publish({"scheduler"})
-                time.sleep(0.02)
+                return not num_lines()
+
+            wait_for(are_deleted)
         finally:
             janitor.stop()
 
@@ -56,10 +58,7 @@ def test_the_database_is_copied_once_a_day_unless_it_is_damaged(tmp_path: Path) 
             time.sleep(0.3)
             assert copies.list_copies(path) == [], "there is nothing worth a copy"
             store_experiment(database, tmp_path, STORAGE)
-            give_up_at_s = time.monotonic() + 20
-            while not copies.list_copies(path):
-                assert time.monotonic() < give_up_at_s
-                time.sleep(0.02)
+            wait_for(lambda: copies.list_copies(path))
             (copy,) = copies.list_copies(path)
             time.sleep(0.3)
             assert copies.list_copies(path) == [copy]

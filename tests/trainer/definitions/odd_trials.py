@@ -73,7 +73,7 @@ class Watched(DataParallelTrial):
         self.path = pathlib.Path(self.hparams["watch_log"] + f".{context.distributed.get_rank()}")
         self.batch_idx = -1
         self.is_training = False
-        for name in ("allgather", "gather", "broadcast"):
+        for name in ("allgather", "begin_allgather", "gather", "broadcast"):
             self.watch(name)
 
     def watch(self, name):

@@ -8,10 +8,11 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from dstrial.master.store.database import Database, Transaction, make_cluster_id
 from dstrial.master.store.file import log_keeper, marks, page_checksums, wal
@@ -37,13 +38,6 @@ def stored(database: Database) -> marks.Marks:
     found = marks.read(marks.path_of(database.path))
     assert found is not None
     return found
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    give_up_at_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < give_up_at_s
-        time.sleep(0.05)
 
 
 def log_of(database: Database) -> wal.Scan:

@@ -1,0 +1,477 @@
+"""Asks a fork server for processes, and starts and ends one."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import inspect
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from dstrial.fork_server.fork import ROOM_BYTES, ROOM_VARIABLE, Program
+from dstrial.fork_server.key import NVML_CHECK_VARIABLE, differing, key_of
+from dstrial.fork_server.messages import receive, send
+from dstrial.process_state import is_stopped
+
+logger = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 10.0
+"""A fork takes some 10 ms; who does not answer in this time is ended."""
+END_TIMEOUT_S = 2.0
+LAUNCHERS = ("dstrial.launch", "determined.launch.deepspeed")
+"""Modules that start ranks, which are then forks of what the launcher has been before it began."""
+SHARED_VARIABLE = "DSTRIAL_FORK_SERVER"
+"""A variable: the socket of a fork server of another process, for masters; without it a master has its own."""
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
+_adopting = threading.Lock()
+
+
+class ForkRefusedError(Exception):
+    """No process was forked; the message says why, and a new process will do."""
+
+
+def _do_nothing(_: object) -> None:
+    pass
+
+
+class Connection:
+    """The way to a fork server. Thread-safe.
+
+    Args:
+        connection: one end of a pair of sockets.
+        environment: that the server was started with.
+        added: variables that its imports have set; a process without them gets them.
+        free: names of variables in which forks may differ besides.
+        child: the process, if it is a child of this one and not waited for by anybody else; it is killed if it does not answer.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        environment: Mapping[str, str],
+        added: Mapping[str, str] = types.MappingProxyType({}),
+        free: Sequence[str] = (),
+        child: int | None = None,
+    ) -> None:
+        self._free = frozenset(free)
+        self._child = child
+        self._socket = connection
+        self._added = added
+        self._environment = {**added, **environment}
+        self._lock = threading.Lock()
+        connection.settimeout(ANSWER_TIMEOUT_S)
+
+    def why_not(self, environment: Mapping[str, str], free: Collection[str] = ()) -> str:
+        """Return why a process with this environment cannot be a fork; empty if it can.
+
+        Args:
+            environment: of the process.
+            free: names of variables in which it may differ besides.
+        """
+        names = differing(self._environment, {**self._added, **environment}, self._free.union(free))
+        return f"{', '.join(names)}: not as where it was imported ahead" if names else ""
+
+    def start_program(
+        self,
+        program: Program,
+        files: Sequence[int],
+        *,
+        mark: str | None = None,
+        free: Collection[str] = (),
+        known: Callable[[int], None] = _do_nothing,
+    ) -> int:
+        """Start a program as a child of this process.
+
+        Args:
+            program: what to run.
+            files: its standard input, output and error.
+            mark: ``NAME=value`` by which /proc/PID/environ tells it.
+            free: names of variables in which it may differ besides.
+            known: called with its pid before it begins; where it raises, nothing begins.
+
+        Returns:
+            Its pid.
+
+        Raises:
+            ForkRefusedError: only a new process will do.
+        """
+        why_not = self.why_not(program.environment, free)
+        if why_not:
+            raise ForkRefusedError(why_not)
+        asked = {"program": program.to_json(), "call": None, "title": list(program.words), "mark": mark}
+        with _adopting_orphans():
+            return self._ask(asked | {"is_adopted": True}, files, known)
+
+    def start_call(
+        self,
+        file: Path,
+        name: str,
+        arguments: Sequence[str],
+        files: Sequence[int],
+        *,
+        title: Sequence[str],
+        mark: str | None = None,
+        known: Callable[[int], None] = _do_nothing,
+    ) -> int:
+        """Have a function called in a fork that leads a session, and outlives the server.
+
+        Args:
+            file: a file that imports the standard library only, with the function.
+            name: of the function; after the arguments it gets ``dstrial.fork_server.server.Forks``.
+            arguments: of the function.
+            files: standard input, output and error.
+            title: what /proc/PID/cmdline shows behind the interpreter.
+            mark: as of ``start_program``.
+            known: as of ``start_program``.
+
+        Returns:
+            Its pid; the server is its parent.
+
+        Raises:
+            ForkRefusedError: only a new process will do.
+        """
+        call = {"file": str(file), "name": name, "arguments": list(arguments)}
+        asked = {"program": None, "call": call, "title": list(title), "mark": mark, "is_adopted": False}
+        return self._ask(asked, files, known)
+
+    def close(self) -> None:
+        """Let the server end."""
+        self._socket.close()
+
+    def _end_peer(self) -> None:
+        """Have nothing more to do with who does not answer.
+
+        A stopped process keeps the files that it was sent, so that nobody would see the end of what is written to them.
+        """
+        self._socket.close()  # whatever it still says answers nothing that will be asked
+        if self._child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._child, signal.SIGKILL)
+
+    def _ask(self, asked: dict[str, Any], files: Sequence[int], known: Callable[[int], None]) -> int:
+        mark = asked["mark"]
+        if mark is not None and len(mark.encode()) > ROOM_BYTES:
+            raise ForkRefusedError(f"there is no room to show {mark.partition('=')[0]} ({ROOM_BYTES} bytes)")
+        wait, go = os.pipe()
+        try:
+            try:
+                with self._lock:
+                    answer = self._answer({"kind": "fork", **asked}, [*files, wait])
+            finally:
+                os.close(wait)
+            if "pid" not in answer:
+                raise ForkRefusedError(str(answer.get("refused")))
+            pid = int(answer["pid"])
+            known(pid)
+            try:
+                os.write(go, b"g")
+            except BrokenPipeError:
+                raise ForkRefusedError("the fork ended before it began") from None
+            return pid
+        finally:
+            os.close(go)
+
+    def _answer(self, message: dict[str, Any], files: Sequence[int]) -> dict[str, Any]:
+        if self._child is not None and is_stopped(self._child):
+            # Nobody waits for what will not come; whoever starts trials has others to look after.
+            self._end_peer()
+            raise ForkRefusedError("it is stopped (SIGSTOP)")
+        try:
+            send(self._socket, message, files)
+            received = receive(self._socket)
+        except OSError as error:
+            self._end_peer()
+            raise ForkRefusedError(f"it does not answer ({error})") from None
+        if received is None:
+            self._socket.close()
+            raise ForkRefusedError("it has ended")
+        return received[0]
+
+
+class ForkServer(Connection):
+    """A fork server of this process, or one that others have started.
+
+    Args:
+        connection: one end of a pair of sockets.
+        environment: of which forks share the key.
+        imports: what it has been told to import ahead.
+        free: names of variables in which forks may differ besides.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        environment: Mapping[str, str],
+        imports: Sequence[str] = (),
+        free: Sequence[str] = (),
+    ) -> None:
+        super().__init__(connection, environment, free=free)
+        self.key = key_of(environment)
+        self.imports = tuple(imports)
+        self._ready: dict[str, Any] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def start(
+        cls,
+        environment: Mapping[str, str],
+        imports: Sequence[str],
+        *,
+        log: Path,
+        python: str = sys.executable,
+        listener: socket.socket | None = None,
+        free: Sequence[str] = (),
+    ) -> ForkServer:
+        """Start a server; it ends with this process.
+
+        Args:
+            environment: of a process whose like are to be forked; the server gets what all of them share.
+            imports: modules to be imported ahead.
+            log: file for what the imports print.
+            python: the interpreter.
+            listener: where others of this account may ask it, too: a socket that listens.
+            free: names of variables in which forks may differ besides.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        ours, theirs = socket.socketpair()
+        server = cls(ours, key_of(environment), imports, free)
+        others = [] if listener is None else [listener.fileno()]
+        options = {
+            "descriptor": theirs.fileno(),
+            "listener": others[0] if others else None,
+            "free": list(free),
+            "imports": list(imports),
+            # Room for the command lines that /proc shows of forks.
+            "room": "-" * 256,
+        }
+        with theirs, log.open("ab") as output:
+            server._process = subprocess.Popen(
+                [python, "-m", "dstrial.fork_server.server", json.dumps(options)],
+                # Asking NVML for devices leaves no state that a fork would not survive.
+                env={**server.key, NVML_CHECK_VARIABLE: "1", ROOM_VARIABLE: "-" * ROOM_BYTES},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno(), *others],
+                cwd="/",
+                start_new_session=True,
+            )
+        server._child = server._process.pid
+        return server
+
+    @classmethod
+    def connect(cls, path: str) -> ForkServer:
+        """Return one that another process has started and that listens at a path.
+
+        Raises:
+            OSError: nobody listens there, or it does not answer.
+        """
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(ANSWER_TIMEOUT_S)
+        connection.connect(path)
+        received = receive(connection)
+        if received is None:
+            raise ConnectionError(f"{path} answers nothing")
+        server = cls(connection, received[0]["environment"], free=received[0]["free"])
+        server._ready = received[0]
+        return server
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id; None for another process's."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether it was, when it was last asked."""
+        return bool(self._ready and self._ready["ready"])
+
+    @property
+    def modules(self) -> frozenset[str]:
+        """What it had imported when it was last ready."""
+        return frozenset((self._ready or {}).get("modules", ()))
+
+    def is_ready(self, timeout_s: float = 0.0) -> bool:
+        """Say whether it has imported everything, within a time, seconds.
+
+        Raises:
+            ForkRefusedError: it has failed; the message says why.
+        """
+        if self._ready is None:
+            if self._socket.fileno() < 0:
+                raise ForkRefusedError("it has ended")
+            if not select.select([self._socket], [], [], timeout_s)[0]:
+                return False
+            try:
+                received = receive(self._socket)
+            except OSError:
+                received = None
+            ended: dict[str, Any] = {"ready": False, "failures": {"": "it has ended"}}
+            self._ready = ended if received is None else received[0]
+        if not self._ready["ready"]:
+            failures = [f"{name}: {text}" if name else text for name, text in self._ready["failures"].items()]
+            raise ForkRefusedError("; ".join(failures))
+        return True
+
+    def begin_imports(self, modules: Sequence[str]) -> None:
+        """Have more imported ahead; it is not ready until it has.
+
+        Raises:
+            ForkRefusedError: it is gone.
+        """
+        self._ready = None
+        try:
+            send(self._socket, {"kind": "import", "modules": list(modules)})
+        except OSError as error:
+            self._socket.close()
+            raise ForkRefusedError(f"it does not answer ({error})") from None
+        self.imports += tuple(modules)
+
+    def close(self) -> None:
+        """End it, if it is this process's; what was forked from it goes on."""
+        super().close()
+        if self._process is None:
+            return
+        try:
+            self._process.wait(END_TIMEOUT_S if self._ready else 0.01)
+        except subprocess.TimeoutExpired:
+            # Still importing, or stopped.
+            self._process.kill()
+            self._process.wait()
+
+
+class OwnForkServer:
+    """A fork server that a process starts when it first needs one. Thread-safe.
+
+    It is waited for: importing takes as long in it as it would in the first of its forks.
+
+    Args:
+        imports: modules to be imported ahead.
+    """
+
+    pids: ClassVar[set[int]] = set()
+    """Of all that this process has started."""
+
+    def __init__(self, imports: Sequence[str]) -> None:
+        self._imports = tuple(imports)
+        self._lock = threading.Lock()
+        self._server: ForkServer | None = None
+
+    def get(self, environment: Mapping[str, str], timeout_s: float) -> ForkServer | None:
+        """Return the server once it has imported everything; None where there is none.
+
+        Args:
+            environment: of the process that is to be forked.
+            timeout_s: seconds to wait for it.
+        """
+        with self._lock:
+            try:
+                if self._server is None or self._server.why_not(environment):
+                    self._close()
+                    self._server = ForkServer.start(environment, self._imports, log=Path(os.devnull))
+                    self.pids.add(self._server.pid or 0)
+                    atexit.register(self._server.close)
+                return self._server if self._server.is_ready(timeout_s) else None
+            except (OSError, ForkRefusedError) as error:
+                logger.info("a new process does what a fork could: %s", error)
+                self._close()
+                return None
+
+    def _close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+class ForkedPopen(subprocess.Popen[Any]):
+    """A ``subprocess.Popen`` whose ``[sys.executable, ...]`` is a fork, if it may be.
+
+    Args:
+        connection: to the server; None for a new process.
+        args: the command, a sequence.
+        told: called with the reason where it is a new process all the same.
+        mark: ``NAME=value`` by which /proc/PID/environ tells it.
+        free: names of variables in which it may differ besides.
+        known: called with its pid before it begins.
+        options: of ``subprocess.Popen``.
+    """
+
+    def __init__(
+        self,
+        connection: Connection | None,
+        args: Sequence[str],
+        *,
+        told: Callable[[str], None] = _do_nothing,
+        mark: str | None = None,
+        free: Collection[str] = (),
+        known: Callable[[int], None] = _do_nothing,
+        **options: Any,
+    ) -> None:
+        self._connection = connection
+        self._told = told
+        self._mark = mark
+        self._free = free
+        self._known = known
+        super().__init__(args, **options)
+
+    def _execute_child(self, *given: Any) -> None:
+        execute = super()._execute_child  # type: ignore[misc]
+        asked = inspect.signature(execute).bind(*given).arguments
+        if self._connection is None or asked["args"][0] != sys.executable:
+            execute(*given)
+            return
+        if asked["pass_fds"] or asked["preexec_fn"]:
+            self._told("it gets files of its own")
+            execute(*given)
+            return
+        program = Program(
+            tuple(map(os.fspath, asked["args"][1:])),
+            dict(os.environ if asked["env"] is None else asked["env"]),
+            os.fspath(asked["cwd"] or Path.cwd()),
+            bool(asked["start_new_session"]),
+        )
+        pipes = (asked["p2cread"], asked["c2pwrite"], asked["errwrite"])
+        files = [number if file == -1 else file for number, file in enumerate(pipes)]
+        try:
+            self.pid = self._connection.start_program(
+                program, files, mark=self._mark, free=self._free, known=self._known
+            )
+        except ForkRefusedError as reason:
+            self._told(str(reason))
+            execute(*given)
+            return
+        self._child_created = True
+        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(asked[name] for name in ends))  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    """Make this process the parent of those below it whose own parent ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with _adopting:
+        before = ctypes.c_int()
+        libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        try:
+            yield
+        finally:
+            libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+of_this_process: Connection | None = None
+"""The way to what this process's ranks can be forked from, if it is a launcher that is a fork itself."""

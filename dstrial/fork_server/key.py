@@ -1,0 +1,92 @@
+"""Which processes may be forks of one: those with the same environment. Pure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+
+from dstrial.determined_imports import SITE
+
+PATH_VARIABLE = "PYTHONPATH"
+NVML_CHECK_VARIABLE = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Has torch ask NVML for devices, which leaves no state that a fork would not survive (``torch/cuda/__init__.py``)."""
+FREE_PREFIXES = (
+    "DET_",
+    "DSTRIAL_",
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "CROSS_",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "ACCELERATE_",
+)
+"""Variables that tell a process which trial and which rank it is; nothing that is imported ahead reads them."""
+
+FREE_NAMES = frozenset(
+    {
+        "RANK",
+        "WORLD_SIZE",
+        # where a process works
+        "PWD",
+        "OLDPWD",
+        "TMPDIR",
+        # of Determined's launchers, which read them when they meet; each allocation has ports of its own
+        "C10D_PORT",
+        "DTRAIN_SSH_PORT",
+        "INTER_TRAIN_PROCESS_COMM_PORT_1",
+        "INTER_TRAIN_PROCESS_COMM_PORT_2",
+        # read when a device is first asked for, which no import does
+        "CUDA_VISIBLE_DEVICES",
+        "HIP_VISIBLE_DEVICES",
+        "ROCR_VISIBLE_DEVICES",
+        NVML_CHECK_VARIABLE,
+        # read when a process group is made (torch 2.13, ProcessGroupGloo.cpp and ProcessGroupNCCL.cpp); our launcher sets them
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        # read at the first compilation
+        "TORCHINDUCTOR_CACHE_DIR",
+        # a shell's own
+        "SHLVL",
+        "_",
+    }
+)
+"""Variables that are read after the fork only. All others, known or not, belong to the key."""
+
+
+def is_free(name: str) -> bool:
+    """Say whether forks of one process may differ in a variable."""
+    return name in FREE_NAMES or name.startswith(FREE_PREFIXES)
+
+
+def key_of(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that all forks of a process share."""
+    key = {name: value for name, value in environment.items() if not is_free(name)}
+    places = [place for place in import_places(environment) if place != SITE]
+    if places:
+        return {**key, PATH_VARIABLE: os.pathsep.join(places)}
+    key.pop(PATH_VARIABLE, None)
+    return key
+
+
+def import_places(environment: Mapping[str, str]) -> list[str]:
+    """Return the directories that PYTHONPATH names."""
+    return [place for place in environment.get(PATH_VARIABLE, "").split(os.pathsep) if place]
+
+
+def differing(
+    one: Mapping[str, str], other: Mapping[str, str], free: Collection[str] = frozenset()
+) -> list[str]:
+    """Return in which variables of the key two environments differ, sorted.
+
+    Names only: values may be secrets.
+
+    Args:
+        one: an environment.
+        other: another one.
+        free: names that are free besides.
+    """
+    ours, theirs = key_of(one), key_of(other)
+    names = {*ours, *theirs}.difference(free)
+    return sorted(name for name in names if ours.get(name) != theirs.get(name))

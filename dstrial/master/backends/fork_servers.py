@@ -1,0 +1,356 @@
+"""Which trials start as forks of a process that has imported torch and DeepSpeed.
+
+Importing takes seconds of each start, a fork milliseconds. A fork server is started beside the first trial of a kind that has
+none, and serves the trials after it: those with the same interpreter and the same environment, but for what tells a trial and a
+rank who they are (``dstrial.fork_server.key``). In doubt a trial is a new process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dstrial.file_writes import replace_file
+from dstrial.fork_server.client import LAUNCHERS, ForkRefusedError, ForkServer
+from dstrial.fork_server.key import differing
+from dstrial.master.backends import supervisor
+from dstrial.master.backends.environment import MARKER_VARIABLE
+from dstrial.process_state import read_state
+from dstrial.ranks.imported_names import IMPORTED_NAME
+
+logger = logging.getLogger(__name__)
+
+IMPORTS = ("dstrial.launch.imported_ahead",)
+"""Modules that every fork server imports."""
+SHOWN_NAME = "fork-servers.json"
+"""File beside the log with what ``shown_servers`` returns."""
+MAX_SERVERS = 2
+START_TIMEOUT_S = 120.0
+"""After this long a fork server that has not imported everything is given up."""
+_MEASURED_EVERY_S = 10.0
+_SHELL_CHARACTERS = frozenset("|&;<>()$`\\\"'*?[]#~=%!{}\n")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForkSettings:
+    """What a master's settings say of fork servers.
+
+    Attributes:
+        is_on: whether there are any.
+        idle_timeout_s: how long one is kept when no trial runs or waits, seconds.
+        memory_bytes: how much one may use by itself.
+    """
+
+    is_on: bool = True
+    idle_timeout_s: float = 300.0
+    memory_bytes: int = 2**31
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShownServer:
+    """A fork server as ``dstrial status`` shows it.
+
+    Attributes:
+        pid: its process; None for one of another process.
+        python: its interpreter.
+        state: ``importing`` or ``ready``.
+        num_forks: how many trials it has started.
+        memory_bytes: that it uses; None if unknown.
+    """
+
+    pid: int | None
+    python: str
+    state: str
+    num_forks: int
+    memory_bytes: int | None
+
+
+def forkable_words(command: Sequence[str], environment: Mapping[str, str], python: str) -> list[str] | None:
+    """Return what a command runs behind ``python``; None if it must be a new process.
+
+    Args:
+        command: of the entrypoint; ``sh -c TEXT`` counts as what TEXT says if it is nothing but words.
+        environment: whose PATH finds the program.
+        python: the interpreter of the trial.
+    """
+    words = list(command)
+    if len(words) == 3 and words[:2] == ["sh", "-c"] and not _SHELL_CHARACTERS & set(words[2]):
+        words = shlex.split(words[2])
+    if len(words) < 3 or words[1] != "-m" or words[2] not in LAUNCHERS:
+        return None
+    program = shutil.which(words[0], path=environment.get("PATH"))
+    if program is None or Path(program).parent != Path(python).parent:
+        return None
+    # A virtual environment's python, python3 and python3.11 are links to the same file.
+    return words[1:] if os.path.realpath(program) == os.path.realpath(python) else None
+
+
+@dataclasses.dataclass(slots=True)
+class _Running:
+    """A fork server of this master."""
+
+    server: ForkServer
+    python: str
+    started_s: float
+    used_s: float
+    num_forks: int = 0
+    memory_bytes: int | None = None
+    measured_s: float = 0.0
+    experiment: str | None = None  # whose trials' imports it has learned; nobody else's trials are its forks
+
+
+class ForkServers:
+    """The fork servers of a master, for its scheduler's thread.
+
+    Args:
+        settings: of the master.
+        log: file for what they print.
+        shared: socket of one that another process has started; None for servers of its own.
+    """
+
+    def __init__(self, settings: ForkSettings, log: Path, shared: str | None = None) -> None:
+        self._shared = shared
+        self._settings = settings
+        self._log = log
+        self._running: list[_Running] = []
+        self._shown: list[ShownServer] = []
+        # Environments, with their interpreter, of which no server is to be had.
+        self._given_up: list[tuple[str, dict[str, str]]] = []
+        self._not_ahead: set[str] = set()
+        # Where the imports of a trial will be found, for which server, and of which experiment the trial is.
+        self._unread: dict[Path, tuple[_Running, str | None]] = {}
+
+    def start_supervisor(
+        self, directory: Path, spec: Mapping[str, Any], log: int, known: Callable[[int], None]
+    ) -> tuple[int | None, str]:
+        """Start an allocation's supervisor as a fork, if it may be one.
+
+        Where there is no server for it yet, one is started for those that come after it.
+
+        Args:
+            directory: of the allocation.
+            spec: of its ``spec.json``.
+            log: open file for what the supervisor itself prints.
+            known: called with the pid before the supervisor begins; nothing begins where it raises.
+
+        Returns:
+            Its pid, or None with the reason, which is empty where nothing is wrong.
+        """
+        words, environment = spec.get("forkable"), spec["environment"]
+        if not self._settings.is_on or words is None:
+            return None, ""
+        python = str(spec["python"])
+        if self._shared is not None:
+            self._connect(python)
+        found = self._find(python, environment)
+        if found is None:
+            self._begin(python, environment)
+            self._expect(directory, python, environment)
+            return None, ""
+        found.used_s = time.monotonic()
+        self._expect(directory, python, environment)
+        try:
+            if not found.server.is_ready():
+                return None, ""
+            null = os.open(os.devnull, os.O_RDONLY)
+            try:
+                pid = found.server.start_call(
+                    Path(supervisor.__file__),
+                    "main",
+                    [str(directory), ""],
+                    [null, log, log],
+                    title=["-I", "-S", supervisor.__file__, str(directory)],
+                    mark=f"{MARKER_VARIABLE}={spec['marker']}",
+                    known=known,
+                )
+            finally:
+                os.close(null)
+        except ForkRefusedError as reason:
+            logger.info("process %s forks no more: %s", found.server.pid, reason)
+            self._end(found)
+            self._begin(python, environment)
+            self._expect(directory, python, environment)
+            return None, str(reason)
+        found.num_forks += 1
+        return pid, ""
+
+    def look(self, *, is_busy: bool) -> None:
+        """Do what is due: learn what trials import, end who is idle, too large or late.
+
+        Args:
+            is_busy: whether a trial runs or waits.
+        """
+        if self._shared is not None or not (self._running or self._shown):
+            return
+        now_s = time.monotonic()
+        for found in list(self._running):
+            if is_busy:
+                found.used_s = now_s
+            if not self._is_well(found, now_s):
+                self._end(found)
+        self._learn()
+        self._show()
+
+    def close(self) -> None:
+        """End all servers; what was forked from them goes on."""
+        for found in list(self._running):
+            self._end(found)
+        self._show()
+
+    def _show(self) -> None:
+        """Have ``dstrial status`` see what there is, without asking the master."""
+        shown = [
+            ShownServer(
+                pid=one.server.pid,
+                python=one.python,
+                state="ready" if one.server.was_ready else "importing",
+                num_forks=one.num_forks,
+                memory_bytes=one.memory_bytes,
+            )
+            for one in self._running
+        ]
+        if shown == self._shown:
+            return
+        self._shown = shown
+        path = self._log.with_name(SHOWN_NAME)
+        with contextlib.suppress(OSError):  # The next look shows it.
+            if shown:
+                content = json.dumps([dataclasses.asdict(one) for one in shown])
+                replace_file(path, content, sync=False, is_private=True)
+            else:
+                path.unlink(missing_ok=True)
+
+    def _find(self, python: str, environment: Mapping[str, str]) -> _Running | None:
+        experiment = environment.get("DET_EXPERIMENT_ID")
+        for wanted in (experiment, None):
+            for found in self._running:
+                is_like = found.python == python and not found.server.why_not(environment)
+                if is_like and found.experiment == wanted:
+                    return found
+        return None
+
+    def _begin(self, python: str, environment: Mapping[str, str]) -> None:
+        """Start a server; the one that was not needed for longest makes room."""
+        if self._shared is not None:
+            for other in self._running:
+                logger.info("a trial is no fork: %s", other.server.why_not(environment))
+            return
+        if any(python == one and not differing(key, environment) for one, key in self._given_up):
+            return
+        for other in self._running:
+            names = differing(other.server.key, environment)
+            if other.python == python and names:
+                logger.info("another fork server is needed, for these differ: %s", ", ".join(names))
+        while len(self._running) >= MAX_SERVERS:
+            self._end(min(self._running, key=lambda one: one.used_s))
+        try:
+            server = ForkServer.start(environment, IMPORTS, log=self._log, python=python)
+        except OSError as error:
+            logger.warning("no fork server could be started: %s", error)
+            return
+        now_s = time.monotonic()
+        self._running.append(_Running(server, python, now_s, now_s))
+        logger.info("process %s imports ahead what trials import (%s)", server.pid, python)
+
+    def _connect(self, python: str) -> None:
+        """Use another process's server from now on, if there is one."""
+        assert self._shared is not None
+        if not self._running:
+            with contextlib.suppress(OSError):
+                now_s = time.monotonic()
+                self._running.append(_Running(ForkServer.connect(self._shared), python, now_s, now_s))
+
+    def _expect(self, directory: Path, python: str, environment: Mapping[str, str]) -> None:
+        found = self._find(python, environment)
+        if found is not None:
+            self._unread[directory] = (found, environment.get("DET_EXPERIMENT_ID"))
+
+    def _is_well(self, found: _Running, now_s: float) -> bool:
+        """Say whether a server is to be kept."""
+        try:
+            is_ready = found.server.is_ready()
+        except ForkRefusedError as error:
+            self._give_up(found, str(error))
+            return False
+        if not is_ready and now_s - found.started_s > START_TIMEOUT_S:
+            self._give_up(found, f"it has not imported everything in {START_TIMEOUT_S:g} s")
+            return False
+        if now_s - found.used_s > self._settings.idle_timeout_s:
+            logger.info("process %s, which imported ahead, is not needed any more", found.server.pid)
+            return False
+        if now_s - found.measured_s > _MEASURED_EVERY_S:
+            found.measured_s = now_s
+            found.memory_bytes = None if found.server.pid is None else own_bytes(found.server.pid)
+            if (found.memory_bytes or 0) > self._settings.memory_bytes:
+                self._give_up(found, f"it uses {found.memory_bytes} bytes (warm_memory_mib)")
+                return False
+        return True
+
+    def _give_up(self, found: _Running, why: str) -> None:
+        """Have no such server again, or only one that imports less."""
+        logger.warning("process %s imports nothing ahead: %s", found.server.pid, why)
+        learned = found.server.imports[len(IMPORTS) :]
+        if learned:
+            self._not_ahead.update(learned)
+        else:
+            self._given_up.append((found.python, dict(found.server.key)))
+
+    def _learn(self) -> None:
+        """Import ahead what trials have imported of installed packages."""
+        for directory, (found, experiment) in list(self._unread.items()):
+            if not directory.exists() or found not in self._running:
+                del self._unread[directory]
+                continue
+            try:
+                if not found.server.is_ready():
+                    continue
+                names: list[str] = json.loads((directory / IMPORTED_NAME).read_text(encoding="utf-8"))
+            except (OSError, ValueError, ForkRefusedError):
+                continue
+            del self._unread[directory]
+            known = found.server.modules | self._not_ahead
+            new = [one for one in names if one not in known]
+            # Another experiment's trials may need it as it is.
+            if new and found.experiment in (None, experiment):
+                found.experiment = experiment
+                logger.info("process %s imports %d modules more", found.server.pid, len(new))
+                found.started_s = time.monotonic()
+                with contextlib.suppress(ForkRefusedError):  # The next look ends it.
+                    found.server.begin_imports(new)
+
+    def _end(self, found: _Running) -> None:
+        self._running.remove(found)
+        found.server.close()
+
+
+def shown_servers(state_dir: Path) -> list[ShownServer]:
+    """Return the fork servers of the master of a state directory, as far as they live."""
+    try:
+        found = json.loads((state_dir / SHOWN_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [ShownServer(**one) for one in found if read_state(one["pid"]) is not None]
+
+
+def own_bytes(pid: int) -> int | None:
+    """Return a process's memory; what is shared is divided among who shares it.
+
+    None if it is gone, or the kernel does not tell (``/proc/PID/smaps_rollup``, Linux 4.14).
+    """
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
+    except OSError:
+        return None
+    for line in text.splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    return None

@@ -1,0 +1,280 @@
+"""A fork is what a new process with the same command line would be, or there is none."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from waiting import wait_for
+
+from dstrial.fork_server import client
+from dstrial.fork_server.client import ForkedPopen, ForkRefusedError, ForkServer
+from dstrial.process_state import read_state
+
+pytestmark = pytest.mark.process
+
+_DEADLINE_S = 120.0
+
+
+_VARIABLES = {
+    **{name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+    "OMP_NUM_THREADS": "1",
+    "DS_ACCELERATOR": "cpu",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ForkServer]:
+    """One that has imported next to nothing, and may be hurt."""
+    server = ForkServer.start(_VARIABLES, ["json"], log=tmp_path / "log")
+    wait_for(server.is_ready, deadline_s=_DEADLINE_S)
+    yield server
+    server.close()
+
+
+def _fail(reason: str) -> None:
+    pytest.fail(f"it is a new process: {reason}")
+
+
+def _run(
+    server: ForkServer | None, words: list[str], env: dict[str, str] = _VARIABLES, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    with ForkedPopen(
+        server,
+        [sys.executable, *words],
+        told=_fail,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    ) as process:
+        texts = process.communicate(timeout=_DEADLINE_S)
+    return subprocess.CompletedProcess(words, process.returncode, *texts)
+
+
+def _script(directory: Path, text: str) -> str:
+    path = directory / "script.py"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_what_is_left_open_is_written_and_threads_and_exit_handlers_run(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    script = _script(
+        tmp_path,
+        "import atexit, threading, time\n"
+        "kept = open('kept', 'w'); kept.write('text')\n"
+        "raw = open('raw', 'wb'); raw.write(b'bytes')\n"
+        "atexit.register(lambda: open('at_exit', 'w').write('ran'))\n"
+        "threading.Thread(target=lambda: (time.sleep(0.3), open('thread', 'w').write('ended'))).start()\n",
+    )
+
+    assert _run(server, [script], cwd=tmp_path).returncode == 0
+
+    read = {name: (tmp_path / name).read_text() for name in ("kept", "raw", "at_exit", "thread")}
+    assert read == {"kept": "text", "raw": "bytes", "at_exit": "ran", "thread": "ended"}
+
+
+def test_a_mark_and_the_command_line_are_seen_in_proc(server: ForkServer, tmp_path: Path) -> None:
+    script = _script(tmp_path, "import sys; sys.stdin.read()")
+    with ForkedPopen(
+        server,
+        [sys.executable, script, "word"],
+        env=_VARIABLES,
+        told=_fail,
+        mark="MARK=of this one",
+        stdin=subprocess.PIPE,
+    ) as process:
+        seen = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+        words = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+        assert b"MARK=of this one" in seen
+        assert words[:3] == [sys.executable.encode(), script.encode(), b"word"]
+        process.communicate()
+    assert process.returncode == 0
+
+
+def test_a_mark_without_room_is_no_fork(server: ForkServer, tmp_path: Path) -> None:
+    script = _script(tmp_path, "")
+    reasons: list[str] = []
+    process = ForkedPopen(
+        server, [sys.executable, script], env=_VARIABLES, told=reasons.append, mark="MARK=" + "x" * 5000
+    )
+    assert process.wait(_DEADLINE_S) == 0
+    assert reasons == ["there is no room to show MARK (1024 bytes)"]
+
+
+def test_another_environment_is_a_new_process_and_named(server: ForkServer, tmp_path: Path) -> None:
+    script = _script(tmp_path, "import os; print(os.environ['NEW_ONE'])")
+    reasons: list[str] = []
+    process = ForkedPopen(
+        server,
+        [sys.executable, script],
+        told=reasons.append,
+        env={**_VARIABLES, "NEW_ONE": "there"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.communicate(timeout=_DEADLINE_S)[0] == "there\n"
+    assert reasons == ["NEW_ONE: not as where it was imported ahead"]
+
+
+@pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_that_is_gone_or_stopped_is_told_and_a_new_process_does(
+    server: ForkServer, tmp_path: Path, harm: signal.Signals
+) -> None:
+    script = _script(tmp_path, "print('done')")
+    assert server.pid is not None
+    os.kill(server.pid, harm)
+    wait_for(lambda: read_state(server.pid).letter in "TZ", deadline_s=_DEADLINE_S)
+    reasons: list[str] = []
+    process = ForkedPopen(
+        server,
+        [sys.executable, script],
+        env=_VARIABLES,
+        told=reasons.append,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.communicate(timeout=_DEADLINE_S)[0] == "done\n"
+    (reason,) = reasons
+    assert reason in (
+        "it has ended",
+        "it is stopped (SIGSTOP)",
+        "it does not answer ([Errno 32] Broken pipe)",
+    )
+
+
+def test_a_server_that_hangs_is_told_and_ended(tmp_path: Path) -> None:
+    (tmp_path / "hanging.py").write_text("import time\ntime.sleep(1000)\n")
+    env = {**_VARIABLES, "PYTHONPATH": str(tmp_path)}
+    server = ForkServer.start(env, ["json"], log=tmp_path / "log")
+    try:
+        wait_for(server.is_ready, deadline_s=_DEADLINE_S)
+        server.begin_imports(["hanging"])
+        server._socket.settimeout(1.0)
+        reasons: list[str] = []
+        script = _script(tmp_path, "print('done')")
+        process = ForkedPopen(
+            server, [sys.executable, script], env=env, told=reasons.append, stdout=subprocess.PIPE, text=True
+        )
+        assert process.communicate(timeout=_DEADLINE_S)[0] == "done\n"
+        assert reasons == ["it does not answer (timed out)"]
+        wait_for(
+            lambda: not Path(f"/proc/{server.pid}").exists() or server._process.poll() is not None,
+            deadline_s=_DEADLINE_S,
+        )
+    finally:
+        server.close()
+
+
+def test_nothing_begins_where_its_pid_cannot_be_noted(server: ForkServer, tmp_path: Path) -> None:
+    script = _script(tmp_path, "open('began', 'w')")
+    pids: list[int] = []
+
+    def fail(pid: int) -> None:
+        pids.append(pid)
+        raise OSError("no room")
+
+    with pytest.raises(OSError, match="no room"):
+        ForkedPopen(server, [sys.executable, script], env=_VARIABLES, known=fail, cwd=tmp_path)
+
+    os.waitpid(pids[0], 0)
+    assert not (tmp_path / "began").exists()
+
+
+def test_a_module_with_a_thread_is_not_imported_ahead(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "with_thread.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+    )
+    env = {**_VARIABLES, "PYTHONPATH": str(tmp_path)}
+    for is_later in (False, True):
+        names = ["json"] if is_later else ["with_thread"]
+        other = ForkServer.start(env, names, log=tmp_path / "log")
+        try:
+            if is_later:
+                wait_for(other.is_ready, deadline_s=_DEADLINE_S)
+                other.begin_imports(["with_thread"])
+            with pytest.raises(ForkRefusedError, match="it has 2 threads"):
+                wait_for(other.is_ready, deadline_s=_DEADLINE_S)
+        finally:
+            other.close()
+
+
+def test_a_module_that_has_changed_since_is_no_fork(tmp_path: Path) -> None:
+    module = tmp_path / "changing.py"
+    module.write_text("value = 1\n")
+    env = {**_VARIABLES, "PYTHONPATH": str(tmp_path)}
+    server = ForkServer.start(env, ["changing"], log=tmp_path / "log")
+    try:
+        wait_for(server.is_ready, deadline_s=_DEADLINE_S)
+        module.write_text("value = 1234\n")
+        reasons: list[str] = []
+        process = ForkedPopen(
+            server,
+            [sys.executable, _script(tmp_path, "")],
+            told=reasons.append,
+            env=env,
+        )
+        assert process.wait(_DEADLINE_S) == 0
+        assert reasons == [f"{module} has changed since it was imported"]
+    finally:
+        server.close()
+
+
+def test_a_server_ends_with_who_has_started_it(tmp_path: Path) -> None:
+    script = _script(
+        tmp_path,
+        "import os, sys, pathlib, time\n"
+        "from dstrial.fork_server.client import ForkServer\n"
+        "server = ForkServer.start(os.environ, ['json'], log=pathlib.Path('log'))\n"
+        "print(server.pid, flush=True)\n"
+        "time.sleep(1000)\n",
+    )
+    with subprocess.Popen(
+        [sys.executable, script], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.kill()
+    wait_for(lambda: not Path(f"/proc/{pid}").exists(), deadline_s=_DEADLINE_S)
+
+
+def test_the_five_hundredth_fork_begins_like_the_first(server: ForkServer, tmp_path: Path) -> None:
+    def state() -> tuple[int, int, int]:
+        status = Path(f"/proc/{server.pid}/status").read_text()
+        resident = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+        children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+        return len(list(Path(f"/proc/{server.pid}/fd").iterdir())), resident, len(children)
+
+    script = _script(
+        tmp_path,
+        "import os, threading\nprint(len(os.listdir('/proc/self/fd')), threading.active_count(), len(os.environ))\n",
+    )
+    own_files = len(list(Path("/proc/self/fd").iterdir()))
+    said = [_run(server, [script]).stdout for _ in range(5)]
+    first = state()
+    said += [_run(server, [script]).stdout for _ in range(495)]
+    last = state()
+
+    assert set(said) == {said[0]}
+    assert (last[0], last[2]) == (first[0], first[2])
+    assert last[1] < first[1] + 2048  # KiB
+    assert len(list(Path("/proc/self/fd").iterdir())) == own_files
+
+
+def test_a_popen_without_a_server_is_a_new_process(tmp_path: Path) -> None:
+    assert client.of_this_process is None
+    began_s = time.monotonic()
+    assert _run(None, [_script(tmp_path, "")]).returncode == 0
+    assert time.monotonic() - began_s < _DEADLINE_S

@@ -1,0 +1,478 @@
+"""Trials that are forks: they train what new processes train, and survive whatever happens to the process they come from."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from submitting import TRAIN, config, log_of, steps_of, submit, trials, wait_until
+from waiting import wait_for
+
+from dstrial.fork_server.client import SHARED_VARIABLE, ForkRefusedError, ForkServer
+from dstrial.master.backends.environment import MARKER_VARIABLE
+from dstrial.master.backends.fork_servers import ForkServers, ForkSettings, shown_servers
+from dstrial.master.backends.supervisor import descendants
+from dstrial.ranks.imported_names import IMPORTED_NAME
+from dstrial.testing.master import MasterForTest, master_for_test
+
+pytestmark = [pytest.mark.process, pytest.mark.ranks, pytest.mark.timeout(600)]
+
+DEADLINE_S = 240.0
+SMALL = Path(__file__).parents[1] / "trainer" / "definitions"
+# /proc/PID/environ shows the variables of the program that was executed; a rank's own has RANK.
+SAY = """
+import pathlib
+_variables = pathlib.Path("/proc/self/environ").read_bytes().split(b"\\0")
+print("started as", "a new process" if any(one.startswith(b"RANK=") for one in _variables) else "a fork")
+"""
+LIGHT = SAY + TRAIN
+STARTS_A_THREAD = (
+    "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+)
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
+    """A master with a fork server of its own."""
+    directory = tmp_path_factory.mktemp("master")
+    with master_for_test(directory, num_slots=4, env={SHARED_VARIABLE: ""}) as running:
+        yield running
+
+
+def light(**changes: Any) -> dict[str, Any]:
+    """Config of a script that a launcher runs, without DeepSpeed."""
+    return config("python3 -m dstrial.launch train.py", **changes)
+
+
+def begin(master: MasterForTest, steps: int = 2, sleep_s: float = 0.0, script: str = LIGHT) -> int:
+    return submit(master, light(hyperparameters={"steps": steps, "sleep": sleep_s}), script)
+
+
+def end(master: MasterForTest, experiment_id: int, state: str = "COMPLETED") -> str:
+    """Wait for an experiment's end; return its log."""
+    wait_until(master, experiment_id, state, deadline_s=DEADLINE_S)
+    return log_of(master, experiment_id)
+
+
+def until_forks(begin_one: Callable[[], int], master: MasterForTest) -> None:
+    """Run trials of a kind until two in a row are forks: nothing more of what they import is to be imported ahead."""
+    give_up_at_s = time.monotonic() + DEADLINE_S
+    in_a_row = 0
+    while in_a_row < 2:
+        assert time.monotonic() < give_up_at_s, "trials do not become forks"
+        is_fork = "started as a fork" in end(master, begin_one())
+        in_a_row = in_a_row + 1 if is_fork else 0
+
+
+def begin_forked(master: MasterForTest, steps: int, sleep_s: float) -> tuple[int, int]:
+    """Start a trial that is a fork; return the ids of its experiment and of itself once it has reported."""
+    until_forks(lambda: begin(master), master)
+    experiment_id = begin(master, steps, sleep_s)
+    wait_for(lambda: trials(master, experiment_id), "there is no trial", deadline_s=DEADLINE_S)
+    (trial,) = trials(master, experiment_id)
+    wait_for(lambda: steps_of(master, trial["id"]), "it does not report", deadline_s=DEADLINE_S)
+    assert "started as a fork" in log_of(master, experiment_id)
+    return experiment_id, trial["id"]
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, IndexError):
+            if entry.name.isdigit():
+                fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
+                if int(fields[1]) == pid and fields[0] not in (b"Z", b"X"):
+                    found.append(int(entry.name))
+    return found
+
+
+def words_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def servers_of(master: MasterForTest, text: str = "dstrial.fork_server.server") -> list[int]:
+    """Return the fork servers of a master; those that have imported have ``(imported ahead)`` in their command line."""
+    return [pid for pid in children_of(master.record.pid) if text in words_of(pid)]
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except OSError:
+        return False
+
+
+def spec_of(master: MasterForTest, trial_id: int) -> tuple[str, int]:
+    """Return the marker and the supervisor of the one allocation that runs for a trial."""
+    for directory in (master.state.path / "allocations").iterdir():
+        spec = json.loads((directory / "spec.json").read_text())
+        if spec["environment"].get("DET_TRIAL_ID") == str(trial_id):
+            return spec["marker"], json.loads((directory / "supervisor.json").read_text())["pid"]
+    raise AssertionError(f"no allocation of trial {trial_id}")
+
+
+def marked(marker: str) -> list[int]:
+    wanted = f"{MARKER_VARIABLE}={marker}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+def small(**changes: Any) -> dict[str, Any]:
+    """Config of a trial that a DeepSpeed engine trains."""
+    hyperparameters = {
+        "deepspeed_config": {
+            "train_micro_batch_size_per_gpu": 4,
+            "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+            "zero_optimization": {"stage": 1},
+        },
+        "num_records": 40,
+        "batch_sleep_s": 0.0,
+        "dropout": {"type": "double", "minval": 0.1, "maxval": 0.5},
+    }
+    return {
+        "name": "small",
+        "entrypoint": "python3 -m dstrial.launch --trial witnessed:DataParallelTrial",
+        "hyperparameters": {**hyperparameters, **changes.pop("hyperparameters", {})},
+        "searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": 6}},
+        "scheduling_unit": 1,
+        "min_validation_period": {"batches": 3},
+        "max_restarts": 0,
+        "reproducibility": {"experiment_seed": 7},
+        **changes,
+    }
+
+
+def submit_small(master: MasterForTest, given: dict[str, Any]) -> int:
+    contents = {path.name: path.read_bytes() for path in SMALL.glob("small_*.py")}
+    contents["witnessed.py"] = (SAY + "from small_trials import DataParallelTrial\n").encode()
+    files = [
+        {"path": name, "type": 48, "content": base64.b64encode(data).decode(), "mtime": "0", "mode": 420}
+        for name, data in contents.items()
+    ]
+    message = {"activate": True, "config": yaml.safe_dump(given), "modelDefinition": files}
+    return int(master.client().post("/api/v1/experiments", message)["experiment"]["id"])
+
+
+def reports_of(master: MasterForTest, experiment_id: int) -> dict[str, list[Any]]:
+    """Return what each trial of an experiment has reported, by its hyperparameters."""
+    found = {}
+    for trial in trials(master, experiment_id):
+        found[json.dumps(trial["hparams"], sort_keys=True)] = [
+            (group, report["totalBatches"], key, value)
+            for group in ("training", "validation")
+            for line in master.client().stream(
+                f"/api/v1/trials/metrics/trial_metrics?group={group}&trialIds={trial['id']}"
+            )
+            for report in line["metrics"]
+            for metrics in report["metrics"].values()  # those of training and of validation have a name each
+            for key, value in sorted((metrics or {}).items())
+            if "per_second" not in key
+        ]
+    return found
+
+
+def test_a_search_of_forks_trains_what_new_processes_train(master: MasterForTest) -> None:
+    search = {
+        "name": "random",
+        "metric": "validation_loss",
+        "max_length": {"batches": 6},
+        "max_trials": 4,
+        "max_concurrent_trials": 1,
+    }
+    cold = submit_small(master, small(searcher=search, data={"dstrial": {"warm": False}}))
+    text = end(master, cold)
+    assert text.count("started as a new process") == 4
+    assert not servers_of(master)
+
+    first = end(master, submit_small(master, small()))
+    assert "started as a new process" in first
+    assert "not as a fork" not in first
+    until_forks(lambda: submit_small(master, small()), master)
+    warm = submit_small(master, small(searcher=search))
+    text = end(master, warm)
+
+    assert text.count("started as a fork") == 4
+    assert len(servers_of(master)) == 1
+    expected = reports_of(master, cold)
+    assert len(expected) == 4
+    assert all(
+        {steps for _, steps, key, _ in one if key == "loss"} == set(range(1, 7)) for one in expected.values()
+    )
+    assert reports_of(master, warm) == expected
+
+    again = end(master, submit_small(master, small(data={"dstrial": {"warm": False}})))
+    assert "started as a new process" in again
+
+
+def test_a_forked_trial_that_is_paused_goes_on_as_if_it_had_not_been(master: MasterForTest) -> None:
+    given = {"searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": 9}}}
+    until_forks(lambda: submit_small(master, small()), master)
+    whole = submit_small(master, small(**given))
+    text = end(master, whole)
+    assert "started as a fork" in text
+    paused = submit_small(master, small(**given, hyperparameters={"batch_sleep_s": 0.5}))
+    wait_for(lambda: trials(master, paused), "there is no trial", deadline_s=DEADLINE_S)
+    (trial,) = trials(master, paused)
+    wait_for(lambda: len(steps_of(master, trial["id"])) >= 2, "it does not report", deadline_s=DEADLINE_S)
+
+    master.client().post(f"/api/v1/experiments/{paused}/pause")
+    wait_for(
+        lambda: trials(master, paused)[0]["state"] == "STATE_PAUSED",
+        "it is not paused",
+        deadline_s=DEADLINE_S,
+    )
+    assert len(steps_of(master, trial["id"])) < 9
+    master.client().post(f"/api/v1/experiments/{paused}/activate")
+
+    text = end(master, paused)
+    assert text.count("started as a fork") == 2
+    assert list(reports_of(master, paused).values()) == list(reports_of(master, whole).values())
+
+
+def test_modules_of_a_user_are_never_imported_ahead(master: MasterForTest) -> None:
+    until_forks(lambda: begin(master), master)
+    for word in ("first", "second", "third"):
+        given = light(hyperparameters={"steps": 1})
+        contents = {
+            "train.py": f"import helper\nprint('it says', helper.WORD)\n{LIGHT}",
+            "helper.py": f"WORD = {word!r}\n",
+        }
+        files = [
+            {
+                "path": name,
+                "type": 48,
+                "content": base64.b64encode(text.encode()).decode(),
+                "mtime": "0",
+                "mode": 420,
+            }
+            for name, text in contents.items()
+        ]
+        message = {"activate": True, "config": yaml.safe_dump(given), "modelDefinition": files}
+        posted = master.client().post("/api/v1/experiments", message)
+        text = end(master, int(posted["experiment"]["id"]))
+        assert "started as a fork" in text
+        assert f"it says {word}" in text
+
+
+def test_a_trial_outlives_the_server_that_forked_it_and_the_next_one_has_a_new_server(
+    master: MasterForTest,
+) -> None:
+    experiment_id, trial_id = begin_forked(master, steps=12, sleep_s=0.3)
+    (server,) = servers_of(master)
+
+    os.kill(server, signal.SIGKILL)
+
+    assert end(master, experiment_id).count("started as") == 1
+    assert steps_of(master, trial_id) == list(range(1, 13))
+    text = end(master, begin(master))
+    assert "started as a new process" in text
+    assert "the trial starts as a new process, not as a fork" in text
+    until_forks(lambda: begin(master), master)
+    (new,) = servers_of(master)
+    assert new != server
+
+
+def test_a_server_that_is_killed_in_the_middle_of_forks_neither_loses_nor_doubles_a_trial(
+    master: MasterForTest,
+) -> None:
+    chance = random.Random(5)
+    begun = []
+    for _ in range(3):
+        until_forks(lambda: begin(master), master)
+        (server,) = servers_of(master)
+        begun += [begin(master, steps=3) for _ in range(4)]
+        time.sleep(chance.uniform(0.0, 0.2))
+        os.kill(server, signal.SIGKILL)
+        for experiment_id in begun[-4:]:
+            wait_until(master, experiment_id, "COMPLETED", deadline_s=DEADLINE_S)
+    for experiment_id in begun:
+        (trial,) = trials(master, experiment_id)
+        assert steps_of(master, trial["id"]) == [1, 2, 3]
+        assert trial["restarts"] == 0
+        text = log_of(master, experiment_id)
+        assert text.count("started as") == 1, text
+        assert text.count("finished at 3") == 1, text
+
+
+def test_a_server_that_is_stopped_is_ended_and_the_trial_is_a_new_process(master: MasterForTest) -> None:
+    until_forks(lambda: begin(master), master)
+    (server,) = servers_of(master)
+    os.kill(server, signal.SIGSTOP)
+
+    text = end(master, begin(master))
+
+    assert "started as a new process" in text
+    assert "not as a fork: it is stopped (SIGSTOP)" in text
+    assert not lives(server)
+
+
+def test_a_forked_trial_outlives_the_master_and_the_server_does_not(master: MasterForTest) -> None:
+    experiment_id, trial_id = begin_forked(master, steps=30, sleep_s=0.3)
+    (server,) = servers_of(master)
+
+    master.kill()
+    wait_for(lambda: not lives(server), "the server outlives its master")
+    master.up()
+
+    text = end(master, experiment_id)
+    assert text.count("started as") == 1
+    assert steps_of(master, trial_id) == list(range(1, 31))
+    assert trials(master, experiment_id)[0]["restarts"] == 0
+
+
+@pytest.mark.parametrize("is_supervisor_killed", [False, True], ids=["by its supervisor", "by the marker"])
+def test_a_forked_trial_that_is_killed_leaves_no_process(
+    master: MasterForTest, is_supervisor_killed: bool
+) -> None:
+    experiment_id, trial_id = begin_forked(master, steps=1000, sleep_s=0.3)
+    marker, supervisor = spec_of(master, trial_id)
+    seen = descendants(supervisor) | {supervisor}
+    assert len(seen) >= 3  # with its launcher and its rank
+    assert seen <= set(marked(marker))
+
+    if is_supervisor_killed:
+        os.kill(supervisor, signal.SIGKILL)
+    killed = master.det("trial", "kill", str(trial_id))
+
+    assert is_supervisor_killed or killed.returncode == 0, killed.stderr
+    wait_for(lambda: not marked(marker) and not any(map(lives, seen)), "a process is left")
+    give_up_at_s = time.monotonic() + DEADLINE_S
+    while trials(master, experiment_id)[0]["state"] not in ("STATE_CANCELED", "STATE_ERROR"):
+        assert time.monotonic() < give_up_at_s, trials(master, experiment_id)[0]["state"]
+        time.sleep(0.1)
+
+
+def test_no_process_is_left_when_the_master_goes_down(master: MasterForTest) -> None:
+    _, trial_id = begin_forked(master, steps=1000, sleep_s=0.3)
+    marker, supervisor = spec_of(master, trial_id)
+    seen = {*descendants(supervisor), supervisor, *descendants(master.record.pid), master.record.pid}
+
+    ended = master.dstrial("down", "--now")
+
+    assert ended.returncode == 0, ended.stderr
+    assert not marked(marker)
+    wait_for(lambda: not any(map(lives, seen)), f"left: {[words_of(pid) for pid in seen]}")
+    master.up()
+
+
+def test_a_server_that_is_not_needed_ends_and_a_master_without_has_none(tmp_path: Path) -> None:
+    settings = tmp_path / "master.yaml"
+    settings.write_text("warm_idle_timeout: 1\n")
+    options = ("--config-file", str(settings))
+    with master_for_test(tmp_path, num_slots=1, options=options, env={SHARED_VARIABLE: ""}) as master:
+        experiment_id = begin(master, steps=4, sleep_s=0.5)
+        wait_for(lambda: servers_of(master), "no server is started", deadline_s=DEADLINE_S)
+        (server,) = servers_of(master)
+        end(master, experiment_id)
+        wait_for(lambda: not lives(server), "a server that is not needed is kept")
+        assert not servers_of(master)
+
+        master.kill()
+        settings.write_text("warm: false\n")
+        master.up()
+        for _ in range(2):
+            experiment_id = begin(master)
+            while not end_or_none(master, experiment_id):
+                assert not servers_of(master)
+                time.sleep(0.1)
+            assert "started as a new process" in log_of(master, experiment_id)
+
+
+def end_or_none(master: MasterForTest, experiment_id: int) -> bool:
+    found = master.client().get(f"/api/v1/experiments/{experiment_id}")["experiment"]
+    assert found["state"] != "STATE_ERROR", log_of(master, experiment_id)
+    return bool(found["state"] == "STATE_COMPLETED")
+
+
+def test_a_server_whose_imports_start_a_thread_forks_nothing(tmp_path: Path) -> None:
+    (tmp_path / "starts_a_thread.py").write_text(STARTS_A_THREAD)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    server = ForkServer.start(environment, ["json"], log=tmp_path / "log")
+    try:
+        assert server.is_ready(60.0), (tmp_path / "log").read_text()
+        server.begin_imports(["starts_a_thread"])
+        with pytest.raises(ForkRefusedError, match="it has 2 threads"):
+            server.is_ready(60.0)
+    finally:
+        server.close()
+
+
+def test_what_starts_a_thread_is_not_imported_ahead_again(tmp_path: Path) -> None:
+    (tmp_path / "starts_a_thread.py").write_text(STARTS_A_THREAD)
+    directory = tmp_path / "allocation"
+    directory.mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    spec = {"forkable": ["-m", "dstrial.launch"], "environment": environment, "python": sys.executable}
+    servers = ForkServers(ForkSettings(), tmp_path / "log")
+
+    def start() -> None:
+        assert servers.start_supervisor(directory, spec, 2, print) == (None, "")
+
+    def state() -> str | None:
+        servers.look(is_busy=True)
+        found = shown_servers(tmp_path)
+        return found[0].state if found else None
+
+    try:
+        start()
+        wait_for(lambda: state() == "ready", "it is never ready", deadline_s=DEADLINE_S)
+        (directory / IMPORTED_NAME).write_text(json.dumps(["starts_a_thread", "colorsys"]))
+        wait_for(lambda: state() is None, "it is not given up", deadline_s=DEADLINE_S)
+
+        start()
+        wait_for(lambda: state() == "ready", "there is no new one", deadline_s=DEADLINE_S)
+        for _ in range(5):
+            assert state() == "ready"
+    finally:
+        servers.close()
+
+
+def test_what_trials_of_one_experiment_import_is_imported_ahead_for_no_other_one(tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    servers = ForkServers(ForkSettings(), tmp_path / "log")
+
+    def start(experiment: str) -> Path:
+        directory = tmp_path / f"allocation of {experiment}"
+        directory.mkdir(exist_ok=True)
+        variables = {**environment, "DET_EXPERIMENT_ID": experiment}
+        spec = {"forkable": ["-m", "dstrial.launch"], "environment": variables, "python": sys.executable}
+        assert servers.start_supervisor(directory, spec, 2, print) == (None, "")
+        return directory
+
+    def pids() -> list[int | None]:
+        servers.look(is_busy=True)
+        found = shown_servers(tmp_path)
+        return [one.pid for one in found] if all(one.state == "ready" for one in found) else []
+
+    try:
+        directory = start("1")
+        wait_for(lambda: bool(pids()), "it is never ready", deadline_s=DEADLINE_S)
+        (of_first,) = pids()
+        (directory / IMPORTED_NAME).write_text(json.dumps(["colorsys"]))
+        wait_for(lambda: not pids(), "it imports nothing more", deadline_s=DEADLINE_S)
+        wait_for(lambda: bool(pids()), "it is not ready again", deadline_s=DEADLINE_S)
+
+        start("2")
+        wait_for(lambda: len(pids()) == 2, "the other experiment has no server", deadline_s=DEADLINE_S)
+        assert pids()[0] == of_first
+    finally:
+        servers.close()
+    assert not shown_servers(tmp_path)

@@ -1,0 +1,186 @@
+"""Ranks that are forks train what ranks that are new processes train, to the last bit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import warm_start
+from small_runs import deepspeed_config, experiment, train
+
+from dstrial.fork_server.client import ForkedPopen, ForkServer
+from dstrial.master.backends.fork_servers import IMPORTS
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
+
+PROGRAM = Path(__file__).parents[1] / "integrations" / "huggingface" / "trainer_program.py"
+DEADLINE_S = 280
+VARIABLES = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
+# Of the tests' own, and of those of the trials; nothing that is imported reads them.
+FREE = ("PYTEST_CURRENT_TEST", "WITNESS_DIR")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A server as a master has it after a trial that has imported transformers."""
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    server = ForkServer.start({**os.environ, **VARIABLES}, IMPORTS, log=log, free=FREE)
+    warm_start.servers.add(server.pid)
+    assert server.is_ready(DEADLINE_S), log.read_text()
+    server.begin_imports(["transformers", "transformers.trainer", "accelerate"])
+    assert server.is_ready(DEADLINE_S), log.read_text()
+    yield server
+    server.close()
+    warm_start.servers.discard(server.pid)
+
+
+def new_process(arguments, *, env, cwd, timeout):
+    """Run ``python -m ARGUMENTS`` as users do where nothing is imported ahead."""
+    command = [sys.executable, "-m", *arguments]
+    kept = {name: value for name, value in env.items() if name != "PYTEST_CURRENT_TEST"}
+    return subprocess.run(
+        command, env={**kept, **VARIABLES}, cwd=cwd, timeout=timeout, capture_output=True, text=True
+    )
+
+
+def fork_of(server):
+    """Return what runs ``python -m ARGUMENTS`` as a fork of a server, and fails where it is none."""
+
+    def run(arguments, *, env, cwd, timeout):
+        command = [sys.executable, "-m", *arguments]
+        reasons = []
+        with ForkedPopen(
+            server,
+            command,
+            told=reasons.append,
+            env={**env, **VARIABLES},
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as program:
+            try:
+                texts = program.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                program.kill()
+                raise
+        assert not reasons
+        assert "starts as a new process" not in "".join(texts)
+        return subprocess.CompletedProcess(command, program.returncode, *texts)
+
+    return run
+
+
+def both(server, tmp_path, trial, config, ranks):
+    """Train once as new processes and once as forks; return both runs."""
+    runs = []
+    for name, run_program in (("executed", new_process), ("forked", fork_of(server))):
+        directory = tmp_path / name
+        witnesses = directory / "witnesses"
+        witnesses.mkdir(parents=True)
+        run = train(
+            directory,
+            trial,
+            config,
+            ranks=ranks,
+            module="witness_trials",
+            env={"WITNESS_DIR": str(witnesses)},
+            timeout_s=DEADLINE_S,
+            run_program=run_program,
+        )
+        assert run.returncode == 0, run.output
+        assert [path.read_text() for path in sorted(witnesses.iterdir())] == [name] * ranks
+        runs.append(run)
+    return runs
+
+
+def tensors(value, at=""):
+    """Yield each tensor of a checkpoint's content with the way to it."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from tensors(item, f"{at}/{name}")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from tensors(item, f"{at}/{index}")
+    elif isinstance(value, torch.Tensor):
+        yield at, value
+
+
+def weights_of(directory):
+    """Return each tensor below a directory by its file and its place there."""
+    return {
+        f"{path.relative_to(directory)}{at}": value
+        for path in sorted(directory.rglob("*.pt"))
+        for at, value in tensors(torch.load(path, map_location="cpu", weights_only=False))
+    }
+
+
+def last_checkpoint(run):
+    marks = run.directory.checkpoints_path.glob("*/COMPLETE")
+    return max(marks, key=lambda mark: json.loads(mark.read_text())["steps_completed"]).parent
+
+
+def assert_equal_weights(one, other):
+    assert one
+    assert one.keys() == other.keys()
+    assert not [name for name, value in one.items() if not torch.equal(value, other[name])]
+
+
+CASES = [
+    pytest.param("WitnessTrial", 0, {}, 2, id="ZeRO 0"),
+    pytest.param("WitnessTrial", 1, {}, 2, id="ZeRO 1"),
+    pytest.param("WitnessTrial", 2, {"dropout": 0.5}, 2, id="ZeRO 2 and more dropout"),
+    pytest.param("WitnessTrial", 3, {}, 2, id="ZeRO 3"),
+    pytest.param("WitnessPipeline", 0, {}, 2, id="a pipeline of two stages"),
+    pytest.param("WitnessTrial", 0, {"start_method": "fork", "noise": 0.1}, 1, id="forked loader workers"),
+    pytest.param("WitnessTrial", 0, {"start_method": "spawn", "noise": 0.1}, 1, id="spawned loader workers"),
+    pytest.param(
+        "WitnessTrial", 1, {"start_method": "forkserver", "noise": 0.1}, 2, id="workers of a fork server"
+    ),
+]
+
+
+@pytest.mark.parametrize(("trial", "stage", "hyperparameters", "ranks"), CASES)
+def test_forked_ranks_train_the_same(server, tmp_path, trial, stage, hyperparameters, ranks):
+    given = {"deepspeed_config": deepspeed_config(stage), "num_records": 40, **hyperparameters}
+    config = experiment(given, batches=6, report=1, validate=3, checkpoint=6)
+
+    executed, forked = both(server, tmp_path, trial, config, ranks)
+
+    assert list(executed.reports("training")) == [1, 2, 3, 4, 5, 6]
+    assert list(executed.reports("validation")) == [3, 6]
+    assert forked.reports("training") == executed.reports("training")
+    assert forked.reports("validation") == executed.reports("validation")
+    assert_equal_weights(weights_of(last_checkpoint(executed)), weights_of(last_checkpoint(forked)))
+
+
+def test_a_forked_trainer_of_hugging_face_trains_the_same(server, tmp_path):
+    pytest.importorskip("transformers")
+    runs = {}
+    for name, run_program in (("executed", new_process), ("forked", fork_of(server))):
+        directory = tmp_path / name
+        directory.mkdir()
+        file = directory / "runs.json"
+        file.write_text(json.dumps([{"stage": 2, "steps": 4, "eval_steps": 2}]))
+        environ = {**os.environ, "TMPDIR": str(directory)}
+        words = ["dstrial.launch", "--slots", "2", str(PROGRAM), str(file)]
+        done = run_program(words, env=environ, cwd=directory, timeout=DEADLINE_S)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (metrics,) = directory.rglob("metrics.jsonl")
+        rows = map(json.loads, metrics.read_text().splitlines())
+        losses = [
+            (row["group"], row["steps_completed"], key, value)
+            for row in rows
+            for key, value in row["metrics"].items()
+            if key in {"loss", "eval_loss", "grad_norm", "learning_rate"}
+        ]
+        marks = sorted(directory.rglob("COMPLETE"), key=lambda mark: mark.stat().st_mtime_ns)
+        runs[name] = losses, weights_of(marks[-1].parent)
+    executed, forked = runs["executed"], runs["forked"]
+    assert {steps for _, steps, key, _ in executed[0] if key == "loss"} == {1, 2, 3, 4}
+    assert any(key == "eval_loss" for _, _, key, _ in executed[0])
+    assert forked[0] == executed[0]
+    assert_equal_weights(executed[1], forked[1])
