@@ -8,7 +8,9 @@ Every start is a new process tree. Prints one Markdown table; see the README bes
 from __future__ import annotations
 
 import argparse
+import atexit
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -21,9 +23,13 @@ import time
 
 import start_model
 
+from dstrial.fork_server.client import ForkedPopen, ForkServer
+from dstrial.fork_server.key import key_of
+
 HERE = pathlib.Path(__file__).resolve().parent
 BARE = "torchrun, plain DeepSpeed"
 OWN = "dstrial.launch, cold"
+FORKED = "dstrial.launch, forked"
 AGAINST = "dstrial.launch of --against"
 
 
@@ -56,7 +62,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--against", type=pathlib.Path, metavar="TREE", help="another checkout of dstrial")
     parser.add_argument("--json", type=pathlib.Path, help="also write every start to this file")
     options = parser.parse_args(words)
-    ways = [BARE, *([AGAINST] if options.against else []), OWN]
+    ways = [BARE, *([AGAINST] if options.against else []), OWN, FORKED]
     starts: dict[int, dict[str, list[Start]]] = {}
     for num_ranks in options.ranks:
         found = starts[num_ranks] = {way: [] for way in ways}
@@ -90,24 +96,28 @@ def measure(way: str, num_ranks: int, scratch: pathlib.Path, against: pathlib.Pa
     environ = {
         **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
         "PYTHONPATH": os.pathsep.join([str(tree), str(HERE)]),
-        "START_MARKS": str(marks),
+        "DSTRIAL_START_MARKS": str(marks),
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
         "DSTRIAL_RUNS_DIR": str(scratch / "runs"),
     }
+    # Its imports are not what is measured.
+    server = fork_server(tuple(sorted(key_of(environ).items()))) if way == FORKED else None
     before, began_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
-    ended = subprocess.run(
+    with ForkedPopen(
+        server,
         command(way, num_ranks, scratch),
+        told=refuse,
         env=environ,
         cwd=scratch,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        check=False,
-    )
+    ) as process:
+        output = process.communicate()[0]
     end_s, after = time.time() - began_s, resource.getrusage(resource.RUSAGE_CHILDREN)
-    if ended.returncode:
-        raise RuntimeError(f"{way} on {num_ranks} ranks failed:\n{ended.stdout[-4000:]}")
+    if process.returncode:
+        raise RuntimeError(f"{way} on {num_ranks} ranks failed:\n{output[-4000:]}")
     ranks = [json.loads((marks / f"{rank}.json").read_text()) for rank in range(num_ranks)]
     return Start(
         first_batch_s=max(rank["at_s"] for rank in ranks) - began_s,
@@ -116,6 +126,27 @@ def measure(way: str, num_ranks: int, scratch: pathlib.Path, against: pathlib.Pa
         rank_cpu_s=max(rank["cpu_s"] for rank in ranks),
         rss_mib=max(rank["rss_mib"] for rank in ranks),
     )
+
+
+@functools.cache
+def fork_server(variables: tuple[tuple[str, str], ...]) -> ForkServer:
+    """Start the process that is forked, as a master does, and wait until it has imported everything."""
+    # What a master learns that this trial imports.
+    imports = ["dstrial.launch.imported_ahead", "sklearn.datasets"]
+    server = ForkServer.start(dict(variables), imports, log=pathlib.Path(os.devnull))
+    atexit.register(server.close)
+    while not server.is_ready(1.0):
+        pass
+    return server
+
+
+def refuse(reason: str) -> None:
+    """Fail where a launcher is not a fork.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(f"no fork: {reason}")
 
 
 def command(way: str, num_ranks: int, scratch: pathlib.Path) -> list[str]:

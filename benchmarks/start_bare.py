@@ -25,7 +25,7 @@ def main() -> None:
         loss = torch.nn.functional.cross_entropy(engine(images), labels)
         engine.backward(loss)
         engine.step()
-    engine.save_checkpoint(str(pathlib.Path(os.environ["START_MARKS"]) / "checkpoint"))
+    engine.save_checkpoint(str(pathlib.Path(os.environ["DSTRIAL_START_MARKS"]) / "checkpoint"))
     torch.distributed.destroy_process_group()
 
 

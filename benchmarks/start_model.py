@@ -38,7 +38,7 @@ def digits() -> TensorDataset:
 
 def note_first_batch() -> None:
     """Write down, once, what this rank has spent until its first batch. Ranks: each its own."""
-    path = pathlib.Path(os.environ["START_MARKS"]) / f"{os.environ['RANK']}.json"
+    path = pathlib.Path(os.environ["DSTRIAL_START_MARKS"]) / f"{os.environ['RANK']}.json"
     if path.exists():
         return
     used = resource.getrusage(resource.RUSAGE_SELF)

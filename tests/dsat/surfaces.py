@@ -18,7 +18,7 @@ from dstrial.dsat.core.outcome import (
     outcome_to_json,
 )
 from dstrial.dsat.methods import search_method
-from dstrial.dsat.methods.base import Action, Finish, Measure, MethodOptions, measures
+from dstrial.dsat.methods.base import Action, ConfigSearch, Finish, Measure, MethodOptions, measures
 from dstrial.dsat.space.filters import Filters
 from dstrial.dsat.space.space import Space
 from dstrial.search.random_state import SearchRandom
@@ -78,6 +78,7 @@ class Played:
         self.actions: list[Action] = []
         self.outcomes: dict[int, tuple[Measure, Outcome]] = {}
         self.max_open = 0
+        self.last_snapshot = ""
 
     @property
     def measured(self) -> list[Measure]:
@@ -104,31 +105,39 @@ def play(
     no_gates: bool = False,
     **options: Any,
 ) -> Played:
-    """Play a method; with ``restart`` a new one replays the results before every result, as a resumed search does."""
+    """Play a method; with ``restart`` another replays every result as a resumed search does, and must say the same after each.
+
+    What a search that is resumed after any number of results does is the beginning of what the other does.
+    """
     searched = searched or space()
     settings = MethodOptions(**{"metric": "throughput", **options})
-    method = search_method(name, searched, settings, Filters(searched, disabled=no_gates))
+
+    def new_method() -> ConfigSearch:
+        return search_method(name, searched, settings, Filters(searched, disabled=no_gates))
+
+    method = new_method()
+    resumed = new_method() if restart else None
     order = SearchRandom(order_seed)
     played = Played()
     waiting: list[Measure] = []
     actions = method.start()
+    if resumed is not None:
+        assert resumed.start() == actions
     while True:
         played.actions += actions
         waiting += measures(actions)
         played.max_open = max(played.max_open, len(waiting))
         if not waiting or any(isinstance(action, Finish) for action in actions):
+            played.last_snapshot = json.dumps(method.snapshot())
             return played
         done = waiting.pop(order.integer_below(len(waiting)))
         outcome = outcome_of(done.candidate)
         played.outcomes[done.trial_id] = (done, outcome)
-        if restart:
-            before = json.dumps(method.snapshot())
-            method = search_method(name, searched, settings, Filters(searched, disabled=no_gates))
-            method.start()
-            for trial_id, (_, known) in list(played.outcomes.items())[:-1]:
-                method.on_result(trial_id, outcome_from_json(json.loads(json.dumps(outcome_to_json(known)))))
-            assert json.dumps(method.snapshot()) == before
         actions = method.on_result(done.trial_id, outcome)
+        if resumed is not None:
+            read = outcome_from_json(json.loads(json.dumps(outcome_to_json(outcome))))
+            assert resumed.on_result(done.trial_id, read) == actions
+            assert json.dumps(resumed.snapshot()) == json.dumps(method.snapshot())
 
 
 def assert_is_lawful(played: Played, searched: Space, *, num_parallel: int, max_trials: int) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from det_here import DetHere
 from door import connect, memory_mib, num_open_connections, read_all
+from waiting import wait_for
 
 from dstrial.master.login import USERNAME, new_token
 from dstrial.testing.master import MasterForTest, master_for_test
@@ -89,7 +90,7 @@ class Tunnels:
             "command", "run", "--detach", *options, "--context", str(context), *words
         ).split()[-1]
         for port in (self.echo, self.flood, self.deaf):
-            wait_until(lambda port=port: listens(port), f"port {port}")  # type: ignore[misc]
+            wait_for(lambda port=port: listens(port), f"port {port}", deadline_s=DEADLINE_S)  # type: ignore[misc]
 
     def open(self, port: int) -> socket.socket:
         """Return a connection behind its handshake."""
@@ -108,13 +109,6 @@ class Tunnels:
             b"Sec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\n"
         )
         return connection
-
-
-def wait_until(is_so: Callable[[], object], what: str) -> None:
-    give_up_at_s = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < give_up_at_s, f"waited in vain for {what}"
-        time.sleep(0.05)
 
 
 def listens(port: int) -> bool:
@@ -317,4 +311,8 @@ def test_the_end_of_a_task_leaves_no_connection_of_its_tunnels_open(tunnels: Tun
 
     tunnels.det.ok("command", "kill", tunnels.task_id)
 
-    wait_until(lambda: num_open_connections(master.pid, master.port) == 0, "connections of tunnels to close")
+    wait_for(
+        lambda: num_open_connections(master.pid, master.port) == 0,
+        "connections of tunnels to close",
+        deadline_s=DEADLINE_S,
+    )

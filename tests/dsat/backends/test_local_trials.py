@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import yaml
+from waiting import wait_for
 
 from dstrial.dsat.backends.local import LocalBackend
-from dstrial.dsat.backends.processes import launch
+from dstrial.dsat.backends.processes import found, launch
 from dstrial.dsat.backends.trial_spec import measuring_spec
 from dstrial.dsat.cli import build_parser, flags_of
 from dstrial.dsat.config import read_config
@@ -95,3 +97,30 @@ def _experiment(directory: Path, entrypoint: str) -> Path:
     path = directory / "exp.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
+
+
+@pytest.mark.process
+def test_a_launcher_is_a_fork_that_is_found_by_its_mark_and_ended_with_its_ranks(tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text(
+        "import os, pathlib, time\npathlib.Path('rank').write_text(str(os.getpid()))\ntime.sleep(1000)\n"
+    )
+    variables = {**os.environ, RESULT: str(tmp_path / "result.json"), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", "dstrial.launch", "--slots", "1", "waits.py"]
+
+    running = launch(words, tmp_path, cwd=tmp_path, variables=variables, mark=RESULT)
+    try:
+        wait_for(lambda: (tmp_path / "rank").exists() and (tmp_path / "rank").read_text(), deadline_s=120.0)
+        rank = int((tmp_path / "rank").read_text())
+        by_others = found(tmp_path, running.mark)
+
+        assert by_others is not None
+        assert (by_others.pid, by_others.exit_code) == (running.pid, None)
+        for pid in (running.pid, rank):
+            # What /proc shows of a new process are its own variables.
+            assert b"OMP_NUM_THREADS=1" in Path(f"/proc/{pid}/environ").read_bytes()
+            assert f"{RESULT}=".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+        assert b"RANK=0" not in Path(f"/proc/{rank}/environ").read_bytes().split(b"\0")
+    finally:
+        running.end()
+    assert running.exit_code is not None
+    wait_for(lambda: not Path(f"/proc/{rank}").exists())

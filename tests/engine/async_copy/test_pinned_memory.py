@@ -27,7 +27,7 @@ class Recorded:
 
     refuses_after: int | None = None
     calls: list[tuple[str, str, int]] = dataclasses.field(default_factory=list)
-    pages: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    pages: dict[int, range] = dataclasses.field(default_factory=dict)
     devices: dict[int, int] = dataclasses.field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -42,8 +42,8 @@ class Recorded:
         self._record("register")
         if self.refuses_after is not None and len(self.pages) >= self.refuses_after:
             return 2
-        touched = list(range(address // mmap.PAGESIZE, -(-(address + num_bytes) // mmap.PAGESIZE)))
-        if any(page in pages for page in touched for pages in self.pages.values()):
+        touched = range(address // mmap.PAGESIZE, -(-(address + num_bytes) // mmap.PAGESIZE))
+        if any(pages.start < touched.stop and touched.start < pages.stop for pages in self.pages.values()):
             return _ALREADY_REGISTERED
         self.pages[address] = touched
         return 0
@@ -65,8 +65,8 @@ class Recorded:
 
     def is_locked(self, storage: torch.UntypedStorage) -> bool:
         first, last = storage.data_ptr(), storage.data_ptr() + storage.nbytes() - 1
-        locked = {page for pages in self.pages.values() for page in pages}
-        return set(range(first // mmap.PAGESIZE, last // mmap.PAGESIZE + 1)) <= locked
+        touched = range(first // mmap.PAGESIZE, last // mmap.PAGESIZE + 1)
+        return all(any(page in pages for pages in self.pages.values()) for page in touched)
 
 
 def test_pages_are_locked_on_the_ranks_own_device_in_whichever_thread() -> None:
