@@ -1,4 +1,4 @@
-"""Measure what a training loop adds to bare DeepSpeed, for dstrial's loop and for Determined 0.38.1's.
+"""Measure what a training loop adds to bare DeepSpeed: dstrial's, Hugging Face's Trainer and Determined 0.38.1's.
 
 Usage: ``python benchmarks/loop_overhead.py [--ranks 1 2] [--batches N] [--gas G] [--json FILE]``
 
@@ -34,6 +34,7 @@ TITLES = {
     "bare": "bare DeepSpeed",
     "dstrial": "dstrial",
     "silent": "dstrial without heartbeats",
+    "huggingface": "Hugging Face's Trainer",
     "determined": "Determined 0.38.1",
 }
 
@@ -183,11 +184,15 @@ def table(measured: Measured, plan: Plan) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     lines += [_row(summary) for summary in summaries.values()]
-    ours, theirs = summaries["dstrial"], summaries["determined"]
+    ours = summaries["dstrial"]
+    lines.append("")
+    for name in ("huggingface", "determined"):
+        theirs = summaries[name]
+        lines.append(
+            f"{TITLES[name]} / dstrial: {_ratio(theirs.added, ours.added)} by what is added, "
+            f"{_ratio(theirs.direct, ours.direct)} by what is seen directly."
+        )
     lines += [
-        "",
-        f"Determined / dstrial: {_ratio(theirs.added, ours.added)} by what is added, "
-        f"{_ratio(theirs.direct, ours.direct)} by what is seen directly.",
         f"dstrial: {_us(ours.draw.median + ours.between.median)} per micro batch without a report, "
         f"{_us(ours.report.median)} per report.",
     ]

@@ -6,6 +6,7 @@ loops, each in a thread of its own, which take turns every few micro batches, ne
 * ``bare``: DeepSpeed's own loop: draw, forward, backward, step, nothing else;
 * ``dstrial``: ``dstrial.Trainer.fit``, which says where the rank is in a mapped file, as below a launcher;
 * ``silent``: the same, but says nothing;
+* ``huggingface``: ``transformers.Trainer.train``, whose ``training_step`` is the shared step;
 * ``determined``: ``determined.pytorch.deepspeed.Trainer.fit`` of Determined 0.38.1, its loop unmodified.
 
 The step that trains one micro batch is the same function under all of them and notes the time when it is
@@ -45,6 +46,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from determined import core
 from determined.pytorch import deepspeed as determined_deepspeed
+from loop_overhead_huggingface import huggingface_loop
 from loop_overhead_step import Step, Turns
 from loop_overhead_timing import LOOPS, Block, Plan
 from torch import nn
@@ -73,7 +75,7 @@ def engine_config(gradient_accumulation_steps: int) -> dict[str, Any]:
 
 
 def build_engine(gradient_accumulation_steps: int) -> Any:
-    """Build the one engine that all three loops train. Ranks: all, collectively."""
+    """Build the one engine that all loops train. Ranks: all, collectively."""
     torch.manual_seed(SEED)
     model = nn.Sequential(nn.Linear(NUM_FEATURES, 16), nn.Tanh(), nn.Linear(16, NUM_TARGETS))
     engine, *_ = deepspeed.initialize(
@@ -304,6 +306,13 @@ def measure(plan: Plan, scratch: pathlib.Path) -> tuple[dict[str, str], list[Blo
             "bare": bare_loop(steps["bare"], num_records, plan),
             "dstrial": dstrial_loop(context, steps["dstrial"], num_records, plan),
             "silent": silently(dstrial_loop(silent_context, steps["silent"], num_records, plan)),
+            "huggingface": huggingface_loop(
+                steps["huggingface"],
+                records(num_records, SEED),
+                MICRO_BATCH_SIZE,
+                plan,
+                scratch / "huggingface",
+            ),
             "determined": determined_loop(
                 stack, steps["determined"], num_records, plan, scratch / "determined"
             ),

@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
-LOOPS = ("bare", "dstrial", "silent", "determined")
+LOOPS = ("bare", "dstrial", "silent", "huggingface", "determined")
 
 NS_PER_US = 1000.0
 

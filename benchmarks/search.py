@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 
+import start_marks
 import start_model
 
 from dstrial.testing.master import MasterForTest, master_for_test
@@ -71,7 +72,7 @@ def measure(setting: str, num_trials: int, num_slots: int, scratch: pathlib.Path
                 "metric": "validation_loss",
                 "max_trials": num_trials,
                 "max_concurrent_trials": num_slots,
-                "max_length": {"batches": start_model.NUM_BATCHES},
+                "max_length": {"batches": start_marks.NUM_BATCHES},
             },
             "resources": {"slots_per_trial": 1},
             "reproducibility": {"experiment_seed": 7},

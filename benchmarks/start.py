@@ -1,14 +1,17 @@
 """Measure what it costs to start training, against bare torchrun with a plain DeepSpeed script.
 
-Usage: ``python benchmarks/start.py [--ranks 1 2] [--repeats N] [--against TREE] [--json FILE]``
+Usage: ``python benchmarks/start.py [--workloads digits stdlib_lm hf_clm] [--ranks 1 2] [--repeats N] [--master]
+[--against TREE] [--json FILE]``
 
-Every start is a new process tree. Prints one Markdown table; see the README beside this file for how to read it.
+Every start is a new process tree, or a fork where the row says so. Prints one Markdown table; see the README beside this file for
+how to read it.
 """
 
 from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import dataclasses
 import functools
 import json
@@ -20,17 +23,26 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from typing import Any
 
-import start_model
+from rich.console import Console
+from rich.progress import Progress
+from start_workloads import WORKLOADS, Workload
 
 from dstrial.fork_server.client import ForkedPopen, ForkServer
 from dstrial.fork_server.key import key_of
+from dstrial.testing.master import MasterForTest, master_for_test
 
 HERE = pathlib.Path(__file__).resolve().parent
 BARE = "torchrun, plain DeepSpeed"
 OWN = "dstrial.launch, cold"
 FORKED = "dstrial.launch, forked"
 AGAINST = "dstrial.launch of --against"
+DET_NEW = "det experiment create, cold"
+DET_FORKED = "det experiment create, forked"
+_MASTERS = {DET_NEW: "warm: false\n", DET_FORKED: "warm: true\n"}
+_DEADLINE_S = 300.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,78 +50,132 @@ class Start:
     """One start.
 
     Attributes:
-        first_batch_s: seconds from exec of the launcher to the last rank's first batch.
-        end_s: seconds until the launcher has ended.
-        tree_cpu_s: CPU seconds of the launcher and all ranks, to their end.
+        first_batch_s: seconds from exec of the launcher, or of ``det``, to the last rank's first batch.
+        end_s: seconds until the launcher has ended, or the experiment.
+        tree_cpu_s: CPU seconds of the launcher and all ranks, to their end; None where a master starts them.
         rank_cpu_s: CPU seconds of a rank to its first batch; the most of all ranks.
         rss_mib: memory of a rank at its first batch, MiB; the most of all ranks.
+        private_mib: what of it no other process shares, MiB; the most of all ranks.
     """
 
     first_batch_s: float
     end_s: float
-    tree_cpu_s: float
+    tree_cpu_s: float | None
     rank_cpu_s: float
     rss_mib: float
+    private_mib: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kind:
+    """What a row of the table is about."""
+
+    workload: str
+    num_ranks: int
+    way: str
 
 
 def main(words: list[str] | None = None) -> int:
     """Measure and print; returns the exit status."""
+    options = parse_arguments(words)
+    ways = [BARE, *([AGAINST] if options.against else []), OWN, FORKED, *(_MASTERS if options.master else [])]
+    # Turn by turn, so that all of them see the same machine; the first of several warms the disk's cache.
+    num_unmeasured = int(options.repeats > 1)
+    starts: dict[Kind, list[Start]] = {}
+    num_starts = len(options.workloads) * len(options.ranks) * (num_unmeasured + options.repeats) * len(ways)
+    with Progress(console=Console(stderr=True)) as progress, contextlib.ExitStack() as stack:
+        masters = {
+            way: stack.enter_context(running_master(setting, max(options.ranks)))
+            for way, setting in _MASTERS.items()
+            if way in ways
+        }
+        task = progress.add_task("starting", total=num_starts)
+        for name in options.workloads:
+            for num_ranks in options.ranks:
+                for turn in range(num_unmeasured + options.repeats):
+                    for way in ways:
+                        progress.update(task, description=f"{name}, ranks {num_ranks}: {way}")
+                        with tempfile.TemporaryDirectory(prefix="dstrial-start-") as scratch:
+                            start = measure(
+                                WORKLOADS[name],
+                                way,
+                                num_ranks,
+                                pathlib.Path(scratch),
+                                masters.get(way, options.against),
+                            )
+                        progress.advance(task)
+                        if turn >= num_unmeasured:
+                            starts.setdefault(Kind(name, num_ranks, way), []).append(start)
+    print(table(starts))
+    if options.json:
+        rows = [
+            {**dataclasses.asdict(kind), "starts": [dataclasses.asdict(one) for one in those]}
+            for kind, those in starts.items()
+        ]
+        options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument(
+        "--workloads", nargs="+", choices=WORKLOADS, default=["digits"], help="what trains (default: digits)"
+    )
     parser.add_argument(
         "--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks (default: 1 2)"
     )
     parser.add_argument("--repeats", type=int, default=5, help="starts of each kind (default: 5)")
+    parser.add_argument(
+        "--master", action="store_true", help="also from `det experiment create` on, on masters of its own"
+    )
     parser.add_argument("--against", type=pathlib.Path, metavar="TREE", help="another checkout of dstrial")
     parser.add_argument("--json", type=pathlib.Path, help="also write every start to this file")
-    options = parser.parse_args(words)
-    ways = [BARE, *([AGAINST] if options.against else []), OWN, FORKED]
-    starts: dict[int, dict[str, list[Start]]] = {}
-    for num_ranks in options.ranks:
-        found = starts[num_ranks] = {way: [] for way in ways}
-        # Turn by turn, so that all of them see the same machine; the first of several warms the disk's cache.
-        num_unmeasured = int(options.repeats > 1)
-        for turn in range(num_unmeasured + options.repeats):
-            for way in ways:
-                with tempfile.TemporaryDirectory(prefix="dstrial-start-") as scratch:
-                    start = measure(way, num_ranks, pathlib.Path(scratch), options.against)
-                if turn >= num_unmeasured:
-                    found[way].append(start)
-    print(table(starts))
-    if options.json:
-        written = {
-            str(ranks): {way: [dataclasses.asdict(one) for one in those] for way, those in found.items()}
-            for ranks, found in starts.items()
-        }
-        options.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-    return 0
+    return parser.parse_args(words)
 
 
-def measure(way: str, num_ranks: int, scratch: pathlib.Path, against: pathlib.Path | None) -> Start:
+def measure(
+    workload: Workload,
+    way: str,
+    num_ranks: int,
+    scratch: pathlib.Path,
+    by: MasterForTest | pathlib.Path | None,
+) -> Start:
     """Start one training, and wait for its end.
+
+    Args:
+        workload: what trains.
+        way: who starts it.
+        num_ranks: how many ranks.
+        scratch: an empty directory.
+        by: the master, or the checkout of ``--against``.
 
     Raises:
         RuntimeError: it failed; with the end of its output.
     """
-    marks = scratch / "marks"
-    marks.mkdir()
-    tree = HERE.parent if against is None or way != AGAINST else against.resolve()
+    (scratch / "marks").mkdir()
+    workload.write_context(scratch / "context")
+    if isinstance(by, MasterForTest):
+        return measure_on_master(workload, num_ranks, scratch, by)
+    tree = by.resolve() if by is not None and way == AGAINST else HERE.parent
     environ = {
         **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
         "PYTHONPATH": os.pathsep.join([str(tree), str(HERE)]),
-        "DSTRIAL_START_MARKS": str(marks),
+        "DSTRIAL_START_MARKS": str(scratch / "marks"),
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
         "DSTRIAL_RUNS_DIR": str(scratch / "runs"),
     }
     # Its imports are not what is measured.
-    server = fork_server(tuple(sorted(key_of(environ).items()))) if way == FORKED else None
+    server = fork_server(tuple(sorted(key_of(environ).items())), workload.imports) if way == FORKED else None
     before, began_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
     with ForkedPopen(
         server,
-        command(way, num_ranks, scratch),
+        command(workload, way, num_ranks, scratch),
         told=refuse,
         env=environ,
-        cwd=scratch,
+        cwd=scratch / "context",
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -118,22 +184,77 @@ def measure(way: str, num_ranks: int, scratch: pathlib.Path, against: pathlib.Pa
     end_s, after = time.time() - began_s, resource.getrusage(resource.RUSAGE_CHILDREN)
     if process.returncode:
         raise RuntimeError(f"{way} on {num_ranks} ranks failed:\n{output[-4000:]}")
+    tree_cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return start_of(scratch / "marks", num_ranks, began_s, end_s, tree_cpu_s)
+
+
+def measure_on_master(
+    workload: Workload, num_ranks: int, scratch: pathlib.Path, master: MasterForTest
+) -> Start:
+    """Create an experiment with ``det``, and wait for its end.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    variables = [
+        f"DSTRIAL_START_MARKS={scratch / 'marks'}",
+        f"PYTHONPATH={HERE}",
+        "OMP_NUM_THREADS=1",
+        "HF_HUB_OFFLINE=1",
+    ]
+    path = scratch / "exp.json"
+    path.write_text(json.dumps(workload.config(num_ranks, variables)), encoding="utf-8")
+    client = master.client()
+    began_s = time.time()
+    created = master.det("experiment", "create", str(path), str(scratch / "context"))
+    if created.returncode:
+        raise RuntimeError(created.stdout + created.stderr)
+    while True:
+        newest = client.get("/api/v1/experiments?limit=-1")["experiments"][-1]
+        if newest["endTime"] is not None:
+            break
+        if time.time() - began_s > _DEADLINE_S:
+            raise RuntimeError(f"experiment {newest['id']} has not ended after {_DEADLINE_S:.0f} s")
+        time.sleep(0.02)
+    if newest["state"] != "STATE_COMPLETED":
+        logs = master.det("experiment", "logs", str(newest["id"])).stdout
+        raise RuntimeError(f"experiment {newest['id']} is {newest['state']}:\n{logs[-4000:]}")
+    return start_of(scratch / "marks", num_ranks, began_s, time.time() - began_s, None)
+
+
+def start_of(
+    marks: pathlib.Path, num_ranks: int, began_s: float, end_s: float, tree_cpu_s: float | None
+) -> Start:
+    """Sum up what the ranks have written down."""
     ranks = [json.loads((marks / f"{rank}.json").read_text()) for rank in range(num_ranks)]
     return Start(
         first_batch_s=max(rank["at_s"] for rank in ranks) - began_s,
         end_s=end_s,
-        tree_cpu_s=after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        tree_cpu_s=tree_cpu_s,
         rank_cpu_s=max(rank["cpu_s"] for rank in ranks),
         rss_mib=max(rank["rss_mib"] for rank in ranks),
+        private_mib=max(rank["private_mib"] for rank in ranks),
     )
 
 
+@contextlib.contextmanager
+def running_master(setting: str, num_slots: int) -> Iterator[MasterForTest]:
+    """Start a master of its own; with forks, wait until it can fork."""
+    with tempfile.TemporaryDirectory(prefix="dstrial-start-") as name:
+        directory = pathlib.Path(name)
+        settings = directory / "master.yaml"
+        settings.write_text(setting, encoding="utf-8")
+        options = ["--config", str(settings)]
+        env = {"DSTRIAL_FORK_SERVER": ""}
+        with master_for_test(directory, num_slots=num_slots, options=options, env=env) as master:
+            yield master
+
+
 @functools.cache
-def fork_server(variables: tuple[tuple[str, str], ...]) -> ForkServer:
+def fork_server(variables: tuple[tuple[str, str], ...], imports: tuple[str, ...]) -> ForkServer:
     """Start the process that is forked, as a master does, and wait until it has imported everything."""
-    # What a master learns that this trial imports.
-    imports = ["dstrial.launch.imported_ahead", "sklearn.datasets"]
-    server = ForkServer.start(dict(variables), imports, log=pathlib.Path(os.devnull))
+    names = ["dstrial.launch.imported_ahead", *imports]
+    server = ForkServer.start(dict(variables), names, log=pathlib.Path(os.devnull))
     atexit.register(server.close)
     while not server.is_ready(1.0):
         pass
@@ -149,33 +270,18 @@ def refuse(reason: str) -> None:
     raise RuntimeError(f"no fork: {reason}")
 
 
-def command(way: str, num_ranks: int, scratch: pathlib.Path) -> list[str]:
+def command(workload: Workload, way: str, num_ranks: int, scratch: pathlib.Path) -> list[str]:
     """Return the command line of a start."""
     if way == BARE:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-        return [sys.executable, *torchrun, str(HERE / "start_bare.py")]
+        return [sys.executable, *torchrun, workload.bare, *workload.options]
     config = scratch / "exp.json"
-    config.write_text(
-        json.dumps(
-            {
-                "name": "start",
-                "entrypoint": "python3 -m dstrial.launch --trial start_trial:StartTrial",
-                "hyperparameters": {"deepspeed_config": start_model.DS_CONFIG},
-                "searcher": {
-                    "name": "single",
-                    "metric": "validation_loss",
-                    "max_length": {"batches": start_model.NUM_BATCHES},
-                },
-                "resources": {"slots_per_trial": num_ranks},
-            }
-        ),
-        encoding="utf-8",
-    )
-    launch = ["-m", "dstrial.launch", f"--config={config}", f"--context-dir={scratch}"]
-    return [sys.executable, *launch, "--trial=start_trial:StartTrial"]
+    config.write_text(json.dumps(workload.config(num_ranks, [])), encoding="utf-8")
+    launch = ["-m", "dstrial.launch", f"--config={config}", f"--context-dir={scratch / 'context'}"]
+    return [sys.executable, *launch, *workload.launched, *workload.options]
 
 
-def table(starts: dict[int, dict[str, list[Start]]]) -> str:
+def table(starts: dict[Kind, list[Start]]) -> str:
     """Return medians as Markdown, each with its share of the baseline's."""
     columns = {
         "first_batch_s": "to the first batch, s",
@@ -183,21 +289,26 @@ def table(starts: dict[int, dict[str, list[Start]]]) -> str:
         "rank_cpu_s": "CPU of a rank to its first batch, s",
         "tree_cpu_s": "CPU of all processes, s",
         "rss_mib": "memory of a rank, MiB",
+        "private_mib": "private, MiB",
     }
     lines = [
-        "| ranks | started by | " + " | ".join(columns.values()) + " |",
-        "|" + "---|" * (2 + len(columns)),
+        "| training | ranks | started by | " + " | ".join(columns.values()) + " |",
+        "|" + "---|" * (3 + len(columns)),
     ]
-    for num_ranks, found in starts.items():
-        for way, those in found.items():
-            cells = []
-            for column in columns:
-                value = statistics.median(getattr(one, column) for one in those)
-                baseline = statistics.median(getattr(one, column) for one in found[BARE])
-                digits = 0 if column == "rss_mib" else 2
-                cells.append(f"{value:.{digits}f}" + ("" if way == BARE else f" ({value / baseline:.2f})"))
-            lines.append(f"| {num_ranks} | {way} | " + " | ".join(cells) + " |")
+    for kind, those in starts.items():
+        bare = starts[dataclasses.replace(kind, way=BARE)]
+        cells = [_cell(kind, those, bare, column) for column in columns]
+        lines.append(f"| {kind.workload} | {kind.num_ranks} | {kind.way} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _cell(kind: Kind, those: list[Start], bare: list[Start], column: str) -> str:
+    values: list[Any] = [getattr(one, column) for one in those]
+    if None in values:
+        return "-"
+    digits = 0 if column.endswith("mib") else 2
+    value, baseline = statistics.median(values), statistics.median(getattr(one, column) for one in bare)
+    return f"{value:.{digits}f}" + ("" if kind.way == BARE else f" ({value / baseline:.2f})")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 import pathlib
 
 import deepspeed
+import start_marks
 import start_model
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
@@ -20,8 +21,8 @@ def main() -> None:
     )
     records = start_model.digits()
     loader = DataLoader(records, batch_size=start_model.MICRO_BATCH_SIZE, sampler=DistributedSampler(records))
-    for _, (images, labels) in zip(range(start_model.NUM_BATCHES), loader, strict=False):
-        start_model.note_first_batch()
+    for _, (images, labels) in zip(range(start_marks.NUM_BATCHES), loader, strict=False):
+        start_marks.note_first_batch()
         loss = torch.nn.functional.cross_entropy(engine(images), labels)
         engine.backward(loss)
         engine.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import deepspeed
+import start_marks
 import start_model
 import torch
 
@@ -33,7 +34,7 @@ class StartTrial(DeepSpeedTrial):
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:  # noqa: ARG002
         """Train on one micro batch."""
         images, labels = next(dataloader_iter)
-        start_model.note_first_batch()
+        start_marks.note_first_batch()
         loss = torch.nn.functional.cross_entropy(self.engine(images), labels)
         self.engine.backward(loss)
         self.engine.step()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "loop_overhead.py"
-LOOPS = ("bare", "dstrial", "silent", "determined")
+LOOPS = ("bare", "dstrial", "silent", "huggingface", "determined")
 RUN_TIMEOUT_S = 240
 
 
@@ -47,11 +47,11 @@ def test_the_table_has_a_complete_row_for_every_loop(tmp_path: Path, num_ranks: 
     assert f"### {num_ranks} rank" in finished.stdout
 
     header, _, *rows = rows_of(finished.stdout)
-    names = ["bare DeepSpeed", "dstrial", "dstrial without heartbeats", "Determined 0.38.1"]
-    assert [row[0] for row in rows] == names
+    others = ["Hugging Face's Trainer", "Determined 0.38.1"]
+    assert [row[0] for row in rows] == ["bare DeepSpeed", "dstrial", "dstrial without heartbeats", *others]
     assert all(len(row) == len(header) for row in rows)
     assert all(any(character.isdigit() for character in cell) for row in rows[1:] for cell in row[1:])
-    assert "Determined / dstrial:" in finished.stdout
+    assert all(f"{name} / dstrial:" in finished.stdout for name in others)
     assert "per micro batch without a report" in finished.stdout
     assert re.search(r"^Heartbeats: -?\d+\.\d\d \[.*\] per micro batch", finished.stdout, re.MULTILINE)
 

@@ -199,6 +199,13 @@ BAD_CONFIGS: tuple[BadConfig, ...] = (
         bf16={"enabled": True},
     ),
     ds(
+        "fp16 without ZeRO",
+        "zero_optimization.stage is 0 (DeepSpeed's default); expected 1, 2 or 3 with fp16.",
+        "divides gradients by a loss scale that it has not multiplied the loss by",
+        fp16={"enabled": True},
+        zero_optimization=None,
+    ),
+    ds(
         "parameter offload below stage 3",
         'zero_optimization.offload_param.device is "cpu"; expected "none" in ZeRO stage 2',
         "DeepSpeed would ignore it silently.",

@@ -75,6 +75,7 @@ def test_fp16_has_to_overflow_skip_and_halve() -> None:
     assert problem_of({"result": "a loss is not finite"}) == "a loss is not finite"
     assert problem_of({}) == "it has no result"
     assert problem_of({"result": "not supported by this device"}) == ""
+    assert problem_of({"result": "refused before training"}) == ""
 
 
 def test_checks_see_no_rank_no_run_and_no_relative_path() -> None:

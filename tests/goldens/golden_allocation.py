@@ -59,7 +59,11 @@ def allocation(scratch: Path) -> dict[str, str]:
         given = dict(master.env)
         state_files = sorted(str(path.relative_to(master.state.path)) for path in master.state.path.glob("*"))
     found = {path.stem: json.loads(path.read_text()) for path in output.glob("*.json")}
-    literals = {**_names(found, record, scratch), f':{given["PATH"]}"': "PATH of the master"}
+    literals = {
+        **_names(found, record, scratch),
+        f':{given["PATH"]}"': "PATH of the master",
+        record["slots"][0]["brand"]: "processor",
+    }
     files = {
         "environment.json": {
             kind: _changed(

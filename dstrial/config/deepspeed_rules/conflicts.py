@@ -91,6 +91,13 @@ def _loss_scale(s: Settings) -> None:
         for key in ("fp16.loss_scale_window", "fp16.min_loss_scale"):
             if s.value(key) < 1:
                 s.problem(key, "an integer of at least 1 with dynamic loss scaling", "Set it to 1 or more.")
+    if s.value("fp16.enabled") and not s.value("bf16.enabled") and s.stage == 0 and scale != 1:
+        # engine.py 3417 scales losses for ZeRO's optimizers only; those of fp16/ divide by the scale all the same.
+        fix = (
+            f"Set {_ZERO}.stage to 1, which trains the same, or train in bf16. In stage 0 DeepSpeed 0.19 divides gradients by "
+            "a loss scale that it has not multiplied the loss by, so that weights hardly change (its pull request 8393)."
+        )
+        s.problem(f"{_ZERO}.stage", "1, 2 or 3 with fp16", fix)
     if s.optimizer == "lamb" and scale != 0:
         s.problem("fp16.loss_scale", "0 (dynamic) with LAMB", "Remove fp16.loss_scale.")
 

@@ -1,7 +1,8 @@
 """Hand configs to the installed DeepSpeed, each in a fork of its own, and print what becomes of them.
 
-Reads a JSON list of ``{"config": …, "pipeline": bool}`` from standard input; prints a JSON list with
-"accepted" or the exception. One gloo rank on the CPU.
+Reads a JSON list of ``{"config": …, "pipeline": bool, "steps": int}`` from standard input; prints a JSON list with
+"accepted" or the exception, or, after training that many steps, by how much a weight has changed at most. One gloo rank on the
+CPU, which is told that it can do fp16.
 """
 
 import json
@@ -16,6 +17,7 @@ os.environ.update(
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.zero.muon import muon_optimizer  # noqa: F401 - compiles for seconds; once, before forking
 from deepspeed.utils import logger
@@ -37,10 +39,27 @@ def attempt(case):
                 model = PipelineModule([torch.nn.Linear(4, 4)], num_stages=1, loss_fn=torch.nn.MSELoss())
             else:
                 model = torch.nn.Sequential(torch.nn.Linear(4, 4))
-            deepspeed.initialize(model=model, model_parameters=model.parameters(), config=case["config"])
+            get_accelerator().is_fp16_supported = lambda: True
+            engine, *_ = deepspeed.initialize(
+                model=model, model_parameters=model.parameters(), config=case["config"]
+            )
+            if case.get("steps"):
+                return str(change_after(engine, case["steps"]))
         except BaseException as error:  # noqa: BLE001 - whatever DeepSpeed raises is the result
             return f"{type(error).__name__}: {error}"
         return "accepted"
+
+
+def change_after(engine, num_steps):
+    """Train; return the largest change of a weight."""
+    torch.manual_seed(1)
+    weight = engine.module[0].weight
+    before = weight.detach().float().clone()
+    for _ in range(num_steps):
+        inputs, targets = torch.randn(2, 4, 4, dtype=weight.dtype)
+        engine.backward(torch.nn.functional.mse_loss(engine(inputs), targets))
+        engine.step()
+    return float((engine.module[0].weight.detach().float() - before).abs().max())
 
 
 def in_a_fork(case):

@@ -49,7 +49,10 @@ REFUSED = {
     "bf16 master weights in stage 0": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
     "parameter type of another mode": {"bf16": {"enabled": True}, "data_types": {"param_dtype": "fp16"}},
     "gradient type in stage 0": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
-    "loss scale window of 0": {"fp16": {"enabled": True, "loss_scale_window": 0}},
+    "loss scale window of 0": {
+        "fp16": {"enabled": True, "loss_scale_window": 0},
+        "zero_optimization": {"stage": 1},
+    },
     "LAMB with a fixed loss scale": {
         "optimizer": {"type": "Lamb", "params": {"lr": 0.001}},
         "fp16": {"loss_scale": 8},
@@ -224,6 +227,22 @@ def test_what_deepspeed_ignores_is_warned_about_and_still_accepted(name, outcome
 def test_what_deepspeed_refuses_in_a_pipeline_is_refused_before(name, outcomes):
     assert outcomes[name] not in ("accepted", "died")
     assert check_deepspeed(full(IN_A_PIPELINE[name]), ParallelDims(1, is_pipeline=True)).problems
+
+
+@pytest.mark.ranks
+def test_weights_hardly_change_with_fp16_in_stage_0_which_is_refused():
+    fp16 = {"fp16": {"enabled": True, "loss_scale": 256}}
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True}
+    configs = [full({**fp16, **sgd, "zero_optimization": {"stage": stage}}) for stage in (0, 1)]
+
+    unscaled, scaled = map(float, probe([{"config": one, "pipeline": False, "steps": 3} for one in configs]))
+
+    assert 0 <= unscaled < scaled / 20
+    [problem] = check_deepspeed(configs[0], ParallelDims(1)).problems
+    assert "1, 2 or 3 with fp16" in str(problem)
+    assert not check_deepspeed(configs[1], ParallelDims(1)).problems
+    without_scale = full({"fp16": {"enabled": True, "loss_scale": 1}})
+    assert not check_deepspeed(without_scale, ParallelDims(1)).problems
 
 
 @pytest.mark.ranks

@@ -1,7 +1,7 @@
 """ZeRO 0 to 3 in fp32, bf16 and fp16: every combination trains here.
 
-fp16 starts with a loss scale of 2**32, which must overflow, skip the step and halve. On CPU ranks gloo carries the gradients;
-NCCL, a device's kernels and, where torch has no fp16 for this CPU, fp16 are not shown.
+fp16 starts with a loss scale of 2**32, which must overflow, skip the step and halve; not in stage 0, which is refused. On CPU
+ranks gloo carries the gradients; NCCL, a device's kernels and, where torch has no fp16 for this CPU, fp16 are not shown.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run(bench: Bench) -> Finding:
 
 def problem_of(row: dict[str, Any]) -> str:
     """Return what is wrong with a combination; empty if nothing is. Pure."""
-    if row.get("result") not in ("finite", "not supported by this device"):
+    if row.get("result") not in ("finite", "not supported by this device", "refused before training"):
         return str(row.get("result", "it has no result"))
     scales = row.get("scales")
     if not scales:
@@ -56,4 +56,6 @@ def _not_shown(bench: Bench, left_out: list[str]) -> str:
         told.append("kernels and collectives of an accelerator")
     if left_out:
         told.append(f"{', '.join(left_out)}, which this device does not support")
+    if "fp16" not in left_out:
+        told.append("fp16 in ZeRO 0, whose losses DeepSpeed does not scale")
     return "; ".join(told)

@@ -1,4 +1,7 @@
-"""Train each ZeRO stage in each precision for five batches, in the same ranks."""
+"""Train each ZeRO stage in each precision for five batches, in the same ranks.
+
+fp16 in stage 0 is left out: ``dstrial.config`` refuses it, because DeepSpeed 0.19 does not scale its losses.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def loss_scale(engine: Any) -> float:
 
 
 def main() -> None:
-    """Train all twelve and note a row of each."""
+    """Train all but one, and note a row of each."""
     program = Program()
     program.keep_group()
     rows: list[dict[str, Any]] = []
@@ -55,6 +58,9 @@ def main() -> None:
         rows.append(row)
         if names[precision] not in supported:
             row["result"] = "not supported by this device"
+            continue
+        if (precision, stage) == ("fp16", 0):
+            row["result"] = "refused before training"
             continue
         program.note(doing=f"{precision} with ZeRO {stage}", configurations=rows)
         began_s = time.monotonic()
