@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,14 +34,13 @@ from dstrial.loop.checkpoint_saver import CheckpointSaver
 from dstrial.loop.data.training import CountingIterator, TrainingStream, agreed_epoch_length
 from dstrial.loop.data.validation import ValidationStream
 from dstrial.loop.metric_sinks import MetricSink, MetricSinks
-from dstrial.loop.metrics import LeavingTotals, MetricTotals, MetricWindow, as_mapping, combine
+from dstrial.loop.metrics import MetricTotals, MetricWindow, as_mapping
 from dstrial.loop.non_finite import NonFiniteGuard, StateEvidence, lost_weight, why_not_save
-from dstrial.loop.report_writer import ReportWriter, TrainingReport
-from dstrial.loop.run_state import RunState, copied
+from dstrial.loop.report_exchange import Exchange, ReportExchange, step_counts
+from dstrial.loop.run_state import RunState
 from dstrial.loop.settings import FitResult, LoopSettings
 from dstrial.loop.sync_point import StopReason, SyncPoints
 from dstrial.loop.validation import Validation
-from dstrial.ranks.control_channel import timeout_from_environ
 from dstrial.ranks.heartbeat import Phase, heartbeat
 from dstrial.ranks.startup_phase import TRAINING, begin_phase
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
@@ -51,34 +48,6 @@ from dstrial.trial.determined_errors import AccumulationError, InvalidTrialError
 from dstrial.trial.trial import DeepSpeedTrial
 
 logger = logging.getLogger("dstrial.loop")
-
-
-_SALVAGE_S = 2.0
-
-
-@dataclasses.dataclass(slots=True)
-class _Exchange:
-    """An exchange between ranks that has begun.
-
-    Attributes:
-        batches: finished batches at its beginning.
-        start: the same at the report before it.
-        seconds: trained between the two.
-        totals: of this rank; None without a report, or where it has no part in it.
-        counts: optimizer steps of every engine.
-        reports: whether it is for a report.
-        is_deferred: whether training goes on before its end.
-        is_handed_in: whether the other ranks get this rank's share already.
-    """
-
-    batches: int
-    start: int
-    seconds: float
-    totals: LeavingTotals | None
-    counts: list[StepCounts]
-    reports: bool
-    is_deferred: bool
-    is_handed_in: bool = False
 
 
 class TrainingLoop:
@@ -128,17 +97,9 @@ class TrainingLoop:
         self._window = MetricWindow(
             "train_batch", keep_batches=keep_batches, watches_losses=settings.checks.non_finite != "ignore"
         )
-        self._window_seconds = 0.0
-        self._window_start = 0
-        self._mark_s = 0.0
-        self._sinks = MetricSinks(context, metric_sinks)
-        self._writer = ReportWriter(self._record, self._publish, deadline_s=timeout_from_environ())
-        self._has_reported = False
-        self._exchanged: _Exchange | None = None
         self._progress = Progress(epoch_length=None)
         self._sync_points = SyncPoints(context.distributed, stop_request)
         self._on_start = on_start
-        self._on_progress = on_progress
         self._on_steps = on_steps
         self._weights: FiniteWeights | None = None
         self._guard: NonFiniteGuard | None = None
@@ -153,6 +114,17 @@ class TrainingLoop:
         state = RunState(trial, context, self._callbacks, self._progress, self._window, settings.trial_id)
         self._loader = CheckpointLoader(state)
         self._saver = CheckpointSaver(state, in_background=settings.saves_in_background)
+        self._reports = ReportExchange(
+            context,
+            self._callbacks,
+            self._progress,
+            self._window,
+            self._sync_points,
+            self._saver,
+            MetricSinks(context, metric_sinks),
+            on_progress,
+            self._judge,
+        )
         self._stream: TrainingStream | None = None
         self._validation: Validation | None = None
         self._iterator: CountingIterator | None = None
@@ -189,8 +161,7 @@ class TrainingLoop:
             self._iterator = self._stream.open(drawn)
             if settings.is_rewrite:
                 return self._rewrite()
-            stack.callback(self._writer.close)
-            self._open_sinks(stack, loop_state)
+            self._reports.open(stack, loop_state, self._stream, self._batches_total)
             self._runtime.bind_training_iterator(self._iterator)
             self._runtime.set_training(True)
             callbacks.call("on_training_start")
@@ -202,13 +173,13 @@ class TrainingLoop:
                 begin_phase("validating before the first batch")
                 self._validate()
             stack.callback(self._tell_steps)
-            stack.callback(self._salvage_exchange)
+            stack.callback(self._reports.salvage)
             stopped = self._train()
             with self._heartbeat.during(Phase.SAVE, progress.batches_trained):
                 self._saver.finish()
-            self._writer.submit(self._sinks.upload)
-            self._require_written()
-        skipped = sum(counts.num_skipped for counts in self._step_counts())
+            self._reports.upload()
+            self._reports.require_written()
+        skipped = sum(counts.num_skipped for counts in step_counts(self._context))
         return FitResult(
             progress.batches_trained, self._batches_total, stopped, self._checkpoint_uuid, skipped
         )
@@ -233,17 +204,13 @@ class TrainingLoop:
             checks.non_finite_patience,
             self._runtime.train_calls_per_batch,
             is_chief=self._is_chief,
-            counts=self._step_counts(),
+            counts=step_counts(self._context),
             is_resumed=self._progress.batches_trained > 0,
         )
 
-    def _step_counts(self) -> list[StepCounts]:
-        # An engine without an optimizer is stepped by somebody else, if at all.
-        return [StepCounts.of(engine) for engine in self._context.models if engine.optimizer is not None]
-
     def _tell_steps(self) -> None:
         """Tell at the end of all steps, and of skipped ones. Ranks: any; the chief tells."""
-        counts = self._step_counts()
+        counts = step_counts(self._context)
         taken, skipped = (
             sum(count.num_steps for count in counts),
             sum(count.num_skipped for count in counts),
@@ -287,8 +254,7 @@ class TrainingLoop:
         loop_state, continues = self._loader.restore(latest, self._progress.epoch_length, records)
         if continues and self._is_chief:
             logger.info("resumed from checkpoint %s at batch %d", latest, self._progress.batches_trained)
-        self._window_seconds = float(loop_state.get("window_seconds", 0.0))
-        self._window_start = int(loop_state.get("window_start", self._progress.batches_trained))
+        self._reports.restore(loop_state)
         return loop_state
 
     def _close_iterator(self) -> None:
@@ -305,10 +271,10 @@ class TrainingLoop:
                 self._batches_total,
             )
         self._sync_points.start(progress.batches_trained)
-        self._mark_s = time.monotonic()
+        self._reports.start_clock()
         if self._is_chief and progress.batches_trained < self._batches_total:
             self._core.train.set_status("training")
-            self._tell_progress()
+            self._reports.tell_progress()
         stepped_before = self._adapter.micro_batches_stepped
         is_unproven = self._runtime.accumulates_itself
         begin_phase("training the first batch")
@@ -319,9 +285,9 @@ class TrainingLoop:
                 is_unproven = False
             batches = progress.batches_trained
             stop: StopReason | None = None
-            if self._exchanged is not None:
+            if self._reports.is_under_way:
                 with self._saving_first():
-                    stop = self._end_exchange()
+                    stop = self._reports.end()
             if progress.epoch_length and batches % progress.epoch_length == 0:
                 with self._saving_first(), self._heartbeat.during(Phase.CALLBACK, batches):
                     self._callbacks.call("on_training_epoch_end", progress.epoch_idx - 1)
@@ -369,7 +335,7 @@ class TrainingLoop:
         batches = progress.batches_trained
         found = next_due(self._periods, batches, self._batches_total, progress.epoch_length)
         found = min(found, self._sync_points.next_batch)
-        if self._exchanged is not None:
+        if self._reports.is_under_way:
             found = batches + 1
         if progress.epoch_length:
             found = min(found, (progress.epoch_idx + 1) * progress.epoch_length)
@@ -420,15 +386,15 @@ class TrainingLoop:
     def _act(self, found: set[Boundary], *, is_stopping: bool = False) -> StopReason | None:
         """Do what is due, in order, and exchange once. Ranks: all, collectively.
 
-        The exchange may end after the next batch: ``_may_defer``.
+        The exchange may end after the next batch: ``ReportExchange.may_defer``.
         """
-        has_unreported = self._progress.batches_trained > self._window_start
-        reports = Boundary.REPORT in found or (Boundary.END in found and has_unreported)
-        if not is_stopping and self._may_defer(found):
-            self._begin_exchange(reports, defers=True)
+        reports = Boundary.REPORT in found or (Boundary.END in found and self._reports.has_unreported)
+        if not is_stopping and not found - {Boundary.REPORT} and self._reports.may_defer:
+            self._reports.begin(reports=reports, defers=True)
             return None
         with self._saving_first():
-            stop = self._exchange(reports)
+            self._reports.begin(reports=reports)
+            stop = self._reports.end()
         if found & {Boundary.VALIDATE, Boundary.END} and not self._progress.validation_is_current:
             self._validate()
         if Boundary.CHECKPOINT in found and not self._progress.checkpoint_is_current:
@@ -448,174 +414,25 @@ class TrainingLoop:
                 "expected weights to save. Lower the learning rate, or set data.dstrial.non_finite to warn or ignore; the "
                 "checkpoints before it are kept."
             )
-        self._tell_progress()
+        self._reports.tell_progress()
         if self._is_chief:
-            self._writer.submit(functools.partial(self._core.train.report_progress, 1.0))
+            self._reports.writer.submit(functools.partial(self._core.train.report_progress, 1.0))
 
     # ---- reports -------------------------------------------------------------------------------------
-
-    def _open_sinks(self, stack: contextlib.ExitStack, loop_state: Mapping[str, Any]) -> None:
-        """Open sinks where they are used, and give them what could not be written before."""
-        if not self._is_chief:
-            return
-        stack.callback(self._writer.call, self._sinks.close)
-        self._writer.call(self._sinks.open)
-        for report in loop_state.get("unwritten_reports", ()):
-            self._writer.report(TrainingReport(**report))
-
-    def _tell_progress(self) -> None:
-        if self._is_chief:
-            told = functools.partial(self._on_progress, self._progress.batches_trained, self._batches_total)
-            self._writer.submit(told)
-
-    def _record(self, report: TrainingReport) -> None:
-        """Make a report part of the run's record. Ranks: the chief's writer thread."""
-        self._core.train.report_training_metrics(
-            steps_completed=report.batches_trained, metrics=dict(report.metrics)
-        )
-
-    def _publish(self, report: TrainingReport) -> None:
-        """Hand a report to all others. Ranks: the chief, on the thread that writes."""
-        self._core.train.report_progress(min(report.batches_trained / self._batches_total, 1.0))
-        self._sinks.report("training", report.batches_trained, report.metrics)
-
-    def _require_written(self) -> None:
-        """Wait until all reports are written. Ranks: all, collectively.
-
-        Raises:
-            Exception: what has failed behind the loop, on this rank.
-            PeerFailedError: it has failed on another one.
-        """
-        self._writer.flush()
-        self._raise_unwritten(self._distributed.allgather(self._writer.failure))
-
-    def _raise_unwritten(self, failures: Sequence[str | None]) -> None:
-        """Raise, on all ranks together, what has failed behind the loop on any of them."""
-        if not any(failures):
-            return
-        error = self._writer.take_error()
-        if error is not None:
-            raise error
-        told = [(rank, text) for rank, text in enumerate(failures) if text is not None]
-        raise sync_point.peer_failed("the writing of a report", told)
-
-    def _exchange(self, reports: bool) -> StopReason | None:
-        """Agree on stopping, report metrics and hear of the save, in one exchange."""
-        self._begin_exchange(reports)
-        return self._end_exchange()
-
-    def _may_defer(self, found: set[Boundary]) -> bool:
-        """Say whether training may go on for a batch meanwhile; the same on all ranks.
-
-        Not where something else follows at once, and not where a callback or a reducer of the user's belongs to the report:
-        these are called at the batch whose report it is.
-        """
-        is_alone = self._sync_points.is_single_rank and self._context.device.type == "cpu"
-        return (
-            not (is_alone or found - {Boundary.REPORT} or self._reports_at_once)
-            and self._sync_points.may_wait
-        )
-
-    @functools.cached_property
-    def _reports_at_once(self) -> bool:
-        is_reduced = any(wrapped.for_training for wrapped in self._runtime.wrapped_reducers)
-        return is_reduced or self._callbacks.overrides("on_training_workload_end")
-
-    def _begin_exchange(self, reports: bool, *, defers: bool = False) -> None:
-        """Hand in this rank's share. Ranks: all, collectively.
-
-        Args:
-            reports: whether totals are handed in; the window is then closed.
-            defers: whether training goes on before the end. Then totals leave the device while it works, and where the ranks
-                wait for a device their exchange begins only at the end, when it has long come so far.
-        """
-        now_s = time.monotonic()
-        self._window_seconds += now_s - self._mark_s
-        self._mark_s = now_s
-        totals = self._window.leaving_totals() if reports and self._reports_metrics else None
-        self._exchanged = exchanged = _Exchange(
-            self._progress.batches_trained,
-            self._window_start,
-            self._window_seconds,
-            totals,
-            self._step_counts() if reports else [],
-            reports=reports,
-            is_deferred=defers,
-        )
-        if defers and reports:
-            self._close_window()
-        if not defers or self._context.device.type == "cpu":
-            self._hand_in(exchanged)
-
-    def _hand_in(self, exchanged: _Exchange) -> None:
-        share = None if exchanged.totals is None else exchanged.totals.wait()
-        handed_in = (share, exchanged.counts, self._saver.status(), self._writer.failure)
-        self._sync_points.begin(exchanged.batches, handed_in)
-        exchanged.is_handed_in = True
-
-    def _end_exchange(self) -> StopReason | None:
-        """Hear of the other ranks and act on it. Ranks: all, collectively.
-
-        Raises:
-            DstrialError: training does not train, or a save has failed.
-            Exception: what has failed behind the loop.
-        """
-        exchanged = self._exchanged
-        assert exchanged is not None, "an exchange begins before it ends"
-        if not exchanged.is_handed_in:
-            self._hand_in(exchanged)
-        self._exchanged = None
-        agreement = self._sync_points.end()
-        failures = [failure for _, _, _, failure in agreement.shares]
-        if not any(failures):
-            self._saver.settle([status for _, _, status, _ in agreement.shares])
-            self._saver.prepare()
-        shares = [share for share, _, _, _ in agreement.shares]
-        averages = combine(shares, "train_batch") if exchanged.reports else {}
-        if exchanged.reports:
-            self._report(dict(averages), exchanged)
-        self._raise_unwritten(failures)  # whoever has failed keeps this report, for the checkpoint
-        if exchanged.reports:
-            self._judge(shares, averages, agreement.shares[0][1], exchanged)
-        self._tell_progress()
-        if not exchanged.is_deferred:
-            self._mark_s = time.monotonic()
-        return agreement.stop
-
-    def _salvage_exchange(self) -> None:
-        """Report what all ranks have handed in, where an error ends training.
-
-        Ranks: each its own, the chief acts; no communication, no wait beyond a moment.
-        """
-        exchanged, self._exchanged = self._exchanged, None
-        if exchanged is None or not (self._is_chief and exchanged.reports):
-            return
-        try:
-            if not exchanged.is_handed_in and self._sync_points.is_single_rank:
-                self._hand_in(exchanged)
-            give_up_at_s = time.monotonic() + _SALVAGE_S
-            while exchanged.is_handed_in and time.monotonic() < give_up_at_s:
-                if self._sync_points.is_complete:
-                    shares = [share for share, _, _, _ in self._sync_points.end().shares]
-                    self._report(dict(combine(shares, "train_batch")), exchanged)
-                    return
-                time.sleep(_SALVAGE_S / 100)
-        except Exception as error:  # noqa: BLE001  # another error is on its way
-            logger.warning("the report of batch %d is lost: %s", exchanged.batches, error)
 
     def _judge(
         self,
         shares: Sequence[MetricTotals | None],
         averages: Mapping[str, Any],
         counts: Sequence[StepCounts],
-        exchanged: _Exchange,
+        exchanged: Exchange,
     ) -> None:
         """Look for finite losses and optimizer steps in a report; the same on all ranks."""
         assert self._guard is not None
         skipped = sum(count.num_skipped for count in exchanged.counts)
         if skipped and self._is_chief:
             taken = sum(count.num_steps for count in exchanged.counts)
-            self._writer.submit(functools.partial(self._on_steps, taken, skipped))
+            self._reports.writer.submit(functools.partial(self._on_steps, taken, skipped))
         self._guard.judge(
             [share.tails for share in shares if share is not None],
             averages,
@@ -623,46 +440,6 @@ class TrainingLoop:
             (exchanged.start, exchanged.batches),
             is_last=exchanged.batches >= self._batches_total,
         )
-
-    def _report(self, averages: dict[str, Any], exchanged: _Exchange) -> None:
-        runtime, batches = self._runtime, exchanged.batches
-        if not exchanged.is_deferred and any(wrapped.for_training for wrapped in runtime.wrapped_reducers):
-            reduced = self._context.reduce_metrics(for_training=True)
-            averages.update(pytorch._convert_metrics_to_numpy(reduced))
-        batch_metrics = [] if exchanged.is_deferred else self._window.batches()
-        if not self._callbacks.is_empty:
-            with self._heartbeat.during(Phase.CALLBACK, self._progress.batches_trained):
-                self._callbacks.call(
-                    "on_training_workload_end", avg_metrics=dict(averages), batch_metrics=batch_metrics
-                )
-        if self._is_chief:
-            assert self._stream is not None
-            metrics = dict(averages)
-            seconds = max(exchanged.seconds, 1e-9)
-            metrics.setdefault("batches_per_second", (batches - exchanged.start) / seconds)
-            num_records = self._stream.count_records(exchanged.start, batches)
-            metrics.setdefault("samples_per_second", num_records / seconds)
-            # Of the user's: a reducer, for one, may use its arrays again.
-            mine = {name: copied(value) for name, value in metrics.items()}
-            self._writer.report(TrainingReport(batches, mine))
-            if not self._has_reported:
-                self._writer.flush()  # it imports TensorBoard, and no code of the user's should run beside that
-            self._has_reported = True
-        if self._sinks.is_upload_due():
-            self._writer.submit(self._sinks.upload)
-        if not exchanged.is_deferred:
-            self._close_window()
-
-    def _close_window(self) -> None:
-        """Begin the next report's window at the batch of now."""
-        runtime = self._runtime
-        self._window.reset()
-        for wrapped in runtime.wrapped_reducers:
-            if wrapped.for_training:
-                wrapped.reset()
-        runtime.reductions_of_absent_ranks.clear()
-        self._window_seconds = 0.0
-        self._window_start = self._progress.batches_trained
 
     # ---- validation and checkpoints ------------------------------------------------------------------
 
@@ -676,7 +453,7 @@ class TrainingLoop:
             saves = self._validate_and_report(self._validation)
         if saves and not progress.checkpoint_is_current:
             self._checkpoint()
-        self._mark_s = time.monotonic()
+        self._reports.start_clock()
         if self._is_chief:
             self._core.train.set_status("training")
 
@@ -691,13 +468,13 @@ class TrainingLoop:
         error: Exception | None = None
         if self._is_chief:
             try:
-                self._writer.flush()
-                if (failed := self._writer.take_error()) is not None:
+                self._reports.writer.flush()
+                if (failed := self._reports.writer.take_error()) is not None:
                     raise failed
                 saves = self._report_validation(metrics)
             except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
                 error = caught
-        self._writer.submit(self._sinks.upload)
+        self._reports.upload()
         saves, failure = self._distributed.broadcast((saves, sync_point.described(error)))
         if error is not None:
             raise error
@@ -771,7 +548,7 @@ class TrainingLoop:
         progress, settings = self._progress, self._settings
         policy = settings.checkpoint_policy
         best_before = self._core.train.get_experiment_best_validation() if policy == "best" else None
-        self._writer.call(lambda: self._sinks.report("validation", progress.batches_trained, metrics))
+        self._reports.publish_validation(metrics)
         metrics = dict(metrics)
         metrics.setdefault("batches", progress.batches_trained)
         metrics.setdefault("epochs", progress.epochs_trained)
@@ -797,7 +574,7 @@ class TrainingLoop:
             is_last: whether nothing is saved after it.
         """
         with self._saving_first():
-            self._require_written()
+            self._reports.require_written()
         found = self._state_evidence()
         problem = lost_weight(found) if is_last else why_not_save(found)
         if problem is not None:
@@ -814,16 +591,13 @@ class TrainingLoop:
             self._core.train.set_status("checkpointing")
         loop_state: dict[str, Any] = {
             "micro_batches_drawn": self._iterator.drawn if self._iterator is not None else 0,
-            "window_seconds": self._window_seconds,
-            "window_start": self._window_start,
+            **self._reports.state(),
         }
         if self._stream is not None and self._stream.records_per_batch is not None:
             loop_state["records_per_batch"] = self._stream.records_per_batch
-        if unwritten := self._writer.unwritten():
-            loop_state["unwritten_reports"] = [report.to_state() for report in unwritten]
         with self._heartbeat.during(Phase.SAVE, self._progress.batches_trained):
             self._checkpoint_uuid = self._saver.save(loop_state)
-        self._mark_s = time.monotonic()
+        self._reports.start_clock()
         if self._is_chief:
             self._core.train.set_status("training")
 
