@@ -191,8 +191,9 @@ def test_the_oldest_idle_connection_goes_first_and_one_in_use_stays(tmp_path: Pa
             streaming.sendall(request("GET", f"/api/v1/tasks/{task}/logs?follow=true", auth))
             assert streaming.recv(12) == b"HTTP/1.1 200"
             with many_connections(port, 100) as idle:
-                used.sendall(request("GET", "/api/v1/me", auth))
-                assert used.recv(12) in (b"HTTP/1.1 200", b"")
+                with contextlib.suppress(ConnectionResetError):  # closed as one that was idle, as b"" is
+                    used.sendall(request("GET", "/api/v1/me", auth))
+                    assert used.recv(12) in (b"HTTP/1.1 200", b"")
                 wait_for(lambda: num_open_connections(master.record.pid, port) <= 20)
                 assert read_all(idle[0]) == b""
                 idle[-1].sendall(request("GET", "/info", "Connection: close"))
