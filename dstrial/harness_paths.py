@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 ALLOCATION_DIR_VARIABLE = "DSTRIAL_ALLOCATION_DIR"
 BASE_PYTHON_VARIABLE = "DSTRIAL_BASE_PYTHON"
+WARM_VARIABLE = "DSTRIAL_WARM"
+"""Environment variable: 0 has all ranks be new processes."""
 
 
 def patches_of_allocation(allocation: str, guard: StorageGuard | None = None) -> dict[str, Patch]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING
 from dstrial import collector, determined_imports
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.errors import ConfigError, DstrialError, LaunchError
+from dstrial.harness_paths import WARM_VARIABLE
 from dstrial.launch.accelerate_environment import accelerate_variables
+from dstrial.launch.early_imports import importing_for_ranks, is_on_cluster
 from dstrial.launch.failures import TRACEBACKS_DIR_VARIABLE
 from dstrial.launch.output import Stream
 from dstrial.launch.rank_main import script_command, trial_command
@@ -81,16 +84,51 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _launch(options: argparse.Namespace) -> LaunchOutcome:
-    # Both import torch, which takes seconds; a wrong command line should not.
-    with collector.paused_for_good():
-        from dstrial.launch.agent import DEFAULT_SHUTDOWN_TIMEOUT_S, run_ranks
-        from dstrial.launch.slots import cluster_info, num_slots
-        from dstrial.launch.stalls.stall_rules import StallSettings
+    experiment = None if is_on_cluster(os.environ) else _load(options)
+    with contextlib.ExitStack() as stack:
+        if options.trial:  # a script says itself what is imported, and may set variables before
+            stack.enter_context(importing_for_ranks(*_expected_ranks(options, experiment)))
+        # Both import torch, which takes seconds; a wrong command line should not.
+        with collector.paused_for_good():
+            from dstrial.launch.slots import cluster_info
 
-        info = cluster_info()  # imports Determined's package
-    if info is not None:
-        return _launch_on_cluster(options, info)
-    experiment = _load(options)
+            info = cluster_info()  # imports Determined's package
+        if info is not None:
+            return _launch_on_cluster(options, info)
+        return _launch_off_cluster(options, experiment or _load(options))
+
+
+def _expected_ranks(
+    options: argparse.Namespace, experiment: ExperimentConfig | None
+) -> tuple[dict[str, str], int]:
+    """Return what can be known before torch is imported: the variables of ranks that no rank has for itself, and their number."""
+    if is_on_cluster(os.environ):
+        num_slots = os.environ.get("DET_SLOT_IDS", "").count(",") + 1
+        return {"PYTHONUNBUFFERED": "1", **os.environ}, num_slots
+    variables = _variables(experiment)
+    if experiment is not None and dstrial_section(experiment.raw).get("warm") is False:
+        variables[WARM_VARIABLE] = "0"
+    configured = experiment.slots_per_trial if experiment is not None else None
+    return {**os.environ, **variables}, options.slots or configured or 1
+
+
+def _variables(experiment: ExperimentConfig | None) -> dict[str, str]:
+    """Return what ranks get off a cluster."""
+    # Ranks of a trial go to the context directory before they look for a relative one.
+    env = {RUNS_DIR_VARIABLE: str(default_runs_dir())}
+    if experiment is not None:
+        env |= experiment.environment_variables
+    # Not on a cluster: one of Determined's has its own, and our allocations have it already.
+    return env | determined_imports.variables(
+        {**os.environ, **env}, None if experiment is None else experiment.raw
+    )
+
+
+def _launch_off_cluster(options: argparse.Namespace, experiment: ExperimentConfig | None) -> LaunchOutcome:
+    from dstrial.launch.agent import DEFAULT_SHUTDOWN_TIMEOUT_S, run_ranks
+    from dstrial.launch.slots import num_slots
+    from dstrial.launch.stalls.stall_rules import StallSettings
+
     configured = experiment.slots_per_trial if experiment is not None else None
     if options.trial:
         if experiment is None:
@@ -101,12 +139,7 @@ def _launch(options: argparse.Namespace) -> LaunchOutcome:
         command = trial_command(options.trial, context_dir=options.context_dir, config=options.config)
     else:
         command = script_command(options.script, directory=Path())
-    # Ranks of a trial go to the context directory before they look for a relative one.
-    env = {RUNS_DIR_VARIABLE: str(default_runs_dir())}
-    if experiment is not None:
-        env |= experiment.environment_variables
-    # Not on a cluster: one of Determined's has its own, and our allocations have it already.
-    env |= determined_imports.variables({**os.environ, **env}, None if experiment is None else experiment.raw)
+    env = _variables(experiment)
     num_ranks = num_slots(options.slots, configured)
     with scratch_directory("dstrial-script-") as directory:
         if experiment is not None and not options.trial:

@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from dstrial.errors import LaunchError, RankStalledError
 from dstrial.fork_server import client
 from dstrial.fork_server.key import NVML_CHECK_VARIABLE
+from dstrial.launch.early_imports import is_ready
 from dstrial.launch.failures import (
     ERROR_FILE_VARIABLE,
     TRACEBACK_FILE_VARIABLE,
@@ -379,12 +380,12 @@ class _RankAgent(LocalElasticAgent):  # type: ignore[misc]  # mypy does not foll
 
 @contextlib.contextmanager
 def _ranks_as_forks() -> Iterator[None]:
-    """Start ranks as forks of what this launcher was, if it is a fork itself.
+    """Start ranks as forks of what this launcher was, if it is a fork itself, or of what has imported the same for them.
 
     The agent starts a rank by ``SubprocessHandler._popen`` (torch 2.6 to 2.13, ``multiprocessing/subprocess_handler``).
     """
     connection = client.of_this_process
-    if connection is None:
+    if connection is None or not is_ready(connection):
         yield
         return
     usual = SubprocessHandler._popen

@@ -203,8 +203,9 @@ def test_a_search_of_forks_trains_what_new_processes_train(master: MasterForTest
     assert not servers_of(master)
 
     first = end(master, submit_small(master, small()))
-    assert "started as a new process" in first
+    assert "started as a fork" in first, "of what its launcher has import beside itself"
     assert "not as a fork" not in first
+    wait_for(lambda: servers_of(master, "(imported ahead)"), "no server", deadline_s=DEADLINE_S)
     until_forks(lambda: submit_small(master, small()), master)
     warm = submit_small(master, small(searcher=search))
     text = end(master, warm)

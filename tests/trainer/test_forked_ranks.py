@@ -12,6 +12,7 @@ import warm_start
 from small_runs import deepspeed_config, experiment, train
 
 from dstrial.fork_server.client import ForkedPopen, ForkServer
+from dstrial.harness_paths import WARM_VARIABLE
 from dstrial.master.backends.fork_servers import IMPORTS
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
@@ -42,7 +43,12 @@ def new_process(arguments, *, env, cwd, timeout):
     command = [sys.executable, "-m", *arguments]
     kept = {name: value for name, value in env.items() if name != "PYTEST_CURRENT_TEST"}
     return subprocess.run(
-        command, env={**kept, **VARIABLES}, cwd=cwd, timeout=timeout, capture_output=True, text=True
+        command,
+        env={**kept, **VARIABLES, WARM_VARIABLE: "0"},
+        cwd=cwd,
+        timeout=timeout,
+        capture_output=True,
+        text=True,
     )
 
 

@@ -25,6 +25,7 @@ from typing import Any
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.experiment_config.startup_hook import install_timeout_s, may_install, requirements_of
 from dstrial.errors import MasterError
+from dstrial.harness_paths import WARM_VARIABLE
 from dstrial.master import file_limit
 from dstrial.master.backends import supervisor
 from dstrial.master.backends.environment import (
@@ -82,11 +83,14 @@ class AllocationExit:
     was_lost: bool
 
 
-def prepare(request: AllocationRequest, *, forks_with_accelerators: bool = False) -> None:
+def prepare(
+    request: AllocationRequest, *, is_warm: bool = True, forks_with_accelerators: bool = False
+) -> None:
     """Make the allocation's directory for its supervisor, which is not started yet.
 
     Args:
         request: the allocation.
+        is_warm: whether its processes may be forks.
         forks_with_accelerators: whether a trial that has accelerators may be a fork.
 
     Raises:
@@ -116,12 +120,17 @@ def prepare(request: AllocationRequest, *, forks_with_accelerators: bool = False
         temporary = Path(tempfile.gettempdir()) / f"dstrial-{marker[:10]}"
         command = _with_hooks(request, directory)
         environment = trial_environment(request, marker=marker, temporary_directory=temporary)
+        is_warm = is_warm and dstrial_section(request.config).get("warm") is not False
+        if not is_warm:
+            environment[WARM_VARIABLE] = "0"
         _write_private(
             directory / "spec.json",
             {
                 "command": command,
-                "forkable": _forkable(
-                    request, command, environment, has_accelerators=forks_with_accelerators
+                "forkable": (
+                    _forkable(request, command, environment, has_accelerators=forks_with_accelerators)
+                    if is_warm
+                    else None
                 ),
                 "python": request.interpreter or sys.executable,
                 "working_directory": request.working_directory or str(workdir),
@@ -145,8 +154,7 @@ def _forkable(
     request: AllocationRequest, command: list[str], environment: dict[str, str], *, has_accelerators: bool
 ) -> list[str] | None:
     """Return the words behind the interpreter; None if it may be no fork."""
-    is_cold = dstrial_section(request.config).get("warm") is False
-    if request.task_type != TRIAL or is_cold:
+    if request.task_type != TRIAL:
         return None
     if not has_accelerators and any(slot.kind != "cpu" for slot in request.slots):
         return None

@@ -632,8 +632,10 @@ class Scheduler:
 
     def _launch(self, row: Allocation, request: Callable[[], AllocationRequest]) -> None:
         try:
-            accelerators = self._services.settings.warm_accelerators
-            backends.prepare(request(), forks_with_accelerators=accelerators)
+            settings = self._services.settings
+            backends.prepare(
+                request(), is_warm=settings.warm, forks_with_accelerators=settings.warm_accelerators
+            )
             handle = backends.start(Path(row.directory), self._fork_servers)
         except (DstrialError, OSError) as error:
             self._end(row, _failed_start(text_of(error)))
