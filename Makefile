@@ -11,6 +11,8 @@ GPU_OUT ?= build/gpu
 GPU_MINUTES ?= 9.5
 # Test processes at once, one a core: make test WORKERS=0 runs all in one, as a debugger needs it.
 WORKERS ?= logical
+# Tests that start processes wait for some of their time: one more than there are cores, unless WORKERS says otherwise.
+SLOW_WORKERS ?= $(if $(filter logical,$(WORKERS)),$(shell expr $$(getconf _NPROCESSORS_ONLN) + 1),$(WORKERS))
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -35,7 +37,7 @@ QUICK := not process and not ranks and not gpu
 COVERED ?= $(QUICK)
 SLOW := (process or ranks) and not gpu
 # Files go to workers in the order that tests/conftest.py gives them: the longest first.
-pytest = -m pytest -m "$(1)" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --instafail $(PYTEST_ARGS)
+pytest = -m pytest -m "$(1)" --numprocesses $(if $(findstring not process,$(1)),$(WORKERS),$(SLOW_WORKERS)) --dist loadfile --no-loadscope-reorder --instafail $(PYTEST_ARGS)
 HF_TESTS := tests/integrations tests/examples/test_hf_examples.py tests/examples/test_accelerate_clm.py \
 	$(wildcard tests/launch/test_accelerate_*.py)
 
