@@ -160,9 +160,9 @@ def small(**changes: Any) -> dict[str, Any]:
     }
 
 
-def submit_small(master: MasterForTest, given: dict[str, Any]) -> int:
+def submit_small(master: MasterForTest, given: dict[str, Any], first_line: str = "") -> int:
     contents = {path.name: path.read_bytes() for path in SMALL.glob("small_*.py")}
-    contents["witnessed.py"] = (SAY + "from small_trials import DataParallelTrial\n").encode()
+    contents["witnessed.py"] = (first_line + SAY + "from small_trials import DataParallelTrial\n").encode()
     files = [
         {"path": name, "type": 48, "content": base64.b64encode(data).decode(), "mtime": "0", "mode": 420}
         for name, data in contents.items()
@@ -271,6 +271,21 @@ def test_modules_of_a_user_are_never_imported_ahead(master: MasterForTest) -> No
         text = end(master, int(posted["experiment"]["id"]))
         assert "started as a fork" in text
         assert f"it says {word}" in text
+
+
+def test_one_trial_after_the_other_is_a_fork_whatever_it_imports(tmp_path: Path) -> None:
+    """Each is an experiment of its own, for which the server could not stay if it learned what one imports."""
+
+    def train(master: MasterForTest) -> None:
+        end(master, submit_small(master, small(), "import sklearn.datasets\n"))
+
+    with master_for_test(tmp_path, num_slots=1, env={SHARED_VARIABLE: ""}) as master:
+        train(master)
+        wait_for(lambda: servers_of(master, "(imported ahead)"), "no server", deadline_s=DEADLINE_S)
+        for _ in range(3):
+            train(master)
+        (shown,) = shown_servers(master.state.path)
+        assert shown.num_forks == 3
 
 
 def test_a_trial_outlives_the_server_that_forked_it_and_the_next_one_has_a_new_server(
@@ -421,7 +436,12 @@ def test_what_starts_a_thread_is_not_imported_ahead_again(tmp_path: Path) -> Non
     directory = tmp_path / "allocation"
     directory.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    spec = {"forkable": ["-m", "dstrial.launch"], "environment": environment, "python": sys.executable}
+    spec = {
+        "forkable": ["-m", "dstrial.launch"],
+        "has_siblings": True,
+        "environment": environment,
+        "python": sys.executable,
+    }
     servers = ForkServers(ForkSettings(), tmp_path / "log")
 
     def start() -> None:
@@ -454,7 +474,12 @@ def test_what_trials_of_one_experiment_import_is_imported_ahead_for_no_other_one
         directory = tmp_path / f"allocation of {experiment}"
         directory.mkdir(exist_ok=True)
         variables = {**environment, "DET_EXPERIMENT_ID": experiment}
-        spec = {"forkable": ["-m", "dstrial.launch"], "environment": variables, "python": sys.executable}
+        spec = {
+            "forkable": ["-m", "dstrial.launch"],
+            "has_siblings": True,
+            "environment": variables,
+            "python": sys.executable,
+        }
         assert servers.start_supervisor(directory, spec, 2, print) == (None, "")
         return directory
 

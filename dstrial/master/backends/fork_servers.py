@@ -154,10 +154,10 @@ class ForkServers:
         found = self._find(python, environment)
         if found is None:
             self._begin(python, environment)
-            self._expect(directory, python, environment)
+            self._expect(directory, spec)
             return None, ""
         found.used_s = time.monotonic()
-        self._expect(directory, python, environment)
+        self._expect(directory, spec)
         try:
             if not found.server.is_ready():
                 return None, ""
@@ -178,7 +178,7 @@ class ForkServers:
             logger.info("process %s forks no more: %s", found.server.pid, reason)
             self._end(found)
             self._begin(python, environment)
-            self._expect(directory, python, environment)
+            self._expect(directory, spec)
             return None, str(reason)
         found.num_forks += 1
         return pid, ""
@@ -269,10 +269,16 @@ class ForkServers:
                 now_s = time.monotonic()
                 self._running.append(_Running(ForkServer.connect(self._shared), python, now_s, now_s))
 
-    def _expect(self, directory: Path, python: str, environment: Mapping[str, str]) -> None:
-        found = self._find(python, environment)
+    def _expect(self, directory: Path, spec: Mapping[str, Any]) -> None:
+        """Learn what a trial will have imported, if others of its experiment come after it.
+
+        A server that has learned serves that experiment only: with a single trial it would be of no use to anybody.
+        """
+        if not spec.get("has_siblings"):
+            return
+        found = self._find(str(spec["python"]), spec["environment"])
         if found is not None:
-            self._unread[directory] = (found, environment.get("DET_EXPERIMENT_ID"))
+            self._unread[directory] = (found, spec["environment"].get("DET_EXPERIMENT_ID"))
 
     def _is_well(self, found: _Running, now_s: float) -> bool:
         """Say whether a server is to be kept."""

@@ -132,6 +132,8 @@ def prepare(
                     if is_warm
                     else None
                 ),
+                # Whether the experiment has other trials.
+                "has_siblings": request.config.get("searcher", {}).get("name") not in (None, "single"),
                 "python": request.interpreter or sys.executable,
                 "working_directory": request.working_directory or str(workdir),
                 "temporary_directory": str(temporary),
