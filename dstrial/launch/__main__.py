@@ -101,7 +101,7 @@ def _launch(options: argparse.Namespace) -> LaunchOutcome:
 def _expected_ranks(
     options: argparse.Namespace, experiment: ExperimentConfig | None
 ) -> tuple[dict[str, str], int]:
-    """Return what can be known before torch is imported: the variables of ranks that no rank has for itself, and their number."""
+    """Return the variables that ranks share and their number, before any import."""
     if is_on_cluster(os.environ):
         num_slots = os.environ.get("DET_SLOT_IDS", "").count(",") + 1
         return {"PYTHONUNBUFFERED": "1", **os.environ}, num_slots

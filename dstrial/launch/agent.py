@@ -380,8 +380,9 @@ class _RankAgent(LocalElasticAgent):  # type: ignore[misc]  # mypy does not foll
 
 @contextlib.contextmanager
 def _ranks_as_forks() -> Iterator[None]:
-    """Start ranks as forks of what this launcher was, if it is a fork itself, or of what has imported the same for them.
+    """Start ranks as forks, where there is something to fork.
 
+    That is what this launcher was, if it is a fork itself, or what has imported the same for them.
     The agent starts a rank by ``SubprocessHandler._popen`` (torch 2.6 to 2.13, ``multiprocessing/subprocess_handler``).
     """
     connection = client.of_this_process

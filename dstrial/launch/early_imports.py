@@ -1,4 +1,4 @@
-"""Imports what ranks import while the launcher still imports its own, in a process from which the ranks are forked.
+"""Imports for the ranks while the launcher imports its own.
 
 A rank that is a new process imports torch and DeepSpeed for seconds, after the launcher has done so, each rank by itself. Where
 a launcher is no fork already, one process beside it imports them once for all ranks of a trial, and ends when these have begun.
@@ -28,7 +28,7 @@ _DEVICE_FILES = ("nvidia*", "kfd", "dri/renderD*", "accel*", "davinci*", "hl[0-9
 
 
 def is_on_cluster(environ: Mapping[str, str]) -> bool:
-    """Say, without importing anything of Determined's, whether this may be a process of its or of our master's."""
+    """Say whether this may be a process of Determined's cluster or of our master."""
     return any(name in environ for name in _CLUSTER_VARIABLES)
 
 

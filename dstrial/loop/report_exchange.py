@@ -1,4 +1,4 @@
-"""What ranks tell each other at the points of a run: stops, saves, and the metrics of a report, which is then made.
+"""What ranks tell each other at points of a run, and the report that comes of it.
 
 A report's totals travel with whatever else is agreed on. Where nothing follows at once training goes on for a batch meanwhile;
 the averages then go to a thread that writes (``dstrial.loop.report_writer``).
@@ -66,7 +66,7 @@ Judge = Callable[[Sequence[MetricTotals | None], Mapping[str, Any], Sequence[Ste
 
 
 class ReportExchange:
-    """Has ranks agree at points of a run, and reports there what they have trained in between.
+    """Has ranks agree at points of a run, and reports what they have trained.
 
     Args:
         context: of the trial, its engines wrapped.
@@ -169,7 +169,7 @@ class ReportExchange:
         self.writer.submit(self._sinks.upload)
 
     def publish_validation(self, metrics: Mapping[str, Any]) -> None:
-        """Hand the metrics of a validation to all sinks, and wait for it. Ranks: the chief."""
+        """Hand a validation's metrics to all sinks, and wait. Ranks: the chief."""
         batches = self._progress.batches_trained
         self.writer.call(lambda: self._sinks.report("validation", batches, metrics))
 
@@ -197,9 +197,10 @@ class ReportExchange:
 
     @property
     def may_defer(self) -> bool:
-        """Whether training may go on for a batch before an exchange ends; the same on all ranks.
+        """Whether training may go on for a batch before an exchange ends.
 
-        Not where a callback or a reducer of the user's belongs to the report: these are called at the batch whose report it is.
+        The same on all ranks. Not where a callback or a reducer of the user's belongs to the report: these are called at
+        the batch whose report it is.
         """
         is_alone = self._sync_points.is_single_rank and self._context.device.type == "cpu"
         return not (is_alone or self._reports_at_once) and self._sync_points.may_wait
@@ -236,7 +237,7 @@ class ReportExchange:
             self._hand_in(begun)
 
     def end(self) -> StopReason | None:
-        """Hear of the other ranks and act on it; returns why to stop. Ranks: all, collectively.
+        """Hear of the other ranks and act on it; return why to stop. Ranks: all.
 
         Raises:
             DstrialError: training does not train, or a save has failed.
@@ -356,5 +357,8 @@ class ReportExchange:
 
 
 def step_counts(context: DeepSpeedTrialContext) -> list[StepCounts]:
-    """Return optimizer steps of every engine, but of one without an optimizer: somebody else steps it, if at all."""
+    """Return the optimizer steps of every engine.
+
+    Not of one without an optimizer: somebody else steps it, if at all.
+    """
     return [StepCounts.of(engine) for engine in context.models if engine.optimizer is not None]

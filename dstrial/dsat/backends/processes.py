@@ -114,7 +114,7 @@ def launch(
 def _forked(
     words: Sequence[str], pid_path: Path, mark: str, options: dict[str, Any]
 ) -> subprocess.Popen[bytes] | None:
-    """Start a launcher, and with it its ranks, as forks; None where only a new process will do."""
+    """Start a launcher and its ranks as forks; None where only a new process will do."""
     is_launcher = list(words[:3]) == _LAUNCHER
     server = _SERVER.get(options["env"], _IMPORT_TIMEOUT_S) if is_launcher else None
     if server is None:

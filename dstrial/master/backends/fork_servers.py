@@ -270,7 +270,7 @@ class ForkServers:
                 self._running.append(_Running(ForkServer.connect(self._shared), python, now_s, now_s))
 
     def _expect(self, directory: Path, spec: Mapping[str, Any]) -> None:
-        """Learn what a trial will have imported, if others of its experiment come after it.
+        """Learn what a trial will have imported, if others of its experiment follow.
 
         A server that has learned serves that experiment only: with a single trial it would be of no use to anybody.
         """

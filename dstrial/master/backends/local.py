@@ -97,25 +97,9 @@ def prepare(
         MasterError: the directory cannot be made.
         RequestError: the model definition cannot be unpacked.
     """
-    from dstrial.master.backends.model_definition import unpack
-
-    directory = request.directory
+    directory, workdir = request.directory, request.directory / "workdir"
     try:
-        if directory.exists():
-            remove(directory)
-        directory.mkdir(mode=0o700, parents=True)
-        workdir = directory / "workdir"
-        workdir.mkdir(mode=0o700)
-        if request.model_definition:
-            unpack(request.model_definition, workdir)
-        events = directory / "events"
-        for name, target in request.links.items():
-            events.mkdir(mode=0o700, exist_ok=True)
-            (events / name).symlink_to(target)
-        info = directory / "info"
-        info.mkdir(mode=0o700)
-        for name, content in cluster_info_files(request).items():
-            _write_private(info / name, content)
+        _write_given(request, workdir)
         marker = secrets.token_hex(16)
         temporary = Path(tempfile.gettempdir()) / f"dstrial-{marker[:10]}"
         command = _with_hooks(request, directory)
@@ -127,11 +111,7 @@ def prepare(
             directory / "spec.json",
             {
                 "command": command,
-                "forkable": (
-                    _forkable(request, command, environment, has_accelerators=forks_with_accelerators)
-                    if is_warm
-                    else None
-                ),
+                "forkable": _forkable(request, command, environment, is_warm, forks_with_accelerators),
                 # Whether the experiment has other trials.
                 "has_siblings": request.config.get("searcher", {}).get("name") not in (None, "single"),
                 "python": request.interpreter or sys.executable,
@@ -152,11 +132,36 @@ def prepare(
         ) from error
 
 
+def _write_given(request: AllocationRequest, workdir: Path) -> None:
+    """Make the directory, the model definition and what Determined's harness reads."""
+    from dstrial.master.backends.model_definition import unpack
+
+    directory = request.directory
+    if directory.exists():
+        remove(directory)
+    directory.mkdir(mode=0o700, parents=True)
+    workdir.mkdir(mode=0o700)
+    if request.model_definition:
+        unpack(request.model_definition, workdir)
+    events = directory / "events"
+    for name, target in request.links.items():
+        events.mkdir(mode=0o700, exist_ok=True)
+        (events / name).symlink_to(target)
+    info = directory / "info"
+    info.mkdir(mode=0o700)
+    for name, content in cluster_info_files(request).items():
+        _write_private(info / name, content)
+
+
 def _forkable(
-    request: AllocationRequest, command: list[str], environment: dict[str, str], *, has_accelerators: bool
+    request: AllocationRequest,
+    command: list[str],
+    environment: dict[str, str],
+    is_warm: bool,
+    has_accelerators: bool,
 ) -> list[str] | None:
     """Return the words behind the interpreter; None if it may be no fork."""
-    if request.task_type != TRIAL:
+    if request.task_type != TRIAL or not is_warm:
         return None
     if not has_accelerators and any(slot.kind != "cpu" for slot in request.slots):
         return None
