@@ -1,6 +1,7 @@
 """What dry runs import; imported once for all that are forked from one process.
 
-The compiler has threads, which would not be forked; DeepSpeed imports some of its modules only when it is used.
+DeepSpeed imports some of its modules only when it is used. Fake tensors and checkpointed modules want torch's symbolic shapes
+and tracer, 800 modules; importing these starts no thread, and nothing is compiled.
 """
 
 import importlib
@@ -11,3 +12,5 @@ from dstrial.engine.dryrun.patches import without_compiler
 with without_compiler():
     for _name in ("dstrial.engine.dryrun.measure", *LATE_MODULES):
         importlib.import_module(_name)
+for _name in ("torch.fx.experimental.symbolic_shapes", "torch._dynamo"):
+    importlib.import_module(_name)
