@@ -19,6 +19,7 @@ The tree, drawn once::
     │   ├── RankStalledError          ranks went on no more and were ended, as their config says; names who held them up
     │   └── RankIdentityError         the environment does not say consistently who this process is
     ├── LaunchError                   ranks could not be started
+    │   ├── HostError                 hosts cannot train together; carries every problem of every host
     │   └── RankFailedError           a started rank exited with a failure; names the first one
     ├── MissingExtraError             an optional library is missing that an integration needs (also an ImportError)
     ├── SearchError                   a searcher cannot go on with what a trial reported
@@ -138,6 +139,40 @@ class RankIdentityError(RankError):
 
 class LaunchError(DstrialError):
     """Ranks could not be started."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostProblem:
+    """One thing that keeps a host from training with the others.
+
+    Attributes:
+        host: its name in the hostfile.
+        got: what is the case, to be read behind "is".
+        fix: one imperative sentence, with its full stop, that makes the problem go away.
+    """
+
+    host: str
+    got: str
+    fix: str
+
+
+class HostError(LaunchError):
+    """Hosts cannot train together; carries every problem found, never only the first.
+
+    Args:
+        problems: at least one, host by host.
+        num_hosts: how many were asked.
+    """
+
+    def __init__(self, problems: Sequence[HostProblem], num_hosts: int) -> None:
+        self.problems: tuple[HostProblem, ...] = tuple(problems)
+        names = {problem.host for problem in problems}
+        width = max(len("host"), *(len(name) for name in names))
+        rows = [f"  {problem.host:<{width}}  {problem.got}. {problem.fix}" for problem in problems]
+        super().__init__(
+            f"{len(names)} of {num_hosts} hosts cannot train with the others; expected all to be ready, so nothing was started:\n"
+            + "\n".join(rows)
+        )
 
 
 class RankFailedError(LaunchError):

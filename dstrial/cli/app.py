@@ -26,6 +26,7 @@ COMMANDS = {
     "doctor": "say whether this machine has what training needs, or prove it by training",
     "down": "stop all trials with a checkpoint and end the master",
     "dsat": "tune the DeepSpeed configuration of an experiment",
+    "hosts": "look whether the machines of a hostfile can train together",
     "login": "log det in to the master of this machine, without a password",
     "logs": "print the master's own log",
     "restore": "put a copy of the master's database back",

@@ -28,6 +28,8 @@ from dstrial.config import ExperimentConfig, load_experiment
 from dstrial.config.experiment_config.startup_hook import HOOK_NAME, requirements_of
 from dstrial.config.parsing.documents import read_yaml
 from dstrial.errors import ConfigError, ConfigProblem, LaunchError
+from dstrial.hosts.arguments import add_host_arguments, require_hostfile
+from dstrial.hosts.hostfile import Host
 from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import (
@@ -90,6 +92,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         action="store_true",
         help="train two batches, validate once, write a checkpoint and load it again",
     )
+    add_host_arguments(parser)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,6 +105,15 @@ class _Request:
     point: ResumePoint | None
     is_search: bool
     max_restarts: int
+    overrides: tuple[str, ...]
+    hosts: tuple[Host, ...] = ()
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the trial, over all hosts."""
+        if self.hosts:
+            return sum(len(host.slots) for host in self.hosts)
+        return self.args.slots if self.args.slots is not None else self.experiment.slots_per_trial
 
 
 def main(args: argparse.Namespace) -> int:
@@ -123,7 +135,7 @@ def main(args: argparse.Namespace) -> int:
             config=experiment.raw,
         )
     with run_directory.lock(), _ended_on_record(run_directory):
-        return _attempt(request, run_directory)
+        return (_attempt_on_hosts if request.hosts else _attempt)(request, run_directory)
 
 
 def _read_request(args: argparse.Namespace) -> _Request:
@@ -131,13 +143,20 @@ def _read_request(args: argparse.Namespace) -> _Request:
     point = chosen_point(args)
     resumed = None if point is None else point.saved_run()
     overrides = [*args.config, *_trust_override(args, point)]
+    require_hostfile(args)
+    hosts: tuple[Host, ...] = ()
+    if args.hostfile is not None:
+        from dstrial.cli.run_hosts import chosen_hosts, require_trainable_on_hosts
+
+        hosts = chosen_hosts(args)
+    slots = sum(len(host.slots) for host in hosts) if hosts else args.slots
     given = load_experiment(
         args.experiment,
         args.context_dir,
         overrides,
         require_concrete=False,
         require_entrypoint=True,
-        slots=args.slots,
+        slots=slots,
         resumed=resumed,
     )
     is_search = given.raw["searcher"]["name"] != "single"
@@ -147,11 +166,13 @@ def _read_request(args: argparse.Namespace) -> _Request:
             args.context_dir,
             overrides,
             require_entrypoint=True,
-            slots=args.slots,
+            slots=slots,
             resumed=resumed,
         )
     entrypoint = parse_entrypoint(given.entrypoint, str(given.path))
     _require_trainable(args, given, entrypoint, is_search=is_search)
+    if hosts:
+        require_trainable_on_hosts(given, entrypoint, is_search=is_search)
     err = LossTolerantStream(sys.stderr)
     for warning in given.warnings:
         err.write(f"warning: {warning}\n")
@@ -161,7 +182,9 @@ def _read_request(args: argparse.Namespace) -> _Request:
         for note in given.notes:
             if f"checkpoint {point.checkpoint.name}: " in note:
                 err.write(f"{note}\n")
-    return _Request(args, given, entrypoint, point, is_search, _max_restarts(args, given))
+    return _Request(
+        args, given, entrypoint, point, is_search, _max_restarts(args, given), tuple(overrides), hosts
+    )
 
 
 def _trust_override(args: argparse.Namespace, point: ResumePoint | None) -> list[str]:
@@ -248,6 +271,10 @@ def _own_arguments(args: argparse.Namespace, resume: str | None = None) -> list[
         words += ["--slots", str(args.slots)]
     if args.runs_dir is not None:
         words += ["--runs-dir", args.runs_dir]
+    for flag in ("hostfile", "include", "exclude", "interface", "master_port", "python"):
+        value = getattr(args, flag)
+        if value:
+            words += [f"--{flag.replace('_', '-')}", str(value)]
     if args.no_progress:
         words.append("--no-progress")
     if args.trust_code:
@@ -264,8 +291,7 @@ def _attempt(request: _Request, run_directory: RunDirectory) -> int:
     from dstrial.cli.run_submission import find_or_start_master
     from dstrial.ranks.stop_signals import noted_signals
 
-    experiment, args = request.experiment, request.args
-    num_slots = args.slots if args.slots is not None else experiment.slots_per_trial
+    num_slots = request.num_slots
     _require_startable(request)
     out, err = LossTolerantStream(sys.stdout), LossTolerantStream(sys.stderr)
     with noted_signals() as signals:
@@ -286,6 +312,44 @@ def _attempt(request: _Request, run_directory: RunDirectory) -> int:
                 max_restarts=request.max_restarts,
             )
         return _train(request, master, run_directory, signals, out, err, num_slots)
+
+
+def _attempt_on_hosts(request: _Request, run_directory: RunDirectory) -> int:
+    """Train on hosts, without a master; record and print the outcome."""
+    from dstrial.cli.run_display import Refresher, make_display
+    from dstrial.cli.run_hosts import HostRun
+
+    args, point, metric = request.args, request.point, request.experiment.metric
+    out, err = LossTolerantStream(sys.stdout), LossTolerantStream(sys.stderr)
+    if point is not None and point.run_directory is not None:
+        run_directory.begin_attempt(["dstrial", *_own_arguments(args)])
+        run_directory.write_config(request.experiment.raw)
+    monitor = RunMonitor(run_directory, metric=metric, since=utc_now())
+    display = make_display(out, err, num_ranks=request.num_slots, metric=metric, is_plain=args.no_progress)
+    try:
+        display.message(f"run directory: {shown_path(run_directory.path)}")
+        if point is not None:
+            display.message(f"resuming from checkpoint {point.checkpoint}")
+        run = HostRun(
+            args,
+            request.experiment,
+            request.entrypoint,
+            request.hosts,
+            run_directory,
+            resume=None if point is None else point.checkpoint,
+            overrides=request.overrides,
+            max_restarts=request.max_restarts,
+            display=display,
+        )
+        with Refresher(monitor.poll, display.view):
+            outcome = run.train()
+    finally:
+        display.close()
+    status = read_json(run_directory.status_path) or {}
+    verdict = judge(outcome, status, is_trial=request.entrypoint.trial is not None)
+    lines, exit_code = _recorded(request, run_directory, verdict, outcome, monitor)
+    _print_end(lines, outcome, out, err)
+    return exit_code
 
 
 def _require_startable(request: _Request) -> None:
@@ -395,16 +459,26 @@ def _end(
     """Record the attempt's end; return lines to print, exit status and ranks' outcome."""
     outcome = outcome_of(run_directory, followed)
     verdict = _verdict(request, run_directory, followed, outcome)
+    lines, exit_code = _recorded(request, run_directory, verdict, outcome, monitor)
+    if not request.args.test and verdict.state is not RunState.COMPLETED and followed.view is not None:
+        lines += _ways_on(followed)
+    return lines, exit_code, outcome
+
+
+def _recorded(
+    request: _Request,
+    run_directory: RunDirectory,
+    verdict: Verdict,
+    outcome: LaunchOutcome,
+    monitor: RunMonitor,
+) -> tuple[list[str], int]:
+    """Put an attempt's end on record; return the lines to print and the exit status."""
     failure = outcome.first_failure.in_one_line if outcome.first_failure is not None else verdict.reason
     run_directory.end_attempt(verdict.state, failure if verdict.state is RunState.FAILED else None)
     if request.args.test:
-        lines, exit_code = _end_test(run_directory, verdict, outcome)
-        return lines, exit_code, outcome
+        return _end_test(run_directory, verdict, outcome)
     steps_before = None if request.point is None else request.point.steps_completed
-    lines = _summary_of(request, run_directory, verdict, monitor.poll(), steps_before)
-    if verdict.state is not RunState.COMPLETED and followed.view is not None:
-        lines += _ways_on(followed)
-    return lines, verdict.exit_code, outcome
+    return _summary_of(request, run_directory, verdict, monitor.poll(), steps_before), verdict.exit_code
 
 
 def _start(

@@ -14,12 +14,21 @@ from dstrial import collector, determined_imports
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.errors import ConfigError, DstrialError, LaunchError
 from dstrial.harness_paths import WARM_VARIABLE
+from dstrial.hosts.arguments import (
+    add_host_arguments,
+    hosts_of,
+    placement_lines,
+    port_of,
+    python_of,
+    require_hostfile,
+)
 from dstrial.launch.accelerate_environment import accelerate_variables
 from dstrial.launch.early_imports import importing_for_ranks, is_on_cluster
 from dstrial.launch.failures import TRACEBACKS_DIR_VARIABLE
 from dstrial.launch.output import Stream
 from dstrial.launch.rank_main import script_command, trial_command
 from dstrial.launch.slots import slots_argument
+from dstrial.launch.supervisor import DEFAULT_SHUTDOWN_TIMEOUT_S
 from dstrial.local.experiment_file import EXPERIMENT_VARIABLE, write_experiment
 from dstrial.local.json_files import write_json_atomically
 from dstrial.local.run_directory import (
@@ -38,8 +47,14 @@ if TYPE_CHECKING:
     from dstrial.config import ExperimentConfig
     from dstrial.launch.failures import LaunchOutcome
 
-_USAGE = """python -m dstrial.launch [--slots N] [--config EXP.yaml] [--context-dir DIR]
+_USAGE = """python -m dstrial.launch [--slots N] [--config EXP.yaml] [--context-dir DIR] [--hostfile FILE]
                                 (--trial model_def:MyTrial | SCRIPT ARGS... | -m MODULE ARGS...)"""
+
+
+_CONFIG_IS_MISSING = (
+    "--config is missing off a cluster; expected the experiment config, which says how long to train. "
+    "Add --config EXP.yaml."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,7 +78,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m dstrial.launch",
         usage=_USAGE,
-        description="Run one training process per slot on this machine, or per slot of a Determined trial.",
+        description="Run one training process per slot on this machine, on those of a hostfile, or per slot of a Determined "
+        "trial.",
     )
     parser.add_argument("--slots", type=slots_argument, metavar="N", help="number of ranks to start")
     parser.add_argument("--config", type=Path, metavar="EXP.yaml", help="experiment config, off a cluster")
@@ -71,6 +87,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--context-dir", type=Path, metavar="DIR", default=Path(), help="directory of the model definition"
     )
     parser.add_argument("--trial", metavar="model_def:MyTrial", help="trial class to train")
+    add_host_arguments(parser)
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=[], help="or a module")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS...", help="or a script")
     options = parser.parse_args(arguments)
@@ -84,6 +101,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _launch(options: argparse.Namespace) -> LaunchOutcome:
+    require_hostfile(options)
+    if options.hostfile is not None:
+        return _launch_on_hosts(options)
     experiment = None if is_on_cluster(os.environ) else _load(options)
     with contextlib.ExitStack() as stack:
         if options.trial:  # a script says itself what is imported, and may set variables before
@@ -125,17 +145,14 @@ def _variables(experiment: ExperimentConfig | None) -> dict[str, str]:
 
 
 def _launch_off_cluster(options: argparse.Namespace, experiment: ExperimentConfig | None) -> LaunchOutcome:
-    from dstrial.launch.agent import DEFAULT_SHUTDOWN_TIMEOUT_S, run_ranks
+    from dstrial.launch.agent import run_ranks
     from dstrial.launch.slots import num_slots
     from dstrial.launch.stalls.stall_rules import StallSettings
 
     configured = experiment.slots_per_trial if experiment is not None else None
     if options.trial:
         if experiment is None:
-            raise LaunchError(
-                "--config is missing off a cluster; expected the experiment config, which says how long to train. "
-                "Add --config EXP.yaml."
-            )
+            raise LaunchError(_CONFIG_IS_MISSING)
         command = trial_command(options.trial, context_dir=options.context_dir, config=options.config)
     else:
         command = script_command(options.script, directory=Path())
@@ -159,6 +176,82 @@ def _launch_off_cluster(options: argparse.Namespace, experiment: ExperimentConfi
         )
 
 
+def _launch_on_hosts(options: argparse.Namespace) -> LaunchOutcome:
+    """Launch on the hosts of a hostfile, or on none of them."""
+    if is_on_cluster(os.environ):
+        raise LaunchError(
+            f"--hostfile is {str(options.hostfile)!r} in a trial of a master, which has its own hosts; expected one of the "
+            "two. Leave --hostfile out."
+        )
+    hosts_of(options)  # before anything that takes longer
+    with collector.paused_for_good():
+        from dstrial.hosts.preflight import check_hosts
+        from dstrial.launch.over_hosts import Job, run_on_hosts
+
+    num_slots = options.slots or _given_slots(options.config)
+    hosts = hosts_of(options, num_slots)
+    num_ranks = sum(len(host.slots) for host in hosts)
+    experiment = _load(options, num_ranks)
+    context_dir = options.context_dir if options.trial else Path()
+    if options.trial:
+        if experiment is None:
+            raise LaunchError(_CONFIG_IS_MISSING)
+        command = trial_command(
+            options.trial, context_dir=context_dir, config=options.config, python=python_of(options)
+        )
+    else:
+        command = script_command(options.script, directory=Path())
+        command[0] = python_of(options) if command[0] == sys.executable else command[0]
+    job = Job(
+        command=command,
+        env=_variables_of_hosts(experiment),
+        is_trial=bool(options.trial),
+        context_dir=context_dir,
+        config_path=options.config if options.trial else None,
+        config=None if experiment is None else experiment.raw,
+        hyperparameters={} if experiment is None else experiment.hyperparameters,
+        tracebacks_dir=default_runs_dir() / "tracebacks" / f"{utc_stamp()}-{os.getpid()}",
+        shutdown_timeout_s=(
+            experiment.preemption_timeout_s if experiment is not None else DEFAULT_SHUTDOWN_TIMEOUT_S
+        ),
+    )
+    preflight = check_hosts(
+        hosts,
+        python=python_of(options),
+        shared_directory=default_runs_dir(),
+        local_paths=job.paths,
+        interface=options.interface,
+        port=port_of(options),
+        environ={**os.environ, **job.env},
+    )
+    for line in placement_lines(preflight):
+        _warn(line)
+    return run_on_hosts(
+        job,
+        preflight,
+        python=python_of(options),
+        on_line=_print_for_cluster,
+        on_note=_warn,
+        on_stop=_tell_stopping,
+    )
+
+
+def _given_slots(config: Path | None) -> int | None:
+    """Return ``slots_per_trial`` where the user has written it: else all slots of a hostfile are used."""
+    if config is None:
+        return None
+    from dstrial.config.parsing.documents import read_yaml
+
+    resources = (read_yaml(config, str(config)).value or {}).get("resources")
+    slots = resources.get("slots_per_trial") if isinstance(resources, dict) else None
+    return slots if isinstance(slots, int) and slots > 0 else None
+
+
+def _variables_of_hosts(experiment: ExperimentConfig | None) -> dict[str, str]:
+    env = {RUNS_DIR_VARIABLE: str(default_runs_dir())}
+    return env if experiment is None else env | experiment.environment_variables
+
+
 def _script_variables(
     experiment: ExperimentConfig, num_ranks: int, directory: Path, env: Mapping[str, str]
 ) -> dict[str, str]:
@@ -179,7 +272,7 @@ def _script_variables(
 
 def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> LaunchOutcome:
     """Launch as the cluster says; lines carry the prefix that its log view filters by."""
-    from dstrial.launch.agent import DEFAULT_SHUTDOWN_TIMEOUT_S, run_ranks
+    from dstrial.launch.agent import run_ranks
     from dstrial.launch.slots import cluster_placement
     from dstrial.launch.stalls.stall_rules import StallSettings
 
@@ -265,13 +358,17 @@ def _run_directory() -> RunDirectory | None:
     return RunDirectory.open(path) if path else None
 
 
-def _load(options: argparse.Namespace) -> ExperimentConfig | None:
+def _load(options: argparse.Namespace, num_slots: int | None = None) -> ExperimentConfig | None:
     if options.config is None:
         return None
     from dstrial.config import load_experiment
 
     return load_experiment(
-        options.config, options.context_dir, (), slots=options.slots, resumed=saved_run_to_resume()
+        options.config,
+        options.context_dir,
+        (),
+        slots=num_slots or options.slots,
+        resumed=saved_run_to_resume(),
     )
 
 

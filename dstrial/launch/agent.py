@@ -39,8 +39,8 @@ from dstrial.launch.stalls.stall_board import StallBoard
 from dstrial.launch.stalls.stall_rules import StallSettings
 from dstrial.launch.stalls.stall_watch import WatchedRanks, watched_training
 from dstrial.launch.start_watch import watched_start
-from dstrial.launch.supervisor import Supervisor
-from dstrial.ranks.heartbeat import HEARTBEAT_VARIABLE, make_heartbeat_file
+from dstrial.launch.supervisor import DEFAULT_FAILURE_GRACE_S, DEFAULT_SHUTDOWN_TIMEOUT_S, Supervisor
+from dstrial.ranks.heartbeat import HEARTBEAT_VARIABLE, make_heartbeat_file, read_beat
 from dstrial.ranks.identity import LOOPBACK_ADDR
 from dstrial.ranks.job_secret import SECRET_VARIABLE, STORE_VARIABLE, new_secret, store_variable
 from dstrial.ranks.sockets import loopback_only
@@ -52,9 +52,6 @@ from dstrial.scratch import compile_cache, scratch_directory
 logger = logging.getLogger("dstrial.launch")
 
 _MONITOR_INTERVAL_S = 0.05
-
-DEFAULT_SHUTDOWN_TIMEOUT_S = 3600.0
-DEFAULT_FAILURE_GRACE_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,6 +71,26 @@ class Placement:
     master_port: int = 0
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunningRanks:
+    """The ranks of one launch, for a launcher that others have a say in.
+
+    Attributes:
+        supervisor: ends them, and knows who failed.
+        watched: where they say what they do; None where they cannot.
+    """
+
+    supervisor: Supervisor
+    watched: WatchedRanks | None
+
+    def positions(self) -> dict[int, int]:
+        """Return how many batches each rank of this machine has trained, as far as it says."""
+        if self.watched is None:
+            return {}
+        beats = {rank: read_beat(self.watched.beats, slot) for slot, rank in self.watched.ranks.items()}
+        return {rank: beat.batch for rank, beat in beats.items() if beat is not None}
+
+
 def run_ranks(
     command: Sequence[str],
     *,
@@ -90,6 +107,7 @@ def run_ranks(
     on_start: Callable[[str], None] | None = None,
     stalls: StallSettings | None = None,
     stall_memory: Path | None = None,
+    on_ready: Callable[[RunningRanks], None] | None = None,
 ) -> LaunchOutcome:
     """Run a command on ``num_ranks`` ranks of this machine and wait for all of them.
 
@@ -121,6 +139,7 @@ def run_ranks(
         stalls: when ranks that train count as stalled, and what follows; None for the defaults.
         stall_memory: file that keeps at which positions ranks were ended for a stall, over the launches of one trial; None where
             nothing starts them again.
+        on_ready: called once, before the first rank starts, with what others may end the ranks by.
 
     Returns:
         How it ended; a failing rank is no exception here.
@@ -167,6 +186,8 @@ def run_ranks(
                     watched, stalls or StallSettings(), on_start or logger.warning, files.end_stalled
                 )
             )
+        if on_ready is not None:
+            on_ready(RunningRanks(supervisor, watched))
         _run_agent(_make_agent(command, num_ranks, rendezvous, files, supervisor))
         failure = supervisor.first_failure()
     return _outcome(supervisor, failure)

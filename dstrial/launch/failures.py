@@ -62,6 +62,7 @@ class RankFailure:
         summary: type and message of the exception, one line; empty without a record.
         advice: what was held and what to change, where that is known; else empty.
         whole: path of the whole traceback where ``error`` is a part of it; else empty.
+        is_lost: whether no rank failed, but its host does not answer any more; ``rank`` is then the first of that host.
     """
 
     rank: int
@@ -74,10 +75,13 @@ class RankFailure:
     summary: str = ""
     advice: str = ""
     whole: str = ""
+    is_lost: bool = False
 
     @property
     def headline(self) -> str:
         """One line that names the rank and how it ended."""
+        if self.is_lost:
+            return f"host {self.host} was lost:"
         how = f"killed by {self.signal_name}" if self.signal_name else f"exit code {self.exit_code}"
         return f"rank {self.rank} failed first ({how}, host {self.host}):"
 
@@ -138,14 +142,14 @@ class RankEnding:
     is_consequence: bool
 
 
-def first_failure(endings: Iterable[RankEnding]) -> RankFailure | None:
+def first_ending(endings: Iterable[RankEnding]) -> RankEnding | None:
     """Pick the failure that caused the others; None without any.
 
     The earliest that is no mere consequence: a rank that closes its connections while it unwinds makes
     its peers fail, and record that, before its own record is complete.
     """
     ordered = sorted(endings, key=lambda ending: (ending.is_consequence, ending.time_s))
-    return ordered[0].failure if ordered else None
+    return ordered[0] if ordered else None
 
 
 def record_exception(

@@ -15,11 +15,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from dstrial.launch.failures import (
     RankEnding,
     RankFailure,
-    first_failure,
+    first_ending,
     is_consequence,
     is_watchdog_abort,
     read_record,
@@ -28,6 +29,11 @@ from dstrial.launch.failures import (
 )
 from dstrial.launch.memory_shortage import killed_text, oom_kills
 from dstrial.launch.output import tail
+
+DEFAULT_SHUTDOWN_TIMEOUT_S = 3600.0
+"""How long after a request to stop ranks are killed, seconds."""
+DEFAULT_FAILURE_GRACE_S = 10.0
+"""How long after the first failure the other ranks are killed, seconds."""
 
 # Ranks that lost a peer mostly end by themselves; only then are the others told to.
 _UNTOLD_GRACE_S = 2.0
@@ -63,7 +69,7 @@ class Supervisor:
         self._kill_sent: set[int] = set()
         self._stop_signal: str | None = None
         self._stop_passed_on_s: float | None = None
-        self._kill_requested = False
+        self._kill_requested = self._killed_by_user = False
         self._failing_since_s: float | None = None
         self._oom_kills_before = oom_kills()
 
@@ -81,12 +87,26 @@ class Supervisor:
             target=self._await_end, args=(local_rank, pid), name=f"dstrial-rank-{rank}-waiter", daemon=True
         ).start()
 
+    def kill_now(self) -> None:
+        """Kill all ranks at the next tick."""
+        self._kill_requested = True
+
+    def tell_peer_failed(self) -> None:
+        """Treat ranks of other machines as those of this one: somebody there has failed."""
+        if self._failing_since_s is None:
+            self._failing_since_s = time.monotonic()
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether a rank of this machine has failed."""
+        return self._has_failure()
+
     def request_stop(self, signal_: signal.Signals) -> None:
         """Ask all ranks to stop when they can; a SIGINT after the first request kills."""
         if self._stop_signal is None:
             self._stop_signal = signal_.name
         elif signal_ == signal.SIGINT:
-            self._kill_requested = True
+            self._kill_requested = self._killed_by_user = True
 
     @property
     def stop_signal(self) -> str | None:
@@ -96,7 +116,7 @@ class Supervisor:
     @property
     def was_killed_by_user(self) -> bool:
         """Whether a second SIGINT ended the ranks."""
-        return self._kill_requested
+        return self._killed_by_user
 
     def tick(self) -> bool:
         """Do what is due now and say whether every rank has ended."""
@@ -127,8 +147,13 @@ class Supervisor:
 
     def first_failure(self) -> RankFailure | None:
         """The failure that caused the others; None if only our own signals ended ranks."""
+        ending = self.first_ending()
+        return None if ending is None else ending.failure
+
+    def first_ending(self) -> RankEnding | None:
+        """The failure that caused the others of this machine, and whether a rank elsewhere caused it."""
         endings = (self._ending(local_rank) for local_rank in sorted(self._ended))
-        return first_failure(ending for ending in endings if ending is not None)
+        return first_ending(ending for ending in endings if ending is not None)
 
     def _ending(self, local_rank: int) -> RankEnding | None:
         ended_s, status = self._ended[local_rank]
@@ -139,7 +164,7 @@ class Supervisor:
         if status == 0 or (ours and record is None):
             return None
         is_caused = is_consequence(record)
-        told: dict[str, str] = {}
+        told: dict[str, Any] = {}
         if record is None:
             if status == -signal.SIGKILL:
                 told["advice"] = killed_text(self._oom_kills_before)

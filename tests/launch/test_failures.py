@@ -11,7 +11,7 @@ from dstrial.launch.failures import (
     LaunchOutcome,
     RankEnding,
     RankFailure,
-    first_failure,
+    first_ending,
     is_consequence,
     read_record,
     record_exception,
@@ -25,22 +25,22 @@ def _ending(rank: int, time_s: float, *, is_consequence: bool = False) -> RankEn
 
 
 def test_the_earliest_failure_is_the_first() -> None:
-    failure = first_failure([_ending(0, 2.0), _ending(1, 1.0), _ending(2, 3.0)])
-    assert failure is not None
-    assert failure.rank == 1
+    ending = first_ending([_ending(0, 2.0), _ending(1, 1.0), _ending(2, 3.0)])
+    assert ending is not None
+    assert ending.failure.rank == 1
 
 
 def test_a_lost_peer_is_no_cause_even_if_it_was_noticed_earlier() -> None:
-    failure = first_failure([_ending(0, 1.0, is_consequence=True), _ending(1, 2.0)])
-    assert failure is not None
-    assert failure.rank == 1
+    ending = first_ending([_ending(0, 1.0, is_consequence=True), _ending(1, 2.0)])
+    assert ending is not None
+    assert ending.failure.rank == 1
 
 
 def test_only_lost_peers_still_name_the_earliest() -> None:
-    failure = first_failure([_ending(0, 2.0, is_consequence=True), _ending(1, 1.0, is_consequence=True)])
-    assert failure is not None
-    assert failure.rank == 1
-    assert first_failure([]) is None
+    ending = first_ending([_ending(0, 2.0, is_consequence=True), _ending(1, 1.0, is_consequence=True)])
+    assert ending is not None
+    assert ending.failure.rank == 1
+    assert first_ending([]) is None
 
 
 def test_a_record_comes_back_and_the_first_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

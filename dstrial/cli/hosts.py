@@ -1,0 +1,125 @@
+"""``dstrial hosts``: look whether the machines of a hostfile can train together."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dstrial.errors import HostError
+from dstrial.hosts.arguments import add_host_arguments, hosts_of, port_of, python_of
+from dstrial.hosts.preflight import Preflight, check_hosts
+from dstrial.local.run_directory import default_runs_dir
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+_PLAIN_COLUMNS = 200
+_DESCRIPTION = """\
+Log in to all hosts at once and look for everything that would keep them from training together: names, keys, Python and its
+packages, slots, clocks, the network between them, and the directory that they share. Starts nothing, and leaves nothing.
+`dstrial run --hostfile` and `python -m dstrial.launch --hostfile` do the same before they start a rank.
+"""
+
+
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand, its action and their arguments."""
+    parser = subparsers.add_parser("hosts", help="look whether the machines of a hostfile can train together")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    check = actions.add_parser(
+        "check",
+        help="find everything that would keep hosts from training together; starts nothing",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Exit status: 0 if all hosts are ready, 1 if not, 2 for wrong usage.",
+    )
+    add_host_arguments(check, is_required=True)
+    check.add_argument(
+        "--runs-dir",
+        metavar="DIR",
+        help="directory of all runs, which all hosts have to see (default: $DSTRIAL_RUNS_DIR or runs)",
+    )
+    check.add_argument("--json", action="store_true", help="print what was found as JSON")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Check the hosts and print what they are, or all that is wrong.
+
+    Raises:
+        DstrialError: the hostfile cannot be used.
+    """
+    hosts = hosts_of(args)
+    try:
+        preflight = check_hosts(
+            hosts,
+            python=python_of(args),
+            shared_directory=default_runs_dir(args.runs_dir),
+            local_paths=[Path.cwd()],
+            interface=args.interface,
+            port=port_of(args),
+            environ=os.environ,
+        )
+    except HostError as error:
+        if not args.json:
+            raise
+        problems = [{"host": one.host, "is": one.got, "fix": one.fix} for one in error.problems]
+        sys.stdout.write(json.dumps({"ready": False, "problems": problems}, indent=2) + "\n")
+        return 1
+    try:
+        if args.json:
+            sys.stdout.write(json.dumps(_document(preflight), indent=2) + "\n")
+        else:
+            _print(preflight)
+    finally:
+        preflight.close()
+    return 0
+
+
+def _document(preflight: Preflight) -> dict[str, Any]:
+    hosts = [
+        {
+            "host": ready.host.name,
+            "slots": list(ready.host.slots),
+            "accelerators": ready.facts.num_accelerators,
+            "address": ready.address,
+            "interface": ready.interface,
+            "python": ready.facts.python,
+            "versions": dict(ready.facts.versions),
+            "clock_ahead_s": round(ready.facts.skew_s, 3),
+            "sees_this_directory": all(ready.sees.values()),
+        }
+        for ready in preflight.hosts
+    ]
+    return {"ready": True, "hosts": hosts, "seconds": round(preflight.seconds, 2)}
+
+
+def _print(preflight: Preflight) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("host", "slots", "devices", "address", "Python", "torch", "clock", "code"):
+        table.add_column(heading)
+    for ready in preflight.hosts:
+        facts = ready.facts
+        row = (
+            ready.host.name,
+            str(len(ready.host.slots)),
+            str(facts.num_accelerators or "CPU"),
+            f"{ready.address} ({ready.interface})",
+            facts.python,
+            str(facts.versions["torch"]),
+            f"{facts.skew_s:+.2f} s",
+            "shared" if all(ready.sees.values()) else "travels",
+        )
+        table.add_row(*map(Text, row))
+    console = Console(width=None if sys.stdout.isatty() else _PLAIN_COLUMNS, highlight=False)
+    console.print(table)
+    slots = sum(len(ready.host.slots) for ready in preflight.hosts)
+    sys.stdout.write(
+        f"{len(preflight.hosts)} hosts with {slots} slots are ready; checked in {preflight.seconds:.1f} s\n"
+    )

@@ -1,0 +1,226 @@
+"""``dstrial run --hostfile``: train on several machines, and go on with those that are left."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from dstrial.cli.run_display import Display
+from dstrial.cli.run_entrypoint import Entrypoint
+from dstrial.config import ExperimentConfig, load_experiment
+from dstrial.config.parsing.documents import read_yaml
+from dstrial.errors import ConfigError, ConfigProblem, HostError, LaunchError
+from dstrial.hosts.arguments import hosts_of, placement_lines, port_of, python_of
+from dstrial.hosts.hostfile import Host, first_slots
+from dstrial.hosts.preflight import Preflight, check_hosts
+from dstrial.launch.failures import LaunchOutcome
+from dstrial.launch.over_hosts import Job, run_on_hosts
+from dstrial.launch.rank_main import script_command, trial_command
+from dstrial.local.checkpoint_directory import newest_checkpoint
+from dstrial.local.json_files import write_json_atomically
+from dstrial.local.run_directory import RUN_DIR_VARIABLE, RunDirectory
+from dstrial.resume.locate import saved_run_to_resume
+
+
+def chosen_hosts(args: argparse.Namespace) -> tuple[Host, ...]:
+    """Return the hosts of ``--hostfile`` to train on.
+
+    ``--slots`` or a ``slots_per_trial`` that the user has written says how many of their slots are used; else all are.
+
+    Raises:
+        ConfigError: with everything that is wrong with the flags and the hostfile.
+    """
+    return hosts_of(args, args.slots or given_slots(Path(args.experiment)))
+
+
+def given_slots(path: Path) -> int | None:
+    """Return ``resources.slots_per_trial`` where the user has written it."""
+    resources = (read_yaml(path, str(path)).value or {}).get("resources")
+    slots = resources.get("slots_per_trial") if isinstance(resources, dict) else None
+    return slots if isinstance(slots, int) and slots > 0 else None
+
+
+def require_trainable_on_hosts(
+    experiment: ExperimentConfig, entrypoint: Entrypoint, *, is_search: bool
+) -> None:
+    """Refuse what cannot be spread over hosts by this command.
+
+    Raises:
+        ConfigError: a search, or an entrypoint that starts ranks itself.
+    """
+    if is_search:
+        problem = ConfigProblem(
+            f"{experiment.path}: searcher.name",
+            f"{experiment.raw['searcher']['name']!r} with --hostfile",
+            "'single', one trial",
+            "Add --config searcher.name=single and concrete hyperparameters.",
+        )
+        raise ConfigError([problem])
+    if entrypoint.starts_ranks or entrypoint.words[:2] == ("sh", "-c"):
+        problem = ConfigProblem(
+            f"{experiment.path}: entrypoint",
+            f"{experiment.entrypoint!r} with --hostfile",
+            "a trial class or a script, of which dstrial starts a rank for each slot",
+            "Write entrypoint: model_def:MyTrial, or name the script alone.",
+        )
+        raise ConfigError([problem])
+
+
+class HostRun:
+    """One run over hosts: attempts, until it ends or may not be started again.
+
+    Args:
+        args: of ``dstrial run``.
+        experiment: for all slots of ``hosts``.
+        entrypoint: what ranks run.
+        hosts: to begin with.
+        run_directory: of the run, on the file system that the hosts share.
+        resume: checkpoint to go on from; None to begin anew.
+        overrides: ``--config`` and what goes with it.
+        max_restarts: how often ranks that failed by themselves are started again.
+        display: shows lines.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        experiment: ExperimentConfig,
+        entrypoint: Entrypoint,
+        hosts: Sequence[Host],
+        run_directory: RunDirectory,
+        *,
+        resume: Path | None,
+        overrides: Sequence[str],
+        max_restarts: int,
+        display: Display,
+    ) -> None:
+        self._args, self._experiment, self._entrypoint = args, experiment, entrypoint
+        self._hosts, self._run_directory, self._resume = tuple(hosts), run_directory, resume
+        self._overrides, self._max_restarts, self._display = tuple(overrides), max_restarts, display
+
+    def train(self) -> LaunchOutcome:
+        """Train until the run has ended; return how its last attempt did.
+
+        Raises:
+            HostError: at the start some host cannot train, or later none can.
+            ConfigError: the config fits no number of slots that is left.
+        """
+        preflight = self._checked()
+        restarts = 0
+        while True:
+            outcome = self._attempt(preflight)
+            failure = outcome.first_failure
+            if failure is None or outcome.stopped_by is not None or self._args.test:
+                return outcome
+            limit = self._experiment.max_restarts if failure.is_lost else self._max_restarts
+            if restarts >= limit:
+                return outcome
+            restarts += 1
+            self._display.message(failure.in_one_line)
+            preflight = self._checked(may_drop=True)
+            self._go_on(preflight)
+            where = "from its beginning" if self._resume is None else f"from checkpoint {self._resume.name}"
+            names = ", ".join(host.name for host in self._hosts)
+            self._display.message(f"restart {restarts} of {limit} on {names}, {where}")
+
+    def _checked(self, *, may_drop: bool = False) -> Preflight:
+        """Connect to the hosts; with ``may_drop`` leave out those that cannot train."""
+        while True:
+            try:
+                return check_hosts(
+                    self._hosts,
+                    python=python_of(self._args),
+                    shared_directory=self._run_directory.path.parent,
+                    local_paths=self._job([]).paths,
+                    interface=self._args.interface,
+                    port=port_of(self._args),
+                    environ={**os.environ, **self._experiment.environment_variables},
+                )
+            except HostError as error:
+                left = tuple(
+                    host for host in self._hosts if host.name not in {one.host for one in error.problems}
+                )
+                if not may_drop or not left:
+                    raise
+                for problem in error.problems:
+                    self._display.message(f"without {problem.host}, which is {problem.got}")
+                self._hosts = left
+
+    def _go_on(self, preflight: Preflight) -> None:
+        """Take the newest checkpoint and as many slots as its batch fits."""
+        newest = newest_checkpoint(self._run_directory.checkpoints_path)
+        self._resume = self._resume if newest is None else newest.path
+        present = sum(len(host.slots) for host in self._hosts)
+        problem: ConfigError | None = None
+        for num_slots in range(present, 0, -1):
+            try:
+                self._experiment = load_experiment(
+                    self._args.experiment,
+                    self._args.context_dir,
+                    self._overrides,
+                    require_entrypoint=True,
+                    slots=num_slots,
+                    resumed=None if self._resume is None else saved_run_to_resume(str(self._resume)),
+                )
+            except ConfigError as error:
+                problem = problem or error
+                continue
+            self._hosts = first_slots(self._hosts, num_slots)
+            preflight.keep(self._hosts)
+            return
+        preflight.close()
+        assert problem is not None
+        raise problem
+
+    def _attempt(self, preflight: Preflight) -> LaunchOutcome:
+        for line in placement_lines(preflight):
+            self._display.message(line)
+        outcome = run_on_hosts(
+            self._job(self._command()),
+            preflight,
+            python=python_of(self._args),
+            on_line=self._display.rank_line,
+            on_note=self._display.message,
+            on_stop=lambda name: self._display.message(
+                f"{name}: stopping all ranks at the same batch (Ctrl-C again ends them at once)"
+            ),
+        )
+        write_json_atomically(self._run_directory.outcome_path, outcome.to_json())
+        return outcome
+
+    def _job(self, command: list[str]) -> Job:
+        env = {**self._experiment.environment_variables, RUN_DIR_VARIABLE: str(self._run_directory.path)}
+        return Job(
+            command=command,
+            env=env,
+            is_trial=self._entrypoint.trial is not None,
+            context_dir=self._experiment.context_dir,
+            config_path=Path(self._args.experiment),
+            config=self._experiment.raw,
+            hyperparameters=self._experiment.hyperparameters,
+            log_dir=self._run_directory.begin_logs() if command else None,
+            shutdown_timeout_s=self._experiment.preemption_timeout_s,
+        )
+
+    def _command(self) -> list[str]:
+        python = python_of(self._args)
+        if self._entrypoint.trial is None:
+            command = script_command(self._entrypoint.words, directory=self._experiment.context_dir)
+            if len(command) < 2 or command[1] != "-m":
+                raise LaunchError(
+                    f"the entrypoint is {self._experiment.entrypoint!r}; expected a trial class or a Python script with "
+                    "--hostfile. Write a script in Python, or start the command on each host yourself."
+                )
+            return [python, *command[1:]]
+        return trial_command(
+            self._entrypoint.trial,
+            context_dir=self._experiment.context_dir,
+            config=Path(self._args.experiment),
+            overrides=self._overrides,
+            run_dir=self._run_directory.path,
+            resume=None if self._resume is None else str(self._resume),
+            test_mode=self._args.test,
+            python=python,
+        )

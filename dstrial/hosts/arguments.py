@@ -1,0 +1,107 @@
+"""The flags by which a command takes hosts; the same for each command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dstrial.errors import ConfigError, ConfigProblem
+from dstrial.hosts.hostfile import Host, read_hosts
+
+if TYPE_CHECKING:
+    from dstrial.hosts.preflight import Preflight
+
+_FILTER = "HOST[:SLOT,SLOT...][@HOST...]"
+
+
+def add_host_arguments(parser: argparse.ArgumentParser, *, is_required: bool = False) -> None:
+    """Add ``--hostfile`` and what goes with it."""
+    group = parser.add_argument_group(
+        "hosts", "Train on several machines, which ssh reaches without a password."
+    )
+    group.add_argument(
+        "--hostfile",
+        type=Path,
+        required=is_required,
+        metavar="FILE",
+        help="lines `NAME slots=N`, DeepSpeed's format",
+    )
+    group.add_argument("--include", default="", metavar=_FILTER, help="use only these hosts and slots")
+    group.add_argument("--exclude", default="", metavar=_FILTER, help="use all hosts and slots but these")
+    group.add_argument(
+        "--interface", metavar="NAME", help="network interface (default: one by which all reach each other)"
+    )
+    group.add_argument(
+        "--master-port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="for the rendezvous on the first host (default: $MASTER_PORT or a free one)",
+    )
+    group.add_argument("--python", metavar="PATH", help="interpreter on each host (default: this one's path)")
+
+
+def require_hostfile(args: argparse.Namespace) -> None:
+    """Refuse flags of hosts without a hostfile.
+
+    Raises:
+        ConfigError: with each of them.
+    """
+    given = {
+        "--include": args.include,
+        "--exclude": args.exclude,
+        "--interface": args.interface,
+        "--master-port": args.master_port,
+        "--python": args.python,
+    }
+    problems = [
+        ConfigProblem(flag, "given without --hostfile", "both or none", "Add --hostfile FILE.")
+        for flag, value in given.items()
+        if value
+    ]
+    if args.hostfile is None and problems:
+        raise ConfigError(problems)
+
+
+def hosts_of(args: argparse.Namespace, num_slots: int | None = None) -> tuple[Host, ...]:
+    """Return the hosts that the flags name, with the first ``num_slots`` of their slots.
+
+    Raises:
+        ConfigError: with everything that is wrong with them.
+    """
+    return read_hosts(args.hostfile, include=args.include, exclude=args.exclude, num_slots=num_slots)
+
+
+def python_of(args: argparse.Namespace) -> str:
+    """Return the path of the interpreter on each host."""
+    return args.python or sys.executable
+
+
+def port_of(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> int:
+    """Return the port for the rendezvous, 0 for any.
+
+    Raises:
+        ConfigError: it is no port.
+    """
+    text = str(args.master_port or environ.get("MASTER_PORT") or 0)
+    if text.isdecimal() and int(text) < 65_536:
+        return int(text)
+    flag = "--master-port" if args.master_port else "MASTER_PORT"
+    raise ConfigError([ConfigProblem(flag, repr(text), "a port, 1 to 65535", "Leave it out for a free one.")])
+
+
+def placement_lines(preflight: Preflight) -> list[str]:
+    """Return a line for each host: its ranks, where it is reached, its slots."""
+    lines = []
+    first = 0
+    for ready in preflight.hosts:
+        last = first + len(ready.host.slots) - 1
+        ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+        slots = f", slots {','.join(map(str, ready.host.slots))}" if ready.host.is_filtered else ""
+        lines.append(f"{ready.host.name}: {ranks} at {ready.address} ({ready.interface}){slots}")
+        first = last + 1
+    return lines

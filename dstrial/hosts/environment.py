@@ -1,0 +1,37 @@
+"""Which variables of the user's environment travel to other hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# What belongs to a machine, a login or a terminal, and what tells another job's processes who they are.
+STAYING_NAMES = frozenset(
+    {
+        "HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "SHLVL", "_", "MAIL", "HOSTNAME", "HOST", "TMPDIR", "TMP", "TEMP",
+        "DISPLAY", "WAYLAND_DISPLAY", "XAUTHORITY", "WINDOWID", "STY", "TMUX", "TMUX_PANE", "TERM_SESSION_ID",
+        "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES",
+        "RANK", "WORLD_SIZE", "NODE_RANK", "DSTRIAL_SECRET", "DSTRIAL_STORE", "DSTRIAL_HEARTBEAT", "DSTRIAL_LAUNCHED",
+    }
+)  # fmt: skip
+"""Variables that stay, by name."""
+STAYING_PREFIXES = (
+    "SSH_", "XDG_", "DBUS_", "LOCAL_", "GROUP_", "ROLE_", "CROSS_", "MASTER_", "TORCHELASTIC_", "SLURM_", "PMI_", "PMIX_",
+    "OMPI_", "PALS_",
+)  # fmt: skip
+"""Variables that stay, by how they begin."""
+
+
+def travelling(environ: Mapping[str, str], there: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a program on another host.
+
+    Args:
+        environ: of this process; all of it travels but what is listed above, values with line ends included.
+        there: what a login there has; what does not travel is taken from it.
+    """
+    ours = {name: value for name, value in environ.items() if not stays(name)}
+    return {**{name: value for name, value in there.items() if not name.startswith("SSH_")}, **ours}
+
+
+def stays(name: str) -> bool:
+    """Say whether a variable belongs to this machine."""
+    return name in STAYING_NAMES or name.startswith(STAYING_PREFIXES)

@@ -1,0 +1,192 @@
+"""Read a hostfile and its filters, in DeepSpeed's format.
+
+A line is ``NAME slots=N``; ``#`` begins a comment. A filter is ``NAME[:SLOT,SLOT...]``, several joined by ``@``. Source:
+DeepSpeed 0.19.8 ``launcher/runner.py``, ``_parse_hostfile`` and ``parse_resource_filter``. Otherwise than there a path that is
+no file is an error, never one machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from dstrial.errors import ConfigError, ConfigProblem
+
+_LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)\s*")
+# What ssh takes for a host, and never for an option of its own.
+_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.@:%-]*[A-Za-z0-9_])?")
+_MOST_SLOTS = 65_536
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Host:
+    """A machine and those of its slots that may be used.
+
+    Attributes:
+        name: as ssh takes it: a name, an address, or an alias of ``~/.ssh/config``.
+        slots: indices of devices, ascending, from 0; ranks are given them in this order.
+        is_filtered: whether a filter chose them among more.
+    """
+
+    name: str
+    slots: tuple[int, ...]
+    is_filtered: bool = False
+
+
+def read_hosts(
+    path: Path, *, include: str = "", exclude: str = "", num_slots: int | None = None
+) -> tuple[Host, ...]:
+    """Return the hosts of a hostfile, in its order, without those that are filtered out.
+
+    Args:
+        path: of the hostfile.
+        include: use only these hosts and slots, ``host1@host2:0,2``.
+        exclude: use all but these hosts and slots.
+        num_slots: use this many slots, from the first host on; None for all.
+
+    Raises:
+        ConfigError: with everything that is wrong with the file and the filters.
+    """
+    hosts = _read(path)
+    problems: list[ConfigProblem] = []
+    if include and exclude:
+        problems.append(
+            ConfigProblem("--include", "given beside --exclude", "one of the two", "Leave one of them out.")
+        )
+    elif include:
+        hosts = _filtered(hosts, include, "--include", path, problems)
+    elif exclude:
+        hosts = _filtered(hosts, exclude, "--exclude", path, problems)
+    if not problems and not hosts:
+        problems.append(
+            ConfigProblem(
+                "--exclude" if exclude else str(path),
+                repr(exclude) if exclude else "without a host",
+                "at least one host that is left" if exclude else "lines `NAME slots=N`, one a host",
+                "Exclude fewer hosts." if exclude else "Add the hosts to train on.",
+            )
+        )
+    if problems:
+        raise ConfigError(problems)
+    present = sum(len(host.slots) for host in hosts)
+    if num_slots is not None and num_slots > present:
+        shown = ", ".join(f"{host.name} {len(host.slots)}" for host in hosts)
+        problem = ConfigProblem(
+            "the number of slots",
+            str(num_slots),
+            f"at most {present}, what {path} offers ({shown})",
+            "Ask for fewer slots, or add hosts.",
+        )
+        raise ConfigError([problem])
+    return hosts if num_slots is None else first_slots(hosts, num_slots)
+
+
+def _read(path: Path) -> tuple[Host, ...]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        problem = ConfigProblem(
+            "--hostfile",
+            f"{str(path)!r}, which cannot be read ({reason})",
+            "a file of lines `NAME slots=N`",
+            f"Correct the path, which is relative to {Path.cwd()}.",
+        )
+        raise ConfigError([problem]) from error
+    found: dict[str, Host] = {}
+    lines: dict[str, int] = {}
+    problems: list[ConfigProblem] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.partition("#")[0].strip()
+        if not words:
+            continue
+        where, match = f"{path}:{number}", _LINE.fullmatch(words)
+        if match is None:
+            problems.append(
+                ConfigProblem(where, repr(words), "`NAME slots=N`", "Write the host's name and its slots.")
+            )
+            continue
+        name, slots = match["name"], int(match["slots"])
+        if not _NAME.fullmatch(name):
+            problems.append(ConfigProblem(where, repr(name), "a host's name or address", "Correct the name."))
+        elif name in lines:
+            problems.append(
+                ConfigProblem(
+                    where,
+                    f"{name!r} once more, as in line {lines[name]}",
+                    "each host once",
+                    "Give its slots in one line.",
+                )
+            )
+        elif not 1 <= slots <= _MOST_SLOTS:
+            problems.append(
+                ConfigProblem(
+                    where,
+                    f"slots={slots}",
+                    f"1 to {_MOST_SLOTS} slots",
+                    "Leave the host out, or give it slots.",
+                )
+            )
+        else:
+            found[name] = Host(name, tuple(range(slots)))
+        lines.setdefault(name, number)
+    if problems:
+        raise ConfigError(problems)
+    return tuple(found.values())
+
+
+def _filtered(
+    hosts: Sequence[Host], text: str, flag: str, path: Path, problems: list[ConfigProblem]
+) -> tuple[Host, ...]:
+    by_name = {host.name: host for host in hosts}
+    named: dict[str, set[int]] = {}
+    for part in text.split("@"):
+        name, colon, numbers = part.strip().partition(":")
+        host = by_name.get(name)
+        if host is None:
+            problems.append(
+                ConfigProblem(
+                    flag,
+                    repr(text) if not name else f"{text!r}, and {name!r} is not in {path}",
+                    f"hosts of {', '.join(by_name) or 'a hostfile that names some'}",
+                    "Correct the name.",
+                )
+            )
+            continue
+        wanted = (
+            {int(one) if one.isdecimal() else -1 for one in numbers.split(",")} if colon else {*host.slots}
+        )
+        if not wanted <= {*host.slots}:
+            problems.append(
+                ConfigProblem(
+                    flag,
+                    repr(part),
+                    f"slots 0 to {host.slots[-1]} of {name}, joined by commas",
+                    f"Correct the slots, or those of {name} in {path}.",
+                )
+            )
+            continue
+        named.setdefault(name, set()).update(wanted)
+    kept = []
+    for host in hosts:
+        chosen = named.get(host.name, set())
+        left = chosen if flag == "--include" else {*host.slots} - chosen
+        if left:
+            kept.append(Host(host.name, tuple(sorted(left)), is_filtered=left != {*host.slots}))
+    return tuple(kept)
+
+
+def first_slots(hosts: Sequence[Host], num_slots: int) -> tuple[Host, ...]:
+    """Return the first hosts with together ``num_slots`` slots, the last of them with fewer where needed."""
+    chosen: list[Host] = []
+    left = num_slots
+    for host in hosts:
+        if left <= 0:
+            break
+        taken = host.slots[:left]
+        is_filtered = host.is_filtered or taken != host.slots
+        chosen.append(dataclasses.replace(host, slots=taken, is_filtered=is_filtered))
+        left -= len(taken)
+    return tuple(chosen)

@@ -1,0 +1,451 @@
+"""Ask all hosts at once whether they can train together, before anything starts.
+
+The connections stay open and become the launchers of their hosts, so that what was checked is what is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dstrial.errors import HostError, HostProblem
+from dstrial.hosts import remote
+from dstrial.hosts.connection import CONNECT_S, HostConnection
+from dstrial.hosts.hostfile import Host
+from dstrial.ranks.devices import SHARE_VARIABLE, may_share
+from dstrial.visible_text import visible_line
+
+_DEADLINE_S = CONNECT_S + 1.0
+_STEP_S = 5.0
+_CONNECT_S = 2.0
+_MOST_SKEW_S = 30.0
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+_Result = TypeVar("_Result")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Facts:
+    """What a host says of itself.
+
+    Attributes:
+        hostname: as it calls itself.
+        python: version.
+        versions: of torch, deepspeed and dstrial; None for what is not installed.
+        num_accelerators: that its drivers show.
+        addresses: IPv4 addresses with their interfaces, the one that ssh reached first.
+        skew_s: by how much its clock is ahead of ours, seconds.
+        environment: of a program that ssh starts.
+        machine: what two names of one machine share.
+    """
+
+    hostname: str
+    python: str
+    versions: Mapping[str, str | None]
+    num_accelerators: int
+    addresses: tuple[tuple[str, str], ...]
+    skew_s: float
+    environment: Mapping[str, str]
+    machine: str
+    greeting: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReadyHost:
+    """A host that passed, with its connection.
+
+    Attributes:
+        address: at which the other hosts reach it.
+        interface: that has this address.
+        sees: for each path asked about, whether it is the same there as here.
+    """
+
+    connection: HostConnection
+    facts: Facts
+    address: str
+    interface: str
+    sees: Mapping[str, bool]
+
+    @property
+    def host(self) -> Host:
+        """Which one, and with which slots."""
+        return self.connection.host
+
+
+@dataclasses.dataclass(slots=True)
+class Preflight:
+    """Hosts that can train together.
+
+    Attributes:
+        hosts: in the order of their ranks; the first serves the rendezvous.
+        port: free on the first host's address.
+        seconds: how long it took.
+    """
+
+    hosts: tuple[ReadyHost, ...]
+    port: int
+    seconds: float
+
+    def keep(self, hosts: Sequence[Host]) -> None:
+        """Leave hosts out, and slots of the others."""
+        wanted = {host.name: host for host in hosts}
+        unwanted = [ready.connection for ready in self.hosts if ready.host.name not in wanted]
+        _on_all(unwanted, HostConnection.close)
+        self.hosts = tuple(ready for ready in self.hosts if ready.host.name in wanted)
+        for ready in self.hosts:
+            ready.connection.host = wanted[ready.host.name]
+
+    def close(self) -> None:
+        """End all connections."""
+        _on_all([ready.connection for ready in self.hosts], HostConnection.close)
+
+
+def check_hosts(
+    hosts: Sequence[Host],
+    *,
+    python: str,
+    shared_directory: Path,
+    local_paths: Sequence[Path] = (),
+    interface: str | None = None,
+    port: int = 0,
+    environ: Mapping[str, str] = os.environ,
+) -> Preflight:
+    """Connect to all hosts and find everything that would keep them from training together.
+
+    Args:
+        hosts: at least one.
+        python: path of the interpreter on each host.
+        shared_directory: where checkpoints go; is made on the first host, and all have to see it.
+        local_paths: files and directories of this machine; it is found out who sees the same ones.
+        interface: network interface to use on each host; None for one by which all reach each other. One that
+            ``GLOO_SOCKET_IFNAME`` of ``environ`` names counts as given.
+        port: for the rendezvous on the first host; 0 for any free one.
+        environ: of what is to train.
+
+    Returns:
+        The hosts, whose connections the caller closes.
+
+    Raises:
+        HostError: with every problem of every host; all connections are closed then.
+    """
+    began_s = time.monotonic()
+    with _closed_after_an_error() as connections:
+        connections += _on_all(hosts, lambda host: HostConnection(host, python))
+        answers = _on_all(connections, lambda one: _facts(one, began_s + _DEADLINE_S))
+        problems = [answer for answer in answers if isinstance(answer, HostProblem)]
+        facts = [answer for answer in answers if isinstance(answer, Facts)]
+        known = [one for one, answer in zip(connections, answers, strict=True) if isinstance(answer, Facts)]
+        here = _own_versions()
+        named = interface or next((environ[name] for name in _INTERFACE_VARIABLES if environ.get(name)), None)
+        problems += fact_problems([one.host for one in known], facts, here, environ=environ, interface=named)
+        places, port_found, found = _connectivity(known, facts, named, port)
+        problems += found
+        problems += _shared_problems(known, shared_directory)
+        if problems:
+            raise HostError(_in_order(problems, hosts), len(hosts))
+        sees = _sees(known, local_paths)
+        ready = tuple(
+            ReadyHost(one, fact, *place, seen)
+            for one, fact, place, seen in zip(known, facts, places, sees, strict=True)
+        )
+        return Preflight(ready, port_found, time.monotonic() - began_s)
+
+
+@contextlib.contextmanager
+def _closed_after_an_error() -> Iterator[list[HostConnection]]:
+    connections: list[HostConnection] = []
+    try:
+        yield connections
+    except BaseException:
+        _on_all(connections, HostConnection.close)
+        raise
+
+
+def _facts(connection: HostConnection, give_up_at_s: float) -> Facts | HostProblem:
+    asked_s = time.time()
+    try:
+        answer = connection.next(max(give_up_at_s - time.monotonic(), 0.1))
+    except TimeoutError:
+        answer = None
+        asked = connection.refusal()
+        connection.abandon()
+        return HostProblem(connection.host.name, asked.got, asked.fix)
+    if answer is None:
+        asked = connection.refusal()
+        return HostProblem(connection.host.name, visible_line(asked.got), asked.fix)
+    # The first answer took a login's time: ask once more, for the clock alone.
+    asked_s = time.time()
+    timed = connection.ask({"do": "time"}, _STEP_S) or answer
+    skew_s = float(timed["time_s"]) - (asked_s + time.time()) / 2
+    first = [address for address in answer["reached_at"] if not address.startswith("127.")]
+    pairs = [(str(name), str(address)) for name, address in answer["addresses"]]
+    return Facts(
+        hostname=str(answer["hostname"]),
+        python=str(answer["python"]),
+        versions=dict(answer["versions"]),
+        num_accelerators=int(answer["num_accelerators"]),
+        addresses=tuple(sorted(pairs, key=lambda pair: pair[1] not in first)),
+        skew_s=skew_s,
+        environment=dict(answer["environment"]),
+        machine=str(answer["boot"]),
+        greeting=str(answer["greeting"]),
+    )
+
+
+def _own_versions() -> dict[str, str | None]:
+    names = remote.PACKAGES
+    return {name: remote.version_of(name) for name in names}
+
+
+def fact_problems(
+    hosts: Sequence[Host],
+    facts: Sequence[Facts],
+    here: Mapping[str, str | None],
+    *,
+    environ: Mapping[str, str],
+    interface: str | None,
+) -> list[HostProblem]:
+    """Return what is wrong with hosts by what they say. Pure.
+
+    Args:
+        hosts: those that answered.
+        facts: of each.
+        here: versions on this machine, which all have to have.
+        environ: of what is to train.
+        interface: that all have to have; None for any.
+    """
+    own_python = ".".join(platform.python_version_tuple()[:2])
+    problems = []
+    machines: dict[str, str] = {}
+    is_cpu = environ.get("DS_ACCELERATOR") == "cpu"
+    most = max((fact.num_accelerators for fact in facts), default=0)
+    for host, fact in zip(hosts, facts, strict=True):
+        if fact.python.split(".")[:2] != own_python.split("."):
+            problems.append(
+                HostProblem(
+                    host.name,
+                    f"Python {fact.python}; {own_python} here",
+                    "Install the same environment on all hosts.",
+                )
+            )
+        for package, version in here.items():
+            found = fact.versions.get(package)
+            if version is not None and found != version:
+                shown = "without" if found is None else f"{found} of"
+                problems.append(
+                    HostProblem(
+                        host.name,
+                        f"{shown} {package}; {version} here",
+                        f"Install {package}=={version} there.",
+                    )
+                )
+        present = fact.num_accelerators
+        if not is_cpu and most and not present:
+            problems.append(
+                HostProblem(
+                    host.name,
+                    "without an accelerator, and other hosts have some",
+                    "Leave the host out, or set DS_ACCELERATOR=cpu to train on CPUs.",
+                )
+            )
+        elif (
+            not is_cpu
+            and present
+            and not may_share(environ)
+            and (missing := [i for i in host.slots if i >= present])
+        ):
+            problems.append(
+                HostProblem(
+                    host.name,
+                    f"asked for slot(s) {', '.join(map(str, missing))}, and has {present} accelerator(s)",
+                    f"Write slots={present} for it, or set {SHARE_VARIABLE}=1 to let ranks share a device.",
+                )
+            )
+        if abs(fact.skew_s) > _MOST_SKEW_S:
+            ahead = "ahead of" if fact.skew_s > 0 else "behind"
+            problems.append(
+                HostProblem(
+                    host.name,
+                    f"{abs(fact.skew_s):.0f} s {ahead} this machine's clock",
+                    "Set the clocks, by chrony or another NTP client.",
+                )
+            )
+        if interface is not None and interface not in [name for name, _ in fact.addresses]:
+            shown = ", ".join(f"{name} {address}" for name, address in fact.addresses) or "none"
+            problems.append(
+                HostProblem(
+                    host.name,
+                    f"without an IPv4 address on interface {interface} (it has {shown})",
+                    "Name another by --interface.",
+                )
+            )
+        elif len(hosts) > 1 and not fact.addresses:
+            problems.append(
+                HostProblem(
+                    host.name, "without an IPv4 address but loopback", "Connect it to the others' network."
+                )
+            )
+        if fact.machine and fact.machine in machines:
+            problems.append(
+                HostProblem(
+                    host.name,
+                    f"the same machine as {machines[fact.machine]}",
+                    "Write one line for it, with all its slots.",
+                )
+            )
+        machines.setdefault(fact.machine, host.name)
+    return problems
+
+
+def _connectivity(
+    connections: Sequence[HostConnection], facts: Sequence[Facts], interface: str | None, port: int
+) -> tuple[list[tuple[str, str]], int, list[HostProblem]]:
+    """Have every host connect to every other one; return address and interface of each, the port, problems."""
+    offered = [[pair for pair in fact.addresses if interface in (None, pair[0])] for fact in facts]
+
+    def listen(number: int) -> list[list[Any]]:
+        wanted = [address for _, address in offered[number]]
+        message = {"do": "listen", "addresses": wanted, "port": port if number == 0 else 0}
+        answer = connections[number].ask(message, _STEP_S)
+        return [] if answer is None else list(answer["listening"])
+
+    numbers = range(len(connections))
+    listening = _on_all(numbers, listen)
+    targets = {
+        (number, address): [address, found_port, facts[number].greeting]
+        for number in numbers
+        for address, found_port, _ in listening[number]
+        if found_port
+    }
+
+    def connect(number: int) -> dict[tuple[int, str], str | None]:
+        others = [key for key in targets if key[0] != number]
+        message = {"do": "connect", "targets": [targets[key] for key in others], "timeout_s": _CONNECT_S}
+        answer = connections[number].ask(message, _STEP_S)
+        verdicts = [f"no answer from {connections[number].host.name}"] * len(others)
+        return dict(zip(others, verdicts if answer is None else answer["verdicts"], strict=True))
+
+    reached = _on_all(numbers, connect)
+    _on_all(connections, lambda one: one.ask({"do": "close"}, _STEP_S))
+    names = [one.host.name for one in connections]
+    problems: list[HostProblem] = []
+    places: list[tuple[str, str]] = []
+    for number in numbers:
+        refused = {error for _, found_port, error in listening[number] if not found_port}
+        if number == 0 and port and refused and len(refused) == len(listening[0]):
+            problems.append(
+                HostProblem(
+                    names[0],
+                    f"unable to listen on port {port} ({', '.join(sorted(refused))})",
+                    "End what listens there, or choose another port by --master-port (MASTER_PORT).",
+                )
+            )
+            continue
+        place, found = _place(number, names, offered[number], reached)
+        problems += found
+        if place is not None:
+            places.append(place)
+    if problems or not places:
+        return [], 0, problems
+    first = places[0][0]
+    return places, int(next(p for address, p, _ in listening[0] if address == first)), []
+
+
+def _place(
+    number: int,
+    names: Sequence[str],
+    offered: Sequence[tuple[str, str]],
+    reached: Sequence[Mapping[tuple[int, str], str | None]],
+) -> tuple[tuple[str, str] | None, list[HostProblem]]:
+    """Return the address at which all others have reached a host, and its interface. Pure."""
+    others = [other for other in range(len(names)) if other != number]
+    for name, address in offered:
+        if all(reached[other].get((number, address), "not tried") is None for other in others):
+            return (address, name), []
+    problems = []
+    for other in others:
+        tried = {address: reached[other].get((number, address), "not listening") for _, address in offered}
+        if tried and None not in tried.values():
+            shown = "; ".join(f"{address} {error}" for address, error in tried.items())
+            problems.append(
+                HostProblem(
+                    names[other],
+                    f"unable to connect to {names[number]} ({shown})",
+                    "Open TCP ports between the hosts in their firewalls, or name another network by --interface.",
+                )
+            )
+    if not problems and offered:
+        problems.append(
+            HostProblem(
+                names[number],
+                "not reachable by all others at one address",
+                "Name a network that all share by --interface.",
+            )
+        )
+    return None, problems
+
+
+def _shared_problems(connections: Sequence[HostConnection], directory: Path) -> list[HostProblem]:
+    """Have the first host leave a file where checkpoints go, and the others read it."""
+    if not connections:
+        return []
+    first, *others = connections
+    left = first.ask({"do": "write_probe", "directory": str(directory)}, _STEP_S) or {"error": "no answer"}
+    if "error" in left:
+        problem = HostProblem(
+            first.host.name,
+            f"unable to write into {directory} ({left['error']})",
+            "Name a directory that all hosts can write into by DSTRIAL_RUNS_DIR or --runs-dir.",
+        )
+        return [problem]
+    try:
+        answers = _on_all(
+            others, lambda one: one.ask({"do": "read_probe", "path": left["path"]}, _STEP_S) or {}
+        )
+    finally:
+        first.ask({"do": "remove_probe", "path": left["path"], "made": left["made"]}, _STEP_S)
+    return [
+        HostProblem(
+            one.host.name,
+            f"another {directory} than on {first.host.name} ({answer.get('error', 'other content')})",
+            "Checkpoints of several hosts go into one directory: put it on a file system that all hosts mount, and name it by "
+            "DSTRIAL_RUNS_DIR or --runs-dir.",
+        )
+        for one, answer in zip(others, answers, strict=True)
+        if answer.get("word") != left["word"]
+    ]
+
+
+def _sees(connections: Sequence[HostConnection], paths: Sequence[Path]) -> list[dict[str, bool]]:
+    names = [str(path) for path in paths]
+    own = remote.identities(names)
+
+    def look(one: HostConnection) -> dict[str, bool]:
+        answer = one.ask({"do": "identities", "paths": names}, _STEP_S) or {"identities": [None] * len(names)}
+        found = zip(names, own, answer["identities"], strict=True)
+        return {name: mine is not None and mine == theirs for name, mine, theirs in found}
+
+    return _on_all(connections, look)
+
+
+def _in_order(problems: Sequence[HostProblem], hosts: Sequence[Host]) -> list[HostProblem]:
+    order = {host.name: number for number, host in enumerate(hosts)}
+    return sorted(problems, key=lambda problem: order[problem.host])
+
+
+_Item = TypeVar("_Item")
+
+
+def _on_all(items: Sequence[_Item], do: Callable[[_Item], _Result]) -> list[_Result]:
+    """Do something for all items at once, and return the results in their order."""
+    if not items:
+        return []
+    with ThreadPoolExecutor(max_workers=len(items)) as threads:
+        return list(threads.map(do, items))

@@ -1,0 +1,293 @@
+"""What runs on a host before anything of dstrial does.
+
+It tells facts, tries connections, then becomes what trains. Sent as text to ``python -I -c`` over ssh, so that a host without
+dstrial can say so: standard library only, and no module of ours. Each request and each answer is a line of JSON; answers begin
+with ``PREFIX``, because a login shell may print as well. It ends when its input does.
+"""
+
+# pathlib would take 5 ms of each start, and a host may have any Python.
+# ruff: noqa: PTH103, PTH106, PTH108, PTH112, PTH116, PTH118, PTH120, PTH123, PTH208
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import secrets
+import select
+import socket
+import stat
+import struct
+import sys
+import threading
+import time
+
+PREFIX = "dstrial-host "
+"""Begins each answer."""
+PACKAGES = ("torch", "deepspeed", "dstrial")
+"""What has to be of the same version on all hosts."""
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+_GREETING_BYTES = 16
+_KFD_NODES = "/sys/class/kfd/kfd/topology/nodes"
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+
+def facts() -> dict[str, Any]:
+    """Return what this host is: versions, slots, addresses, time."""
+    return {
+        "hostname": socket.gethostname(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "versions": {name: version_of(name) for name in PACKAGES},
+        "num_accelerators": num_accelerators(),
+        "addresses": addresses(),
+        "reached_at": os.environ.get("SSH_CONNECTION", "").split(" ")[2:3],
+        "time_s": time.time(),
+        "environment": dict(os.environ),
+        "boot": _boot_and_namespace(),
+    }
+
+
+def version_of(package: str) -> str | None:
+    """Return an installed package's version, None without it."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def num_accelerators() -> int:
+    """Return how many devices NVIDIA's or AMD's driver shows here, without their libraries."""
+    with contextlib.suppress(OSError):
+        cards = [name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]
+        if cards:
+            return len(cards)
+    found = 0
+    with contextlib.suppress(OSError):
+        for node in os.listdir(_KFD_NODES):
+            with open(os.path.join(_KFD_NODES, node, "properties"), encoding="ascii") as file:
+                found += any(re.fullmatch(r"simd_count [1-9]\d*", line.strip()) for line in file)
+    return found
+
+
+def addresses() -> list[list[str]]:
+    """Return ``[interface, IPv4 address]`` of all interfaces but loopback."""
+    import fcntl
+
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                request = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                address = socket.inet_ntoa(answer[20:24])
+                if not address.startswith("127."):
+                    found.append([name, address])
+    return found
+
+
+def _boot_and_namespace() -> str:
+    """Name the system, so that two names of one machine are told."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return ""
+
+
+class _Listeners:
+    """Sockets that say a word to whoever connects, so that it knows whom it has reached."""
+
+    def __init__(self) -> None:
+        self._sockets: list[socket.socket] = []
+        self.greeting = secrets.token_hex(_GREETING_BYTES // 2)
+
+    def listen(self, where: list[str], port: int) -> list[list[Any]]:
+        """Return ``[address, port, error]`` of each address; the port is 0 with an error."""
+        found: list[list[Any]] = []
+        for address in where:
+            try:
+                one = socket.create_server((address, port))
+            except OSError as error:
+                found.append([address, 0, error.strerror])
+                continue
+            self._sockets.append(one)
+            threading.Thread(target=self._greet, args=(one,), daemon=True).start()
+            found.append([address, one.getsockname()[1], None])
+        return found
+
+    def _greet(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                peer, _ = listener.accept()
+                with peer, contextlib.suppress(OSError):
+                    peer.sendall(self.greeting.encode())
+
+    def close(self) -> None:
+        """Free the ports."""
+        for one in self._sockets:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+        self._sockets.clear()
+
+
+def connect(targets: list[list[Any]], timeout_s: float) -> list[str | None]:
+    """Try ``[address, port, greeting]`` all at once; return what is wrong with each, or None."""
+    give_up_at_s = time.monotonic() + timeout_s
+    verdicts: list[str | None] = ["timed out"] * len(targets)
+    waiting: dict[int, tuple[int, socket.socket]] = {}
+    for number, (address, port, _) in enumerate(targets):
+        one = socket.socket()
+        one.setblocking(False)
+        error = one.connect_ex((address, port))
+        if error and os.strerror(error) and error not in (115, 36):  # EINPROGRESS of Linux and macOS
+            verdicts[number] = os.strerror(error).lower()
+            one.close()
+        else:
+            waiting[one.fileno()] = (number, one)
+    while waiting and time.monotonic() < give_up_at_s:
+        ready, _, _ = select.select(list(waiting), [], [], max(give_up_at_s - time.monotonic(), 0))
+        for descriptor in ready:
+            number, one = waiting.pop(descriptor)
+            try:
+                word = one.recv(_GREETING_BYTES).decode(errors="replace")
+                verdicts[number] = None if word == targets[number][2] else "somebody else answers there"
+            except OSError as error:
+                verdicts[number] = (error.strerror or str(error)).lower()
+            one.close()
+    for _, one in waiting.values():
+        one.close()
+    return verdicts
+
+
+def identities(paths: list[str]) -> list[list[int] | None]:
+    """Return what tells whether a path is the same file or directory elsewhere; None if absent."""
+    found: list[list[int] | None] = []
+    for path in paths:
+        try:
+            status = os.stat(path)
+        except OSError:
+            found.append(None)
+        else:
+            found.append([status.st_ino, status.st_mtime_ns, stat.S_IFMT(status.st_mode)])
+    return found
+
+
+def write_probe(directory: str) -> dict[str, Any]:
+    """Leave a file with a random word in a directory, which is made; return both or an error."""
+    word = secrets.token_hex(16)
+    path = os.path.join(directory, f".dstrial-hosts-{word[:12]}")
+    made: list[str] = []
+    above = directory
+    while not os.path.isdir(above) and above != os.path.dirname(above):
+        made.append(above)
+        above = os.path.dirname(above)
+    try:
+        os.makedirs(directory, exist_ok=True)
+        with open(path, "x", encoding="ascii") as file:
+            file.write(word)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return {"error": error.strerror}
+    return {"path": path, "word": word, "made": made}
+
+
+def remove_probe(path: str, made: list[str]) -> None:
+    """Delete the file, and the directories that were made for it."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+        for one in made:
+            os.rmdir(one)
+
+
+def read_probe(path: str) -> dict[str, Any]:
+    """Return the word of a file, or why it cannot be read; a network file system may take a moment."""
+    for _ in range(10):
+        try:
+            with open(path, encoding="ascii") as file:
+                return {"word": file.read()}
+        except OSError as error:
+            problem = error.strerror
+            with contextlib.suppress(OSError):
+                os.listdir(os.path.dirname(path))  # has NFS look again
+            time.sleep(0.1)
+    return {"error": problem}
+
+
+def _become(request: dict[str, Any]) -> dict[str, Any]:
+    """Run another program in this process's place, with its input and output."""
+    try:
+        os.chdir(request["directory"])
+        os.execve(request["command"][0], request["command"], request["environment"])  # noqa: S606  # no shell is meant
+    except OSError as error:
+        return {"error": f"{error.filename or request['command'][0]}: {error.strerror}"}
+    raise AssertionError("execve has returned")
+
+
+def main() -> None:
+    """Answer requests until the input ends."""
+    import site
+
+    with contextlib.suppress(Exception):
+        user_site = site.getusersitepackages()
+        if os.path.isdir(user_site):  # -I leaves it out, and what trains has it
+            sys.path.append(user_site)
+    listeners = _Listeners()
+    _answer({**facts(), "greeting": listeners.greeting})
+    while True:
+        line = _read_line()
+        if not line:
+            return
+        request = json.loads(line)
+        what = request.pop("do")
+        if what == "listen":
+            _answer({"listening": listeners.listen(request["addresses"], request["port"])})
+        elif what == "connect":
+            _answer({"verdicts": connect(request["targets"], request["timeout_s"])})
+        elif what == "close":
+            listeners.close()
+            _answer({})
+        elif what == "identities":
+            _answer({"identities": identities(request["paths"])})
+        elif what == "write_probe":
+            _answer(write_probe(request["directory"]))
+        elif what == "read_probe":
+            _answer(read_probe(request["path"]))
+        elif what == "remove_probe":
+            remove_probe(request["path"], request["made"])
+            _answer({})
+        elif what == "time":
+            _answer({"time_s": time.time()})
+        elif what == "become":
+            listeners.close()
+            _answer(_become(request))
+
+
+def _answer(answer: dict[str, Any]) -> None:
+    data = (PREFIX + json.dumps(answer) + "\n").encode()
+    while data:
+        data = data[os.write(1, data) :]
+
+
+def _read_line() -> bytes:
+    """Read no byte beyond the line: the rest is for the program that this one becomes."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            return b""
+        line += byte
+    return line
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        main()

@@ -1,0 +1,113 @@
+"""Hostfiles are read as DeepSpeed reads them, and what is wrong with one is told at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dstrial.errors import ConfigError
+from dstrial.hosts.hostfile import Host, first_slots, read_hosts
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> Path:
+    path = tmp_path / "hosts"
+    path.write_text("# two machines\nhost1 slots=2\n\nhost2 slots=4  # the big one\n10.0.0.3   slots=1\n")
+    return path
+
+
+def _slots(hosts: tuple[Host, ...]) -> dict[str, tuple[int, ...]]:
+    return {host.name: host.slots for host in hosts}
+
+
+def _problems(path: Path, **filters: str) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        read_hosts(path, **filters)  # type: ignore[arg-type]
+    return [str(problem) for problem in raised.value.problems]
+
+
+def test_lines_comments_and_addresses(hostfile: Path) -> None:
+    assert _slots(read_hosts(hostfile)) == {"host1": (0, 1), "host2": (0, 1, 2, 3), "10.0.0.3": (0,)}
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "expected"),
+    [
+        ("host2", "", {"host2": (0, 1, 2, 3)}),
+        ("host2:0,2@host1", "", {"host1": (0, 1), "host2": (0, 2)}),
+        ("", "host2", {"host1": (0, 1), "10.0.0.3": (0,)}),
+        ("", "host2:0@host1:0,1", {"host2": (1, 2, 3), "10.0.0.3": (0,)}),
+    ],
+)
+def test_filters(hostfile: Path, include: str, exclude: str, expected: dict[str, tuple[int, ...]]) -> None:
+    hosts = read_hosts(hostfile, include=include, exclude=exclude)
+    assert _slots(hosts) == expected
+    assert all(
+        host.is_filtered == (len(host.slots) < {"host1": 2, "host2": 4, "10.0.0.3": 1}[host.name])
+        for host in hosts
+    )
+
+
+def test_filters_mean_what_they_mean_to_deepspeed(hostfile: Path) -> None:
+    from deepspeed.launcher.runner import fetch_hostfile, parse_inclusion_exclusion
+
+    for include, exclude in (("host2:0,2@host1", ""), ("", "host2:0@host1"), ("10.0.0.3", "")):
+        theirs = parse_inclusion_exclusion(fetch_hostfile(str(hostfile)), include, exclude)
+        ours = read_hosts(hostfile, include=include, exclude=exclude)
+        assert _slots(ours) == {name: tuple(slots) for name, slots in theirs.items()}
+
+
+def test_a_wrong_path_is_no_single_machine(tmp_path: Path) -> None:
+    (problem,) = _problems(tmp_path / "hots")
+    assert "cannot be read (No such file or directory)" in problem
+    assert str(Path.cwd()) in problem
+
+
+def test_all_wrong_lines_are_told_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(
+        "host1 slots=2\nhost1 slots=1\nhost2\n-oProxyCommand=x slots=1\nhost3 slots=0\nhost4 slots=x\n"
+    )
+    problems = _problems(path)
+    assert [problem.partition(" is ")[0].rpartition(":")[2] for problem in problems] == [
+        "2",
+        "3",
+        "4",
+        "5",
+        "6",
+    ]
+    assert "'host1' once more, as in line 1" in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("filters", "named"),
+    [
+        ({"include": "host5@host1:7"}, ["'host5' is not in", "slots 0 to 1 of host1"]),
+        ({"include": "host1", "exclude": "host2"}, ["one of the two"]),
+        ({"exclude": "host1@host2@10.0.0.3"}, ["at least one host that is left"]),
+        ({"include": "host1:"}, ["slots 0 to 1 of host1"]),
+    ],
+)
+def test_wrong_filters(hostfile: Path, filters: dict[str, str], named: list[str]) -> None:
+    problems = _problems(hostfile, **filters)
+    assert len(problems) == len(named)
+    assert all(word in problem for word, problem in zip(named, problems, strict=True))
+
+
+def test_no_more_slots_than_there_are(hostfile: Path) -> None:
+    assert _slots(read_hosts(hostfile, num_slots=3)) == {"host1": (0, 1), "host2": (0,)}
+    with pytest.raises(ConfigError, match="host1 2, host2 4"):
+        read_hosts(hostfile, num_slots=8)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.data())
+def test_the_first_slots_are_as_many_as_asked_for(counts: list[int], data: st.DataObject) -> None:
+    hosts = [Host(f"host{i}", tuple(range(count))) for i, count in enumerate(counts)]
+    wanted = data.draw(st.integers(1, sum(counts)))
+    chosen = first_slots(hosts, wanted)
+    assert sum(len(host.slots) for host in chosen) == wanted
+    assert [host.name for host in chosen] == [host.name for host in hosts[: len(chosen)]]
+    assert all(one.slots == all_.slots for one, all_ in zip(chosen[:-1], hosts, strict=False))

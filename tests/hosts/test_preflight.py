@@ -1,0 +1,136 @@
+"""What hosts say of themselves, turned into problems that say what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+
+import pytest
+
+from dstrial.errors import HostError, HostProblem
+from dstrial.hosts.connection import refusal_of, remote_command
+from dstrial.hosts.environment import travelling
+from dstrial.hosts.hostfile import Host
+from dstrial.hosts.preflight import Facts, fact_problems
+
+HERE = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "dstrial": "1.0"}
+GOOD = Facts(
+    hostname="host1",
+    python=platform.python_version(),
+    versions=HERE,
+    num_accelerators=0,
+    addresses=(("eth0", "10.77.0.11"),),
+    skew_s=0.01,
+    environment={},
+    machine="boot/1",
+    greeting="word",
+)
+HOSTS = (Host("host1", (0, 1)), Host("host2", (0, 1)))
+
+
+def _problems(second: Facts, *, interface: str | None = None, **environ: str) -> list[str]:
+    found = fact_problems(HOSTS, [GOOD, second], HERE, environ=environ, interface=interface)
+    return [f"{problem.host} is {problem.got}. {problem.fix}" for problem in found]
+
+
+def _other(**changes: object) -> Facts:
+    return dataclasses.replace(GOOD, **{"hostname": "host2", "machine": "boot/2", **changes})  # type: ignore[arg-type]
+
+
+def test_equal_hosts_are_right() -> None:
+    assert _problems(_other()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"python": "3.8.1"}, "host2 is Python 3.8.1; "),
+        (
+            {"versions": {**HERE, "torch": "2.12.0"}},
+            "host2 is 2.12.0 of torch; 2.13.0+cpu here. Install torch==2.13.0",
+        ),
+        ({"versions": {**HERE, "dstrial": None}}, "host2 is without dstrial; 1.0 here."),
+        ({"skew_s": -90.0}, "host2 is 90 s behind this machine's clock."),
+        ({"addresses": ()}, "host2 is without an IPv4 address but loopback."),
+        ({"machine": "boot/1"}, "host2 is the same machine as host1."),
+    ],
+)
+def test_a_host_that_differs_is_named_with_what_to_do(changes: dict[str, object], told: str) -> None:
+    (problem,) = _problems(_other(**changes))
+    assert problem.startswith(told)
+
+
+def test_all_problems_of_a_host_are_told() -> None:
+    problems = _problems(_other(python="3.8.1", skew_s=100.0, versions={}), interface="eth0")
+    assert len(problems) == 5
+
+
+def test_devices_count_unless_the_training_is_on_cpus() -> None:
+    hosts, facts = HOSTS, [dataclasses.replace(GOOD, num_accelerators=2), _other()]
+    found = fact_problems(hosts, facts, HERE, environ={}, interface=None)
+    assert [(problem.host, problem.got) for problem in found] == [
+        ("host2", "without an accelerator, and other hosts have some")
+    ]
+    assert fact_problems(hosts, facts, HERE, environ={"DS_ACCELERATOR": "cpu"}, interface=None) == []
+    facts[1] = dataclasses.replace(facts[1], num_accelerators=1)
+    (problem,) = fact_problems(hosts, facts, HERE, environ={}, interface=None)
+    assert "asked for slot(s) 1, and has 1 accelerator(s)" in problem.got
+    assert fact_problems(hosts, facts, HERE, environ={"DSTRIAL_SHARE_DEVICE": "1"}, interface=None) == []
+
+
+def test_a_named_interface_has_to_be_everywhere() -> None:
+    (problem,) = _problems(_other(addresses=(("ib0", "10.1.0.2"),)), interface="eth0")
+    assert "interface eth0 (it has ib0 10.1.0.2)" in problem
+
+
+@pytest.mark.parametrize(
+    ("code", "printed", "told"),
+    [
+        (255, "ssh: Could not resolve hostname h: Name or service not known", "unknown: no such name"),
+        (255, "ssh: connect to host h port 22: Connection refused", "connection refused"),
+        (255, "ssh: connect to host h port 22: Connection timed out", "unreachable"),
+        (255, "root@h: Permission denied (publickey).", "permission denied"),
+        (255, "Host key verification failed.", "not in ~/.ssh/known_hosts"),
+        (
+            255,
+            "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.",
+            "has changed",
+        ),
+        (127, "bash: /p/python: No such file or directory", "without Python at /p/python"),
+        (None, "", "no answer within 5 s"),
+        (1, "what\nis this", "exit code 1): is this"),
+    ],
+)
+def test_what_ssh_says_is_told_in_words(code: int | None, printed: str, told: str) -> None:
+    refusal = refusal_of("h", "/p/python", code, printed)
+    assert told in refusal.got
+    assert refusal.fix.endswith(".")
+
+
+def test_the_error_has_all_hosts_in_one_table() -> None:
+    error = HostError([HostProblem("a", "down", "Start it."), HostProblem("host-b", "full", "Empty it.")], 3)
+    assert str(error).splitlines() == [
+        "2 of 3 hosts cannot train with the others; expected all to be ready, so nothing was started:",
+        "  a       down. Start it.",
+        "  host-b  full. Empty it.",
+    ]
+
+
+def test_what_belongs_to_a_machine_stays_there() -> None:
+    ours = {
+        "HOME": "/here",
+        "LINES": "a\nb",
+        "RANK": "3",
+        "SLURM_JOB_ID": "1",
+        "NCCL_DEBUG": "INFO",
+        "PATH": "/v/bin",
+    }
+    theirs = {"HOME": "/there", "PATH": "/bin", "SSH_CONNECTION": "x", "LANG": "C"}
+    assert travelling(ours, theirs) == {
+        "HOME": "/there", "LANG": "C", "LINES": "a\nb", "NCCL_DEBUG": "INFO", "PATH": "/v/bin",
+    }  # fmt: skip
+
+
+def test_no_secret_stands_on_a_command_line() -> None:
+    assert len(remote_command("/usr/bin/python3")) < 20_000
+    assert remote_command("/my dir/python").startswith("exec '/my dir/python' -I -u -c ")
