@@ -115,7 +115,7 @@ class _Listeners:
             try:
                 one = socket.create_server((address, port))
             except OSError as error:
-                found.append([address, 0, error.strerror])
+                found.append([address, 0, os.strerror(error.errno or 0)])
                 continue
             self._sockets.append(one)
             threading.Thread(target=self._greet, args=(one,), daemon=True).start()

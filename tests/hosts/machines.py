@@ -1,0 +1,329 @@
+"""Several machines on one: namespaces of Linux, each with an sshd of its own.
+
+Each machine has its own network, processes, mounts, name and shared memory; the switch between them is in a namespace, too, so
+that nothing is added to the network of this machine. They see this machine's files, but for ``~/.ssh``, ``/dev/shm`` and what
+is hidden. A cut cable loses packets without a word; a killed machine's kernel refuses connections. Needs root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_NETWORK = "10.77.0"
+_READY_S = 10.0
+_SSHD = "/usr/sbin/sshd"
+_INIT = """
+hostname {name}
+mkdir -p /root/.ssh
+mount --bind {keys} /root/.ssh
+mount -t tmpfs tmpfs /dev/shm
+# What a lost peer's packets wait for: 15 minutes by default.
+sysctl -qw net.ipv4.tcp_retries2=5 || true
+{sshd} -e -f {config} -E {log}
+echo ready
+exec sleep infinity
+"""
+_SSHD_CONFIG = """
+Port 22
+ListenAddress {address}
+HostKey {key}
+PidFile {directory}/sshd.pid
+AuthorizedKeysFile {keys}/authorized_keys
+StrictModes no
+UsePAM no
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+PermitRootLogin prohibit-password
+MaxStartups 100:30:200
+"""
+_SSH_CONFIG = """
+Host *
+  StrictHostKeyChecking accept-new
+  UserKnownHostsFile {keys}/known_hosts
+  IdentityFile {keys}/id_ed25519
+"""
+
+
+def missing() -> str:
+    """Return what this machine lacks for it, empty if nothing."""
+    found = [name for name in ("ip", "unshare", "nsenter", "ssh", "ssh-keygen") if shutil.which(name) is None]
+    found += [] if Path(_SSHD).exists() else ["sshd"]
+    found += [] if os.geteuid() == 0 else ["root"]
+    if not found and _quietly("unshare", "--net", "--mount", "--pid", "--fork", "--uts", "--ipc", "true"):
+        found = ["namespaces"]
+    return f"[{', '.join(found)}]" if found else ""
+
+
+class Machine:
+    """One of the machines.
+
+    Attributes:
+        name: by which the others reach it.
+        address: its IPv4 address, on ``eth0``.
+    """
+
+    def __init__(self, number: int, prefix: str, root: Path, switch: str) -> None:
+        self.name, self.address = f"host{number}", f"{_NETWORK}.{10 + number}"
+        self._namespace, self._cable, self._switch = f"{prefix}{number}", f"v{prefix}{number}", switch
+        self._root = root / self.name
+        self._root.mkdir()
+        self._keys = root / f"ssh{number}"
+        shutil.copytree(root / "ssh", self._keys)
+        (self._keys / "config").write_text(_SSH_CONFIG.format(keys=self._keys))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._init_pid = 0
+        _run("ip", "netns", "add", self._namespace)
+        etc = Path("/etc/netns", self._namespace)
+        etc.mkdir(parents=True)
+        shutil.copy(root / "hosts", etc / "hosts")  # `ip netns exec` mounts it over /etc/hosts
+        cable, namespace = self._cable, self._namespace
+        _run(*f"ip link add {cable} netns {switch} type veth peer name eth0 netns {namespace}".split())
+        _run(*f"ip -n {switch} link set {cable} master br0 up".split())
+        _run(*f"ip -n {namespace} addr add {self.address}/24 dev eth0".split())
+        _run(*f"ip -n {namespace} link set eth0 up".split())
+        _run(*f"ip -n {namespace} link set lo up".split())
+
+    def boot(self) -> None:
+        """Start it."""
+        key = self._root / "key"
+        if not key.exists():
+            _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
+        config = self._root / "sshd_config"
+        config.write_text(
+            _SSHD_CONFIG.format(address=self.address, key=key, directory=self._root, keys=self._keys)
+        )
+        script = _INIT.format(
+            name=self.name, keys=self._keys, sshd=_SSHD, config=config, log=self._root / "sshd.log"
+        )
+        kinds = [
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount",
+            "--uts",
+            "--ipc",
+            "--mount-proc",
+            "--propagation",
+            "private",
+        ]
+        self._process = subprocess.Popen(
+            ["ip", "netns", "exec", self._namespace, "unshare", *kinds, "bash", "-ec", script],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        said = self._process.stdout.readline()
+        assert said == b"ready\n", said + self._process.stdout.read()
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
+        self._init_pid = int(children[0])
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it has power."""
+        return self._process is not None and self._process.poll() is None
+
+    def words(self, command: Sequence[str], cwd: str | os.PathLike[str] | None = None) -> list[str]:
+        """Return the command that runs another one there."""
+        where = os.fspath(cwd) if cwd is not None else str(Path.cwd())
+        return [
+            "nsenter",
+            "-t",
+            str(self._init_pid),
+            "-n",
+            "-u",
+            "-p",
+            "-m",
+            "-i",
+            f"--wdns={where}",
+            "--",
+            *command,
+        ]
+
+    def popen(
+        self, command: Sequence[str], *, cwd: str | os.PathLike[str] | None = None, **options: Any
+    ) -> subprocess.Popen[Any]:
+        """Start a program there; the process that is returned is this machine's end of it."""
+        return subprocess.Popen(self.words(command, cwd), **options)
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        cwd: str | os.PathLike[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 60.0,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a program there to its end; its output and errors are in ``stdout``."""
+        return subprocess.run(
+            self.words(command, cwd),
+            env=None if env is None else {**os.environ, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    def processes(self) -> dict[int, str]:
+        """Return the command lines of what runs there but its sshd, by pid there."""
+        if not self.is_up:
+            return {}
+        text = self.run(["ps", "-eo", "pid=,ppid=,args="]).stdout
+        found = {}
+        for line in text.splitlines():
+            pid, _, words = line.split(None, 2)
+            if pid != "1" and not words.startswith(("sshd: ", "ps -eo", "[")):
+                found[int(pid)] = words
+        return found
+
+    def find(self, *words: str) -> int | None:
+        """Return the pid there of a process whose command line has all these words."""
+        return next(
+            (pid for pid, line in sorted(self.processes().items()) if all(word in line for word in words)),
+            None,
+        )
+
+    def signal(self, pid: int, number: signal.Signals) -> None:
+        """Send a signal to a process there."""
+        self.run(["kill", f"-{number.value}", str(pid)])
+
+    def cut(self) -> None:
+        """Pull its cable: packets get lost without a word."""
+        _run("ip", "-n", self._switch, "link", "set", self._cable, "down")
+
+    def heal(self) -> None:
+        """Put its cable back."""
+        _run("ip", "-n", self._switch, "link", "set", self._cable, "up")
+
+    def kill(self) -> None:
+        """Take its power: all its processes are gone at once."""
+        if self.is_up:
+            os.kill(self._init_pid, signal.SIGKILL)
+            assert self._process is not None
+            self._process.wait()
+
+    def stop_sshd(self) -> None:
+        """Have nobody listen at its port of ssh."""
+        pid = int((self._root / "sshd.pid").read_text())
+        self.signal(pid, signal.SIGTERM)
+        _wait_for(lambda: not _answers_ssh(self), f"sshd of {self.name} still listens")
+
+    def refuse_keys(self) -> None:
+        """Let nobody log in."""
+        (self._keys / "authorized_keys").write_text("")
+
+    def hide(self, directory: Path) -> None:
+        """Mount an empty file system over a directory, there only."""
+        assert self.run(["mount", "-t", "tmpfs", "tmpfs", str(directory)], cwd="/").returncode == 0
+
+    def close(self) -> None:
+        """End it, and take its network away."""
+        self.kill()
+        if self._process is not None:
+            self._process.wait()
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+        _quietly("ip", "netns", "del", self._namespace)
+        shutil.rmtree(Path("/etc/netns", self._namespace), ignore_errors=True)
+
+
+class Machines:
+    """All machines, on one switch."""
+
+    def __init__(self, num: int, root: Path) -> None:
+        self._prefix = f"d{secrets.token_hex(2)}"
+        self._switch = f"{self._prefix}sw"
+        self._root = root
+        keys = root / "ssh"
+        keys.mkdir(parents=True)
+        _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / "id_ed25519"))
+        shutil.copy(keys / "id_ed25519.pub", keys / "authorized_keys")
+        names = "".join(f"{_NETWORK}.{10 + i} host{i}\n" for i in range(1, num + 1))
+        (root / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+        self.all: list[Machine] = []
+        _run("ip", "netns", "add", self._switch)
+        try:
+            _run(*f"ip -n {self._switch} link add br0 type bridge forward_delay 0 stp_state 0".split())
+            _run(*f"ip -n {self._switch} link set br0 up".split())
+            for number in range(1, num + 1):
+                self.all.append(Machine(number, self._prefix, root, self._switch))
+            for machine in self.all:
+                machine.boot()
+            for machine in self.all:
+                _wait_for(lambda one=machine: _answers_ssh(one), f"sshd of {machine.name} does not listen")  # type: ignore[misc]
+        except BaseException:
+            self.close()
+            raise
+
+    def __getitem__(self, number: int) -> Machine:
+        """Return machine ``number``, from 1, as its name has it."""
+        return self.all[number - 1]
+
+    def hostfile(self, path: Path, slots: Sequence[int] | None = None) -> Path:
+        """Write a hostfile with all machines, one slot each unless told."""
+        counts = slots or [1] * len(self.all)
+        lines = [f"{one.name} slots={count}\n" for one, count in zip(self.all, counts, strict=False)]
+        path.write_text("".join(lines))
+        return path
+
+    def processes(self) -> dict[str, list[str]]:
+        """Return what runs on each machine but its sshd, where anything does."""
+        found = {machine.name: sorted(machine.processes().values()) for machine in self.all}
+        return {name: lines for name, lines in found.items() if lines}
+
+    def close(self) -> None:
+        """End all of them; nothing of them is left."""
+        for machine in self.all:
+            machine.close()
+        _quietly("ip", "netns", "del", self._switch)
+
+
+@contextlib.contextmanager
+def machines(num: int) -> Iterator[Machines]:
+    """Give so many machines for the block; a test is skipped where that is impossible."""
+    lacking = missing()
+    if lacking:
+        pytest.skip(f"Requires: {lacking}")
+    with tempfile.TemporaryDirectory(prefix="dm-", dir="/tmp") as root:
+        made = Machines(num, Path(root))
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def _answers_ssh(machine: Machine) -> bool:
+    probe = f"exec 3<>/dev/tcp/{machine.address}/22"
+    return _quietly(*machine.words(["timeout", "2", "bash", "-c", probe], "/")) == 0
+
+
+def _wait_for(condition: Any, problem: str) -> None:
+    give_up_at_s = time.monotonic() + _READY_S
+    while not condition():
+        assert time.monotonic() < give_up_at_s, problem
+        time.sleep(0.05)
+
+
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+
+def _quietly(*words: str) -> int:
+    return subprocess.run(
+        words, check=False, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ).returncode

@@ -1,0 +1,148 @@
+"""``dstrial hosts check`` on real machines: all that is wrong with all of them, at once and soon."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from machines import Machine, Machines, machines
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+_BEGINS = "expected all to be ready, so nothing was started:\n"
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Machines]:
+    """Machines that tests leave as they are."""
+    with machines(3) as made:
+        yield made
+
+
+def _check(
+    machine: Machine, directory: Path, hostfile: Path, *flags: str
+) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "dstrial.cli", "hosts", "check", "--hostfile", str(hostfile), *flags]
+    environ = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": ""}
+    return machine.run(words, cwd=directory, env=environ)
+
+
+def _table(done: subprocess.CompletedProcess[str]) -> list[tuple[str, str]]:
+    """Return host and problem of each line below the first."""
+    assert done.returncode == 1, done.stdout
+    _, found, table = done.stdout.partition(_BEGINS)
+    assert found, done.stdout
+    rows = [line.split(None, 1) for line in table.splitlines()]
+    return [(host, text) for host, text in rows]
+
+
+def test_hosts_that_are_right(three: Machines, tmp_path: Path) -> None:
+    hostfile = three.hostfile(tmp_path / "hosts", [1, 2, 1])
+    done = _check(three[1], tmp_path, hostfile)
+    assert done.returncode == 0, done.stdout
+    assert "3 hosts with 4 slots are ready" in done.stdout
+    assert "host2  2      CPU      10.77.0.12 (eth0)" in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hosts"], "it leaves nothing"
+    assert three.processes() == {}
+
+
+def test_as_json(three: Machines, tmp_path: Path) -> None:
+    hostfile = three.hostfile(tmp_path / "hosts")
+    found = json.loads(_check(three[2], tmp_path, hostfile, "--json", "--include", "host1@host3").stdout)
+    assert [(one["host"], one["interface"], one["sees_this_directory"]) for one in found["hosts"]] == [
+        ("host1", "eth0", True),
+        ("host3", "eth0", True),
+    ]
+    wrong = json.loads(_check(three[1], tmp_path, hostfile, "--json", "--python", "/nix/python").stdout)
+    assert [one["host"] for one in wrong["problems"]] == ["host1", "host2", "host3"]
+    assert not wrong["ready"]
+
+
+def test_each_host_that_is_wrong_is_told_with_what_to_do_within_seconds(tmp_path: Path) -> None:
+    with machines(4) as four:
+        four[2].refuse_keys()
+        four[3].cut()
+        four[4].stop_sshd()
+        hostfile = four.hostfile(tmp_path / "hosts")
+        hostfile.write_text(hostfile.read_text() + "host9 slots=1\n")
+        began_s = time.monotonic()
+        rows = _table(_check(four[1], tmp_path, hostfile))
+        assert time.monotonic() - began_s < 20  # 6 s on an idle machine
+        assert [host for host, _ in rows] == ["host2", "host3", "host4", "host9"]
+        told = dict(rows)
+        assert "permission denied" in told["host2"]
+        assert "unreachable" in told["host3"]
+        assert "connection refused" in told["host4"]
+        assert "no such name" in told["host9"]
+
+
+def test_other_interpreters_and_packages(three: Machines, tmp_path: Path) -> None:
+    hostfile = three.hostfile(tmp_path / "hosts")
+    rows = _table(_check(three[1], tmp_path, hostfile, "--python", "/nix/python", "--exclude", "host1"))
+    assert [(host, text.partition(".")[0]) for host, text in rows] == [
+        ("host2", "without Python at /nix/python"),
+        ("host3", "without Python at /nix/python"),
+    ]
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
+    rows = _table(
+        _check(three[1], tmp_path, hostfile, "--python", str(bare / "bin/python"), "--include", "host2")
+    )
+    assert [text.partition(";")[0] for _, text in rows] == [
+        "without torch",
+        "without deepspeed",
+        "without dstrial",
+    ]
+
+
+def test_a_directory_that_is_not_shared(three: Machines, tmp_path: Path) -> None:
+    hostfile = three.hostfile(tmp_path / "hosts")
+    (tmp_path / "runs").mkdir()
+    with machines(2) as two:
+        two[2].hide(tmp_path / "runs")
+        hostfile = two.hostfile(tmp_path / "hosts")
+        ((host, text),) = _table(_check(two[1], tmp_path, hostfile))
+        assert host == "host2"
+        assert f"another {tmp_path / 'runs'} than on host1" in text
+        assert "DSTRIAL_RUNS_DIR" in text
+
+
+def test_a_port_in_use_and_one_machine_with_two_names(three: Machines, tmp_path: Path) -> None:
+    hostfile = three.hostfile(tmp_path / "hosts")
+    program = (
+        "import socket,time; s=socket.create_server(('10.77.0.11',29555)); print(flush=True); time.sleep(100)"
+    )
+    with three[1].popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as taken:
+        assert taken.stdout is not None
+        taken.stdout.readline()
+        ((host, text),) = _table(_check(three[1], tmp_path, hostfile, "--master-port", "29555"))
+        taken.kill()
+    assert host == "host1"
+    assert "unable to listen on port 29555 (Address already in use)" in text
+    hostfile.write_text("host1 slots=1\n10.77.0.11 slots=1\n")
+    ((host, text),) = _table(_check(three[1], tmp_path, hostfile))
+    assert (host, text.partition(".")[0]) == ("10.77.0.11", "the same machine as host1")
+
+
+def test_hosts_that_do_not_reach_each_other(tmp_path: Path) -> None:
+    with machines(3) as three:
+        three[2].run(["ip", "route", "add", "unreachable", "10.77.0.13/32"])
+        rows = _table(_check(three[1], tmp_path, three.hostfile(tmp_path / "hosts")))
+        assert {host for host, _ in rows} == {"host2", "host3"}
+        assert "unable to connect to host3 (10.77.0.13 " in dict(rows)["host2"]
+        rows = _table(_check(three[1], tmp_path, three.hostfile(tmp_path / "hosts"), "--interface", "ib0"))
+        assert [text.partition(".")[0] for _, text in rows] == [
+            "without an IPv4 address on interface ib0 (it has eth0 10"
+        ] * 3
+
+
+def test_a_wrong_path_is_an_error_within_a_second_and_never_one_machine(
+    three: Machines, tmp_path: Path
+) -> None:
+    done = _check(three[1], tmp_path, tmp_path / "hots")
+    assert done.returncode == 1
+    assert "cannot be read (No such file or directory)" in done.stdout
