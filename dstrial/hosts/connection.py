@@ -201,7 +201,8 @@ def _packed_source() -> str:
 def remote_command(python: str) -> str:
     """Return what the login shell of a host is to run."""
     program = f"import base64,zlib;exec(zlib.decompress(base64.b64decode({_packed_source()!r})))"
-    return f"exec {shlex.quote(python)} -I -u -c {shlex.quote(program)}"
+    # A shell that outlives the program tells its signal by the exit code; sshd alone would tell a closed connection.
+    return f"exec sh -c {shlex.quote(f'{shlex.quote(python)} -I -u -c {shlex.quote(program)}; exit $?')}"
 
 
 def refusal_of(host: str, python: str, exit_code: int | None, errors: str) -> Refusal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+import shlex
 
 import pytest
 
@@ -133,4 +134,6 @@ def test_what_belongs_to_a_machine_stays_there() -> None:
 
 def test_no_secret_stands_on_a_command_line() -> None:
     assert len(remote_command("/usr/bin/python3")) < 20_000
-    assert remote_command("/my dir/python").startswith("exec '/my dir/python' -I -u -c ")
+    words = shlex.split(remote_command("/my dir/python"))
+    assert words[:3] == ["exec", "sh", "-c"]
+    assert shlex.split(words[3])[:4] == ["/my dir/python", "-I", "-u", "-c"]
