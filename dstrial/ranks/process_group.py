@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
+from torch.distributed import distributed_c10d
 
 from dstrial.engine.deepspeed_internals import process
 from dstrial.errors import RankError, RankTimeoutError
 from dstrial.fork_server.key import NVML_CHECK_VARIABLE
+from dstrial.ranks.channel import TIMEOUT_VARIABLE
 from dstrial.ranks.devices import SHARE_VARIABLE, device_index, is_shared, may_share, refuse_instances
 from dstrial.ranks.identity import DEVICE_VARIABLE, RankIdentity, device_variable
 from dstrial.ranks.rendezvous_store import as_init_method, open_store
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dstrial.ranks")
 
+_DEFAULT_TIMEOUT = "_get_default_timeout"
 MANUAL_INIT_VARIABLE = "DET_MANUAL_INIT_DISTRIBUTED"
 
 # Accelerators that DeepSpeed finds by their plug-in's module rather than through torch.accelerator.
@@ -117,7 +120,8 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
 
     Args:
         identity: who this process is, from ``identify(os.environ)``.
-        timeout_s: deadline of the rendezvous and, on most backends, of each collective operation, seconds.
+        timeout_s: deadline of the rendezvous and, on most backends, of each collective operation, seconds; of groups that are
+            made later, too, unless they are given another one.
 
     Raises:
         RankTimeoutError: not all ranks came to the rendezvous in time.
@@ -185,7 +189,30 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
             f"the rendezvous address {addr}:{port} cannot be used: {error}; expected a port that rank 0 can serve and all "
             "ranks can reach. Set MASTER_PORT (and MASTER_ADDR for several machines), the same for all ranks."
         ) from error
-    _created = _Created(before, made_group=True, replaced=replaced)
+    _created = _Created(before, made_group=True, replaced=(*replaced, *_share_timeout(timeout)))
+
+
+def _share_timeout(timeout: datetime.timedelta) -> tuple[tuple[Any, str, Any], ...]:
+    """Have every group that is made from now on wait as long as the default group does.
+
+    A group made by ``new_group`` does not inherit its time-out, and DeepSpeed makes all of its groups so, without one: they
+    would wait for torch's own 30 minutes (10 with NCCL), whatever the default group was told. torch asks this function wherever
+    a caller gives no time-out (2.6 to 2.13 distributed_c10d.py: ``new_group``, ``split_group``). Where nobody has asked for a
+    time-out, torch's stays if it is shorter.
+
+    Returns:
+        What of torch was replaced: owner, name and what was there, for ``shutdown``.
+    """
+    theirs = getattr(distributed_c10d, _DEFAULT_TIMEOUT, None)
+    if theirs is None:  # of another release
+        return ()
+    is_asked_for = bool(os.environ.get(TIMEOUT_VARIABLE))
+
+    def of_default_group(backend: Any) -> datetime.timedelta:
+        return timeout if is_asked_for else min(timeout, theirs(backend))
+
+    setattr(distributed_c10d, _DEFAULT_TIMEOUT, of_default_group)
+    return ((distributed_c10d, _DEFAULT_TIMEOUT, theirs),)
 
 
 def _variables_of_device(identity: RankIdentity, own_device: torch.device) -> dict[str, str]:
