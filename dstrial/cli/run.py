@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from dstrial.cli.run_display import Display
     from dstrial.cli.run_follow import FollowResult
     from dstrial.cli.run_submission import Master
+    from dstrial.hosts.preflight import Preflight
     from dstrial.launch.failures import LaunchOutcome
     from dstrial.master.store.observe import ExperimentView
 
@@ -123,6 +125,22 @@ def main(args: argparse.Namespace) -> int:
         DstrialError: the experiment cannot be started.
     """
     request = _read_request(args)
+    if not request.hosts:
+        return _run(request, _attempt)
+    from dstrial.cli.run_hosts import ready_hosts
+
+    kept = None if request.point is None else request.point.run_directory
+    runs_dir = default_runs_dir(args.runs_dir) if kept is None else kept.path.parent
+    preflight = ready_hosts(args, request.experiment, request.hosts, runs_dir)
+    try:
+        return _run(request, functools.partial(_attempt_on_hosts, preflight=preflight))
+    finally:
+        preflight.close()
+
+
+def _run(request: _Request, attempt: Callable[[_Request, RunDirectory], int]) -> int:
+    """Make or take the run's directory, and train in it."""
+    args = request.args
     command = ["dstrial", *_own_arguments(args)]
     run_directory = None if request.point is None else request.point.run_directory
     experiment = request.experiment
@@ -135,7 +153,7 @@ def main(args: argparse.Namespace) -> int:
             config=experiment.raw,
         )
     with run_directory.lock(), _ended_on_record(run_directory):
-        return (_attempt_on_hosts if request.hosts else _attempt)(request, run_directory)
+        return attempt(request, run_directory)
 
 
 def _read_request(args: argparse.Namespace) -> _Request:
@@ -314,7 +332,7 @@ def _attempt(request: _Request, run_directory: RunDirectory) -> int:
         return _train(request, master, run_directory, signals, out, err, num_slots)
 
 
-def _attempt_on_hosts(request: _Request, run_directory: RunDirectory) -> int:
+def _attempt_on_hosts(request: _Request, run_directory: RunDirectory, *, preflight: Preflight) -> int:
     """Train on hosts, without a master; record and print the outcome."""
     from dstrial.cli.run_display import Refresher, make_display
     from dstrial.cli.run_hosts import HostRun
@@ -342,7 +360,7 @@ def _attempt_on_hosts(request: _Request, run_directory: RunDirectory) -> int:
             display=display,
         )
         with Refresher(monitor.poll, display.view):
-            outcome = run.train()
+            outcome = run.train(preflight)
     finally:
         display.close()
     status = read_json(run_directory.status_path) or {}

@@ -68,6 +68,25 @@ def require_trainable_on_hosts(
         raise ConfigError([problem])
 
 
+def ready_hosts(
+    args: argparse.Namespace, experiment: ExperimentConfig, hosts: Sequence[Host], shared_directory: Path
+) -> Preflight:
+    """Connect to the hosts of a run.
+
+    Raises:
+        HostError: with all that is wrong with any of them.
+    """
+    return check_hosts(
+        hosts,
+        python=python_of(args),
+        shared_directory=shared_directory,
+        local_paths=[experiment.context_dir.resolve(), Path(args.experiment).resolve()],
+        interface=args.interface,
+        port=port_of(args),
+        environ={**os.environ, **experiment.environment_variables},
+    )
+
+
 class HostRun:
     """One run over hosts: attempts, until it ends or may not be started again.
 
@@ -100,14 +119,16 @@ class HostRun:
         self._hosts, self._run_directory, self._resume = tuple(hosts), run_directory, resume
         self._overrides, self._max_restarts, self._display = tuple(overrides), max_restarts, display
 
-    def train(self) -> LaunchOutcome:
+    def train(self, preflight: Preflight) -> LaunchOutcome:
         """Train until the run has ended; return how its last attempt did.
 
+        Args:
+            preflight: of the hosts to begin with; is used up.
+
         Raises:
-            HostError: at the start some host cannot train, or later none can.
+            HostError: no host is left.
             ConfigError: the config fits no number of slots that is left.
         """
-        preflight = self._checked()
         restarts = 0
         while True:
             outcome = self._attempt(preflight)
@@ -119,30 +140,22 @@ class HostRun:
                 return outcome
             restarts += 1
             self._display.message(failure.in_one_line)
-            preflight = self._checked(may_drop=True)
+            preflight = self._left()
             self._go_on(preflight)
             where = "from its beginning" if self._resume is None else f"from checkpoint {self._resume.name}"
             names = ", ".join(host.name for host in self._hosts)
             self._display.message(f"restart {restarts} of {limit} on {names}, {where}")
 
-    def _checked(self, *, may_drop: bool = False) -> Preflight:
-        """Connect to the hosts; with ``may_drop`` leave out those that cannot train."""
+    def _left(self) -> Preflight:
+        """Connect to the hosts again, without those that cannot train any more."""
         while True:
             try:
-                return check_hosts(
-                    self._hosts,
-                    python=python_of(self._args),
-                    shared_directory=self._run_directory.path.parent,
-                    local_paths=self._job([]).paths,
-                    interface=self._args.interface,
-                    port=port_of(self._args),
-                    environ={**os.environ, **self._experiment.environment_variables},
-                )
+                return ready_hosts(self._args, self._experiment, self._hosts, self._run_directory.path.parent)
             except HostError as error:
                 left = tuple(
                     host for host in self._hosts if host.name not in {one.host for one in error.problems}
                 )
-                if not may_drop or not left:
+                if not left:
                     raise
                 for problem in error.problems:
                     self._display.message(f"without {problem.host}, which is {problem.got}")

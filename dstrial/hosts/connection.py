@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import logging
 import queue
 import shlex
 import subprocess
@@ -19,8 +18,6 @@ from typing import Any
 
 from dstrial.hosts import remote
 from dstrial.hosts.hostfile import Host
-
-logger = logging.getLogger("dstrial.hosts")
 
 CONNECT_S = 5
 """How long a host may take to answer ssh, seconds."""

@@ -204,6 +204,7 @@ class _Hosts:
         self._on_line, self._on_note, self._on_stop = on_line, on_note, on_stop
         self._frames: queue.SimpleQueue[tuple[int, dict[str, Any] | None]] = queue.SimpleQueue()
         self._signals: list[signal.Signals] = []
+        self._stops: list[int] = []
         self._num_passed_on = 0
         self._arrivals = 0
         self._killed_s: float | None = None
@@ -223,7 +224,11 @@ class _Hosts:
         handled = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup's promise is kept
             handled.append(signal.SIGHUP)
-        previous = {one: signal.signal(one, on_signal) for one in handled}
+        previous: dict[signal.Signals, Any] = {one: signal.signal(one, on_signal) for one in handled}
+        # Hosts would take a stopped launcher for a lost one, and end their ranks.
+        previous[signal.SIGTSTP] = signal.signal(
+            signal.SIGTSTP, lambda _number, _frame: self._stops.append(1)
+        )
         try:
             yield
         finally:
@@ -321,6 +326,11 @@ class _Hosts:
                 return
 
     def _pass_signals_on(self) -> None:
+        if self._stops:
+            self._stops.clear()
+            self._on_note(
+                "Ctrl-Z is ignored: hosts would take a stopped launcher for a lost one, and end their ranks"
+            )
         for one in self._signals[self._num_passed_on :]:
             self._num_passed_on += 1
             self._tell_all({"do": "stop", "signal": one.name})

@@ -250,3 +250,14 @@ def test_ctrl_c_stops_all_hosts_at_the_same_batch_and_resume_goes_on(two: Machin
     ).end()
     assert code == 0, text
     assert "completed at batch 60 of 60" in text
+
+
+def test_two_batches_are_tried_and_a_host_that_is_not_ready_leaves_no_run(two: Machines, place: Path) -> None:
+    code, text = _run(two[1], place, "--test").end()
+    assert code == 0, text
+    assert "test passed: 2 batches, one validation" in text
+    (place / "hosts").write_text("host1 slots=1\nhost9 slots=1\n")
+    code, text = _run(two[1], place).end()
+    assert code == 1, text
+    assert "host9  unknown: no such name" in text
+    assert not list(place.glob("runs/*/*")), "nothing was started"
