@@ -42,14 +42,16 @@ class Scenario:
     Attributes:
         prepare: done before the start; may return another hostfile's path.
         strike: done when both hosts have trained ten steps; None if nothing is.
-        slots: of host2 and host3 in the hostfile.
+        hosts: on which ranks run.
+        slots: of each in the hostfile.
         host: that has to be named; empty where none is to blame.
     """
 
     what: str
     prepare: Callable[[Machines, Path], None] = lambda _machines, _directory: None
     strike: Callable[[Machines, str], None] | None = None
-    slots: tuple[int, int] = (1, 1)
+    hosts: tuple[str, ...] = ("host2", "host3")
+    slots: tuple[int, ...] = (1, 1)
     host: str = "host3"
     hostfile: str = "hosts"
 
@@ -60,6 +62,7 @@ class Result:
 
     scenario: str
     launcher: str
+    first_step_s: float | None
     ended_s: float | None
     exit_code: int | None
     line: str
@@ -113,6 +116,7 @@ def _hide_version(made: Machines, _directory: Path) -> None:
 
 
 SCENARIOS = {
+    "start": Scenario("a start on three hosts", hosts=("host1", "host2", "host3"), slots=(1, 1, 1), host=""),
     "right": Scenario("nothing is wrong", host=""),
     "first": Scenario("first host unreachable", lambda made, _: made[2].cut(), host="host2"),
     "second": Scenario("second host unreachable", lambda made, _: made[3].cut()),
@@ -140,15 +144,24 @@ def command(launcher: str, scenario: Scenario, directory: Path) -> list[str]:
         port = ["--master-port", str(_PORT)] if scenario is SCENARIOS["port"] else []
         return [sys.executable, "-m", "dstrial.launch", "--hostfile", hostfile, *port, str(_SCRIPT)]
     if launcher == "deepspeed":
-        words = ["--hostfile", hostfile, "--master_addr", "10.77.0.12", "--master_port", str(_PORT)]
+        words = [
+            "--hostfile",
+            hostfile,
+            "--master_addr",
+            f"10.77.0.1{scenario.hosts[0][-1]}",
+            "--master_port",
+            str(_PORT),
+        ]
         return [str(_BIN / "deepspeed"), *words, str(_SCRIPT)]
     # torchrun has no hostfile: somebody starts it on each host, and waits for all.
     variables = " ".join(f"{name}={value}" for name, value in _settings().items())
     starts = []
-    for number, (host, slots) in enumerate(zip(("host2", "host3"), scenario.slots, strict=True)):
+    first = f"10.77.0.1{scenario.hosts[0][-1]}"
+    for number, (host, slots) in enumerate(zip(scenario.hosts, scenario.slots, strict=True)):
+        nodes = f"--nnodes {len(scenario.hosts)} --nproc-per-node {slots} --node-rank {number}"
         there = (
-            f"cd {directory} && env {variables} LOCAL_SIZE={slots} {_BIN / 'torchrun'} --nnodes 2 --nproc-per-node {slots} "
-            f"--node-rank {number} --master-addr 10.77.0.12 --master-port {_PORT} {_SCRIPT}"
+            f"cd {directory} && env {variables} LOCAL_SIZE={slots} {_BIN / 'torchrun'} {nodes} "
+            f"--master-addr {first} --master-port {_PORT} {_SCRIPT}"
         )
         starts.append(f"ssh -o ConnectTimeout=5 -o BatchMode=yes {host} {shlex.quote(there)} &")
     waits = "code=0; for job in $(jobs -p); do wait $job || code=$?; done; exit $code"
@@ -165,10 +178,11 @@ def measure(name: str, launcher: str) -> Result:
     scenario = SCENARIOS[name]
     with tempfile.TemporaryDirectory(prefix="hosts-", dir="/tmp") as text, machines(3) as made:
         directory = Path(text)
-        (directory / "hosts").write_text(
-            f"host2 slots={scenario.slots[0]}\nhost3 slots={scenario.slots[1]}\n"
-        )
-        made[1].run(["sh", "-c", "for h in host2 host3; do ssh $h true; done"], cwd="/")
+        lines = [
+            f"{host} slots={slots}\n" for host, slots in zip(scenario.hosts, scenario.slots, strict=True)
+        ]
+        (directory / "hosts").write_text("".join(lines))
+        made[1].run(["sh", "-c", "for h in host1 host2 host3; do ssh $h true; done"], cwd="/")
         variables = {**_settings(), "PATH": f"{_BIN}:/usr/bin:/bin", "PDSH_RCMD_TYPE": "ssh"}
         environment = "".join(f"{key}={value}\n" for key, value in variables.items())
         (directory / ".deepspeed_env").write_text(environment)
@@ -182,6 +196,7 @@ def measure(name: str, launcher: str) -> Result:
                 cwd=directory, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
             since_s, at = started_s, 0
+            first_step_s = _first_step(process, log_path, started_s)
             if scenario.strike is not None:
                 _await_steps(process, log_path)
                 at = log_path.stat().st_size
@@ -198,9 +213,19 @@ def measure(name: str, launcher: str) -> Result:
             process.wait()
         trained = set(re.findall(r"(host\d) rank \d+ of \d+: step 0", printed))
         is_complete = len(re.findall(r": done", printed)) == sum(scenario.slots)
-        return Result(
-            name, launcher, ended_s, code, _naming(printed[at:], scenario), len(trained), is_complete, left
-        )
+        line = _naming(printed[at:], scenario)
+        return Result(name, launcher, first_step_s, ended_s, code, line, len(trained), is_complete, left)
+
+
+def _first_step(process: subprocess.Popen[bytes], log_path: Path, started_s: float) -> float | None:
+    """Return when the first rank has trained its first step, seconds after the start; None without one."""
+    while time.monotonic() < started_s + _LIMIT_S:
+        if ": step 0" in log_path.read_text(errors="replace"):
+            return time.monotonic() - started_s
+        if process.poll() is not None:
+            return None
+        time.sleep(0.02)
+    return None
 
 
 def _await_steps(process: subprocess.Popen[bytes], log_path: Path) -> None:
@@ -238,14 +263,15 @@ def _naming(printed: str, scenario: Scenario) -> str:
 def table(results: list[Result]) -> str:
     """Return the results as Markdown."""
     lines = [
-        "| scenario | launcher | ended after | exit code | hosts that trained | complete | left on the hosts "
+        "| scenario | launcher | first step after | ended after | exit code | hosts that trained | complete | left on the hosts "
         "| the line that names the host |",
-        "|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for one in results:
         ended = f"not within {_LIMIT_S:g} s" if one.ended_s is None else f"{one.ended_s:.1f} s"
         code = "-" if one.exit_code is None else str(one.exit_code)
-        cells = [SCENARIOS[one.scenario].what, one.launcher, ended, code, str(one.num_trained)]
+        first = "-" if one.first_step_s is None else f"{one.first_step_s:.1f} s"
+        cells = [SCENARIOS[one.scenario].what, one.launcher, first, ended, code, str(one.num_trained)]
         left = "-" if one.ended_s is None else str(one.left)
         cells += ["yes" if one.is_complete else "no", left, one.line.replace("|", "/") or "-"]
         lines.append("| " + " | ".join(cells) + " |")

@@ -40,7 +40,7 @@ class SmallTrial(dstrial.DeepSpeedTrial):
         self.pause_s = float(hparams["pause_s"])
         config: dict[str, Any] = {
             "train_batch_size": 12,
-            "train_micro_batch_size_per_gpu": 6,
+            "train_micro_batch_size_per_gpu": int(hparams.get("micro_batch_size", 6)),
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
             "zero_optimization": {"stage": hparams["zero_stage"]},
         }
