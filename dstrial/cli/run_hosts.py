@@ -1,4 +1,4 @@
-"""``dstrial run --hostfile``: train on several machines, and go on with those that are left."""
+"""``dstrial run --hostfile``: train on several machines, or on those left."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Other machines: which ones, over ssh, and what is wrong with them before anything starts."""
+"""Other machines: which ones, over ssh, and what is wrong with them."""

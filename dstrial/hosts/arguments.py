@@ -68,7 +68,7 @@ def require_hostfile(args: argparse.Namespace) -> None:
 
 
 def hosts_of(args: argparse.Namespace, num_slots: int | None = None) -> tuple[Host, ...]:
-    """Return the hosts that the flags name, with the first ``num_slots`` of their slots.
+    """Return the hosts of the flags, with the first ``num_slots`` of their slots.
 
     Raises:
         ConfigError: with everything that is wrong with them.

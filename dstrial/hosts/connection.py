@@ -124,7 +124,7 @@ class HostConnection:
             raise TimeoutError(self.host.name) from None
 
     def ask(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
-        """Send a request and return its answer; None where none came in time or the host is gone."""
+        """Return the answer to a request; None where none came in time."""
         if not self.send(message):
             return None
         with contextlib.suppress(TimeoutError):

@@ -38,7 +38,7 @@ class Host:
 def read_hosts(
     path: Path, *, include: str = "", exclude: str = "", num_slots: int | None = None
 ) -> tuple[Host, ...]:
-    """Return the hosts of a hostfile, in its order, without those that are filtered out.
+    """Return the hosts of a hostfile that no filter leaves out, in its order.
 
     Args:
         path: of the hostfile.
@@ -179,7 +179,10 @@ def _filtered(
 
 
 def first_slots(hosts: Sequence[Host], num_slots: int) -> tuple[Host, ...]:
-    """Return the first hosts with together ``num_slots`` slots, the last of them with fewer where needed."""
+    """Return the first hosts that together have ``num_slots`` slots.
+
+    The last of them has fewer than before where needed.
+    """
     chosen: list[Host] = []
     left = num_slots
     for host in hosts:

@@ -117,7 +117,7 @@ def check_hosts(
     port: int = 0,
     environ: Mapping[str, str] = os.environ,
 ) -> Preflight:
-    """Connect to all hosts and find everything that would keep them from training together.
+    """Connect to all hosts and find all that keeps them from training together.
 
     Args:
         hosts: at least one.
@@ -221,93 +221,71 @@ def fact_problems(
         environ: of what is to train.
         interface: that all have to have; None for any.
     """
-    own_python = ".".join(platform.python_version_tuple()[:2])
     problems = []
     machines: dict[str, str] = {}
-    is_cpu = environ.get("DS_ACCELERATOR") == "cpu"
-    most = max((fact.num_accelerators for fact in facts), default=0)
+    has_devices = environ.get("DS_ACCELERATOR") != "cpu" and any(fact.num_accelerators for fact in facts)
     for host, fact in zip(hosts, facts, strict=True):
-        if fact.python.split(".")[:2] != own_python.split("."):
-            problems.append(
-                HostProblem(
-                    host.name,
-                    f"Python {fact.python}; {own_python} here",
-                    "Install the same environment on all hosts.",
-                )
-            )
-        for package, version in here.items():
-            found = fact.versions.get(package)
-            if version is not None and found != version:
-                shown = "without" if found is None else f"{found} of"
-                problems.append(
-                    HostProblem(
-                        host.name,
-                        f"{shown} {package}; {version} here",
-                        f"Install {package}=={version} there.",
-                    )
-                )
-        present = fact.num_accelerators
-        if not is_cpu and most and not present:
-            problems.append(
-                HostProblem(
-                    host.name,
-                    "without an accelerator, and other hosts have some",
-                    "Leave the host out, or set DS_ACCELERATOR=cpu to train on CPUs.",
-                )
-            )
-        elif (
-            not is_cpu
-            and present
-            and not may_share(environ)
-            and (missing := [i for i in host.slots if i >= present])
-        ):
-            problems.append(
-                HostProblem(
-                    host.name,
-                    f"asked for slot(s) {', '.join(map(str, missing))}, and has {present} accelerator(s)",
-                    f"Write slots={present} for it, or set {SHARE_VARIABLE}=1 to let ranks share a device.",
-                )
-            )
+        found = [*_package_problems(fact, here)]
+        if has_devices:
+            found += _device_problems(host, fact, environ)
         if abs(fact.skew_s) > _MOST_SKEW_S:
             ahead = "ahead of" if fact.skew_s > 0 else "behind"
-            problems.append(
-                HostProblem(
-                    host.name,
-                    f"{abs(fact.skew_s):.0f} s {ahead} this machine's clock",
-                    "Set the clocks, by chrony or another NTP client.",
-                )
-            )
-        if interface is not None and interface not in [name for name, _ in fact.addresses]:
-            shown = ", ".join(f"{name} {address}" for name, address in fact.addresses) or "none"
-            problems.append(
-                HostProblem(
-                    host.name,
-                    f"without an IPv4 address on interface {interface} (it has {shown})",
-                    "Name another by --interface.",
-                )
-            )
-        elif len(hosts) > 1 and not fact.addresses:
-            problems.append(
-                HostProblem(
-                    host.name, "without an IPv4 address but loopback", "Connect it to the others' network."
-                )
-            )
+            told = f"{abs(fact.skew_s):.0f} s {ahead} this machine's clock"
+            found.append((told, "Set the clocks, by chrony or another NTP client."))
+        found += _network_problems(fact, interface, is_alone=len(hosts) == 1)
         if fact.machine and fact.machine in machines:
-            problems.append(
-                HostProblem(
-                    host.name,
-                    f"the same machine as {machines[fact.machine]}",
-                    "Write one line for it, with all its slots.",
-                )
-            )
+            told = f"the same machine as {machines[fact.machine]}"
+            found.append((told, "Write one line for it, with all its slots."))
         machines.setdefault(fact.machine, host.name)
+        problems += [HostProblem(host.name, got, fix) for got, fix in found]
     return problems
+
+
+def _package_problems(fact: Facts, here: Mapping[str, str | None]) -> Iterator[tuple[str, str]]:
+    own_python = ".".join(platform.python_version_tuple()[:2])
+    if fact.python.split(".")[:2] != own_python.split("."):
+        yield f"Python {fact.python}; {own_python} here", "Install the same environment on all hosts."
+    for package, version in here.items():
+        found = fact.versions.get(package)
+        if version is not None and found != version:
+            shown = "without" if found is None else f"{found} of"
+            yield f"{shown} {package}; {version} here", f"Install {package}=={version} there."
+
+
+def _device_problems(host: Host, fact: Facts, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    present = fact.num_accelerators
+    missing = [str(slot) for slot in host.slots if slot >= present]
+    if not present:
+        yield (
+            "without an accelerator, and other hosts have some",
+            "Leave the host out, or set DS_ACCELERATOR=cpu to train on CPUs.",
+        )
+    elif missing and not may_share(environ):
+        yield (
+            f"asked for slot(s) {', '.join(missing)}, and has {present} accelerator(s)",
+            f"Write slots={present} for it, or set {SHARE_VARIABLE}=1 to let ranks share a device.",
+        )
+
+
+def _network_problems(fact: Facts, interface: str | None, *, is_alone: bool) -> Iterator[tuple[str, str]]:
+    if interface is not None and interface not in [name for name, _ in fact.addresses]:
+        shown = ", ".join(f"{name} {address}" for name, address in fact.addresses) or "none"
+        yield (
+            f"without an IPv4 address on interface {interface} (it has {shown})",
+            "Name another by --interface.",
+        )
+    elif not fact.addresses and not is_alone:
+        yield "without an IPv4 address but loopback", "Connect it to the others' network."
 
 
 def _connectivity(
     connections: Sequence[HostConnection], facts: Sequence[Facts], interface: str | None, port: int
 ) -> tuple[list[tuple[str, str]], int, list[HostProblem]]:
-    """Have every host connect to every other one; return address and interface of each, the port, problems."""
+    """Have every host connect to every other one.
+
+    Returns:
+        Address and interface of each host, the first host's port, and problems, with which the others are empty.
+    """
     offered = [[pair for pair in fact.addresses if interface in (None, pair[0])] for fact in facts]
 
     def listen(number: int) -> list[list[Any]]:
@@ -364,7 +342,7 @@ def _place(
     offered: Sequence[tuple[str, str]],
     reached: Sequence[Mapping[tuple[int, str], str | None]],
 ) -> tuple[tuple[str, str] | None, list[HostProblem]]:
-    """Return the address at which all others have reached a host, and its interface. Pure."""
+    """Return address and interface at which all others reach a host. Pure."""
     others = [other for other in range(len(names)) if other != number]
     for name, address in offered:
         if all(reached[other].get((number, address), "not tried") is None for other in others):

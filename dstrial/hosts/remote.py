@@ -63,7 +63,7 @@ def version_of(package: str) -> str | None:
 
 
 def num_accelerators() -> int:
-    """Return how many devices NVIDIA's or AMD's driver shows here, without their libraries."""
+    """Return how many devices NVIDIA's or AMD's driver shows here."""
     with contextlib.suppress(OSError):
         cards = [name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]
         if cards:
@@ -102,7 +102,7 @@ def _boot_and_namespace() -> str:
 
 
 class _Listeners:
-    """Sockets that say a word to whoever connects, so that it knows whom it has reached."""
+    """Sockets that tell whoever connects whom it has reached, by a word."""
 
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []
@@ -139,7 +139,7 @@ class _Listeners:
 
 
 def connect(targets: list[list[Any]], timeout_s: float) -> list[str | None]:
-    """Try ``[address, port, greeting]`` all at once; return what is wrong with each, or None."""
+    """Try ``[address, port, greeting]`` at once; return what is wrong, or None."""
     give_up_at_s = time.monotonic() + timeout_s
     verdicts: list[str | None] = ["timed out"] * len(targets)
     waiting: dict[int, tuple[int, socket.socket]] = {}
@@ -168,7 +168,7 @@ def connect(targets: list[list[Any]], timeout_s: float) -> list[str | None]:
 
 
 def identities(paths: list[str]) -> list[list[int] | None]:
-    """Return what tells whether a path is the same file or directory elsewhere; None if absent."""
+    """Return what tells a path from another of its name elsewhere; None if absent."""
     found: list[list[int] | None] = []
     for path in paths:
         try:
@@ -181,7 +181,7 @@ def identities(paths: list[str]) -> list[list[int] | None]:
 
 
 def write_probe(directory: str) -> dict[str, Any]:
-    """Leave a file with a random word in a directory, which is made; return both or an error."""
+    """Leave a file with a random word in a directory, which is made if needed."""
     word = secrets.token_hex(16)
     path = os.path.join(directory, f".dstrial-hosts-{word[:12]}")
     made: list[str] = []
@@ -209,7 +209,7 @@ def remove_probe(path: str, made: list[str]) -> None:
 
 
 def read_probe(path: str) -> dict[str, Any]:
-    """Return the word of a file, or why it cannot be read; a network file system may take a moment."""
+    """Return a file's word, or why not; network file systems may take a moment."""
     for _ in range(10):
         try:
             with open(path, encoding="ascii") as file:

@@ -1,4 +1,4 @@
-"""The launcher of one host among several, told by the one that started it over ssh.
+"""The launcher of one host among several, told by another one over ssh.
 
 ``python -m dstrial.launch.node`` reads a line of JSON from its input, then starts its ranks and says by lines what they do. It
 ends its ranks when its input ends (whoever started it is gone), and kills them when it hears nothing for ``LEASE_S``: the cable

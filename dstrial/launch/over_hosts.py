@@ -421,7 +421,7 @@ class _Hosts:
                 host.ready.connection.abandon()
 
     def _outcome(self) -> LaunchOutcome:
-        """Join the hosts' outcomes: the first failure by order of arrival and by cause, not by clocks."""
+        """Join the outcomes: the first failure by arrival and cause, not by clocks."""
         endings = []
         exit_codes: list[int] = []
         for host in self._hosts:
