@@ -10,9 +10,8 @@ from pathlib import Path
 from dstrial.cli.run_display import Display
 from dstrial.cli.run_entrypoint import Entrypoint
 from dstrial.config import ExperimentConfig, load_experiment
-from dstrial.config.parsing.documents import read_yaml
 from dstrial.errors import ConfigError, ConfigProblem, HostError, LaunchError
-from dstrial.hosts.arguments import hosts_of, placement_lines, port_of, python_of
+from dstrial.hosts.arguments import given_slots, hosts_of, placement_lines, port_of, python_of
 from dstrial.hosts.hostfile import Host, first_slots
 from dstrial.hosts.preflight import Preflight, check_hosts
 from dstrial.launch.failures import LaunchOutcome
@@ -32,14 +31,7 @@ def chosen_hosts(args: argparse.Namespace) -> tuple[Host, ...]:
     Raises:
         ConfigError: with everything that is wrong with the flags and the hostfile.
     """
-    return hosts_of(args, args.slots or given_slots(Path(args.experiment)))
-
-
-def given_slots(path: Path) -> int | None:
-    """Return ``resources.slots_per_trial`` where the user has written it."""
-    resources = (read_yaml(path, str(path)).value or {}).get("resources")
-    slots = resources.get("slots_per_trial") if isinstance(resources, dict) else None
-    return slots if isinstance(slots, int) and slots > 0 else None
+    return hosts_of(args, args.slots or given_slots(Path(args.experiment), args.config))
 
 
 def require_trainable_on_hosts(

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dstrial.config.parsing.documents import read_yaml
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.hosts.hostfile import Host, read_hosts
 
 if TYPE_CHECKING:
     from dstrial.hosts.preflight import Preflight
 
+_SLOTS_KEY = "resources.slots_per_trial"
 _FILTER = "HOST[:SLOT,SLOT...][@HOST...]"
 
 
@@ -74,6 +76,20 @@ def hosts_of(args: argparse.Namespace, num_slots: int | None = None) -> tuple[Ho
         ConfigError: with everything that is wrong with them.
     """
     return read_hosts(args.hostfile, include=args.include, exclude=args.exclude, num_slots=num_slots)
+
+
+def given_slots(config: Path, overrides: Sequence[str] = ()) -> int | None:
+    """Return ``resources.slots_per_trial`` where the user has written it, in a config or as ``key=value``.
+
+    Its default, one slot, is for one machine: without a word of the user's all slots of a hostfile are meant.
+    """
+    for override in reversed(overrides):
+        key, _, value = override.partition("=")
+        if key == _SLOTS_KEY and value.isdecimal():
+            return int(value) or None
+    resources = (read_yaml(config, str(config)).value or {}).get("resources")
+    slots = resources.get("slots_per_trial") if isinstance(resources, dict) else None
+    return slots if isinstance(slots, int) and slots > 0 else None
 
 
 def python_of(args: argparse.Namespace) -> str:

@@ -16,6 +16,7 @@ from dstrial.errors import ConfigError, DstrialError, LaunchError
 from dstrial.harness_paths import WARM_VARIABLE
 from dstrial.hosts.arguments import (
     add_host_arguments,
+    given_slots,
     hosts_of,
     placement_lines,
     port_of,
@@ -188,7 +189,7 @@ def _launch_on_hosts(options: argparse.Namespace) -> LaunchOutcome:
         from dstrial.hosts.preflight import check_hosts
         from dstrial.launch.over_hosts import Job, run_on_hosts
 
-    num_slots = options.slots or _given_slots(options.config)
+    num_slots = options.slots or (given_slots(options.config) if options.config else None)
     hosts = hosts_of(options, num_slots)
     num_ranks = sum(len(host.slots) for host in hosts)
     experiment = _load(options, num_ranks)
@@ -234,17 +235,6 @@ def _launch_on_hosts(options: argparse.Namespace) -> LaunchOutcome:
         on_note=_warn,
         on_stop=_tell_stopping,
     )
-
-
-def _given_slots(config: Path | None) -> int | None:
-    """Return ``slots_per_trial`` where the user has written it: else all slots of a hostfile are used."""
-    if config is None:
-        return None
-    from dstrial.config.parsing.documents import read_yaml
-
-    resources = (read_yaml(config, str(config)).value or {}).get("resources")
-    slots = resources.get("slots_per_trial") if isinstance(resources, dict) else None
-    return slots if isinstance(slots, int) and slots > 0 else None
 
 
 def _variables_of_hosts(experiment: ExperimentConfig | None) -> dict[str, str]:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dstrial.errors import ConfigError
+from dstrial.hosts.arguments import given_slots
 from dstrial.hosts.hostfile import Host, first_slots, read_hosts
 
 
@@ -111,3 +112,14 @@ def test_the_first_slots_are_as_many_as_asked_for(counts: list[int], data: st.Da
     assert sum(len(host.slots) for host in chosen) == wanted
     assert [host.name for host in chosen] == [host.name for host in hosts[: len(chosen)]]
     assert all(one.slots == all_.slots for one, all_ in zip(chosen[:-1], hosts, strict=False))
+
+
+def test_slots_that_the_user_has_written_count_and_the_default_does_not(tmp_path: Path) -> None:
+    config = tmp_path / "exp.yaml"
+    config.write_text("resources: {slots_per_trial: 4}")
+    assert given_slots(config) == 4
+    assert given_slots(config, ["resources.slots_per_trial=2", "name=x"]) == 2
+    config.write_text("resources: {priority: 4}")
+    assert given_slots(config) is None
+    config.write_text("name: x")
+    assert given_slots(config) is None
