@@ -231,7 +231,7 @@ def _first_step(process: subprocess.Popen[bytes], log_path: Path, started_s: flo
 def _await_steps(process: subprocess.Popen[bytes], log_path: Path) -> None:
     give_up_at_s = time.monotonic() + 60
     while not {"host2", "host3"} <= set(
-        re.findall(r"(host\d) rank \d+ of \d+: step 10\b", log_path.read_text(errors="replace"))
+        re.findall(r"(host\d) rank \d+ of \d+: step 1\d", log_path.read_text(errors="replace"))
     ):
         if process.poll() is not None or time.monotonic() > give_up_at_s:
             raise SystemExit(f"training has not begun:\n{log_path.read_text(errors='replace')}")

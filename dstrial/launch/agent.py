@@ -40,7 +40,7 @@ from dstrial.launch.stalls.stall_rules import StallSettings
 from dstrial.launch.stalls.stall_watch import WatchedRanks, watched_training
 from dstrial.launch.start_watch import watched_start
 from dstrial.launch.supervisor import DEFAULT_FAILURE_GRACE_S, DEFAULT_SHUTDOWN_TIMEOUT_S, Supervisor
-from dstrial.ranks.heartbeat import HEARTBEAT_VARIABLE, make_heartbeat_file, read_beat
+from dstrial.ranks.heartbeat import HEARTBEAT_VARIABLE, Phase, make_heartbeat_file, read_beat
 from dstrial.ranks.identity import LOOPBACK_ADDR
 from dstrial.ranks.job_secret import SECRET_VARIABLE, STORE_VARIABLE, new_secret, store_variable
 from dstrial.ranks.sockets import loopback_only
@@ -88,7 +88,11 @@ class RunningRanks:
         if self.watched is None:
             return {}
         beats = {rank: read_beat(self.watched.beats, slot) for slot, rank in self.watched.ranks.items()}
-        return {rank: beat.batch for rank, beat in beats.items() if beat is not None}
+        return {
+            rank: beat.batch
+            for rank, beat in beats.items()
+            if beat is not None and beat.phase is not Phase.NONE
+        }
 
 
 def run_ranks(
