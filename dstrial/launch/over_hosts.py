@@ -180,12 +180,10 @@ class _Running:
         """Its ranks and where they were."""
         last = self.first_rank + len(self.ready.host.slots) - 1
         ranks = f"rank {last}" if last == self.first_rank else f"ranks {self.first_rank} to {last}"
-        where = (
-            f", last seen at batch {max(self.batches.values())}"
-            if self.batches
-            else ", before its first batch"
-        )
-        return ranks + where
+        if not self.batches:  # a script of which nothing is known
+            return ranks
+        batch = max(self.batches.values())
+        return ranks + (f", last seen at batch {batch}" if batch else ", before its first batch")
 
 
 class _Hosts:
