@@ -261,3 +261,16 @@ def test_two_batches_are_tried_and_a_host_that_is_not_ready_leaves_no_run(two: M
     assert code == 1, text
     assert "host9  unknown: no such name" in text
     assert not list(place.glob("runs/*/*")), "nothing was started"
+
+
+def test_a_rank_that_is_stopped_is_named_with_its_host_and_may_go_on(two: Machines, place: Path) -> None:
+    program = _run(two[1], place, "--config", "searcher.max_length.batches=100")
+    _wait_for_batches(program)
+    pid = two[2].find("dstrial.launch.rank_main")
+    assert pid is not None
+    two[2].signal(pid, signal.SIGSTOP)
+    program.wait_for("host2: stalled: rank 1 is stopped (SIGSTOP) at batch ")
+    two[2].signal(pid, signal.SIGCONT)
+    code, text = program.end()
+    assert code == 0, text
+    assert "completed at batch 100 of 100" in text
