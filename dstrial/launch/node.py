@@ -42,6 +42,8 @@ CONTEXT = "{context}"
 """Begins words of a command that name something in code that has travelled."""
 FILES = "{files}"
 """Begins words of a command that name a file whose text has travelled."""
+UNSTARTED = 75
+"""Exit code of a launcher that was told to end before its ranks began."""
 _STOP_S = 20.0
 _KILL_S = 3.0
 _LOOK_S = 0.1
@@ -157,7 +159,8 @@ class _Link:
                 self._line.say({"failing": True})
             if now_s >= beat_s + BEAT_S:
                 beat_s = now_s
-                self._line.say({"beat": {} if running is None else running.positions()})
+                positions = {} if running is None else running.positions()
+                self._line.say({"beat": positions, "is_ready": running is not None})
             if self._is_closed.is_set() and closed_s is None:
                 closed_s = now_s
                 self._request_stop(signal.SIGTERM)
@@ -174,7 +177,9 @@ class _Link:
         print(f"dstrial.launch: {why}: ranks are killed", file=sys.stderr, flush=True)  # noqa: T201  # a command prints
         if self._running is not None:
             self._running.supervisor.kill_now()
-        if self._running is None or not self._is_done.wait(_KILL_S):
+        if self._running is None:
+            os._exit(UNSTARTED)
+        if not self._is_done.wait(_KILL_S):
             os._exit(128 + signal.SIGKILL)  # its ranks end with it, by their parent-death signal
 
 

@@ -27,15 +27,19 @@ from dstrial.hosts.connection import HostConnection
 from dstrial.hosts.environment import travelling
 from dstrial.hosts.preflight import Preflight, ReadyHost
 from dstrial.launch.failures import LaunchOutcome, RankEnding, RankFailure, first_ending
-from dstrial.launch.node import BEAT_S, CONTEXT, FILES, NodeRequest
+from dstrial.launch.node import BEAT_S, CONTEXT, FILES, UNSTARTED, NodeRequest
 from dstrial.launch.output import OnLine
 from dstrial.launch.supervisor import DEFAULT_SHUTDOWN_TIMEOUT_S
 from dstrial.ranks.job_secret import SECRET_VARIABLE, new_secret
 
-QUIET_S = 5.0
-"""After how long without a word a host is named, seconds."""
 LOST_S = 10.0
-"""After how long without a word a host counts as lost, seconds."""
+"""After how long without a word a host counts as lost, seconds; after half of that it is named."""
+START_S = 120.0
+"""How long a host's launcher may be silent before its ranks begin, seconds.
+
+It imports torch, perhaps from a cold network file system, and loading a library keeps its other threads waiting. ssh itself
+notices a host that is cut off then, after 25 s.
+"""
 _KILLED_S = 10.0
 _LOST_EXIT_CODE = 255  # ssh's own, for a connection that ended
 _NODE = ["-m", "dstrial.launch.node"]
@@ -136,7 +140,8 @@ class _Feeder:
             if item is None:
                 return
             self._connection.send(*item)
-            self._connection.heard_s = time.monotonic()  # sending may take long, and nobody answers meanwhile
+            if item[1]:  # sending may take long, and nobody answers meanwhile
+                self._connection.heard_s = time.monotonic()
 
 
 @dataclasses.dataclass(slots=True)
@@ -150,6 +155,7 @@ class _Running:
         outcome: how its ranks ended; None while they run, and for a lost host.
         is_consequence: whether its first failure was caused by a rank elsewhere.
         lost: why it is lost, a sentence without its point; empty if it is not.
+        has_begun: whether its launcher has its imports behind it.
     """
 
     ready: ReadyHost
@@ -161,6 +167,7 @@ class _Running:
     is_consequence: bool = False
     lost: str = ""
     is_told_quiet: bool = False
+    has_begun: bool = False
 
     @property
     def name(self) -> str:
@@ -344,11 +351,16 @@ class _Hosts:
         if host.is_over:
             return
         if frame is None:
-            self._lose(host, self._ending_of(host))
-        elif "line" in frame:
+            if host.ready.connection.exit_code == UNSTARTED:
+                host.lost = "it was ended with the others, before its ranks began"
+            else:
+                self._lose(host, self._ending_of(host))
+            return
+        if "line" in frame:
             rank, stream, text = frame["line"]
             self._on_line(rank, stream, text)
         elif "beat" in frame:
+            host.has_begun = host.has_begun or frame["is_ready"]
             host.batches = {int(rank): batch for rank, batch in frame["beat"].items()}
             if host.is_told_quiet:
                 host.is_told_quiet = False
@@ -407,12 +419,13 @@ class _Hosts:
             if host.is_over:
                 continue
             silent_s = now_s - host.ready.connection.heard_s
-            if silent_s > LOST_S:
+            limit_s = LOST_S if host.has_begun else START_S
+            if silent_s > limit_s:
                 self._lose(host, f"it has not answered for {silent_s:.0f} s")
-            elif silent_s > QUIET_S and not host.is_told_quiet:
+            elif silent_s > limit_s / 2 and not host.is_told_quiet:
                 host.is_told_quiet = True
                 self._on_note(
-                    f"{host.shown} has not answered for {silent_s:.0f} s; it counts as lost after {LOST_S:g} s"
+                    f"{host.shown} has not answered for {silent_s:.0f} s; it counts as lost after {limit_s:g} s"
                 )
             elif self._killed_s is not None and now_s > self._killed_s + _KILLED_S:
                 host.lost = "it did not end in time"

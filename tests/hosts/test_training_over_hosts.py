@@ -274,3 +274,17 @@ def test_a_rank_that_is_stopped_is_named_with_its_host_and_may_go_on(two: Machin
     code, text = program.end()
     assert code == 0, text
     assert "completed at batch 100 of 100" in text
+
+
+def test_a_host_whose_imports_take_long_is_not_lost(two: Machines, place: Path) -> None:
+    start_up = place / "start_up"
+    start_up.mkdir()
+    (start_up / "sitecustomize.py").write_text(
+        "import os, sys, time\n"
+        "if os.uname().nodename == 'host2' and 'dstrial.launch.node' in sys.orig_argv: time.sleep(14)\n"
+    )
+    (place / "script.py").write_text("print('trained', flush=True)")
+    words = ["dstrial.launch", "--hostfile", "hosts", "script.py"]
+    code, text = _Program(two[1], place, *words, environ={"PYTHONPATH": str(start_up)}).end()
+    assert code == 0, text
+    assert text.count("trained") == 2
