@@ -122,6 +122,8 @@ class _Link:
 
     def begin(self, running: RunningRanks) -> None:
         """Obey with these ranks from now on."""
+        # From now on: while torch is loaded no other thread runs, and none has heard anything.
+        self._heard_s = time.monotonic()
         self._running = running
         if self._stop is not None:
             running.supervisor.request_stop(self._stop)
@@ -166,7 +168,7 @@ class _Link:
                 self._request_stop(signal.SIGTERM)
             if closed_s is not None and (running is None or now_s > closed_s + _STOP_S):
                 self._kill("the launcher that started this one is gone")
-            if closed_s is None and now_s > self._heard_s + LEASE_S:
+            if running is not None and closed_s is None and now_s > self._heard_s + LEASE_S:
                 self._kill(f"nothing was heard for {LEASE_S:g} s from the launcher that started this one")
 
     def _kill(self, why: str) -> None:
