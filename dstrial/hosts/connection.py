@@ -208,7 +208,7 @@ def refusal_of(host: str, python: str, exit_code: int | None, errors: str) -> Re
     by_hand = f"`ssh {host} true`"
     if exit_code is None:
         return Refusal(
-            f"no answer within {CONNECT_S} s",
+            f"silent (no answer within {CONNECT_S} s)",
             f"Look whether {by_hand} works, and how long the login takes.",
         )
     if "could not resolve hostname" in text:

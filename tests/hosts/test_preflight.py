@@ -98,7 +98,7 @@ def test_a_named_interface_has_to_be_everywhere() -> None:
             "has changed",
         ),
         (127, "bash: /p/python: No such file or directory", "without Python at /p/python"),
-        (None, "", "no answer within 5 s"),
+        (None, "", "silent (no answer within 5 s)"),
         (1, "what\nis this", "exit code 1): is this"),
     ],
 )

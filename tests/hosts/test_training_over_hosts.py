@@ -191,7 +191,7 @@ def test_a_host_that_is_cut_off_is_named_and_the_others_go_on(place: Path) -> No
         code, text = program.end(100)
         assert code == 0, text
         assert "completed at batch 150 of 150" in text
-        assert "without host2, which is unreachable" in text
+        assert re.search("without host2, which is (unreachable|silent) ", text)  # silent on a busy machine
         _nothing_is_left(two, 25)  # the host that was cut off ends its ranks by itself
 
 
