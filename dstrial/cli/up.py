@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dstrial.errors import RequestError
+from dstrial.errors import ConfigError, ConfigProblem, HostError, RequestError
+from dstrial.hosts.arguments import FILTER, placement_lines
 from dstrial.launch.slots import slots_argument
 from dstrial.master import daemon
 from dstrial.master.state_directory import MasterRecord, StateDirectory
+from dstrial.master.store.observe import num_live_allocations
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -39,6 +41,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="N",
         help="offer N slots (default: all accelerators, or one slot per CPU core where there are none)",
     )
+    _add_host_arguments(parser)
     add_state_dir_argument(parser)
     parser.add_argument(
         "--config-file", metavar="master.yaml", help="settings with the keys of Determined's master"
@@ -51,6 +54,18 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--foreground", action="store_true", help="serve in this process and show the log, until Ctrl-C"
     )
+
+
+def _add_host_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "hosts", "Run trials on several machines, which ssh reaches without a password."
+    )
+    group.add_argument(
+        "--hostfile", type=Path, metavar="FILE", help="lines `NAME slots=N`, DeepSpeed's format"
+    )
+    group.add_argument("--include", default="", metavar=FILTER, help="use only these hosts and slots")
+    group.add_argument("--exclude", default="", metavar=FILTER, help="use all hosts and slots but these")
+    group.add_argument("--python", metavar="PATH", help="interpreter on each host (default: this one's path)")
 
 
 def add_state_dir_argument(parser: argparse.ArgumentParser) -> None:
@@ -85,6 +100,10 @@ def main(args: argparse.Namespace) -> int:
         num_slots=args.slots,
         config_file=None if args.config_file is None else str(Path(args.config_file).absolute()),
         has_passwords=not args.no_password,
+        hostfile=None if args.hostfile is None else str(args.hostfile.absolute()),
+        include=args.include,
+        exclude=args.exclude,
+        python=args.python,
     )
     record = state.running()
     if record is not None:
@@ -95,11 +114,70 @@ def main(args: argparse.Namespace) -> int:
                 f"warning: {', '.join(ignored)} changes nothing while it runs; end it with `dstrial down` first\n"
             )
     elif args.foreground:
+        _check_hosts(state, options)
         return _serve(state, options)
     else:
+        _check_hosts(state, options)
         record = daemon.start(state, options, meanwhile=_import_login)
     _print_login(state, record)
     return 0
+
+
+def _check_hosts(state: StateDirectory, options: daemon.MasterOptions) -> None:
+    """Look whether all hosts can train together, and show them.
+
+    Raises:
+        ConfigError: the hostfile cannot be used, or flags contradict each other.
+        HostError: with everything that is wrong with the hosts, unless trials of an earlier master go on there.
+    """
+    if options.hostfile is None and (options.config_file is None or options.include or options.exclude):
+        _require_hostfile(options)
+        return
+    from dstrial.hosts.preflight import check_hosts
+    from dstrial.master.server import hosts_of
+    from dstrial.master.settings import MasterSettings
+
+    settings = MasterSettings.load(None if options.config_file is None else Path(options.config_file))
+    hosts = hosts_of(options, settings)
+    if not hosts:
+        return
+    if options.num_slots is not None:
+        problem = ConfigProblem(
+            "--slots",
+            str(options.num_slots),
+            "no --slots beside hosts, whose file says them",
+            "Leave it out.",
+        )
+        raise ConfigError([problem])
+    storage = settings.defaults(state.path).checkpoint_storage
+    try:
+        preflight = check_hosts(
+            hosts,
+            python=options.python or settings.hosts_python or sys.executable,
+            shared_directory=Path(storage.get("host_path") or storage["container_path"]),
+        )
+    except HostError as error:
+        if not num_live_allocations(state):
+            raise
+        # What runs on the others is to be taken back.
+        sys.stderr.write(f"warning: {error}\n")
+        return
+    try:
+        for line in placement_lines(preflight, unit="slot"):
+            sys.stdout.write(f"{'host:':<10}{line}\n")
+    finally:
+        preflight.close()
+
+
+def _require_hostfile(options: daemon.MasterOptions) -> None:
+    given = {"--include": options.include, "--exclude": options.exclude, "--python": options.python}
+    problems = [
+        ConfigProblem(flag, "given without --hostfile", "both or none", "Add --hostfile FILE.")
+        for flag, value in given.items()
+        if value
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _import_login() -> None:
@@ -120,6 +198,8 @@ def _ignored(args: argparse.Namespace, record: MasterRecord) -> list[str]:
         ignored.append("--no-password")
     if args.foreground:
         ignored.append("--foreground")
+    if args.hostfile is not None:
+        ignored.append("--hostfile")
     return ignored
 
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from dstrial.hosts.preflight import Preflight
 
 _SLOTS_KEY = "resources.slots_per_trial"
-_FILTER = "HOST[:SLOT,SLOT...][@HOST...]"
+FILTER = "HOST[:SLOT,SLOT...][@HOST...]"
+"""How ``--include`` and ``--exclude`` name hosts."""
 
 
 def add_host_arguments(parser: argparse.ArgumentParser, *, is_required: bool = False) -> None:
@@ -32,8 +33,8 @@ def add_host_arguments(parser: argparse.ArgumentParser, *, is_required: bool = F
         metavar="FILE",
         help="lines `NAME slots=N`, DeepSpeed's format",
     )
-    group.add_argument("--include", default="", metavar=_FILTER, help="use only these hosts and slots")
-    group.add_argument("--exclude", default="", metavar=_FILTER, help="use all hosts and slots but these")
+    group.add_argument("--include", default="", metavar=FILTER, help="use only these hosts and slots")
+    group.add_argument("--exclude", default="", metavar=FILTER, help="use all hosts and slots but these")
     group.add_argument(
         "--interface", metavar="NAME", help="network interface (default: one by which all reach each other)"
     )
@@ -110,13 +111,21 @@ def port_of(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
     raise ConfigError([ConfigProblem(flag, repr(text), "a port, 1 to 65535", "Leave it out for a free one.")])
 
 
-def placement_lines(preflight: Preflight) -> list[str]:
-    """Return a line for each host: its ranks, where it is reached, its slots."""
+def placement_lines(preflight: Preflight, *, unit: str = "rank") -> list[str]:
+    """Return a line for each host: its ranks, where it is reached, its slots.
+
+    Args:
+        preflight: of the hosts.
+        unit: "rank", or "slot" where no ranks are placed yet: then they are counted for each host.
+    """
     lines = []
     first = 0
     for ready in preflight.hosts:
-        last = first + len(ready.host.slots) - 1
+        count = len(ready.host.slots)
+        last = first + count - 1
         ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+        if unit == "slot":
+            ranks = f"{count} slot{'s' if count != 1 else ''}"
         slots = f", slots {','.join(map(str, ready.host.slots))}" if ready.host.is_filtered else ""
         lines.append(f"{ready.host.name}: {ranks} at {ready.address} ({ready.interface}){slots}")
         first = last + 1

@@ -169,7 +169,6 @@ def _closed_after_an_error() -> Iterator[list[HostConnection]]:
 
 
 def _facts(connection: HostConnection, give_up_at_s: float) -> Facts | HostProblem:
-    asked_s = time.time()
     try:
         answer = connection.next(max(give_up_at_s - time.monotonic(), 0.1))
     except TimeoutError:
@@ -180,6 +179,16 @@ def _facts(connection: HostConnection, give_up_at_s: float) -> Facts | HostProbl
     if answer is None:
         asked = connection.refusal()
         return HostProblem(connection.host.name, visible_line(asked.got), asked.fix)
+    return facts_of(connection, answer)
+
+
+def facts_of(connection: HostConnection, answer: Mapping[str, Any]) -> Facts:
+    """Return what a host's first answer says, with the clock asked once more.
+
+    Args:
+        connection: on which it came.
+        answer: of ``remote.main``.
+    """
     # The first answer took a login's time: ask once more, for the clock alone.
     asked_s = time.time()
     timed = connection.ask({"do": "time"}, _STEP_S) or answer

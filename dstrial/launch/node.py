@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from dstrial import collector, determined_imports
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.errors import DstrialError
+from dstrial.hosts.heartbeats import BEAT_S, LEASE_S
 from dstrial.hosts.remote import PREFIX
 from dstrial.launch.early_imports import importing_for_ranks
 from dstrial.local.experiment_file import EXPERIMENT_VARIABLE, write_experiment
@@ -34,10 +35,6 @@ if TYPE_CHECKING:
     from dstrial.launch.agent import RunningRanks
     from dstrial.launch.failures import LaunchOutcome
 
-BEAT_S = 1.0
-"""How often either side says that it lives, seconds."""
-LEASE_S = 20.0
-"""After how long without a word ranks are killed here, seconds: longer than the other side waits for us."""
 CONTEXT = "{context}"
 """Begins words of a command that name something in code that has travelled."""
 FILES = "{files}"

@@ -25,15 +25,14 @@ from typing import Any
 from dstrial.errors import ConfigError, ConfigProblem, LaunchError
 from dstrial.hosts.connection import HostConnection
 from dstrial.hosts.environment import travelling
+from dstrial.hosts.heartbeats import BEAT_S, LOST_S
 from dstrial.hosts.preflight import Preflight, ReadyHost
 from dstrial.launch.failures import LaunchOutcome, RankEnding, RankFailure, first_ending
-from dstrial.launch.node import BEAT_S, CONTEXT, FILES, UNSTARTED, NodeRequest
+from dstrial.launch.node import CONTEXT, FILES, UNSTARTED, NodeRequest
 from dstrial.launch.output import OnLine
 from dstrial.launch.supervisor import DEFAULT_SHUTDOWN_TIMEOUT_S
 from dstrial.ranks.job_secret import SECRET_VARIABLE, new_secret
 
-LOST_S = 10.0
-"""After how long without a word a host counts as lost, seconds; after half of that it is named."""
 START_S = 120.0
 """How long a host's launcher may be silent before its ranks begin, seconds.
 

@@ -53,12 +53,20 @@ class MasterOptions:
         num_slots: how many CPU slots to offer, or how many of the accelerators; None for what the machine has.
         config_file: absolute path of a ``master.yaml``; None for none.
         has_passwords: whether the first start gives the users random passwords instead of blank ones.
+        hostfile: absolute path of a list of machines that run what has slots; None for the config file's, else this one.
+        include: use only these of the hosts and slots, as DeepSpeed writes them.
+        exclude: use all of them but these.
+        python: path of the interpreter on each host; None for the config file's, else this one's.
     """
 
     port: int | None = None
     num_slots: int | None = None
     config_file: str | None = None
     has_passwords: bool = True
+    hostfile: str | None = None
+    include: str = ""
+    exclude: str = ""
+    python: str | None = None
 
     def to_arguments(self) -> list[str]:
         """Return the words from which ``from_arguments`` reads the same options."""

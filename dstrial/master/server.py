@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import json
 import logging
@@ -25,6 +26,7 @@ import uvloop
 
 from dstrial import __version__
 from dstrial.errors import DstrialError, MasterError
+from dstrial.hosts.hostfile import Host, read_hosts
 from dstrial.master import owner_socket
 from dstrial.master.daemon import DEFAULT_PORT, HOST, KILL_SIGNAL, MasterOptions
 from dstrial.master.file_limit import raise_limit
@@ -177,6 +179,8 @@ def serve(
     from dstrial.master.settings import MasterSettings
 
     settings = MasterSettings.load(None if options.config_file is None else Path(options.config_file))
+    if options.python is not None:
+        settings = dataclasses.replace(settings, hosts_python=options.python)
     with contextlib.ExitStack() as stack:
         # Trials get the user's umask back: what they write may be meant for others.
         local.trial_umask = os.umask(_PRIVATE_UMASK)
@@ -190,7 +194,8 @@ def serve(
         )
         _configure_log(state, settings.log_level, shows_log=shows_log)
         limiter = _open_limiter(settings, stack)
-        slots = tuple(find_slots(options.num_slots))
+        hosts = hosts_of(options, settings)
+        slots = () if hosts else tuple(find_slots(options.num_slots))
         pubsub = PubSub()
         database = Database(state.database_path, pubsub.publish)
         stack.callback(database.close)
@@ -202,12 +207,25 @@ def serve(
             slots=slots,
             port=port,
             has_passwords=options.has_passwords,
+            hosts=hosts,
         )
         stack.callback(services.close)
-        record = _record(services, slots, port, socket_path)
+        record = _record(services, services.slots, port, socket_path)
         # What start-up made is not looked at again by the garbage collector.
         gc.freeze()
         _run(state, services, record, listener, owner_listener, limiter, on_ready)
+
+
+def hosts_of(options: MasterOptions, settings: MasterSettings) -> tuple[Host, ...]:
+    """Return the machines that run what has slots; none where the master's own does.
+
+    Raises:
+        ConfigError: with everything that is wrong with the hostfile and its filters.
+    """
+    hostfile = options.hostfile or settings.hostfile
+    if hostfile is None:
+        return ()
+    return read_hosts(Path(hostfile), include=options.include, exclude=options.exclude)
 
 
 def _record(services: Services, slots: Sequence[Slot], port: int, socket_path: Path) -> MasterRecord:
@@ -391,8 +409,6 @@ def main(words: list[str]) -> int:
             json.dump(message, pipe)
 
     def on_ready(record: MasterRecord) -> None:
-        import dataclasses
-
         tell({"record": dataclasses.asdict(record)})
 
     try:

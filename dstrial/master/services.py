@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -20,13 +21,14 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from dstrial.errors import MasterError
 from dstrial.file_writes import replace_file
 from dstrial.fork_server.client import SHARED_VARIABLE
-from dstrial.master.backends import ForkServers, ForkSettings, umask_of_trials
+from dstrial.master.backends import Backend, ForkServers, ForkSettings, LocalBackend, umask_of_trials
 from dstrial.master.clock import now_us
 from dstrial.master.http.login import LoginLinks, LoginThrottle
 from dstrial.master.lifecycle.storages import Storages
 from dstrial.master.pubsub import PubSub
 from dstrial.master.state_directory import StateDirectory
-from dstrial.master.store import users
+from dstrial.master.store import nodes, users
+from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Connection, Database, Transaction, make_cluster_id
 from dstrial.master.store.tokens import TokenStore
 from dstrial.master.webhooks.log_triggers import LogTriggers
@@ -35,6 +37,7 @@ from dstrial.master.webhooks.signing import load_key
 
 if TYPE_CHECKING:
     from dstrial.config.secrets import SecretNames
+    from dstrial.hosts.hostfile import Host
     from dstrial.master.backends.devices import Slot
     from dstrial.master.settings import MasterSettings
 
@@ -124,11 +127,14 @@ class Services:
 
     Attributes:
         state_dir: absolute path of the state directory.
+        own_slots: what the master's own machine offers.
+        backend: runs allocations; the scheduler's thread calls it.
         pubsub: who waits for a commit.
         cluster_id: the same for the life of the state directory.
         master_id: another one at every start.
         agent_id: the one agent's name, that of the machine.
         address: its URL for processes of this machine, without a trailing slash.
+        hosts: machines that run what has slots; empty for this one.
         executor: threads that read the database.
         checker: threads that check what users send.
         login_throttle: who has tried to log in.
@@ -140,18 +146,18 @@ class Services:
         webhook_sender: sends what webhooks are told.
         log_triggers: finds what webhooks look for in logs.
         storages: tells whether checkpoint storages are there.
-        fork_servers: start trials as forks; only the scheduler's thread changes them.
     """
 
     settings: MasterSettings
     state_dir: Path
     database: Database
     pubsub: PubSub
-    slots: tuple[Slot, ...]
+    own_slots: tuple[Slot, ...]
     cluster_id: str
     master_id: str
     agent_id: str
     address: str
+    hosts: tuple[Host, ...] = ()
     start_us: int = dataclasses.field(default_factory=now_us)
     executor: ThreadPoolExecutor = dataclasses.field(
         default_factory=lambda: ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="dstrial-reader")
@@ -166,7 +172,7 @@ class Services:
     webhook_sender: Sender = dataclasses.field(init=False)
     log_triggers: LogTriggers = dataclasses.field(init=False)
     storages: Storages = dataclasses.field(init=False)
-    fork_servers: ForkServers = dataclasses.field(init=False)
+    backend: Backend = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = TokenStore(self.read, self.pubsub)
@@ -174,7 +180,7 @@ class Services:
         self.log_triggers = LogTriggers(self.database, self.pubsub)
         self.storages = Storages(self.database, umask=umask_of_trials())
         settings = self.settings
-        self.fork_servers = ForkServers(
+        fork_servers = ForkServers(
             ForkSettings(
                 is_on=settings.warm,
                 idle_timeout_s=settings.warm_idle_timeout,
@@ -183,6 +189,44 @@ class Services:
             self.state_dir / "fork-server.log",
             os.environ.get(SHARED_VARIABLE) or None,
         )
+        local = LocalBackend(
+            self.agent_id,
+            self.own_slots,
+            fork_servers,
+            is_warm=settings.warm,
+            forks_with_accelerators=settings.warm_accelerators,
+        )
+        self.backend = self._over_hosts(local) if self.hosts else local
+
+    def _over_hosts(self, local: LocalBackend) -> Backend:
+        """Return what runs allocations on hosts; each keeps its id and its slots' ids for good."""
+        from dstrial.master.backends.ssh.backend import HostsBackend
+        from dstrial.master.backends.ssh.link import AgentSettings
+
+        names = [host.name for host in self.hosts]
+        ids = self.database.write(lambda tx: nodes.ids_of(tx, names))
+        settings = AgentSettings(
+            python=self.settings.hosts_python or sys.executable,
+            cluster_id=self.cluster_id,
+            master_port=int(self.address.rpartition(":")[2]),
+            umask=umask_of_trials(),
+            is_warm=self.settings.warm,
+            forks_with_accelerators=self.settings.warm_accelerators,
+            warm_idle_timeout_s=self.settings.warm_idle_timeout,
+            warm_memory_bytes=self.settings.warm_memory_mib * 2**20,
+        )
+        hosts = {ids[host.name]: host for host in self.hosts}
+        return HostsBackend(local, hosts, settings, lambda: self.pubsub.publish(("scheduler",)))
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """All slots of all nodes, whether or not they can be used now."""
+        return tuple(slot for node in self.backend.nodes() for slot in node.slots)
+
+    def agent_of(self, allocation: Allocation) -> str:
+        """Return the names of the nodes of an allocation, with commas."""
+        wanted = {nodes.node_of(slot_id) for slot_id in json.loads(allocation.slots)}
+        return ", ".join(node.name for node in self.backend.nodes() if node.id in wanted) or self.agent_id
 
     @property
     def secret_names(self) -> SecretNames:
@@ -225,7 +269,7 @@ class Services:
 
     def close(self) -> None:
         """End the threads; the database is closed by whoever opened it."""
-        self.fork_servers.close()
+        self.backend.close()
         self.webhook_sender.end()
         self.checker.close()
         self.executor.shutdown(wait=True, cancel_futures=True)
@@ -240,6 +284,7 @@ def open_services(
     slots: tuple[Slot, ...],
     port: int,
     has_passwords: bool,
+    hosts: tuple[Host, ...] = (),
 ) -> Services:
     """Make a master's services; the first start makes its identity and users.
 
@@ -249,6 +294,7 @@ def open_services(
         database: just opened.
         pubsub: those that the database publishes to.
         slots: the devices it offers.
+        hosts: machines that run what has slots, in place of this one.
         port: on which it listens.
         has_passwords: whether first users get random passwords, kept in ``credentials.json`` (mode 0600), instead of
             Determined's blank ones.
@@ -269,11 +315,12 @@ def open_services(
         state_dir=state_dir,
         database=database,
         pubsub=pubsub,
-        slots=slots,
+        own_slots=slots,
         cluster_id=database.write(make_cluster_id),
         master_id=str(uuid.uuid4()),
         agent_id=socket.gethostname() or "localhost",
         address=f"http://127.0.0.1:{port}",
+        hosts=hosts,
         signing_key=load_key(StateDirectory(state_dir).webhook_key_path, settings.signing_key),
     )
 

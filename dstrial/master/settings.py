@@ -101,6 +101,8 @@ _SETTINGS = Section(
         ),
         "masked_names": Rule(types=("list",), default=[]),
         "feature_switches": Rule(types=("list",), default=[]),
+        "hostfile": _STRING,
+        "hosts_python": _STRING,
     }
 )
 _DIALECT = Dialect(name="the embedded master's settings", null_is_absent=True)
@@ -137,6 +139,8 @@ class MasterSettings:
         signing_key: of webhooks; None for one that the master makes.
         base_url: of the master's page as readers of webhooks reach it, without a slash at the end; empty for none.
         feature_switches: kept and shown, without effect: Determined's switch parts of its web interface.
+        hostfile: absolute path of a list of machines that run what has slots; None for the master's own.
+        hosts_python: path of the interpreter on them; None for the master's.
     """
 
     port: int | None
@@ -165,6 +169,8 @@ class MasterSettings:
     signing_key: str | None = dataclasses.field(default=None, repr=False)
     base_url: str = ""
     feature_switches: tuple[str, ...] = ()
+    hostfile: str | None = None
+    hosts_python: str | None = None
 
     @classmethod
     def load(cls, path: Path | None = None) -> MasterSettings:
@@ -221,6 +227,8 @@ class MasterSettings:
             signing_key=raw["webhooks"]["signing_key"],
             base_url=(raw["webhooks"]["base_url"] or "").rstrip("/"),
             feature_switches=tuple(raw["feature_switches"]),
+            hostfile=_path(raw["hostfile"], path),
+            hosts_python=raw["hosts_python"],
         )
 
     def defaults(self, state_dir: Path) -> MasterDefaults:
@@ -272,9 +280,19 @@ class MasterSettings:
             # The key is masked even where the master has made it; its owner asks with `dstrial webhook key`.
             "webhooks": {"signing_key": MASK, "base_url": self.base_url},
             "feature_switches": list(self.feature_switches),
+            **({} if self.hostfile is None else {"hostfile": self.hostfile}),
+            **({} if self.hosts_python is None else {"hosts_python": self.hosts_python}),
         }
         shown: dict[str, Any] = masked(config, self.secret_names)
         return shown
+
+
+def _path(text: str | None, config_file: Path | None) -> str | None:
+    """Return a path, which is relative to the settings' own file, as an absolute one."""
+    if text is None:
+        return None
+    beside = Path.cwd() if config_file is None else config_file.absolute().parent
+    return str(beside / Path(text).expanduser())
 
 
 def _pool_name(raw: Mapping[str, Any], findings: Diagnostics) -> str:

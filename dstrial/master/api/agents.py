@@ -1,4 +1,4 @@
-"""The machine in the protocol: one agent, its slots, and one resource pool."""
+"""The machines in the protocol: one agent each, their slots, and one resource pool."""
 
 from __future__ import annotations
 
@@ -10,31 +10,43 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.errors import RequestError
+from dstrial.master.backends import Node
 from dstrial.master.clock import format_us
 from dstrial.master.http.messages import message, page_of
 from dstrial.master.http.router import USER, ApiRequest, Handler, route
 from dstrial.master.services import VERSION, Services
 from dstrial.master.store import allocations, jobs
+from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Connection
-from dstrial.master.store.jobs import AGENT
+from dstrial.master.store.nodes import OWN_NODE, agent_key, index_of, node_of, slot_id_of
 
 _DEVICE_TYPES = {"cpu": "TYPE_CPU", "cuda": "TYPE_CUDA", "rocm": "TYPE_ROCM"}
 _MAX_AUX_CONTAINERS = 100
+_MAX_NAMED = 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Use:
-    """Who uses the machine now.
+    """Who uses the nodes now.
 
     Attributes:
-        off: slots that are switched off -> whether they drain.
+        off: slots, and keys of nodes, that are switched off -> whether they drain.
         allocations: rows of living allocations.
         num_queued: active experiments that have no slot.
     """
 
     off: Mapping[int, bool]
-    allocations: tuple[allocations.Allocation, ...]
+    allocations: tuple[Allocation, ...]
     num_queued: int
+
+    def of_node(self, node_id: int) -> list[Allocation]:
+        """Return what runs on a node; what has no slots is on the master's own."""
+        found = []
+        for row in self.allocations:
+            slots = json.loads(row.slots)
+            if node_id in {node_of(slot_id) for slot_id in slots} or (not slots and node_id == OWN_NODE):
+                found.append(row)
+        return found
 
 
 def _use(connection: Connection, slot_ids: tuple[int, ...]) -> _Use:
@@ -49,40 +61,41 @@ def device_json(services: Services, slot_id: int) -> dict[str, Any]:
         if slot.id == slot_id:
             return message(
                 bindings.v1Device,
-                id=slot.id,
+                id=index_of(slot.id),
                 brand=slot.brand,
                 uuid=slot.uuid,
                 type=_DEVICE_TYPES.get(slot.kind, "TYPE_UNSPECIFIED"),
             )
-    return message(bindings.v1Device, id=slot_id, type="TYPE_UNSPECIFIED")
+    return message(bindings.v1Device, id=index_of(slot_id), type="TYPE_UNSPECIFIED")
 
 
-def _container(services: Services, allocation: allocations.Allocation) -> dict[str, Any]:
+def _container(services: Services, allocation: Allocation, node: Node) -> dict[str, Any]:
+    slots = [slot_id for slot_id in json.loads(allocation.slots) if node_of(slot_id) == node.id]
     return message(
         bindings.v1Container,
         id=allocation.resources_id,
         state="STATE_RUNNING" if allocation.state == "RUNNING" else "STATE_ASSIGNED",
-        devices=[device_json(services, slot_id) for slot_id in json.loads(allocation.slots)],
+        devices=[device_json(services, slot_id) for slot_id in slots],
         permissionDenied=False,
     )
 
 
-def _slot(services: Services, use: _Use, slot_id: int) -> dict[str, Any]:
+def _slot(services: Services, use: _Use, node: Node, slot_id: int) -> dict[str, Any]:
     holder = next((row for row in use.allocations if slot_id in json.loads(row.slots)), None)
     return message(
         bindings.v1Slot,
-        id=str(slot_id),
+        id=str(index_of(slot_id)),
         device=device_json(services, slot_id),
         enabled=slot_id not in use.off,
         draining=use.off.get(slot_id, False),
-        container=None if holder is None else _container(services, holder),
+        container=None if holder is None else _container(services, holder, node),
     )
 
 
-def _stats(services: Services, use: _Use, key: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
-    """Count the slots by something of their device."""
+def _stats(services: Services, use: _Use, node: Node, key: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
+    """Count the slots of a node by something of their device."""
     counts: dict[str, dict[str, Any]] = {}
-    for slot in services.slots:
+    for slot in node.slots:
         one = counts.setdefault(
             key(device_json(services, slot.id)), {"total": 0, "disabled": 0, "draining": 0, "states": {}}
         )
@@ -91,31 +104,35 @@ def _stats(services: Services, use: _Use, key: Callable[[dict[str, Any]], str]) 
         one["draining"] += use.off.get(slot.id, False)
         holder = next((row for row in use.allocations if slot.id in json.loads(row.slots)), None)
         if holder is not None:
-            state = _container(services, holder)["state"]
+            state = _container(services, holder, node)["state"]
             one["states"][state] = one["states"].get(state, 0) + 1
     return counts
 
 
 def _agent(
-    services: Services, use: _Use, *, has_slots: bool = True, has_containers: bool = True
+    services: Services, use: _Use, node: Node, *, has_slots: bool = True, has_containers: bool = True
 ) -> dict[str, Any]:
+    key = agent_key(node.id)
     return message(
         bindings.v1Agent,
-        id=services.agent_id,
+        id=node.name,
         version=VERSION,
-        registeredTime=format_us(services.start_us),
-        addresses=["127.0.0.1"],
+        registeredTime=format_us(services.start_us if node.id == OWN_NODE else node.since_us),
+        addresses=[node.address],
         resourcePools=[services.settings.pool_name],
-        enabled=AGENT not in use.off,
-        draining=use.off.get(AGENT, False),
-        slots={str(slot.id): _slot(services, use, slot.id) for slot in services.slots} if has_slots else None,
-        containers={row.resources_id: _container(services, row) for row in use.allocations}
+        # One that is down takes nothing, like one that a person has switched off.
+        enabled=key not in use.off and node.why_down is None,
+        draining=use.off.get(key, False),
+        slots={str(index_of(slot.id)): _slot(services, use, node, slot.id) for slot in node.slots}
+        if has_slots
+        else None,
+        containers={row.resources_id: _container(services, row, node) for row in use.of_node(node.id)}
         if has_containers
         else None,
         slotStats=message(
             bindings.v1SlotStats,
-            brandStats=_stats(services, use, lambda device: device["brand"] or ""),
-            typeStats=_stats(services, use, lambda device: device["type"]),
+            brandStats=_stats(services, use, node, lambda device: device["brand"] or ""),
+            typeStats=_stats(services, use, node, lambda device: device["type"]),
         ),
     )
 
@@ -124,21 +141,29 @@ async def _now(request: ApiRequest) -> _Use:
     return await request.services.read(_use, tuple(slot.id for slot in request.services.slots))
 
 
-def _check_agent(request: ApiRequest) -> None:
-    asked, own = request.path_params["agent_id"], request.services.agent_id
-    if asked != own:
+def _asked_node(request: ApiRequest) -> Node:
+    asked = request.path_params["agent_id"]
+    found = request.services.backend.nodes()
+    for node in found:
+        if node.name == asked:
+            return node
+    if len(found) == 1:
         raise RequestError(
-            404, f"agent {asked!r} does not exist; expected {own!r}, the only one. Name that one."
+            404, f"agent {asked!r} does not exist; expected {found[0].name!r}, the only one. Name that one."
         )
+    names = ", ".join(node.name for node in found[:_MAX_NAMED])
+    raise RequestError(404, f"agent {asked!r} does not exist; expected one of {names}. See `det agent list`.")
 
 
-def _slot_id(request: ApiRequest) -> int:
+def _asked_slot(request: ApiRequest) -> tuple[Node, int]:
     """The path's slot, which clients write as ``3`` and as ``003``."""
-    _check_agent(request)
+    node = _asked_node(request)
     text = request.path_params["slot_id"]
-    offered = [slot.id for slot in request.services.slots]
-    if text.isascii() and text.isdecimal() and len(text) < 10 and int(text) in offered:
-        return int(text)
+    offered = [slot.id for slot in node.slots]
+    if text.isascii() and text.isdecimal() and len(text) < 10:
+        slot_id = slot_id_of(node.id, int(text))
+        if slot_id in offered:
+            return node, slot_id
     raise RequestError(
         404, f"slot {text[:80]!r} does not exist; expected 0 to {len(offered) - 1}. See `det slot list`."
     )
@@ -146,47 +171,52 @@ def _slot_id(request: ApiRequest) -> int:
 
 async def list_agents(request: ApiRequest) -> dict[str, Any]:
     """``GET agents``."""
-    agent = _agent(
-        request.services,
-        await _now(request),
-        has_slots=not request.query_flag("excludeSlots"),
-        has_containers=not request.query_flag("excludeContainers"),
-    )
-    page = page_of(1, request.query_int("offset"), request.query_int("limit"))
-    return {"agents": [agent][page.start : page.end], "pagination": page.to_json()}
+    use = await _now(request)
+    agents = [
+        _agent(
+            request.services,
+            use,
+            node,
+            has_slots=not request.query_flag("excludeSlots"),
+            has_containers=not request.query_flag("excludeContainers"),
+        )
+        for node in request.services.backend.nodes()
+    ]
+    page = page_of(len(agents), request.query_int("offset"), request.query_int("limit"))
+    return {"agents": agents[page.start : page.end], "pagination": page.to_json()}
 
 
 async def show_agent(request: ApiRequest) -> dict[str, Any]:
     """``GET agents/{id}``."""
-    _check_agent(request)
-    return {"agent": _agent(request.services, await _now(request))}
+    node = _asked_node(request)
+    return {"agent": _agent(request.services, await _now(request), node)}
 
 
 async def list_slots(request: ApiRequest) -> dict[str, Any]:
     """``GET agents/{id}/slots``."""
-    _check_agent(request)
+    node = _asked_node(request)
     use = await _now(request)
-    return {"slots": [_slot(request.services, use, slot.id) for slot in request.services.slots]}
+    return {"slots": [_slot(request.services, use, node, slot.id) for slot in node.slots]}
 
 
 async def show_slot(request: ApiRequest) -> dict[str, Any]:
     """``GET agents/{id}/slots/{id}``."""
-    slot_id = _slot_id(request)
-    return {"slot": _slot(request.services, await _now(request), slot_id)}
+    node, slot_id = _asked_slot(request)
+    return {"slot": _slot(request.services, await _now(request), node, slot_id)}
 
 
 def _switch_agent(*, is_on: bool) -> Handler:
     async def switch(request: ApiRequest) -> dict[str, Any]:
         """Switch the agent on or off."""
-        _check_agent(request)
+        node = _asked_node(request)
+        key = agent_key(node.id)
         drain = request.body().flag("drain") or False
+        reason = "the agent was disabled" if node.id == OWN_NODE else f"agent {node.name} was disabled"
         if is_on:
-            await request.services.write(lambda tx: jobs.enable_slot(tx, AGENT))
+            await request.services.write(lambda tx: jobs.enable_slot(tx, key))
         else:
-            await request.services.write(
-                lambda tx: jobs.disable_slot(tx, AGENT, drain=drain, reason="the agent was disabled")
-            )
-        return {"agent": _agent(request.services, await _now(request))}
+            await request.services.write(lambda tx: jobs.disable_slot(tx, key, drain=drain, reason=reason))
+        return {"agent": _agent(request.services, await _now(request), node)}
 
     return switch
 
@@ -194,15 +224,17 @@ def _switch_agent(*, is_on: bool) -> Handler:
 def _switch_slot(*, is_on: bool) -> Handler:
     async def switch(request: ApiRequest) -> dict[str, Any]:
         """Switch a slot on or off."""
-        slot_id = _slot_id(request)
+        node, slot_id = _asked_slot(request)
         drain = request.body().flag("drain") or False
+        where = "" if node.id == OWN_NODE else f" of {node.name}"
+        reason = f"slot {index_of(slot_id)}{where} was disabled"
         if is_on:
             await request.services.write(lambda tx: jobs.enable_slot(tx, slot_id))
         else:
             await request.services.write(
-                lambda tx: jobs.disable_slot(tx, slot_id, drain=drain, reason=f"slot {slot_id} was disabled")
+                lambda tx: jobs.disable_slot(tx, slot_id, drain=drain, reason=reason)
             )
-        return {"slot": _slot(request.services, await _now(request), slot_id)}
+        return {"slot": _slot(request.services, await _now(request), node, slot_id)}
 
     return switch
 
@@ -211,17 +243,20 @@ async def list_pools(request: ApiRequest) -> dict[str, Any]:
     """``GET resource-pools``: one pool for everything."""
     services = request.services
     use = await _now(request)
+    places = services.backend.nodes()
     kinds = {_DEVICE_TYPES.get(slot.kind, "TYPE_UNSPECIFIED") for slot in services.slots}
     pool = message(
         bindings.v1ResourcePool,
         name=services.settings.pool_name,
-        description="the devices of this machine",
+        description="the devices of this machine"
+        if len(places) == 1
+        else f"the devices of {len(places)} machines",
         type="RESOURCE_POOL_TYPE_STATIC",
-        numAgents=1,
+        numAgents=len(places),
         slotsAvailable=len(services.slots),
         slotsUsed=sum(len(json.loads(row.slots)) for row in use.allocations),
         slotType=kinds.pop() if len(kinds) == 1 else "TYPE_UNSPECIFIED",
-        slotsPerAgent=len(services.slots),
+        slotsPerAgent=max((len(place.slots) for place in places), default=0),
         auxContainerCapacity=_MAX_AUX_CONTAINERS,
         auxContainerCapacityPerAgent=_MAX_AUX_CONTAINERS,
         auxContainersRunning=sum(not json.loads(row.slots) for row in use.allocations),

@@ -20,6 +20,7 @@ from dstrial.master.services import Services
 from dstrial.master.store import background_jobs, commands, tasks
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Connection
+from dstrial.master.store.nodes import node_of
 
 _SNAKE = re.compile("[A-Z]")
 _STATES = {"ASSIGNED": "STATE_STARTING", "RUNNING": "STATE_RUNNING", "TERMINATED": "STATE_TERMINATED"}
@@ -52,13 +53,18 @@ def _ports(row: tasks.LivingAllocation) -> list[dict[str, Any]]:
 
 def _summary(services: Services, row: tasks.LivingAllocation) -> dict[str, Any]:
     slots = json.loads(row.slots)
+    names = {node.id: node.name for node in services.backend.nodes()}
+    devices: dict[str, Any] = {} if slots else {services.agent_id: {"devices": []}}
+    for slot in slots:
+        name = names.get(node_of(slot), services.agent_id)
+        devices.setdefault(name, {"devices": []})["devices"].append(device_json(services, slot))
     resources = message(
         bindings.v1ResourcesSummary,
         resourcesId=row.resources_id,
         resourcesType="docker-container",
         allocationId=row.id,
         containerId=row.resources_id,
-        agentDevices={services.agent_id: {"devices": [device_json(services, slot) for slot in slots]}},
+        agentDevices=devices,
     )
     return message(
         bindings.v1AllocationSummary,

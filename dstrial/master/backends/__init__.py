@@ -1,10 +1,18 @@
 """The processes of trials and commands: directories, environments, output, ends."""
 
+from dstrial.master.backends.backend import (
+    AllocationExit,
+    Backend,
+    Node,
+    RunRef,
+    Share,
+    SupervisorHandle,
+    run_of,
+)
 from dstrial.master.backends.devices import Slot, find_slots
 from dstrial.master.backends.fork_servers import ForkServers, ForkSettings, ShownServer, shown_servers
 from dstrial.master.backends.local import (
-    AllocationExit,
-    SupervisorHandle,
+    LocalBackend,
     begun_checkpoints,
     find,
     is_alive,
@@ -24,9 +32,14 @@ from dstrial.master.backends.request import AllocationRequest
 __all__ = [
     "AllocationExit",
     "AllocationRequest",
+    "Backend",
     "ForkServers",
     "ForkSettings",
     "ShownServer",
+    "LocalBackend",
+    "Node",
+    "RunRef",
+    "Share",
     "Slot",
     "SupervisorHandle",
     "begun_checkpoints",
@@ -40,6 +53,7 @@ __all__ = [
     "prepare",
     "remove",
     "resident_bytes",
+    "run_of",
     "shown_servers",
     "start",
     "terminate",

@@ -83,9 +83,9 @@ def cluster_info_files(request: AllocationRequest) -> dict[str, dict[str, Any]]:
         },
         "resources.json": {"gpu_uuids": [slot.uuid for slot in request.slots if slot.kind != "cpu"]},
         "rendezvous.json": {
-            "container_addrs": ["127.0.0.1"],
-            "container_rank": 0,
-            "container_slot_counts": [len(request.slots)],
+            "container_addrs": list(request.addresses),
+            "container_rank": request.node_rank,
+            "container_slot_counts": list(request.slot_counts) or [len(request.slots)],
         },
     }
     if request.task_type != TRIAL:
@@ -132,7 +132,7 @@ def trial_environment(
     if request.storage is not None:
         env[STORAGE_VARIABLE] = json.dumps(dict(request.storage))
     env[BASE_PYTHON_VARIABLE] = request.interpreter or sys.executable
-    return env
+    return {**request.variables, **env}
 
 
 def tracebacks_directory(allocation_directory: Path, trial_id: int) -> Path:

@@ -7,7 +7,6 @@ start time, ``output.log`` has what was printed, and ``exit.json`` is there once
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -19,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from dstrial.errors import MasterError
 from dstrial.harness_paths import WARM_VARIABLE
 from dstrial.master import file_limit
 from dstrial.master.backends import supervisor
+from dstrial.master.backends.backend import AllocationExit, Node, Note, Output, RunRef, SupervisorHandle
+from dstrial.master.backends.devices import Slot
 from dstrial.master.backends.environment import (
     MARKER_VARIABLE,
     cluster_info_files,
@@ -38,6 +40,8 @@ from dstrial.master.backends.failures import explain_exit
 from dstrial.master.backends.fork_servers import ForkServers, forkable_words
 from dstrial.master.backends.overlay.start import BOOT
 from dstrial.master.backends.request import TRIAL, AllocationRequest
+from dstrial.master.clock import now_us
+from dstrial.master.store.nodes import OWN_NODE
 from dstrial.storage_guard import SAVING_DIRECTORY
 
 logger = logging.getLogger(__name__)
@@ -51,36 +55,6 @@ trial_umask: int | None = None
 """Umask of entrypoints, for a master whose own keeps everything private; None for that of this process."""
 # Supervisors that are children of this process, so that they can be reaped.
 _children: dict[int, subprocess.Popen[bytes]] = {}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SupervisorHandle:
-    """A supervisor, by what no other process shares with it.
-
-    Attributes:
-        start_time: when it started, as the kernel tells, with the boot it belongs to.
-    """
-
-    pid: int
-    start_time: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AllocationExit:
-    """How an allocation ended.
-
-    Attributes:
-        exit_code: of the entrypoint, as a shell sees it.
-        signal: that ended it, None if none did.
-        explanation: what the exit code means, None for 0.
-        was_lost: the supervisor died without leaving a record; the entrypoint died with it.
-    """
-
-    exit_code: int
-    signal: int | None
-    time_us: int
-    explanation: str | None
-    was_lost: bool
 
 
 def prepare(
@@ -442,3 +416,106 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
+
+
+class LocalBackend:
+    """Runs allocations on the master's own machine.
+
+    Args:
+        name: of the machine.
+        slots: what it offers.
+        fork_servers: which may start trials as forks.
+        is_warm: whether they may.
+        forks_with_accelerators: whether trials that have accelerators may, too.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        slots: tuple[Slot, ...],
+        fork_servers: ForkServers,
+        *,
+        is_warm: bool = True,
+        forks_with_accelerators: bool = False,
+    ) -> None:
+        self._node = Node(OWN_NODE, name, "127.0.0.1", slots, None, now_us())
+        self._fork_servers = fork_servers
+        self._is_warm = is_warm
+        self._forks_with_accelerators = forks_with_accelerators
+        self._handles: dict[str, SupervisorHandle | None] = {}
+
+    def nodes(self) -> tuple[Node, ...]:
+        """Return this machine."""
+        return (self._node,)
+
+    def submit(self, request: AllocationRequest, run: RunRef) -> SupervisorHandle | None:
+        """Make the directory of an allocation, and start its supervisor there."""
+        prepare(request, is_warm=self._is_warm, forks_with_accelerators=self._forks_with_accelerators)
+        handle = self._handles[run.allocation_id] = start(run.directory, self._fork_servers)
+        return handle
+
+    def find(self, run: RunRef) -> SupervisorHandle | None:
+        """Return the supervisor; what a master before this one has started is looked for once."""
+        if run.allocation_id not in self._handles:
+            self._handles[run.allocation_id] = find(run.directory)
+        return self._handles[run.allocation_id]
+
+    def has_started(self, run: RunRef) -> bool:
+        """Say whether its supervisor is known."""
+        return self.find(run) is not None
+
+    def observe(self, run: RunRef) -> AllocationExit | None:
+        """Return how it ended; without its supervisor, and without a record, it is lost."""
+        exit_ = poll_exit(run.directory, self.find(run))
+        if exit_ is not None and exit_.was_lost:
+            kill(None, run.directory)
+        return exit_
+
+    def stopped_supervisor(self, run: RunRef) -> int | None:
+        """Return the supervisor's pid if it is stopped."""
+        handle = self.find(run)
+        return handle.pid if handle is not None and is_stopped(handle) else None
+
+    def outputs(self, run: RunRef) -> tuple[Output, ...]:
+        """Return the allocation's directory."""
+        return (Output(OWN_NODE, run.directory),)
+
+    def notes(self, run: RunRef) -> Sequence[Note]:
+        """Return nothing: all that there is to say is printed."""
+        del run
+        return ()
+
+    def begun_checkpoints(self, run: RunRef) -> list[str]:
+        """Return what its directory says."""
+        return begun_checkpoints(run.directory)
+
+    def ask_to_stop(self, run: RunRef) -> None:
+        """Send the entrypoint's group SIGTERM."""
+        handle = self.find(run)
+        if handle is not None:
+            terminate(handle)
+
+    def kill(self, run: RunRef, *, leaves_record: bool = True) -> None:
+        """Kill all, by the supervisor or without it."""
+        kill(self.find(run), run.directory, leaves_record=leaves_record)
+
+    def resident_bytes(self, run: RunRef) -> int:
+        """Return the memory of all below its supervisor."""
+        handle = self.find(run)
+        return 0 if handle is None else resident_bytes(handle)
+
+    def forget(self, run: RunRef) -> None:
+        """Delete its directory."""
+        self._handles.pop(run.allocation_id, None)
+        remove(run.directory)
+
+    def begin(self) -> None:
+        """Do nothing: this machine is here."""
+
+    def look(self, *, is_busy: bool) -> None:
+        """End processes that would start trials as forks and have nothing to do."""
+        self._fork_servers.look(is_busy=is_busy)
+
+    def close(self) -> None:
+        """End those that start trials as forks."""
+        self._fork_servers.close()

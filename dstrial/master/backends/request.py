@@ -42,6 +42,10 @@ class AllocationRequest:
         log_bytes: how much of its output is kept on disk until it is read; None for all.
         storage: by what its checkpoint storage is known, ``StorageIdentity.fields``; None where it has no identity.
         links: name in ``events/`` of its directory -> the directory that is seen there.
+        addresses: of all nodes of the allocation, in the order of their ranks.
+        node_rank: which of them this one is.
+        slot_counts: of each of them; empty for the slots here alone.
+        variables: environment variables where nothing else sets them.
     """
 
     allocation_id: str
@@ -74,6 +78,32 @@ class AllocationRequest:
     log_bytes: int | None = None
     storage: Mapping[str, Any] | None = None
     links: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+    addresses: tuple[str, ...] = ("127.0.0.1",)
+    node_rank: int = 0
+    slot_counts: tuple[int, ...] = ()
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all but the model definition, for :meth:`from_json` on another machine."""
+        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        plain["directory"] = str(self.directory)
+        plain["slots"] = [dataclasses.asdict(slot) for slot in self.slots]
+        plain["links"] = {name: str(path) for name, path in self.links.items()}
+        plain["storage"] = None if self.storage is None else dict(self.storage)
+        plain["variables"] = dict(self.variables)
+        del plain["model_definition"]
+        return plain
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any], model_definition: bytes) -> AllocationRequest:
+        """Return what :meth:`to_json` was called for."""
+        fields = dict(plain)
+        fields["directory"] = Path(fields["directory"])
+        fields["slots"] = tuple(Slot(**slot) for slot in fields["slots"])
+        fields["links"] = {name: Path(path) for name, path in fields["links"].items()}
+        fields["addresses"] = tuple(fields["addresses"])
+        fields["slot_counts"] = tuple(fields["slot_counts"])
+        return cls(**fields, model_definition=model_definition)
 
     @property
     def overlays_path(self) -> Path:

@@ -94,12 +94,12 @@ def _start_point(tx: Transaction, trial: trial_rows.Trial) -> tuple[str | None, 
     return trial.warm_start_uuid, 0
 
 
-def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle) -> None:
-    """Record the supervisor of an allocation."""
+def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle | None) -> None:
+    """Record the supervisor of an allocation; None for one on other machines, each of which has its own."""
     row = allocation_rows.require(tx.connection, allocation_id)
     if row.state != "TERMINATED":
         allocation_rows.update(
-            tx, allocation_id, state="RUNNING", supervisor_pid=handle.pid, supervisor_start=handle.start_time
+            tx, allocation_id, state="RUNNING", **allocation_rows.supervisor_columns(handle)
         )
     name = f"Trial {row.trial_id} (Experiment {row.experiment_id})"
     add_master_line(

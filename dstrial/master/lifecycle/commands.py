@@ -88,7 +88,7 @@ def _log_line(
     add_master_line(tx, task_id, None, text, level=level, allocation_id=allocation_id)
 
 
-def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle) -> None:
+def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle | None) -> None:
     """Record an allocation's supervisor; it is ready if it has no port to wait for."""
     row = allocation_rows.require(tx.connection, allocation_id)
     command = commands.require(tx.connection, row.task_id)
@@ -97,8 +97,7 @@ def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle) -> No
             tx,
             allocation_id,
             state="RUNNING",
-            supervisor_pid=handle.pid,
-            supervisor_start=handle.start_time,
+            **allocation_rows.supervisor_columns(handle),
             is_ready=row.is_ready or command.kind != "TENSORBOARD",
         )
     _log_line(tx, row.task_id, allocation_id, f"Resources for {command.description} have started")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrial.config.experiment_config.command import interpreter_of, seconds_of
-from dstrial.master.backends import AllocationRequest, Slot, SupervisorHandle, resident_bytes
+from dstrial.master.backends import AllocationRequest, RunRef, Slot
 from dstrial.master.backends.ports import TENSORBOARD
 from dstrial.master.lifecycle import commands as life
 from dstrial.master.lifecycle import tensorboards
@@ -118,7 +118,7 @@ class CommandWatch:
         self._measured_s: dict[str, float] = {}
         self._limits_s: dict[str, float] = {}
 
-    def look(self, allocation: Allocation, handle: SupervisorHandle | None) -> None:
+    def look(self, allocation: Allocation, run: RunRef) -> None:
         """Do what is due for one allocation that runs."""
         port = json.loads(allocation.ports).get("TENSORBOARD_PORT")
         if port is None or allocation.kill_us is not None:
@@ -127,7 +127,7 @@ class CommandWatch:
             if _answers(port):
                 self._services.database.write(lambda tx: life.mark_ready(tx, allocation.id))
             return
-        problem = self._idle(allocation) or self._too_large(allocation, handle)
+        problem = self._idle(allocation) or self._too_large(allocation, run)
         if problem is not None:
             text = problem
             self._services.database.write(lambda tx: self._end(tx, allocation.task_id, text))
@@ -150,12 +150,12 @@ class CommandWatch:
         own_s = None if config["idle_timeout"] is None else seconds_of(config["idle_timeout"])
         return float(self._services.settings.tensorboard_timeout) if own_s is None else own_s
 
-    def _too_large(self, allocation: Allocation, handle: SupervisorHandle | None) -> str | None:
+    def _too_large(self, allocation: Allocation, run: RunRef) -> str | None:
         limit_mib = self._services.settings.tensorboard_memory_mib
-        if handle is None or time.monotonic() < self._measured_s.get(allocation.id, 0.0):
+        if time.monotonic() < self._measured_s.get(allocation.id, 0.0):
             return None
         self._measured_s[allocation.id] = time.monotonic() + _MEMORY_PERIOD_S
-        used_mib = resident_bytes(handle) / _MIB
+        used_mib = self._services.backend.resident_bytes(run) / _MIB
         if used_mib <= limit_mib:
             return None
         return (

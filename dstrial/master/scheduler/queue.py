@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
+from dstrial.master.scheduler.placement import by_node, could_ever_fit, place
+from dstrial.master.store.nodes import node_of
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Waiting:
@@ -15,16 +18,18 @@ class Waiting:
         experiment_id: the trial's experiment; 0 for a command.
         num_slots: how many it needs.
         max_slots: how many its experiment may use at once, None for any number.
+        is_on_one_node: whether it cannot be divided among machines, as a command.
     """
 
     key: int | str
     experiment_id: int
     num_slots: int
     max_slots: int | None
+    is_on_one_node: bool = False
 
 
 def assignments(
-    waiting: Sequence[Waiting], free: Collection[int], num_enabled: int, used_by: Mapping[int, int]
+    waiting: Sequence[Waiting], free: Collection[int], enabled: Collection[int], used_by: Mapping[int, int]
 ) -> list[tuple[int | str, list[int]]]:
     """Return the keys of what starts now, with their slots.
 
@@ -35,10 +40,11 @@ def assignments(
     Args:
         waiting: the most urgent first.
         free: ids of slots that are enabled and unused.
-        num_enabled: how many slots are enabled.
+        enabled: ids of all slots that are enabled.
         used_by: slots in use by experiment.
     """
-    left = sorted(free)
+    left = by_node(free)
+    capacity = {node: len(slots) for node, slots in by_node(enabled).items()}
     used = dict(used_by)
     chosen: list[tuple[int | str, list[int]]] = []
     is_held = False
@@ -49,13 +55,15 @@ def assignments(
         in_use = used.get(one.experiment_id, 0)
         if one.max_slots is not None and in_use + one.num_slots > one.max_slots:
             continue
-        if is_held or one.num_slots > num_enabled:
+        if is_held or not could_ever_fit(one.num_slots, capacity, is_on_one_node=one.is_on_one_node):
             continue
-        if one.num_slots > len(left):
+        slots = place(one.num_slots, left, capacity, is_on_one_node=one.is_on_one_node)
+        if slots is None:
             is_held = True
             continue
-        chosen.append((one.key, left[: one.num_slots]))
-        left = left[one.num_slots :]
+        chosen.append((one.key, slots))
+        for node in {node_of(slot_id) for slot_id in slots}:
+            left[node] = [slot_id for slot_id in left[node] if slot_id not in slots]
         used[one.experiment_id] = in_use + one.num_slots
     return chosen
 

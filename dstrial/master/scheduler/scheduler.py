@@ -17,14 +17,15 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dstrial.errors import DstrialError, MasterError
 from dstrial.master import backends
 from dstrial.master.advice import text_of
-from dstrial.master.backends import AllocationExit, AllocationRequest, SupervisorHandle
+from dstrial.master.backends import AllocationExit, AllocationRequest, RunRef, run_of
+from dstrial.master.backends.backend import Output
 from dstrial.master.backends.failures import explain_failure, explain_rank, first_traceback, is_of_launcher
 from dstrial.master.backends.log_file import CHUNK_BYTES, printed, read_lines
 from dstrial.master.clock import now_us
@@ -39,7 +40,7 @@ from dstrial.master.scheduler.queue import Holder, Look, Waiting, assignments, w
 from dstrial.master.scheduler.storage_wait import StorageWait
 from dstrial.master.scheduler.supervisor_watch import SupervisorWatch
 from dstrial.master.store import allocations as allocation_rows
-from dstrial.master.store import commands, jobs, users
+from dstrial.master.store import commands, jobs, nodes, users
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.allocations import Allocation
@@ -98,7 +99,7 @@ class Scheduler:
         self._database = services.database
         self._event = services.pubsub.listen("scheduler")
         self._storages = services.storages
-        self._fork_servers = services.fork_servers
+        self._backend = services.backend
         self._janitor = Janitor(
             services.database,
             services.pubsub,
@@ -108,7 +109,6 @@ class Scheduler:
         )
         self._heartbeat_timeout = HeartbeatTimeout(services.database, services.settings.detached_timeout_s)
         self._directory = services.state_dir / "allocations"
-        self._handles: dict[str, SupervisorHandle | None] = {}
         self._killed_s: dict[str, float] = {}
         self._late_s: dict[
             str, tuple[int, float]
@@ -116,7 +116,7 @@ class Scheduler:
         self._troubled_s: dict[str, float] = {}
         self._terminated: set[str] = set()
         self._commands = CommandWatch(services)
-        self._supervisors = SupervisorWatch(services.database)
+        self._supervisors = SupervisorWatch(services.database, services.backend)
         self._policies: dict[int, tuple[LogPolicy, ...]] = {}
         self._told: dict[int | str, tuple[int, int]] = {}
         self._told_waiting: set[tuple[int, int]] = set()
@@ -135,12 +135,12 @@ class Scheduler:
         with self._database.read() as connection:
             live = allocation_rows.all_live(connection)
         for row in live:
-            handle = backends.find(Path(row.directory))
-            self._handles[row.id] = handle
+            run = _run_of(row)
+            handle = self._backend.find(run)
             if handle is not None:
                 logger.info("allocation %s is taken back (pid %d)", row.id, handle.pid)
                 if row.state == "ASSIGNED":
-                    self._started(row, handle)
+                    self._started(row, run)
         self._remove_left_over({row.id for row in live})
         with self._database.read() as connection:
             rows = jobs.waiting_trials(connection)
@@ -301,16 +301,17 @@ class Scheduler:
             with self._database.read() as connection:
                 live = allocation_rows.all_live(connection)
             for row in live:
-                backends.kill(self._handles.get(row.id), Path(row.directory), leaves_record=False)
+                self._backend.kill(_run_of(row), leaves_record=False)
         return self._has_processes()
 
     def _has_processes(self) -> bool:
         """Say whether any allocation runs; the next master takes in what others left."""
         with self._database.read() as connection:
             live = allocation_rows.all_live(connection)
-        return any(backends.poll_exit(Path(row.directory), self._handles.get(row.id)) is None for row in live)
+        return any(self._backend.observe(_run_of(row)) is None for row in live)
 
     def _run(self) -> None:
+        self._backend.begin()
         while not self._is_stopping:
             try:
                 wait_s = self._tick()
@@ -338,31 +339,43 @@ class Scheduler:
         if not self._is_draining and self._is_queue_due() and self._assign():
             wait_s = min(wait_s, _TICK_S)
         self._heartbeat_timeout.check()
-        self._fork_servers.look(is_busy=bool(live))
+        self._backend.look(is_busy=bool(live))
         return wait_s
 
     # What runs
 
     def _watch(self, row: Allocation) -> bool:
         """Do what is due for one allocation and say whether there is more to do at once."""
-        allocation_id, directory = row.id, Path(row.directory)
-        handle = self._handles.get(allocation_id)
-        if handle is None and allocation_id not in self._handles:
-            handle = self._handles[allocation_id] = backends.find(directory)
+        run = _run_of(row)
         # Before the output is read, so that what was printed before the end is read after it.
-        exit_ = backends.poll_exit(directory, handle)
+        exit_ = self._backend.observe(run)
+        if row.state == "ASSIGNED" and self._backend.has_started(run):
+            self._started(row, run)
+        self._add_notes(row, run)
         if exit_ is None:
-            self._kill_if_due(row, handle)
-            self._commands.look(row, handle)
-            self._supervisors.look(row, handle)
-        elif exit_.was_lost:
-            backends.kill(None, directory)
-        has_more = self._take_in(row)
+            self._kill_if_due(row, run)
+            self._commands.look(row, run)
+            self._supervisors.look(row, run)
+        has_more = self._take_in(row, run)
         if exit_ is not None and not has_more:
-            self._end(row, exit_)
+            self._end(row, run, exit_)
         return has_more
 
-    def _kill_if_due(self, row: Allocation, handle: SupervisorHandle | None) -> None:
+    def _add_notes(self, row: Allocation, run: RunRef) -> None:
+        """Put into its log what the back end has to say of an allocation."""
+        notes = self._backend.notes(run)
+        if not notes:
+            return
+
+        def add(tx: Transaction) -> None:
+            for note in notes:
+                add_master_line(
+                    tx, row.task_id, row.trial_id or None, note.text, level=note.level, allocation_id=row.id
+                )
+
+        self._database.write(add)
+
+    def _kill_if_due(self, row: Allocation, run: RunRef) -> None:
         allocation_id = row.id
         if row.kill_us is None and self._is_late(row):
             limit = f"{life.STOP_TIMEOUT_S} s" if _is_command(row) else "preemption_timeout"
@@ -371,11 +384,10 @@ class Scheduler:
             )
         if row.preempt_us is not None and _is_command(row) and allocation_id not in self._terminated:
             self._terminated.add(allocation_id)
-            if handle is not None:
-                backends.terminate(handle)
+            self._backend.ask_to_stop(run)
         if row.kill_us is not None and time.monotonic() > self._killed_s.get(allocation_id, 0.0):
             self._killed_s[allocation_id] = time.monotonic() + _KILL_AGAIN_S
-            backends.kill(handle, Path(row.directory))
+            self._backend.kill(run)
 
     def _is_late(self, row: Allocation) -> bool:
         """Say whether what was asked to stop has had its time.
@@ -393,9 +405,21 @@ class Scheduler:
             known = self._late_s[row.id] = (deadline_us, time.monotonic() + left_s)
         return time.monotonic() > known[1]
 
-    def _take_in(self, row: Allocation) -> bool:
+    def _take_in(self, row: Allocation, run: RunRef) -> bool:
         """Take in new output of an allocation; say whether there may be more."""
-        read = read_lines(Path(row.directory), row.log_offset, CHUNK_BYTES, num_lines=row.log_lines)
+        parts = {}
+        if not run.is_on_own_node:
+            with self._database.read() as connection:
+                parts = nodes.parts_of(connection, row.id)
+        has_more = False
+        for output in self._backend.outputs(run):
+            part = parts.get(output.node_id)
+            at = (row.log_offset, row.log_lines) if part is None else (part.log_offset, part.log_lines)
+            has_more |= self._take_in_output(row, output, *at)
+        return has_more
+
+    def _take_in_output(self, row: Allocation, output: Output, offset: int, num_lines: int) -> bool:
+        read = read_lines(output.directory, offset, CHUNK_BYTES, num_lines=num_lines)
         lines = read.lines
         if not lines and not read.num_lost:
             return read.has_more
@@ -403,12 +427,16 @@ class Scheduler:
         matched = matches(policies, (line.text for line in lines))
         told = self._services.log_triggers.find(line.text for line in lines)
 
+        def advance(tx: Transaction, num_read: int) -> bool:
+            if output.node_id == nodes.OWN_NODE:
+                return allocation_rows.advance_log(tx, row.id, offset, read.end, num_read)
+            return nodes.advance_log(tx, row.id, output.node_id, offset, read.end, num_read)
+
         def store(tx: Transaction) -> None:
-            num_lines = read.num_lost + len(lines)
-            if allocation_rows.advance_log(tx, row.id, row.log_offset, read.end, num_lines):
+            if advance(tx, read.num_lost + len(lines)):
                 quota = self._services.settings.trial_log_bytes
                 log_quota.add_lines(tx, _log_of(row), lines, quota, num_lost=read.num_lost)
-                note_matches(tx, row, matched, self._services.agent_id)
+                note_matches(tx, row, matched, self._services.agent_of(row))
                 events.notify_lines(tx, row.task_id, told)
 
         self._database.write(store)
@@ -421,34 +449,41 @@ class Scheduler:
             self._policies[experiment_id] = compile_policies(json.loads(row.config))
         return self._policies[experiment_id]
 
-    def _end(self, row: Allocation, exit_: AllocationExit) -> None:
+    def _end(self, row: Allocation, run: RunRef, exit_: AllocationExit) -> None:
+        def said() -> Iterator[tuple[int | None, str]]:
+            for output in self._backend.outputs(run):
+                yield from printed(output.directory)
+
         traceback = None
         if exit_.exit_code != 0:
-            traceback = first_traceback(printed(Path(row.directory)))
+            traceback = first_traceback(said())
             if traceback is None or is_of_launcher(traceback):
-                explanation = explain_rank(printed(Path(row.directory)))
+                explanation = explain_rank(said())
                 if explanation is not None:
                     exit_, traceback = dataclasses.replace(exit_, explanation=explanation), None
             if exit_.explanation is None:
-                failure = explain_failure(printed(Path(row.directory)), traceback)
+                failure = explain_failure(said(), traceback)
                 exit_ = dataclasses.replace(exit_, explanation=failure)
-        exited = life.exited if _is_command(row) else self._trial_exited(row, exit_)
+        exited = life.exited if _is_command(row) else self._trial_exited(row, run, exit_)
 
         def end(tx: Transaction) -> None:
             log_quota.tell_at_end(tx, _log_of(row))
+            for one in exit_.nodes:
+                nodes.update_part(
+                    tx, row.id, one.node_id, exit_code=one.exit_code, signal=one.signal, cause=one.cause
+                )
             exited(tx, row.id, exit_, traceback)
 
         self._database.write(end)
         self._commands.forget(row)
         self._supervisors.forget(row)
         self._terminated.discard(row.id)
-        self._handles.pop(row.id, None)
         self._killed_s.pop(row.id, None)
         self._late_s.pop(row.id, None)
         self._troubled_s.pop(row.id, None)
-        backends.remove(Path(row.directory))
+        self._backend.forget(run)
 
-    def _trial_exited(self, row: Allocation, exit_: AllocationExit) -> Callable[..., None]:
+    def _trial_exited(self, row: Allocation, run: RunRef, exit_: AllocationExit) -> Callable[..., None]:
         """Return what follows from a trial's exit.
 
         With what is known of its storage, and what it had begun to write there.
@@ -456,7 +491,7 @@ class Scheduler:
         trouble = (
             None if exit_.exit_code == 0 else self._storage_wait.trouble(row.experiment_id, is_fresh=True)
         )
-        begun = backends.begun_checkpoints(Path(row.directory))
+        begun = self._backend.begun_checkpoints(run)
         return functools.partial(allocations.allocation_exited, storage_trouble=trouble, begun=begun)
 
     # What waits
@@ -480,12 +515,20 @@ class Scheduler:
                 return []
             live = allocation_rows.all_live(connection)
             rows = self._storage_wait.ready(connection, rows)
-            off = jobs.disabled_slots(connection, {slot.id for slot in self._services.slots})
-            enabled = {slot.id for slot in self._services.slots if slot.id not in off}
-            trials = [] if jobs.AGENT in off else self._waiting(connection, rows, len(enabled))
+            places = self._backend.nodes()
+            off = jobs.disabled_slots(connection, {slot.id for place in places for slot in place.slots})
+            enabled = {
+                slot.id
+                for place in places
+                if place.why_down is None
+                for slot in place.slots
+                if slot.id not in off
+            }
+            is_all_off = all(nodes.agent_key(place.id) in off for place in places)
+            trials = [] if is_all_off else self._waiting(connection, rows, len(enabled))
         for row in excluded:
             self._end_without_node(row)
-        if jobs.AGENT in off:
+        if is_all_off:
             for row in rows:
                 self._log_agent_off(row, row.id)
             for command in others:
@@ -495,7 +538,7 @@ class Scheduler:
             self._log_command_waiting(command, len(enabled))
         waiting = _by_urgency(
             [*zip(rows, trials, strict=True)],
-            [(row, Waiting(row.task_id, 0, row.num_slots, None)) for row in others],
+            [(row, Waiting(row.task_id, 0, row.num_slots, None, is_on_one_node=True)) for row in others],
         )
         in_use: set[int] = set()
         used_by: dict[int, int] = {}
@@ -506,7 +549,7 @@ class Scheduler:
         by_id = {row.id: row for row in rows}
         ports = {port for row in live for port in json.loads(row.ports).values()}
         begun = []
-        for key, slots in assignments(waiting, enabled - in_use, len(enabled), used_by):
+        for key, slots in assignments(waiting, enabled - in_use, enabled, used_by):
             if isinstance(key, str):
                 allocation = self._begin_command(key, slots, ports)
             elif self._storage_wait.holds_up(by_id[key]):
@@ -574,6 +617,8 @@ class Scheduler:
                 directory=str(self._directory),
                 token_hashes=hashes,
             )
+            if allocation is not None:
+                _add_parts(tx, allocation.id, slots)
             if allocation is not None and len(slots) < num_wanted:
                 text = (
                     f"the trial asks for {num_wanted} slots and goes on from its checkpoint with {len(slots)}, the most that "
@@ -608,7 +653,7 @@ class Scheduler:
         def assign(tx: Transaction) -> Allocation | None:
             if self._is_draining:
                 return None
-            return life.assign(
+            allocation = life.assign(
                 tx,
                 task_id,
                 slots=slots,
@@ -617,6 +662,9 @@ class Scheduler:
                 directory=str(self._directory),
                 token_hashes=hashes,
             )
+            if allocation is not None:
+                _add_parts(tx, allocation.id, slots)
+            return allocation
 
         row = self._database.write(assign)
         if row is None:
@@ -631,26 +679,27 @@ class Scheduler:
         return row
 
     def _launch(self, row: Allocation, request: Callable[[], AllocationRequest]) -> None:
+        run = _run_of(row)
         try:
-            settings = self._services.settings
-            backends.prepare(
-                request(), is_warm=settings.warm, forks_with_accelerators=settings.warm_accelerators
-            )
-            handle = backends.start(Path(row.directory), self._fork_servers)
+            handle = self._backend.submit(request(), run)
         except (DstrialError, OSError) as error:
-            self._end(row, _failed_start(text_of(error)))
+            self._end(row, run, _failed_start(text_of(error)))
             return
-        self._handles[row.id] = handle
-        self._started(row, handle)
+        if handle is not None:
+            self._started(row, run)
 
-    def _started(self, row: Allocation, handle: SupervisorHandle) -> None:
+    def _started(self, row: Allocation, run: RunRef) -> None:
+        handle = self._backend.find(run) if run.is_on_own_node else None
+
         def write(tx: Transaction) -> None:
             if _is_command(row):
                 life.started(tx, row.id, handle)
                 return
             allocations.started(tx, row.id, handle)
             # In Determined the trial's own launcher says so (harness/determined/exec/launch.py), and scripts look for it.
-            text = f"New trial runner in (container {row.resources_id}) on agent {self._services.agent_id}"
+            text = (
+                f"New trial runner in (container {row.resources_id}) on agent {self._services.agent_of(row)}"
+            )
             add_master_line(tx, row.task_id, row.trial_id, text, allocation_id=row.id)
 
         self._database.write(write)
@@ -714,6 +763,16 @@ def _holder(connection: Connection, allocation: Allocation) -> Holder:
     called = visible_line(str(config.get("name")))
     name = f"trial {allocation.trial_id} of experiment {experiment_id} ({called})"
     return Holder(name, experiment_id, num_slots)
+
+
+def _add_parts(tx: Transaction, allocation_id: str, slots: Sequence[int]) -> None:
+    """Store which nodes but the master's own an allocation has, in the order of its ranks."""
+    others = dict.fromkeys(nodes.node_of(slot_id) for slot_id in slots)
+    nodes.insert_parts(tx, allocation_id, [node_id for node_id in others if node_id != nodes.OWN_NODE])
+
+
+def _run_of(allocation: Allocation) -> RunRef:
+    return run_of(allocation, json.loads(allocation.slots))
 
 
 def _is_command(allocation: Allocation) -> bool:

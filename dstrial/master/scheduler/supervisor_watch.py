@@ -15,8 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dstrial.file_writes import replace_file
-from dstrial.master import backends
-from dstrial.master.backends import SupervisorHandle
+from dstrial.master.backends import Backend, RunRef
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.store.observe import STOPPED_SUPERVISOR_NAME
@@ -45,15 +44,19 @@ class SupervisorWatch:
 
     Args:
         database: where logs are.
+        backend: that has started them.
         clock: seconds that never run backwards.
     """
 
-    def __init__(self, database: Database, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, database: Database, backend: Backend, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._database = database
+        self._backend = backend
         self._clock = clock
         self._seen: dict[str, _Seen] = {}
 
-    def look(self, row: Allocation, handle: SupervisorHandle | None) -> None:
+    def look(self, row: Allocation, run: RunRef) -> None:
         """Look at the supervisor of an allocation that runs, and say what is due."""
         now_s = self._clock()
         seen = self._seen.get(row.id)
@@ -63,7 +66,8 @@ class SupervisorWatch:
         elif now_s - seen.looked_s < _LOOK_EVERY_S:
             return
         seen.looked_s = now_s
-        if handle is None or not backends.is_stopped(handle):
+        pid = self._backend.stopped_supervisor(run)
+        if pid is None:
             self._goes_on(row, seen)
             return
         if seen.since_s is None:
@@ -71,21 +75,21 @@ class SupervisorWatch:
         last_s = seen.told_s
         if now_s - seen.since_s >= STOPPED_AFTER_S and (last_s is None or now_s - last_s >= _AGAIN_S):
             seen.told_s = now_s
-            self._tell(row, handle, now_s - seen.since_s)
+            self._tell(row, pid, now_s - seen.since_s)
 
     def forget(self, row: Allocation) -> None:
         """Keep nothing of an allocation that has ended."""
         self._seen.pop(row.id, None)
 
-    def _tell(self, row: Allocation, handle: SupervisorHandle, stopped_s: float) -> None:
-        text = f"the supervisor of its processes, process {handle.pid}, is stopped (SIGSTOP)"
+    def _tell(self, row: Allocation, pid: int, stopped_s: float) -> None:
+        text = f"the supervisor of its processes, process {pid}, is stopped (SIGSTOP)"
         with contextlib.suppress(OSError):
             fields = {"text": text, "since_s": time.time() - stopped_s}
             replace_file(_shown_in(row), json.dumps(fields), sync=False)
         self._say(
             row,
             f"stalled: {text}; nothing that they print arrives, and they stop where it has no more room. "
-            f"Let it go on with `kill -CONT {handle.pid}`.",
+            f"Let it go on with `kill -CONT {pid}`.",
             "WARNING",
         )
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sqlite3
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from dstrial.config.experiment_config.command import NAMES
 from dstrial.master.clock import now_us
@@ -89,6 +89,19 @@ def not_ended(connection: sqlite3.Connection) -> list[Allocation]:
     return fetch_all(
         Allocation, connection, "SELECT * FROM allocations WHERE state != 'TERMINATED' ORDER BY id"
     )
+
+
+class _Supervisor(Protocol):
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def start_time(self) -> str: ...
+
+
+def supervisor_columns(handle: _Supervisor | None) -> dict[str, Any]:
+    """Return the columns for a supervisor on the master's own machine; none for None."""
+    return {} if handle is None else {"supervisor_pid": handle.pid, "supervisor_start": handle.start_time}
 
 
 def update(tx: Transaction, allocation_id: str, **columns: Any) -> None:

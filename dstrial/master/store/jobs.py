@@ -11,9 +11,7 @@ from dstrial.master.clock import now_us
 from dstrial.master.store.commands import Command
 from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.experiments import Experiment
-
-AGENT = -1
-"""In place of a slot's id: the whole agent."""
+from dstrial.master.store.nodes import OWN_NODE, agent_key, node_of
 
 _QUEUE = """
 SELECT e.*, p.workspace_id, u.username AS owner_name, j.num_active, a.num_allocations, a.num_slots
@@ -150,21 +148,23 @@ def waiting_trials(connection: sqlite3.Connection) -> list[WaitingTrial]:
 def disabled_slots(connection: sqlite3.Connection, slot_ids: Collection[int]) -> Mapping[int, bool]:
     """Return the ``slot_ids`` that are off -> whether what runs there may finish.
 
-    An agent that is switched off switches off all of its slots; ``AGENT`` is among the keys then.
+    A node that is switched off switches off all of its slots; its ``agent_key`` is among the keys then.
     """
     rows = connection.execute("SELECT slot_id, drain FROM disabled_slots").fetchall()
     off = {int(row["slot_id"]): bool(row["drain"]) for row in rows}
-    if AGENT in off:
-        return {**dict.fromkeys(slot_ids, off[AGENT]), AGENT: off[AGENT]}
-    return {slot_id: drain for slot_id, drain in off.items() if slot_id in slot_ids}
+    found = {slot_id: drain for slot_id, drain in off.items() if slot_id in slot_ids or slot_id < 0}
+    if min(off, default=0) < 0:
+        nodes = {slot_id: agent_key(node_of(slot_id)) for slot_id in slot_ids}
+        found |= {slot_id: off[node] for slot_id, node in nodes.items() if node in off}
+    return found
 
 
 def disable_slot(tx: Transaction, slot_id: int, *, drain: bool, reason: str) -> None:
-    """Switch a slot, or with ``AGENT`` all of them, off.
+    """Switch a slot, or by ``agent_key`` all of a node, off.
 
     Args:
         tx: the write.
-        slot_id: the slot; ``AGENT`` ends what runs without a slot, too.
+        slot_id: the slot, or the node's key; that of the master's own machine ends what runs without a slot, too.
         drain: whether what runs there may finish; else it is killed, and goes on where there is room.
         reason: of the kill, for the trial's log.
     """
@@ -175,7 +175,8 @@ def disable_slot(tx: Transaction, slot_id: int, *, drain: bool, reason: str) -> 
         ).fetchall()
         for row in rows:
             slots = json.loads(row["slots"])
-            if slot_id in slots or slot_id == AGENT:
+            nodes = {agent_key(node_of(one)) for one in slots} or {agent_key(OWN_NODE)}
+            if slot_id in slots or slot_id in nodes:
                 tx.execute(
                     "UPDATE allocations SET kill_us = ?, kill_reason = ? WHERE id = ?",
                     (now_us(), reason, row["id"]),
@@ -185,6 +186,6 @@ def disable_slot(tx: Transaction, slot_id: int, *, drain: bool, reason: str) -> 
 
 
 def enable_slot(tx: Transaction, slot_id: int) -> None:
-    """Switch a slot on again; ``AGENT`` all that were switched off with the agent."""
+    """Switch a slot on again; by ``agent_key`` all that were switched off with their node."""
     tx.execute("DELETE FROM disabled_slots WHERE slot_id = ?", (slot_id,))
     tx.publish("scheduler")

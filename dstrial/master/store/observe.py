@@ -297,6 +297,12 @@ def last_log_id(state: StateDirectory, trial_id: int) -> int:
     return int(row[0])
 
 
+def num_live_allocations(state: StateDirectory) -> int:
+    """Return how many allocations have not ended, on whatever machine."""
+    rows = _query(state, "SELECT COUNT(*) FROM allocations WHERE state != 'TERMINATED'")
+    return int(rows[0][0]) if rows else 0
+
+
 def supervisors(state: StateDirectory) -> list[Supervisor]:
     """Return the supervisors of the allocations that have not ended, oldest first."""
     rows = _query(

@@ -6,6 +6,7 @@ from determined.common.api import bindings
 from serving import NUM_SLOTS, Master
 
 from dstrial.master.store import jobs
+from dstrial.master.store.nodes import agent_key
 
 pytestmark = pytest.mark.process
 
@@ -73,7 +74,7 @@ def test_an_agent_that_is_switched_off_takes_no_work_on_any_slot(
     assert (agent.enabled, agent.draining) == (False, True)
     with fresh_master.services.database.read() as connection:
         off = jobs.disabled_slots(connection, range(NUM_SLOTS))
-    assert set(off) == {jobs.AGENT, *range(NUM_SLOTS)}
+    assert set(off) == {agent_key(0), *range(NUM_SLOTS)}
     assert all(off.values())
     assert fresh_master.rows("SELECT id FROM allocations WHERE kill_us IS NOT NULL") == []
     session.post(f"api/v1/agents/{agent_id}/enable")

@@ -14,26 +14,26 @@ def waiting(*sizes: int, max_slots: int | None = None) -> list[Waiting]:
 
 
 def test_slots_are_given_in_order_and_never_twice() -> None:
-    assert assignments(waiting(1, 2, 1), {0, 1, 2}, 3, {}) == [(0, [0]), (1, [1, 2])]
+    assert assignments(waiting(1, 2, 1), {0, 1, 2}, {0, 1, 2}, {}) == [(0, [0]), (1, [1, 2])]
 
 
 def test_a_trial_that_does_not_fit_holds_what_comes_after_it() -> None:
-    assert assignments(waiting(2, 1), {1}, 2, {}) == []
+    assert assignments(waiting(2, 1), {1}, {0, 1}, {}) == []
 
 
 def test_a_trial_that_no_slots_could_hold_holds_nobody() -> None:
-    assert assignments(waiting(3, 1), {0, 1}, 2, {}) == [(1, [0])]
+    assert assignments(waiting(3, 1), {0, 1}, {0, 1}, {}) == [(1, [0])]
 
 
 def test_a_trial_without_slots_always_starts() -> None:
-    assert assignments(waiting(2, 0), set(), 2, {}) == [(1, [])]
+    assert assignments(waiting(2, 0), set(), {0, 1}, {}) == [(1, [])]
 
 
 def test_an_experiment_keeps_to_its_max_slots_and_holds_nobody() -> None:
     trials = [Waiting(1, 7, 1, 1), Waiting(2, 7, 1, 1), Waiting(3, 8, 1, None)]
 
-    assert assignments(trials, {0, 1, 2}, 3, {}) == [(1, [0]), (3, [1])]
-    assert assignments(trials, {1, 2}, 3, {7: 1}) == [(3, [1])]
+    assert assignments(trials, {0, 1, 2}, {0, 1, 2}, {}) == [(1, [0]), (3, [1])]
+    assert assignments(trials, {1, 2}, {0, 1, 2}, {7: 1}) == [(3, [1])]
 
 
 @given(
@@ -48,7 +48,7 @@ def test_nothing_is_given_twice_or_beyond_a_limit(
         Waiting(i, experiment, size, limits[experiment]) for i, (size, experiment, _) in enumerate(given_)
     ]
 
-    chosen = assignments(trials, free, len(free), {})
+    chosen = assignments(trials, free, free, {})
 
     slots = [slot for _, taken in chosen for slot in taken]
     assert len(slots) == len(set(slots))

@@ -1,4 +1,4 @@
--- schema version 6
+-- schema version 7
 BEGIN TRANSACTION;
 CREATE TABLE access_tokens (
     id          INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -9,6 +9,19 @@ CREATE TABLE access_tokens (
     expires_us  INTEGER,                          -- NULL: never
     revoked_us  INTEGER                           -- NULL: it has not been revoked
 );
+CREATE TABLE allocation_nodes (
+    allocation_id TEXT    NOT NULL REFERENCES allocations (id) ON DELETE CASCADE,
+    node_id       INTEGER NOT NULL,
+    rank          INTEGER NOT NULL,               -- of the node, from 0
+    pid           INTEGER,                        -- of the supervisor there
+    start_time    TEXT,                           -- of that process, as its /proc tells
+    log_offset    INTEGER NOT NULL DEFAULT 0,     -- bytes of its log that are in logs
+    log_lines     INTEGER NOT NULL DEFAULT 0,     -- lines of its log up to log_offset
+    exit_code     INTEGER,                        -- as a shell sees it
+    signal        INTEGER,                        -- that ended it
+    cause         TEXT,                           -- exited lost unreachable preempted refused
+    PRIMARY KEY (allocation_id, node_id)
+) WITHOUT ROWID;
 CREATE TABLE allocations (
     id                TEXT    PRIMARY KEY,        -- {task_id}.{run_id}
     task_id           TEXT    NOT NULL,
@@ -207,6 +220,10 @@ CREATE TABLE models (
     last_version INTEGER NOT NULL DEFAULT 0,      -- of all that there ever were; numbers are not used again
     created_us   INTEGER NOT NULL,
     updated_us   INTEGER NOT NULL
+);
+CREATE TABLE nodes (
+    id   INTEGER PRIMARY KEY AUTOINCREMENT,       -- from 1: 0 is the master's own machine; its slots are id * 1024 and up
+    name TEXT    NOT NULL UNIQUE                  -- as ssh takes it
 );
 CREATE TABLE past_usage (
     allocation_id  TEXT    PRIMARY KEY,

@@ -1,0 +1,221 @@
+"""The seam for where allocations run: what a back end is asked, and what it answers.
+
+A back end runs allocations on nodes; a node is a machine with slots. What runs needs no master to live: a restarted one asks
+again by the same :class:`RunRef`, which follows from the allocation's row alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+from dstrial.master.backends.devices import Slot
+from dstrial.master.backends.request import AllocationRequest
+from dstrial.master.store.allocations import Allocation
+from dstrial.master.store.nodes import OWN_NODE, node_of
+
+Cause = Literal["exited", "lost", "unreachable", "preempted", "refused"]
+"""How an allocation ended on a node: its entrypoint ended; it was lost with its supervisor; the node did not answer for too
+long; it was ended because another node's part had failed; it was never started there."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Node:
+    """A machine that offers slots.
+
+    Attributes:
+        id: 0 for the master's own machine, ``nodes.id`` of the database for the others.
+        name: as the user and ``det agent list`` call it.
+        address: at which the other nodes reach it.
+        slots: what it offers; their ids are those of the whole cluster.
+        why_down: why nothing can be started there now; None if something can.
+        since_us: since when it is as it is.
+    """
+
+    id: int
+    name: str
+    address: str
+    slots: tuple[Slot, ...]
+    why_down: str | None
+    since_us: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Share:
+    """What an allocation has of one node: ids of slots of the whole cluster."""
+
+    node_id: int
+    slots: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunRef:
+    """An allocation as back ends know it.
+
+    Attributes:
+        directory: of its files on the master's machine.
+        shares: at least one, in the order of its ranks.
+    """
+
+    allocation_id: str
+    directory: Path
+    shares: tuple[Share, ...]
+
+    @property
+    def is_on_own_node(self) -> bool:
+        """Whether it runs on the master's own machine."""
+        return all(share.node_id == OWN_NODE for share in self.shares)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SupervisorHandle:
+    """A supervisor, by what no other process shares with it.
+
+    Attributes:
+        start_time: when it started, as the kernel tells, with the boot it belongs to.
+    """
+
+    pid: int
+    start_time: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NodeExit:
+    """How an allocation ended on one node.
+
+    Attributes:
+        node_id: which one.
+        exit_code: of the entrypoint there, as a shell sees it.
+        signal: that ended it, None if none did.
+        text: why, where the exit code alone does not say.
+    """
+
+    node_id: int
+    exit_code: int
+    signal: int | None
+    cause: Cause
+    text: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AllocationExit:
+    """How an allocation ended.
+
+    Attributes:
+        exit_code: of the entrypoint, as a shell sees it; of several nodes' that which failed first.
+        signal: that ended it, None if none did.
+        explanation: what the exit code means, None for 0.
+        was_lost: a supervisor died without leaving a record, or a node with it; the entrypoint died with it.
+        nodes: how it ended on each node but the master's own, in the order in which that was heard.
+    """
+
+    exit_code: int
+    signal: int | None
+    time_us: int
+    explanation: str | None
+    was_lost: bool
+    nodes: tuple[NodeExit, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Output:
+    """Where a node's part of an allocation's output lies, on the master's machine.
+
+    Attributes:
+        node_id: which node's.
+        directory: for :func:`dstrial.master.backends.log_file.read_lines`.
+    """
+
+    node_id: int
+    directory: Path
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Note:
+    """A line of the back end's own for an allocation's log; ``level`` is logging's name."""
+
+    text: str
+    level: str
+
+
+class Backend(Protocol):
+    """Runs allocations. All methods are called by the scheduler's thread, ``nodes`` by any.
+
+    None of them waits for another machine.
+    """
+
+    def nodes(self) -> tuple[Node, ...]:
+        """Return all nodes, also those that are down; their slots never change."""
+
+    def submit(self, request: AllocationRequest, run: RunRef) -> SupervisorHandle | None:
+        """Start an allocation.
+
+        Returns:
+            Its supervisor; None where :meth:`find` has it later.
+
+        Raises:
+            DstrialError: it cannot be started; a node's refusal that is heard later is an exit.
+        """
+
+    def find(self, run: RunRef) -> SupervisorHandle | None:
+        """Return the supervisor of a run that has started, also under another master; None else."""
+
+    def has_started(self, run: RunRef) -> bool:
+        """Say whether its processes have been started everywhere."""
+
+    def observe(self, run: RunRef) -> AllocationExit | None:
+        """Return how it ended, None while it runs; of what is lost every process is ended first."""
+
+    def stopped_supervisor(self, run: RunRef) -> int | None:
+        """Return the pid of a supervisor that SIGSTOP or a debugger holds; None if none is."""
+
+    def outputs(self, run: RunRef) -> tuple[Output, ...]:
+        """Return where its output is read, the node that failed first before the others."""
+
+    def notes(self, run: RunRef) -> Sequence[Note]:
+        """Return what is to be said in its log, once."""
+
+    def begun_checkpoints(self, run: RunRef) -> list[str]:
+        """Return the checkpoints that it has begun and not reported, by uuid."""
+
+    def ask_to_stop(self, run: RunRef) -> None:
+        """Send its entrypoints SIGTERM; the rest is killed when they have ended."""
+
+    def kill(self, run: RunRef, *, leaves_record: bool = True) -> None:
+        """Kill every process of it.
+
+        Args:
+            run: which one.
+            leaves_record: False kills supervisors too, which wait for room to write on a full disk: it is lost then.
+        """
+
+    def resident_bytes(self, run: RunRef) -> int:
+        """Return its memory in bytes; 0 where that is not known."""
+
+    def forget(self, run: RunRef) -> None:
+        """Delete what an ended run has left, everywhere."""
+
+    def begin(self) -> None:
+        """Connect to the nodes, and wait some seconds at most; called once all that runs was looked for by :meth:`find`."""
+
+    def look(self, *, is_busy: bool) -> None:
+        """Do what is due from time to time; ``is_busy`` while anything runs."""
+
+    def close(self) -> None:
+        """Give everything back; what runs goes on."""
+
+
+def run_of(allocation: Allocation, slots: Sequence[int]) -> RunRef:
+    """Return what back ends call an allocation. Pure.
+
+    Args:
+        allocation: its row.
+        slots: ids of its slots; without one it runs on the master's own machine.
+    """
+    shares: dict[int, list[int]] = {}
+    for slot_id in slots:
+        shares.setdefault(node_of(slot_id), []).append(slot_id)
+    parts = tuple(Share(node_id, tuple(ids)) for node_id, ids in shares.items())
+    return RunRef(allocation.id, Path(allocation.directory), parts or (Share(OWN_NODE, ()),))

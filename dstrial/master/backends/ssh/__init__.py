@@ -1,0 +1,1 @@
+"""Allocations on other machines, over one ssh connection each."""

@@ -1,0 +1,248 @@
+"""Allocations on the hosts of a hostfile, beside the master's own machine for what has no slots."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dstrial.errors import MasterError
+from dstrial.hosts.hostfile import Host
+from dstrial.master.backends.backend import (
+    AllocationExit,
+    Node,
+    NodeExit,
+    Note,
+    Output,
+    RunRef,
+    Share,
+    SupervisorHandle,
+)
+from dstrial.master.backends.local import LocalBackend, begun_checkpoints
+from dstrial.master.backends.request import AllocationRequest
+from dstrial.master.backends.ssh.link import AgentSettings, HostLink, RemoteRun, new_run
+
+_BEGIN_S = 8.0
+_ENDS_BY_ITSELF_S = 5.0
+"""How long the other nodes may take to end by themselves when one has failed, seconds."""
+
+
+class HostsBackend:
+    """Runs what has slots on hosts, and what has none on the master's own machine.
+
+    Args:
+        local: runs what has no slots.
+        hosts: node id -> host.
+        settings: what agents are told.
+        tell: called, by any thread, when the scheduler should look.
+    """
+
+    def __init__(
+        self,
+        local: LocalBackend,
+        hosts: dict[int, Host],
+        settings: AgentSettings,
+        tell: Callable[[], None],
+    ) -> None:
+        self._local = local
+        self._links = {node_id: HostLink(node_id, host, settings, tell) for node_id, host in hosts.items()}
+        self._doomed: set[str] = set()
+
+    def begin(self) -> None:
+        """Connect to all hosts at once."""
+        for link in self._links.values():
+            link.start()
+        give_up_at_s = time.monotonic() + _BEGIN_S
+        for link in self._links.values():
+            link.has_tried.wait(max(give_up_at_s - time.monotonic(), 0))
+
+    def nodes(self) -> tuple[Node, ...]:
+        """Return the hosts, in the order of their ids."""
+        return tuple(link.node() for _, link in sorted(self._links.items()))
+
+    def submit(self, request: AllocationRequest, run: RunRef) -> SupervisorHandle | None:
+        """Send each host its part.
+
+        Raises:
+            MasterError: one of them is not among the hosts any more, or has no address for the others.
+        """
+        if run.is_on_own_node:
+            return self._local.submit(request, run)
+        links = [self._link(share) for share in run.shares]
+        run.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        ports = links[0].take_ports() or request.ports
+        nodes = [link.node() for link in links]
+        addresses = tuple(node.address for node in nodes) if len(nodes) > 1 else ("127.0.0.1",)
+        for rank, (share, link) in enumerate(zip(run.shares, links, strict=True)):
+            part = dataclasses.replace(
+                request,
+                slots=(),
+                ports=ports,
+                addresses=addresses,
+                node_rank=rank,
+                slot_counts=tuple(len(one.slots) for one in run.shares),
+            )
+            link.submit(run.allocation_id, self._new_part(run, share, part))
+        return None
+
+    def _link(self, share: Share) -> HostLink:
+        link = self._links.get(share.node_id)
+        if link is None:
+            raise MasterError(
+                f"node {share.node_id} is no host of the master's any more; expected one of its hostfile. Start the master "
+                "with the hostfile that it had."
+            )
+        return link
+
+    def _new_part(self, run: RunRef, share: Share, request: AllocationRequest | None) -> RemoteRun:
+        return new_run(self._mirror(run, share), request, share.slots)
+
+    def _mirror(self, run: RunRef, share: Share) -> Path:
+        # What shows an allocation's state looks into its directory: that is the first node's.
+        return run.directory if share == run.shares[0] else run.directory / f"node-{share.node_id}"
+
+    def _parts(self, run: RunRef) -> list[tuple[Share, HostLink | None, RemoteRun | None]]:
+        """Return each share with what its host says; what another master has sent is asked for."""
+        found: list[tuple[Share, HostLink | None, RemoteRun | None]] = []
+        for share in run.shares:
+            link = self._links.get(share.node_id)
+            part = None if link is None else link.run(run.allocation_id)
+            if link is not None and part is None:
+                link.recover(run.allocation_id, self._new_part(run, share, None))
+                part = link.run(run.allocation_id)
+            found.append((share, link, part))
+        return found
+
+    def find(self, run: RunRef) -> SupervisorHandle | None:
+        """Return the first host's supervisor, once it is known."""
+        if run.is_on_own_node:
+            return self._local.find(run)
+        part = self._parts(run)[0][2]
+        return None if part is None else part.handle
+
+    def has_started(self, run: RunRef) -> bool:
+        """Say whether each host has its supervisor."""
+        if run.is_on_own_node:
+            return self._local.has_started(run)
+        return all(part is not None and part.handle is not None for _, _, part in self._parts(run))
+
+    def observe(self, run: RunRef) -> AllocationExit | None:
+        """Return how it ended, by whoever failed first; the others end with it."""
+        if run.is_on_own_node:
+            return self._local.observe(run)
+        parts = self._parts(run)
+        exits: list[tuple[float, NodeExit, RemoteRun | None]] = []
+        is_failing = run.allocation_id in self._doomed
+        for share, link, part in parts:
+            if link is None:
+                why = "its host is not among the master's any more"
+                exits.append((0.0, NodeExit(share.node_id, 137, 9, "lost", why), None))
+            elif part is not None and part.exit is not None:
+                exits.append((part.heard_s, part.exit, part))
+            elif len(parts) > 1 and link.down_s() is not None:
+                is_failing = True
+        exits.sort(key=lambda one: one[0])
+        first = next((one for one in exits if one[1].exit_code != 0), None)
+        if len(exits) == len(parts):
+            return _whole(exits, first)
+        waits = first is not None and first[1].cause in ("exited", "refused")
+        if first is not None and (not waits or time.monotonic() > first[0] + _ENDS_BY_ITSELF_S):
+            is_failing = True
+        if is_failing:
+            self._doomed.add(run.allocation_id)
+            self.kill(run)
+        return None
+
+    def stopped_supervisor(self, run: RunRef) -> int | None:
+        """Return the pid of one on the master's own machine."""
+        return self._local.stopped_supervisor(run) if run.is_on_own_node else None
+
+    def outputs(self, run: RunRef) -> tuple[Output, ...]:
+        """Return a directory a host, that which failed first before the others."""
+        if run.is_on_own_node:
+            return self._local.outputs(run)
+        parts = self._parts(run)
+
+        def failed_s(one: tuple[Share, HostLink | None, RemoteRun | None]) -> float:
+            part = one[2]
+            is_failed = part is not None and part.exit is not None and part.exit.exit_code != 0
+            return part.heard_s if part is not None and is_failed else float("inf")
+
+        return tuple(
+            Output(share.node_id, self._mirror(run, share)) for share, _, _ in sorted(parts, key=failed_s)
+        )
+
+    def notes(self, run: RunRef) -> Sequence[Note]:
+        """Return what is to be said of its hosts."""
+        links = [self._links.get(share.node_id) for share in run.shares]
+        return [note for link in links if link is not None for note in link.take_notes(run.allocation_id)]
+
+    def begun_checkpoints(self, run: RunRef) -> list[str]:
+        """Return what the hosts say; of a host that is lost that is not known."""
+        found = {uuid for output in self.outputs(run) for uuid in begun_checkpoints(output.directory)}
+        return sorted(found)
+
+    def ask_to_stop(self, run: RunRef) -> None:
+        """Send all entrypoints SIGTERM."""
+        if run.is_on_own_node:
+            self._local.ask_to_stop(run)
+            return
+        for _, link, _ in self._parts(run):
+            if link is not None:
+                link.stop(run.allocation_id)
+
+    def kill(self, run: RunRef, *, leaves_record: bool = True) -> None:
+        """Kill it on all hosts."""
+        if run.is_on_own_node:
+            self._local.kill(run, leaves_record=leaves_record)
+            return
+        for _, link, _ in self._parts(run):
+            if link is not None:
+                link.kill(run.allocation_id, leaves_record=leaves_record)
+
+    def resident_bytes(self, run: RunRef) -> int:
+        """Return what it uses on the master's own machine."""
+        return self._local.resident_bytes(run) if run.is_on_own_node else 0
+
+    def forget(self, run: RunRef) -> None:
+        """Delete what it has left on its hosts, and the copies here."""
+        self._doomed.discard(run.allocation_id)
+        if run.is_on_own_node:
+            self._local.forget(run)
+            return
+        for share in run.shares:
+            link = self._links.get(share.node_id)
+            if link is not None:
+                link.forget(run.allocation_id)
+        with contextlib.suppress(OSError):
+            shutil.rmtree(run.directory)
+
+    def look(self, *, is_busy: bool) -> None:
+        """Do what the master's own machine needs."""
+        self._local.look(is_busy=is_busy)
+
+    def close(self) -> None:
+        """End the connections; what runs on hosts goes on."""
+        for link in self._links.values():
+            link.close()
+        self._local.close()
+
+
+def _whole(
+    exits: Sequence[tuple[float, NodeExit, RemoteRun | None]],
+    first: tuple[float, NodeExit, RemoteRun | None] | None,
+) -> AllocationExit:
+    """Return how an allocation ended whose parts have all ended, by the first failure."""
+    _, exit_, part = first if first is not None else exits[-1]
+    was_lost = exit_.cause in ("lost", "unreachable")
+    return AllocationExit(
+        exit_code=exit_.exit_code,
+        signal=exit_.signal,
+        time_us=part.time_us if part is not None and part.time_us else time.time_ns() // 1000,
+        explanation=exit_.text,
+        was_lost=was_lost,
+        nodes=tuple(one for _, one, _ in exits),
+    )

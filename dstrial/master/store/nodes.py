@@ -1,0 +1,104 @@
+"""Machines besides the master's own, and what is known of an allocation on each."""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+from collections.abc import Sequence
+from typing import Any
+
+from dstrial.master.store.database import Transaction, fetch_all
+
+OWN_NODE = 0
+"""Id of the machine on which the master runs."""
+MOST_SLOTS = 1024
+"""How many slots a node may have: those of node *n* have the ids from ``n * MOST_SLOTS`` on."""
+
+
+def node_of(slot_id: int) -> int:
+    """Return the node to which a slot belongs."""
+    return slot_id // MOST_SLOTS
+
+
+def index_of(slot_id: int) -> int:
+    """Return a slot's number on its node."""
+    return slot_id % MOST_SLOTS
+
+
+def slot_id_of(node_id: int, index: int) -> int:
+    """Return the id of a node's slot."""
+    return node_id * MOST_SLOTS + index
+
+
+def agent_key(node_id: int) -> int:
+    """Return what stands for the whole node among the slots that are switched off."""
+    return -1 - node_id
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AllocationNode:
+    """A row of allocation_nodes; ``schema.sql`` says what the columns hold."""
+
+    allocation_id: str
+    node_id: int
+    rank: int
+    pid: int | None
+    start_time: str | None
+    log_offset: int
+    log_lines: int
+    exit_code: int | None
+    signal: int | None
+    cause: str | None
+
+
+def ids_of(tx: Transaction, names: Sequence[str]) -> dict[str, int]:
+    """Return the ids of nodes by name; one that is new gets the next, and keeps it."""
+    for name in names:
+        tx.execute("INSERT OR IGNORE INTO nodes (name) VALUES (?)", (name,))
+    rows = tx.execute("SELECT id, name FROM nodes").fetchall()
+    known = {str(row["name"]): int(row["id"]) for row in rows}
+    return {name: known[name] for name in names}
+
+
+def parts_of(connection: sqlite3.Connection, allocation_id: str) -> dict[int, AllocationNode]:
+    """Return what is known of an allocation on each node but the master's own."""
+    rows = fetch_all(
+        AllocationNode,
+        connection,
+        "SELECT * FROM allocation_nodes WHERE allocation_id = ? ORDER BY rank",
+        (allocation_id,),
+    )
+    return {row.node_id: row for row in rows}
+
+
+def insert_parts(tx: Transaction, allocation_id: str, node_ids: Sequence[int]) -> None:
+    """Store on which nodes an allocation runs, in the order of its ranks."""
+    for rank, node_id in enumerate(node_ids):
+        tx.execute(
+            "INSERT OR IGNORE INTO allocation_nodes (allocation_id, node_id, rank) VALUES (?, ?, ?)",
+            (allocation_id, node_id, rank),
+        )
+
+
+def update_part(tx: Transaction, allocation_id: str, node_id: int, **columns: Any) -> None:
+    """Set columns of an allocation's part on a node."""
+    assignments = ", ".join(f"{name} = ?" for name in columns)
+    tx.execute(
+        f"UPDATE allocation_nodes SET {assignments} WHERE allocation_id = ? AND node_id = ?",  # noqa: S608 - names of ours
+        (*columns.values(), allocation_id, node_id),
+    )
+
+
+def advance_log(
+    tx: Transaction, allocation_id: str, node_id: int, before: int, after: int, num_lines: int
+) -> bool:
+    """Store how far a node's log is taken in, and say whether it was where ``before`` says.
+
+    ``before`` and ``after`` are bytes, and ``num_lines`` lie between them.
+    """
+    cursor = tx.execute(
+        "UPDATE allocation_nodes SET log_offset = ?, log_lines = log_lines + ? "
+        "WHERE allocation_id = ? AND node_id = ? AND log_offset = ?",
+        (after, num_lines, allocation_id, node_id, before),
+    )
+    return bool(cursor.rowcount)

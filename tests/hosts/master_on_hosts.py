@@ -1,0 +1,154 @@
+"""A master on one machine that runs trials on others, asked by the unmodified ``det`` command."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from machines import Machine, Machines
+
+_BIN = Path(sys.executable).parent
+CONFIG: dict[str, Any] = {
+    "name": "small",
+    "entrypoint": "small_trial:SmallTrial",
+    "resources": {"slots_per_trial": 1},
+    "searcher": {"name": "single", "metric": "zero", "max_length": {"batches": 20}},
+    "hyperparameters": {"zero_stage": 1, "pause_s": 0.0, "micro_batch_size": 2},
+    "scheduling_unit": 5,
+    "min_validation_period": {"batches": 1000},
+    "min_checkpoint_period": {"batches": 10},
+    "max_restarts": 2,
+}
+
+
+class MasterOnHosts:
+    """A master on the first machine, with the others as its hosts.
+
+    Args:
+        made: the machines.
+        place: an empty directory that all see.
+        slots: of each host but the first machine.
+    """
+
+    def __init__(self, made: Machines, place: Path, slots: int = 1) -> None:
+        self.machine, self.place = made[1], place
+        self.hosts = made.all[1:]
+        self.model = place / "model"
+        self.model.mkdir(exist_ok=True)
+        for name in ("small_trial.py", "small_pipeline.py"):
+            shutil.copy(Path(__file__).parent / name, self.model)
+        hostfile = "".join(f"{machine.name} slots={slots}\n" for machine in self.hosts)
+        (place / "hosts").write_text(hostfile)
+        (place / "home").mkdir(exist_ok=True)
+
+    @property
+    def _environ(self) -> dict[str, str]:
+        return {
+            "DS_ACCELERATOR": "cpu",
+            "PYTHONPATH": "",
+            "PYTHONUNBUFFERED": "1",
+            "HOME": str(self.place / "home"),
+            "DSTRIAL_STATE_DIR": str(self.place / "state"),
+            "DET_MASTER": "http://127.0.0.1:8080",
+        }
+
+    def command(self, *words: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """Run a program of this environment on the master's machine."""
+        return self.machine.run(
+            [str(_BIN / words[0]), *words[1:]], cwd=self.place, env=self._environ, timeout=timeout
+        )
+
+    def up(self, *flags: str) -> subprocess.CompletedProcess[str]:
+        """Start the master."""
+        return self.command("dstrial", "up", "--hostfile", "hosts", "--no-password", *flags)
+
+    def down(self, *flags: str) -> subprocess.CompletedProcess[str]:
+        """End the master."""
+        return self.command("dstrial", "down", *flags, timeout=120)
+
+    def det(self, *words: str) -> str:
+        """Run ``det`` and return what it prints.
+
+        Raises:
+            AssertionError: with that, where it fails.
+        """
+        done = self.command("det", *words)
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    def json(self, *words: str) -> Any:
+        """Run ``det … --json`` and return the document."""
+        text = self.det(*words, "--json")
+        return json.loads(text[min(at for at in (text.find("["), text.find("{")) if at >= 0) :])
+
+    def create(self, changes: Mapping[str, Any]) -> int:
+        """Submit an experiment and return its id."""
+        config = {**CONFIG, **changes}
+        path = self.place / "exp.yaml"
+        path.write_text(yaml.safe_dump(config))
+        said = self.det("experiment", "create", "exp.yaml", "model")
+        return int(said.split("Created experiment ")[1].split()[0])
+
+    def trials(self, experiment_id: int) -> list[dict[str, Any]]:
+        """Return the experiment's trials as ``det`` tells them."""
+        text = self.det("experiment", "list-trials", str(experiment_id), "--csv")
+        return [{**row, "id": int(row["Trial ID"])} for row in csv.DictReader(io.StringIO(text))]
+
+    def state(self, experiment_id: int) -> str:
+        """Return the experiment's state."""
+        return str(self.json("experiment", "describe", str(experiment_id))[0]["experiment"]["state"])
+
+    def log(self, trial_id: int) -> str:
+        """Return a trial's log."""
+        return self.det("trial", "logs", str(trial_id))
+
+    def wait_for_log(self, trial_id: int, *texts: str, within_s: float = 60.0) -> float:
+        """Wait until all texts are in a trial's log, and return how long that took, seconds."""
+        began_s = time.monotonic()
+
+        def is_there() -> bool:
+            log = self.log(trial_id)
+            return all(text in log for text in texts)
+
+        wait_until(is_there, within_s, lambda: f"{texts} not in {self.log(trial_id)}")
+        return time.monotonic() - began_s
+
+    def wait_for_state(self, experiment_id: int, states: Sequence[str], within_s: float = 120.0) -> None:
+        """Wait until an experiment has ended in one of these states."""
+        wait_until(
+            lambda: self.state(experiment_id).removeprefix("STATE_") in states,
+            within_s,
+            lambda: (
+                f"{self.state(experiment_id)}: {[self.log(one['id']) for one in self.trials(experiment_id)]}"
+            ),
+        )
+
+    def master_log(self) -> str:
+        """Return the master's own log."""
+        return (self.place / "state" / "master.log").read_text()
+
+
+def wait_until(is_so: Callable[[], bool], within_s: float, why: Callable[[], str]) -> None:
+    """Wait until something is so.
+
+    Raises:
+        AssertionError: it is not in time; ``why`` says what is instead.
+    """
+    give_up_at_s = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < give_up_at_s, why()
+        time.sleep(0.2)
+
+
+def left_on(machine: Machine) -> dict[int, str]:
+    """Return what runs on a host but its sshd and the agent of a living master."""
+    return {pid: words for pid, words in machine.processes().items() if "ssh.agent" not in words}
