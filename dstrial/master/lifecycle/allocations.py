@@ -188,7 +188,7 @@ def _describe(row: allocation_rows.Allocation, exit_: AllocationExit) -> str:
     if row.kill_us is not None:
         return f"allocation killed: {row.kill_reason}"
     if exit_.was_lost:
-        return "allocation lost: its supervisor was killed"
+        return f"allocation lost: {exit_.explanation}"
     text = f"container failed with non-zero exit code: {exit_.exit_code} (exit code {exit_.exit_code})"
     if exit_.exit_code == 0:
         return "exited with code 0"

@@ -49,7 +49,8 @@ class HostsBackend:
     ) -> None:
         self._local = local
         self._links = {node_id: HostLink(node_id, host, settings, tell) for node_id, host in hosts.items()}
-        self._doomed: set[str] = set()
+        # Allocations that end because of a node's failure, and that failure where the node cannot tell itself.
+        self._doomed: dict[str, NodeExit | None] = {}
 
     def begin(self) -> None:
         """Connect to all hosts at once."""
@@ -98,7 +99,7 @@ class HostsBackend:
         return link
 
     def _new_part(self, run: RunRef, share: Share, request: AllocationRequest | None) -> RemoteRun:
-        return new_run(self._mirror(run, share), request, share.slots)
+        return new_run(self._mirror(run, share), request, share.slots, _ranks_of(run, share))
 
     def _mirror(self, run: RunRef, share: Share) -> Path:
         # What shows an allocation's state looks into its directory: that is the first node's.
@@ -138,21 +139,27 @@ class HostsBackend:
         is_failing = run.allocation_id in self._doomed
         for share, link, part in parts:
             if link is None:
-                why = "its host is not among the master's any more"
-                exits.append((0.0, NodeExit(share.node_id, 137, 9, "lost", why), None))
+                gone = "its host is not among the master's any more"
+                exits.append((0.0, NodeExit(share.node_id, 137, 9, "lost", gone), None))
             elif part is not None and part.exit is not None:
                 exits.append((part.heard_s, part.exit, part))
-            elif len(parts) > 1 and link.down_s() is not None:
-                is_failing = True
+            elif len(parts) > 1 and not is_failing:
+                why = link.why_lost()
+                if why is not None:
+                    is_failing = True
+                    self._doomed[run.allocation_id] = NodeExit(share.node_id, 137, 9, "unreachable", why)
         exits.sort(key=lambda one: one[0])
-        first = next((one for one in exits if one[1].exit_code != 0), None)
+        failed = [one for one in exits if one[1].exit_code != 0]
+        # What was ended because of another's failure is no cause, though it may be heard of first.
+        first = next((one for one in failed if one[1].cause != "preempted"), failed[0] if failed else None)
         if len(exits) == len(parts):
-            return _whole(exits, first)
+            doom = self._doomed.get(run.allocation_id)
+            return _whole(exits, first if doom is None else (0.0, doom, None))
         waits = first is not None and first[1].cause in ("exited", "refused")
         if first is not None and (not waits or time.monotonic() > first[0] + _ENDS_BY_ITSELF_S):
             is_failing = True
         if is_failing:
-            self._doomed.add(run.allocation_id)
+            self._doomed.setdefault(run.allocation_id, None)
             self.kill(run)
         return None
 
@@ -209,7 +216,7 @@ class HostsBackend:
 
     def forget(self, run: RunRef) -> None:
         """Delete what it has left on its hosts, and the copies here."""
-        self._doomed.discard(run.allocation_id)
+        self._doomed.pop(run.allocation_id, None)
         if run.is_on_own_node:
             self._local.forget(run)
             return
@@ -229,6 +236,13 @@ class HostsBackend:
         for link in self._links.values():
             link.close()
         self._local.close()
+
+
+def _ranks_of(run: RunRef, share: Share) -> str:
+    """Say which ranks a share has, one for each slot."""
+    first = sum(len(one.slots) for one in run.shares[: run.shares.index(share)])
+    last = first + len(share.slots) - 1
+    return f"rank {first}" if first == last else f"ranks {first} to {last}"
 
 
 def _whole(

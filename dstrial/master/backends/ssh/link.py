@@ -39,7 +39,11 @@ from dstrial.visible_text import visible_line
 logger = logging.getLogger("dstrial.master.hosts")
 
 _AGENT = "dstrial.master.backends.ssh.agent"
-_AGAIN_S = 1.0
+_AGAIN_S = 0.5
+_LATER_S = 5.0
+_SOON_S = 60.0
+_TELL_AGAIN_S = 600.0
+_CONNECT_AGAIN_S = 4.0
 _HELLO_S = 30.0
 _MARGIN_S = 2.0
 """How much longer than a host's lease is waited before what ran there begins again elsewhere, seconds."""
@@ -75,6 +79,7 @@ class RemoteRun:
         mirror: directory of this machine that has what the host's has.
         request: what the host has not confirmed yet; None once it has, or if another master has sent it.
         slots: numbers of its slots on the host.
+        ranks: that run there, as ``ranks 2 to 3``.
         handle: of the supervisor there.
         exit: how it ended.
         explanation: what the exit code means.
@@ -85,6 +90,7 @@ class RemoteRun:
     mirror: Path
     request: AllocationRequest | None
     slots: tuple[int, ...]
+    ranks: str
     handle: SupervisorHandle | None = None
     exit: NodeExit | None = None
     explanation: str | None = None
@@ -159,6 +165,8 @@ class HostLink:
         self._why_down: str | None = "not connected yet"
         self._since_us = now_us()
         self._down_s = time.monotonic()
+        self._was_silent = False
+        self._told_s = -_TELL_AGAIN_S
         self._is_closing = threading.Event()
         self.has_tried = threading.Event()
         """Set when it is known whether the host can be used."""
@@ -257,10 +265,17 @@ class HostLink:
             if self._runs.pop(name, None) is not None:
                 self._send({"do": "forget", "id": name})
 
-    def down_s(self) -> float | None:
-        """Return for how long the host has been down, seconds; None while it is up."""
+    def why_lost(self) -> str | None:
+        """Return why the host counts as lost, None if it does not.
+
+        One whose connection has ended is connected again first: only its agent may be gone.
+        """
         with self._lock:
-            return None if self._why_down is None else time.monotonic() - self._down_s
+            if self._why_down is None or (
+                not self._was_silent and time.monotonic() < self._down_s + _CONNECT_AGAIN_S
+            ):
+                return None
+            return f"{self.host.name} is {self._why_down}"
 
     def _lose_if_late(self, run: RemoteRun) -> None:
         """Count as lost what a host that is down runs, once that has ended there by its lease."""
@@ -301,7 +316,8 @@ class HostLink:
                 why = "not usable: the master had a problem with it, which its log has"
             self._now_down(why)
             self.has_tried.set()
-            self._is_closing.wait(_AGAIN_S)
+            down_s = time.monotonic() - self._down_s
+            self._is_closing.wait(_AGAIN_S if down_s < _SOON_S else _LATER_S)
 
     def _now_down(self, why: str) -> None:
         with self._lock:
@@ -317,9 +333,11 @@ class HostLink:
             if was_up and not self._is_closing.is_set():
                 for run in self._runs.values():
                     if run.exit is None:
-                        run.notes.append(Note(f"{self.host.name} is lost: {why}", "WARNING"))
+                        self._note(run, f"is lost: {why}")
         self._streams.close()
-        if changed and not self._is_closing.is_set():
+        now_s = time.monotonic()
+        if not self._is_closing.is_set() and (was_up or (changed and now_s > self._told_s + _TELL_AGAIN_S)):
+            self._told_s = now_s
             logger.warning("%s is down: %s", self.host.name, why)
         if was_up:
             self._tell()
@@ -398,12 +416,11 @@ class HostLink:
                 silent_s = time.monotonic() - max(connection.heard_s, began_s)
                 if silent_s > limit_s:
                     connection.abandon()
+                    self._was_silent = True
                     return f"silent: nothing was heard for {limit_s:g} s"
                 if silent_s > SILENT_S and is_up and not is_told:
                     is_told = True
-                    self._note_all(
-                        f"{self.host.name} is silent for {SILENT_S:g} s; it is lost after {LOST_S:g} s"
-                    )
+                    self._note_all(f"is silent for {SILENT_S:g} s, and lost after {LOST_S:g} s")
                 continue
             if frame is None:
                 return (
@@ -411,7 +428,7 @@ class HostLink:
                 )
             if is_told:
                 is_told = False
-                self._note_all(f"{self.host.name} is heard again")
+                self._note_all("is heard again")
             if "error" in frame:
                 return visible_line(str(frame["error"]))
             if "hello" in frame:
@@ -429,6 +446,7 @@ class HostLink:
                 for slot in frame["slots"]
             )
             self._feeder = self._connected
+            self._was_silent = False
             self._ports = dict(frame["ports"])
             self._why_down = None
             self._since_us = now_us()
@@ -442,6 +460,8 @@ class HostLink:
     def _found_or_not(self, name: str, run: RemoteRun, there: Mapping[str, Mapping[str, Any]]) -> None:
         found = there.get(name)
         if found is not None:
+            if run.handle is not None:
+                self._note(run, "is connected again")
             run.request = None
             run.unheard_s = None
             if found:
@@ -535,13 +555,16 @@ class HostLink:
             text = f"{frame['explanation']} on {self.host.name}" if frame["explanation"] else None
             self._ended(run, NodeExit(self.node_id, code, number, cause, text), text)
 
-    def _note_all(self, text: str) -> None:
-        logger.warning("%s", text)
+    def _note_all(self, what: str) -> None:
+        logger.warning("%s %s", self.host.name, what)
         with self._lock:
             for run in self._runs.values():
                 if run.exit is None:
-                    run.notes.append(Note(text, "WARNING"))
+                    self._note(run, what)
         self._tell()
+
+    def _note(self, run: RemoteRun, what: str) -> None:
+        run.notes.append(Note(f"{self.host.name} ({run.ranks}) {what}", "WARNING"))
 
     def _open_stream(self, number: int) -> None:
         try:
@@ -553,16 +576,19 @@ class HostLink:
         self._streams.add(number, connection)
 
 
-def new_run(directory: Path, request: AllocationRequest | None, slots: tuple[int, ...]) -> RemoteRun:
+def new_run(
+    directory: Path, request: AllocationRequest | None, slots: tuple[int, ...], ranks: str
+) -> RemoteRun:
     """Return an allocation's part on a host, with its directory on this machine.
 
     Args:
         directory: of the part.
         request: what is to run; None if another master has sent it.
         slots: ids of its slots.
+        ranks: as ``rank 0``.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return RemoteRun(directory, request, tuple(index_of(slot_id) for slot_id in slots))
+    return RemoteRun(directory, request, tuple(index_of(slot_id) for slot_id in slots), ranks)
 
 
 def _sizes(mirror: Path) -> dict[str, int]:
