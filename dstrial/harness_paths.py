@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     Patch: TypeAlias = Callable[[ModuleType], None]
 
+ENDING_NAME = "ending.json"
+"""File of an allocation's directory that says whether a rank elsewhere caused its first failure."""
 ALLOCATION_DIR_VARIABLE = "DSTRIAL_ALLOCATION_DIR"
 BASE_PYTHON_VARIABLE = "DSTRIAL_BASE_PYTHON"
 WARM_VARIABLE = "DSTRIAL_WARM"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING
 from dstrial import collector, determined_imports
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.errors import ConfigError, DstrialError, LaunchError
-from dstrial.harness_paths import WARM_VARIABLE
+from dstrial.file_writes import replace_file
+from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE, ENDING_NAME, WARM_VARIABLE
 from dstrial.hosts.arguments import (
     add_host_arguments,
     given_slots,
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from determined import ClusterInfo
 
     from dstrial.config import ExperimentConfig
+    from dstrial.launch.agent import RunningRanks
     from dstrial.launch.failures import LaunchOutcome
 
 _USAGE = """python -m dstrial.launch [--slots N] [--config EXP.yaml] [--context-dir DIR] [--hostfile FILE]
@@ -278,6 +281,7 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
     _require_resumable(info)
     placement = cluster_placement(info)
     timeout_s = info.trial._config.get("preemption_timeout") or DEFAULT_SHUTDOWN_TIMEOUT_S
+    running: list[RunningRanks] = []
     env = {"DET_CHIEF_IP": placement.master_addr}
     with scratch_directory("dstrial-script-") as directory:
         if not options.trial:
@@ -307,10 +311,22 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
             tracebacks_dir=None if run is not None else _tracebacks_directory(),
             stalls=StallSettings.from_config(info.trial._config),
             stall_memory=_stall_memory(),
+            on_ready=running.append,
         )
+    _leave_ending(running)
     if run is not None:
         write_json_atomically(run.outcome_path, outcome.to_json())
     return outcome
+
+
+def _leave_ending(running: Sequence[RunningRanks]) -> None:
+    """Let the master tell which of several nodes has failed by itself."""
+    directory = os.environ.get(ALLOCATION_DIR_VARIABLE)
+    ending = running[0].supervisor.first_ending() if running else None
+    if directory and ending is not None:
+        record = {"is_consequence": ending.is_consequence}
+        with contextlib.suppress(OSError):
+            replace_file(Path(directory, ENDING_NAME), json.dumps(record), sync=False)
 
 
 def _require_resumable(info: ClusterInfo) -> None:

@@ -17,7 +17,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -450,20 +450,12 @@ class Scheduler:
         return self._policies[experiment_id]
 
     def _end(self, row: Allocation, run: RunRef, exit_: AllocationExit) -> None:
-        def said() -> Iterator[tuple[int | None, str]]:
-            for output in self._backend.outputs(run):
-                yield from printed(output.directory)
-
         traceback = None
         if exit_.exit_code != 0:
-            traceback = first_traceback(said())
-            if traceback is None or is_of_launcher(traceback):
-                explanation = explain_rank(said())
-                if explanation is not None:
-                    exit_, traceback = dataclasses.replace(exit_, explanation=explanation), None
-            if exit_.explanation is None:
-                failure = explain_failure(said(), traceback)
-                exit_ = dataclasses.replace(exit_, explanation=failure)
+            for output in self._backend.outputs(run):
+                exit_, traceback = _explained(output.directory, exit_)
+                if traceback is not None or exit_.explanation is not None:
+                    break
         exited = life.exited if _is_command(row) else self._trial_exited(row, run, exit_)
 
         def end(tx: Transaction) -> None:
@@ -769,6 +761,18 @@ def _add_parts(tx: Transaction, allocation_id: str, slots: Sequence[int]) -> Non
     """Store which nodes but the master's own an allocation has, in the order of its ranks."""
     others = dict.fromkeys(nodes.node_of(slot_id) for slot_id in slots)
     nodes.insert_parts(tx, allocation_id, [node_id for node_id in others if node_id != nodes.OWN_NODE])
+
+
+def _explained(directory: Path, exit_: AllocationExit) -> tuple[AllocationExit, str | None]:
+    """Return a failed exit with what the output in a directory says of it, and its traceback."""
+    traceback = first_traceback(printed(directory))
+    if traceback is None or is_of_launcher(traceback):
+        explanation = explain_rank(printed(directory))
+        if explanation is not None:
+            exit_, traceback = dataclasses.replace(exit_, explanation=explanation), None
+    if exit_.explanation is None:
+        exit_ = dataclasses.replace(exit_, explanation=explain_failure(printed(directory), traceback))
+    return exit_, traceback
 
 
 def _run_of(allocation: Allocation) -> RunRef:

@@ -27,6 +27,7 @@ from typing import Any
 
 from dstrial.errors import DstrialError
 from dstrial.file_writes import replace_file
+from dstrial.harness_paths import ENDING_NAME
 from dstrial.hosts.heartbeats import BEAT_S, LEASE_S
 from dstrial.hosts.remote import PREFIX, addresses
 from dstrial.master.backends import local, supervisor
@@ -275,6 +276,7 @@ class Agent:
                     "time_us": exit_.time_us,
                     "explanation": exit_.explanation,
                     "was_lost": exit_.was_lost,
+                    "is_consequence": _is_consequence(run.directory),
                     "begun": local.begun_checkpoints(run.directory),
                 }
             )
@@ -354,6 +356,13 @@ def _network_variables(request: AllocationRequest) -> dict[str, str]:
 
 def _shown_handle(handle: SupervisorHandle | None) -> dict[str, Any]:
     return {} if handle is None else {"pid": handle.pid, "start_time": handle.start_time}
+
+
+def _is_consequence(directory: Path) -> bool:
+    """Say whether the launcher has found that a rank elsewhere failed first."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return bool(json.loads((directory / ENDING_NAME).read_text(encoding="utf-8"))["is_consequence"])
+    return False
 
 
 def _remove_old(tracebacks: Path) -> None:

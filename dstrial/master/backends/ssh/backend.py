@@ -151,7 +151,8 @@ class HostsBackend:
         exits.sort(key=lambda one: one[0])
         failed = [one for one in exits if one[1].exit_code != 0]
         # What was ended because of another's failure is no cause, though it may be heard of first.
-        first = next((one for one in failed if one[1].cause != "preempted"), failed[0] if failed else None)
+        failed.sort(key=lambda one: _is_consequence(one[1], one[2]))
+        first = failed[0] if failed else None
         if len(exits) == len(parts):
             doom = self._doomed.get(run.allocation_id)
             return _whole(exits, first if doom is None else (0.0, doom, None))
@@ -173,13 +174,14 @@ class HostsBackend:
             return self._local.outputs(run)
         parts = self._parts(run)
 
-        def failed_s(one: tuple[Share, HostLink | None, RemoteRun | None]) -> float:
+        def order(one: tuple[Share, HostLink | None, RemoteRun | None]) -> tuple[bool, bool, float]:
             part = one[2]
-            is_failed = part is not None and part.exit is not None and part.exit.exit_code != 0
-            return part.heard_s if part is not None and is_failed else float("inf")
+            if part is None or part.exit is None or part.exit.exit_code == 0:
+                return True, True, 0.0
+            return False, _is_consequence(part.exit, part), part.heard_s
 
         return tuple(
-            Output(share.node_id, self._mirror(run, share)) for share, _, _ in sorted(parts, key=failed_s)
+            Output(share.node_id, self._mirror(run, share)) for share, _, _ in sorted(parts, key=order)
         )
 
     def notes(self, run: RunRef) -> Sequence[Note]:
@@ -236,6 +238,11 @@ class HostsBackend:
         for link in self._links.values():
             link.close()
         self._local.close()
+
+
+def _is_consequence(exit_: NodeExit, part: RemoteRun | None) -> bool:
+    """Say whether a part has failed because another one had, though it may have been heard of first."""
+    return exit_.cause == "preempted" or (part is not None and part.is_consequence)
 
 
 def _ranks_of(run: RunRef, share: Share) -> str:

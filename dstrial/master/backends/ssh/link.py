@@ -83,6 +83,7 @@ class RemoteRun:
         handle: of the supervisor there.
         exit: how it ended.
         explanation: what the exit code means.
+        is_consequence: whether a rank elsewhere failed first.
         heard_s: when that was known, monotonic seconds.
         unheard_s: since when its host may not know of it, monotonic seconds; None while it does.
     """
@@ -95,6 +96,7 @@ class RemoteRun:
     exit: NodeExit | None = None
     explanation: str | None = None
     was_lost: bool = False
+    is_consequence: bool = False
     time_us: int = 0
     heard_s: float = 0.0
     is_stopping: bool = False
@@ -551,6 +553,7 @@ class HostLink:
             cause = "lost"
         with self._lock:
             run.was_lost = bool(frame["was_lost"])
+            run.is_consequence = bool(frame["is_consequence"])
             run.time_us = int(frame["time_us"])
             text = f"{frame['explanation']} on {self.host.name}" if frame["explanation"] else None
             self._ended(run, NodeExit(self.node_id, code, number, cause, text), text)
