@@ -190,11 +190,11 @@ class Machine:
         """Return the command lines of what runs there but its sshd, by pid there."""
         if not self.is_up:
             return {}
-        text = self.run(["ps", "-eo", "pid=,ppid=,args="]).stdout
+        text = self.run(["ps", "-wweo", "pid=,ppid=,args="]).stdout
         found = {}
         for line in text.splitlines():
             pid, _, words = line.split(None, 2)
-            if pid != "1" and not words.startswith(("sshd: ", "ps -eo", "[")):
+            if pid != "1" and not words.startswith(("sshd: ", "ps -wweo", "[")):
                 found[int(pid)] = words
         return found
 

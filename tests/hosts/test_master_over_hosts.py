@@ -1,0 +1,241 @@
+"""A master whose trials run on other machines: the unmodified ``det``, and every failure named by host, with nothing left."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machines import Machine, machines
+from master_on_hosts import CONFIG, MasterOnHosts, left_on, wait_until
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
+_SLOW = {"zero_stage": 1, "pause_s": 0.1, "micro_batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterOnHosts]:
+    """Return a master with two hosts of two slots each, which tests leave as they are."""
+    with machines(3) as made:
+        master = MasterOnHosts(made, tmp_path_factory.mktemp("master"), slots=2)
+        said = master.up()
+        assert said.returncode == 0, said.stdout
+        assert re.search(r"host: +host2: 2 slots at 10\.77\.0\.12 \(eth0\)\n", said.stdout)
+        yield master
+        assert master.down().returncode == 0
+        for host in master.hosts:
+            wait_until(lambda one=host: not one.processes(), 10, lambda one=host: str(one.processes()))  # type: ignore[misc]
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[MasterOnHosts]:
+    """Return a master with two hosts of one slot each."""
+    with machines(3) as made:
+        master = MasterOnHosts(made, tmp_path)
+        assert master.up().returncode == 0
+        yield master
+        master.down("--now")
+
+
+def _losses(log: str) -> list[str]:
+    """Return what ranks have printed of their losses, without times and in the order of batches."""
+    found = [line.partition("|| ")[2] for line in log.splitlines() if " loss " in line]
+    return sorted(found, key=lambda line: (int(line.split()[1]), line))
+
+
+def _slow(slots: int, batches: int = 100) -> dict[str, Any]:
+    return {
+        "resources": {"slots_per_trial": slots},
+        "searcher": {**CONFIG["searcher"], "max_length": {"batches": batches}},
+        "hyperparameters": _SLOW,
+    }
+
+
+def _nothing_is_left(host: Machine, within_s: float) -> None:
+    wait_until(lambda: not _trials_on(host), within_s, lambda: str(left_on(host)))
+
+
+def _trials_on(host: Machine) -> list[str]:
+    return [words for words in left_on(host).values() if "fork_server" not in words and "sh -c" not in words]
+
+
+def test_agents_slots_and_a_command_on_a_host(quiet: MasterOnHosts) -> None:
+    agents = quiet.det("agent", "list")
+    assert re.search(r"host2 .*\| +2 \| +0 \| default +\| True +\| False +\| 10\.77\.0\.12", agents)
+    assert quiet.det("slot", "list").count("FREE            | FREE") == 4
+
+    said = quiet.det("command", "run", "--config", "resources.slots=2", "hostname")
+    assert re.search(r"host[23]\n", said)
+    assert "host1\n" in quiet.det("command", "run", "--config", "resources.slots=0", "hostname")
+
+    refused = quiet.command("det", "command", "run", "--config", "resources.slots=5", "hostname")
+    assert "4" in refused.stdout
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "zero_stage"),
+    [("small_trial:SmallTrial", 1), ("small_trial:SmallTrial", 3), ("small_pipeline:SmallPipeline", 0)],
+)
+def test_two_hosts_compute_the_bits_of_one(quiet: MasterOnHosts, entrypoint: str, zero_stage: int) -> None:
+    changes: dict[str, Any] = {
+        "entrypoint": entrypoint,
+        "resources": {"slots_per_trial": 2},
+        "hyperparameters": {**CONFIG["hyperparameters"], "zero_stage": zero_stage},
+    }
+    if zero_stage == 0:
+        changes["data"] = {"dstrial": {"pipeline_stages": 2}}
+    logs = []
+    for is_divided in (False, True):
+        for host in ("host2", "host3"):
+            quiet.det("slot", "disable" if is_divided else "enable", host, "1")
+        experiment = quiet.create(changes)
+        quiet.wait_for_state(experiment, ("COMPLETED",))
+        logs.append(quiet.log(quiet.trials(experiment)[0]["id"]))
+    for host in ("host2", "host3"):
+        quiet.det("slot", "enable", host, "1")
+
+    assert re.search(r"on agent host[23]\n", logs[0])
+    assert "on agent host2, host3\n" in logs[1]
+    assert len(_losses(logs[0])) > 3
+    assert _losses(logs[0]) == _losses(logs[1])
+
+
+def test_other_accounts_of_a_host_get_no_answer_and_no_secret_is_on_a_command_line(
+    quiet: MasterOnHosts,
+) -> None:
+    experiment = quiet.create(_slow(2, 60))
+    trial = quiet.trials(experiment)[0]["id"]
+    quiet.wait_for_log(trial, "batch 5 loss")
+    host = next(one for one in quiet.hosts if _trials_on(one))
+    relay = next((quiet.place / "state" / "hosts").glob(f"*/{host.name}/relay.json"))
+    port = re.search(r"\d+", relay.read_text())
+    assert port is not None
+    ask = ["curl", "-s", "-m", "5", f"http://127.0.0.1:{port[0]}/info"]
+    assert "0.38.1" in host.run(ask).stdout
+    others = host.run(["setpriv", "--reuid=65534", "--clear-groups", *ask], cwd="/")
+    assert others.returncode != 0
+    assert others.stdout == ""
+
+    specification = next(relay.parent.glob("allocations/*/spec.json"))
+    assert specification.stat().st_mode & 0o077 == 0
+    environment = json.loads(specification.read_text())["environment"]
+    secrets = [environment[name] for name in ("DET_SESSION_TOKEN", "DET_USER_TOKEN")]
+    assert not [words for words in host.processes().values() if any(one in words for one in secrets)]
+    assert relay.parent.stat().st_mode & 0o077 == 0
+
+    quiet.det("trial", "kill", str(trial))
+    _nothing_is_left(host, 10)
+
+
+def test_a_rank_that_fails_is_named_by_its_own_error(started: MasterOnHosts) -> None:
+    experiment = started.create({**_slow(2), "max_restarts": 0})
+    started.wait_for_log(1, "batch 5 loss")
+    for workdir in (started.place / "state" / "hosts").glob("*/host3/allocations/*/workdir"):
+        (workdir / "fail-host3").touch()
+    started.wait_for_state(experiment, ("ERROR",))
+    assert "trial 1 has failed: max_restarts is 0" in started.log(1)
+    assert "rank 1: ValueError: asked to fail" in started.log(1)
+    for host in started.hosts:
+        _nothing_is_left(host, 10)
+
+
+def test_a_host_that_is_cut_off_is_named_and_its_trial_goes_on(started: MasterOnHosts) -> None:
+    started.create(_slow(2))
+    started.wait_for_log(1, "Reported checkpoint")
+    cut = started.hosts[1]
+    began_s = time.monotonic()
+    cut.cut()
+    assert started.wait_for_log(1, "host3 (rank 1) is silent for 5 s") < 10
+    started.wait_for_log(1, "host3 (rank 1) is lost: silent: nothing was heard for 10 s")
+    started.wait_for_log(1, "goes on from its checkpoint with 1", "resumed from checkpoint")
+    at = started.log(1).count(" loss ")
+    wait_until(lambda: started.log(1).count(" loss ") > at, 60, lambda: started.log(1))
+    assert time.monotonic() < began_s + 60
+    log = started.log(1)
+    assert "allocation lost: host3 is " in log
+    assert "of 2 restarts" not in log
+    assert re.search(r"host3 .*\| False +\| False", started.det("agent", "list"))
+    _nothing_is_left(cut, 5)  # by its lease, before the trial has begun again
+
+    cut.heal()
+    wait_until(
+        lambda: re.search(r"host3 .*\| True +\| False", started.det("agent", "list")) is not None,
+        40,
+        lambda: started.det("agent", "list"),
+    )
+
+
+def test_a_cut_that_heals_an_agent_and_a_master_that_are_killed_end_no_trial(started: MasterOnHosts) -> None:
+    experiment = started.create(_slow(2, 300))
+    started.wait_for_log(1, "Reported checkpoint")
+    host = started.hosts[1]
+
+    host.cut()
+    time.sleep(4)
+    host.heal()
+    time.sleep(3)
+    agent = host.find("-u -m dstrial.master.backends.ssh.agent")
+    assert agent is not None
+    host.signal(agent, signal.SIGKILL)
+    started.wait_for_log(1, "host3 (rank 1) is connected again")
+    master = started.machine.find("dstrial.master.server")
+    assert master is not None
+    started.machine.signal(master, signal.SIGKILL)
+    time.sleep(3)
+    assert _trials_on(host)
+    said = started.up()
+    assert said.returncode == 0, said.stdout
+
+    started.wait_for_state(experiment, ("COMPLETED",))
+    log = started.log(1)
+    assert log.count("Scheduling Trial 1") == 1
+    batches = [int(line.split()[1]) for line in _losses(log)]
+    assert sorted(set(batches)) == list(range(5, 301, 5))
+    assert len({batches.count(batch) for batch in set(batches)}) == 1  # no line twice
+
+
+def test_a_search_ends_right_though_a_host_dies_in_its_middle(tmp_path: Path) -> None:
+    with machines(4) as made:
+        master = MasterOnHosts(made, tmp_path)
+        assert master.up().returncode == 0
+        searcher = {"name": "random", "metric": "zero", "max_trials": 8, "max_length": {"batches": 40}}
+        experiment = master.create({**_slow(1), "searcher": searcher})
+        wait_until(lambda: len(_trials_on(made[3])) > 0, 60, lambda: str(made[3].processes()))
+        master.wait_for_log(2, "batch 5 loss")
+        made[3].kill()
+        master.wait_for_state(experiment, ("COMPLETED",), 200)
+        states = [one["State"] for one in master.trials(experiment)]
+        assert states == ["COMPLETED"] * 8
+        lost = [log for log in map(master.log, range(1, 9)) if "allocation lost: host3 is " in log]
+        assert lost
+        assert all("resumed from checkpoint" in log or log.count("Scheduling") == 2 for log in lost)
+        assert master.down().returncode == 0
+        for number in (2, 4):
+            wait_until(lambda n=number: not made[n].processes(), 10, lambda: str(made.processes()))  # type: ignore[misc]
+
+
+def test_hosts_that_are_not_ready_start_no_master(tmp_path: Path) -> None:
+    with machines(3) as made:
+        master = MasterOnHosts(made, tmp_path)
+        made[3].stop_sshd()
+        began_s = time.monotonic()
+        said = master.up()
+        assert said.returncode != 0
+        assert "host3  refusing ssh's port (connection refused). Start sshd on host3" in said.stdout
+        assert time.monotonic() < began_s + 8
+        assert master.machine.find("dstrial.master.server") is None
+
+        wrong = master.command("dstrial", "up", "--hostfile", "hots")
+        assert "--hostfile is " in wrong.stdout
+        both = master.command("dstrial", "up", "--hostfile", "hosts", "--slots", "2", "--exclude", "host3")
+        assert "--slots is 2; expected no --slots beside hosts" in both.stdout
+
+        said = master.up("--exclude", "host3")
+        assert said.returncode == 0, said.stdout
+        assert "host3" not in master.det("agent", "list")
+        assert master.down().returncode == 0
