@@ -223,6 +223,10 @@ class Services:
         """All slots of all nodes, whether or not they can be used now."""
         return tuple(slot for node in self.backend.nodes() for slot in node.slots)
 
+    def node_name(self, node_id: int) -> str:
+        """Return a node's name."""
+        return next((node.name for node in self.backend.nodes() if node.id == node_id), self.agent_id)
+
     def agent_of(self, allocation: Allocation) -> str:
         """Return the names of the nodes of an allocation, with commas."""
         wanted = {nodes.node_of(slot_id) for slot_id in json.loads(allocation.slots)}

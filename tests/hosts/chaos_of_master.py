@@ -3,8 +3,8 @@
 Usage: ``python tests/hosts/chaos_of_master.py [--runs N] [--seed S] [--workers W]``
 
 Every run has machines of its own; its seed says what happens and when. The master is on host1, trials of one or two ranks on
-host2 to host4; a master that was killed is started again. Afterwards every trial must be complete, with every report stored once, the
-checkpoint at its end verified, and no process of it on any host.
+host2 to host4; a master that was killed is started again. Afterwards every trial must be complete, with every report stored once,
+the checkpoint at its end verified, and no process of it on any host.
 """
 
 from __future__ import annotations

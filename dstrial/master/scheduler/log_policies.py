@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from dstrial.config.experiment_config.sections import compile_pattern
+from dstrial.master.store import nodes
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Transaction
@@ -69,9 +70,9 @@ def matches(policies: Sequence[LogPolicy], texts: Iterable[str]) -> list[tuple[L
 
 
 def note_matches(
-    tx: Transaction, row: Allocation, matched: list[tuple[LogPolicy, str]], agent_id: str
+    tx: Transaction, row: Allocation, matched: list[tuple[LogPolicy, str]], node_id: int, name: str
 ) -> None:
-    """Store which policies an output matched; log those with an action, once each."""
+    """Store which policies an output of a node matched; log those with an action, once each."""
     for policy, line in matched:
         if policy.name is not None:
             trial_rows.update(tx, row.trial_id, log_policy_matched=policy.name)
@@ -80,7 +81,8 @@ def note_matches(
             column, then = "retry_cancelled", "the trial will not be started again if it fails"
         elif policy.action == "exclude_node":
             # Source: Determined 0.38.1, master/internal/logpattern, addRetryOnDifferentNode.
-            column, then = "is_node_excluded", f"therefore will not schedule on {agent_id} again if it fails"
+            nodes.exclude(tx, row.trial_id, node_id)
+            column, then = "is_node_excluded", f"therefore will not schedule on {name} again if it fails"
         else:
             continue
         if trial_rows.set_flag(tx, row.trial_id, column):

@@ -19,6 +19,7 @@ class Waiting:
         num_slots: how many it needs.
         max_slots: how many its experiment may use at once, None for any number.
         is_on_one_node: whether it cannot be divided among machines, as a command.
+        kept_off: nodes that a log policy keeps it from.
     """
 
     key: int | str
@@ -26,6 +27,7 @@ class Waiting:
     num_slots: int
     max_slots: int | None
     is_on_one_node: bool = False
+    kept_off: frozenset[int] = frozenset()
 
 
 def assignments(
@@ -55,9 +57,13 @@ def assignments(
         in_use = used.get(one.experiment_id, 0)
         if one.max_slots is not None and in_use + one.num_slots > one.max_slots:
             continue
-        if is_held or not could_ever_fit(one.num_slots, capacity, is_on_one_node=one.is_on_one_node):
+        there, most = left, capacity
+        if one.kept_off:
+            there = {node: slots for node, slots in left.items() if node not in one.kept_off}
+            most = {node: count for node, count in capacity.items() if node not in one.kept_off}
+        if is_held or not could_ever_fit(one.num_slots, most, is_on_one_node=one.is_on_one_node):
             continue
-        slots = place(one.num_slots, left, capacity, is_on_one_node=one.is_on_one_node)
+        slots = place(one.num_slots, there, most, is_on_one_node=one.is_on_one_node)
         if slots is None:
             is_held = True
             continue

@@ -191,14 +191,20 @@ class Scheduler:
     def _log_trial_waiting(self, row: jobs.WaitingTrial, num_slots: int, why: str | None) -> None:
         """Say in its log that a trial needs more slots than there are."""
         wanted = row.slots_per_trial
-        text = (
-            f"the trial needs {wanted} slots and waits; this master has {num_slots}. Start it again with at least {wanted} "
-            "(`dstrial up --slots`)"
-        )
+        text = f"the trial needs {wanted} slots and waits; this master has {num_slots}. {self._how_to_have(wanted)}"
         if why is not None:
             text += f", for its checkpoint cannot go on with fewer: {why}"
         logger.warning("trial %d: %s", row.id, text)
         self._database.write(lambda tx: add_master_line(tx, row.task_id, row.id, text, level="WARNING"))
+
+    def _how_to_have(self, num_slots: int) -> str:
+        """Say what gives a master more slots."""
+        down = [node.name for node in self._backend.nodes() if node.why_down is not None]
+        if down:
+            return f"Look at the hosts that are down: {', '.join(down)} (`det agent list`, `dstrial hosts check`)"
+        if self._services.hosts:
+            return f"Add hosts, so that there are at least {num_slots} slots (`dstrial up --hostfile`)"
+        return f"Start it again with at least {num_slots} (`dstrial up --slots`)"
 
     def _log_command_waiting(self, row: commands.CommandInfo, num_slots: int) -> None:
         """Say in its log that a command needs more slots than there are."""
@@ -209,8 +215,8 @@ class Scheduler:
             return
         self._told[task_id] = (wanted, num_slots)
         text = (
-            f"it needs {wanted} slots and waits; this master has {num_slots}. Start it again with at least {wanted} "
-            "(`dstrial up --slots`), or enable the slots that are off"
+            f"it needs {wanted} slots and waits; this master has {num_slots}. {self._how_to_have(wanted)}, or enable the "
+            "slots that are off"
         )
         self._database.write(lambda tx: add_master_line(tx, task_id, None, text, level="WARNING"))
 
@@ -225,16 +231,15 @@ class Scheduler:
         self._database.write(lambda tx: add_master_line(tx, row.task_id, trial_id, text, level="WARNING"))
 
     def _end_without_node(self, row: jobs.WaitingTrial) -> None:
-        """End a trial excluded from the only machine; without ``launch_error`` it waits.
+        """End a trial excluded from every machine; without ``launch_error`` it waits.
 
         Source: Determined 0.38.1, e2e_tests/tests/cluster/test_log_policies.py: ERROR with ``launch_error``, else QUEUED.
         """
         if not self._services.settings.launch_error:
             return
-        why = (
-            f"a log policy (exclude_node) keeps it from {self._services.agent_id}, the only agent; nothing is left that it "
-            "could be started on again"
-        )
+        names = [place.name for place in self._backend.nodes()]
+        where = f"{names[0]}, the only agent" if len(names) == 1 else f"all agents ({', '.join(names)})"
+        why = f"a log policy (exclude_node) keeps it from {where}; nothing is left that it could be started on again"
 
         def end(tx: Transaction) -> None:
             text = f"trial {row.id} has failed: {why}"
@@ -426,6 +431,7 @@ class Scheduler:
         policies = () if _is_command(row) else self._policies_of(row.experiment_id)
         matched = matches(policies, (line.text for line in lines))
         told = self._services.log_triggers.find(line.text for line in lines)
+        name = self._services.node_name(output.node_id)
 
         def advance(tx: Transaction, num_read: int) -> bool:
             if output.node_id == nodes.OWN_NODE:
@@ -436,7 +442,7 @@ class Scheduler:
             if advance(tx, read.num_lost + len(lines)):
                 quota = self._services.settings.trial_log_bytes
                 log_quota.add_lines(tx, _log_of(row), lines, quota, num_lost=read.num_lost)
-                note_matches(tx, row, matched, self._services.agent_of(row))
+                note_matches(tx, row, matched, output.node_id, name)
                 events.notify_lines(tx, row.task_id, told)
 
         self._database.write(store)
@@ -500,14 +506,20 @@ class Scheduler:
     def _assign(self) -> list[Allocation]:
         with self._database.read() as connection:
             found = jobs.waiting_trials(connection)
-            excluded = [row for row in found if row.is_node_excluded == _EXCLUDED]
-            rows = [row for row in found if row.is_node_excluded != _EXCLUDED] if excluded else found
+            places = self._backend.nodes()
+            kept_off = {
+                row.id: nodes.excluded_for(connection, row.id)
+                for row in found
+                if row.is_node_excluded == _EXCLUDED
+            }
+            known = {place.id for place in places}
+            excluded = [row for row in found if row.id in kept_off and kept_off[row.id] >= known]
+            rows = [row for row in found if row not in excluded] if excluded else found
             others = commands.waiting(connection)
             if not rows and not others and not excluded:
                 return []
             live = allocation_rows.all_live(connection)
             rows = self._storage_wait.ready(connection, rows)
-            places = self._backend.nodes()
             off = jobs.disabled_slots(connection, {slot.id for place in places for slot in place.slots})
             enabled = {
                 slot.id
@@ -518,6 +530,9 @@ class Scheduler:
             }
             is_all_off = all(nodes.agent_key(place.id) in off for place in places)
             trials = [] if is_all_off else self._waiting(connection, rows, len(enabled))
+            trials = [
+                dataclasses.replace(one, kept_off=kept_off.get(int(one.key), frozenset())) for one in trials
+            ]
         for row in excluded:
             self._end_without_node(row)
         if is_all_off:

@@ -102,3 +102,14 @@ def advance_log(
         (after, num_lines, allocation_id, node_id, before),
     )
     return bool(cursor.rowcount)
+
+
+def exclude(tx: Transaction, trial_id: int, node_id: int) -> None:
+    """Keep a trial from a node from its next start on."""
+    tx.execute("INSERT OR IGNORE INTO excluded_nodes (trial_id, node_id) VALUES (?, ?)", (trial_id, node_id))
+
+
+def excluded_for(connection: sqlite3.Connection, trial_id: int) -> frozenset[int]:
+    """Return the nodes that a trial is kept from."""
+    rows = connection.execute("SELECT node_id FROM excluded_nodes WHERE trial_id = ?", (trial_id,))
+    return frozenset(int(row["node_id"]) for row in rows)

@@ -176,6 +176,13 @@ CREATE TABLE allocation_nodes (
     PRIMARY KEY (allocation_id, node_id)
 ) WITHOUT ROWID;
 
+-- Nodes that a log policy (exclude_node) keeps a trial from, where there are several.
+CREATE TABLE excluded_nodes (
+    trial_id INTEGER NOT NULL REFERENCES trials (id) ON DELETE CASCADE,
+    node_id  INTEGER NOT NULL,
+    PRIMARY KEY (trial_id, node_id)
+) WITHOUT ROWID;
+
 CREATE TABLE metrics (
     id         INTEGER PRIMARY KEY,
     trial_id   INTEGER NOT NULL,

@@ -19,3 +19,11 @@ CREATE TABLE allocation_nodes (
     cause         TEXT,                           -- exited lost unreachable preempted refused
     PRIMARY KEY (allocation_id, node_id)
 ) WITHOUT ROWID;
+
+-- Nodes that a log policy (exclude_node) keeps a trial from, where there are several.
+CREATE TABLE excluded_nodes (
+    trial_id INTEGER NOT NULL REFERENCES trials (id) ON DELETE CASCADE,
+    node_id  INTEGER NOT NULL,
+    PRIMARY KEY (trial_id, node_id)
+) WITHOUT ROWID;
+INSERT INTO excluded_nodes (trial_id, node_id) SELECT id, 0 FROM trials WHERE is_node_excluded > 0;

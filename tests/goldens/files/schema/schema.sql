@@ -105,6 +105,11 @@ CREATE TABLE disabled_slots (
     slot_id INTEGER PRIMARY KEY,
     drain   INTEGER NOT NULL DEFAULT 0
 );
+CREATE TABLE excluded_nodes (
+    trial_id INTEGER NOT NULL REFERENCES trials (id) ON DELETE CASCADE,
+    node_id  INTEGER NOT NULL,
+    PRIMARY KEY (trial_id, node_id)
+) WITHOUT ROWID;
 CREATE TABLE experiments (
     id                 INTEGER PRIMARY KEY AUTOINCREMENT,
     job_id             TEXT    NOT NULL UNIQUE,
