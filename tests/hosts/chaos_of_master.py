@@ -54,7 +54,7 @@ def run(seed: int) -> tuple[list[str], float]:
             "max_trials": 4 if slots == 1 else 2,
             "max_length": {"batches": _NUM_BATCHES},
         }
-        hparams = {"zero_stage": chance.choice((1, 3)), "pause_s": 0.2, "micro_batch_size": 2}
+        hparams = {"zero_stage": chance.choice((1, 3)), "pause_s": 0.06, "micro_batch_size": 2}
         experiment = master.create(
             {
                 "resources": {"slots_per_trial": slots},
