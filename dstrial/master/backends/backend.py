@@ -7,7 +7,7 @@ again by the same :class:`RunRef`, which follows from the allocation's row alone
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -162,8 +162,8 @@ class Backend(Protocol):
     def find(self, run: RunRef) -> SupervisorHandle | None:
         """Return the supervisor of a run that has started, also under another master; None else."""
 
-    def has_started(self, run: RunRef) -> bool:
-        """Say whether its processes have been started everywhere."""
+    def supervisors(self, run: RunRef) -> Mapping[int, SupervisorHandle]:
+        """Return the supervisors that are known, by node: as many as it has shares, once it has started everywhere."""
 
     def observe(self, run: RunRef) -> AllocationExit | None:
         """Return how it ended, None while it runs; of what is lost every process is ended first."""

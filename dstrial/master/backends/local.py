@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -460,9 +460,10 @@ class LocalBackend:
             self._handles[run.allocation_id] = find(run.directory)
         return self._handles[run.allocation_id]
 
-    def has_started(self, run: RunRef) -> bool:
-        """Say whether its supervisor is known."""
-        return self.find(run) is not None
+    def supervisors(self, run: RunRef) -> Mapping[int, SupervisorHandle]:
+        """Return its supervisor, if it is known."""
+        handle = self.find(run)
+        return {} if handle is None else {OWN_NODE: handle}
 
     def observe(self, run: RunRef) -> AllocationExit | None:
         """Return how it ended; without its supervisor, and without a record, it is lost."""

@@ -354,7 +354,7 @@ class Scheduler:
         run = _run_of(row)
         # Before the output is read, so that what was printed before the end is read after it.
         exit_ = self._backend.observe(run)
-        if row.state == "ASSIGNED" and self._backend.has_started(run):
+        if row.state == "ASSIGNED" and len(self._backend.supervisors(run)) == len(run.shares):
             self._started(row, run)
         self._add_notes(row, run)
         if exit_ is None:
@@ -696,9 +696,13 @@ class Scheduler:
             self._started(row, run)
 
     def _started(self, row: Allocation, run: RunRef) -> None:
-        handle = self._backend.find(run) if run.is_on_own_node else None
+        found = self._backend.supervisors(run)
+        handle = found.get(nodes.OWN_NODE)
 
         def write(tx: Transaction) -> None:
+            for node_id, other in found.items():
+                if node_id != nodes.OWN_NODE:
+                    nodes.update_part(tx, row.id, node_id, pid=other.pid, start_time=other.start_time)
             if _is_command(row):
                 life.started(tx, row.id, handle)
                 return

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dstrial.errors import MasterError
@@ -124,11 +124,15 @@ class HostsBackend:
         part = self._parts(run)[0][2]
         return None if part is None else part.handle
 
-    def has_started(self, run: RunRef) -> bool:
-        """Say whether each host has its supervisor."""
+    def supervisors(self, run: RunRef) -> Mapping[int, SupervisorHandle]:
+        """Return each host's supervisor, as far as it is known."""
         if run.is_on_own_node:
-            return self._local.has_started(run)
-        return all(part is not None and part.handle is not None for _, _, part in self._parts(run))
+            return self._local.supervisors(run)
+        return {
+            share.node_id: part.handle
+            for share, _, part in self._parts(run)
+            if part is not None and part.handle is not None
+        }
 
     def observe(self, run: RunRef) -> AllocationExit | None:
         """Return how it ended, by whoever failed first; the others end with it."""
