@@ -57,7 +57,7 @@ async def checked(
         return check_command(
             unmasked(given, [template or {}, *others], "the config"),
             kind,
-            num_slots=len(services.slots),
+            num_slots=max((len(node.slots) for node in services.backend.nodes()), default=0),
             environment_variables=services.settings.environment_variables,
             template=template,
         )

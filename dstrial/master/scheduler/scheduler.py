@@ -36,6 +36,7 @@ from dstrial.master.scheduler.commands import CommandWatch
 from dstrial.master.scheduler.heartbeat_timeout import HeartbeatTimeout
 from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches, note_matches
+from dstrial.master.scheduler.placement import by_node
 from dstrial.master.scheduler.queue import Holder, Look, Waiting, assignments, waiting_text
 from dstrial.master.scheduler.storage_wait import StorageWait
 from dstrial.master.scheduler.supervisor_watch import SupervisorWatch
@@ -214,8 +215,13 @@ class Scheduler:
         if wanted <= num_slots or self._told.get(task_id) == (wanted, num_slots):
             return
         self._told[task_id] = (wanted, num_slots)
+        has = (
+            f"this master has {num_slots}"
+            if not self._services.hosts
+            else f"no host has more than {num_slots}"
+        )
         text = (
-            f"it needs {wanted} slots and waits; this master has {num_slots}. {self._how_to_have(wanted)}, or enable the "
+            f"it needs {wanted} slots and waits; {has}. {self._how_to_have(wanted)}, or enable the "
             "slots that are off"
         )
         self._database.write(lambda tx: add_master_line(tx, task_id, None, text, level="WARNING"))
@@ -529,9 +535,15 @@ class Scheduler:
                 if slot.id not in off
             }
             is_all_off = all(nodes.agent_key(place.id) in off for place in places)
+            largest = max(map(len, by_node(enabled).values()), default=0)
             trials = [] if is_all_off else self._waiting(connection, rows, len(enabled))
             trials = [
-                dataclasses.replace(one, kept_off=kept_off.get(int(one.key), frozenset())) for one in trials
+                dataclasses.replace(
+                    one,
+                    kept_off=kept_off.get(int(one.key), frozenset()),
+                    is_on_one_node=one.num_slots > largest and _is_single_node(connection, one.experiment_id),
+                )
+                for one in trials
             ]
         for row in excluded:
             self._end_without_node(row)
@@ -542,7 +554,7 @@ class Scheduler:
                 self._log_agent_off(command, None)
             return []
         for command in others:
-            self._log_command_waiting(command, len(enabled))
+            self._log_command_waiting(command, largest)
         waiting = _by_urgency(
             [*zip(rows, trials, strict=True)],
             [(row, Waiting(row.task_id, 0, row.num_slots, None, is_on_one_node=True)) for row in others],
@@ -774,6 +786,11 @@ def _holder(connection: Connection, allocation: Allocation) -> Holder:
     called = visible_line(str(config.get("name")))
     name = f"trial {allocation.trial_id} of experiment {experiment_id} ({called})"
     return Holder(name, experiment_id, num_slots)
+
+
+def _is_single_node(connection: Connection, experiment_id: int) -> bool:
+    config = json.loads(experiment_rows.require(connection, experiment_id).config)
+    return bool((config.get("resources") or {}).get("is_single_node"))
 
 
 def _add_parts(tx: Transaction, allocation_id: str, slots: Sequence[int]) -> None:

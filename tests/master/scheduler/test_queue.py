@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dstrial.master.scheduler.queue import Holder, Look, Waiting, assignments, waiting_text
+from dstrial.master.store.nodes import slot_id_of
 
 
 def waiting(*sizes: int, max_slots: int | None = None) -> list[Waiting]:
@@ -34,6 +35,18 @@ def test_an_experiment_keeps_to_its_max_slots_and_holds_nobody() -> None:
 
     assert assignments(trials, {0, 1, 2}, {0, 1, 2}, {}) == [(1, [0]), (3, [1])]
     assert assignments(trials, {1, 2}, {0, 1, 2}, {7: 1}) == [(3, [1])]
+
+
+def test_a_trial_is_kept_off_nodes_and_one_of_a_single_node_waits_for_one() -> None:
+    on = [slot_id_of(node, index) for node in (1, 2) for index in (0, 1)]
+    first, second = on[:2], on[2:]
+    kept_off = Waiting(1, 1, 2, None, kept_off=frozenset({1}))
+
+    assert assignments([kept_off], on, on, {}) == [(1, second)]
+    assert assignments([kept_off], first, on, {}) == []
+    assert assignments([Waiting(1, 1, 2, None, kept_off=frozenset({1, 2}))], on, on, {}) == []
+    assert assignments([Waiting(1, 1, 4, None)], on, on, {}) == [(1, on)]
+    assert assignments([Waiting(1, 1, 4, None, is_on_one_node=True)], on, on, {}) == []
 
 
 @given(
