@@ -535,13 +535,14 @@ class Scheduler:
                 if slot.id not in off
             }
             is_all_off = all(nodes.agent_key(place.id) in off for place in places)
+            is_single_node = functools.cache(functools.partial(_is_single_node, connection))
             largest = max(map(len, by_node(enabled).values()), default=0)
             trials = [] if is_all_off else self._waiting(connection, rows, len(enabled))
             trials = [
                 dataclasses.replace(
                     one,
                     kept_off=kept_off.get(int(one.key), frozenset()),
-                    is_on_one_node=one.num_slots > largest and _is_single_node(connection, one.experiment_id),
+                    is_on_one_node=one.num_slots > largest and is_single_node(one.experiment_id),
                 )
                 for one in trials
             ]
