@@ -239,3 +239,39 @@ def test_hosts_that_are_not_ready_start_no_master(tmp_path: Path) -> None:
         assert said.returncode == 0, said.stdout
         assert "host3" not in master.det("agent", "list")
         assert master.down().returncode == 0
+
+
+def test_a_supervisor_that_is_killed_loses_the_run_and_a_drained_host_gets_no_other(
+    started: MasterOnHosts,
+) -> None:
+    experiment = started.create(_slow(2))
+    started.wait_for_log(1, "Reported checkpoint")
+    host = started.hosts[1]
+    supervisor = host.find("supervisor.py")
+    assert supervisor is not None
+    host.signal(supervisor, signal.SIGKILL)
+    started.wait_for_log(1, "allocation lost: its supervisor was killed on host3", "resumed from checkpoint")
+    assert "of 2 restarts" not in started.log(1)
+
+    said = started.det("agent", "disable", "host3", "--drain")
+    assert "Tasks still in progress on draining nodes." in said
+    second = started.create(_slow(1, 20))
+    started.wait_for_state(second, ("COMPLETED",))
+    assert "on agent host2\n" in started.log(2)
+    started.wait_for_state(experiment, ("COMPLETED",))
+    assert "on agent host2, host3\n" in started.log(1)
+
+
+def test_what_hears_nothing_of_its_master_ends_and_begins_again(started: MasterOnHosts) -> None:
+    experiment = started.create(_slow(1))
+    started.wait_for_log(1, "Reported checkpoint")
+    host = next(one for one in started.hosts if _trials_on(one))
+    master = started.machine.find("dstrial.master.server")
+    assert master is not None
+    started.machine.signal(master, signal.SIGSTOP)
+    _nothing_is_left(host, 30)
+    started.machine.signal(master, signal.SIGCONT)
+
+    started.wait_for_log(1, "allocation lost: ", "resumed from checkpoint")
+    started.wait_for_state(experiment, ("COMPLETED",))
+    assert "of 2 restarts" not in started.log(1)

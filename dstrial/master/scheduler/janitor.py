@@ -14,6 +14,7 @@ from dstrial.errors import DstrialError, MasterError
 from dstrial.master.advice import text_of
 from dstrial.master.backends import remove
 from dstrial.master.backends.environment import tracebacks_directory
+from dstrial.master.backends.overlay.store import UNUSED_S
 from dstrial.master.backends.overlay.store import collect as collect_overlays
 from dstrial.master.lifecycle import checkpoint_gc, containers
 from dstrial.master.lifecycle.storages import Storages
@@ -31,8 +32,6 @@ _PERIOD_S = 3600.0
 _LOOK_AGAIN_S = 5.0
 # What is put off until the storage of its experiment is back.
 _NEEDS_STORAGE = ("gc", "delete_checkpoints", "delete_tensorboard", "sweep")
-# An environment is made again from pip's cache; until then it takes the room of what was installed.
-_OVERLAY_UNUSED_S = 14 * 24 * 3600.0
 
 
 class _StorageAwayError(Exception):
@@ -264,7 +263,7 @@ class Janitor:
 
     def _collect_overlays(self) -> None:
         if self._overlays_path is not None:
-            for name in collect_overlays(self._overlays_path, _OVERLAY_UNUSED_S):
+            for name in collect_overlays(self._overlays_path, UNUSED_S):
                 logger.info("environment %s is deleted: no task has used it for long, or it was broken", name)
 
     def _copy_database(self) -> None:

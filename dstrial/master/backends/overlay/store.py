@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 POLL_S = 0.1
 TELL_AGAIN_S = 30.0
 
+UNUSED_S = 14 * 24 * 3600.0
+"""After how long an environment that no task has used is deleted, seconds; pip's cache makes it again."""
+
 
 class WaitedTooLongError(Exception):
     """A lock was not free in time."""

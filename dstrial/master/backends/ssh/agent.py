@@ -34,6 +34,7 @@ from dstrial.master.backends import local, supervisor
 from dstrial.master.backends.backend import SupervisorHandle
 from dstrial.master.backends.devices import Slot, find_slots
 from dstrial.master.backends.fork_servers import ForkServers, ForkSettings
+from dstrial.master.backends.overlay import store as overlays
 from dstrial.master.backends.ports import choose_ports
 from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.backends.ssh.streams import Streams, account_of
@@ -46,6 +47,7 @@ _LOG = "output.log"
 _CHUNK_BYTES = 256 * 1024
 _TRACEBACKS_LAST_S = 30 * 86_400.0
 _BACKLOG = 128
+_COLLECT_PERIOD_S = 3600.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -247,7 +249,12 @@ class Agent:
         os._exit(1)
 
     def _look(self) -> None:
+        collected_s = 0.0
         while True:
+            if time.monotonic() > collected_s + _COLLECT_PERIOD_S:
+                collected_s = time.monotonic()
+                with contextlib.suppress(OSError):
+                    overlays.collect(self._directory / "overlays", overlays.UNUSED_S)
             with self._lock:
                 runs = list(self._runs.items())
                 self._fork_servers.look(is_busy=bool(runs))
