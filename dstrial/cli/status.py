@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dstrial.cli.up import add_state_dir_argument, describe_slots
 from dstrial.errors import DstrialError, MasterError, RequestError
 from dstrial.master.backends.fork_servers import shown_servers
+from dstrial.master.backends.ssh.backend import shown_hosts
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory
 from dstrial.master.store import observe
@@ -57,6 +58,7 @@ def main(args: argparse.Namespace) -> int:
         "trials": usage.trials,
         "starting": starting,
         "stalled": stalled,
+        "hosts": [] if record is None else [dataclasses.asdict(one) for one in shown_hosts(state.path)],
         "warm": [] if record is None else [dataclasses.asdict(one) for one in shown_servers(state.path)],
         "state_dir": str(state.path),
         "disk_bytes": _disk_bytes(state.path),
@@ -139,6 +141,11 @@ def _text(record: MasterRecord | None, fields: dict[str, Any]) -> str:
             rows.append(("answers", f"no, not in {_ANSWER_TIMEOUT_S:g} s; see why with `dstrial logs`"))
         if fields["database"]:
             rows.append(("database", fields["database"]))
+    for host in fields["hosts"]:
+        slots = f"{host['num_slots']} slot{'s' if host['num_slots'] != 1 else ''}"
+        since_s = max(time.time() - host["since_us"] / 1e6, 0.0)
+        is_down = "" if host["why_down"] is None else f", down for {since_s:.0f} s: {host['why_down']}"
+        rows.append(("host", f"{host['name']}, {slots}{is_down}"))
     rows += [(name, _counts(fields[name])) for name in ("experiments", "trials")]
     for one in fields["starting"]:
         what = f"trial {one['trial']} of experiment {one['experiment']} is {one['phase']}"

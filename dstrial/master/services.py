@@ -196,11 +196,18 @@ class Services:
             is_warm=settings.warm,
             forks_with_accelerators=settings.warm_accelerators,
         )
-        self.backend = self._over_hosts(local) if self.hosts else local
+        self.backend = self._over_hosts(local) if self.hosts else self._without_hosts(local)
+
+    def _without_hosts(self, local: LocalBackend) -> Backend:
+        """Return what runs allocations here; a master before this one may have had hosts."""
+        from dstrial.master.backends.ssh.backend import SHOWN_NAME
+
+        (self.state_dir / SHOWN_NAME).unlink(missing_ok=True)
+        return local
 
     def _over_hosts(self, local: LocalBackend) -> Backend:
         """Return what runs allocations on hosts; each keeps its id and its slots' ids for good."""
-        from dstrial.master.backends.ssh.backend import HostsBackend
+        from dstrial.master.backends.ssh.backend import SHOWN_NAME, HostsBackend
         from dstrial.master.backends.ssh.link import AgentSettings
 
         names = [host.name for host in self.hosts]
@@ -216,7 +223,9 @@ class Services:
             warm_memory_bytes=self.settings.warm_memory_mib * 2**20,
         )
         hosts = {ids[host.name]: host for host in self.hosts}
-        return HostsBackend(local, hosts, settings, lambda: self.pubsub.publish(("scheduler",)))
+        return HostsBackend(
+            local, hosts, settings, lambda: self.pubsub.publish(("scheduler",)), self.state_dir / SHOWN_NAME
+        )
 
     @property
     def slots(self) -> tuple[Slot, ...]:

@@ -162,6 +162,10 @@ def test_a_host_that_is_cut_off_is_named_and_its_trial_goes_on(started: MasterOn
     assert re.search(r"host3 .*\| False +\| False", started.det("agent", "list"))
     _nothing_is_left(cut, 5)  # by its lease, before the trial has begun again
 
+    status = started.command("dstrial", "status").stdout
+    assert re.search(r"host: +host2, 1 slot\n", status)
+    assert re.search(r"host: +host3, 1 slot, down for \d+ s: (silent|unreachable)", status)
+
     cut.heal()
     wait_until(
         lambda: re.search(r"host3 .*\| True +\| False", started.det("agent", "list")) is not None,

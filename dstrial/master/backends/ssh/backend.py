@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dstrial.errors import MasterError
+from dstrial.file_writes import replace_file
 from dstrial.hosts.hostfile import Host
 from dstrial.master.backends.backend import (
     AllocationExit,
@@ -25,9 +27,35 @@ from dstrial.master.backends.local import LocalBackend, begun_checkpoints
 from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.backends.ssh.link import AgentSettings, HostLink, RemoteRun, new_run
 
+SHOWN_NAME = "hosts.json"
+"""File of the state directory with what ``shown_hosts`` returns."""
 _BEGIN_S = 8.0
 _ENDS_BY_ITSELF_S = 5.0
 """How long the other nodes may take to end by themselves when one has failed, seconds."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShownHost:
+    """A host as ``dstrial status`` shows it.
+
+    Attributes:
+        why_down: why nothing can be started there; None if something can.
+        since_us: since when it is as it is.
+    """
+
+    name: str
+    num_slots: int
+    why_down: str | None
+    since_us: int
+
+
+def shown_hosts(state_dir: Path) -> list[ShownHost]:
+    """Return the hosts of the master of a state directory, none where it has none."""
+    try:
+        found = json.loads((state_dir / SHOWN_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [ShownHost(**one) for one in found]
 
 
 class HostsBackend:
@@ -38,6 +66,7 @@ class HostsBackend:
         hosts: node id -> host.
         settings: what agents are told.
         tell: called, by any thread, when the scheduler should look.
+        shown_in: file that ``shown_hosts`` reads.
     """
 
     def __init__(
@@ -46,8 +75,11 @@ class HostsBackend:
         hosts: dict[int, Host],
         settings: AgentSettings,
         tell: Callable[[], None],
+        shown_in: Path,
     ) -> None:
         self._local = local
+        self._shown_in = shown_in
+        self._shown: list[ShownHost] = []
         self._links = {node_id: HostLink(node_id, host, settings, tell) for node_id, host in hosts.items()}
         # Allocations that end because of a node's failure, and that failure where the node cannot tell itself.
         self._doomed: dict[str, NodeExit | None] = {}
@@ -234,8 +266,14 @@ class HostsBackend:
             shutil.rmtree(run.directory)
 
     def look(self, *, is_busy: bool) -> None:
-        """Do what the master's own machine needs."""
+        """Do what the master's own machine needs, and show how the hosts are."""
         self._local.look(is_busy=is_busy)
+        shown = [ShownHost(node.name, len(node.slots), node.why_down, node.since_us) for node in self.nodes()]
+        if shown != self._shown:
+            self._shown = shown
+            text = json.dumps([dataclasses.asdict(one) for one in shown])
+            with contextlib.suppress(OSError):  # The next change shows it.
+                replace_file(self._shown_in, text, sync=False, is_private=True)
 
     def close(self) -> None:
         """End the connections; what runs on hosts goes on."""
