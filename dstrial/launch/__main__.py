@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -305,7 +306,7 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
             shutdown_timeout_s=float(timeout_s),
             on_line=_print_for_cluster,
             on_stop=_tell_stopping,
-            on_start=_warn,
+            on_start=_warn if len(info.container_addrs) == 1 else _warn_by_host,
             placement=placement,
             serves_store=not options.trial,
             tracebacks_dir=None if run is not None else _tracebacks_directory(),
@@ -394,6 +395,11 @@ def _print_for_cluster(rank: int, stream: Stream, line: str) -> None:
 
 def _tell_stopping(signal_name: str) -> None:
     _warn(f"{signal_name} received: the ranks were asked to stop; Ctrl-C ends them at once")
+
+
+def _warn_by_host(text: str) -> None:
+    """Say on which of several machines something is so."""
+    _warn(f"{socket.gethostname()}: {text}")
 
 
 def _warn(text: str) -> None:

@@ -152,6 +152,7 @@ def test_a_host_that_is_cut_off_is_named_and_its_trial_goes_on(started: MasterOn
     cut.cut()
     assert started.wait_for_log(1, "host3 (rank 1) is silent for 5 s") < 10
     started.wait_for_log(1, "host3 (rank 1) is lost: silent: nothing was heard for 10 s")
+    assert re.search(r"and lost after 10 s; its last report was of batch \d+\n", started.log(1))
     started.wait_for_log(1, "goes on from its checkpoint with 1", "resumed from checkpoint")
     at = started.log(1).count(" loss ")
     wait_until(lambda: started.log(1).count(" loss ") > at, 60, lambda: started.log(1))
@@ -279,3 +280,15 @@ def test_what_hears_nothing_of_its_master_ends_and_begins_again(started: MasterO
     started.wait_for_log(1, "allocation lost: ", "resumed from checkpoint")
     started.wait_for_state(experiment, ("COMPLETED",))
     assert "of 2 restarts" not in started.log(1)
+
+
+def test_a_rank_that_is_stopped_is_named_and_goes_on(started: MasterOnHosts) -> None:
+    experiment = started.create(_slow(2))
+    started.wait_for_log(1, "Reported checkpoint")
+    host = started.hosts[1]
+    rank = max(pid for pid, words in left_on(host).items() if "rank_main" in words)
+    host.signal(rank, signal.SIGSTOP)
+    started.wait_for_log(1, "host3: stalled: rank 1 is stopped (SIGSTOP) at batch ", within_s=40)
+    host.signal(rank, signal.SIGCONT)
+    started.wait_for_state(experiment, ("COMPLETED",))
+    assert started.log(1).count("Scheduling Trial 1") == 1

@@ -134,10 +134,16 @@ class Output:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Note:
-    """A line of the back end's own for an allocation's log; ``level`` is logging's name."""
+    """A line of the back end's own for an allocation's log.
+
+    Attributes:
+        level: logging's name of it.
+        tells_progress: whether the last batch that was reported belongs to it.
+    """
 
     text: str
     level: str
+    tells_progress: bool = False
 
 
 class Backend(Protocol):

@@ -47,6 +47,7 @@ from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Connection, SqlError, Transaction
 from dstrial.master.store.reports import log_quota
+from dstrial.master.store.reports import metrics as metric_rows
 from dstrial.master.store.reports.log_quota import LogOwner
 from dstrial.master.store.reports.logs import add_master_line
 from dstrial.master.webhooks import events
@@ -65,6 +66,8 @@ _KILL_AGAIN_S = 2.0
 _LOOK_AGAIN_S = 1.0
 # How long a master that ends stores what killed trials have printed.
 _REST_OF_OUTPUT_S = 15.0
+# For how long a node that is gone still counts.
+_MOMENT_US = 5_000_000
 
 # Stands for the number of slots in `_told` while the agent is disabled.
 _AGENT_OFF = -1
@@ -380,8 +383,14 @@ class Scheduler:
 
         def add(tx: Transaction) -> None:
             for note in notes:
+                text = note.text
+                if note.tells_progress and row.trial_id:
+                    batch = metric_rows.last_batch(tx.connection, row.trial_id)
+                    text += (
+                        f"; its last report was of batch {batch}" if batch else "; it had reported nothing"
+                    )
                 add_master_line(
-                    tx, row.task_id, row.trial_id or None, note.text, level=note.level, allocation_id=row.id
+                    tx, row.task_id, row.trial_id or None, text, level=note.level, allocation_id=row.id
                 )
 
         self._database.write(add)
@@ -527,13 +536,16 @@ class Scheduler:
             live = allocation_rows.all_live(connection)
             rows = self._storage_wait.ready(connection, rows)
             off = jobs.disabled_slots(connection, {slot.id for place in places for slot in place.slots})
+            # A node that is gone for a moment counts, so that nothing goes on with fewer slots because of it.
+            some_time_ago_us = now_us() - _MOMENT_US
             enabled = {
                 slot.id
                 for place in places
-                if place.why_down is None
+                if place.why_down is None or place.since_us > some_time_ago_us
                 for slot in place.slots
                 if slot.id not in off
             }
+            absent = {slot.id for place in places if place.why_down is not None for slot in place.slots}
             is_all_off = all(nodes.agent_key(place.id) in off for place in places)
             is_single_node = functools.cache(functools.partial(_is_single_node, connection))
             largest = max(map(len, by_node(enabled).values()), default=0)
@@ -569,7 +581,7 @@ class Scheduler:
         by_id = {row.id: row for row in rows}
         ports = {port for row in live for port in json.loads(row.ports).values()}
         begun = []
-        for key, slots in assignments(waiting, enabled - in_use, enabled, used_by):
+        for key, slots in assignments(waiting, enabled - absent - in_use, enabled, used_by):
             if isinstance(key, str):
                 allocation = self._begin_command(key, slots, ports)
             elif self._storage_wait.holds_up(by_id[key]):

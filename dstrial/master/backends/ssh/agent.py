@@ -15,12 +15,14 @@ import dataclasses
 import io
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -114,7 +116,8 @@ class Agent:
         )
         self._streams = Streams(line.say)
         self._listener = self._listen()
-        self._num_streams = 0
+        # Not a number of an earlier agent's, which the master may still be closing.
+        self._num_streams = secrets.randbits(40)
         self._find_runs(set(hello["live"]))
         _remove_old(self._directory / "tracebacks")
 
@@ -221,8 +224,10 @@ class Agent:
             with self._lock:
                 run = self._runs[name] = _Run(asked.directory, None, sent={})
                 run.handle = local.start(asked.directory, self._fork_servers)
-        except (DstrialError, OSError) as error:
-            self._line.say({"refused": name, "text": str(error)})
+        except Exception as error:  # noqa: BLE001  # whatever it is, the master has to hear of it
+            if not isinstance(error, (DstrialError, OSError)):
+                traceback.print_exc()
+            self._line.say({"refused": name, "text": str(error) or type(error).__name__})
             return
         self._line.say({"started": name, **_shown_handle(run.handle), "ports": _ports()})
 
@@ -259,8 +264,11 @@ class Agent:
                 runs = list(self._runs.items())
                 self._fork_servers.look(is_busy=bool(runs))
             for name, run in runs:
-                with contextlib.suppress(OSError):
+                try:
                     self._tell(name, run)
+                except Exception:  # noqa: BLE001  # the others are told of, and this one again
+                    traceback.print_exc()
+                    time.sleep(BEAT_S)
             time.sleep(_LOOK_S)
 
     def _tell(self, name: str, run: _Run) -> None:

@@ -567,7 +567,8 @@ class HostLink:
         self._tell()
 
     def _note(self, run: RemoteRun, what: str) -> None:
-        run.notes.append(Note(f"{self.host.name} ({run.ranks}) {what}", "WARNING"))
+        text = f"{self.host.name} ({run.ranks}) {what}"
+        run.notes.append(Note(text, "WARNING", tells_progress=self._why_down is not None or "silent" in what))
 
     def _open_stream(self, number: int) -> None:
         try:

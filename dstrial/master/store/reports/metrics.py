@@ -271,6 +271,14 @@ def get_report(connection: sqlite3.Connection, report_id: int | None) -> Report 
     return fetch_one(Report, connection, "SELECT * FROM metrics WHERE id = ?", (report_id,))
 
 
+def last_batch(connection: sqlite3.Connection, trial_id: int) -> int:
+    """Return the batch of a trial's latest report, 0 without one."""
+    row = connection.execute(
+        "SELECT MAX(steps) FROM metrics WHERE trial_id = ? AND archived = 0", (trial_id,)
+    ).fetchone()
+    return int(row[0] or 0)
+
+
 def last_validation(connection: sqlite3.Connection, trial_id: int) -> int:
     """Return the batches of a trial's furthest validation in any run, 0 without one."""
     row = connection.execute(
