@@ -130,7 +130,7 @@ def _check_hosts(state: StateDirectory, options: daemon.MasterOptions) -> None:
         ConfigError: the hostfile cannot be used, or flags contradict each other.
         HostError: with everything that is wrong with the hosts, unless trials of an earlier master go on there.
     """
-    if options.hostfile is None and (options.config_file is None or options.include or options.exclude):
+    if options.hostfile is None and options.config_file is None:
         _require_hostfile(options)
         return
     from dstrial.hosts.preflight import check_hosts
@@ -140,6 +140,7 @@ def _check_hosts(state: StateDirectory, options: daemon.MasterOptions) -> None:
     settings = MasterSettings.load(None if options.config_file is None else Path(options.config_file))
     hosts = hosts_of(options, settings)
     if not hosts:
+        _require_hostfile(options)
         return
     if options.num_slots is not None:
         problem = ConfigProblem(
