@@ -85,10 +85,11 @@ class HostConnection:
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for us, who pass it on
         )
-        self._threads = [
+        self._error_reader, reader = (
             threading.Thread(target=run, name=f"dstrial-{name}-{host.name}", daemon=True)
-            for name, run in (("host", self._read), ("host-errors", self._read_errors))
-        ]
+            for name, run in (("host-errors", self._read_errors), ("host", self._read))
+        )
+        self._threads = (self._error_reader, reader)
         for thread in self._threads:
             thread.start()
 
@@ -142,7 +143,9 @@ class HostConnection:
         return self._ssh.poll() is not None
 
     def errors(self) -> str:
-        """Return the end of what ssh and the program have printed as errors."""
+        """Return the end of what ssh and the program have printed as errors; all of it, once ssh has ended."""
+        if self.has_ended:
+            self._error_reader.join(_CLOSE_S)  # not for ever: a process of ProxyCommand may hold the pipe
         return self._stderr.decode(errors="replace").strip()
 
     def refusal(self) -> Refusal:

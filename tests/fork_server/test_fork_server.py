@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -261,6 +262,7 @@ def test_the_five_hundredth_fork_begins_like_the_first(server: ForkServer, tmp_p
         tmp_path,
         "import os, threading\nprint(len(os.listdir('/proc/self/fd')), threading.active_count(), len(os.environ))\n",
     )
+    gc.collect()  # what tests before this one have left open
     own_files = len(list(Path("/proc/self/fd").iterdir()))
     said = [_run(server, [script]).stdout for _ in range(5)]
     first = state()
@@ -270,7 +272,7 @@ def test_the_five_hundredth_fork_begins_like_the_first(server: ForkServer, tmp_p
     assert set(said) == {said[0]}
     assert (last[0], last[2]) == (first[0], first[2])
     assert last[1] < first[1] + 2048  # KiB
-    assert len(list(Path("/proc/self/fd").iterdir())) == own_files
+    assert len(list(Path("/proc/self/fd").iterdir())) <= own_files
 
 
 def test_a_popen_without_a_server_is_a_new_process(tmp_path: Path) -> None:

@@ -360,7 +360,7 @@ def test_a_forked_trial_that_is_killed_leaves_no_process(
 ) -> None:
     experiment_id, trial_id = begin_forked(master, steps=1000, sleep_s=0.3)
     marker, supervisor = spec_of(master, trial_id)
-    seen = descendants(supervisor) | {supervisor}
+    seen = {*descendants(supervisor), supervisor}
     assert len(seen) >= 3  # with its launcher and its rank
     assert seen <= set(marked(marker))
 

@@ -116,7 +116,7 @@ def check_command(
     Args:
         given: as the client sends it; not changed.
         kind: what it is for. A TensorBoard takes no slots, another one slot unless its config says otherwise.
-        num_slots: how many slots there are; one that needs more is refused.
+        num_slots: how many slots the machine with the most has; a command that needs more is refused.
         environment_variables: ``NAME=value`` each, before those of the config.
         template: part of a config that gives what the config leaves out; fields that no command has are left out.
 
@@ -146,7 +146,7 @@ def check_command(
         findings.problem(
             "resources.slots",
             str(resources["slots"]),
-            f"at most {num_slots}, the slots of this master",
+            f"at most {num_slots}, the most slots of one machine, on which a command runs",
             f"Set it to {num_slots} or less, or to 0 for a process that needs none.",
         )
     if kind == "COMMAND" and raw["entrypoint"] is None:

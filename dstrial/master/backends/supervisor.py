@@ -355,15 +355,15 @@ def _group_of(pid: int) -> list[int]:
     return found
 
 
-def descendants(pid: int) -> set[int]:
-    """Return every living process below ``pid``, by the kernel's table of parents."""
+def descendants(pid: int) -> "list[int]":
+    """Return every living process below ``pid``, parents before their children, by the kernel's table of parents."""
     parents, ended = _parents()
     below = {process for process, parent in parents.items() if parent == pid}
-    found: set[int] = set()
+    found: dict[int, None] = {}
     while below:
-        found |= below
-        below = {process for process, parent in parents.items() if parent in below} - found
-    return found - ended
+        found.update(dict.fromkeys(below))
+        below = {process for process, parent in parents.items() if parent in below}.difference(found)
+    return [process for process in found if process not in ended]
 
 
 def _parents() -> "tuple[dict[int, int], set[int]]":
@@ -389,7 +389,8 @@ def kill_descendants(is_spared: Callable[[int], bool]) -> bool:
     """Kill all below this process that is not spared; return whether there was any.
 
     Each is asked about just before its signal: who is below another one is missed as long as that one is ending, so that a
-    set of spared ones from an earlier look lacks some.
+    set of spared ones from an earlier look lacks some. Parents go first: a shell that still saw its child end would exit
+    with 137 in place of ending by the signal.
     """
     found = descendants(os.getpid())
     for pid in found:

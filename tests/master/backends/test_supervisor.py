@@ -366,7 +366,7 @@ def test_a_process_whose_first_thread_has_ended_lives_with_all_below_it() -> Non
         try:
             wait_for(lambda: _state(process.pid) == "Z", "the end of the first thread")
 
-            assert {process.pid, below} <= descendants(os.getpid())
+            assert {process.pid, below} <= set(descendants(os.getpid()))
         finally:
             os.kill(below, signal.SIGKILL)
             process.kill()

@@ -114,4 +114,4 @@ def test_a_command_that_can_never_run_is_refused_even_there(patient: MasterForTe
     done = patient.det("command", "run", "--config", "resources.slots=2", "true")
 
     assert done.returncode != 0
-    assert "resources.slots is 2; expected at most 1, the slots of this master" in done.stderr
+    assert "resources.slots is 2; expected at most 1, the most slots of one machine" in done.stderr
