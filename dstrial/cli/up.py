@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from dstrial.master.login import Login
+
+_HOSTS_S = 12.0
+_POLL_S = 0.05
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -117,14 +121,19 @@ def main(args: argparse.Namespace) -> int:
         _check_hosts(state, options)
         return _serve(state, options)
     else:
-        _check_hosts(state, options)
+        has_hosts = _check_hosts(state, options)
         record = daemon.start(state, options, meanwhile=_import_login)
+        if has_hosts:
+            _await_hosts(state)
     _print_login(state, record)
     return 0
 
 
-def _check_hosts(state: StateDirectory, options: daemon.MasterOptions) -> None:
+def _check_hosts(state: StateDirectory, options: daemon.MasterOptions) -> bool:
     """Look whether all hosts can train together, and show them.
+
+    Returns:
+        Whether there are any.
 
     Raises:
         ConfigError: the hostfile cannot be used, or flags contradict each other.
@@ -132,7 +141,7 @@ def _check_hosts(state: StateDirectory, options: daemon.MasterOptions) -> None:
     """
     if options.hostfile is None and options.config_file is None:
         _require_hostfile(options)
-        return
+        return False
     from dstrial.hosts.preflight import check_hosts
     from dstrial.master.server import hosts_of
     from dstrial.master.settings import MasterSettings
@@ -141,7 +150,7 @@ def _check_hosts(state: StateDirectory, options: daemon.MasterOptions) -> None:
     hosts = hosts_of(options, settings)
     if not hosts:
         _require_hostfile(options)
-        return
+        return False
     if options.num_slots is not None:
         problem = ConfigProblem(
             "--slots",
@@ -162,12 +171,22 @@ def _check_hosts(state: StateDirectory, options: daemon.MasterOptions) -> None:
             raise
         # What runs on the others is to be taken back.
         sys.stderr.write(f"warning: {error}\n")
-        return
+        return True
     try:
         for line in placement_lines(preflight, unit="slot"):
             sys.stdout.write(f"{'host:':<10}{line}\n")
     finally:
         preflight.close()
+    return True
+
+
+def _await_hosts(state: StateDirectory) -> None:
+    """Wait until the master has connected to its hosts, or knows why it cannot."""
+    from dstrial.master.backends.ssh.backend import shown_hosts
+
+    give_up_at_s = time.monotonic() + _HOSTS_S
+    while not shown_hosts(state.path) and time.monotonic() < give_up_at_s:
+        time.sleep(_POLL_S)
 
 
 def _require_hostfile(options: daemon.MasterOptions) -> None:

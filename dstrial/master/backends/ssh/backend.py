@@ -80,6 +80,7 @@ class HostsBackend:
         self._local = local
         self._shown_in = shown_in
         self._shown: list[ShownHost] = []
+        shown_in.unlink(missing_ok=True)  # of a master before this one
         self._links = {node_id: HostLink(node_id, host, settings, tell) for node_id, host in hosts.items()}
         # Allocations that end because of a node's failure, and that failure where the node cannot tell itself.
         self._doomed: dict[str, NodeExit | None] = {}
