@@ -11,7 +11,9 @@ import dataclasses
 import logging
 import os
 import pathlib
+import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,7 +28,13 @@ from dstrial.local.core_context import LocalContext
 from dstrial.local.json_files import read_json
 from dstrial.local.measuring_variables import STAND_IN_CLUSTER
 from dstrial.local.mirror import MirroredTrainContext, mirror, remove_tensorboard_directories
-from dstrial.local.run_directory import RUN_DIR_VARIABLE, RunDirectory, RunState, default_runs_dir
+from dstrial.local.run_directory import (
+    RUN_DIR_VARIABLE,
+    RUNS_DIR_VARIABLE,
+    RunDirectory,
+    RunState,
+    default_runs_dir,
+)
 from dstrial.ranks import process_group
 from dstrial.ranks.control_channel import ControlChannel, timeout_from_environ
 from dstrial.ranks.identity import RankIdentity, identify
@@ -34,6 +42,9 @@ from dstrial.ranks.imported_names import note_imports
 from dstrial.ranks.stop_signals import StopSignals
 
 logger = logging.getLogger("dstrial.trainer")
+
+# Attributes of a network file system may be that old.
+_SHARED_S = 10.0
 
 RUNTIME_ATTRIBUTE = "dstrial_surroundings"
 """Attribute of a core context made here, under which integrations find its ``ProcessRuntime``."""
@@ -50,7 +61,8 @@ class ProcessRuntime:
         signals: requests to stop that reached this process.
         info: the cluster's, None off a cluster.
         exp_conf: the experiment config as far as it is known; None if nobody gave one.
-        own_run: the run directory that was made for this very process, on the chief; None otherwise.
+        own_run: the run directory of which this script keeps the record, on the chief; None otherwise.
+        is_own_run: whether there is such a directory, on every rank.
     """
 
     core_context: core.Context
@@ -60,6 +72,7 @@ class ProcessRuntime:
     info: Any
     exp_conf: dict[str, Any] | None
     own_run: RunDirectory | None
+    is_own_run: bool
 
     @property
     def is_mirrored(self) -> bool:
@@ -90,7 +103,8 @@ def core_context(
 
     Args:
         exp_conf: experiment config, for off a cluster.
-        run_dir: where an off-cluster run keeps its files; a new directory under ``./runs`` if left out.
+        run_dir: where an off-cluster run keeps its files, made if it does not exist: one script then starts a run and goes on
+            with it. A new directory under ``./runs`` if left out.
         distributed: a distributed context of your own making; ranks are then yours to set up.
 
     Raises:
@@ -121,11 +135,12 @@ def process_runtime(
         _require_launcher(identity, num_slots=sum(info.container_slot_counts))
     with contextlib.ExitStack() as stack:
         stack.push(lambda kind, _error, _traceback: _end_process_group(kind, identity.world_size))
-        process_group.init_process_group(identity, timeout_s=timeout_from_environ())
+        identity = process_group.init_process_group(identity, timeout_s=timeout_from_environ())
         device = process_group.device(identity)
         channel = distributed if distributed is not None else ControlChannel(identity)
         signals = stack.enter_context(StopSignals())
         own_run: RunDirectory | None = None
+        is_own = False
         if info is not None:
             exp_conf = info.trial._config
             note_imports()
@@ -146,7 +161,7 @@ def process_runtime(
         if own_run is not None:
             stack.push(lambda kind, error, _traceback: _end_own_run(own_run, kind, error))
         stack.enter_context(made)
-        found = ProcessRuntime(made, channel, device, signals, info, exp_conf, own_run)
+        found = ProcessRuntime(made, channel, device, signals, info, exp_conf, own_run, is_own)
         setattr(made, RUNTIME_ATTRIBUTE, found)
         yield found
 
@@ -194,30 +209,56 @@ def _run_directory(
     exp_conf: Mapping[str, Any] | None,
     channel: core.DistributedContext,
 ) -> tuple[RunDirectory, bool]:
-    """Return the run directory, alike on all ranks, and whether it is new. Ranks: all."""
-    given = run_dir or os.environ.get(RUN_DIR_VARIABLE)
-    if given:
-        return RunDirectory.open(given), False
+    """Return the run directory, alike on all ranks, and whether this script keeps its record. Ranks: all."""
+    launchers = os.environ.get(RUN_DIR_VARIABLE)
+    if launchers and (run_dir is None or os.fspath(run_dir) == launchers):
+        return RunDirectory.open(launchers), False
     made: str | LaunchError | None = None
     if channel.rank == 0:
-        name = str((exp_conf or {}).get("name") or _program_name())
         try:
-            directory = RunDirectory.create(
-                default_runs_dir(),
-                name=name,
-                context_dir=pathlib.Path.cwd(),
-                command=sys.argv,
-                config=exp_conf or {},
-            )
+            made = str(_own_run_directory(None if run_dir is None else pathlib.Path(run_dir), exp_conf).path)
         except LaunchError as error:  # which every rank has to learn of
             made = error
-        else:
-            made = str(directory.path)
-            logger.info("this run's files are in %s", made)
     agreed = channel.broadcast(made)
     if isinstance(agreed, LaunchError):
         raise agreed
+    _await_shared(agreed, channel)
     return RunDirectory.open(agreed), True
+
+
+def _await_shared(path: str, channel: core.DistributedContext) -> None:
+    """Wait until this machine sees the run directory that rank 0 has made.
+
+    Raises:
+        LaunchError: it does not, on a file system that is not shared.
+    """
+    give_up_at_s = time.monotonic() + _SHARED_S
+    while channel.cross_size > 1 and not pathlib.Path(path, "run.json").exists():
+        if time.monotonic() > give_up_at_s:
+            raise LaunchError(
+                f"the run directory {path}, which rank 0 has made, is not on {socket.gethostname()}; expected one directory for "
+                f"all {channel.cross_size} machines. Put it on a file system that all of them mount, and name it by run_dir or "
+                f"{RUNS_DIR_VARIABLE}."
+            )
+        time.sleep(0.1)
+
+
+def _own_run_directory(path: pathlib.Path | None, exp_conf: Mapping[str, Any] | None) -> RunDirectory:
+    """Make the directory of a run that a script starts by itself, or take up the one that it names."""
+    if path is not None and path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        run = RunDirectory.open(path)
+        run.begin_attempt(sys.argv)
+        return run
+    made = RunDirectory.create(
+        default_runs_dir(),
+        name=str((exp_conf or {}).get("name") or _program_name()),
+        context_dir=pathlib.Path.cwd(),
+        command=sys.argv,
+        config=exp_conf or {},
+        path=path,
+    )
+    logger.info("this run's files are in %s", made.path)
+    return made
 
 
 def _program_name() -> str:

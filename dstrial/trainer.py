@@ -69,7 +69,8 @@ def init(
         exp_conf: experiment config, for off a cluster.
         distributed: a distributed context of your own making; ranks are then yours to set up.
         enable_tensorboard_logging: whether reported metrics are written for TensorBoard.
-        run_dir: where an off-cluster run keeps its files; a new directory under ``./runs`` if left out.
+        run_dir: where an off-cluster run keeps its files, made if it does not exist: one script then starts a run and goes on
+            with it. A new directory under ``./runs`` if left out.
         latest_checkpoint: what ``Trainer.fit`` will be given, where that is neither the cluster's nor the launcher's. A run
             that goes on keeps its ``train_batch_size`` on any number of ranks, and for this the trial has to be
             built with other batch sizes.
@@ -114,7 +115,8 @@ def init(
             resumed=resumed,
         )
         runtime = runtime_of(context)
-        runtime.stop_signals, runtime.own_run = found.signals, found.own_run
+        runtime.stop_signals = found.signals
+        runtime.own_run, runtime.is_own_run = found.own_run, found.is_own_run
         stack.callback(runtime.close_tensorboard_writer)
         begin_phase("building the trial and its engines")
         try:

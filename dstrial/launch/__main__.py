@@ -32,6 +32,7 @@ from dstrial.launch.failures import TRACEBACKS_DIR_VARIABLE
 from dstrial.launch.output import Stream
 from dstrial.launch.rank_main import script_command, trial_command
 from dstrial.launch.slots import slots_argument
+from dstrial.launch.slurm_step import SlurmStep, slurm_task, step_of
 from dstrial.launch.supervisor import DEFAULT_SHUTDOWN_TIMEOUT_S
 from dstrial.local.experiment_file import EXPERIMENT_VARIABLE, write_experiment
 from dstrial.local.json_files import write_json_atomically
@@ -109,10 +110,22 @@ def _launch(options: argparse.Namespace) -> LaunchOutcome:
     require_hostfile(options)
     if options.hostfile is not None:
         return _launch_on_hosts(options)
-    experiment = None if is_on_cluster(os.environ) else _load(options)
+    task = None if is_on_cluster(os.environ) else slurm_task(os.environ)
+    step: SlurmStep | None = None
+    if task is not None:
+        with collector.paused_for_good():
+            from dstrial.launch.slots import num_accelerators
+
+            wanted = options.slots or (given_slots(options.config) if options.config else None)
+            step = step_of(task, wanted, num_accelerators())
+    experiment = (
+        None if is_on_cluster(os.environ) else _load(options, None if step is None else step.num_ranks_of_all)
+    )
     with contextlib.ExitStack() as stack:
         if options.trial:  # a script says itself what is imported, and may set variables before
-            stack.enter_context(importing_for_ranks(*_expected_ranks(options, experiment)))
+            variables, num_ranks = _expected_ranks(options, experiment)
+            num_ranks = num_ranks if step is None else step.num_ranks
+            stack.enter_context(importing_for_ranks(variables, num_ranks))
         # Both import torch, which takes seconds; a wrong command line should not.
         with collector.paused_for_good():
             from dstrial.launch.slots import cluster_info
@@ -120,7 +133,7 @@ def _launch(options: argparse.Namespace) -> LaunchOutcome:
             info = cluster_info()  # imports Determined's package
         if info is not None:
             return _launch_on_cluster(options, info)
-        return _launch_off_cluster(options, experiment or _load(options))
+        return _launch_off_cluster(options, experiment or _load(options), step)
 
 
 def _expected_ranks(
@@ -149,7 +162,9 @@ def _variables(experiment: ExperimentConfig | None) -> dict[str, str]:
     )
 
 
-def _launch_off_cluster(options: argparse.Namespace, experiment: ExperimentConfig | None) -> LaunchOutcome:
+def _launch_off_cluster(
+    options: argparse.Namespace, experiment: ExperimentConfig | None, step: SlurmStep | None
+) -> LaunchOutcome:
     from dstrial.launch.agent import run_ranks
     from dstrial.launch.slots import num_slots
     from dstrial.launch.stalls.stall_rules import StallSettings
@@ -162,10 +177,17 @@ def _launch_off_cluster(options: argparse.Namespace, experiment: ExperimentConfi
     else:
         command = script_command(options.script, directory=Path())
     env = _variables(experiment)
-    num_ranks = num_slots(options.slots, configured)
+    num_ranks = num_slots(options.slots, configured) if step is None else step.num_ranks
+    num_of_all = num_ranks if step is None else step.num_ranks_of_all
+    placement = None
+    if step is not None:
+        from dstrial.ranks.control_channel import timeout_from_environ
+
+        env |= step.variables
+        placement = step.placement(timeout_from_environ())
     with scratch_directory("dstrial-script-") as directory:
         if experiment is not None and not options.trial:
-            env |= _script_variables(experiment, num_ranks, directory, env)
+            env |= _script_variables(experiment, num_of_all, directory, env)
         return run_ranks(
             command,
             num_ranks=num_ranks,
@@ -174,7 +196,8 @@ def _launch_off_cluster(options: argparse.Namespace, experiment: ExperimentConfi
                 experiment.preemption_timeout_s if experiment is not None else DEFAULT_SHUTDOWN_TIMEOUT_S
             ),
             on_stop=_tell_stopping,
-            on_start=_warn,
+            on_start=_warn if placement is None else _warn_by_host,
+            placement=placement,
             serves_store=not options.trial,
             tracebacks_dir=default_runs_dir() / "tracebacks" / f"{utc_stamp()}-{os.getpid()}",
             stalls=StallSettings.from_config(None if experiment is None else experiment.raw),

@@ -222,6 +222,7 @@ class RunDirectory:
         context_dir: Path,
         command: Sequence[str],
         config: Mapping[str, Any],
+        path: Path | None = None,
     ) -> RunDirectory:
         """Make a new run directory with its config and its record, in state ``running``.
 
@@ -231,13 +232,18 @@ class RunDirectory:
             context_dir: directory of the model definition; made absolute.
             command: the command line that starts the run.
             config: the effective experiment config, of plain YAML types; not mutated.
+            path: of the run, which does not exist or is an empty directory; None for a new one below ``runs_dir``.
 
         Raises:
             LaunchError: the directory cannot be made.
         """
         started = utc_now()
-        path = runs_dir.absolute() / experiment_slug(name) / f"{utc_stamp(started)}-{secrets.token_hex(3)}"
-        run_directory = cls(path)
+        is_named = path is not None
+        if path is None:
+            path = (
+                runs_dir.absolute() / experiment_slug(name) / f"{utc_stamp(started)}-{secrets.token_hex(3)}"
+            )
+        run_directory = cls(path.absolute())
         record = RunRecord(
             name=name,
             context_dir=str(context_dir.resolve()),
@@ -246,16 +252,21 @@ class RunDirectory:
             state=RunState.RUNNING,
         )
         try:
+            run_directory.path.mkdir(parents=True, exist_ok=is_named)
             for directory in (
-                path,
                 run_directory.tensorboard_path,
                 run_directory.checkpoints_path,
                 run_directory.logs_path,
             ):
-                directory.mkdir(parents=True)
+                directory.mkdir()
             run_directory.write_config(config)
             run_directory._write_record(record)
         except OSError as error:
+            if is_named:
+                raise LaunchError(
+                    f"the run directory is {str(path)!r}, where {error.filename or path} cannot be made ({error.strerror}); "
+                    "expected a directory that can be written to. Name another one."
+                ) from error
             raise LaunchError(
                 f"the directory of all runs is {str(runs_dir)!r}, where {error.filename or path} cannot be made "
                 f"({error.strerror}); expected a directory that can be written to. Name another one with --runs-dir or "

@@ -8,13 +8,13 @@ Open MPI's ``mpirun``, then Hydra (MPICH and Intel MPI). Without any of them thi
 from __future__ import annotations
 
 import dataclasses
-import re
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, NoReturn
 
 from dstrial.errors import RankIdentityError
+from dstrial.slurm.nodelist import expand_counts, expand_nodes
 
 Launcher = Literal["torchrun", "deepspeed", "slurm", "openmpi", "mpich", "none"]
 
@@ -48,6 +48,7 @@ class RankIdentity:
         master_port: TCP port on which rank 0 serves the rendezvous; 0 on a single rank whose launcher named
             none: whoever creates the process group picks a free one.
         launcher: whose variables were believed.
+        nodes: where rank 0 may be: all nodes of a step of Slurm in the order of their list, if only that is known.
     """
 
     rank: int
@@ -59,6 +60,7 @@ class RankIdentity:
     master_addr: str
     master_port: int
     launcher: Launcher
+    nodes: tuple[str, ...] = ()
 
     @property
     def is_chief(self) -> bool:
@@ -76,7 +78,8 @@ def identify(environ: Mapping[str, str]) -> RankIdentity:
 
     A job on one machine needs no master address: ranks meet on the loopback interface (those of ``dstrial.launch`` in a
     file), on a port that every rank derives from the job's id (one of 14,000; see ``process_group`` for what happens when
-    it is taken). Several machines need ``MASTER_ADDR``; Determined's ``DET_CHIEF_IP`` serves too.
+    it is taken). Several machines need ``MASTER_ADDR``; Determined's ``DET_CHIEF_IP`` serves too. A step of Slurm needs
+    neither: its nodes are known, and rank 0 is on the first of them, or on the one where it says it is.
 
     Args:
         environ: usually ``os.environ``; it is not changed.
@@ -199,41 +202,65 @@ def _from_slurm(view: _View) -> RankIdentity | None:
     node_rank = view.first_integer("SLURM_NODEID", default=0)
     num_nodes = view.first_integer("SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=1)
     world_size = view.first_integer("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    rank = view.integer("SLURM_PROCID")
+    local_world_size = _slurm_local_world_size(view, world_size, node_rank, num_nodes)
+    nodes = () if num_nodes == 1 or _given_master_addr(view) else _slurm_nodes(view, num_nodes)
+    addr = _master_addr(view, num_nodes) if not nodes else nodes[0]
+    if nodes and rank == 0:
+        # Not always the first: a step of several parts, and tasks placed by a hostfile, keep another order than the list.
+        addr = view.text("SLURMD_NODENAME") or addr
+    job_id = f"slurm.{view.text('SLURM_JOB_ID') or view.text('SLURM_JOBID')}.{view.text('SLURM_STEP_ID')}"
+    return RankIdentity(
+        rank=rank,
+        world_size=world_size,
+        local_rank=view.integer("SLURM_LOCALID"),
+        local_world_size=local_world_size,
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        master_addr=addr,
+        master_port=_master_port(view, world_size, lambda: job_id),
+        launcher="slurm",
+        nodes=nodes,
+    )
+
+
+def _slurm_local_world_size(view: _View, world_size: int, node_rank: int, num_nodes: int) -> int:
+    """Return how many tasks of the step are on this node.
+
+    ``SLURM_GTIDS`` names them. The counts of all nodes are in the order of their list, which ``SLURM_NODEID`` is not in a step
+    of several parts (22.05: ``srun -w host3 : -w host1``).
+    """
+    own_tasks = view.text("SLURM_GTIDS")
+    if own_tasks is not None:
+        return len(own_tasks.split(","))
     tasks_name = (
         "SLURM_STEP_TASKS_PER_NODE" if view.has("SLURM_STEP_TASKS_PER_NODE") else "SLURM_TASKS_PER_NODE"
     )
     tasks_text = view.text(tasks_name)
     if tasks_text is None and num_nodes == 1:
         tasks_text = str(world_size)
-    tasks_per_node = _expand_slurm_counts(tasks_text or "")
+    tasks_per_node = expand_counts(tasks_text or "")
     if len(tasks_per_node) != num_nodes or not 0 <= node_rank < num_nodes:
         view.fail(
             f"{tasks_name} is {tasks_text!r}; expected counts for {num_nodes} nodes, SLURM_NODEID among them",
             "Start the ranks with srun, which sets all of these.",
         )
-    job_id = f"slurm.{view.text('SLURM_JOB_ID') or view.text('SLURM_JOBID')}.{view.text('SLURM_STEP_ID')}"
-    return RankIdentity(
-        rank=view.integer("SLURM_PROCID"),
-        world_size=world_size,
-        local_rank=view.integer("SLURM_LOCALID"),
-        local_world_size=tasks_per_node[node_rank],
-        node_rank=node_rank,
-        num_nodes=num_nodes,
-        master_addr=_master_addr(view, num_nodes),
-        master_port=_master_port(view, world_size, lambda: job_id),
-        launcher="slurm",
-    )
+    return tasks_per_node[node_rank]
 
 
-def _expand_slurm_counts(text: str) -> list[int]:
-    """Expand Slurm's run-length notation: ``4(x2),3`` means 4, 4 and 3 tasks."""
-    counts: list[int] = []
-    for part in filter(None, text.split(",")):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            return []
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
+def _slurm_nodes(view: _View, num_nodes: int) -> tuple[str, ...]:
+    name = "SLURM_STEP_NODELIST" if view.has("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
+    text = view.text(name)
+    try:
+        nodes = tuple(expand_nodes(text or ""))
+    except ValueError:
+        nodes = ()
+    if len(nodes) != num_nodes:
+        view.fail(
+            f"{name} is {text!r}; expected the names of {num_nodes} nodes",
+            "Start the ranks with srun, which sets it, or set MASTER_ADDR to rank 0's address.",
+        )
+    return nodes
 
 
 def _from_openmpi(view: _View) -> RankIdentity | None:
@@ -302,13 +329,17 @@ def _hydra_proxy_job_id(process_dir: Path = Path("/proc")) -> str | None:
 
 
 def _master_addr(view: _View, num_nodes: int) -> str:
-    addr = view.text("MASTER_ADDR") or view.text("DET_CHIEF_IP")
+    addr = _given_master_addr(view)
     if addr is None and num_nodes > 1:
         view.fail(
             f"MASTER_ADDR is unset; expected rank 0's address, for a job on {num_nodes} machines",
             "Set MASTER_ADDR to a host name or address that all of them can reach.",
         )
     return addr or LOOPBACK_ADDR
+
+
+def _given_master_addr(view: _View) -> str | None:
+    return view.text("MASTER_ADDR") or view.text("DET_CHIEF_IP")
 
 
 def _master_port(

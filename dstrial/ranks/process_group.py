@@ -22,7 +22,7 @@ from dstrial.fork_server.key import NVML_CHECK_VARIABLE
 from dstrial.ranks.channel import TIMEOUT_VARIABLE
 from dstrial.ranks.devices import SHARE_VARIABLE, device_index, is_shared, may_share, refuse_instances
 from dstrial.ranks.identity import DEVICE_VARIABLE, RankIdentity, device_variable
-from dstrial.ranks.rendezvous_store import as_init_method, open_store
+from dstrial.ranks.rendezvous_store import as_init_method, located, open_store
 from dstrial.ranks.sockets import free_port, loopback_only
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def keep_compiler_out() -> None:
     importlib.import_module("dstrial.engine.deepspeed_internals.compiler").keep_compiler_out()
 
 
-def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
+def init_process_group(identity: RankIdentity, *, timeout_s: float) -> RankIdentity:
     """Bring up torch's default process group through DeepSpeed, unless it is up.
 
     Does nothing where torch.distributed is initialised or ``DET_MANUAL_INIT_DISTRIBUTED`` is set, as
@@ -123,6 +123,9 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
         timeout_s: deadline of the rendezvous and, on most backends, of each collective operation, seconds; of groups that are
             made later, too, unless they are given another one.
 
+    Returns:
+        ``identity``, with the address at which rank 0 was found where that was not known.
+
     Raises:
         RankTimeoutError: not all ranks came to the rendezvous in time.
         RankError: the rendezvous port is taken, or rank 0 cannot be reached.
@@ -134,10 +137,11 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
     keep_compiler_out()
     ask_torch_for_free_memory()
     if torch.distributed.is_initialized() or os.environ.get(MANUAL_INIT_VARIABLE):
-        return
+        return identity
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
+    identity = located(identity, timeout_s=timeout_s)
     addr, port = identity.master_addr, identity.master_port or free_port()
     accelerator = get_accelerator()
     is_cpu = accelerator.device_name() == "cpu"
@@ -190,6 +194,7 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> None:
             "ranks can reach. Set MASTER_PORT (and MASTER_ADDR for several machines), the same for all ranks."
         ) from error
     _created = _Created(before, made_group=True, replaced=(*replaced, *_share_timeout(timeout)))
+    return identity
 
 
 def _share_timeout(timeout: datetime.timedelta) -> tuple[tuple[Any, str, Any], ...]:

@@ -8,9 +8,12 @@ listens on loopback if the job is on one machine. torch's own ``env://`` listens
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import datetime
 import itertools
 import os
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +31,8 @@ from dstrial.ranks.sockets import listening_socket
 
 _SCHEME = "dstrial"
 _LOOK_S = 0.01
+_SEARCH_S = 0.1
+_PROBE_S = 2.0
 # torch exports its stores without saying so.
 _stores = vars(torch.distributed)
 
@@ -66,6 +71,37 @@ def open_store(identity: RankIdentity, *, timeout_s: float) -> Any:
         store = _stores["PrefixStore"](f"dstrial-{number}", _tcp_store(identity, timeout_s))
     _await_all(store, identity, give_up_at_s, timeout_s)
     return store
+
+
+def located(identity: RankIdentity, *, timeout_s: float) -> RankIdentity:
+    """Return the identity with the address at which rank 0 serves the rendezvous.
+
+    Where Slurm's list of nodes is all that is known, rank 0 is looked for: on the first node, where it nearly always is, and on
+    one other after another.
+
+    Args:
+        identity: who this process is.
+        timeout_s: deadline for rank 0 to come, seconds; after it the first node is returned.
+
+    Ranks: each its own, before ``open_store``; one connection to rank 0, which has to be on its way there.
+    """
+    if identity.rank == 0 or not identity.nodes:
+        return identity
+    give_up_at_s = time.monotonic() + timeout_s
+    first, *others = identity.nodes
+    # Not all ranks ask the same node at once.
+    start = identity.rank % len(others) if others else 0
+    turns = itertools.cycle(others[start:] + others[:start])
+    while time.monotonic() < give_up_at_s:
+        for node in (first, next(turns)):
+            with contextlib.suppress(OSError), _connected(node, identity.master_port):
+                return dataclasses.replace(identity, master_addr=node, nodes=())
+        time.sleep(_SEARCH_S)
+    return identity
+
+
+def _connected(node: str, port: int) -> socket.socket:
+    return socket.create_connection((node, port), timeout=_PROBE_S)
 
 
 def as_init_method(store: Any, identity: RankIdentity) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from dstrial.ranks.stop_signals import StopSignals
 from dstrial.resume.apply import ResumedRun
 from dstrial.resume.metadata import run_metadata
 from dstrial.trial.model_parallel_unit import ModelParallelUnit
+
+logger = logging.getLogger("dstrial.trial")
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -47,7 +50,8 @@ class TrialRuntime:
         tensorboard_writer: this rank's ``SummaryWriter``; None before it is first asked for.
         is_stop_requested: whether user code on this rank has asked for training to stop.
         stop_signals: requests to stop that reached this process; None where nobody collects them.
-        own_run: the run directory that was made for this very process, on the chief; None otherwise.
+        own_run: the run directory of which this script keeps the record, on the chief; None otherwise.
+        is_own_run: whether there is such a directory, on every rank.
         current_batch_idx: the batch that is trained now, 0-based over the whole run; None before training.
         epoch_length: batches of an epoch; None as long as it is not known, and if the loader has no length.
     """
@@ -72,6 +76,7 @@ class TrialRuntime:
     is_stop_requested: bool = False
     stop_signals: StopSignals | None = None
     own_run: RunDirectory | None = None
+    is_own_run: bool = False
     current_batch_idx: int | None = None
     epoch_length: int | None = None
 
@@ -127,13 +132,20 @@ class TrialRuntime:
         for adapter in self.adapters:
             adapter.set_training(training)
 
-    def newest_checkpoint(self) -> str:
+    def newest_checkpoint(self) -> str | None:
         """Return the uuid of the newest checkpoint of a run off a cluster.
 
+        Returns:
+            None where a script's own run has none yet: the same script begins a run and goes on with it.
+
         Raises:
-            CheckpointNotFoundError: it has no complete one.
+            CheckpointNotFoundError: it has some, none of which is complete, or a launcher asks to go on and there is none.
         """
         newest = self.core.checkpoint.newest()
+        if newest is None and self.is_own_run and not any(self.core.run_directory.checkpoints_path.iterdir()):
+            if self.core.distributed.rank == 0:
+                logger.info("the run %s has no checkpoint yet: training begins", self.core.run_directory.path)
+            return None
         if newest is None:
             raise CheckpointNotFoundError(
                 f"the run {self.core.run_directory.path} has no complete checkpoint; expected one to resume from. Start a "

@@ -159,6 +159,41 @@ def test_srun_on_uneven_machines() -> None:
     assert identify({**environ, "SLURM_NODEID": "1"}).local_world_size == 4
 
 
+def test_srun_on_several_nodes_needs_no_master_address() -> None:
+    environ = {
+        **SRUN,
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "1",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_STEP_NODELIST": "gpu[08-09]",
+        "SLURMD_NODENAME": "gpu09",
+        "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
+    }
+    identity = identify(environ)
+    assert (identity.master_addr, identity.nodes) == ("gpu08", ("gpu08", "gpu09"))
+    given = identify({**environ, "MASTER_ADDR": "10.0.0.8"})
+    assert (given.master_addr, given.nodes) == ("10.0.0.8", ())
+
+
+def test_a_step_of_several_parts_counts_the_tasks_that_slurm_names_and_rank_0_knows_where_it_is() -> None:
+    # What Slurm 22.05 says to rank 0 of `srun -N1 -n1 -w host3 : -N2 -n3 -w host1,host2`: the first count is host1's.
+    environ = {
+        **SRUN,
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_GTIDS": "0",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_NUM_NODES": "3",
+        "SLURM_STEP_NODELIST": "host[1-3]",
+        "SLURM_STEP_TASKS_PER_NODE": "2,1(x2)",
+        "SLURMD_NODENAME": "host3",
+    }
+    identity = identify(environ)
+    assert (identity.local_world_size, identity.master_addr) == (1, "host3")
+
+
 def test_an_inner_step_counts_its_own_tasks_not_the_allocations() -> None:
     assert identify({**SRUN, "SLURM_NTASKS": "64"}).world_size == 2
 
@@ -195,7 +230,19 @@ def test_world_size_exported_in_an_sbatch_script_agrees_with_srun() -> None:
         ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK is unset"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "LOCAL_WORLD_SIZE is unset"),
         ({**DEEPSPEED, "MASTER_PORT": ""}, "MASTER_PORT is unset"),
-        ({**SRUN, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, "MASTER_ADDR is unset"),
+        (
+            {**SRUN, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"},
+            "SLURM_JOB_NODELIST is None; expected the names of 2 nodes",
+        ),
+        (
+            {
+                **SRUN,
+                "SLURM_STEP_NUM_NODES": "2",
+                "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+                "SLURM_STEP_NODELIST": "host[1-3]",
+            },
+            "SLURM_STEP_NODELIST is 'host[1-3]'; expected the names of 2 nodes",
+        ),
         ({**OPENMPI_5, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "MASTER_ADDR is unset"),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2,2"}, "SLURM_STEP_TASKS_PER_NODE is '2,2'"),
     ],

@@ -1,0 +1,110 @@
+"""``srun python -m dstrial.launch``: the launchers of one step of Slurm, each for its part of the ranks.
+
+With one task a node each launcher starts the ranks of its node. With several tasks on some node Slurm has said already how many
+ranks there are and where: each launcher starts one, in its task's place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from dstrial.errors import LaunchError
+from dstrial.ranks.identity import RankIdentity, identify
+
+if TYPE_CHECKING:
+    from dstrial.launch.agent import Placement
+
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlurmStep:
+    """What a launcher has to know of its step.
+
+    Attributes:
+        task: this launcher's place among the tasks.
+        num_ranks: to start here.
+        num_ranks_of_all: of all launchers.
+    """
+
+    task: RankIdentity
+    num_ranks: int
+    num_ranks_of_all: int
+
+    @property
+    def has_a_rank_a_task(self) -> bool:
+        """Whether Slurm's tasks are the ranks."""
+        return self.task.world_size > self.task.num_nodes
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What a rank is told in place of what its launcher, which knows itself alone, would say."""
+        task = self.task
+        if not self.has_a_rank_a_task:
+            return {}
+        return {
+            "LOCAL_RANK": str(task.local_rank),
+            "LOCAL_WORLD_SIZE": str(task.local_world_size),
+            "GROUP_RANK": str(task.node_rank),
+            "GROUP_WORLD_SIZE": str(task.num_nodes),
+            "LOCAL_SIZE": str(task.local_world_size),
+            "CROSS_RANK": str(task.node_rank),
+            "CROSS_SIZE": str(task.num_nodes),
+        }
+
+    def placement(self, timeout_s: float) -> Placement:
+        """Return where this launcher stands, once the first one is found.
+
+        Args:
+            timeout_s: how long to look for it, seconds.
+        """
+        from dstrial.launch.agent import Placement
+        from dstrial.ranks.rendezvous_store import located
+
+        task = located(self.task, timeout_s=timeout_s)
+        return Placement(task.world_size, task.rank, task.master_addr, task.master_port)
+
+
+def slurm_task(environ: Mapping[str, str]) -> RankIdentity | None:
+    """Return this process's place in a step of several tasks; None elsewhere.
+
+    Raises:
+        RankIdentityError: Slurm's variables contradict each other.
+    """
+    if "SLURM_PROCID" not in environ:
+        return None
+    task = identify({name: value for name, value in environ.items() if name not in _RANK_VARIABLES})
+    return task if task.launcher == "slurm" and task.world_size > 1 else None
+
+
+def step_of(task: RankIdentity, wanted: int | None, num_accelerators: int) -> SlurmStep:
+    """Divide the ranks among the launchers of a step. Pure.
+
+    Args:
+        task: of this launcher.
+        wanted: ranks on all nodes; None for one per accelerator, or per task.
+        num_accelerators: here.
+
+    Raises:
+        LaunchError: the ranks cannot be divided so.
+    """
+    num_nodes, num_tasks = task.num_nodes, task.world_size
+    if num_tasks > num_nodes:
+        if wanted not in (None, num_tasks):
+            raise LaunchError(
+                f"{wanted} ranks are asked for in a step of Slurm with {num_tasks} tasks on {num_nodes} node(s), each of "
+                f"which is a rank; expected as many. Start {wanted} tasks (srun --ntasks {wanted}), or one a node "
+                "(srun --ntasks-per-node 1)."
+            )
+        return SlurmStep(task, 1, num_tasks)
+    if wanted is None:
+        here = max(num_accelerators, 1)
+        return SlurmStep(task, here, here * num_nodes)
+    if wanted % num_nodes:
+        raise LaunchError(
+            f"{wanted} ranks are asked for in a step of Slurm with one task on each of {num_nodes} nodes; expected a multiple of "
+            f"{num_nodes}. Ask for as many on each node, or start a task for each rank (srun --ntasks {wanted})."
+        )
+    return SlurmStep(task, wanted // num_nodes, wanted)

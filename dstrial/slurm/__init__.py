@@ -1,0 +1,1 @@
+"""Slurm, without a word to it where its variables say enough: lists of nodes, allocations, jobs."""

@@ -1,0 +1,187 @@
+"""A Slurm cluster on one machine: slurmctld and slurmd in namespaces, Debian 12's packages (22.05).
+
+Two partitions over all nodes: ``low``, the default, whose jobs are requeued for those of ``high``, after five seconds of grace.
+A node that is cut is down after ten seconds. Needs root, munge, slurmctld, slurmd and Slurm's commands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from machines import Machine, Machines
+from machines import missing as missing_machines
+
+_PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "squeue", "scancel", "sinfo")
+_READY_S = 20.0
+_SBIN = "/usr/sbin:/sbin"
+_CONFIG = """
+ClusterName=test
+SlurmctldHost=host1
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+# A requeued job may start again after cred_expire, two minutes by default.
+AuthInfo=socket={root}/munge/socket,cred_expire=5
+CredType=cred/munge
+StateSaveLocation={root}/state
+SlurmdSpoolDir={root}/spool/%n
+SlurmctldPidFile={root}/run/slurmctld.pid
+SlurmdPidFile={root}/run/slurmd.%n.pid
+SlurmctldLogFile={root}/log/slurmctld.log
+SlurmdLogFile={root}/log/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/none
+MpiDefault=none
+SwitchType=switch/none
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=2,sched_interval=2,sched_min_interval=10000,batch_sched_delay=0,requeue_delay=0
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+ReturnToService=2
+KillWait=5
+SlurmdTimeout=10
+SlurmctldTimeout=10
+InactiveLimit=0
+MinJobAge=300
+MessageTimeout=10
+BatchStartTimeout=10
+CompleteWait=0
+JobRequeue=1
+SlurmdParameters=config_overrides
+NodeName=host[1-{num}] CPUs=2 Boards=1 SocketsPerBoard=1 CoresPerSocket=2 ThreadsPerCore=1 RealMemory=4000 State=UNKNOWN
+PartitionName=low Nodes=host[1-{num}] Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace_s}
+PartitionName=high Nodes=host[1-{num}] MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+"""
+_CGROUP_CONFIG = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"
+
+
+def missing() -> str:
+    """Return what this machine lacks for it, empty if nothing."""
+    path = f"{os.environ.get('PATH', '')}:{_SBIN}"
+    found = [name for name in _PROGRAMS if shutil.which(name, path=path) is None]
+    return f"[{', '.join(found)}]" if found else missing_machines()
+
+
+class SlurmCluster:
+    """The machines, of which the first has the controller, too.
+
+    Attributes:
+        machines: with nodes ``host1`` and so on, of two CPUs each.
+        env: of commands there.
+    """
+
+    def __init__(self, machines: Machines, root: Path, *, grace_s: int = 5) -> None:
+        self.machines = machines
+        self._root = root
+        for name in ("state", "spool", "log", "run", "munge"):
+            (root / name).mkdir(parents=True)
+        (root / "munge").chmod(0o700)
+        key = root / "munge" / "munge.key"
+        key.write_bytes(secrets.token_bytes(1024))
+        key.chmod(0o400)
+        num = len(machines.all)
+        (root / "slurm.conf").write_text(_CONFIG.format(root=root, num=num, grace_s=grace_s))
+        (root / "cgroup.conf").write_text(_CGROUP_CONFIG)
+        self.env = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
+            "SLURM_CONF": str(root / "slurm.conf"),
+            "PATH": f"{os.environ.get('PATH', '')}:{_SBIN}",
+        }
+        files = (f"--{name}-file={root}/munge/{name}" for name in ("pid", "log", "seed"))
+        words = ["munged", "--force", f"--key-file={key}", f"--socket={root}/munge/socket", *files]
+        subprocess.run(words, env=self.env, check=True, capture_output=True)
+        try:
+            for machine in machines.all:
+                (root / "spool" / machine.name).mkdir()
+                # `ip netns exec` mounts /sys anew; slurmd wants the look of cgroups.
+                self._do(machine, "mount", "-t", "tmpfs", "tmpfs", "/sys/fs/cgroup")
+                self._do(machine, "mkdir", "/sys/fs/cgroup/systemd")
+            self._do(machines[1], "slurmctld", "-c")
+            for machine in machines.all:
+                self._do(machine, "slurmd", "-N", machine.name)
+            self.wait_for_idle(num)
+        except BaseException:
+            self.close()
+            raise
+
+    def _do(self, machine: Machine, *words: str) -> None:
+        done = machine.run(words, cwd="/", env=self.env)
+        assert done.returncode == 0, f"{words}: {done.stdout}"
+
+    def run(
+        self, *words: str, timeout: float = 60.0, cwd: Path | None = None, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on the first machine; its errors are in ``stdout``."""
+        return self.machines[1].run(words, cwd=cwd, env={**self.env, **(env or {})}, timeout=timeout)
+
+    def popen(
+        self, words: Sequence[str], *, cwd: Path | None = None, env: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        """Start a command on the first machine; its errors are in ``stdout``."""
+        return self.machines[1].popen(
+            words,
+            cwd=cwd,
+            env={**self.env, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def job(self, job_id: int) -> dict[str, str]:
+        """Return what ``scontrol show job`` says."""
+        said = self.run("scontrol", "show", "job", "-o", str(job_id)).stdout
+        return dict(word.split("=", 1) for word in said.split() if "=" in word)
+
+    def wait_for_state(self, job_id: int, *states: str, timeout: float = 60.0) -> dict[str, str]:
+        """Return a job once it is in one of these states."""
+        give_up_at_s = time.monotonic() + timeout
+        while (job := self.job(job_id)).get("JobState") not in states:
+            assert time.monotonic() < give_up_at_s, job
+            time.sleep(0.2)
+        return job
+
+    def wait_for_idle(self, num: int, timeout: float = _READY_S) -> None:
+        """Wait until so many nodes have nothing to do."""
+        give_up_at_s = time.monotonic() + timeout
+        while self.run("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D").stdout.strip() != str(num):
+            assert time.monotonic() < give_up_at_s, self.run("sinfo").stdout
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        """End munged; what runs on the machines ends with them."""
+        with contextlib.suppress(OSError, ValueError):
+            os.kill(int((self._root / "munge" / "pid").read_text()), signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def slurm_cluster(num: int, *, grace_s: int = 5) -> Iterator[SlurmCluster]:
+    """Give a cluster of so many nodes for the block; a test is skipped where that is impossible."""
+    lacking = missing()
+    if lacking:
+        pytest.skip(f"Requires: {lacking}")
+    with tempfile.TemporaryDirectory(prefix="ds-", dir="/tmp") as root:
+        machines = Machines(num, Path(root, "machines"))
+        try:
+            cluster = SlurmCluster(machines, Path(root, "slurm"), grace_s=grace_s)
+            try:
+                yield cluster
+            finally:
+                cluster.close()
+        finally:
+            machines.close()

@@ -1,0 +1,101 @@
+"""The batch script of the documentation: preempted it is saved, requeued and goes on; cancelled it stays so. A real cluster."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from slurm_cluster import SlurmCluster, slurm_cluster
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+_DOCUMENT = Path(__file__).parents[2] / "docs" / "slurm.md"
+_ENVIRON = {
+    "DS_ACCELERATOR": "cpu",
+    "PYTHONPATH": "",
+    "PYTHONUNBUFFERED": "1",
+    "OMP_NUM_THREADS": "1",
+    "DSTRIAL_TIMEOUT_S": "60",
+    "PAUSE_S": "0.2",
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[SlurmCluster]:
+    with slurm_cluster(2, grace_s=20) as made:
+        yield made
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    for name in ("small_trial.py", "small_script.py"):
+        shutil.copy(Path(__file__).parent / name, tmp_path)
+    (script,) = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", _DOCUMENT.read_text(), re.DOTALL)
+    script = script.replace("python -m", f"{sys.executable} -m")
+    script = script.replace("train.py", "small_script.py runs/mine 60 1").replace("train-%j.log", "train.log")
+    (tmp_path / "train.sh").write_text(script)
+    return tmp_path
+
+
+def _submit(cluster: SlurmCluster, place: Path) -> int:
+    said = cluster.run("sbatch", "--parsable", "train.sh", cwd=place, env=_ENVIRON).stdout
+    return int(said)
+
+
+def _wait_for(condition: Callable[[], bool], place: Path, within_s: float = 60.0) -> None:
+    give_up_at_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < give_up_at_s, _log(place)
+        time.sleep(0.1)
+
+
+def _log(place: Path) -> str:
+    path = place / "train.log"
+    return path.read_text() if path.exists() else ""
+
+
+def _batches(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"batch (\d+) loss ", text)]
+
+
+def test_a_preempted_job_is_saved_requeued_and_goes_on_where_it_was(
+    cluster: SlurmCluster, place: Path
+) -> None:
+    job = _submit(cluster, place)
+    _wait_for(lambda: 15 in _batches(_log(place)), place)
+    urgent = cluster.popen(["srun", "-p", "high", "-N2", "-n4", "sleep", "3"])
+    _wait_for(lambda: cluster.job(job).get("Restarts") == "1", place)
+    assert urgent.wait(60) == 0
+    done = cluster.wait_for_state(job, "COMPLETED", "FAILED", "CANCELLED", timeout=100)
+
+    assert done["JobState"] == "COMPLETED", _log(place)
+    text = _log(place)
+    assert _batches(text) == list(range(5, 61, 5)), (
+        "each position once: nothing is trained twice, nothing is left out"
+    )
+    assert "SIGTERM received: the ranks were asked to stop" in text
+    assert done["Restarts"] == "1"
+
+
+def test_a_cancelled_job_is_saved_and_stays_cancelled(cluster: SlurmCluster, place: Path) -> None:
+    cluster.wait_for_idle(2, timeout=60)
+    job = _submit(cluster, place)
+    _wait_for(lambda: 15 in _batches(_log(place)), place)
+    cluster.run("scancel", str(job))
+    cancelled = cluster.wait_for_state(job, "CANCELLED", "COMPLETED", "FAILED", "PENDING")
+
+    assert cancelled["JobState"] == "CANCELLED"
+    cluster.wait_for_idle(2, timeout=60)
+    last = _batches(_log(place))[-1]
+    kept = list((place / "runs" / "mine" / "checkpoints").glob("*/COMPLETE"))
+    assert len(kept) >= 2, "the one at batch 10, and the one of the stop"
+
+    # Submitted once more by its user it goes on.
+    again = _submit(cluster, place)
+    done = cluster.wait_for_state(again, "COMPLETED", "FAILED", timeout=100)
+    assert done["JobState"] == "COMPLETED", _log(place)
+    assert _batches(_log(place)) == list(range(5, 61, 5)), last

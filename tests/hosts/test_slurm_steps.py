@@ -1,0 +1,169 @@
+"""``srun python train.py`` on several nodes needs no address, wherever Slurm puts its tasks; a real cluster."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from slurm_cluster import SlurmCluster, slurm_cluster
+
+from dstrial.slurm.nodelist import expand_nodes
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+_ENVIRON = {
+    "DS_ACCELERATOR": "cpu",
+    "PYTHONPATH": "",
+    "PYTHONUNBUFFERED": "1",
+    "OMP_NUM_THREADS": "1",
+    "DSTRIAL_TIMEOUT_S": "60",
+    "MICRO": "3",
+}
+CONFIG: dict[str, Any] = {
+    "name": "small",
+    "entrypoint": "small_trial:SmallTrial",
+    "searcher": {"name": "single", "metric": "zero", "max_length": {"batches": 20}},
+    "hyperparameters": {"zero_stage": 1, "pause_s": 0.0, "micro_batch_size": 3},
+    "scheduling_unit": 5,
+    "min_validation_period": {"batches": 1000},
+    "min_checkpoint_period": {"batches": 10},
+    "max_restarts": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[SlurmCluster]:
+    with slurm_cluster(3) as made:
+        yield made
+
+
+def _copied(directory: Path) -> Path:
+    for name in ("small_trial.py", "small_script.py"):
+        shutil.copy(Path(__file__).parent / name, directory)
+    return directory
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return _copied(tmp_path)
+
+
+def _losses(text: str) -> list[str]:
+    return re.findall(r"batch \d+ loss 0x\S+", text)
+
+
+def _places(text: str) -> list[str]:
+    """Return each rank's host and place, by rank."""
+    found = re.findall(r"rank (\d+)/\d+ local (\d+)/(\d+) node (\d+)/\d+ on (\S+)", text)
+    return [
+        f"{host} {local}/{size}" for _, local, size, _, host in sorted(found, key=lambda one: int(one[0]))
+    ]
+
+
+@pytest.fixture(scope="module")
+def losses_here(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What four ranks on one machine print."""
+    place = _copied(tmp_path_factory.mktemp("here"))
+    losses = _losses(_srun(cluster, place, sys.executable, "-m", "dstrial.launch", "--slots", "4"))
+    assert len(losses) == 4
+    return losses
+
+
+def _said(cluster: SlurmCluster, place: Path, *words: str) -> str:
+    said = cluster.run("timeout", "100", *words, cwd=place, env=_ENVIRON, timeout=120)
+    assert said.returncode == 0, said.stdout
+    return said.stdout
+
+
+def _srun(
+    cluster: SlurmCluster, place: Path, *words: str, script: tuple[str, ...] = ("run", "20", "1")
+) -> str:
+    python = [] if "dstrial.launch" in words else [sys.executable]
+    return _said(cluster, place, *words, *python, "small_script.py", *script)
+
+
+@pytest.mark.parametrize("text", ["host[1-3]", "gpu[01-03,7],login", "n[098-101]", "a.b-c_d,e[5]"])
+def test_lists_are_expanded_as_by_scontrol(cluster: SlurmCluster, text: str) -> None:
+    assert cluster.run("scontrol", "show", "hostnames", text).stdout.split() == expand_nodes(text)
+
+
+_LAUNCH = "python -m dstrial.launch"
+_STEPS = {
+    "srun -N2 -n4 --ntasks-per-node=2": ["host1 0/2", "host1 1/2", "host2 0/2", "host2 1/2"],
+    "srun -N3 -n4 -m cyclic": ["host1 0/2", "host2 0/1", "host3 0/1", "host1 1/2"],
+    # Parts of a step, of which the first is not the first node of Slurm's list.
+    "salloc -Q -N3 --ntasks-per-node=2 srun -N1 -n1 -w host3 : -N2 -n3 -w host1,host2": [
+        "host3 0/1", "host1 0/2", "host1 1/2", "host2 0/1",
+    ],
+    "salloc -Q -N1 -n1 -w host1 : -N1 -n2 -w host2 : -N1 -n1 -w host3 srun --het-group=0,1,2": [
+        "host1 0/1", "host2 0/2", "host2 1/2", "host3 0/1",
+    ],
+    # Tasks placed by a file of hosts: rank 0 is on the second node of the list.
+    "env SLURM_HOSTFILE=hosts srun -n4 -m arbitrary": ["host3 0/2", "host3 1/2", "host1 0/2", "host1 1/2"],
+    # Launchers of ours: one a node, which divide the ranks, and one a task.
+    f"srun -N2 --ntasks-per-node=1 {_LAUNCH} --slots 4": ["host1 0/2", "host1 1/2", "host2 0/2", "host2 1/2"],
+    f"salloc -Q -N3 --ntasks-per-node=2 srun -N1 -n1 -w host3 : -N2 -n3 -w host1,host2 {_LAUNCH}": [
+        "host3 0/1", "host1 0/2", "host1 1/2", "host2 0/1",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("step", _STEPS)
+def test_ranks_meet_and_train_the_bits_of_one_machine(
+    cluster: SlurmCluster, place: Path, losses_here: list[str], step: str
+) -> None:
+    (place / "hosts").write_text("host3\nhost3\nhost1\nhost1\n")
+    words = [sys.executable if word == "python" else word for word in step.split()]
+    said = _srun(cluster, place, *words)
+    assert _places(said) == _STEPS[step]
+    assert _losses(said) == losses_here
+
+
+def test_a_trial_class_is_trained_by_a_launcher_a_node(
+    cluster: SlurmCluster, place: Path, losses_here: list[str]
+) -> None:
+    (place / "exp.yaml").write_text(yaml.safe_dump(CONFIG))
+    flags = ["--config", "exp.yaml", "--trial", "small_trial:SmallTrial"]
+    words = ["srun", "-N2", sys.executable, "-m", "dstrial.launch", "--slots", "4", *flags]
+    assert _losses(_said(cluster, place, *words)) == losses_here
+
+
+def test_ranks_that_cannot_be_divided_are_refused_before_any_starts(
+    cluster: SlurmCluster, place: Path
+) -> None:
+    launch = [sys.executable, "-m", "dstrial.launch", "--slots", "3", "small_script.py"]
+    for words, told in (
+        (["srun", "-N2"], "one task on each of 2 nodes; expected a multiple of 2."),
+        (
+            ["srun", "-N2", "-n4"],
+            "a step of Slurm with 4 tasks on 2 node(s), each of which is a rank; expected as many.",
+        ),
+    ):
+        said = cluster.run(*words, *launch, cwd=place, env=_ENVIRON)
+        assert said.returncode != 0
+        assert told in said.stdout
+    assert not (place / "runs").exists()
+
+
+def test_one_script_begins_a_run_and_goes_on_with_it(cluster: SlurmCluster, place: Path) -> None:
+    first = _srun(cluster, place, "srun", "-N2", "-n4", script=("runs/mine", "10", "1"))
+    rest = _srun(cluster, place, "srun", "-N2", "-n4", script=("runs/mine", "20", "1"))
+    whole = _srun(cluster, place, "srun", "-N2", "-n4", script=("runs/other", "20", "1"))
+    assert _losses(first) + _losses(rest) == _losses(whole)
+    assert len(_losses(rest)) == 2
+
+
+def test_a_run_directory_that_is_not_shared_is_named_with_the_node(
+    cluster: SlurmCluster, place: Path
+) -> None:
+    (place / "own").mkdir()
+    cluster.machines[2].hide(place / "own")
+    words = ["srun", "-N2", "-n2", "--kill-on-bad-exit=1", sys.executable, "small_script.py"]
+    said = cluster.run(*words, "own/run", "20", "1", cwd=place, env={**_ENVIRON, "MICRO": "6"})
+    assert said.returncode != 0
+    assert f"the run directory {place}/own/run, which rank 0 has made, is not on host2" in said.stdout
