@@ -30,9 +30,12 @@ HF4_CONSTRAINTS := transformers==4.56.* accelerate==1.11.*
 # The oldest DeepSpeed that is supported; PyPI has its source only, which builds without torch.
 DEEPSPEED_OLDEST_VENV := .venv-deepspeed-oldest
 DEEPSPEED_OLDEST ?= deepspeed==0.19.0
+# All loggers. The last wandb whose package reads what it has written is 0.29; the newest one: LOGGERS_CONSTRAINTS=.
+LOGGERS_VENV := .venv-loggers
+LOGGERS_CONSTRAINTS ?= wandb==0.29.*
 DEEPSPEED_TESTS := tests/engine tests/loop tests/config tests/trainer tests/ranks
 # The tiers of CONTRIBUTING.md, and how pytest is started by every target.
-QUICK := not process and not ranks and not gpu
+QUICK := not process and not ranks and not gpu and not loggers
 # What `make coverage` runs; what subprocesses and ranks execute is not counted.
 COVERED ?= $(QUICK)
 SLOW := (process or ranks) and not gpu
@@ -42,12 +45,12 @@ HF_TESTS := tests/integrations tests/examples/test_hf_examples.py tests/examples
 	$(wildcard tests/launch/test_accelerate_*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv run test test-quick test-slow test-hf4 test-torch-oldest test-deepspeed-oldest test-python-oldest test-python-newest coverage gpu check format bench clean
+.PHONY: help venv run test test-quick test-slow test-hf4 test-torch-oldest test-deepspeed-oldest test-python-oldest test-python-newest test-loggers coverage gpu check format bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-venv: $(VENV)/.package ## create .venv/ with torch and this package, editable
+venv: $(VENV)/.package $(VENV)/.page ## create .venv/ with torch and this package, editable, and the libraries of the page
 
 run: $(VENV)/.runtime ## train the main example (digits) and show its result
 	$(BIN)/dstrial run experiment_configs/digits.yaml model_defs/digits
@@ -66,6 +69,10 @@ coverage: venv ## print which branches the quick tests take; all tests: COVERED=
 
 test-hf4: $(HF4)/.package ## run the tests that train with transformers or accelerate with 4.56 and 1.11, in .venv-hf4/
 	$(HF4)/bin/python $(call pytest,not gpu) $(HF_TESTS)
+
+test-loggers: $(LOGGERS_VENV)/.loggers ## run the tests that log to W&B, MLflow and Trackio, offline, in .venv-loggers/
+# Where MLflow is installed DeepSpeed imports it, and with it a library that starts a thread: nothing can be forked then.
+	DS_ACCELERATOR=cpu TEST_FORKS=0 $(LOGGERS_VENV)/bin/python $(call pytest,loggers) tests/loggers
 
 test-torch-oldest: ## run every test that needs no accelerator with the oldest torch, in .venv-torch-oldest/
 	$(MAKE) $(TORCH_OLDEST_VENV)/.package TORCH="$(TORCH_OLDEST)"
@@ -93,11 +100,12 @@ gpu: venv
 	tools/prove_on_gpu.sh $(BIN)/python "$(GPU_OUT)" "$(GPU_MINUTES)"
 endif
 
-check: venv ## lint, formatting, types, import layers
+check: venv ## lint, formatting, types of Python and of the page, import layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	PATH="$(CURDIR)/$(BIN):$$PATH" node_modules/.bin/tsc -p jsconfig.json
 
 format: venv ## let ruff rewrite what `make check` would complain about
 	$(BIN)/ruff check --fix .
@@ -107,7 +115,7 @@ bench: venv ## measure what the loop adds to bare DeepSpeed
 	$(BIN)/python benchmarks/loop_overhead.py
 
 clean: ## remove all environments, caches and build outputs; runs/ stays
-	rm -rf $(VENV) $(HF4) $(TORCH_OLDEST_VENV) $(DEEPSPEED_OLDEST_VENV) $(PYTHON_OLDEST_VENV) $(PYTHON_NEWEST_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(HF4) $(TORCH_OLDEST_VENV) $(DEEPSPEED_OLDEST_VENV) $(PYTHON_OLDEST_VENV) $(PYTHON_NEWEST_VENV) $(LOGGERS_VENV) build dist node_modules dstrial/master/web/vendor *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find dstrial tests model_defs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # These rules make the environments; % is the directory. tools/phase.sh prints a line for each step, and the output of one that fails.
@@ -124,6 +132,7 @@ clean: ## remove all environments, caches and build outputs; runs/ stays
 		tools/phase.sh "installing $(TORCH)" $*/bin/python -m pip install "$(TORCH)" && echo "$(TORCH)" > $@; \
 	fi
 
+$(LOGGERS_VENV)/.package: CONSTRAINTS := $(LOGGERS_CONSTRAINTS)
 $(HF4)/.package: CONSTRAINTS := $(HF4_CONSTRAINTS)
 $(DEEPSPEED_OLDEST_VENV)/.package: CONSTRAINTS := $(DEEPSPEED_OLDEST)
 
@@ -140,6 +149,17 @@ $(DEEPSPEED_OLDEST_VENV)/.package: CONSTRAINTS := $(DEEPSPEED_OLDEST)
 	@tools/phase.sh "installing the tools of development and what all examples need" \
 		$*/bin/python -m pip install --constraint $*/constraints.txt --editable ".[dev,examples]"
 	$(require-same-torch)
+	@touch $@
+
+%/.loggers: %/.package
+	@tools/phase.sh "installing wandb, mlflow and trackio" \
+		$*/bin/python -m pip install --constraint $*/constraints.txt --editable ".[wandb,mlflow,trackio]"
+	$(require-same-torch)
+	@touch $@
+
+# The page's libraries are copied into the package; what makes them is in node_modules/.
+%/.page: %/.python $(wildcard package.json package-lock.json tools/page_libraries.sh)
+	@tools/phase.sh "fetching the libraries of the page" tools/page_libraries.sh $*/bin/python
 	@touch $@
 
 define require-same-torch

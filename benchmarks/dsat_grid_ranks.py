@@ -131,9 +131,9 @@ def _measured(
     from dsat_memory_real import FreesElsewhere, highest
     from torch.profiler import ProfilerActivity, profile
 
-    from dstrial.dsat.rank.hooks import observe_engines
     from dstrial.dsat.rank.statistics import SamplingLimits
     from dstrial.dsat.rank.step_timer import Mode, StepTimer
+    from dstrial.engine.engine_hooks import observe_engines
 
     def build() -> None:
         torch.manual_seed(0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import logging
 import os
 import pathlib
@@ -28,6 +29,7 @@ from dstrial.local.core_context import LocalContext
 from dstrial.local.json_files import read_json
 from dstrial.local.measuring_variables import STAND_IN_CLUSTER
 from dstrial.local.mirror import MirroredTrainContext, mirror, remove_tensorboard_directories
+from dstrial.local.profiler import NodeProfiler
 from dstrial.local.run_directory import (
     RUN_DIR_VARIABLE,
     RUNS_DIR_VARIABLE,
@@ -149,6 +151,7 @@ def process_runtime(
                 preempt_mode=core.PreemptMode.ChiefOnly,
                 tensorboard_mode=core.TensorboardMode.MANUAL,
             )
+            made.profiler = _cluster_profiler(made, info, channel, device)
             if os.environ.get(RUN_DIR_VARIABLE):
                 kept = RunDirectory.open(os.environ[RUN_DIR_VARIABLE])
                 mirrored = _mirror(made, kept, exp_conf or {})
@@ -157,7 +160,7 @@ def process_runtime(
         else:
             directory, is_own = _run_directory(run_dir, exp_conf, channel)
             own_run = directory if is_own and channel.rank == 0 else None
-            made = _local_core(directory, exp_conf, channel, signals)
+            made = _local_core(directory, exp_conf, channel, signals, device)
         if own_run is not None:
             stack.push(lambda kind, error, _traceback: _end_own_run(own_run, kind, error))
         stack.enter_context(made)
@@ -280,6 +283,7 @@ def _local_core(
     exp_conf: Mapping[str, Any] | None,
     channel: core.DistributedContext,
     signals: StopSignals,
+    device: torch.device,
 ) -> LocalContext:
     searcher = (exp_conf or {}).get("searcher") or {}
     storage = (exp_conf or {}).get("checkpoint_storage")
@@ -295,7 +299,58 @@ def _local_core(
         max_length=length,
         max_length_unit=unit,
         preempt_mode=core.PreemptMode.ChiefOnly,
+        device_uuids=lambda: _visible_devices(device, channel.local_size),
     )
+
+
+class _ClusterSystemMetrics:
+    """Sends a node's system metrics to the master; see ``SystemMetricsSink``.
+
+    Has a sender of its own: Determined's tells an error to whoever reports next, and one that ends training must be told to
+    training (0.38.1 ``core/_metrics.py``, ``_maybe_raise_exception``).
+    """
+
+    def __init__(self, core_context: core.Context, info: Any, node_idx: int) -> None:
+        self._core, self._info, self._node_idx = core_context, info, node_idx
+        self._sender: Any = None
+
+    def report(self, group: str, metrics: Mapping[str, Any], report_time: datetime.datetime) -> None:
+        if self._sender is None:
+            trial = self._info.trial
+            self._sender = core._MetricsContext(self._core._session, trial.trial_id, trial._trial_run_id)
+            self._sender.start()
+        train = self._core.train
+        if isinstance(train, MirroredTrainContext):
+            train.report_system_metrics(group, metrics, report_time, self._node_idx)
+        self._sender.report(group=group, metrics=dict(metrics), report_time=report_time)
+
+    def close(self) -> None:
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.close()
+
+
+def _cluster_profiler(
+    core_context: core.Context, info: Any, channel: core.DistributedContext, device: torch.device
+) -> NodeProfiler:
+    """Return a profiler that knows which devices are the trial's own: a node without containers shows all."""
+    sink = _ClusterSystemMetrics(core_context, info, channel.cross_rank)
+    # Where a cluster is stood in for, nothing has been given to the trial (``gpu_uuids`` asserts then).
+    own = [] if info._resources_info is None else list(info.gpu_uuids or ())
+    return NodeProfiler(
+        info.agent_id, channel, sink, lambda: own or _visible_devices(device, channel.local_size)
+    )
+
+
+def _visible_devices(device: torch.device, num_ranks: int) -> list[str]:
+    """Return the devices of a node's ranks as NVML calls them; none where they are not NVIDIA's.
+
+    A launcher that shows each rank its own device only leaves the one of this rank.
+    """
+    if device.type != "cuda" or torch.version.cuda is None:
+        return []
+    num_devices = min(num_ranks, torch.cuda.device_count())
+    return [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(num_devices)]
 
 
 # DeepSpeed 0.19 runtime/lr_schedules.py, get_lr: DeepSpeed itself asks, when it builds an engine with a scheduler.

@@ -20,12 +20,13 @@ import torch
 from determined import core, pytorch
 
 from dstrial.config import ExperimentConfig, Length
-from dstrial.config.dotted_keys import dstrial_section
+from dstrial.config.dotted_keys import dstrial_section, wants_system_metrics
 from dstrial.config.experiment_config.training_checks import TrainingChecks
 from dstrial.engine.advice import append_remedy
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.local.measuring_variables import AROUND_FIT_KEY, measuring_hyperparameters
 from dstrial.local.run_directory import REWRITE_VARIABLE, TEST_VARIABLE, RunState
+from dstrial.loggers.run_loggers import RunLoggers, loggers_of
 from dstrial.loop.boundaries import searcher_length, train_unit
 from dstrial.loop.loop import TrainingLoop, require_engine
 from dstrial.loop.metric_sinks import MetricSink
@@ -188,7 +189,8 @@ class Trainer:
                 all runs beside this one and in the directory of all runs.
             step_zero_validation: whether to validate before the first batch.
             test_mode: train one batch and validate one, off a cluster only.
-            profiling_enabled: whether Determined collects system metrics, on a cluster only.
+            profiling_enabled: whether system metrics of each node are collected from now on, until the core context ends; not in
+                a test.
             metric_sinks: where reported metrics go besides the trial's record and TensorBoard; opened and closed by this call.
                 Not in Determined.
 
@@ -212,15 +214,11 @@ class Trainer:
         metric: str | None = searcher.get("metric")
         if self._info is not None and test_mode:
             raise ValueError("test_mode is True on a cluster; expected False. Use it off a cluster only.")
-        if self._info is None and profiling_enabled and runtime.is_chief:
-            logger.warning("profiling_enabled is ignored off a cluster; use context.set_profiler()")
         latest_checkpoint = self._checkpoint_to_load(latest_checkpoint)
         if self._info is not None:
             if max_length is None:
                 max_length = searcher_length(searcher, runtime.train_batch_size)
             _warn_of_another_length(searcher, max_length)
-            if profiling_enabled:
-                runtime.core.profiler.on()
         if checkpoint_policy == "best" and metric is None:
             if runtime.is_chief:
                 logger.warning(
@@ -245,15 +243,23 @@ class Trainer:
             trial_id=trial_id_of(self._info, is_mirrored=runtime.is_mirrored),
             max_validation_rounds=1 if test_mode else None,
             is_rewrite=bool(os.environ.get(REWRITE_VARIABLE)),
-            saves_in_background=_saves_in_background(runtime.exp_conf),
+            saves_in_background=_is_switched_on(runtime.exp_conf, "background_saving"),
             checks=TrainingChecks.from_config(runtime.exp_conf),
             reports_epochs=(reporting_period is None or reporting_period is _REPORTING_PERIOD)
             and isinstance(max_length, pytorch.Epoch),
+            # Whoever watches the engines of a trial that is measured has instruments of its own.
+            has_telemetry=_is_switched_on(runtime.exp_conf, "telemetry")
+            and not (runtime.hparams or {}).get(AROUND_FIT_KEY),
         )
-        with _around_fit(runtime):
-            return self._run(settings, metric_sinks)
+        # A trial that is measured is measured alone.
+        if profiling_enabled and not test_mode and not (runtime.hparams or {}).get(AROUND_FIT_KEY):
+            runtime.core.profiler.on()
+        with _around_fit(runtime), loggers_of(self._context, is_test=test_mode) as loggers:
+            return self._run(settings, metric_sinks, loggers)
 
-    def _run(self, settings: LoopSettings, metric_sinks: Sequence[MetricSink]) -> FitResult:
+    def _run(
+        self, settings: LoopSettings, metric_sinks: Sequence[MetricSink], loggers: RunLoggers
+    ) -> FitResult:
         begin_phase(
             "building data loaders" if settings.latest_checkpoint is None else "loading the checkpoint"
         )
@@ -266,9 +272,11 @@ class Trainer:
             on_progress=self._on_progress,
             on_steps=self._on_steps,
             looks_for_metric=not (self._runtime.hparams or {}).get(AROUND_FIT_KEY),
-            metric_sinks=metric_sinks,
+            metric_sinks=[*loggers.sinks, *metric_sinks],
         )
         result = loop.run()
+        if result.stopped is not None:
+            loggers.note_stop()
         runtime = self._runtime
         if self._info is None and result.checkpoint_uuid is not None:
             directory = runtime.core.run_directory.checkpoints_path / result.checkpoint_uuid
@@ -336,18 +344,18 @@ def _around_fit(runtime: TrialRuntime) -> contextlib.AbstractContextManager[Any]
     return cast("contextlib.AbstractContextManager[Any]", around(runtime.core))
 
 
-def _saves_in_background(exp_conf: Mapping[str, Any] | None) -> bool:
-    """Return ``data.dstrial.background_saving``, true where it is not given.
+def _is_switched_on(exp_conf: Mapping[str, Any] | None, key: str) -> bool:
+    """Return a switch of ``data.dstrial``, true where it is not given.
 
     Raises:
         ValueError: it is no boolean.
     """
-    asked = dstrial_section(exp_conf).get("background_saving")
+    asked = dstrial_section(exp_conf).get(key)
     if asked is None:
         return True
     if not isinstance(asked, bool):
         raise ValueError(
-            f"data.dstrial.background_saving is {asked!r}; expected true or false. Write true, or leave it out."
+            f"data.dstrial.{key} is {asked!r}; expected true or false. Write true, or leave it out."
         )
     return asked
 
@@ -424,7 +432,7 @@ def run_trial(
             checkpoint_policy="none" if test_mode else str(config.get("checkpoint_policy") or "best"),
             latest_checkpoint=info.latest_checkpoint if info is not None else resume,
             step_zero_validation=not test_mode and bool(config.get("perform_initial_validation")),
-            profiling_enabled=info is not None and bool((config.get("profiling") or {}).get("enabled")),
+            profiling_enabled=wants_system_metrics(config) and not test_mode,
         )
         if test_mode and result.checkpoint_uuid is not None:
             _reload(trial, context, trainer, result.checkpoint_uuid)

@@ -328,8 +328,14 @@ def test_the_proof_on_a_gpu_refuses_what_is_no_interpreter(tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
-EXTRAS = {"huggingface": ("dstrial/integrations/huggingface", "dstrial/integrations/accelerate")}
+EXTRAS = {
+    "huggingface": ("dstrial/integrations/huggingface", "dstrial/integrations/accelerate"),
+    "ray": ("dstrial/ray",),
+}
 """Which packages of ours each extra is for; everything else imports the core's distributions only."""
+
+LOGGERS = {name: f"dstrial/loggers/{name}_logger.py" for name in ("wandb", "mlflow", "trackio")}
+"""Extras that are a package of their own name, which no other environment than ``make test-loggers``' has."""
 
 NOT_IMPORTED = {
     "setuptools": "torch.utils.cpp_extension builds DeepSpeed's operators with it",
@@ -391,7 +397,7 @@ def imported_below(*folders: str, without: tuple[str, ...] = ()) -> set[str]:
 
 
 def test_the_core_declares_what_it_imports_and_nothing_else() -> None:
-    used = imported_below("dstrial", without=sum(EXTRAS.values(), ()))
+    used = imported_below("dstrial", without=(*sum(EXTRAS.values(), ()), *LOGGERS.values()))
 
     assert used - declared(None) == set(), "imported and not declared"
     assert declared(None) - used - NOT_IMPORTED.keys() == set(), "declared and imported nowhere"
@@ -405,8 +411,17 @@ def test_an_extra_declares_what_its_packages_import_and_nothing_else(extra: str)
     assert declared(extra) - used - NOT_IMPORTED.keys() == set(), "declared and imported nowhere"
 
 
+@pytest.mark.parametrize("logger", LOGGERS)
+def test_a_logger_imports_the_package_of_its_extra_and_the_core_only(logger: str) -> None:
+    others = imported_in(ROOT / LOGGERS[logger]) - sys.stdlib_module_names - {"dstrial"}
+
+    assert declared(logger) == {logger}
+    assert others - installed_modules().keys() <= {logger}
+    assert logger in others
+
+
 def test_what_is_declared_for_others_is_not_imported() -> None:
-    assert NOT_IMPORTED.keys() & imported_below("dstrial") == set()
+    assert NOT_IMPORTED.keys() & imported_below("dstrial", without=tuple(LOGGERS.values())) == set()
     assert NOT_IMPORTED.keys() <= declared(None) | declared("huggingface")
 
 

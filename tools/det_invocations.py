@@ -281,7 +281,7 @@ INVOCATIONS: tuple[Invocation, ...] = (
     _no("resource-pool bindings add", "default bench", _BINDINGS),
     _no("resource-pool bindings remove", "default bench", _BINDINGS),
     _no("resource-pool bindings replace", "default bench", _BINDINGS),
-    _no("resource-pool bindings list-workspaces", "default", _BINDINGS),
+    Invocation("resource-pool bindings list-workspaces", "default", "default"),
     _no("workspace bindings list", "bench", _KUBERNETES),
     _no("workspace bindings set", "bench --namespace n", _KUBERNETES),
     _no("workspace bindings delete", "bench", _KUBERNETES),

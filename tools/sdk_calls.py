@@ -288,7 +288,7 @@ CALLS: tuple[Call, ...] = (
     _no("ResourcePool.add_bindings", "pool.add_bindings(['lab'])", _BINDINGS),
     _no("ResourcePool.remove_bindings", "pool.remove_bindings(['lab'])", _BINDINGS),
     _no("ResourcePool.replace_bindings", "pool.replace_bindings(['lab'])", _BINDINGS),
-    _no("ResourcePool.list_workspaces", "pool.list_workspaces()", _BINDINGS),
+    Call("ResourcePool.list_workspaces", "pool.list_workspaces()", "v == []"),
     _no("Determined.add_oauth_client", "determined.add_oauth_client('http://localhost', 'app')", _SSO, ""),
     _no("Determined.list_oauth_clients", "determined.list_oauth_clients()", _SSO, ""),
     _no("Determined.remove_oauth_client", "determined.remove_oauth_client('1')", _SSO, ""),

@@ -29,6 +29,7 @@ COMMANDS = {
     "hosts": "look whether the machines of a hostfile can train together",
     "login": "log det in to the master of this machine, without a password",
     "logs": "print the master's own log",
+    "memory": "say where a model's memory goes, and whether it needs several devices",
     "restore": "put a copy of the master's database back",
     "run": "train one experiment on this machine and follow it",
     "status": "show the master's address, slots, experiments and disk use",

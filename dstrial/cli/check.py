@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.run_resume import add_experiment_arguments, chosen_point
 from dstrial.config import CheckResult, DeepSpeedSource, ExperimentConfig, explain, load_experiment
-from dstrial.config.deepspeed_rules.check import DEFAULT_ORIGIN, ExplainedValue
+from dstrial.config.deepspeed_rules.check import DEFAULT_ORIGIN
+from dstrial.config.experiment_config.origins import deepspeed_checks, explained_rows
 from dstrial.config.experiment_config.training_checks import explained
-from dstrial.config.secrets import MASK, SecretNames, masked
+from dstrial.config.secrets import SecretNames, masked
 from dstrial.errors import ConfigError
 from dstrial.visible_text import visible_line
 
@@ -93,7 +94,7 @@ def _problem(problem: Any) -> dict[str, str]:
 
 def _summary(config: ExperimentConfig, *, with_values: bool) -> dict[str, Any]:
     configs: dict[str, Any] = {}
-    for key, (source, checked) in _checks(config).items():
+    for key, (source, checked) in deepspeed_checks(config).items():
         configs[key] = {
             "file": source.label,
             "batch_equation": checked.batch.equation if checked.batch else None,
@@ -113,7 +114,7 @@ def _summary(config: ExperimentConfig, *, with_values: bool) -> dict[str, Any]:
 
 
 def _print_text(config: ExperimentConfig, *, with_values: bool, with_defaults: bool) -> None:
-    checks = _checks(config)
+    checks = deepspeed_checks(config)
     if with_values:
         for key, (source, checked) in checks.items():
             _print_table(
@@ -130,20 +131,6 @@ def _print_text(config: ExperimentConfig, *, with_values: bool, with_defaults: b
     sys.stdout.write(f"{config.path}: ok\n")
 
 
-def _checks(config: ExperimentConfig) -> dict[str, tuple[DeepSpeedSource, CheckResult]]:
-    """Return each DeepSpeed config by its hyperparameter's name, the main one first."""
-    if config.deepspeed is None or config.deepspeed_check is None:
-        return dict(config.other_deepspeed)
-    return {"deepspeed_config": (config.deepspeed, config.deepspeed_check), **config.other_deepspeed}
-
-
-def _shown_value(row: ExplainedValue) -> str:
-    """Return a value to print, masked if secret: DeepSpeed's monitors are given keys."""
-    name = row.key.rpartition(".")[2]
-    is_secret = row.value not in ('""', "null", "true", "false") and _SECRETS.has_field(name, row.value)
-    return MASK if is_secret else visible_line(row.value)
-
-
 def _print_table(title: str, source: DeepSpeedSource, checked: CheckResult, *, with_defaults: bool) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -154,14 +141,17 @@ def _print_table(title: str, source: DeepSpeedSource, checked: CheckResult, *, w
     for heading in ("key", "value", "from"):
         table.add_column(heading, overflow="fold")
     num_hidden = 0
-    for row in explain(source, checked):
+    for row in explained_rows(source, checked, _SECRETS):
         # One that an "auto" of the config asked for has the place of that behind it, and was decided.
         if row.origin == DEFAULT_ORIGIN and not with_defaults:
             num_hidden += 1
             continue
         is_default = row.origin.startswith(DEFAULT_ORIGIN)
         table.add_row(
-            Text(row.key), Text(_shown_value(row)), Text(row.origin), style="dim" if is_default else None
+            Text(row.key),
+            Text(visible_line(row.value)),
+            Text(row.origin),
+            style="dim" if is_default else None,
         )
     console.print(table)
     if num_hidden:

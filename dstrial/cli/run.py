@@ -6,14 +6,17 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import json
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file
+from dstrial.cli import run_slurm
 from dstrial.cli.run_entrypoint import Entrypoint, parse_entrypoint
 from dstrial.cli.run_outcome import (
     Verdict,
@@ -23,9 +26,18 @@ from dstrial.cli.run_outcome import (
     outcome_of,
     summary,
 )
-from dstrial.cli.run_resume import ResumePoint, add_experiment_arguments, chosen_point, newest_resumable
-from dstrial.cli.streams import LossTolerantStream, typed
+from dstrial.cli.run_resume import (
+    ResumePoint,
+    add_experiment_arguments,
+    chosen_point,
+    newest_resumable,
+    run_directory_of,
+)
+from dstrial.cli.streams import LossTolerantStream, page_of, typed
 from dstrial.config import ExperimentConfig, load_experiment
+from dstrial.config.dotted_keys import apply_overrides, dstrial_section
+from dstrial.config.experiment_config.loggers import KEY as LOGGERS_KEY
+from dstrial.config.experiment_config.loggers import LOGGERS, with_loggers
 from dstrial.config.experiment_config.startup_hook import HOOK_NAME, requirements_of
 from dstrial.config.parsing.documents import read_yaml
 from dstrial.errors import ConfigError, ConfigProblem, LaunchError
@@ -49,10 +61,12 @@ if TYPE_CHECKING:
 
     from dstrial.cli.run_display import Display
     from dstrial.cli.run_follow import FollowResult
+    from dstrial.cli.run_site import RunSite
     from dstrial.cli.run_submission import Master
     from dstrial.hosts.preflight import Preflight
     from dstrial.launch.failures import LaunchOutcome
     from dstrial.master.store.observe import ExperimentView
+    from dstrial.slurm.allocation import Allocation
 
 _EPILOG = (
     "Ctrl-C and SIGTERM pause the experiment with a checkpoint; a second Ctrl-C leaves that to the master. "
@@ -94,7 +108,25 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         action="store_true",
         help="train two batches, validate once, write a checkpoint and load it again",
     )
+    parser.add_argument(
+        "--run-dir",
+        metavar="DIR",
+        help="directory of this run: it begins there, and where it has a checkpoint it goes on from the newest one",
+    )
+    parser.add_argument(
+        "--logger",
+        choices=tuple(LOGGERS),
+        action="append",
+        default=[],
+        help="report metrics there as well, beside TensorBoard and the loggers of EXP.yaml; repeatable",
+    )
+    parser.add_argument(
+        "--predict-memory",
+        action="store_true",
+        help="predict where memory goes before training, as `dstrial memory` does, and show it beside what was measured",
+    )
     add_host_arguments(parser)
+    run_slurm.add_slurm_arguments(parser)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,6 +141,8 @@ class _Request:
     max_restarts: int
     overrides: tuple[str, ...]
     hosts: tuple[Host, ...] = ()
+    allocation: Allocation | None = None
+    known_run: RunDirectory | None = None
 
     @property
     def num_slots(self) -> int:
@@ -125,15 +159,32 @@ def main(args: argparse.Namespace) -> int:
         DstrialError: the experiment cannot be started.
     """
     request = _read_request(args)
+    if args.slurm and request.allocation is None:
+        from dstrial.cli.run_slurm_submission import prepare, submit_and_follow
+
+        known = request.known_run or run_directory_of(args)
+        inner = _own_arguments(args, slots=request.num_slots)
+        submission = prepare(args, request.experiment, inner, None if known is None else known.path)
+        return submit_and_follow(args, submission)
     if not request.hosts:
         return _run(request, _attempt)
+    from dstrial.cli.run_site import BatchJob, RunSite
+
+    site = RunSite() if request.allocation is None else BatchJob(request.allocation)
+    with site.watched():
+        return _run_on_hosts(request, site)
+
+
+def _run_on_hosts(request: _Request, site: RunSite) -> int:
+    """Train on the hosts of a hostfile, or the nodes of the job that this command is in."""
     from dstrial.cli.run_hosts import ready_hosts
 
-    kept = None if request.point is None else request.point.run_directory
-    runs_dir = default_runs_dir(args.runs_dir) if kept is None else kept.path.parent
-    preflight = ready_hosts(args, request.experiment, request.hosts, runs_dir)
+    args = request.args
+    own = request.known_run or run_directory_of(args)
+    runs_dir = default_runs_dir(args.runs_dir) if own is None else own.path.parent
+    preflight = ready_hosts(args, request.experiment, request.hosts, runs_dir, site.transport)
     try:
-        return _run(request, functools.partial(_attempt_on_hosts, preflight=preflight))
+        return _run(request, functools.partial(_attempt_on_hosts, preflight=preflight, site=site))
     finally:
         preflight.close()
 
@@ -142,17 +193,25 @@ def _run(request: _Request, attempt: Callable[[_Request, RunDirectory], int]) ->
     """Make or take the run's directory, and train in it."""
     args = request.args
     command = ["dstrial", *_own_arguments(args)]
-    run_directory = None if request.point is None else request.point.run_directory
+    run_directory = request.known_run
     experiment = request.experiment
     if run_directory is None:
+        own = run_directory_of(args)
         run_directory = RunDirectory.create(
             default_runs_dir(args.runs_dir),
             name=f"{experiment.name}-test" if args.test else experiment.name,
             context_dir=experiment.context_dir,
             command=command,
             config=experiment.raw,
+            path=None if own is None else own.path,
         )
     with run_directory.lock(), _ended_on_record(run_directory):
+        if args.predict_memory:
+            from dstrial.cli.memory import predict_run
+
+            problem = predict_run(run_directory, experiment, request.num_slots)
+            if problem is not None:
+                sys.stdout.write(f"where memory goes is not predicted: {problem}\n")
         return attempt(request, run_directory)
 
 
@@ -160,13 +219,15 @@ def _read_request(args: argparse.Namespace) -> _Request:
     """Read and check everything that can be checked before anything is made."""
     point = chosen_point(args)
     resumed = None if point is None else point.saved_run()
-    overrides = [*args.config, *_trust_override(args, point)]
-    require_hostfile(args)
+    overrides = [*args.config, *_trust_override(args, point), *_logger_override(args)]
+    run_slurm.require_slurm_flags(args)
+    require_hostfile(args, is_under_slurm=args.slurm)
+    allocation = run_slurm.own_allocation(args)
     hosts: tuple[Host, ...] = ()
-    if args.hostfile is not None:
-        from dstrial.cli.run_hosts import chosen_hosts, require_trainable_on_hosts
+    if args.hostfile is not None or allocation is not None:
+        from dstrial.cli.run_hosts import chosen_hosts
 
-        hosts = chosen_hosts(args)
+        hosts = chosen_hosts(args, allocation)
     slots = sum(len(host.slots) for host in hosts) if hosts else args.slots
     given = load_experiment(
         args.experiment,
@@ -189,9 +250,13 @@ def _read_request(args: argparse.Namespace) -> _Request:
         )
     entrypoint = parse_entrypoint(given.entrypoint, str(given.path))
     _require_trainable(args, given, entrypoint, is_search=is_search)
-    if hosts:
+    if hosts or args.slurm:
+        from dstrial.cli.run_hosts import require_trainable_on_hosts
+
         require_trainable_on_hosts(given, entrypoint, is_search=is_search)
     err = LossTolerantStream(sys.stderr)
+    if not args.slurm and (hint := run_slurm.unused_nodes_hint()) is not None:
+        err.write(f"warning: {hint}\n")
     for warning in given.warnings:
         err.write(f"warning: {warning}\n")
     if point is not None:
@@ -201,8 +266,25 @@ def _read_request(args: argparse.Namespace) -> _Request:
             if f"checkpoint {point.checkpoint.name}: " in note:
                 err.write(f"{note}\n")
     return _Request(
-        args, given, entrypoint, point, is_search, _max_restarts(args, given), tuple(overrides), hosts
+        args,
+        given,
+        entrypoint,
+        point,
+        is_search,
+        _max_restarts(args, given),
+        tuple(overrides),
+        hosts,
+        allocation,
+        _known_run(args, point),
     )
+
+
+def _known_run(args: argparse.Namespace, point: ResumePoint | None) -> RunDirectory | None:
+    """Return the run that goes on; None for a new one."""
+    if point is not None and point.run_directory is not None:
+        return point.run_directory
+    own = run_directory_of(args)
+    return None if own is None or not own.record_path.is_file() else RunDirectory.open(own.path)
 
 
 def _trust_override(args: argparse.Namespace, point: ResumePoint | None) -> list[str]:
@@ -226,6 +308,15 @@ def _trust_override(args: argparse.Namespace, point: ResumePoint | None) -> list
         raise ConfigError([problem])
     # Only these files: what the run writes later has to be vouched for by itself.
     return [f"data.dstrial.trust_checkpoint_code='{hash_file(manifest).sha256}'"]
+
+
+def _logger_override(args: argparse.Namespace) -> list[str]:
+    """Return the loggers of the config and of ``--logger`` as one setting."""
+    if not args.logger:
+        return []
+    document = apply_overrides(read_yaml(Path(args.experiment), args.experiment), args.config)
+    loggers = with_loggers(dstrial_section(document.value).get("loggers"), args.logger)
+    return [] if loggers is None else [f"{LOGGERS_KEY}={json.dumps(loggers)}"]
 
 
 def _max_restarts(args: argparse.Namespace, experiment: ExperimentConfig) -> int:
@@ -278,21 +369,31 @@ def _require_trainable(
         experiment.require_max_length()
 
 
-def _own_arguments(args: argparse.Namespace, resume: str | None = None) -> list[str]:
-    """This command line again, with another ``--resume``."""
+def _own_arguments(
+    args: argparse.Namespace, resume: str | None = None, *, slots: int | None = None
+) -> list[str]:
+    """This command line again, with another ``--resume`` or number of slots."""
     words = ["run", args.experiment]
     if args.context_dir != ".":
         words.append(args.context_dir)
     for override in args.config:
         words += ["--config", override]
-    if args.slots is not None:
-        words += ["--slots", str(args.slots)]
+    if (slots or args.slots) is not None:
+        words += ["--slots", str(slots or args.slots)]
     if args.runs_dir is not None:
         words += ["--runs-dir", args.runs_dir]
     for flag in ("hostfile", "include", "exclude", "interface", "master_port", "python"):
         value = getattr(args, flag)
         if value:
             words += [f"--{flag.replace('_', '-')}", str(value)]
+    if args.slurm:
+        words.append("--slurm")
+    for argument in args.sbatch_arg:
+        words.append(f"--sbatch-arg={argument}")
+    for logger in args.logger:
+        words += ["--logger", logger]
+    if args.predict_memory:
+        words.append("--predict-memory")
     if args.no_progress:
         words.append("--no-progress")
     if args.trust_code:
@@ -332,16 +433,19 @@ def _attempt(request: _Request, run_directory: RunDirectory) -> int:
         return _train(request, master, run_directory, signals, out, err, num_slots)
 
 
-def _attempt_on_hosts(request: _Request, run_directory: RunDirectory, *, preflight: Preflight) -> int:
+def _attempt_on_hosts(
+    request: _Request, run_directory: RunDirectory, *, preflight: Preflight, site: RunSite
+) -> int:
     """Train on hosts, without a master; record and print the outcome."""
     from dstrial.cli.run_display import Refresher, make_display
     from dstrial.cli.run_hosts import HostRun
 
     args, point, metric = request.args, request.point, request.experiment.metric
     out, err = LossTolerantStream(sys.stdout), LossTolerantStream(sys.stderr)
-    if point is not None and point.run_directory is not None:
+    if request.known_run is not None:
         run_directory.begin_attempt(["dstrial", *_own_arguments(args)])
         run_directory.write_config(request.experiment.raw)
+    site.begin(run_directory)
     monitor = RunMonitor(run_directory, metric=metric, since=utc_now())
     display = make_display(out, err, num_ranks=request.num_slots, metric=metric, is_plain=args.no_progress)
     try:
@@ -358,6 +462,7 @@ def _attempt_on_hosts(request: _Request, run_directory: RunDirectory, *, preflig
             overrides=request.overrides,
             max_restarts=request.max_restarts,
             display=display,
+            site=site,
         )
         with Refresher(monitor.poll, display.view):
             outcome = run.train(preflight)
@@ -365,8 +470,12 @@ def _attempt_on_hosts(request: _Request, run_directory: RunDirectory, *, preflig
         display.close()
     status = read_json(run_directory.status_path) or {}
     verdict = judge(outcome, status, is_trial=request.entrypoint.trial is not None)
+    verdict = site.judged(verdict, outcome.stopped_by, run_directory)
     lines, exit_code = _recorded(request, run_directory, verdict, outcome, monitor)
+    if site.is_started_again:  # nobody has to type it
+        lines = [line for line in lines if not line.startswith("resume with:")]
     _print_end(lines, outcome, out, err)
+    site.leave(out)
     return exit_code
 
 
@@ -419,6 +528,7 @@ def _train(
         display.message(
             f"experiment:    {experiment_id} ({typed('det')} experiment describe {experiment_id})"
         )
+        display.message(f"page:          {page_of(master.record.address, experiment_id)}")
         log = LogTail(master, _shower(display), known)
 
         looked = {"waited_until_s": time.time()}
@@ -516,6 +626,9 @@ def _start(
         experiment, request.entrypoint, num_slots=num_slots, max_restarts=request.max_restarts
     )
     mark = submission.fingerprint(config, files)
+    if point is None and request.known_run is not None:
+        run_directory.begin_attempt(["dstrial", *_own_arguments(request.args)])
+        run_directory.write_config(experiment.raw)
     if point is not None and point.run_directory is not None:
         newest = newest_checkpoint(run_directory.checkpoints_path)
         is_newest = newest is not None and newest.path == point.checkpoint

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
 from dstrial.cli.run_display import Display
 from dstrial.cli.run_entrypoint import Entrypoint
+from dstrial.cli.run_site import RunSite
 from dstrial.config import ExperimentConfig, load_experiment
 from dstrial.errors import ConfigError, ConfigProblem, HostError, LaunchError
 from dstrial.hosts.arguments import given_slots, hosts_of, placement_lines, port_of, python_of
 from dstrial.hosts.hostfile import Host, first_slots
 from dstrial.hosts.preflight import Preflight, check_hosts
+from dstrial.hosts.srun import hosts_of_allocation
+from dstrial.hosts.transport import Transport
 from dstrial.launch.failures import LaunchOutcome
 from dstrial.launch.over_hosts import Job, run_on_hosts
 from dstrial.launch.rank_main import script_command, trial_command
@@ -21,17 +25,22 @@ from dstrial.local.checkpoint_directory import newest_checkpoint
 from dstrial.local.json_files import write_json_atomically
 from dstrial.local.run_directory import RUN_DIR_VARIABLE, RunDirectory
 from dstrial.resume.locate import saved_run_to_resume
+from dstrial.slurm.allocation import Allocation
 
 
-def chosen_hosts(args: argparse.Namespace) -> tuple[Host, ...]:
-    """Return the hosts of ``--hostfile`` to train on.
+def chosen_hosts(args: argparse.Namespace, allocation: Allocation | None) -> tuple[Host, ...]:
+    """Return the hosts to train on, of ``--hostfile`` or of an allocation; none for this machine.
 
     ``--slots`` or a ``slots_per_trial`` that the user has written says how many of their slots are used; else all are.
 
     Raises:
         ConfigError: with everything that is wrong with the flags and the hostfile.
+        LaunchError: the allocation has not so many slots.
     """
-    return hosts_of(args, args.slots or given_slots(Path(args.experiment), args.config))
+    if args.hostfile is None and allocation is None:
+        return ()
+    wanted = args.slots or given_slots(Path(args.experiment), args.config)
+    return hosts_of(args, wanted) if allocation is None else hosts_of_allocation(allocation, wanted)
 
 
 def require_trainable_on_hosts(
@@ -45,15 +54,16 @@ def require_trainable_on_hosts(
     if is_search:
         problem = ConfigProblem(
             f"{experiment.path}: searcher.name",
-            f"{experiment.raw['searcher']['name']!r} with --hostfile",
+            f"{experiment.raw['searcher']['name']!r} over several hosts",
             "'single', one trial",
-            "Add --config searcher.name=single and concrete hyperparameters.",
+            "Add --config searcher.name=single and concrete hyperparameters, or start a master over the hosts: dstrial up "
+            "--hostfile, or --slurm in an allocation.",
         )
         raise ConfigError([problem])
     if entrypoint.starts_ranks or entrypoint.words[:2] == ("sh", "-c"):
         problem = ConfigProblem(
             f"{experiment.path}: entrypoint",
-            f"{experiment.entrypoint!r} with --hostfile",
+            f"{experiment.entrypoint!r} over several hosts",
             "a trial class or a script, of which dstrial starts a rank for each slot",
             "Write entrypoint: model_def:MyTrial, or name the script alone.",
         )
@@ -61,7 +71,11 @@ def require_trainable_on_hosts(
 
 
 def ready_hosts(
-    args: argparse.Namespace, experiment: ExperimentConfig, hosts: Sequence[Host], shared_directory: Path
+    args: argparse.Namespace,
+    experiment: ExperimentConfig,
+    hosts: Sequence[Host],
+    shared_directory: Path,
+    transport: Transport | None = None,
 ) -> Preflight:
     """Connect to the hosts of a run.
 
@@ -76,6 +90,7 @@ def ready_hosts(
         interface=args.interface,
         port=port_of(args),
         environ={**os.environ, **experiment.environment_variables},
+        transport=transport,
     )
 
 
@@ -92,6 +107,7 @@ class HostRun:
         overrides: ``--config`` and what goes with it.
         max_restarts: how often ranks that failed by themselves are started again.
         display: shows lines.
+        site: where the hosts are.
     """
 
     def __init__(
@@ -106,10 +122,12 @@ class HostRun:
         overrides: Sequence[str],
         max_restarts: int,
         display: Display,
+        site: RunSite,
     ) -> None:
         self._args, self._experiment, self._entrypoint = args, experiment, entrypoint
         self._hosts, self._run_directory, self._resume = tuple(hosts), run_directory, resume
         self._overrides, self._max_restarts, self._display = tuple(overrides), max_restarts, display
+        self._site = site
 
     def train(self, preflight: Preflight) -> LaunchOutcome:
         """Train until the run has ended; return how its last attempt did.
@@ -128,7 +146,7 @@ class HostRun:
             if failure is None or outcome.stopped_by is not None or self._args.test:
                 return outcome
             limit = self._experiment.max_restarts if failure.is_lost else self._max_restarts
-            if restarts >= limit:
+            if restarts >= limit or self._site.is_ending:
                 return outcome
             restarts += 1
             self._display.message(failure.in_one_line)
@@ -142,7 +160,8 @@ class HostRun:
         """Connect to the hosts again, without those that cannot train any more."""
         while True:
             try:
-                return ready_hosts(self._args, self._experiment, self._hosts, self._run_directory.path.parent)
+                shared = self._run_directory.path.parent
+                return ready_hosts(self._args, self._experiment, self._hosts, shared, self._site.transport)
             except HostError as error:
                 left = tuple(
                     host for host in self._hosts if host.name not in {one.host for one in error.problems}
@@ -188,12 +207,15 @@ class HostRun:
             python=python_of(self._args),
             on_line=self._display.rank_line,
             on_note=self._display.message,
-            on_stop=lambda name: self._display.message(
-                f"{name}: stopping all ranks at the same batch (Ctrl-C again ends them at once)"
-            ),
+            on_stop=self._tell_stop,
+            stop_signals=self._site.stop_signals,
         )
         write_json_atomically(self._run_directory.outcome_path, outcome.to_json())
         return outcome
+
+    def _tell_stop(self, name: str) -> None:
+        again = " (Ctrl-C again ends them at once)" if name == signal.SIGINT.name else ""
+        self._display.message(f"{name}: stopping all ranks at the same batch{again}")
 
     def _job(self, command: list[str]) -> Job:
         env = {**self._experiment.environment_variables, RUN_DIR_VARIABLE: str(self._run_directory.path)}
@@ -215,8 +237,8 @@ class HostRun:
             command = script_command(self._entrypoint.words, directory=self._experiment.context_dir)
             if len(command) < 2 or command[1] != "-m":
                 raise LaunchError(
-                    f"the entrypoint is {self._experiment.entrypoint!r}; expected a trial class or a Python script with "
-                    "--hostfile. Write a script in Python, or start the command on each host yourself."
+                    f"the entrypoint is {self._experiment.entrypoint!r}; expected a trial class or a Python script "
+                    "over several hosts. Write a script in Python, or start the command on each host yourself."
                 )
             return [python, *command[1:]]
         return trial_command(

@@ -16,6 +16,7 @@ from dstrial.local.checkpoint_directory import list_checkpoints, newest_checkpoi
 from dstrial.local.json_files import read_json
 from dstrial.local.run_directory import RunDirectory, RunState, shown_path
 from dstrial.local.run_monitor import RunView, read_validations
+from dstrial.telemetry.summary import summary_rows
 
 if TYPE_CHECKING:
     from dstrial.cli.run_follow import FollowResult
@@ -143,6 +144,7 @@ def summary(
     skipped = skipped_steps(run_directory)
     if skipped is not None:
         rows.append(("skipped steps", skipped))
+    rows += telemetry_rows(run_directory)
     rows.append(("run directory", f"{shown_path(run_directory.path)}, with"))
     if checkpoint is not None:
         of_best = [found for found in stored if found.steps_completed in measured]
@@ -160,6 +162,16 @@ def summary(
     if verdict.state is not RunState.COMPLETED and checkpoint is not None:
         rows.append(("resume with", shlex.join(resume_command)))
     return [f"{name + ':':<15}{value}" for name, value in rows]
+
+
+def telemetry_rows(run_directory: RunDirectory) -> list[tuple[str, str]]:
+    """Return what the attempt has told of its time, memory and speed."""
+    with contextlib.suppress(
+        DstrialError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError
+    ):
+        predicted = read_json(run_directory.memory_path) or {}
+        return summary_rows(read_json(run_directory.telemetry_path) or {}, predicted.get("stages", ()))
+    return []  # of another release, or damaged: the rest of the summary is what counts
 
 
 def skipped_steps(run_directory: RunDirectory) -> str | None:

@@ -50,20 +50,34 @@ class ResumePoint:
 
 
 def chosen_point(args: argparse.Namespace) -> ResumePoint | None:
-    """Return what ``--resume`` and ``--runs-dir`` mean; None without ``--resume``.
+    """Return what ``--resume``, ``--run-dir`` and ``--runs-dir`` mean; None to begin anew.
+
+    A run of ``--run-dir`` that has a checkpoint goes on from its newest one, whatever it began from.
 
     Raises:
         CheckpointNotFoundError: as :func:`resume_point`.
         ConfigError: the config cannot be read.
     """
+    own = run_directory_of(args)
+    if own is not None and own.record_path.is_file():
+        resumable = newest_resumable([own])
+        if resumable is not None:
+            return ResumePoint(own, resumable[1])
     if args.resume is None:
         return None
-    return resume_point(
+    point = resume_point(
         args.resume,
         runs_dir=default_runs_dir(args.runs_dir),
         name=experiment_name(args.experiment, args.config),
         context_dir=Path(args.context_dir),
     )
+    return point if own is None else dataclasses.replace(point, run_directory=None)
+
+
+def run_directory_of(args: argparse.Namespace) -> RunDirectory | None:
+    """Return the directory that ``--run-dir`` gives the run; None without, and for commands without the flag."""
+    path = getattr(args, "run_dir", None)
+    return None if path is None else RunDirectory(Path(path).absolute())
 
 
 def newest_resumable(runs: list[RunDirectory]) -> tuple[RunDirectory, Path] | None:

@@ -12,7 +12,7 @@ from dstrial.cli.run_follow import FollowResult, follow
 from dstrial.cli.run_stalls import StalledTrials
 from dstrial.cli.run_submission import Master, Submission, config_of_run, fingerprint, read_context, submit
 from dstrial.cli.run_submission import submitted_config as config_of
-from dstrial.cli.streams import text_table, typed
+from dstrial.cli.streams import page_of, text_table, typed
 from dstrial.config.secrets import SecretNames, masked
 from dstrial.local.run_directory import RunDirectory, RunState, shown_path
 from dstrial.master.store import observe
@@ -48,6 +48,7 @@ def search(
     mark = fingerprint(config, files)
     Submission(experiment_id, master.record.cluster_id, mark, storage).write(run_directory)
     out.write(f"experiment:    {experiment_id} ({typed('det')} experiment describe {experiment_id})\n")
+    out.write(f"page:          {page_of(master.record.address, experiment_id)}\n")
     told = ""
     told_starts: set[str] = set()
 

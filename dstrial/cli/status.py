@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from dstrial.cli.up import add_state_dir_argument, describe_slots
 from dstrial.errors import DstrialError, MasterError, RequestError
 from dstrial.master.backends.fork_servers import shown_servers
-from dstrial.master.backends.ssh.backend import shown_hosts
+from dstrial.master.backends.hosts.backend import shown_hosts
+from dstrial.master.backends.queued.backend import shown_engine
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory
 from dstrial.master.store import observe
@@ -59,6 +60,9 @@ def main(args: argparse.Namespace) -> int:
         "starting": starting,
         "stalled": stalled,
         "hosts": [] if record is None else [dataclasses.asdict(one) for one in shown_hosts(state.path)],
+        "engine": None
+        if record is None or (engine := shown_engine(state.path)) is None
+        else dataclasses.asdict(engine),
         "warm": [] if record is None else [dataclasses.asdict(one) for one in shown_servers(state.path)],
         "state_dir": str(state.path),
         "disk_bytes": _disk_bytes(state.path),
@@ -147,6 +151,12 @@ def _text(record: MasterRecord | None, fields: dict[str, Any]) -> str:
         is_down = "" if host["why_down"] is None else f", down for {since_s:.0f} s: {host['why_down']}"
         rows.append(("host", f"{host['name']}, {slots}{is_down}"))
     rows += [(name, _counts(fields[name])) for name in ("experiments", "trials")]
+    if fields["engine"] is not None:
+        engine = fields["engine"]
+        rows += [
+            (engine["name"].lower(), text) for text in ([engine["why_away"]] if engine["why_away"] else [])
+        ]
+        rows += [("job", text.removeprefix("job ")) for text in engine["jobs"]]
     for one in fields["starting"]:
         what = f"trial {one['trial']} of experiment {one['experiment']} is {one['phase']}"
         rows.append(("starting", f"{what}, for {one['seconds']:.0f} s"))

@@ -175,3 +175,8 @@ def typed(name: str) -> str:
         return name
     below = os.path.relpath(own)
     return str(own) if below.startswith(os.pardir) else below
+
+
+def page_of(address: str, experiment_id: int) -> str:
+    """Return where the master's page shows an experiment, and how a browser is logged in."""
+    return f"{address}/det/experiments/{experiment_id} ({typed('dstrial')} login prints a link that logs in)"

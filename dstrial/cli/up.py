@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dstrial.errors import ConfigError, ConfigProblem, HostError, RequestError
+from dstrial.errors import ConfigError, ConfigProblem, HostError, LaunchError, RequestError
 from dstrial.hosts.arguments import FILTER, placement_lines
 from dstrial.launch.slots import slots_argument
 from dstrial.master import daemon
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from dstrial.master.login import Login
+    from dstrial.master.settings import MasterSettings
 
+BACKENDS = ("agent", "slurm", "ray")
 _HOSTS_S = 12.0
 _POLL_S = 0.05
 
@@ -70,6 +72,14 @@ def _add_host_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--include", default="", metavar=FILTER, help="use only these hosts and slots")
     group.add_argument("--exclude", default="", metavar=FILTER, help="use all hosts and slots but these")
     group.add_argument("--python", metavar="PATH", help="interpreter on each host (default: this one's path)")
+    group.add_argument(
+        "--slurm", action="store_true", help="in an allocation (salloc, sbatch): its nodes are the hosts"
+    )
+    group.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        help="slurm: a job for each trial; ray: a placement group (default: agent, this machine or its hosts)",
+    )
 
 
 def add_state_dir_argument(parser: argparse.ArgumentParser) -> None:
@@ -108,6 +118,8 @@ def main(args: argparse.Namespace) -> int:
         include=args.include,
         exclude=args.exclude,
         python=args.python,
+        is_under_slurm=args.slurm,
+        backend=args.backend,
     )
     record = state.running()
     if record is not None:
@@ -139,14 +151,35 @@ def _check_hosts(state: StateDirectory, options: daemon.MasterOptions) -> bool:
         ConfigError: the hostfile cannot be used, or flags contradict each other.
         HostError: with everything that is wrong with the hosts, unless trials of an earlier master go on there.
     """
-    if options.hostfile is None and options.config_file is None:
+    if options.is_under_slurm and (options.hostfile or options.include or options.exclude):
+        problem = ConfigProblem(
+            "--slurm",
+            "given beside --hostfile, --include or --exclude",
+            "one of the two",
+            "Leave them out: Slurm names the nodes.",
+        )
+        raise ConfigError([problem])
+    if (
+        options.hostfile is None
+        and options.config_file is None
+        and not options.is_under_slurm
+        and options.backend is None
+    ):
         _require_hostfile(options)
         return False
     from dstrial.hosts.preflight import check_hosts
-    from dstrial.master.server import hosts_of
+    from dstrial.hosts.srun import own_allocation, transport_of
+    from dstrial.master.server import hosts_of, with_options
     from dstrial.master.settings import MasterSettings
 
     settings = MasterSettings.load(None if options.config_file is None else Path(options.config_file))
+    settings = with_options(settings, options)
+    if settings.backend == "slurm":
+        _check_slurm(state, options, settings)
+        return True
+    if settings.backend == "ray":
+        _check_ray(options, settings)
+        return True
     hosts = hosts_of(options, settings)
     if not hosts:
         _require_hostfile(options)
@@ -165,6 +198,7 @@ def _check_hosts(state: StateDirectory, options: daemon.MasterOptions) -> bool:
             hosts,
             python=options.python or settings.hosts_python or sys.executable,
             shared_directory=Path(storage.get("host_path") or storage["container_path"]),
+            transport=transport_of(own_allocation()) if options.is_under_slurm else None,
         )
     except HostError as error:
         if not num_live_allocations(state):
@@ -180,9 +214,71 @@ def _check_hosts(state: StateDirectory, options: daemon.MasterOptions) -> bool:
     return True
 
 
+def _check_slurm(state: StateDirectory, options: daemon.MasterOptions, settings: MasterSettings) -> None:
+    """Look whether Slurm takes jobs of this master's.
+
+    Raises:
+        ConfigError: flags contradict each other, or an option of sbatch is none.
+        LaunchError: Slurm is not here, or refuses a job of one slot, unless trials of an earlier master go on there.
+    """
+    _refuse_hosts(options, settings, "Slurm")
+    from dstrial.master.backends.queued.slurm import check_slurm
+
+    state.make()
+    try:
+        check_slurm(settings.slurm, state.path / "slurm", lambda text: sys.stderr.write(f"{text}\n"))
+    except LaunchError as error:
+        if not num_live_allocations(state):
+            raise
+        # What runs in its jobs is to be taken back.
+        sys.stderr.write(f"warning: {error}\n")
+
+
+def _check_ray(options: daemon.MasterOptions, settings: MasterSettings) -> None:
+    """Look whether the Ray cluster answers, and show its nodes.
+
+    Raises:
+        ConfigError: flags contradict each other.
+        MissingExtraError: Ray is not installed.
+        MasterError: the cluster does not answer.
+    """
+    _refuse_hosts(options, settings, "Ray")
+    from dstrial.master.backends.queued.ray import check_ray
+
+    for name, count in check_ray(settings.ray_address).items():
+        sys.stdout.write(f"{'node:':<10}{name}: {count} slot{'s' * (count != 1)}\n")
+
+
+def _refuse_hosts(options: daemon.MasterOptions, settings: MasterSettings, name: str) -> None:
+    """Refuse what names hosts beside an engine that has its own.
+
+    Raises:
+        ConfigError: it is given.
+    """
+    given = {
+        "--hostfile": options.hostfile or settings.hostfile,
+        "--include": options.include,
+        "--exclude": options.exclude,
+        "--slots": options.num_slots,
+        "--slurm": options.is_under_slurm,
+    }
+    problems = [
+        ConfigProblem(
+            flag,
+            f"given beside backend {name.lower()}",
+            "one of the two",
+            f"Leave it out: {name} has the nodes.",
+        )
+        for flag, value in given.items()
+        if value not in (None, "", False)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
 def _await_hosts(state: StateDirectory) -> None:
     """Wait until the master has connected to its hosts, or knows why it cannot."""
-    from dstrial.master.backends.ssh.backend import shown_hosts
+    from dstrial.master.backends.hosts.backend import shown_hosts
 
     give_up_at_s = time.monotonic() + _HOSTS_S
     while not shown_hosts(state.path) and time.monotonic() < give_up_at_s:
@@ -220,6 +316,10 @@ def _ignored(args: argparse.Namespace, record: MasterRecord) -> list[str]:
         ignored.append("--foreground")
     if args.hostfile is not None:
         ignored.append("--hostfile")
+    if args.slurm:
+        ignored.append("--slurm")
+    if args.backend is not None:
+        ignored.append("--backend")
     return ignored
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dstrial.config.deepspeed_schema import deepspeed_rules
@@ -33,10 +33,24 @@ def value_at(config: Any, path: str | KeyPath, default: Any = None) -> Any:
     return config
 
 
+def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield what stands at the ends of nested mappings, with its path; an empty mapping is an end."""
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from leaves(inner, (*path, key))
+    else:
+        yield path, value
+
+
 def dstrial_section(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return ``data.dstrial``, our settings in an experiment config; else empty."""
     section = value_at(config, "data.dstrial")
     return section if isinstance(section, Mapping) else {}
+
+
+def wants_system_metrics(config: Mapping[str, Any] | None) -> bool:
+    """Return ``profiling.enabled`` of an experiment config, false where it is not given."""
+    return value_at(config, "profiling.enabled", False) is True
 
 
 def nested(overwrite: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,8 +48,8 @@ def add_host_arguments(parser: argparse.ArgumentParser, *, is_required: bool = F
     group.add_argument("--python", metavar="PATH", help="interpreter on each host (default: this one's path)")
 
 
-def require_hostfile(args: argparse.Namespace) -> None:
-    """Refuse flags of hosts without a hostfile.
+def require_hostfile(args: argparse.Namespace, *, is_under_slurm: bool = False) -> None:
+    """Refuse flags of hosts without a hostfile, or nodes of Slurm.
 
     Raises:
         ConfigError: with each of them.
@@ -61,12 +61,13 @@ def require_hostfile(args: argparse.Namespace) -> None:
         "--master-port": args.master_port,
         "--python": args.python,
     }
+    has_hosts = args.hostfile is not None or is_under_slurm
     problems = [
         ConfigProblem(flag, "given without --hostfile", "both or none", "Add --hostfile FILE.")
         for flag, value in given.items()
         if value
     ]
-    if args.hostfile is None and problems:
+    if not has_hosts and problems:
         raise ConfigError(problems)
 
 

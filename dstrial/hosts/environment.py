@@ -19,6 +19,11 @@ STAYING_PREFIXES = (
     "OMPI_", "PALS_",
 )  # fmt: skip
 """Variables that stay, by how they begin."""
+# What Slurm says of the step that starts a program there: one task, which libraries would take for the only rank.
+_OF_A_STEP = (
+    "SLURM_STEP_", "SLURM_STEPID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS",
+    "SLURM_TASKS_PER_NODE", "SLURM_TASK_PID", "SLURM_GTIDS", "SLURM_NNODES", "SLURM_STEPMGR", "PMI_", "PMIX_",
+)  # fmt: skip
 
 
 def travelling(environ: Mapping[str, str], there: Mapping[str, str]) -> dict[str, str]:
@@ -29,7 +34,8 @@ def travelling(environ: Mapping[str, str], there: Mapping[str, str]) -> dict[str
         there: what a login there has; what does not travel is taken from it.
     """
     ours = {name: value for name, value in environ.items() if not stays(name)}
-    return {**{name: value for name, value in there.items() if not name.startswith("SSH_")}, **ours}
+    theirs = {name: value for name, value in there.items() if not name.startswith(("SSH_", *_OF_A_STEP))}
+    return {**theirs, **ours}
 
 
 def stays(name: str) -> bool:

@@ -17,12 +17,14 @@ from typing import Any, TypeVar
 
 from dstrial.errors import HostError, HostProblem
 from dstrial.hosts import remote
-from dstrial.hosts.connection import CONNECT_S, HostConnection
+from dstrial.hosts.connection import HostConnection
 from dstrial.hosts.hostfile import Host
+from dstrial.hosts.ssh import SshTransport
+from dstrial.hosts.transport import Transport
 from dstrial.ranks.devices import SHARE_VARIABLE, may_share
 from dstrial.visible_text import visible_line
 
-_DEADLINE_S = CONNECT_S + 1.0
+_MORE_S = 1.0
 _STEP_S = 5.0
 _CONNECT_S = 2.0
 _MOST_SKEW_S = 30.0
@@ -116,6 +118,7 @@ def check_hosts(
     interface: str | None = None,
     port: int = 0,
     environ: Mapping[str, str] = os.environ,
+    transport: Transport | None = None,
 ) -> Preflight:
     """Connect to all hosts and find all that keeps them from training together.
 
@@ -128,6 +131,7 @@ def check_hosts(
             ``GLOO_SOCKET_IFNAME`` of ``environ`` names counts as given.
         port: for the rendezvous on the first host; 0 for any free one.
         environ: of what is to train.
+        transport: how hosts are reached; None for ssh.
 
     Returns:
         The hosts, whose connections the caller closes.
@@ -136,9 +140,11 @@ def check_hosts(
         HostError: with every problem of every host; all connections are closed then.
     """
     began_s = time.monotonic()
+    transport = transport or SshTransport()
+    give_up_at_s = began_s + transport.connect_s + _MORE_S
     with _closed_after_an_error() as connections:
-        connections += _on_all(hosts, lambda host: HostConnection(host, python))
-        answers = _on_all(connections, lambda one: _facts(one, began_s + _DEADLINE_S))
+        connections += _on_all(hosts, lambda host: HostConnection(host, python, transport))
+        answers = _on_all(connections, lambda one: _facts(one, give_up_at_s))
         problems = [answer for answer in answers if isinstance(answer, HostProblem)]
         facts = [answer for answer in answers if isinstance(answer, Facts)]
         known = [one for one, answer in zip(connections, answers, strict=True) if isinstance(answer, Facts)]

@@ -1,4 +1,4 @@
-"""Start ranks on several hosts over ssh, and name the host that failed.
+"""Start ranks on several hosts, over ssh or as steps of Slurm, and name the host that failed.
 
 One connection a host: what preflight has checked becomes the host's launcher (:mod:`dstrial.launch.node`). Both sides say every
 second that they live. A host that is silent for ``LOST_S`` is lost: it is named, and the ranks of the others are killed, as they
@@ -27,6 +27,7 @@ from dstrial.hosts.connection import HostConnection
 from dstrial.hosts.environment import travelling
 from dstrial.hosts.heartbeats import BEAT_S, LOST_S
 from dstrial.hosts.preflight import Preflight, ReadyHost
+from dstrial.hosts.transport import last_line
 from dstrial.launch.failures import LaunchOutcome, RankEnding, RankFailure, first_ending
 from dstrial.launch.node import CONTEXT, FILES, UNSTARTED, NodeRequest
 from dstrial.launch.output import OnLine
@@ -41,6 +42,7 @@ notices a host that is cut off then, after 25 s.
 """
 _KILLED_S = 10.0
 _LOST_EXIT_CODE = 255  # ssh's own, for a connection that ended
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NODE = ["-m", "dstrial.launch.node"]
 _MOST_BYTES = 95 * 2**20  # as much as a model definition may have
 
@@ -87,6 +89,7 @@ def run_on_hosts(
     on_line: OnLine,
     on_note: Callable[[str], None],
     on_stop: Callable[[str], None] | None = None,
+    stop_signals: Sequence[signal.Signals] = (),
 ) -> LaunchOutcome:
     """Run a job's ranks on all hosts and wait for them.
 
@@ -99,6 +102,7 @@ def run_on_hosts(
         on_line: called with rank, stream and each line that a rank prints.
         on_note: called with what is to be told of a host.
         on_stop: called with the signal's name when a request to stop is passed on.
+        stop_signals: more signals that are requests to stop, beside those.
 
     Returns:
         How it ended; a failing rank or a lost host is no exception here.
@@ -108,7 +112,7 @@ def run_on_hosts(
     """
     try:
         crew = _Hosts(job, preflight, python, on_line, on_note, on_stop)
-        with crew.signals():
+        with crew.signals(stop_signals):
             return crew.run()
     finally:
         preflight.close()
@@ -216,7 +220,7 @@ class _Hosts:
         self._error = ""
 
     @contextlib.contextmanager
-    def signals(self) -> Iterator[None]:
+    def signals(self, more: Sequence[signal.Signals] = ()) -> Iterator[None]:
         """Note signals within the block, for all hosts."""
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -225,7 +229,7 @@ class _Hosts:
         def on_signal(number: int, _frame: FrameType | None) -> None:
             self._signals.append(signal.Signals(number))
 
-        handled = [signal.SIGINT, signal.SIGTERM]
+        handled = [signal.SIGINT, signal.SIGTERM, *more]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup's promise is kept
             handled.append(signal.SIGHUP)
         previous: dict[signal.Signals, Any] = {one: signal.signal(one, on_signal) for one in handled}
@@ -337,7 +341,8 @@ class _Hosts:
             )
         for one in self._signals[self._num_passed_on :]:
             self._num_passed_on += 1
-            self._tell_all({"do": "stop", "signal": one.name})
+            told = one if one in _PASSED_ON else signal.SIGTERM
+            self._tell_all({"do": "stop", "signal": told.name})
             if self._num_passed_on == 1 and self._on_stop is not None:
                 self._on_stop(one.name)
 
@@ -386,7 +391,7 @@ class _Hosts:
 
     def _ending_of(self, host: _Running) -> str:
         code, errors = host.ready.connection.exit_code, host.ready.connection.errors()
-        last = errors.splitlines()[-1].strip() if errors else ""
+        last = last_line(errors)
         said = f" ({last})" if last else ""
         if code == _LOST_EXIT_CODE or code is None:
             return f"the connection to it ended{said}"
@@ -465,7 +470,10 @@ class _Hosts:
             exit_code,
             None if first is None else first.failure,
             tuple(exit_codes),
-            stopped_by=self._signals[0].name if self._num_passed_on else None,
+            # Slurm asks the ranks of its steps by itself.
+            stopped_by=self._signals[0].name
+            if self._num_passed_on
+            else next((one.stopped_by for one in ended if one.stopped_by is not None), None),
             # With a lost host all are: there is nothing to wait for.
             killed_ranks=()
             if self._killed_s is not None

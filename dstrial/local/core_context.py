@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
+import socket
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from determined import core
 
 from dstrial.errors import RankError
 from dstrial.local.checkpoint_directory import KeepPolicy
 from dstrial.local.checkpoint_store import LocalCheckpointContext, open_checkpoint_store
+from dstrial.local.profiler import NodeProfiler
 from dstrial.local.run_directory import RunDirectory
 from dstrial.local.train_context import LocalTrainContext, open_train_context
 
@@ -168,6 +172,26 @@ class LocalSearcherContext(core.SearcherContext):  # type: ignore[misc]  # mypy 
             self._dist.broadcast(None)
 
 
+class LocalSystemMetrics:
+    """Keeps a node's system metrics in the run directory; see ``SystemMetricsSink``.
+
+    Args:
+        train: where the run's reports are kept.
+        node_idx: of this node among those of the job.
+    """
+
+    def __init__(self, train: LocalTrainContext, node_idx: int) -> None:
+        self._train = train
+        self._node_idx = node_idx
+
+    def report(self, group: str, metrics: Mapping[str, Any], report_time: datetime.datetime) -> None:
+        """Append the averages of one group."""
+        self._train.report_system_metrics(group, metrics, report_time, self._node_idx)
+
+    def close(self) -> None:
+        """Do nothing: every report is in its file."""
+
+
 class LocalContext(core.Context):  # type: ignore[misc]  # mypy does not follow determined
     """Determined's core context, kept in a run directory.
 
@@ -178,6 +202,7 @@ class LocalContext(core.Context):  # type: ignore[misc]  # mypy does not follow 
         preempt: says whether to stop.
         train: keeps reports and progress.
         searcher: None if the config has no ``searcher.max_length``.
+        profiler: collects system metrics where it is switched on; closed with the context.
     """
 
     train: LocalTrainContext
@@ -192,9 +217,15 @@ class LocalContext(core.Context):  # type: ignore[misc]  # mypy does not follow 
         preempt: LocalPreemptContext,
         train: LocalTrainContext,
         searcher: LocalSearcherContext | None,
+        profiler: NodeProfiler,
     ) -> None:
         super().__init__(
-            distributed=distributed, checkpoint=checkpoint, preempt=preempt, train=train, searcher=searcher
+            distributed=distributed,
+            checkpoint=checkpoint,
+            preempt=preempt,
+            train=train,
+            searcher=searcher,
+            profiler=profiler,
         )
         self.run_directory = run_directory
 
@@ -224,6 +255,7 @@ def init(
     max_length: int | None = None,
     max_length_unit: core.Unit | None = None,
     preempt_mode: core.PreemptMode = core.PreemptMode.WorkersAskChief,
+    device_uuids: Callable[[], Sequence[str]] = tuple,
 ) -> LocalContext:
     """Make the core context of a run off any cluster.
 
@@ -239,6 +271,7 @@ def init(
         max_length: ``searcher.max_length`` if the config has it; only then is there a searcher context.
         max_length_unit: its unit; None if it was given as a bare number.
         preempt_mode: who calls ``preempt.should_preempt``.
+        device_uuids: returns this node's devices of the job, as NVML calls them.
 
     Raises:
         LaunchError: ``run_dir`` is no run directory.
@@ -269,4 +302,10 @@ def init(
         preempt=LocalPreemptContext(distributed, stop_requested, preempt_mode),
         train=train,
         searcher=searcher,
+        profiler=NodeProfiler(
+            socket.gethostname(),
+            distributed,
+            LocalSystemMetrics(train, distributed.cross_rank),
+            device_uuids,
+        ),
     )

@@ -7,9 +7,10 @@ has the same files as for training off any cluster, whether or not somebody foll
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from determined import core
@@ -103,6 +104,16 @@ class MirroredTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy doe
     def note_steps(self, num_steps: int, num_skipped: int) -> None:
         """Keep how many optimizer steps were taken and skipped."""
         self._kept.note_steps(num_steps, num_skipped)
+
+    def note_telemetry(self, totals: Mapping[str, Any]) -> None:
+        """Keep what this attempt tells of itself."""
+        self._kept.note_telemetry(totals)
+
+    def report_system_metrics(
+        self, group: str, metrics: Mapping[str, Any], report_time: datetime.datetime, node_idx: int
+    ) -> None:
+        """Keep averages of a node; what collects them sends them to the master itself."""
+        self._kept.report_system_metrics(group, metrics, report_time, node_idx)
 
     def rewind_to(self, steps_completed: int) -> int:
         """Take back the reports beyond the batch from which training resumes."""

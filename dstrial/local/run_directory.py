@@ -6,11 +6,14 @@
     run.json                  name, context directory, command, when started, state (``RunRecord``)
     run.lock                  held by the process that owns the run while it lasts
     metrics.jsonl             one line per report
+    metrics.node<n>.jsonl     system metrics of another node than the first, in a run off a cluster
     metrics.superseded.jsonl  reports that a resume from an earlier batch has trained again
     progress.json             how far training is
     status.json               what the trial says about itself: status text, early exit
+    telemetry.json            where the last attempt's time and memory went, and how fast it was
     outcome.json              how the ranks of the last attempt ended
     submission.json           the master's experiment that trains the run
+    slurm.json                the job of Slurm's that trains the run, whose script is sbatch.sh and whose output slurm.log
     metadata.json             what ``set_metadata`` stored
     tensorboard/              event files
     checkpoints/<uuid>/       one directory per checkpoint
@@ -124,6 +127,11 @@ def experiment_slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:80] or "experiment"
 
 
+def new_run_path(runs_dir: Path, name: str, started: str | None = None) -> Path:
+    """Return the path of a run that begins now, below the directory of all runs."""
+    return runs_dir.absolute() / experiment_slug(name) / f"{utc_stamp(started)}-{secrets.token_hex(3)}"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunDirectory:
     """One run's directory; a value, holding nothing open.
@@ -154,6 +162,10 @@ class RunDirectory:
         """Every report of the run, JSON lines."""
         return self.path / "metrics.jsonl"
 
+    def node_metrics_path(self, node_idx: int) -> Path:
+        """System metrics of a node that is not the first, JSON lines."""
+        return self.path / f"metrics.node{node_idx}.jsonl"
+
     @property
     def superseded_metrics_path(self) -> Path:
         """Reports of batches that were trained again after a resume, JSON lines."""
@@ -170,6 +182,17 @@ class RunDirectory:
         return self.path / "status.json"
 
     @property
+    def telemetry_path(self) -> Path:
+        """What the last attempt has told of itself, JSON."""
+        # Written as dstrial.telemetry.samples.RunTotals.to_json.
+        return self.path / "telemetry.json"
+
+    @property
+    def memory_path(self) -> Path:
+        """What a dry run has predicted of the run's memory; absent where none was asked for."""
+        return self.path / "memory.json"
+
+    @property
     def outcome_path(self) -> Path:
         """How the last attempt's ranks ended, JSON."""
         # Written as dstrial.launch.failures.LaunchOutcome.
@@ -179,6 +202,11 @@ class RunDirectory:
     def submission_path(self) -> Path:
         """The experiment of the master that trains the run, JSON."""
         return self.path / "submission.json"
+
+    @property
+    def slurm_job_path(self) -> Path:
+        """The job of Slurm's that trains the run, JSON."""
+        return self.path / "slurm.json"
 
     @property
     def metadata_path(self) -> Path:
@@ -240,9 +268,7 @@ class RunDirectory:
         started = utc_now()
         is_named = path is not None
         if path is None:
-            path = (
-                runs_dir.absolute() / experiment_slug(name) / f"{utc_stamp(started)}-{secrets.token_hex(3)}"
-            )
+            path = new_run_path(runs_dir, name, started)
         run_directory = cls(path.absolute())
         record = RunRecord(
             name=name,

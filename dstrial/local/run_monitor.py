@@ -79,6 +79,8 @@ class RunMonitor:
         _, rows = self._tail.poll()
         new_reports: list[Report] = []
         for row in rows:
+            if row["steps_completed"] is None:
+                continue  # of the machine, not of training
             # A resume replaces the file, and the tail then gives every row again.
             if row["time"] >= self._since and row["time"] > self._told_until:
                 self._told_until = row["time"]

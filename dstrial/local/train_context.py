@@ -5,11 +5,13 @@ One line of ``metrics.jsonl`` per report::
     {"group": "validation", "steps_completed": 100, "metrics": {"loss": 0.5}, "time": "2026-01-31T…+00:00"}
 
 NaN and infinities stand there as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, because
-JSON has no such numbers. Only the chief writes; the other ranks read what the chief wrote.
+JSON has no such numbers. Reports of system metrics belong to no batch, and have ``null`` there. Only the chief writes; the other
+ranks read what the chief wrote.
 """
 
 from __future__ import annotations
 
+import datetime
 import logging
 import math
 import os
@@ -87,7 +89,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         """Take back the reports beyond the batch from which training resumes.
 
         They move to ``metrics.superseded.jsonl``; none is deleted. Call it once after a checkpoint was
-        restored and before the first report.
+        restored and before the first report. System metrics stay: what a machine did is not done again.
 
         Args:
             steps_completed: batches trained at the checkpoint; 0 for a fresh start.
@@ -99,20 +101,21 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         """
         if not self._is_chief:
             return 0
-        rows = read_json_lines(self._run_directory.metrics_path)
-        beyond = [row for row in rows if row["steps_completed"] > steps_completed]
-        if not beyond:
-            return 0
-        superseded_at = utc_now()
-        for row in beyond:
-            append_json_line(
-                self._run_directory.superseded_metrics_path, {**row, "superseded_at": superseded_at}
-            )
-        content = self._run_directory.metrics_path.read_bytes().splitlines(keepends=True)
-        kept = [
-            line for line, row in zip(content, rows, strict=True) if row["steps_completed"] <= steps_completed
-        ]
-        replace_file(self._run_directory.metrics_path, b"".join(kept).decode("utf-8"))
+        with self._writing:
+            rows = read_json_lines(self._run_directory.metrics_path)
+            beyond = [row for row in rows if _is_beyond(row, steps_completed)]
+            if not beyond:
+                return 0
+            superseded_at = utc_now()
+            for row in beyond:
+                append_json_line(
+                    self._run_directory.superseded_metrics_path, {**row, "superseded_at": superseded_at}
+                )
+            content = self._run_directory.metrics_path.read_bytes().splitlines(keepends=True)
+            kept = [
+                line for line, row in zip(content, rows, strict=True) if not _is_beyond(row, steps_completed)
+            ]
+            replace_file(self._run_directory.metrics_path, b"".join(kept).decode("utf-8"))
         logger.info("%d reports beyond batch %d are superseded", len(beyond), steps_completed)
         return len(beyond)
 
@@ -141,6 +144,15 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         Ranks: any; the chief writes.
         """
         self._update_status({"optimizer_steps": num_steps, "skipped_steps": num_skipped})
+
+    def note_telemetry(self, totals: Mapping[str, Any]) -> None:
+        """Keep what this attempt tells of itself. Ranks: any; the chief writes.
+
+        Args:
+            totals: plain values; ``None`` where something is unknown.
+        """
+        if self._is_chief:
+            write_json_atomically(self._run_directory.telemetry_path, dict(totals), sync=False)
 
     def get_status(self) -> str | None:
         """What ``set_status`` kept last in this attempt; None if nothing."""
@@ -248,6 +260,31 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         level = logging.DEBUG if os.environ.get(RUN_DIR_VARIABLE) else logging.INFO
         logger.log(level, "%s at batch %d: %s", group, row["steps_completed"], row["metrics"])
 
+    def report_system_metrics(
+        self, group: str, metrics: Mapping[str, Any], report_time: datetime.datetime, node_idx: int
+    ) -> None:
+        """Append averages of a node. For the thread that collects them.
+
+        Args:
+            group: ``gpu``, ``cpu``, ``memory``, ``disk`` or ``network``.
+            metrics: node -> name -> value.
+            report_time: when they were averaged.
+            node_idx: of the node among those of the job. Only the chief writes the run's file; another node has one of its own.
+
+        Ranks: the first one of each node.
+        """
+        row = {
+            "group": group,
+            "steps_completed": None,
+            "metrics": dict(metrics),
+            "time": report_time.isoformat(timespec="microseconds"),
+        }
+        if self._is_chief:
+            with self._writing:
+                append_json_line(self._run_directory.metrics_path, row)
+        else:
+            append_json_line(self._run_directory.node_metrics_path(node_idx), row)
+
     def validations(self) -> dict[int, float]:
         """Every reported value of the searcher metric; for any thread.
 
@@ -351,6 +388,11 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         """Do nothing: event files are written where they stay."""
 
 
+def _is_beyond(row: Mapping[str, Any], steps_completed: int) -> bool:
+    steps: int | None = row["steps_completed"]
+    return steps is not None and steps > steps_completed
+
+
 def open_train_context(
     run_directory: RunDirectory,
     *,
@@ -370,6 +412,7 @@ def open_train_context(
             logger.warning("%s ended in a torn line, which was mended", run_directory.metrics_path)
         repair_json_lines(run_directory.superseded_metrics_path)
         run_directory.status_path.unlink(missing_ok=True)
+        run_directory.telemetry_path.unlink(missing_ok=True)
     return LocalTrainContext(
         run_directory,
         is_chief=is_chief,

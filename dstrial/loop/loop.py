@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ from dstrial.loop.sync_point import StopReason, SyncPoints
 from dstrial.loop.validation import Validation
 from dstrial.ranks.heartbeat import Phase, heartbeat
 from dstrial.ranks.startup_phase import TRAINING, begin_phase
+from dstrial.telemetry.instruments import Instruments
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.determined_errors import AccumulationError, InvalidTrialError, SearcherMetricError
 from dstrial.trial.trial import DeepSpeedTrial
@@ -114,6 +116,7 @@ class TrainingLoop:
         state = RunState(trial, context, self._callbacks, self._progress, self._window, settings.trial_id)
         self._loader = CheckpointLoader(state)
         self._saver = CheckpointSaver(state, in_background=settings.saves_in_background)
+        self._instruments = self._make_instruments() if settings.has_telemetry else None
         self._reports = ReportExchange(
             context,
             self._callbacks,
@@ -124,6 +127,7 @@ class TrainingLoop:
             MetricSinks(context, metric_sinks),
             on_progress,
             self._judge,
+            self._instruments,
         )
         self._stream: TrainingStream | None = None
         self._validation: Validation | None = None
@@ -161,6 +165,11 @@ class TrainingLoop:
             self._iterator = self._stream.open(drawn)
             if settings.is_rewrite:
                 return self._rewrite()
+            if self._instruments is not None:
+                stack.enter_context(self._instruments)
+                self._instruments.begin(progress.batches_trained)
+                if self._iterator is not None:
+                    self._iterator.watch = self._instruments.drew
             self._reports.open(stack, loop_state, self._stream, self._batches_total)
             self._runtime.bind_training_iterator(self._iterator)
             self._runtime.set_training(True)
@@ -179,6 +188,8 @@ class TrainingLoop:
                 self._saver.finish()
             self._reports.upload()
             self._reports.require_written()
+            if stopped is None:
+                self._reports.finish_telemetry()
         skipped = sum(counts.num_skipped for counts in step_counts(self._context))
         return FitResult(
             progress.batches_trained, self._batches_total, stopped, self._checkpoint_uuid, skipped
@@ -192,6 +203,15 @@ class TrainingLoop:
         if early_check.is_wanted(settings, self._context):
             objects = [self._trial, self._validation.dataset, self._stream]
             early_check.check_metric(searched, self._validation, self._context, objects)
+
+    def _make_instruments(self) -> Instruments:
+        engine = self._context.models[0]
+        return Instruments(
+            self._context.models,
+            self._adapter.data_parallel_rank,
+            shares_sequences=int(engine.seq_dp_world_size) != int(engine.dp_world_size),
+            count_tokens=self._trial.get_num_tokens,
+        )
 
     def _start_checks(self) -> None:
         """Note how things are before the first batch. Ranks: each its own; sends nothing."""
@@ -366,6 +386,11 @@ class TrainingLoop:
             with self._heartbeat.during(Phase.CALLBACK, progress.batches_trained):
                 self._callbacks.epoch_start(epoch_idx)
         begin_batch = self._heartbeat.begin_batch
+        instruments, began_s = self._instruments, time.monotonic()
+        if instruments is not None:
+            instruments.switch(True)
+            if is_first:
+                train_batch = instruments.first_batch(train_batch)
         for batch_idx in range(progress.batches_trained, end_batch):
             begin_batch(batch_idx)
             runtime.current_batch_idx = batch_idx
@@ -377,10 +402,15 @@ class TrainingLoop:
             if is_first:
                 is_first = False
                 begin_phase(TRAINING)
+                if instruments is not None:
+                    train_batch = self._trial.train_batch
+                    instruments.end_first_batch(batch_idx + 1, time.monotonic() - began_s)
             if context.profiler is not None:
                 context.profiler.step()
             if is_single_rank and is_stop_requested():
                 break
+        if instruments is not None:
+            instruments.switch(False)
         self._heartbeat.begin(Phase.BETWEEN, progress.batches_trained)
 
     def _act(self, found: set[Boundary], *, is_stopping: bool = False) -> StopReason | None:

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 from determined import tensorboard, util
 
+from dstrial.telemetry.samples import GROUP
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 
 _UPLOAD_INTERVAL_S = 5.0
@@ -19,6 +20,9 @@ class MetricSink(Protocol):
     Methods are called one at a time, all on the same thread, which is not the one that trains: ``open``, ``close`` and reports
     of validations while training waits, reports of training metrics while it goes on. What a sink raises ends training on all
     ranks, with a checkpoint, at their next point of agreement; nothing is reported after it.
+
+    A sink with an attribute ``takes_telemetry`` that is true gets what the run tells of itself as well, as reports of the group
+    ``telemetry``.
     """
 
     def open(self, context: DeepSpeedTrialContext) -> None:
@@ -46,18 +50,23 @@ class MetricSink(Protocol):
 class TensorBoardSink:
     """Writes scalar metrics as events, unless the context's logging is switched off."""
 
+    takes_telemetry = True
+
     def open(self, context: DeepSpeedTrialContext) -> None:
         """Keep the context, whose writer is used."""
         self._context = context
 
-    def report(
-        self, group: Literal["training", "validation"], batches_trained: int, metrics: Mapping[str, Any]
-    ) -> None:
-        """Write events under Determined's tags."""
+    def report(self, group: str, batches_trained: int, metrics: Mapping[str, Any]) -> None:
+        """Write events under Determined's tags; what the run tells of itself under ``Telemetry``."""
         if not self._context.get_enable_tensorboard_logging():
             return
-        prefix = "val" if group == "validation" else ""
         writer = self._context.get_tensorboard_writer()
+        if group == GROUP:
+            for name, value in metrics.items():
+                if util.is_numerical_scalar(value):
+                    writer.add_scalar(f"Telemetry/{name}", value, batches_trained)
+            return
+        prefix = "val" if group == "validation" else ""
         for name, value in metrics.items():
             tag = name if name.startswith(prefix) else f"{prefix}_{name}"
             if util.is_numerical_scalar(value):
@@ -99,6 +108,12 @@ class MetricSinks:
         """Give a report to all sinks, as ``MetricSink.report``. Ranks: the chief."""
         for sink in self._opened:
             sink.report(group, batches_trained, metrics)
+
+    def report_telemetry(self, batches_trained: int, metrics: Mapping[str, Any]) -> None:
+        """Give what the run tells of itself to the sinks that take it. Ranks: the chief."""
+        for sink in self._opened:
+            if getattr(sink, "takes_telemetry", False):
+                sink.report(GROUP, batches_trained, metrics)  # type: ignore[arg-type]  # they have said so
 
     def close(self) -> None:
         """Close all that was opened, also where one of them fails. Ranks: any."""

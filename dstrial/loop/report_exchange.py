@@ -29,6 +29,9 @@ from dstrial.loop.run_state import copied
 from dstrial.loop.sync_point import StopReason, SyncPoints
 from dstrial.ranks.control_channel import timeout_from_environ
 from dstrial.ranks.heartbeat import Phase, heartbeat
+from dstrial.telemetry.instruments import Instruments, LeavingSample
+from dstrial.telemetry.reporting import TelemetryReports
+from dstrial.telemetry.samples import GROUP, RankSample
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 
 logger = logging.getLogger("dstrial.loop")
@@ -49,6 +52,7 @@ class Exchange:
         reports: whether it is for a report.
         is_deferred: whether training goes on before its end.
         is_handed_in: whether the other ranks get this rank's share already.
+        sample: of this rank's instruments; None without them.
     """
 
     batches: int
@@ -59,6 +63,7 @@ class Exchange:
     reports: bool
     is_deferred: bool
     is_handed_in: bool = False
+    sample: LeavingSample | None = None
 
 
 Judge = Callable[[Sequence[MetricTotals | None], Mapping[str, Any], Sequence[StepCounts], Exchange], None]
@@ -78,6 +83,7 @@ class ReportExchange:
         sinks: where metrics go besides the record.
         on_progress: told the finished batches and the total on the chief.
         judge: raises, on all ranks, where a report shows that training does not train.
+        instruments: of this rank; None where they are switched off, alike on all ranks.
     """
 
     def __init__(
@@ -91,6 +97,7 @@ class ReportExchange:
         sinks: MetricSinks,
         on_progress: Callable[[int, int], None],
         judge: Judge,
+        instruments: Instruments | None = None,
     ) -> None:
         self._context = context
         self._runtime = runtime_of(context)
@@ -105,6 +112,8 @@ class ReportExchange:
         self._sinks = sinks
         self._on_progress = on_progress
         self._judge = judge
+        self._instruments = instruments
+        self._telemetry: TelemetryReports | None = None
         self.writer = ReportWriter(self._record, self._publish, deadline_s=timeout_from_environ())
         self._stream: TrainingStream | None = None
         self._batches_total = 0
@@ -151,6 +160,11 @@ class ReportExchange:
             return
         stack.callback(self.writer.call, self._sinks.close)
         self.writer.call(self._sinks.open)
+        if self._instruments is not None:
+            self._telemetry = TelemetryReports(
+                self._record_telemetry, self._keep_telemetry, self._instruments.known_peak()
+            )
+            stack.callback(self.writer.submit, self._telemetry.keep)
         for report in loop_state.get("unwritten_reports", ()):
             self.writer.report(TrainingReport(**report))
 
@@ -219,8 +233,10 @@ class ReportExchange:
                 wait for a device their exchange begins only at the end, when it has long come so far.
         """
         now_s = time.monotonic()
-        self._window_seconds += now_s - self._mark_s
-        self._mark_s = now_s
+        trained_s, self._mark_s = now_s - self._mark_s, now_s
+        self._window_seconds += trained_s
+        if self._instruments is not None:
+            self._instruments.trained(trained_s)
         totals = self._window.leaving_totals() if reports and self._reports_metrics else None
         self._begun = begun = Exchange(
             self._progress.batches_trained,
@@ -231,6 +247,8 @@ class ReportExchange:
             reports=reports,
             is_deferred=defers,
         )
+        if reports and self._instruments is not None:
+            begun.sample = self._instruments.sample(begun.batches)
         if defers and reports:
             self._close_window()
         if not defers or self._context.device.type == "cpu":
@@ -249,14 +267,15 @@ class ReportExchange:
             self._hand_in(begun)
         self._begun = None
         agreement = self._sync_points.end()
-        failures = [failure for _, _, _, failure in agreement.shares]
+        failures = [failure for _, _, _, failure, _ in agreement.shares]
         if not any(failures):
-            self._saver.settle([status for _, _, status, _ in agreement.shares])
+            self._saver.settle([status for _, _, status, _, _ in agreement.shares])
             self._saver.prepare()
-        shares = [share for share, _, _, _ in agreement.shares]
+        shares = [share for share, _, _, _, _ in agreement.shares]
         averages = combine(shares, "train_batch") if begun.reports else {}
         if begun.reports:
             self._report(dict(averages), begun)
+            self._tell_of_run([sample for _, _, _, _, sample in agreement.shares], begun)
         self._raise_unwritten(failures)  # whoever has failed keeps this report, for the checkpoint
         if begun.reports:
             self._judge(shares, averages, agreement.shares[0][1], begun)
@@ -279,7 +298,7 @@ class ReportExchange:
             give_up_at_s = time.monotonic() + _SALVAGE_S
             while begun.is_handed_in and time.monotonic() < give_up_at_s:
                 if self._sync_points.is_complete:
-                    shares = [share for share, _, _, _ in self._sync_points.end().shares]
+                    shares = [share for share, *_ in self._sync_points.end().shares]
                     self._report(dict(combine(shares, "train_batch")), begun)
                     return
                 time.sleep(_SALVAGE_S / 100)
@@ -288,7 +307,8 @@ class ReportExchange:
 
     def _hand_in(self, begun: Exchange) -> None:
         share = None if begun.totals is None else begun.totals.wait()
-        handed_in = (share, begun.counts, self._saver.status(), self.writer.failure)
+        sample = None if begun.sample is None else begun.sample.wait()
+        handed_in = (share, begun.counts, self._saver.status(), self.writer.failure, sample)
         self._sync_points.begin(begun.batches, handed_in)
         begun.is_handed_in = True
 
@@ -322,6 +342,37 @@ class ReportExchange:
             self.upload()
         if not begun.is_deferred:
             self._close_window()
+
+    def _tell_of_run(self, samples: Sequence[RankSample | None], begun: Exchange) -> None:
+        """Have what all ranks' instruments saw written behind the loop. Ranks: the chief acts."""
+        found = [sample for sample in samples if sample is not None]
+        if self._telemetry is None or len(found) < len(samples):
+            return
+        assert self._stream is not None
+        num_records = self._stream.count_records(begun.batches - found[0].num_batches, begun.batches)
+        skipped = sum(count.num_skipped for count in begun.counts)
+        self.writer.submit(
+            functools.partial(self._telemetry.write, found, begun.batches, num_records, skipped)
+        )
+
+    def _record_telemetry(self, batches: int, metrics: dict[str, Any]) -> None:
+        """Put it on the run's record. Ranks: the chief's writer thread."""
+        self._core.train.report_metrics(GROUP, steps_completed=batches, metrics=metrics)
+        self._sinks.report_telemetry(batches, metrics)
+
+    def _keep_telemetry(self, totals: Mapping[str, Any]) -> None:
+        if (kept := self._runtime.kept_reports) is not None:
+            kept.note_telemetry(totals)
+
+    def finish_telemetry(self) -> None:
+        """Measure the device's peak if no run on this machine has. Ranks: any; the chief acts.
+
+        Called where all is trained and saved, so that nobody waits for the device.
+        """
+        if self._telemetry is not None and self._instruments is not None:
+            measure = self._instruments.measured_peak
+            self.writer.flush()
+            self._telemetry.finish(measure)
 
     def _close_window(self) -> None:
         """Begin the next report's window at the batch of now."""

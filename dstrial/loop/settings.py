@@ -35,6 +35,7 @@ class LoopSettings:
         saves_in_background: whether checkpoints are written behind the loop, which is held while state is copied.
         checks: what is looked for while training, and what follows.
         reports_epochs: whether the end of every epoch is a report, too.
+        has_telemetry: whether the run tells of itself: time, memory and speed by rank.
     """
 
     max_length: pytorch.TrainUnit
@@ -53,6 +54,7 @@ class LoopSettings:
     saves_in_background: bool = True
     checks: TrainingChecks = dataclasses.field(default_factory=TrainingChecks)
     reports_epochs: bool = False
+    has_telemetry: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -57,6 +57,8 @@ class MasterOptions:
         include: use only these of the hosts and slots, as DeepSpeed writes them.
         exclude: use all of them but these.
         python: path of the interpreter on each host; None for the config file's, else this one's.
+        is_under_slurm: whether the nodes of the allocation that the master is in are its hosts.
+        backend: where what has slots runs, as ``backend`` of the config file; None for that.
     """
 
     port: int | None = None
@@ -67,6 +69,8 @@ class MasterOptions:
     include: str = ""
     exclude: str = ""
     python: str | None = None
+    is_under_slurm: bool = False
+    backend: str | None = None
 
     def to_arguments(self) -> list[str]:
         """Return the words from which ``from_arguments`` reads the same options."""

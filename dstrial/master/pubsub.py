@@ -3,8 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+
+
+class Follower:
+    """Every wanted topic that is published from now on; for one coroutine."""
+
+    def __init__(self, is_wanted: Callable[[str], bool], lock: threading.Lock) -> None:
+        self._is_wanted = is_wanted
+        self._lock = lock
+        self._topics: set[str] = set()
+        self._future: asyncio.Future[None] | None = None
+
+    def tell(self, topics: Iterable[str]) -> None:
+        """Take topics that have been published; the publisher holds the lock."""
+        self._topics.update(filter(self._is_wanted, topics))
+        if self._topics and self._future is not None:
+            self._future.get_loop().call_soon_threadsafe(_finish, self._future)
+            self._future = None
+
+    async def next(self, timeout_s: float) -> set[str]:
+        """Return what has been published since the last call; empty after ``timeout_s`` seconds without anything."""
+        with self._lock:
+            found, self._topics = self._topics, set()
+            if found:
+                return found
+            self._future = future = asyncio.get_running_loop().create_future()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(future, timeout_s)
+        with self._lock:
+            self._future = None
+            found, self._topics = self._topics, set()
+        return found
 
 
 class PubSub:
@@ -19,6 +51,7 @@ class PubSub:
         self._versions: dict[str, int] = {}
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}
         self._thread_waiters: dict[str, set[threading.Event]] = {}
+        self._followers: set[Follower] = set()
 
     def version(self, topic: str) -> int:
         """Return how often the topic has been published."""
@@ -27,7 +60,10 @@ class PubSub:
 
     def publish(self, topics: Iterable[str]) -> None:
         """Wake everybody who waits for one of these topics."""
+        topics = tuple(topics)
         with self._lock:
+            for follower in self._followers:
+                follower.tell(topics)
             for topic in topics:
                 self._versions[topic] = self._versions.get(topic, 0) + 1
                 for event in self._thread_waiters.get(topic, ()):
@@ -58,6 +94,18 @@ class PubSub:
                     if not waiters:
                         del self._waiters[topic]
         return True
+
+    @contextlib.contextmanager
+    def follow(self, is_wanted: Callable[[str], bool]) -> Iterator[Follower]:
+        """Collect all topics that ``is_wanted`` says yes to while the block lasts."""
+        follower = Follower(is_wanted, self._lock)
+        with self._lock:
+            self._followers.add(follower)
+        try:
+            yield follower
+        finally:
+            with self._lock:
+                self._followers.discard(follower)
 
     def listen(self, topic: str) -> threading.Event:
         """Return an event set at every publication; a waiting thread clears it itself."""

@@ -27,6 +27,7 @@ import uvloop
 from dstrial import __version__
 from dstrial.errors import DstrialError, MasterError
 from dstrial.hosts.hostfile import Host, read_hosts
+from dstrial.hosts.srun import hosts_of_allocation, own_allocation, transport_of
 from dstrial.master import owner_socket
 from dstrial.master.daemon import DEFAULT_PORT, HOST, KILL_SIGNAL, MasterOptions
 from dstrial.master.file_limit import raise_limit
@@ -179,8 +180,7 @@ def serve(
     from dstrial.master.settings import MasterSettings
 
     settings = MasterSettings.load(None if options.config_file is None else Path(options.config_file))
-    if options.python is not None:
-        settings = dataclasses.replace(settings, hosts_python=options.python)
+    settings = with_options(settings, options)
     with contextlib.ExitStack() as stack:
         # Trials get the user's umask back: what they write may be meant for others.
         local.trial_umask = os.umask(_PRIVATE_UMASK)
@@ -195,7 +195,7 @@ def serve(
         _configure_log(state, settings.log_level, shows_log=shows_log)
         limiter = _open_limiter(settings, stack)
         hosts = hosts_of(options, settings)
-        slots = () if hosts else tuple(find_slots(options.num_slots))
+        slots = () if hosts or settings.backend != "agent" else tuple(find_slots(options.num_slots))
         pubsub = PubSub()
         database = Database(state.database_path, pubsub.publish)
         stack.callback(database.close)
@@ -208,6 +208,7 @@ def serve(
             port=port,
             has_passwords=options.has_passwords,
             hosts=hosts,
+            transport=transport_of(own_allocation()) if options.is_under_slurm else None,
         )
         stack.callback(services.close)
         record = _record(services, services.slots, port, socket_path)
@@ -216,12 +217,24 @@ def serve(
         _run(state, services, record, listener, owner_listener, limiter, on_ready)
 
 
+def with_options(settings: MasterSettings, options: MasterOptions) -> MasterSettings:
+    """Return the settings with what was typed, which counts more. Pure."""
+    return dataclasses.replace(
+        settings,
+        hosts_python=options.python or settings.hosts_python,
+        backend=options.backend or settings.backend,
+    )
+
+
 def hosts_of(options: MasterOptions, settings: MasterSettings) -> tuple[Host, ...]:
     """Return the machines that run what has slots; none where the master's own does.
 
     Raises:
         ConfigError: with everything that is wrong with the hostfile and its filters.
+        LaunchError: nodes of an allocation are meant, and this process is in none.
     """
+    if options.is_under_slurm:
+        return hosts_of_allocation(own_allocation())
     hostfile = options.hostfile or settings.hostfile
     if hostfile is None:
         return ()

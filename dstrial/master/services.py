@@ -38,7 +38,10 @@ from dstrial.master.webhooks.signing import load_key
 if TYPE_CHECKING:
     from dstrial.config.secrets import SecretNames
     from dstrial.hosts.hostfile import Host
+    from dstrial.hosts.transport import Transport
     from dstrial.master.backends.devices import Slot
+    from dstrial.master.backends.engine import Engine
+    from dstrial.master.backends.hosts.link import AgentSettings
     from dstrial.master.settings import MasterSettings
 
 T = TypeVar("T")
@@ -135,6 +138,8 @@ class Services:
         agent_id: the one agent's name, that of the machine.
         address: its URL for processes of this machine, without a trailing slash.
         hosts: machines that run what has slots; empty for this one.
+        transport: how they are reached; None for ssh.
+        engine: name of what is asked for nodes, a job for each trial; None where they are there.
         executor: threads that read the database.
         checker: threads that check what users send.
         login_throttle: who has tried to log in.
@@ -158,6 +163,8 @@ class Services:
     agent_id: str
     address: str
     hosts: tuple[Host, ...] = ()
+    transport: Transport | None = None
+    engine: str | None = None
     start_us: int = dataclasses.field(default_factory=now_us)
     executor: ThreadPoolExecutor = dataclasses.field(
         default_factory=lambda: ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="dstrial-reader")
@@ -196,23 +203,59 @@ class Services:
             is_warm=settings.warm,
             forks_with_accelerators=settings.warm_accelerators,
         )
-        self.backend = self._over_hosts(local) if self.hosts else self._without_hosts(local)
+        (self.state_dir / "engine.json").unlink(missing_ok=True)  # of a master before this one
+        if self.settings.backend == "slurm":
+            self.backend = self._over_slurm(local)
+        elif self.settings.backend == "ray":
+            self.backend = self._over_ray(local)
+        else:
+            self.backend = self._over_hosts(local) if self.hosts else self._without_hosts(local)
 
-    def _without_hosts(self, local: LocalBackend) -> Backend:
-        """Return what runs allocations here; a master before this one may have had hosts."""
-        from dstrial.master.backends.ssh.backend import SHOWN_NAME
+    def _over_slurm(self, local: LocalBackend) -> Backend:
+        """Return what asks Slurm for a job for each trial."""
+        from dstrial.master.backends.queued.slurm import SlurmEngine, wants_devices
 
-        (self.state_dir / SHOWN_NAME).unlink(missing_ok=True)
-        return local
+        has_devices = wants_devices(self.settings.slurm)
+        slurm = SlurmEngine(
+            self.state_dir / "slurm",
+            self.state_dir,
+            self.cluster_id,
+            self.settings.slurm,
+            wants_devices=has_devices,
+        )
+        return self._over_engine(local, slurm, "slurm", wants_devices=has_devices)
 
-    def _over_hosts(self, local: LocalBackend) -> Backend:
-        """Return what runs allocations on hosts; each keeps its id and its slots' ids for good."""
-        from dstrial.master.backends.ssh.backend import SHOWN_NAME, HostsBackend
-        from dstrial.master.backends.ssh.link import AgentSettings
+    def _over_ray(self, local: LocalBackend) -> Backend:
+        """Return what asks a Ray cluster for a placement group for each trial."""
+        from dstrial.master.backends.queued.ray import RayEngine
 
-        names = [host.name for host in self.hosts]
-        ids = self.database.write(lambda tx: nodes.ids_of(tx, names))
-        settings = AgentSettings(
+        ray = RayEngine(self.settings.ray_address, self.cluster_id)
+        return self._over_engine(local, ray, "ray", wants_devices=ray.wants_devices())
+
+    def _over_engine(
+        self, local: LocalBackend, lender: Engine, section: str, *, wants_devices: bool
+    ) -> Backend:
+        from dstrial.master.backends.hosts.backend import SHOWN_NAME
+        from dstrial.master.backends.queued.backend import QueuedBackend
+
+        self.engine = lender.name
+        return QueuedBackend(
+            local,
+            lender,
+            self._agent_settings(),
+            lambda names: self.database.write(lambda tx: nodes.ids_of(tx, names)),
+            lambda: self.pubsub.publish(("scheduler",)),
+            self.state_dir,
+            wants_devices=wants_devices,
+            section=section,
+            shown_hosts_name=SHOWN_NAME,
+        )
+
+    def _agent_settings(self) -> AgentSettings:
+        from dstrial.hosts.ssh import SshTransport
+        from dstrial.master.backends.hosts.link import AgentSettings
+
+        return AgentSettings(
             python=self.settings.hosts_python or sys.executable,
             cluster_id=self.cluster_id,
             master_port=int(self.address.rpartition(":")[2]),
@@ -221,10 +264,29 @@ class Services:
             forks_with_accelerators=self.settings.warm_accelerators,
             warm_idle_timeout_s=self.settings.warm_idle_timeout,
             warm_memory_bytes=self.settings.warm_memory_mib * 2**20,
+            transport=self.transport or SshTransport(),
         )
+
+    def _without_hosts(self, local: LocalBackend) -> Backend:
+        """Return what runs allocations here; a master before this one may have had hosts."""
+        from dstrial.master.backends.hosts.backend import SHOWN_NAME
+
+        (self.state_dir / SHOWN_NAME).unlink(missing_ok=True)
+        return local
+
+    def _over_hosts(self, local: LocalBackend) -> Backend:
+        """Return what runs allocations on hosts; each keeps its id and its slots' ids for good."""
+        from dstrial.master.backends.hosts.backend import SHOWN_NAME, HostsBackend
+
+        names = [host.name for host in self.hosts]
+        ids = self.database.write(lambda tx: nodes.ids_of(tx, names))
         hosts = {ids[host.name]: host for host in self.hosts}
         return HostsBackend(
-            local, hosts, settings, lambda: self.pubsub.publish(("scheduler",)), self.state_dir / SHOWN_NAME
+            local,
+            hosts,
+            self._agent_settings(),
+            lambda: self.pubsub.publish(("scheduler",)),
+            self.state_dir / SHOWN_NAME,
         )
 
     @property
@@ -298,6 +360,7 @@ def open_services(
     port: int,
     has_passwords: bool,
     hosts: tuple[Host, ...] = (),
+    transport: Transport | None = None,
 ) -> Services:
     """Make a master's services; the first start makes its identity and users.
 
@@ -308,6 +371,7 @@ def open_services(
         pubsub: those that the database publishes to.
         slots: the devices it offers.
         hosts: machines that run what has slots, in place of this one.
+        transport: how they are reached; None for ssh.
         port: on which it listens.
         has_passwords: whether first users get random passwords, kept in ``credentials.json`` (mode 0600), instead of
             Determined's blank ones.
@@ -334,6 +398,7 @@ def open_services(
         agent_id=socket.gethostname() or "localhost",
         address=f"http://127.0.0.1:{port}",
         hosts=hosts,
+        transport=transport,
         signing_key=load_key(StateDirectory(state_dir).webhook_key_path, settings.signing_key),
     )
 

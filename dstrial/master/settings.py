@@ -13,6 +13,8 @@ from dstrial.config.keys import Dialect, Rule, Section, check_keys
 from dstrial.config.parsing.documents import read_yaml
 from dstrial.config.parsing.limits import DEFAULT_LIMITS, TextLimits
 from dstrial.config.secrets import MASK, SecretNames, masked, masked_shell
+from dstrial.errors import ConfigError
+from dstrial.slurm.script import sbatch_args
 
 DEFAULT_PORT = 8080
 DEFAULT_POOL = "default"
@@ -22,6 +24,8 @@ DEFAULT_TOKEN_DAYS = 30
 DEFAULT_WARM_IDLE_TIMEOUT_S = 300
 DEFAULT_WARM_MEMORY_MIB = 2048
 DEFAULT_TRIAL_LOG_BYTES = 2**30
+BACKENDS = ("agent", "slurm", "ray")
+DEFAULT_RAY_ADDRESS = "auto"
 _STRING = Rule(types=("string",))
 _MIN_KEY = 8
 _RAISED_BY = (
@@ -58,7 +62,7 @@ _SETTINGS = Section(
             save_trial_latest=Rule(types=("integer",), default=1, minimum=0),
         ),
         "resource_manager": _section(
-            type=Rule(types=("string",), default="agent", enum=("agent",)),
+            type=Rule(types=("string",), default="agent", enum=BACKENDS),
             default_compute_resource_pool=_STRING,
             default_aux_resource_pool=_STRING,
         ),
@@ -103,6 +107,13 @@ _SETTINGS = Section(
         "feature_switches": Rule(types=("list",), default=[]),
         "hostfile": _STRING,
         "hosts_python": _STRING,
+        "backend": Rule(types=("string",), enum=BACKENDS),
+        "slurm": _section(
+            sbatch_args=Rule(types=("list",), default=[]),
+            slots_per_node=Rule(types=("integer",), minimum=1),
+            gpu_type=_STRING,
+        ),
+        "ray": _section(address=Rule(types=("string",), default=DEFAULT_RAY_ADDRESS)),
     }
 )
 _DIALECT = Dialect(name="the embedded master's settings", null_is_absent=True)
@@ -141,6 +152,10 @@ class MasterSettings:
         feature_switches: kept and shown, without effect: Determined's switch parts of its web interface.
         hostfile: absolute path of a list of machines that run what has slots; None for the master's own.
         hosts_python: path of the interpreter on them; None for the master's.
+        backend: where what has slots runs: ``agent``, on this machine or on hosts; ``slurm``, in jobs of Slurm's;
+            ``ray``, in placement groups of a Ray cluster.
+        slurm: what is asked of Slurm for all jobs, by the keys that an experiment's config has.
+        ray_address: of the Ray cluster, as ``ray.init`` takes it.
     """
 
     port: int | None
@@ -171,6 +186,9 @@ class MasterSettings:
     feature_switches: tuple[str, ...] = ()
     hostfile: str | None = None
     hosts_python: str | None = None
+    backend: str = "agent"
+    slurm: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ray_address: str = DEFAULT_RAY_ADDRESS
 
     @classmethod
     def load(cls, path: Path | None = None) -> MasterSettings:
@@ -229,6 +247,9 @@ class MasterSettings:
             feature_switches=tuple(raw["feature_switches"]),
             hostfile=_path(raw["hostfile"], path),
             hosts_python=raw["hosts_python"],
+            backend=raw["backend"] or raw["resource_manager"]["type"],
+            slurm={key: value for key, value in raw["slurm"].items() if value},
+            ray_address=raw["ray"]["address"],
         )
 
     def defaults(self, state_dir: Path) -> MasterDefaults:
@@ -246,7 +267,7 @@ class MasterSettings:
             "log": {"level": self.log_level, "color": self.log_color},
             "checkpoint_storage": dict(self.checkpoint_storage),
             "resource_manager": {
-                "type": "agent",
+                "type": self.backend,
                 "default_compute_resource_pool": self.pool_name,
                 "default_aux_resource_pool": self.pool_name,
             },
@@ -282,6 +303,8 @@ class MasterSettings:
             "feature_switches": list(self.feature_switches),
             **({} if self.hostfile is None else {"hostfile": self.hostfile}),
             **({} if self.hosts_python is None else {"hosts_python": self.hosts_python}),
+            **({"slurm": dict(self.slurm)} if self.backend == "slurm" else {}),
+            **({"ray": {"address": self.ray_address}} if self.backend == "ray" else {}),
         }
         shown: dict[str, Any] = masked(config, self.secret_names)
         return shown
@@ -321,6 +344,7 @@ def _pool_name(raw: Mapping[str, Any], findings: Diagnostics) -> str:
 
 
 def _check(raw: Mapping[str, Any], findings: Diagnostics) -> None:
+    _check_backend(raw, findings)
     for index, entry in enumerate(raw["task_container_defaults"]["environment_variables"]):
         if not isinstance(entry, str) or not entry.partition("=")[0] or "=" not in entry:
             findings.problem(
@@ -347,6 +371,27 @@ def _check(raw: Mapping[str, Any], findings: Diagnostics) -> None:
         findings.problem(
             "checkpoint_storage.host_path", render(host_path), "an absolute path", f"Write /{host_path}."
         )
+
+
+def _check_backend(raw: Mapping[str, Any], findings: Diagnostics) -> None:
+    kind = raw["resource_manager"]["type"]
+    backend = raw["backend"] or kind
+    if kind not in ("agent", backend):
+        findings.problem(
+            "backend",
+            render(raw["backend"]),
+            f"{kind!r}, as resource_manager.type says",
+            "Remove one of them.",
+        )
+    if backend != "agent" and raw["hostfile"] is not None:
+        findings.problem(
+            "hostfile", f"given beside backend: {backend}", "one of the two", "Remove one of them."
+        )
+    try:
+        sbatch_args(raw["slurm"], [], "slurm")
+    except ConfigError as error:
+        for problem in error.problems:
+            findings.problem(("slurm", "sbatch_args"), problem.got, problem.expected, problem.fix)
 
 
 def _check_tokens(token: Mapping[str, Any], findings: Diagnostics) -> None:

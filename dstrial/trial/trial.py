@@ -14,6 +14,7 @@ from determined import pytorch
 from dstrial.engine import state
 from dstrial.errors import TrialContractError
 from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.token_count import tokens_in
 
 
 class _HarnessRefusal(det.TrialController):  # type: ignore[misc]  # determined ships no usable types for it
@@ -172,3 +173,11 @@ class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # 
     def get_batch_length(self, batch: Any) -> int:
         """Return the records in one item of a loader; override it for your own batch type."""
         return int(pytorch.data_length(batch))
+
+    def get_num_tokens(self, batch: Any) -> int | None:
+        """Return the tokens in one item of the training loader, for tokens per second; None if they are unknown.
+
+        By default the elements of ``input_ids`` where the item is a mapping that has it, padding included. Called for every micro
+        batch before it is on the device, so it should be quick. Not in Determined.
+        """
+        return tokens_in(batch)

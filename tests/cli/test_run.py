@@ -125,6 +125,9 @@ class TestScripts:
         ended = project.run("--slots", "2")
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert "[rank 0] variables yes True ['an argument']" in ended.stdout
+        assert re.search(
+            r"^page: +http://localhost:\d+/det/experiments/\d+ \(.*dstrial login prints", ended.stdout, re.M
+        )
         assert "batch 10/10  loss 0.1  10 samples/s" in ended.stdout
         assert "batch 10/10  validation  accuracy 1" in ended.stdout
         (run_directory,) = project.run_directories()
@@ -331,6 +334,26 @@ class TestScripts:
         ended = project.run("--resume", "latest")
         assert ended.returncode == 1
         assert re.search(r"no run of 'my experiment' .* has a complete checkpoint", ended.stderr)
+
+    def test_the_same_command_begins_a_run_in_its_directory_and_goes_on_with_it(
+        self, make_project: MakeProject, tmp_path: Path
+    ) -> None:
+        project = make_project("raise SystemExit(7)", "python3 train.py wait")
+        own = tmp_path / "my run"
+        command = project.command("--run-dir", str(own))
+        assert subprocess.run(command, env=dict(project.env), capture_output=True).returncode == 7
+        (project.directory / "train.py").write_text(CORE_API_SCRIPT)
+
+        # Nothing to go on from: it begins there once more.
+        code, output = run_and_signal(project, command, "waiting for a signal", [signal.SIGINT])
+        assert code == 130, output
+        assert RunDirectory(own).read_record().num_attempts == 2
+        ended = subprocess.run(command, env=dict(project.env), capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert "resuming from checkpoint" in ended.stdout
+        rows = read_json_lines(RunDirectory(own).metrics_path)
+        assert [row["steps_completed"] for row in rows if row["group"] == "training"] == list(range(1, 11))
+        assert project.run_directories() == [], "none beside it"
 
     def test_resume_latest_goes_past_a_run_that_was_stopped_before_it_began(
         self, make_project: MakeProject

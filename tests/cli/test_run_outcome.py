@@ -12,6 +12,7 @@ from dstrial.local.json_files import append_json_line, write_json_atomically
 from dstrial.local.run_directory import RunDirectory, RunState
 from dstrial.local.run_monitor import RunView
 from dstrial.master.store.observe import ExperimentView, TrialView
+from dstrial.telemetry.samples import HOST_CLOCK, RankSample, RunTotals
 
 UNKNOWN = RunView()
 
@@ -120,6 +121,23 @@ def test_the_best_checkpoint_stands_beside_the_last(run_directory: RunDirectory)
     lines = summary_of(run_directory, COMPLETED, RunView(40, 40)).splitlines()
     assert f"  best:        checkpoints/{best.name} (batch 10, accuracy 0.9)" in lines
     assert f"  last:        checkpoints/{last.name} (batch 40)" in lines
+
+
+def test_what_the_run_told_of_itself_is_in_the_summary_and_a_damaged_file_is_left_out(
+    run_directory: RunDirectory,
+) -> None:
+    totals = RunTotals()
+    sample = RankSample(9, 0.9, 0.09, {"forward": 0.05}, HOST_CLOCK, None, 0, {})
+    totals.add([sample], 72)
+    write_json_atomically(run_directory.telemetry_path, totals.to_json(None))
+    text = summary_of(run_directory, COMPLETED, RunView(10, 10))
+    assert "speed:         80 records/s; 100 ms a batch of 8 records (the first is left out)\n" in text
+    assert "step time:     data wait 10 %, forward 50 %, other 40 % (by host clock)\n" in text
+    assert "compute:       FLOPs unknown: not counted\n" in text
+
+    for damaged in ("{", "[1]", '{"num_batches": 1}', '{"num_batches": "many", "seconds": []}'):
+        run_directory.telemetry_path.write_text(damaged)
+        assert "speed:" not in summary_of(run_directory, COMPLETED, RunView(10, 10))
 
 
 def test_a_last_checkpoint_that_is_the_best_is_named_once(run_directory: RunDirectory) -> None:

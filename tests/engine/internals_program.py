@@ -72,6 +72,12 @@ def first_master(engine: Any, rank: int) -> list[float]:
     return [float(masters[0].detach().view(-1)[offset]), float(flat.groups[0][0].detach().view(-1)[0])]
 
 
+def is_tensors(buffer: Any) -> bool:
+    """Say whether a bucket has tensors, a list of them, or none yet."""
+    found = buffer if isinstance(buffer, list) else [] if buffer is None else [buffer]
+    return all(isinstance(one, torch.Tensor) for one in found)
+
+
 def of_optimizer(engine: Any, rank: int) -> dict[str, Any]:
     optimizer = engine.optimizer
     flat, sub_groups = optimizers.flat_groups(optimizer), optimizers.sub_groups(optimizer)
@@ -89,6 +95,14 @@ def of_optimizer(engine: Any, rank: int) -> dict[str, Any]:
         "loss scale": optimizers.loss_scale_holder(optimizer) is not None,
         "scalers": [engines.gradient_scaler(engine) is None, optimizers.gradient_scaler(optimizer) is None],
         "swaps": optimizers.swaps_to_nvme(optimizer),
+        "gradients": [
+            name
+            for kind, names in optimizers.GRADIENTS.items()
+            for name in names
+            if isinstance(optimizer, kind) and hasattr(optimizer, name)
+        ],
+        "buckets": [is_tensors(buffer) for buffer in optimizers.reduction_buckets(optimizer)],
+        "held gradients": len(optimizers.held_gradients(optimizer)),
         "cut": sorted({optimizers.is_cut(param) for param in engine.module.parameters()}),
         "pieces": [
             optimizers.cut_numel(param)
@@ -106,6 +120,7 @@ def data_parallel(options: dict[str, Any], path: pathlib.Path, rank: int) -> dic
     found = {
         "wrong attributes": attributes(engine, dict(engines.ATTRIBUTES)),
         "optimizer": of_optimizer(engine, rank),
+        "dtype": str(engines.compute_dtype(engine)),
         "config": engines.config_of(engine)["train_micro_batch_size_per_gpu"],
         "replica": engines.replica(engine),
         "part": engines.checkpoint_part(engine),
@@ -199,12 +214,28 @@ def pipelined(path: pathlib.Path, rank: int) -> dict[str, Any]:
     engine.load_checkpoint(str(path), tag="here", load_optimizer_states=False)
     engine.optimizer.single_partition_of_fp32_groups[0].data.zero_()
     engines.load_zero_states(engine, str(path), "here")
+    loaded = engine.optimizer.single_partition_of_fp32_groups[0].detach().clone()
+    parts: list[str] = []
+
+    def around(part: str, call: Any) -> None:
+        parts.append(part)
+        call()
+
+    put_back = engines.observe_instructions(engine, around)
+    engine.train_batch(small_models.training_data(2, 3, 0, torch.float32))
+    put_back()
+    is_put_back = engine._INSTRUCTION_MAP is type(engine)._INSTRUCTION_MAP
     return {
         "wrong attributes": [
             *attributes(engine, {**engines.ATTRIBUTES, **engines.PIPELINE_ATTRIBUTES}),
             *attributes(engine.module, dict(engines.PIPELINE_MODULE_ATTRIBUTES)),
             *(name for name in engines.GRID_METHODS if not callable(getattr(engine.grid, name, None))),
         ],
+        "buffers": [name for name in engines.PIPELINE_BUFFERS if hasattr(engine, name)],
+        "kept buffers": len(engines.pipeline_buffers(engine)),
+        "steps next": engines.steps_next(engine),
+        "earlier": [len(engines.earlier_layers(engine.module)), engine.module._local_start],
+        "received": received_shape(engine),
         "grid is mpu": engine.grid is engine.mpu,
         "layers": engines.layer_files(engine, "here"),
         "written": list(engines.written_layers(engine)),
@@ -212,10 +243,20 @@ def pipelined(path: pathlib.Path, rank: int) -> dict[str, Any]:
         "tied": sorted(engine.module.tied_modules),
         "offset": engine.module.micro_offset,
         "losses": [forgotten, reduced == [float(loss)] or not engine.is_last_stage()],
-        "loaded": torch.equal(before, engine.optimizer.single_partition_of_fp32_groups[0]),
+        "loaded": torch.equal(before, loaded),
+        "parts": sorted(set(parts)),
+        "put back": is_put_back,
         "part": engines.checkpoint_part(engine),
         "axes": [engine.grid.get_pipe_parallel_world_size(), engine.grid.get_slice_parallel_rank()],
     }
+
+
+def received_shape(engine: Any) -> list[Any]:
+    """Return what a stage makes room for when it is told of shapes past the other stage."""
+    engines.leave_out_shapes(engine, lambda: torch.empty(3, 5, device="meta"))
+    engine._send_tensor_meta(torch.ones(2), 0)
+    buffer = engine._recv_tensor_meta(0)
+    return [list(buffer.shape), buffer.device.type]
 
 
 def main(fork_ranks: Any, argument: dict[str, Any]) -> Iterator[tuple[str, Any]]:

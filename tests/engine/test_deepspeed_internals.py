@@ -193,6 +193,11 @@ def test_the_modules_that_are_imported_ahead_exist() -> None:
 
 
 @pytest.mark.process  # torch's build for CUDA asks nvcc for its version
+def test_the_package_of_fused_kernels_exists_and_only_its_modules_are_called_so() -> None:
+    assert importlib.util.find_spec(engines.FUSED_KERNELS) is not None
+    assert not engines.is_fused(torch.nn.Linear(1, 1))
+
+
 def test_operators_are_named_and_a_probe_that_fails_says_no() -> None:
     class Unprobed:
         name = "unprobed"
@@ -264,6 +269,12 @@ def ranks_of(program: forked_ranks.RunningProgram, case: str) -> list[dict[str, 
     return results
 
 
+GRADIENTS = {
+    "zero 1": ["averaged_gradients", "all_grad_tensors"],
+    "zero 2": ["averaged_gradients", "all_grad_tensors"],
+    "zero 3": ["averaged_gradients", "grad_partitions_flat_buffer"],
+    "bf16 wrapper": ["fp32_groups_gradients_flat", "fp32_groups_gradient_flat_partition"],
+}
 KINDS = {
     "plain": "AdamW",
     "zero 1": "DeepSpeedZeroOptimizer",
@@ -290,6 +301,7 @@ def test_an_engine_has_every_attribute_and_function(program: forked_ranks.Runnin
         assert (found["model file"], found["first part"], found["zero file"]) == (f"here/{model}",) * 2 + (
             zero,
         )
+        assert found["dtype"] == ("torch.bfloat16" if "bf16" in case else "torch.float32")
         assert found["norm"] == 2.5
         assert found["batch"] == [48, 48]
         assert found["world"]
@@ -311,6 +323,10 @@ def test_an_optimizer_has_its_parameters_and_masters_where_they_are_looked_for(
         assert bool(found["masters of replicas"]) == (case.startswith("zero") or case == "bf16 wrapper")
         assert found["scalers"] == [True, True]
         assert (found["loss scale"], found["swaps"]) == (False, 0)
+        assert found["gradients"] == GRADIENTS.get(case, [])
+        assert (found["buckets"] != []) == case.startswith("zero")
+        assert all(found["buckets"])
+        assert found["held gradients"] >= len(found["gradients"])
         assert found["cut"] == [case == "zero 3"]
         assert found["pieces"] == [True] * (len(SHAPES) if case == "zero 3" else 0)
         master, weight = found["first master"]
@@ -368,7 +384,15 @@ def test_a_pipeline_has_every_attribute_and_function(program: forked_ranks.Runni
         assert found["tied with file"] == []
         assert found["losses"] == [True, True]
         assert found["grid is mpu"]
+        assert found["buffers"] == list(engines.PIPELINE_BUFFERS)
+        assert found["kept buffers"] == len(engines.PIPELINE_BUFFERS)
+        assert found["steps next"]
+        num_built, first_layer = found["earlier"]
+        assert num_built == first_layer
+        assert found["received"] == [[3, 5], "cpu"]
         assert found["loaded"]
+        assert found["parts"] == ["backward", "forward", "stages", "step"]
+        assert found["put back"]
         assert (found["part"], found["axes"]) == (stage, [2, 0])
         assert found["offset"] > 0
     assert [*stages[0]["tied"], *stages[1]["tied"]] == ["shared", "shared"]

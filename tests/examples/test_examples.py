@@ -90,9 +90,8 @@ class Outcome:
     def only_one_in(cls, runs_dir: Path) -> Outcome:
         (record_path,) = runs_dir.glob("*/*/run.json")
         lines = (record_path.parent / "metrics.jsonl").read_text().splitlines()
-        return cls(
-            record_path.parent, json.loads(record_path.read_text()), [json.loads(line) for line in lines]
-        )
+        reports = [report for line in lines if (report := json.loads(line))["group"] != "telemetry"]
+        return cls(record_path.parent, json.loads(record_path.read_text()), reports)
 
     def batches_of(self, group: str) -> list[int]:
         return [report["steps_completed"] for report in self.reports if report["group"] == group]

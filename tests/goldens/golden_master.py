@@ -44,6 +44,7 @@ _QUERIES = {
     "/api/v1/trials/metrics/training_metrics": "?trialIds=1",
     "/api/v1/trials/metrics/validation_metrics": "?trialIds=1",
     "/api/v1/experiments/metrics-stream/metric-names": "?ids=1&periodSeconds=1",
+    "/api/v1/trials/time-series": "?trialIds=1&metricIds=training.loss&metricIds=custom.speed",
     "/api/v1/tokens": "?showInactive=true",
     "/experiments/{experiment_id:int}/preview_gc": "?saveExperimentBest=0&saveTrialBest=1&saveTrialLatest=1",
     "/api/v1/trials/{trial_id:int}/workloads": "?includeBatchMetrics=true",
@@ -56,6 +57,11 @@ _QUERIES = {
     "&period=RESOURCE_ALLOCATION_AGGREGATION_PERIOD_DAILY",
 }
 """What a route is asked for besides."""
+_STREAM = "/api/v1/experiments/{experiment_id:int}/metrics-stream"
+_FOLLOWED = {f"{_STREAM}/{name}" for name in ("batches", "trials-sample", "trials-snapshot")}
+"""Streams that go on while their experiment does; ``golden_web`` records them."""
+_PAGES = re.compile(r"/$|/page/|/det($|/)")
+"""What the master's own page asks for changes with it, and has tests in ``tests/master/web``."""
 
 
 def answers(scratch: Path) -> dict[str, str]:
@@ -69,7 +75,7 @@ def answers(scratch: Path) -> dict[str, str]:
         values = _seed(master)
         sections = []
         for route in sorted(all_routes(), key=lambda one: one.path):
-            if route.method == "GET":
+            if route.method == "GET" and route.path not in _FOLLOWED and not _PAGES.match(route.path):
                 for path in _filled(route.path, values):
                     answer = master.get(path + _QUERIES.get(route.path, ""), "admin")
                     sections.append(_section(route, path + _QUERIES.get(route.path, ""), answer))
@@ -83,7 +89,7 @@ def answers(scratch: Path) -> dict[str, str]:
             f"/agents/{master.services.agent_id}": "/agents/host",
             **{value: f"token of {name}" for name, value in master.tokens.items()},
         }
-    return {"answers.txt": normalized("\n".join(sections), literals, ["wallClockTime"])}
+    return {"answers.txt": normalized("\n".join(sections), literals, ["wallClockTime", "duration"])}
 
 
 def _seed(master: Any) -> dict[str, Sequence[Any]]:
@@ -133,6 +139,13 @@ def _seed(master: Any) -> dict[str, Sequence[Any]]:
             "trialRunId": 1,
             "reportTime": _TIME,
         }
+        send("POST", "trials/1/metrics", {"group": group, "metrics": report}, "trial-1")
+    for group, values in (
+        ("gpu", {"GPU-1": {"gpu_util": 50.0, "gpu_free_memory": 1024.0}}),
+        ("cpu", {"cpu_util_simple": 12.5}),
+    ):
+        metrics = {"avgMetrics": {"node": values}}
+        report = {"metrics": metrics, "trialId": 1, "trialRunId": 1, "reportTime": _TIME}
         send("POST", "trials/1/metrics", {"group": group, "metrics": report}, "trial-1")
     written = {
         "uuid": checkpoint,
@@ -185,6 +198,7 @@ def _seed(master: Any) -> dict[str, Sequence[Any]]:
         "workspace_id": [1, workspace],
         "project_id": [1, project_id],
         "key": ["PNT"],
+        "pool": ["default"],
         "template": ["base"],
         "user_id": [2],
         "username": ["ada"],

@@ -75,6 +75,7 @@ def _trained(scratch: Path, config: Mapping[str, Any]) -> dict[str, str]:
         "DS_ACCELERATOR": "cpu",
         "DSTRIAL_RUNS_DIR": str(scratch / "runs"),
         "GOLDEN_OUTPUT": str(scratch / "output"),
+        "XDG_CACHE_HOME": str(scratch / "cache"),  # where no run has measured the peak of this machine
     }
     command = [
         sys.executable,
@@ -137,6 +138,12 @@ def described(run: Path, literals: Mapping[str, str]) -> dict[str, str]:
     for path in sorted(run.iterdir()):
         if path.suffix in (".json", ".jsonl", ".yaml"):
             files[path.name] = path.read_text()
+    files["telemetry.json"] = json.dumps(_unmeasured(json.loads(files["telemetry.json"])), indent=2) + "\n"
+    rows = [json.loads(line) for line in files["metrics.jsonl"].splitlines()]
+    for row in rows:
+        if row["group"] == "telemetry":
+            row["metrics"] = _unmeasured(row["metrics"])
+    files["metrics.jsonl"] = "".join(f"{json.dumps(row)}\n" for row in rows)
     last = checkpoints[-1]
     for path in sorted(last.iterdir()):
         if path.is_file() and (path.suffix == ".json" or not path.suffix):
@@ -148,6 +155,17 @@ def described(run: Path, literals: Mapping[str, str]) -> dict[str, str]:
     texts = {name: normalized(text, literals, _MEASURED) for name, text in files.items()}
     every = (normalized(str(path.relative_to(run)), literals) for path in run.rglob("*") if path.is_file())
     return texts | {"files.txt": "".join(f"{name}\n" for name in sorted(every))}
+
+
+def _unmeasured(value: Any) -> Any:
+    """Return a document without its numbers, all of which are measured, and without the name of the processor."""
+    if isinstance(value, dict):
+        return {
+            key: "<device>" if key == "device" else _unmeasured(inner) for key, inner in sorted(value.items())
+        }
+    if isinstance(value, list):
+        return [_unmeasured(inner) for inner in value]
+    return "<measured>" if isinstance(value, (int, float)) else value
 
 
 def class_names(path: Path) -> list[str]:

@@ -10,8 +10,6 @@ host.
 
 from __future__ import annotations
 
-import argparse
-import concurrent.futures
 import json
 import random
 import shutil
@@ -22,6 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import seeded_runs
 import yaml
 from machines import Machines, machines
 
@@ -79,7 +78,8 @@ def run(seed: int) -> tuple[list[str], float]:
             raise WrongRunError(f"{planned}: it goes on for ever\n{_printed(place)}") from None
         if code:
             raise WrongRunError(f"{planned}: exit code {code}\n{_printed(place)}")
-        problems = _problems(place) + _leftovers(three)
+        (directory,) = place.glob("runs/*/*")
+        problems = problems_of(directory) + _leftovers(three)
         if problems:
             raise WrongRunError(f"{planned}: {'; '.join(problems)}\n{_printed(place)}")
     return planned, time.monotonic() - began_s
@@ -143,8 +143,8 @@ def _strike(
     return command
 
 
-def _problems(place: Path) -> list[str]:
-    (directory,) = place.glob("runs/*/*")
+def problems_of(directory: Path) -> list[str]:
+    """Return what is wrong with a run of ``CONFIG`` that has ended."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     steps = [line["steps_completed"] for line in lines if line.get("group") == "training"]
     found = []
@@ -173,29 +173,5 @@ def _leftovers(three: Machines) -> list[str]:
     return []
 
 
-def main() -> int:
-    """Do the runs that the command line asks for; return the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=2)
-    args = parser.parse_args()
-    num_right = 0
-    with concurrent.futures.ThreadPoolExecutor(args.workers) as workers:
-        runs = {workers.submit(run, seed): seed for seed in range(args.seed, args.seed + args.runs)}
-        for done in concurrent.futures.as_completed(runs):
-            try:
-                strikes, seconds = done.result()
-            except Exception as error:  # noqa: BLE001  # a run's main: told, and the others go on
-                print(f"seed {runs[done]}: WRONG: {type(error).__name__}: {error}", flush=True)
-                continue
-            num_right += 1
-            print(f"seed {runs[done]} ({', '.join(strikes)}): right ({seconds:.0f} s)", flush=True)
-    print(f"{num_right} of {args.runs} runs ended right")
-    return num_right != args.runs
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(seeded_runs.main(run, __doc__))

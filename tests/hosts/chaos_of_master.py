@@ -9,8 +9,6 @@ the checkpoint at its end verified, and no process of it on any host.
 
 from __future__ import annotations
 
-import argparse
-import concurrent.futures
 import contextlib
 import random
 import signal
@@ -21,14 +19,15 @@ import tempfile
 import time
 from pathlib import Path
 
+import seeded_runs
 from machines import Machine, Machines, machines
 from master_on_hosts import MasterOnHosts, left_on
 
 STRIKES = ("cut", "cut and heal", "host", "host and back", "agent", "supervisor", "rank", "master")
-_NUM_BATCHES, _PERIOD = 60, 5
+NUM_BATCHES, PERIOD = 60, 5
 _DEADLINE_S = 300.0
 _LEFT_S = 30.0
-_NEVER_MIND = ("fork_server", "sh -c")
+NEVER_MIND = ("fork_server", "sh -c")
 
 
 class WrongRunError(Exception):
@@ -47,12 +46,12 @@ def run(seed: int) -> tuple[list[str], float]:
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chaos-", dir="/tmp") as text, machines(4) as made:
         master = MasterOnHosts(made, Path(text))
-        _must(master.up())
+        must(master.up())
         searcher = {
             "name": "random",
             "metric": "zero",
             "max_trials": 4 if slots == 1 else 2,
-            "max_length": {"batches": _NUM_BATCHES},
+            "max_length": {"batches": NUM_BATCHES},
         }
         hparams = {"zero_stage": chance.choice((1, 3)), "pause_s": 0.06, "micro_batch_size": 2}
         experiment = master.create(
@@ -60,29 +59,30 @@ def run(seed: int) -> tuple[list[str], float]:
                 "resources": {"slots_per_trial": slots},
                 "searcher": searcher,
                 "hyperparameters": hparams,
-                "scheduling_unit": _PERIOD,
+                "scheduling_unit": PERIOD,
                 "max_restarts": 8,
             }
         )
         lost: set[int] = set()
         for strike in planned:
             time.sleep(chance.uniform(2.0, 14.0))
-            if _state(master, experiment) != "ACTIVE":
+            if state_of(master, experiment) != "ACTIVE":
                 break
             _strike(strike, chance.choice((2, 3, 4)), made, master, lost)
-        while _state(master, experiment) == "ACTIVE":
+        while state_of(master, experiment) == "ACTIVE":
             if time.monotonic() > began_s + _DEADLINE_S:
-                raise WrongRunError(f"{planned}, {slots} slots: it goes on for ever\n{_told(master)}")
+                raise WrongRunError(f"{planned}, {slots} slots: it goes on for ever\n{told_by(master)}")
             time.sleep(0.5)
-        problems = _problems(master, experiment)
+        problems = problems_of(master, experiment)
         problems += _leftovers([one for one in made.all[1:] if one.is_up and int(one.name[4:]) not in lost])
         if problems:
-            raise WrongRunError(f"{planned}, {slots} slots: {'; '.join(problems)}\n{_told(master)}")
-        _must(master.down())
+            raise WrongRunError(f"{planned}, {slots} slots: {'; '.join(problems)}\n{told_by(master)}")
+        must(master.down())
     return planned, time.monotonic() - began_s
 
 
-def _must(done: subprocess.CompletedProcess[str]) -> None:
+def must(done: subprocess.CompletedProcess[str]) -> None:
+    """Refuse a command that has failed."""
     if done.returncode:
         raise WrongRunError(done.stdout)
 
@@ -94,7 +94,7 @@ def _strike(what: str, number: int, made: Machines, master: MasterOnHosts, lost:
         if pid is not None:
             made[1].signal(pid, signal.SIGKILL)
         time.sleep(1)
-        _must(master.up())
+        must(master.up())
     elif number in lost:
         return
     elif what in ("cut", "host"):
@@ -110,22 +110,24 @@ def _strike(what: str, number: int, made: Machines, master: MasterOnHosts, lost:
         time.sleep(3)
         host.boot()
     else:
-        words = {"agent": "backends.ssh.agent", "supervisor": "supervisor.py", "rank": "rank_main"}[what]
-        pid = _newest(host, words)
+        words = {"agent": "backends.hosts.agent", "supervisor": "supervisor.py", "rank": "rank_main"}[what]
+        pid = newest(host, words)
         if pid is not None:
             host.signal(pid, signal.SIGKILL)
 
 
-def _newest(host: Machine, words: str) -> int | None:
+def newest(host: Machine, words: str) -> int | None:
+    """Return the process with these words that began last."""
     found = [
         pid
         for pid, line in host.processes().items()
-        if words in line and not any(one in line for one in _NEVER_MIND)
+        if words in line and not any(one in line for one in NEVER_MIND)
     ]
     return max(found, default=None)
 
 
-def _state(master: MasterOnHosts, experiment: int) -> str:
+def state_of(master: MasterOnHosts, experiment: int) -> str:
+    """Return an experiment's state; ACTIVE until it has ended."""
     row = _rows(master, "SELECT state FROM experiments WHERE id = ?", experiment)[0]
     return "ACTIVE" if row["state"] in ("ACTIVE", "STOPPING_COMPLETED") else str(row["state"])
 
@@ -137,14 +139,17 @@ def _rows(master: MasterOnHosts, query: str, *parameters: object) -> list[sqlite
         return connection.execute(query, parameters).fetchall()
 
 
-def _told(master: MasterOnHosts) -> str:
+def told_by(master: MasterOnHosts) -> str:
+    """Return the end of all logs, and of the master's own."""
     lines = [str(row["log"]).rstrip() for row in _rows(master, "SELECT log FROM logs ORDER BY id")]
-    return "\n".join([line for line in lines if " loss " not in line][-60:])
+    told = [line for line in lines if " loss " not in line and not line.startswith("report_")]
+    return "\n".join([*told[-60:], *master.master_log().splitlines()[-40:]])
 
 
-def _problems(master: MasterOnHosts, experiment: int) -> list[str]:
+def problems_of(master: MasterOnHosts, experiment: int) -> list[str]:
+    """Return what is wrong with an experiment that has ended."""
     found = []
-    state = _state(master, experiment)
+    state = state_of(master, experiment)
     if state != "COMPLETED":
         found.append(f"the experiment is {state}")
     for trial in _rows(master, "SELECT * FROM trials WHERE experiment_id = ? ORDER BY id", experiment):
@@ -156,14 +161,14 @@ def _problems(master: MasterOnHosts, experiment: int) -> list[str]:
             trial["id"],
         )
         steps = [row["steps"] for row in rows]
-        if steps != list(range(_PERIOD, _NUM_BATCHES + 1, _PERIOD)):
+        if steps != list(range(PERIOD, NUM_BATCHES + 1, PERIOD)):
             found.append(f"trial {trial['id']} reported at {steps}")
         last = _rows(
             master,
             "SELECT uuid, steps FROM checkpoints WHERE trial_id = ? AND state = 'COMPLETED' ORDER BY steps DESC",
             trial["id"],
         )
-        if not last or last[0]["steps"] != _NUM_BATCHES:
+        if not last or last[0]["steps"] != NUM_BATCHES:
             found.append(f"trial {trial['id']} has no checkpoint at its end")
             continue
         path = master.place / "state" / "checkpoints" / last[0]["uuid"]
@@ -181,7 +186,7 @@ def _leftovers(hosts: list[Machine]) -> list[str]:
         left = {
             host.name: lines
             for host in hosts
-            if (lines := [one for one in left_on(host).values() if not any(w in one for w in _NEVER_MIND)])
+            if (lines := [one for one in left_on(host).values() if not any(w in one for w in NEVER_MIND)])
         }
         if not left:
             return []
@@ -190,29 +195,5 @@ def _leftovers(hosts: list[Machine]) -> list[str]:
         time.sleep(0.2)
 
 
-def main() -> int:
-    """Do the runs that the command line asks for; return the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=2)
-    args = parser.parse_args()
-    num_right = 0
-    with concurrent.futures.ThreadPoolExecutor(args.workers) as workers:
-        runs = {workers.submit(run, seed): seed for seed in range(args.seed, args.seed + args.runs)}
-        for done in concurrent.futures.as_completed(runs):
-            try:
-                strikes, seconds = done.result()
-            except Exception as error:  # noqa: BLE001  # a run's main: told, and the others go on
-                print(f"seed {runs[done]}: WRONG: {type(error).__name__}: {error}", flush=True)
-                continue
-            num_right += 1
-            print(f"seed {runs[done]} ({', '.join(strikes)}): right ({seconds:.0f} s)", flush=True)
-    print(f"{num_right} of {args.runs} runs ended right")
-    return num_right != args.runs
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(seeded_runs.main(run, __doc__))

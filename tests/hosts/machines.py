@@ -27,7 +27,8 @@ _READY_S = 10.0
 _SSHD = "/usr/sbin/sshd"
 _INIT = """
 hostname {name}
-mkdir -p /root/.ssh
+# Where no init of Debian's has made it.
+mkdir -p /root/.ssh /run/sshd
 mount --bind {keys} /root/.ssh
 mount -t tmpfs tmpfs /dev/shm
 # What a lost peer's packets wait for: 15 minutes by default.
@@ -134,7 +135,11 @@ class Machine:
         )
         assert self._process.stdout is not None
         said = self._process.stdout.readline()
-        assert said == b"ready\n", said + self._process.stdout.read()
+        if said != b"ready\n":
+            log = self._root / "sshd.log"
+            said += self._process.stdout.read() + (log.read_bytes() if log.exists() else b"")
+            self._process.wait()
+            raise AssertionError(said.decode(errors="replace"))
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
         self._init_pid = int(children[0])
 
@@ -219,7 +224,7 @@ class Machine:
 
     def kill(self) -> None:
         """Take its power: all its processes are gone at once."""
-        if self.is_up:
+        if self.is_up and self._init_pid:  # 0 would be our own process group
             os.kill(self._init_pid, signal.SIGKILL)
             assert self._process is not None
             self._process.wait()

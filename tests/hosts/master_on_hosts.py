@@ -37,11 +37,26 @@ class MasterOnHosts:
         made: the machines.
         place: an empty directory that all see.
         slots: of each host but the first machine.
+        allocation: variables of an allocation of Slurm's, whose nodes are the hosts then.
+        slurm: variables by which Slurm's commands find its controller, whom it asks for jobs then.
+        has_ray: whether it asks the Ray cluster that the machines are.
     """
 
-    def __init__(self, made: Machines, place: Path, slots: int = 1) -> None:
+    def __init__(
+        self,
+        made: Machines,
+        place: Path,
+        slots: int = 1,
+        *,
+        allocation: Mapping[str, str] | None = None,
+        slurm: Mapping[str, str] | None = None,
+        has_ray: bool = False,
+    ) -> None:
         self.machine, self.place = made[1], place
-        self.hosts = made.all[1:]
+        self._allocation = allocation
+        self._slurm = slurm
+        self._has_ray = has_ray
+        self.hosts = made.all[1:] if allocation is None and slurm is None and not has_ray else made.all
         self.model = place / "model"
         self.model.mkdir(exist_ok=True)
         for name in ("small_trial.py", "small_pipeline.py"):
@@ -59,6 +74,8 @@ class MasterOnHosts:
             "HOME": str(self.place / "home"),
             "DSTRIAL_STATE_DIR": str(self.place / "state"),
             "DET_MASTER": "http://127.0.0.1:8080",
+            **(self._allocation or {}),
+            **(self._slurm or {}),
         }
 
     def command(self, *words: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
@@ -69,7 +86,12 @@ class MasterOnHosts:
 
     def up(self, *flags: str) -> subprocess.CompletedProcess[str]:
         """Start the master."""
-        return self.command("dstrial", "up", "--hostfile", "hosts", "--no-password", *flags)
+        hosts = ["--hostfile", "hosts"] if self._allocation is None else ["--slurm"]
+        if self._slurm is not None:
+            hosts = ["--backend", "slurm"]
+        if self._has_ray:
+            hosts = ["--backend", "ray"]
+        return self.command("dstrial", "up", *hosts, "--no-password", *flags)
 
     def down(self, *flags: str) -> subprocess.CompletedProcess[str]:
         """End the master."""
@@ -90,18 +112,27 @@ class MasterOnHosts:
         text = self.det(*words, "--json")
         return json.loads(text[min(at for at in (text.find("["), text.find("{")) if at >= 0) :])
 
+    def write(self, changes: Mapping[str, Any]) -> tuple[str, str]:
+        """Write a config; return it and the model definition as ``det experiment create`` takes them."""
+        (self.place / "exp.yaml").write_text(yaml.safe_dump({**CONFIG, **changes}))
+        return "exp.yaml", "model"
+
     def create(self, changes: Mapping[str, Any]) -> int:
         """Submit an experiment and return its id."""
-        config = {**CONFIG, **changes}
-        path = self.place / "exp.yaml"
-        path.write_text(yaml.safe_dump(config))
-        said = self.det("experiment", "create", "exp.yaml", "model")
+        said = self.det("experiment", "create", *self.write(changes))
         return int(said.split("Created experiment ")[1].split()[0])
 
     def trials(self, experiment_id: int) -> list[dict[str, Any]]:
         """Return the experiment's trials as ``det`` tells them."""
         text = self.det("experiment", "list-trials", str(experiment_id), "--csv")
         return [{**row, "id": int(row["Trial ID"])} for row in csv.DictReader(io.StringIO(text))]
+
+    def wait_for_trials(self, experiment_id: int, num: int) -> list[dict[str, Any]]:
+        """Wait until an experiment has so many trials, and return them."""
+        wait_until(
+            lambda: len(self.trials(experiment_id)) >= num, 60, lambda: str(self.trials(experiment_id))
+        )
+        return self.trials(experiment_id)
 
     def state(self, experiment_id: int) -> str:
         """Return the experiment's state."""
@@ -151,4 +182,4 @@ def wait_until(is_so: Callable[[], bool], within_s: float, why: Callable[[], str
 
 def left_on(machine: Machine) -> dict[int, str]:
     """Return what runs on a host but its sshd and the agent of a living master."""
-    return {pid: words for pid, words in machine.processes().items() if "ssh.agent" not in words}
+    return {pid: words for pid, words in machine.processes().items() if "hosts.agent" not in words}

@@ -1,7 +1,7 @@
 """A Slurm cluster on one machine: slurmctld and slurmd in namespaces, Debian 12's packages (22.05).
 
 Two partitions over all nodes: ``low``, the default, whose jobs are requeued for those of ``high``, after five seconds of grace.
-A node that is cut is down after ten seconds. Needs root, munge, slurmctld, slurmd and Slurm's commands.
+A node that is cut is down after ten seconds, unless told. Needs root, munge, slurmctld, slurmd and Slurm's commands.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import signal
+import stat
 import subprocess
 import tempfile
 import time
@@ -54,7 +55,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 ReturnToService=2
 KillWait=5
-SlurmdTimeout=10
+SlurmdTimeout={slurmd_timeout_s}
 SlurmctldTimeout=10
 InactiveLimit=0
 MinJobAge=300
@@ -63,7 +64,7 @@ BatchStartTimeout=10
 CompleteWait=0
 JobRequeue=1
 SlurmdParameters=config_overrides
-NodeName=host[1-{num}] CPUs=2 Boards=1 SocketsPerBoard=1 CoresPerSocket=2 ThreadsPerCore=1 RealMemory=4000 State=UNKNOWN
+{gres}NodeName=host[1-{num}] CPUs=2{gpus} Boards=1 SocketsPerBoard=1 CoresPerSocket=2 ThreadsPerCore=1 RealMemory=4000
 PartitionName=low Nodes=host[1-{num}] Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace_s}
 PartitionName=high Nodes=host[1-{num}] MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
@@ -85,7 +86,9 @@ class SlurmCluster:
         env: of commands there.
     """
 
-    def __init__(self, machines: Machines, root: Path, *, grace_s: int = 5) -> None:
+    def __init__(
+        self, machines: Machines, root: Path, *, grace_s: int = 5, gpus: int = 0, slurmd_timeout_s: int = 10
+    ) -> None:
         self.machines = machines
         self._root = root
         for name in ("state", "spool", "log", "run", "munge"):
@@ -95,7 +98,14 @@ class SlurmCluster:
         key.write_bytes(secrets.token_bytes(1024))
         key.chmod(0o400)
         num = len(machines.all)
-        (root / "slurm.conf").write_text(_CONFIG.format(root=root, num=num, grace_s=grace_s))
+        gres = "GresTypes=gpu\n" if gpus else ""
+        has = f" Gres=gpu:{gpus}" if gpus else ""
+        config = _CONFIG.format(
+            root=root, num=num, grace_s=grace_s, gres=gres, gpus=has, slurmd_timeout_s=slurmd_timeout_s
+        )
+        (root / "slurm.conf").write_text(config)
+        if gpus:
+            self._make_gpus(root, gpus)
         (root / "cgroup.conf").write_text(_CGROUP_CONFIG)
         self.env = {
             **{name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
@@ -111,7 +121,7 @@ class SlurmCluster:
                 # `ip netns exec` mounts /sys anew; slurmd wants the look of cgroups.
                 self._do(machine, "mount", "-t", "tmpfs", "tmpfs", "/sys/fs/cgroup")
                 self._do(machine, "mkdir", "/sys/fs/cgroup/systemd")
-            self._do(machines[1], "slurmctld", "-c")
+            self._do(machines[1], "slurmctld", "-c")  # without what an earlier one has kept
             for machine in machines.all:
                 self._do(machine, "slurmd", "-N", machine.name)
             self.wait_for_idle(num)
@@ -119,9 +129,32 @@ class SlurmCluster:
             self.close()
             raise
 
+    @staticmethod
+    def _make_gpus(root: Path, num: int) -> None:
+        """Make what Slurm takes for GPUs: it only looks whether there is a device, and counts."""
+        (root / "dev").mkdir()
+        for index in range(num):
+            os.mknod(root / "dev" / f"gpu{index}", 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+        (root / "gres.conf").write_text(f"AutoDetect=off\nName=gpu File={root}/dev/gpu[0-{num - 1}]\n")
+
     def _do(self, machine: Machine, *words: str) -> None:
         done = machine.run(words, cwd="/", env=self.env)
         assert done.returncode == 0, f"{words}: {done.stdout}"
+
+    def end_controller(self) -> None:
+        """Kill it."""
+        machine = self.machines[1]
+        pid = machine.find("slurmctld")
+        assert pid is not None
+        machine.signal(pid, signal.SIGKILL)
+        give_up_at_s = time.monotonic() + _READY_S
+        while machine.find("slurmctld") is not None:
+            assert time.monotonic() < give_up_at_s, machine.processes()
+            time.sleep(0.1)
+
+    def start_controller(self) -> None:
+        """Start it again, with the jobs that it had."""
+        self._do(self.machines[1], "slurmctld")
 
     def run(
         self, *words: str, timeout: float = 60.0, cwd: Path | None = None, env: dict[str, str] | None = None
@@ -170,15 +203,23 @@ class SlurmCluster:
 
 
 @contextlib.contextmanager
-def slurm_cluster(num: int, *, grace_s: int = 5) -> Iterator[SlurmCluster]:
-    """Give a cluster of so many nodes for the block; a test is skipped where that is impossible."""
+def slurm_cluster(
+    num: int, *, grace_s: int = 5, gpus: int = 0, slurmd_timeout_s: int = 10
+) -> Iterator[SlurmCluster]:
+    """Give a cluster of so many nodes for the block; a test is skipped where that is impossible.
+
+    ``gpus`` of each node are devices to Slurm alone: it deals them out, and says to programs which they have.
+    After ``slurmd_timeout_s`` a node that is silent is down.
+    """
     lacking = missing()
     if lacking:
         pytest.skip(f"Requires: {lacking}")
     with tempfile.TemporaryDirectory(prefix="ds-", dir="/tmp") as root:
         machines = Machines(num, Path(root, "machines"))
         try:
-            cluster = SlurmCluster(machines, Path(root, "slurm"), grace_s=grace_s)
+            cluster = SlurmCluster(
+                machines, Path(root, "slurm"), grace_s=grace_s, gpus=gpus, slurmd_timeout_s=slurmd_timeout_s
+            )
             try:
                 yield cluster
             finally:

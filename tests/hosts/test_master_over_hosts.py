@@ -184,7 +184,7 @@ def test_a_cut_that_heals_an_agent_and_a_master_that_are_killed_end_no_trial(sta
     time.sleep(4)
     host.heal()
     time.sleep(3)
-    agent = host.find("-u -m dstrial.master.backends.ssh.agent")
+    agent = host.find("-u -m dstrial.master.backends.hosts.agent")
     assert agent is not None
     host.signal(agent, signal.SIGKILL)
     started.wait_for_log(1, "host3 (rank 1) is connected again")

@@ -34,7 +34,8 @@ def cluster() -> Iterator[SlurmCluster]:
 def place(tmp_path: Path) -> Path:
     for name in ("small_trial.py", "small_script.py"):
         shutil.copy(Path(__file__).parent / name, tmp_path)
-    (script,) = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", _DOCUMENT.read_text(), re.DOTALL)
+    scripts = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", _DOCUMENT.read_text(), re.DOTALL)
+    (script,) = (one for one in scripts if "scontrol requeue" in one)
     script = script.replace("python -m", f"{sys.executable} -m")
     script = script.replace("train.py", "small_script.py runs/mine 60 1").replace("train-%j.log", "train.log")
     (tmp_path / "train.sh").write_text(script)

@@ -101,3 +101,12 @@ def test_validations_are_read_by_batch_and_the_last_report_counts(run_directory:
     report(run_directory, "validation", 20, {"other": 0.2}, "2026")
     report(run_directory, "training", 30, {"accuracy": 0.2}, "2026")
     assert read_validations(run_directory, "accuracy") == {10: 0.2}
+
+
+def test_what_a_machine_does_is_no_report_of_training(run_directory: RunDirectory) -> None:
+    row = {"group": "cpu", "steps_completed": None, "metrics": {"node": {"cpu_util_simple": 1.0}}}
+    append_json_line(run_directory.metrics_path, {**row, "time": "2027-09"})
+    report(run_directory, "training", 10, {"loss": 0.5}, "2027-01")
+
+    view = RunMonitor(run_directory, metric="accuracy", since="2026").poll()
+    assert [(entry.group, entry.steps_completed) for entry in view.new_reports] == [("training", 10)]

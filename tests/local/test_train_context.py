@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import datetime
 import json
 import math
 from pathlib import Path
@@ -25,7 +26,7 @@ def opened(run_directory: RunDirectory, **options: Any) -> LocalTrainContext:
     return open_train_context(run_directory, **options)
 
 
-def steps(run_directory: RunDirectory) -> list[tuple[str, int]]:
+def steps(run_directory: RunDirectory) -> list[tuple[str, int | None]]:
     return [(row["group"], row["steps_completed"]) for row in read_json_lines(run_directory.metrics_path)]
 
 
@@ -41,6 +42,17 @@ def test_reports_are_lines_in_the_order_of_the_calls(run_directory: RunDirectory
         ("system", 10, {"free": 3}),
     ]
     assert all(row["time"].endswith("+00:00") for row in rows)
+
+
+def test_system_metrics_stay_when_a_run_goes_back(run_directory: RunDirectory) -> None:
+    train = opened(run_directory)
+    now = datetime.datetime.now(datetime.timezone.utc)
+    for batch in (1, 2, 3):
+        train.report_training_metrics(batch, {"loss": 1.0})
+        train.report_system_metrics("cpu", {"node": {"cpu_util_simple": float(batch)}}, now, 0)
+    assert train.rewind_to(1) == 2
+    assert steps(run_directory) == [("training", 1), ("cpu", None), ("cpu", None), ("cpu", None)]
+    assert train.rewind_to(1) == 0
 
 
 def test_a_report_from_a_worker_is_refused(run_directory: RunDirectory) -> None:

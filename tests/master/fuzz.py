@@ -244,6 +244,14 @@ _BODIES: dict[str, Any] = {
     "models/{model}/versions": {"checkpointUuid": "OWN", "name": "v", "labels": ["l"]},
     "models/{model}/versions/{version}": {"notes": "n", "metadata": {"a": 1}},
     "runs": {"projectId": 1, "sort": "id=desc,hp.lr=asc", "filter": _RUN_FILTER},
+    "experiments-search": {"projectId": 1, "sort": "id=desc,hp.lr=asc", "filter": _RUN_FILTER},
+    "experiments/{experiment_id}/file": {"experimentId": 1, "path": "a/b.py"},
+    "users/setting": {"settings": [{"key": "k", "storagePath": "p", "value": "1"}]},
+    "users/activity": {
+        "activityType": "ACTIVITY_TYPE_GET",
+        "entityType": "ENTITY_TYPE_PROJECT",
+        "entityId": 1,
+    },
     "runs/pause": {"runIds": [1, 2], "projectId": 1},
     "runs/move": {"runIds": [1], "sourceProjectId": 1, "destinationProjectId": 2},
     "preview-hp-search": {
@@ -260,7 +268,9 @@ _BODIES: dict[str, Any] = {
     "checkpoints": _CHECKPOINT,
     "checkpoints/rm": {"checkpointUuids": [_CHECKPOINT["uuid"]], "checkpointGlobs": ["*.none"]},
     "checkpoints/{checkpoint_uuid}/metadata": {"checkpoint": {**_CHECKPOINT, "metadata": {"a": 2}}},
-    "allocations/{allocation_id}/acceleratorData": {"containerId": "c", "acceleratorUuids": ["a"]},
+    "allocations/{allocation_id}/acceleratorData": {
+        "acceleratorData": {"containerId": "c", "acceleratorUuids": ["a"]}
+    },
     "task/logs": {"logs": [{"task_id": "1.request", "log": "fuzz\n", "timestamp": "2026-01-01T00:00:00Z"}]},
 }
 
@@ -270,6 +280,8 @@ _QUERY_NAMES = (
     *("includeBatchMetrics", "resourcePool", "active", "userIds", "sources", "sortByMetric", "containerIds"),
     *("period", "startDate", "endDate", "workspaceIds", "workspaceNames", "nameCaseSensitive", "pinned"),
     *("experimentIds", "searchText", "metricType", "showTrialData", "save_trial_best", "size"),
+    *("metricIds", "metricNames", "maxDatapoints", "startBatches", "timeSeriesFilter.doubleRange.gt"),
+    *("timeSeriesFilter.name", "tableType", "projectId"),
 )
 _QUERY_VALUES = (
     *(
@@ -326,7 +338,8 @@ class Fuzzer:
     def __init__(self, master: Master, seed: int) -> None:
         self._master = master
         self._random = random.Random(seed)
-        self._routes = all_routes()
+        # Events of the page do not end.
+        self._routes = [route for route in all_routes() if route.path != "/page/events"]
         self._tokens: dict[str, str] = {}
         self._connection: http.client.HTTPConnection | None = None
         self.report = Report()

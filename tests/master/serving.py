@@ -104,14 +104,16 @@ class Master:
 
 
 @contextlib.contextmanager
-def serving(state_dir: Path, *, has_passwords: bool = True) -> Iterator[Master]:
-    """Serve an application on a free port until the block ends."""
+def serving(
+    state_dir: Path, *, has_passwords: bool = True, port: int = 0, is_again: bool = False
+) -> Iterator[Master]:
+    """Serve an application until the block ends, on a free port, or as it was served before on a port."""
     state_dir.mkdir(parents=True, exist_ok=True)
     changes = PubSub()
     with contextlib.ExitStack() as stack:
         database = Database(state_dir / "master.db", changes.publish)
         stack.callback(database.close)
-        listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        listener = socket.create_server(("127.0.0.1", port), backlog=128)
         stack.callback(listener.close)
         port = listener.getsockname()[1]
         services = open_services(
@@ -125,7 +127,7 @@ def serving(state_dir: Path, *, has_passwords: bool = True) -> Iterator[Master]:
         )
         stack.callback(services.close)
         _start_threads(services)
-        known, checkpoints = database.write(fill)
+        known, checkpoints = ({}, {}) if is_again else database.write(fill)
         config = uvicorn.Config(
             create_app(services),
             loop="uvloop",

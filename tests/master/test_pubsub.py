@@ -54,3 +54,23 @@ def test_a_thread_is_told_by_its_event() -> None:
     assert not event.is_set()
     changes.publish(["scheduler"])
     assert event.is_set()
+
+
+def test_a_follower_gets_every_wanted_topic_once_whenever_it_looks() -> None:
+    changes = PubSub()
+
+    async def follow() -> list[set[str]]:
+        with changes.follow(lambda topic: topic.startswith("a")) as follower:
+            changes.publish(["a1", "b1"])
+            changes.publish(["a2", "a1"])
+            found = [await follower.next(10)]
+            waiting = asyncio.ensure_future(follower.next(10))
+            await asyncio.sleep(0)
+            threading.Thread(target=changes.publish, args=(["b2"],)).start()
+            threading.Thread(target=changes.publish, args=(["a3"],)).start()
+            found.append(await waiting)
+            found.append(await follower.next(0.01))
+        changes.publish(["a4"])
+        return [*found, await follower.next(0.01)]
+
+    assert asyncio.run(follow()) == [{"a1", "a2"}, {"a3"}, set(), set()]

@@ -101,3 +101,36 @@ def test_lifespans_of_access_tokens_and_the_key_of_webhooks_are_checked(tmp_path
     assert (settings.token_default_days, settings.token_max_days) == (30, 60)
     assert (settings.signing_key, settings.base_url) == ("a long secret", "http://h")
     assert "a long secret" not in str(settings.as_config())
+
+
+def test_slurm_is_named_by_our_key_or_by_determineds(tmp_path: Path) -> None:
+    ours = MasterSettings.load(
+        written(tmp_path, "backend: slurm\nslurm: {sbatch_args: [--partition=gpu], gpu_type: a100}")
+    )
+    theirs = MasterSettings.load(written(tmp_path, "resource_manager: {type: slurm}"))
+
+    assert (ours.backend, theirs.backend) == ("slurm", "slurm")
+    assert ours.slurm == {"sbatch_args": ["--partition=gpu"], "gpu_type": "a100"}
+    assert ours.as_config()["resource_manager"]["type"] == "slurm"
+    assert MasterSettings.load().backend == "agent"
+
+
+def test_what_contradicts_slurm_is_told_at_once(tmp_path: Path) -> None:
+    text = "backend: agent\nresource_manager: {type: slurm}\nslurm: {sbatch_args: [gpu]}"
+    with pytest.raises(ConfigError) as caught:
+        MasterSettings.load(written(tmp_path, text))
+    assert [problem.where.partition(": ")[2] for problem in caught.value.problems] == [
+        "backend",
+        "slurm.sbatch_args",
+    ]
+    with pytest.raises(ConfigError, match="hostfile is given beside backend: slurm"):
+        MasterSettings.load(written(tmp_path, "backend: slurm\nhostfile: hosts"))
+
+
+def test_ray_has_an_address_and_no_hostfile_beside_it(tmp_path: Path) -> None:
+    found = MasterSettings.load(written(tmp_path, 'backend: ray\nray: {address: "10.0.0.11:6379"}'))
+    assert (found.backend, found.ray_address) == ("ray", "10.0.0.11:6379")
+    assert found.as_config()["ray"] == {"address": "10.0.0.11:6379"}
+    assert MasterSettings.load(written(tmp_path, "backend: ray")).ray_address == "auto"
+    with pytest.raises(ConfigError, match="hostfile is given beside backend: ray"):
+        MasterSettings.load(written(tmp_path, "backend: ray\nhostfile: hosts"))

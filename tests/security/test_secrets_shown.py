@@ -167,7 +167,8 @@ def test_no_request_is_answered_with_a_secret(held: Held) -> None:
     values["task_id"] += [one["id"] for kind in ("commands", "tensorboards") for one in held.json(kind)[kind]]
     asked, answered = 0, 0
     for route in all_routes():
-        if route.method != "GET":
+        # Events do not end, and have names of topics only.
+        if route.method != "GET" or route.path == "/page/events":
             continue
         (name, *_) = [*re.findall(r"{(\w+)", route.path), ""]
         for value in values.get(name, ["1"]):

@@ -173,7 +173,7 @@ class Slow:
 
 
 def test_the_loop_does_not_wait_for_a_sink():
-    sink, began_s = Slow(0.2), []
+    sink, began_s = Slow(0.6), []
 
     def train_batch(self, iterator, epoch_idx, batch_idx):
         began_s.append(time.monotonic())
@@ -182,7 +182,7 @@ def test_the_loop_does_not_wait_for_a_sink():
     trial_type = trial_class(train_batch=train_batch)
     fit(trial=trial_type, metric_sinks=[sink], max_length=Batch(10), reporting_period=Batch(2))
     gaps_s = [after - before for before, after in itertools.pairwise(began_s)]
-    assert sum(gap_s > 0.15 for gap_s in gaps_s) <= 1, "only the first report is waited for"
+    assert sum(gap_s > 0.5 for gap_s in gaps_s) <= 1, "only the first report is waited for"
     assert sink.seen == [*(("training", batch) for batch in range(2, 11, 2)), ("validation", 10), "closed"]
 
 

@@ -16,7 +16,7 @@ from dstrial.config.deepspeed_rules.settings import Settings
 from dstrial.config.deepspeed_schema import deepspeed_rules, installed_deepspeed_version
 from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.diagnostics import Diagnostics, KeyPath, Lines, dotted, locate, render
-from dstrial.config.dotted_keys import value_at
+from dstrial.config.dotted_keys import leaves, value_at
 from dstrial.config.keys import AUTO, Dialect, check_keys
 from dstrial.config.parallel_dims import ParallelDims
 from dstrial.errors import ConfigError, ConfigProblem
@@ -250,17 +250,9 @@ def explain(source: DeepSpeedSource, checked: CheckResult) -> tuple[ExplainedVal
         _row(path, leaf, source, checked)
         for key in sorted(effective)
         if key not in BATCH_KEYS
-        for path, leaf in _leaves(effective[key], (key,))
+        for path, leaf in leaves(effective[key], (key,))
     ]
     return (*rows, *sorted(others, key=lambda row: row.origin.startswith(DEFAULT_ORIGIN)))
-
-
-def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    if isinstance(value, Mapping) and value:
-        for key, inner in value.items():
-            yield from _leaves(inner, (*path, key))
-    else:
-        yield path, value
 
 
 def _row(path: KeyPath, value: Any, source: DeepSpeedSource, checked: CheckResult) -> ExplainedValue:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dstrial.config.diagnostics import Diagnostics, KeyPath, render
+from dstrial.config.elasticity import KEYS as ELASTICITY_KEYS
+from dstrial.config.elasticity import check_elasticity
 from dstrial.config.experiment_config.sections import DEVICES, check_devices, of_device
 from dstrial.config.experiment_config.training_checks import KEYS as TRAINING_CHECK_KEYS
 from dstrial.config.experiment_config.training_checks import check_training_checks
@@ -119,11 +121,21 @@ def period(raw: Mapping[str, Any], key: str) -> Length | None:
 
 
 def check_profiling(raw: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Check that profiling begins before it ends."""
-    begin, end = raw["profiling"]["begin_on_batch"], raw["profiling"]["end_after_batch"]
+    """Check that profiling begins before it ends, and name what has no effect.
+
+    Source: Determined 0.38.1 reads ``enabled`` alone (``pytorch/deepspeed/_deepspeed_trial.py:343``).
+    """
+    profiling = raw["profiling"]
+    begin, end = profiling["begin_on_batch"], profiling["end_after_batch"]
     if end is not None and begin > end:
         fix = "Exchange the two."
         findings.problem("profiling.begin_on_batch", render(begin), f"at most end_after_batch ({end})", fix)
+    for key, usual in (("begin_on_batch", 0), ("end_after_batch", None), ("sync_timings", True)):
+        if profiling[key] != usual:
+            findings.warn(
+                f"profiling.{key}",
+                "has no effect: system metrics are collected as long as training lasts, and no device is waited for",
+            )
 
 
 def check_environment(raw: dict[str, Any], findings: Diagnostics) -> dict[str, dict[str, str]]:
@@ -161,7 +173,7 @@ def check_environment(raw: dict[str, Any], findings: Diagnostics) -> dict[str, d
 
 
 def parallel_extent(raw: Mapping[str, Any], key: str, findings: Diagnostics) -> int | None:
-    """Return a parallel size or ``min_slots`` of ``data.dstrial``; None if absent."""
+    """Return a parallel size of ``data.dstrial``; None if absent."""
     section = raw["data"].get("dstrial")
     if section is None:
         return None
@@ -191,25 +203,20 @@ def check_dstrial_section(raw: Mapping[str, Any], findings: Diagnostics) -> None
         return
     known = (
         *DIM_KEYS,
-        "min_slots",
+        *ELASTICITY_KEYS,
         "background_saving",
         "trust_checkpoint_code",
         *TRAINING_CHECK_KEYS,
         "determined_imports",
         "warm",
+        "telemetry",
         "requirements",
         "install_timeout_s",
+        "loggers",
     )
     check_training_checks(section, findings)
-    slots, at_least = raw["resources"]["slots_per_trial"], parallel_extent(raw, "min_slots", findings)
-    if at_least is not None and isinstance(slots, int) and at_least > max(slots, 1):
-        findings.problem(
-            "data.dstrial.min_slots",
-            str(at_least),
-            f"at most {max(slots, 1)}, the slots_per_trial",
-            "Lower it.",
-        )
-    for key in ("background_saving", "determined_imports", "warm"):
+    check_elasticity(section, raw["resources"]["slots_per_trial"], findings)
+    for key in ("background_saving", "determined_imports", "warm", "telemetry"):
         value = section.get(key)
         if value is not None and not isinstance(value, bool):
             findings.problem(

@@ -16,7 +16,8 @@ from dstrial.config.deepspeed_rules.calls import check_second_engines, check_two
 from dstrial.config.deepspeed_rules.check import CheckResult, check_deepspeed
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, other_configs, read_deepspeed
 from dstrial.config.diagnostics import Diagnostics, render
-from dstrial.config.dotted_keys import apply_overrides, check_dotted_names
+from dstrial.config.dotted_keys import apply_overrides, check_dotted_names, dstrial_section
+from dstrial.config.elasticity import check_shared_batch
 from dstrial.config.experiment_config.check import (
     check_dstrial_section,
     check_environment,
@@ -28,8 +29,9 @@ from dstrial.config.experiment_config.check import (
 )
 from dstrial.config.experiment_config.entrypoint import TrialSource, check_entrypoint
 from dstrial.config.experiment_config.hyperparameters import concrete_values, normalised_specs
+from dstrial.config.experiment_config.loggers import check_loggers
 from dstrial.config.experiment_config.sections import check_integrations
-from dstrial.config.experiment_config.startup_hook import check_startup
+from dstrial.config.experiment_config.startup_hook import HOOK_NAME, check_startup, requirements_of
 from dstrial.config.experiment_config.storage import check_storage
 from dstrial.config.keys import Dialect, check_keys
 from dstrial.config.parallel_dims import DIM_KEYS, ParallelDims
@@ -208,6 +210,9 @@ def check_experiment(
         more_checks(given, raw, findings)
     variables = check_environment(raw, findings)
     check_startup(raw, context_dir, findings)
+    # A master checks what its trials may install, or run with another interpreter.
+    installs_itself = requirements_of(raw) is not None or (context_dir / HOOK_NAME).is_file()
+    check_loggers(raw, findings, installs_itself=installs_itself or more_checks is not None)
     raw["name"] = raw["name"] or path.stem
     slots_per_trial = raw["resources"]["slots_per_trial"] if slots is None else slots
     slots_key = "resources.slots_per_trial" if slots is None else "--slots"
@@ -224,6 +229,9 @@ def check_experiment(
         check_resumption(raw, resumed, slots_per_trial, slots_key, [*checks.values()], findings)
     deepspeed, checked = checks.pop(MAIN_KEY, (None, None))
     _check_calls(source, hyperparameters, checked, findings)
+    if checked is not None and checked.batch is not None:
+        batch = checked.batch.train_batch_size
+        check_shared_batch(dstrial_section(raw), slots_per_trial, batch, sizes.ranks_per_replica, findings)
     findings.raise_if_any()
     return ExperimentConfig(
         path=path,
@@ -233,7 +241,7 @@ def check_experiment(
         slots_per_trial=slots_per_trial,
         environment_variables=variables[_device_kind()],
         warnings=tuple(findings.warnings),
-        notes=tuple(notes),
+        notes=(*findings.notes, *notes),
         deepspeed=deepspeed,
         deepspeed_check=checked,
         other_deepspeed=checks,

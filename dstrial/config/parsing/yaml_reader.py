@@ -63,6 +63,8 @@ def read(text: str, label: str, limits: TextLimits) -> tuple[Any, dict[KeyPath, 
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         reason = " ".join(part for part in (error.context, error.problem) if part)
+        if "nesting depth" in reason:  # PyYAML 6.0.4 stops by itself, before it gives us the first event
+            raise ConfigError([too_deep(f"{label}:{line}")]) from error
         raise _not_yaml(f"{label}:{line}", reason, "Correct this line.") from error
     except yaml.YAMLError as error:
         # Of a character that YAML does not have; its position is in the error's second line.

@@ -33,6 +33,8 @@ def trial_request(
     sample_batch: Path | None = None,
     trusts_code: bool = False,
     device_bytes: int | None = None,
+    num_stages: int = 1,
+    stage: int = 0,
 ) -> DryRunRequest:
     """Return the request of a trial's dry run.
 
@@ -48,6 +50,8 @@ def trial_request(
         sample_batch: file with a batch, by ``torch.save``, which is taken instead; None for the loader's.
         trusts_code: whether that file may run code when it is loaded.
         device_bytes: memory of one device; None for no limit.
+        num_stages: of the pipeline that it trains; 1 for a model in one piece.
+        stage: which of them the rank is of, the first replica's.
     """
     options = {
         "trial": trial,
@@ -58,9 +62,12 @@ def trial_request(
         "sample_batch": None if sample_batch is None else str(sample_batch.resolve()),
         "trusts_code": trusts_code,
     }
+    if num_stages > 1:
+        options["num_stages"] = num_stages
     return DryRunRequest(
         workload=_TRIAL,
         options=options,
+        rank=stage * (world_size // num_stages),
         deepspeed_config=deepspeed_config,
         world_size=world_size,
         target=target,

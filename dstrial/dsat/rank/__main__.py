@@ -28,9 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # DeepSpeed settles its accelerator when it is first imported, which all of these do.
     prepare_accelerator()
     from dstrial.dsat.rank.context import failures_reported, hyperparameters_of_trial, limits_from, report
-    from dstrial.dsat.rank.hooks import observe_engines
     from dstrial.dsat.rank.measure import measure_trial
     from dstrial.dsat.rank.step_timer import StepTimer
+    from dstrial.engine.engine_hooks import observe_engines
     from dstrial.launch.trial_import import import_trial
     from dstrial.trainer import init
     from dstrial.trial.context import runtime_of

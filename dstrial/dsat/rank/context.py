@@ -15,10 +15,10 @@ import determined as det
 import torch.distributed
 
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, classify, failure_line, outcome_to_json
-from dstrial.dsat.rank.hooks import observe_engines
 from dstrial.dsat.rank.microbench import with_machine
 from dstrial.dsat.rank.statistics import SamplingLimits
 from dstrial.dsat.rank.step_timer import MeasurementDone, NumericError, StepTimer
+from dstrial.engine.engine_hooks import observe_engines
 from dstrial.errors import TrialContractError
 from dstrial.local.json_files import write_json_atomically
 from dstrial.local.measuring_variables import RESULT_VARIABLE, SETTINGS_KEY, measuring_hyperparameters

@@ -1,60 +1,17 @@
-"""An engine's traits, which prove a knob's effect, FLOPs and first micro batch."""
+"""An engine's traits, which prove a knob's effect, and first micro batch."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from deepspeed import PipelineEngine
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from dstrial.engine.deepspeed_internals import compiler, optimizers
-
-ResultT = TypeVar("ResultT")
-
-
-def counted_flops(call: Callable[[], ResultT]) -> tuple[ResultT, float, float]:
-    """Make a call.
-
-    Returns:
-        Its result; all its FLOPs on this rank; those of them that were recomputation.
-
-    Ranks: any; no communication.
-    """
-    recomputation = _Recomputation()
-    with FlopCounterMode(display=False) as counter, recomputation:
-        compiler.keep_compiler_out_of(type(getattr(counter, "mode", counter)))
-        result = call()
-    return result, float(counter.get_total_flops()), recomputation.flops
-
-
-class _Recomputation(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Adds up FLOPs of forward operations, which record gradients, in backward passes."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.flops = 0.0
-        compiler.keep_compiler_out_of(type(self))
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        del types
-        result = func(*args, **(kwargs or {}))
-        formula = flop_registry.get(getattr(func, "overloadpacket", func))
-        if formula is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
-            self.flops += float(formula(*args, **(kwargs or {}), out_val=result))
-        return result
+from dstrial.engine.model_flops import counted_flops, is_compiled
 
 
 class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -84,7 +41,7 @@ def engine_features(engines: list[Any]) -> dict[str, float]:
     modules = [module for engine in engines for module in engine.module.modules()]
     return {
         "probe_modules": float(len(modules)),
-        "probe_compiled": float(sum(map(_is_compiled, modules))),
+        "probe_compiled": float(sum(map(is_compiled, modules))),
         "probe_pipeline_stages": float(
             sum(engine.num_stages if isinstance(engine, PipelineEngine) else 1 for engine in engines)
         ),
@@ -92,14 +49,6 @@ def engine_features(engines: list[Any]) -> dict[str, float]:
             sum(optimizers.swaps_to_nvme(getattr(engine, "optimizer", None)) for engine in engines)
         ),
     }
-
-
-def _is_compiled(module: torch.nn.Module) -> bool:
-    if getattr(module, "_compiled_call_impl", None) is not None:
-        return True
-    # Loading torch's compiler takes longer than loading the rest of torch; without it there is nothing that it has compiled.
-    loaded = sys.modules.get("torch._dynamo.eval_frame")
-    return loaded is not None and isinstance(module, loaded.OptimizedModule)
 
 
 class FirstMicroBatch:

@@ -35,10 +35,10 @@ from determined import core  # noqa: E402
 from dstrial.dsat.core.outcome import Outcome, outcome_to_json  # noqa: E402
 from dstrial.dsat.rank.cleanup import ProcessState  # noqa: E402
 from dstrial.dsat.rank.context import failure_of, limits_from  # noqa: E402
-from dstrial.dsat.rank.hooks import observe_engines  # noqa: E402
 from dstrial.dsat.rank.leak_check import ProcessUsage, process_usage, reset_host_peak  # noqa: E402
 from dstrial.dsat.rank.measure import measure_trial  # noqa: E402
 from dstrial.dsat.rank.step_timer import StepTimer  # noqa: E402
+from dstrial.engine.engine_hooks import observe_engines  # noqa: E402
 from dstrial.launch.trial_import import import_trial  # noqa: E402
 from dstrial.ranks import process_group  # noqa: E402
 from dstrial.ranks.control_channel import ControlChannel, timeout_from_environ  # noqa: E402

@@ -51,6 +51,7 @@ class ScriptWorkload:
 
     Attributes:
         notes: what a person has to know of the description.
+        num_records: of the first batch.
 
     Raises:
         TrialContractError: the script ends without having called an engine.
@@ -91,7 +92,7 @@ class ScriptWorkload:
         first = next(
             (leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), None
         )
-        self._num_records = 0 if first is None else len(first)
+        self.num_records = 0 if first is None else len(first)
 
     def _intercept(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         """Stand in for ``deepspeed.initialize``."""
@@ -130,7 +131,7 @@ class ScriptWorkload:
 
     def _resized(self, tensor: torch.Tensor, num_records: int) -> torch.Tensor:
         shape = list(tensor.shape)
-        if shape and shape[0] == self._num_records:
+        if shape and shape[0] == self.num_records:
             shape[0] = num_records
         if not self._is_real:
             return torch.empty(shape, dtype=tensor.dtype, device=self._device)

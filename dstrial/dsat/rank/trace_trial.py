@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +21,20 @@ from unittest import mock
 
 import deepspeed
 import torch
+from deepspeed import PipelineEngine, PipelineModule
 from determined import core, pytorch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dstrial.dsat.rank.meta_init import make_fake, shapes_only
 from dstrial.engine.checkpoint_reader.safe_load import load
-from dstrial.engine.deepspeed_internals.engines import load_config_file
+from dstrial.engine.deepspeed_internals.engines import (
+    compute_dtype,
+    earlier_layers,
+    leave_out_shapes,
+    load_config_file,
+)
 from dstrial.errors import TrialContractError
 from dstrial.launch.trial_import import import_trial
 from dstrial.trial.context import DeepSpeedTrialContext
@@ -48,9 +56,13 @@ class TrialWorkload:
         sample_batch: file with a batch to take instead, by ``torch.save``.
         trusts_code: whether that file may run code when it is loaded.
         is_real: build and train with real tensors.
+        num_stages: of the pipeline that it trains; 1 for a model in one piece.
+
+    Attributes:
+        num_stages: likewise.
 
     Raises:
-        TrialContractError: the trial wraps no engine, or a pipeline.
+        TrialContractError: the trial wraps no engine, or a pipeline where none is asked for.
         DataError: the loader is empty.
 
     Ranks: this one is the only one that exists.
@@ -67,15 +79,20 @@ class TrialWorkload:
         sample_batch: str | None = None,
         trusts_code: bool = False,
         is_real: bool = False,
+        num_stages: int = 1,
     ) -> None:
         self._is_real = is_real
+        self.num_stages = num_stages
         self._calls: list[_InitializeCall] = []
+        self._pipelines: list[PipelineEngine] = []
         world_size = torch.distributed.get_world_size()
         self._context = _OwnContext(world_size, hparams, exp_conf, micro_batch_size)
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(deepspeed, "initialize", self._intercept))
             if not is_real:
                 stack.enter_context(shapes_only())
+            if num_stages > 1:
+                deepspeed.init_distributed(auto_mpi_discovery=False)  # layers are placed by it
             trial_class = import_trial(trial, Path(context_dir))
             self._trial = trial_class(self._context)
             if not self._calls:
@@ -93,7 +110,12 @@ class TrialWorkload:
 
     def _intercept(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         """Stand in for ``deepspeed.initialize``."""
-        call = _InitializeCall(_ARGUMENTS.bind(*args, **kwargs).arguments, self._context)
+        arguments = _ARGUMENTS.bind(*args, **kwargs).arguments
+        if isinstance(arguments["model"], PipelineModule) and self.num_stages == 1:
+            raise TrialContractError(
+                "the trial trains a pipeline; expected a model in one piece. Measure pipelines with method asha."
+            )
+        call = _InitializeCall(arguments, self._context)
         self._calls.append(call)
         return call.stand_in, call.arguments.get("optimizer"), None, call.arguments.get("lr_scheduler")
 
@@ -114,7 +136,9 @@ class TrialWorkload:
                     **{key: deepspeed_config[key] for key in _BATCH_KEYS if key in deepspeed_config},
                 }
             engines.append(call.build(copy.deepcopy(dict(config)), as_fake=not self._is_real))
-        self._accumulation = int(deepspeed_config.get("gradient_accumulation_steps") or 1)
+        self._pipelines = [engine for engine in engines if isinstance(engine, PipelineEngine)]
+        for engine in self._pipelines:
+            leave_out_shapes(engine, functools.partial(self._received, engine))
         return engines
 
     def train_micro_batch(self, micro_batch_size: int) -> Any:
@@ -123,8 +147,25 @@ class TrialWorkload:
             torch.Tensor, lambda tensor: self._resized(tensor, micro_batch_size), self._batch
         )
         drawn = itertools.repeat(batch)
+        self._drawn = batch
+        for engine in self._pipelines:
+            engine.reset_activation_shape()
+            engine.set_dataiterator(drawn)
         self._trial.train_batch(drawn, 0, 0)
         return batch
+
+    def _received(self, engine: PipelineEngine) -> Any:
+        """Return what the stage before sends, by the shapes of all layers before this stage's."""
+        dtype = compute_dtype(engine)
+        with _disable_current_modes(), torch.no_grad(), torch.device("meta"):
+            sent = tree_map_only(
+                torch.Tensor, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), self._drawn[0]
+            )
+            for layer in earlier_layers(engine.module):
+                if isinstance(layer, nn.Module):
+                    layer.to(dtype)
+                sent = layer(sent)
+        return sent
 
     def _resized(self, tensor: torch.Tensor, num_records: int) -> torch.Tensor:
         shape = list(tensor.shape)
@@ -160,6 +201,17 @@ class _StandIn:
             "zero_optimization": lambda: stage > 0,
             "zero_optimization_stage": lambda: stage,
         }
+        if isinstance(module, PipelineModule):
+            grid = module.mpu()
+            stage_id, num_stages = grid.get_pipe_parallel_rank(), grid.get_pipe_parallel_world_size()
+            self._early |= {
+                "grid": grid,
+                "mpu": grid,
+                "stage_id": stage_id,
+                "num_stages": num_stages,
+                "is_first_stage": lambda: stage_id == 0,
+                "is_last_stage": lambda: stage_id == num_stages - 1,
+            }
 
     def stand_for(self, engine: Any) -> None:
         """Be this engine."""
@@ -187,10 +239,6 @@ class _InitializeCall:
     def __init__(self, arguments: Mapping[str, Any], context: _OwnContext) -> None:
         self.arguments = dict(arguments)
         model = self.arguments["model"]
-        if isinstance(model, deepspeed.PipelineModule):
-            raise TrialContractError(
-                "the trial trains a pipeline; expected a model in one piece. Measure pipelines with method asha."
-            )
         given = self.arguments.get("model_parameters")
         if given is not None:
             self.arguments["model_parameters"] = list(given)
@@ -237,11 +285,12 @@ def _as_loader(loader: Any) -> Any:
 
 
 class SingleRankContext(core.DummyDistributedContext):  # type: ignore[misc]  # determined ships no usable types for it
-    """Rank 0 of so many ranks, of which the others never answer."""
+    """One of so many ranks, of which the others never answer."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, rank: int = 0) -> None:
         super().__init__()
         self.size = self.local_size = size
+        self.rank = self.local_rank = rank
 
     def allgather(self, stuff: Any) -> list[Any]:
         """Return what all ranks would say if they said the same."""
@@ -269,7 +318,7 @@ class _OwnContext(DeepSpeedTrialContext):
         exp_conf: Mapping[str, Any] | None,
         micro_batch_size: int,
     ) -> None:
-        distributed = SingleRankContext(world_size)
+        distributed = SingleRankContext(world_size, torch.distributed.get_rank())
         super().__init__(
             core_context=core._dummy_init(distributed=distributed),
             trial_seed=0,

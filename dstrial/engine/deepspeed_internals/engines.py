@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from deepspeed import DeepSpeedEngine, PipelineEngine, PipelineModule, comm, load_ds_config
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save as clone_tensors_for_torch_save
 from deepspeed.pipe import TiedLayerSpec
@@ -15,6 +17,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from deepspeed.runtime.config_utils import (
     dict_raise_error_on_duplicate_keys as dict_raise_error_on_duplicate_keys,
 )
+from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.utils import partition_uniform
 
 DOCUMENTED = frozenset(
@@ -23,6 +26,7 @@ DOCUMENTED = frozenset(
         "destroy",
         "eval_batch",
         "get_global_grad_norm",
+        "get_lr",
         "gradient_accumulation_steps",
         "is_first_stage",
         "is_last_stage",
@@ -235,3 +239,133 @@ def forget_losses(engine: PipelineEngine) -> None:
     """Drop the losses' sum: 0.19.0 and 0.19.8 add evaluations' to it, of any shape."""
     engine.total_loss = None
     engine.total_additional_losses = None
+
+
+INSTRUCTIONS: Mapping[type, str] = {
+    schedule.ForwardPass: "forward",
+    schedule.BackwardPass: "backward",
+    schedule.ReduceGrads: "backward",
+    schedule.ReduceTiedGrads: "backward",
+    schedule.OptimizerStep: "step",
+    schedule.SendActivation: "stages",
+    schedule.RecvActivation: "stages",
+    schedule.SendGrad: "stages",
+    schedule.RecvGrad: "stages",
+}
+"""What a pipeline's instructions are part of; ``stages`` is exchange with the neighbours and waiting for them.
+
+Gradients are reduced inside of backward in engines that are no pipelines. ``LoadMicroBatch`` is left out.
+"""
+
+
+def observe_instructions(
+    engine: PipelineEngine, around: Callable[[str, Callable[[], None]], None]
+) -> Callable[[], None]:
+    """Have instructions of a pipeline's schedule called through a function.
+
+    Args:
+        engine: whose; its class stays as it is.
+        around: called with the part of the step and the instruction, which it is to call once.
+
+    Returns:
+        What puts everything back.
+
+    Source: ``PipelineEngine._INSTRUCTION_MAP``, from which ``_exec_schedule`` makes methods, ``runtime/pipe/engine.py:1360``.
+    """
+
+    def wrapped(part: str, instruction: Callable[..., None]) -> Callable[..., None]:
+        def call(self: Any, **kwargs: Any) -> None:
+            around(part, lambda: instruction(self, **kwargs))
+
+        return call
+
+    engine._INSTRUCTION_MAP = {
+        kind: wrapped(INSTRUCTIONS[kind], instruction) if kind in INSTRUCTIONS else instruction
+        for kind, instruction in type(engine)._INSTRUCTION_MAP.items()
+    }
+
+    def put_back() -> None:
+        vars(engine).pop("_INSTRUCTION_MAP", None)
+
+    return put_back
+
+
+FUSED_KERNELS = "deepspeed.ops.transformer"
+"""The package whose modules compute past torch's dispatcher."""
+
+
+def is_fused(module: torch.nn.Module) -> bool:
+    """Say whether a module is a fused transformer kernel of DeepSpeed's."""
+    return type(module).__module__.startswith(FUSED_KERNELS)
+
+
+def compute_dtype(engine: DeepSpeedEngine) -> torch.dtype:
+    """Return the type in which an engine multiplies: autocast's, or that of its weights.
+
+    Source: ``torch_autocast_enabled`` and ``torch_autocast_dtype``, ``runtime/engine.py:1687``; 0.19.0 has both.
+    """
+    if engine.torch_autocast_enabled():
+        dtype: torch.dtype = engine.torch_autocast_dtype()
+        return dtype
+    parameter = next(iter(engine.module.parameters()), None)
+    return torch.float32 if parameter is None else parameter.dtype
+
+
+PIPELINE_BUFFERS = ("pipe_recv_buf", "grad_layer", "_grad_layer_buf", "meta_buffer")
+"""Attributes of a pipeline's engine with buffers for exchange, which stay (``runtime/pipe/engine.py:181``)."""
+
+
+def pipeline_buffers(engine: DeepSpeedEngine) -> list[Any]:
+    """Return what an engine keeps for exchange between stages; nothing if it is no pipeline's.
+
+    What it holds of micro batches that are under way, ``pipe_buffers``, are activations.
+    """
+    if not isinstance(engine, PipelineEngine):
+        return []
+    return [getattr(engine, name, None) for name in PIPELINE_BUFFERS]
+
+
+def steps_next(engine: DeepSpeedEngine) -> bool:
+    """Say whether the step that comes next is the optimizer's, and not one between two micro batches.
+
+    A pipeline's schedule has no other; it says so itself only within (``_force_grad_boundary``, ``runtime/pipe/engine.py:659``).
+    """
+    return isinstance(engine, PipelineEngine) or bool(engine.is_gradient_accumulation_boundary())
+
+
+def leave_out_shapes(engine: PipelineEngine, received: Callable[[], Any]) -> None:
+    """Have a stage that is alone neither send the shapes of activations nor wait for them.
+
+    Args:
+        engine: the stage's.
+        received: called where the shapes of the stage before would come; returns what it sends, of which the shapes and types are
+            taken: a tensor or a tuple of them, without memory.
+
+    Source: ``PipelineEngine._send_tensor_meta``, ``_recv_tensor_meta`` and ``_allocate_or_extend_buffers``,
+    ``runtime/pipe/engine.py:933``.
+    """
+
+    def receive(_stage: int) -> Any:
+        found = received()
+        if isinstance(found, torch.Tensor):
+            return engine._allocate_or_extend_buffers(0, list(found.shape), found.dtype)
+        return tuple(
+            engine._allocate_or_extend_buffers(idx, list(one.shape), one.dtype)
+            for idx, one in enumerate(found)
+        )
+
+    engine._recv_tensor_meta = receive
+    engine._send_tensor_meta = lambda *_args: None
+
+
+def earlier_layers(module: PipelineModule) -> list[Callable[..., Any]]:
+    """Build the layers of all stages before this one, as ``PipelineModule._build`` would.
+
+    Layers with a ``forward_fn`` that are tied have weights of their own here, which is one for shapes.
+    """
+    built: list[Callable[..., Any]] = []
+    for spec in module._layer_specs[: module._local_start]:
+        layer = spec.build() if hasattr(spec, "build") else spec
+        forward = getattr(spec, "forward_fn", None)
+        built.append(layer if forward is None else functools.partial(forward, layer))
+    return built

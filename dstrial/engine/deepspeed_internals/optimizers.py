@@ -7,7 +7,7 @@ Source: ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``, ``runtime
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -123,6 +123,41 @@ def replica_masters(optimizer: Any) -> list[torch.Tensor]:
 def own_masters(optimizer: Any) -> list[list[torch.Tensor]] | None:
     """Return master weights kept one by one, by group and position; else None."""
     return optimizer.fp32_groups if isinstance(optimizer, FP16_UnfusedOptimizer) else None
+
+
+GRADIENTS: Mapping[type, tuple[str, ...]] = {
+    DeepSpeedZeroOptimizer: ("averaged_gradients", "all_grad_tensors", "accumulated_grads_in_cpu"),
+    DeepSpeedZeroOptimizer_Stage3: ("averaged_gradients", "grad_partitions_flat_buffer"),
+    BF16_Optimizer: ("fp32_groups_gradients_flat", "fp32_groups_gradient_flat_partition"),
+}
+"""Attributes in which an optimizer keeps gradients beside those of the parameters, nested in lists and dicts.
+
+Source: ``runtime/zero/stage_1_and_2.py:687``, ``runtime/zero/stage3.py:786``, ``runtime/bf16_optimizer.py:112``. The third of
+ZeRO 1 and 2 is there with ``offload_optimizer`` only, the second of ZeRO 3 where anything is trained.
+"""
+
+
+def held_gradients(optimizer: Any) -> list[Any]:
+    """Return what an optimizer keeps of gradients beside those of the parameters."""
+    names = next((names for kind, names in GRADIENTS.items() if isinstance(optimizer, kind)), ())
+    return [getattr(optimizer, name, None) for name in names]
+
+
+def reduction_buckets(optimizer: Any) -> list[Any]:
+    """Return the buffers of ZeRO from which gradients are reduced, and into which those of parameters are views meanwhile.
+
+    Source: ``ipg_buckets``, ``runtime/zero/stage_1_and_2.py:616`` and ``runtime/zero/stage3.py:477``.
+    """
+    return [bucket.buffer for bucket in getattr(optimizer, "ipg_buckets", {}).values()]
+
+
+def accumulated_gradient(parameter: Any) -> torch.Tensor | None:
+    """Return a parameter's gradient in the type of accumulation, where that is another.
+
+    Source: ``use_grad_accum_attribute``, ``runtime/zero/stage_1_and_2.py:398``.
+    """
+    found: torch.Tensor | None = getattr(parameter, "grad_accum", None)
+    return found
 
 
 def base_optimizer(optimizer: Any) -> Any:

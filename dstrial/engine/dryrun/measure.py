@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import importlib
 import resource
@@ -13,14 +14,17 @@ from typing import Any, Protocol
 
 import deepspeed
 import torch
+from deepspeed import PipelineEngine
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from dstrial.engine.deepspeed_internals.engines import observe_instructions
 from dstrial.engine.deepspeed_internals.optimizers import full_numel
 from dstrial.engine.dryrun import patches
 from dstrial.engine.dryrun.linear_peaks import line_through, memory_forms, same_before_update
 from dstrial.engine.dryrun.tracker import Tracker
-from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult, Flops
+from dstrial.engine.dryrun.values import PHASES, DryRunRequest, DryRunResult, Flops
+from dstrial.engine.memory_split import MemorySplit
 
 
 class Workload(Protocol):
@@ -36,7 +40,10 @@ class Workload(Protocol):
         ...
 
     def train_micro_batch(self, micro_batch_size: int) -> Any:
-        """Train one micro batch of that many records: forward, backward, step; return it."""
+        """Train one micro batch of that many records: forward, backward, step; return it.
+
+        A pipeline trains all micro batches of a batch at once.
+        """
         ...
 
 
@@ -99,7 +106,6 @@ def measure(request: DryRunRequest) -> DryRunResult:
     Ranks: this process is the only one.
     """
     started_s = time.monotonic()
-    config, accumulation = _config(request)
     reads = patches.ScalarReads()
     tracker = Tracker(_host_test(request.target, request.is_real), None if request.is_real else reads)
     with contextlib.ExitStack() as stack:
@@ -110,18 +116,25 @@ def measure(request: DryRunRequest) -> DryRunResult:
                 target=request.target,
                 is_fake=not request.is_real,
                 device_bytes=request.device_bytes,
+                rank=request.rank,
             )
         )
         stack.enter_context(_quiet_collector())
         workload: Workload = load(request.workload)(**request.options)
+        num_stages = int(getattr(workload, "num_stages", 1))
+        config, accumulation = _config(request, num_stages)
         device = torch.device("cpu")
         if not request.is_real:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             device = torch.device(patches.DEVICE_NAME if request.target == "cuda" else "cpu")
         stack.enter_context(tracker)
         engines = workload.build(config, device)
+        for engine in engines:
+            if isinstance(engine, PipelineEngine):
+                observe_instructions(engine, functools.partial(_in_phase, tracker))
         low, high = request.micro_batch_sizes
-        tokens = _train(workload, tracker, [low, high], accumulation)
+        split = MemorySplit(engines, _host_test(request.target, request.is_real))
+        tokens, activations = _train(workload, tracker, split, [low, high], accumulation)
         parameters = [full_numel(parameter) for engine in engines for parameter in engine.module.parameters()]
         trainable = [
             full_numel(parameter)
@@ -147,35 +160,58 @@ def measure(request: DryRunRequest) -> DryRunResult:
         notes=tuple(getattr(workload, "notes", ())),
         inner_operations=tracker.operations.get((steady, 0), 0) if accumulation > 1 else 0,
         last_operations=tracker.operations.get((steady, last), 0),
+        num_records=int(getattr(workload, "num_records", 0)),
         wall_s=time.monotonic() - started_s,
+        device_parts=split.device,
+        host_parts=split.host,
+        activations=line_through(activations[0], activations[1], low, high),
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
 
 
-def _train(workload: Workload, tracker: Tracker, sizes: list[int], accumulation: int) -> list[int]:
-    """Train a step at each micro batch size; return the tokens of every micro batch."""
+def _train(
+    workload: Workload, tracker: Tracker, split: MemorySplit, sizes: list[int], accumulation: int
+) -> tuple[list[int], list[int]]:
+    """Train a step at each micro batch size; return the tokens of every micro batch, and activations of every step."""
     tokens: list[int] = []
+    activations: list[int] = []
+    tracker.on_result = split.operation
+    tracker.on_phase = lambda phase: split.begin_step() if phase == "step" else None
     for step_idx, size in enumerate(sizes):
         gc.collect()
         for micro_batch_idx in range(accumulation):
             tracker.begin_micro_batch(step_idx, micro_batch_idx)
             tokens.append(_num_tokens(workload.train_micro_batch(size)))
         tracker.end_step()
+        split.end_step()
+        activations.append(split.take_activations())
         # ZeRO 3 learns in its first step in which order modules run, and fetches ahead from the second on.
         if step_idx == 1 and not same_before_update(tracker.trace):
             sizes.append(sizes[0])
-    return tokens
+    split.close()
+    return tokens, activations
 
 
-def _config(request: DryRunRequest) -> tuple[dict[str, Any], int]:
-    """Return the config for the first size and its micro batches per step, 1 or 2."""
+def _in_phase(tracker: Tracker, part: str, instruction: Callable[[], None]) -> None:
+    """Carry out an instruction of a pipeline's; exchange between stages belongs to the phase that is on."""
+    if part in PHASES:
+        tracker.enter_phase(part)
+    instruction()
+
+
+def _config(request: DryRunRequest, num_stages: int) -> tuple[dict[str, Any], int]:
+    """Return the config for the first size, and how often the workload is called in a step: 1 or 2.
+
+    A pipeline is called once, and has as many micro batches under way as there are stages, or two.
+    """
     config = copy.deepcopy(dict(request.deepspeed_config))
-    accumulation = min(int(config.get("gradient_accumulation_steps") or 1), 2)
+    wanted = int(config.get("gradient_accumulation_steps") or 1)
+    accumulation = min(wanted, max(2, num_stages))
     config["train_micro_batch_size_per_gpu"] = request.micro_batch_sizes[0]
     config["gradient_accumulation_steps"] = accumulation
     config.pop("train_batch_size", None)
     config.setdefault("steps_per_print", 1_000_000_000)
-    return config, accumulation
+    return config, accumulation if num_stages == 1 else 1
 
 
 def _host_test(target: str, is_real: bool) -> Any:

@@ -46,8 +46,8 @@ _OWN = str(pathlib.Path(__file__).resolve().parent) + os.sep
 
 
 @contextlib.contextmanager
-def virtual_world(world_size: int) -> Iterator[None]:
-    """Be rank 0 of many: collectives return at once, and fill in nothing.
+def virtual_world(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Be one rank of many: collectives return at once, and fill in nothing.
 
     Ranks: this one is the only one that exists.
     Source: torch's ``fake`` process group.
@@ -56,10 +56,10 @@ def virtual_world(world_size: int) -> Iterator[None]:
     # Who asks for an address expects one; nothing listens there.
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     counts = {"WORLD_SIZE": size, "LOCAL_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    with mock.patch.dict(os.environ, {"RANK": "0", "LOCAL_RANK": "0", **counts, **address}):
+    with mock.patch.dict(os.environ, {"RANK": str(rank), "LOCAL_RANK": "0", **counts, **address}):
         # A store of this process; torch exports it without saying so.
         store = vars(torch.distributed)["HashStore"]()
-        torch.distributed.init_process_group("fake", store=store, rank=0, world_size=world_size)
+        torch.distributed.init_process_group("fake", store=store, rank=rank, world_size=world_size)
         try:
             yield
         finally:
@@ -289,7 +289,13 @@ def _begin(tracker: Tracker, phase: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def all_of_them(
-    tracker: Tracker, *, world_size: int, target: Target, is_fake: bool, device_bytes: int | None = None
+    tracker: Tracker,
+    *,
+    world_size: int,
+    target: Target,
+    is_fake: bool,
+    device_bytes: int | None = None,
+    rank: int = 0,
 ) -> Iterator[None]:
     """Put everything in place that a dry run of this kind needs.
 
@@ -299,10 +305,11 @@ def all_of_them(
         target: ``cpu`` or ``cuda``; see ``DryRunRequest``.
         is_fake: whether tensors will be fake.
         device_bytes: memory of the device on target ``cuda``; None for no limit.
+        rank: which of the ranks this one is.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_shared_memory_op())
-        stack.enter_context(virtual_world(world_size))
+        stack.enter_context(virtual_world(world_size, rank))
         stack.enter_context(phases(tracker))
         if is_fake:
             stack.enter_context(meta_collectives())

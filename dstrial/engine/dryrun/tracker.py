@@ -59,6 +59,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         collectives: (step, micro batch) -> kind, group size and phase -> [calls, bytes].
         flops: (step, micro batch) -> [without recomputation, with it].
         operations: (step, micro batch) -> operations that reached the dispatcher, views and the like included.
+        on_result: told each operation's result and arguments; None to tell nobody.
+        on_phase: told the name of each phase that begins, those within others left out; None to tell nobody.
 
     Source: the way storages are followed is that of torch's ``distributed/_tools/mem_tracker.py``.
     """
@@ -74,6 +76,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self.collectives: dict[tuple[int, int], dict[tuple[str, int, str], list[int]]] = {}
         self.flops: dict[tuple[int, int], list[int]] = {}
         self.operations: dict[tuple[int, int], int] = {}
+        self.on_result: Callable[[Any, Any], None] | None = None
+        self.on_phase: Callable[[str], None] | None = None
         self._is_host = is_host
         self._read_scalar = read_scalar
         self._alive: dict[int, tuple[int, Any]] = {}
@@ -93,6 +97,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
     def enter_phase(self, phase: str) -> None:
         """Say that ``phase`` begins; it lasts until the next one."""
         self._phase = PHASES.index(phase)
+        if self.on_phase is not None:
+            self.on_phase(phase)
 
     @contextlib.contextmanager
     def within(self, phase: str) -> Iterator[None]:
@@ -134,6 +140,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         if func is _ATEN._local_scalar_dense.default and self._read_scalar is not None:
             return self._read_scalar(args[0])
         result = func(*args, **kwargs)
+        if self.on_result is not None:
+            self.on_result(result, (args, kwargs))
         name = func._schema.name
         self.operations[self._place] = self.operations.get(self._place, 0) + 1
         if name.startswith("c10d::"):

@@ -138,6 +138,7 @@ class DryRunRequest:
             no limit.
         is_real: run with real tensors, where user code cannot do with fake ones; takes the memory and the time it takes.
         module_paths: directories to import from before others; the first is also where relative paths start.
+        rank: which of the ranks it is; another than 0 for another stage of a pipeline.
     """
 
     workload: str
@@ -149,6 +150,7 @@ class DryRunRequest:
     device_bytes: int | None = None
     is_real: bool = False
     module_paths: tuple[str, ...] = ()
+    rank: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -183,6 +185,10 @@ class DryRunResult:
         notes: what else to know, as sentences.
         inner_operations: of torch, in a micro batch that ends no accumulation; 0 without accumulation.
         last_operations: in the micro batch that ends it, with the optimizer step.
+        device_parts: bytes of parameters, gradients, optimizer state and buffers by name, each at its largest within a step.
+        host_parts: the same on the host.
+        activations: bytes on the device that a forward pass leaves, the micro batch included; None if it was not told.
+        num_records: of the micro batch that a script has made; 0 where somebody else says how many it has.
         wall_s: seconds it took, imports included.
         peak_rss_bytes: memory of the process that ran it, at most.
     """
@@ -201,6 +207,10 @@ class DryRunResult:
     notes: tuple[str, ...] = ()
     inner_operations: int = 0
     last_operations: int = 0
+    device_parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    host_parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    activations: Line | None = None
+    num_records: int = 0
     wall_s: float = 0.0
     peak_rss_bytes: int = 0
 
@@ -228,12 +238,14 @@ class DryRunResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
-        return dataclasses.asdict(self)
+        fields = dataclasses.asdict(self)
+        # Not told by runs of an earlier release, which are read and written as they were.
+        return {name: value for name, value in fields.items() if value or name not in _LATE_FIELDS}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> DryRunResult:
         """Return what ``to_json`` was called on."""
-        flops, tokens = value["flops"], value["tokens"]
+        flops, tokens, activations = value["flops"], value["tokens"], value.get("activations")
         return cls(
             **{
                 **value,
@@ -243,10 +255,14 @@ class DryRunResult:
                 "last_collectives": tuple(Collective(**each) for each in value["last_collectives"]),
                 "flops": Flops(Line(**flops["model"]), Line(**flops["hardware"])),
                 "tokens": None if tokens is None else Line(**tokens),
+                "activations": None if activations is None else Line(**activations),
                 "bypasses": tuple(Bypass(**each) for each in value["bypasses"]),
                 "notes": tuple(value["notes"]),
             }
         )
+
+
+_LATE_FIELDS = ("device_parts", "host_parts", "activations", "num_records")
 
 
 def memory_form_from_json(value: Mapping[str, Any]) -> MemoryForm:

@@ -119,16 +119,18 @@ class Reporter:
         is_leaving = isinstance(error, SystemExit) and not error.code
         if error is not None and not is_leaving:
             if self._run is not None:
-                self._run.close()
+                self._run.close(has_failed=True)
             self._stack.__exit__(kind, error, traceback)
             return
         with self._stack:
             if self._run is None:
                 return
+            has_ended = False
             try:
                 self._run.end()
+                has_ended = True
             finally:
-                self._run.close()
+                self._run.close(has_failed=not has_ended)
             own_run = runtime_of(self._context).own_run
             if own_run is not None and self.stopped is not None:
                 own_run.end_attempt(RunState.STOPPED)

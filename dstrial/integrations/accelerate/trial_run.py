@@ -12,6 +12,7 @@ from determined import pytorch
 
 from dstrial.config import overwrite_deepspeed_config
 from dstrial.config.deepspeed_source import MAIN_KEY
+from dstrial.config.dotted_keys import wants_system_metrics
 from dstrial.errors import ConfigError
 from dstrial.integrations.accelerate.accelerator_checkpoint import AcceleratorCheckpoint, prepared_engines
 from dstrial.integrations.accelerate.loaders import (
@@ -23,7 +24,9 @@ from dstrial.integrations.accelerate.loaders import (
 )
 from dstrial.integrations.accelerate.metric_reports import MetricReports
 from dstrial.integrations.accelerate.progress_tracker import ProgressTracker, RunSchedule
+from dstrial.integrations.accelerate.reporter_telemetry import ReporterTelemetry
 from dstrial.local.run_directory import TEST_VARIABLE
+from dstrial.loggers.run_loggers import loggers_of
 from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.checkpoint_loader import CheckpointLoader
 from dstrial.loop.checkpoint_saver import CheckpointSaver
@@ -75,14 +78,17 @@ class TrialRun:
         self._steps = runtime.adapter.micro_batches_per_batch
         self._records_per_batch = runtime.train_batch_size
         accelerator.gradient_accumulation_steps = self._steps
+        self._is_test = os.environ.get(TEST_VARIABLE) == "1"
         self._plan = RunSchedule.from_config(
             runtime.exp_conf or {},
             global_batch_size=self._records_per_batch,
             length=length,
-            is_test=os.environ.get(TEST_VARIABLE) == "1",
+            is_test=self._is_test,
         )
-        self._sinks = MetricSinks(context)
+        self._loggers = loggers_of(context)
+        self._sinks = MetricSinks(context, self._loggers.sinks)
         self._reports = MetricReports(self._core, self._sinks, self._plan)
+        self._telemetry = ReporterTelemetry(context, self._sinks)
         self._sync_points = SyncPoints(context.distributed, self._stop_request)
         self._window = MetricWindow("reporter.step")
         self._window_start = 0
@@ -121,6 +127,9 @@ class TrialRun:
             self._runtime.kept_reports.rewind_to(batches)
         self._sinks.open()
         self._sync_points.start(batches)
+        if wants_system_metrics(self._runtime.exp_conf) and not self._is_test:
+            self._core.profiler.on()
+        self._telemetry.begin(batches)
         self._mark_s = time.monotonic()
         self._set_status("training")
 
@@ -162,13 +171,17 @@ class TrialRun:
         if tracker.batches_trained:
             self._reports.progress(tracker.batches_trained, tracker.batches_total)
             self._core.train.report_progress(1.0)
+        self._telemetry.finish()
         self._set_status("completed")
 
-    def close(self) -> None:
-        """Give up a save that is under way, and end the sinks. Ranks: each its own."""
+    def close(self, *, has_failed: bool = False) -> None:
+        """Give up a save that is under way, and end sinks and loggers. Ranks: each its own."""
         self._heartbeat.end()
         self._saver.close()
+        self._telemetry.close()
         self._sinks.close()
+        is_stopped = self._tracker.stopped is not None
+        self._loggers.end("failed" if has_failed else "stopped" if is_stopped else "completed")
 
     # ---- the loop ------------------------------------------------------------------------------------
 
@@ -184,13 +197,14 @@ class TrialRun:
             this_epoch.set_epoch(epoch)
             num_left = (epoch_length - done) * self._steps
             self._heartbeat.follow(Phase.BATCH, tracker.batches_trained)
-            for idx, item in enumerate(this_epoch):
+            for idx, item in enumerate(self._telemetry.watched(this_epoch)):
                 if idx >= num_left:
                     continue  # of a batch that is not whole; the loader comes to its own end
                 if self._has_pending_random_states:
                     # Starting the loader has drawn random numbers that the uninterrupted run did not draw.
                     self._loader.restore_random_states()
                     self._has_pending_random_states = False
+                self._telemetry.begin_micro_batch(item)
                 yield item
                 if self._between_batches():
                     break
@@ -204,6 +218,8 @@ class TrialRun:
             return False
         batches = self._tracker.advance()
         self._has_batch_to_finish = True
+        trained_s = time.monotonic() - self._mark_s
+        self._telemetry.end_batch(batches, trained_s, pauses=self._tracker.needs_validation)
         is_single_rank = self._sync_points.is_single_rank and self._sync_points.is_stop_requested()
         if self._tracker.is_anything_due or batches >= self._sync_points.next_batch or is_single_rank:
             self._exchange()
@@ -217,16 +233,21 @@ class TrialRun:
         tracker, batches = self._tracker, self._tracker.batches_trained
         reports = tracker.is_report_due or (tracker.is_at_end and batches > self._window_start)
         share = self._window.totals() if reports and len(self._window) else None
-        self._window_seconds += time.monotonic() - self._mark_s
-        agreement = self._sync_points.agree(batches, (share, self._saver.status()))
-        self._saver.settle([status for _, status in agreement.shares])
+        trained_s = time.monotonic() - self._mark_s
+        self._window_seconds += trained_s
+        self._telemetry.trained(trained_s)
+        sample = self._telemetry.sample(batches) if reports else None
+        agreement = self._sync_points.agree(batches, (share, self._saver.status(), sample))
+        self._saver.settle([status for _, status, _ in agreement.shares])
         if reports:
-            averages = combine([share for share, _ in agreement.shares], "reporter.step")
+            averages = combine([share for share, _, _ in agreement.shares], "reporter.step")
             if self._is_chief:
                 num_batches = batches - self._window_start
                 self._reports.training(
                     dict(averages), batches, num_batches, self._records_per_batch, self._window_seconds
                 )
+            samples = [sample for _, _, sample in agreement.shares]
+            self._telemetry.report(samples, batches, self._records_per_batch)
             self._sinks.upload(at_once=False)
             self._window.reset()
             self._window_seconds = 0.0
@@ -274,6 +295,7 @@ class TrialRun:
         self._sinks.upload()
         if self._context.distributed.broadcast(saves) and not progress.checkpoint_is_current:
             self.save()
+        self._telemetry.resume()
         self._mark_s = time.monotonic()
         if self._heartbeat.phase is Phase.VALIDATION:
             self._heartbeat.follow(Phase.SCRIPT, progress.batches_trained)

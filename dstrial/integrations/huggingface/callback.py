@@ -11,6 +11,7 @@ import transformers
 from deepspeed import DeepSpeedEngine
 from determined import core
 
+from dstrial.config.dotted_keys import wants_system_metrics
 from dstrial.integrations.huggingface import arguments
 from dstrial.integrations.huggingface.checkpoint_uploader import CheckpointUploader
 from dstrial.integrations.huggingface.logged_metrics import LogKind, kind_of
@@ -22,6 +23,7 @@ from dstrial.integrations.huggingface.save_schedule import SaveSchedule
 from dstrial.integrations.huggingface.stall_detector import StallDetector
 from dstrial.integrations.huggingface.startup import Startup
 from dstrial.integrations.huggingface.trainer_handle import TrainerHandle
+from dstrial.integrations.huggingface.trainer_telemetry import TrainerTelemetry
 from dstrial.ranks.heartbeat import Phase, heartbeat
 
 if TYPE_CHECKING:
@@ -82,6 +84,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         )
         self._reporter = MetricReporter(core_context, facts.searcher, filter_metrics)
         self._losses = LossWatch(facts.exp_conf, is_chief=rank == 0, is_off=facts.is_measuring)
+        self._telemetry = TrainerTelemetry(core_context, facts.exp_conf, is_off=facts.is_measuring)
         self._preemption = PreemptionHandler(core_context, facts.signals)
         self._stall_detector = StallDetector(rank, lambda: self._preemption.stop_request() is not None)
         self._trainer_handle = TrainerHandle()
@@ -146,6 +149,8 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             self._save_schedule.last_step = step
         self._preemption.start()
         self._stall_detector.start()
+        if wants_system_metrics(self._startup.facts.exp_conf) and not self._startup.facts.is_measuring:
+            self.core_context.profiler.on()
         is_last, leaves = self._has_finished, self._leaves_evaluation
         if self._trainer_handle.owes_evaluation(args, state, is_last=is_last, leaves=leaves):
             self._trainer_handle.trainer.evaluate()
@@ -169,11 +174,13 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self._stall_detector.end()
         self._reporter.speed.resume()
         self._reporter.flush(state)
+        self._telemetry.begin_step(self._trainer_handle.trainer, state.global_step)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
     ) -> None:
         """Report progress, and decide on all ranks whether to stop."""
+        self._telemetry.end_step(state.global_step, float(state.num_input_tokens_seen))
         self._reporter.progress(state.global_step, state.max_steps)
         if self.is_stopped:
             # In the evaluation before the first step, after which the Trainer trains one all the same.
@@ -225,6 +232,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         if control.should_evaluate or control.should_save:
             self._stall_detector.end()
             self._reporter.speed.pause()
+            self._telemetry.pause()
         else:
             self._stall_detector.begin(state.global_step)
         if (
@@ -266,6 +274,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             batch_size = self._trainer_handle.train_batch_size(args, state)
             self._reporter.log(logs, state, batch_size, is_stopped=self.is_stopped)
             if kind_of(logs) is LogKind.TRAINING:
+                self._telemetry.report(state.global_step, float(state.num_input_tokens_seen), batch_size)
                 self._losses.take(logs, state.global_step, state.max_steps)
 
     def on_evaluate(
@@ -358,12 +367,14 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             self._preemption.acknowledge()
         elif self._in_training and self._has_finished:
             self._reporter.finish(step, max_steps)
+            self._telemetry.close(is_complete=True)
         self._in_training = False
         self.close()
 
     def close(self) -> None:
         """Give up the threads, the hook and the opened checkpoint; safe to call again."""
         self._heartbeat.end()
+        self._telemetry.close(is_complete=False)
         self._stall_detector.stop()
         self._preemption.close()
         self._save_schedule.close()

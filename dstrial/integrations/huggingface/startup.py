@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed import DeepSpeedEngine
 from determined import core
 
+from dstrial.config.dotted_keys import dstrial_section
 from dstrial.errors import CheckpointError, ConfigError
 from dstrial.integrations.huggingface import arguments
 from dstrial.integrations.huggingface.checkpoint_uploader import RunDescription
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dstrial.integrations.huggingface")
 
 _MODEL_ONLY = "args.save_only_model is True: checkpoints hold no optimizer, and a trial that is paused cannot go on from them"
+
+_OWN_LOGGERS = "data.dstrial.loggers is not for Hugging Face's Trainer, which has loggers of its own: name them in args.report_to"
 
 
 class Startup:
@@ -48,6 +51,8 @@ class Startup:
             raise ConfigError(problems)
         if getattr(args, "save_only_model", False) and self._distributed.rank == 0:
             logger.warning(_MODEL_ONLY)
+        if dstrial_section(self.facts.exp_conf).get("loggers") and self._distributed.rank == 0:
+            logger.warning(_OWN_LOGGERS)
         self._given, self._limit = arguments.given_of(args), arguments.sizes_of(args).micro_batch_size
         if saved is not None and saved.engines and saved.engines[0].given:
             self._given, self._limit = dict(saved.engines[0].given), saved.engines[0].micro_batch_limit

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from determined import pytorch
@@ -27,6 +28,9 @@ class CountingIterator:
         drawn: how many of this replica came before the first one.
         rank: this rank, for the message when the loader ends.
         per_batch: micro batches of this replica in a batch, likewise.
+
+    Attributes:
+        watch: called with each micro batch and the seconds that the loader took for it; None for nobody.
     """
 
     def __init__(self, items: Iterator[Any], drawn: int, rank: int, per_batch: int) -> None:
@@ -35,12 +39,14 @@ class CountingIterator:
         self._per_batch = per_batch
         self._heartbeat = heartbeat()
         self.drawn = drawn
+        self.watch: Callable[[Any, float], None] | None = None
 
     def __iter__(self) -> CountingIterator:
         return self
 
     def __next__(self) -> Any:
         self._heartbeat.await_data()
+        began_s = time.perf_counter()
         try:
             item = next(self._items)
         except StopIteration:
@@ -59,6 +65,8 @@ class CountingIterator:
             ) from error
         self._heartbeat.end_wait()
         self.drawn += 1
+        if self.watch is not None:
+            self.watch(item, time.perf_counter() - began_s)
         return item
 
 

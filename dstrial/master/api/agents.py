@@ -12,6 +12,7 @@ from determined.common.api import bindings
 from dstrial.errors import RequestError
 from dstrial.master.backends import Node
 from dstrial.master.clock import format_us
+from dstrial.master.http.fields import shown
 from dstrial.master.http.messages import message, page_of
 from dstrial.master.http.router import USER, ApiRequest, Handler, route
 from dstrial.master.services import VERSION, Services
@@ -298,6 +299,18 @@ async def list_pools(request: ApiRequest) -> dict[str, Any]:
     return {"resourcePools": [pool][page.start : page.end], "pagination": page.to_json()}
 
 
+async def list_bindings(request: ApiRequest) -> dict[str, Any]:
+    """``GET resource-pools/{name}/workspace-bindings``: none, the pool is open to every workspace."""
+    asked, pool_name = request.path_params["pool"], request.services.settings.pool_name
+    if asked != pool_name:
+        raise RequestError(
+            404,
+            f"resource pool {shown(asked)} does not exist; expected {pool_name!r}, the only one. Name that one.",
+        )
+    page = page_of(0, request.query_int("offset"), request.query_int("limit"))
+    return message(bindings.v1ListWorkspacesBoundToRPResponse, workspaceIds=[], pagination=page.to_json())
+
+
 def queue_stats(num_queued: int, num_scheduled: int) -> dict[str, Any]:
     """Return how many experiments wait and run."""
     return message(bindings.v1QueueStats, queuedCount=num_queued, scheduledCount=num_scheduled)
@@ -313,4 +326,5 @@ routes = [
     route("POST", "/agents/{agent_id}/slots/{slot_id}/enable", _switch_slot(is_on=True), access=USER),
     route("POST", "/agents/{agent_id}/slots/{slot_id}/disable", _switch_slot(is_on=False), access=USER),
     route("GET", "/resource-pools", list_pools, access=USER),
+    route("GET", "/resource-pools/{pool}/workspace-bindings", list_bindings, access=USER),
 ]

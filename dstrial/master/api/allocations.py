@@ -16,6 +16,8 @@ from dstrial.master.lifecycle import allocations
 from dstrial.master.store import allocations as allocation_rows
 
 _MAX_WAIT_S = 600
+_MAX_ACCELERATORS = 1024
+_MAX_NAME = 256
 
 
 async def show_allocation(request: ApiRequest) -> dict[str, Any]:
@@ -25,8 +27,25 @@ async def show_allocation(request: ApiRequest) -> dict[str, Any]:
 
 
 async def report_accelerators(request: ApiRequest) -> dict[str, Any]:
-    """``POST allocations/{id}/acceleratorData``: known already."""
-    await request.services.read(allocation_rows.require, request.path_params["allocation_id"])
+    """``POST allocations/{id}/acceleratorData``: what one of its containers has."""
+    allocation_id, body, services = request.path_params["allocation_id"], request.body(), request.services
+    row = await services.read(allocation_rows.require, allocation_id)
+    given = body.fields("acceleratorData") or body
+    uuids = given.texts("acceleratorUuids") or []
+    found = allocation_rows.Accelerators(
+        allocation_id,
+        given.text("containerId") or row.resources_id,
+        given.text("nodeName") or services.agent_of(row),
+        given.text("acceleratorType") or "",
+        json.dumps(uuids),
+    )
+    names = (found.container_id, found.node_name, found.type, *uuids)
+    if len(uuids) > _MAX_ACCELERATORS or any(len(one) > _MAX_NAME for one in names):
+        raise given.wrong(
+            "acceleratorUuids",
+            f"at most {_MAX_ACCELERATORS}, and no name of more than {_MAX_NAME} characters",
+        )
+    await services.write(lambda tx: allocation_rows.note_accelerators(tx, found))
     return {}
 
 

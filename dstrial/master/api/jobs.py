@@ -14,12 +14,14 @@ from dstrial.master.http.fields import Fields
 from dstrial.master.http.messages import message, page_of
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.lifecycle import commands as life
-from dstrial.master.store import commands, jobs
+from dstrial.master.services import Services
+from dstrial.master.store import commands, jobs, trials
 from dstrial.master.store.commands import Command
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.experiments import Experiment
 
 _MAX_PRIORITY = 99
+_MOST_JOBS = 3
 
 
 Entry: TypeAlias = "jobs.QueuedExperiment | commands.CommandInfo"
@@ -32,19 +34,36 @@ def _state(entry: Entry) -> str:
     return "STATE_SCHEDULED" if runs else "STATE_QUEUED"
 
 
-def _entries(connection: Connection) -> list[Entry]:
+def entries(connection: Connection) -> list[Entry]:
     """Return what stands in the queue, the next one first."""
     found: list[Entry] = [*jobs.queued_experiments(connection), *commands.queued(connection)]
     return sorted(found, key=lambda entry: (entry.priority, entry.queue_position))
 
 
-def _command_json(row: commands.CommandInfo, num_ahead: int, pool_name: str) -> dict[str, Any]:
+def engine_jobs(services: Services, connection: Connection, entry: Entry) -> str:
+    """Say how the jobs are that an engine was asked for; empty where it was not."""
+    if services.engine is None:
+        return ""
+    keys: list[int] | list[str] = (
+        [entry.task_id] if isinstance(entry, commands.CommandInfo) else trials.open_ids(connection, entry.id)
+    )
+    texts = [text for key in keys if (text := services.backend.job_text(key))]
+    # What waits first: that is what one asks the queue for.
+    shown = sorted(texts, key=lambda text: ": running" in text)[:_MOST_JOBS]
+    if len(texts) > len(shown):
+        shown.append(f"{len(texts) - len(shown)} more jobs")
+    return f" [{'; '.join(shown)}]" if shown else ""
+
+
+def _command_json(
+    row: commands.CommandInfo, num_ahead: int, pool_name: str, jobs_text: str = ""
+) -> dict[str, Any]:
     return message(
         bindings.v1Job,
         jobId=row.job_id,
         entityId=row.task_id,
         type=f"TYPE_{row.kind}",
-        name=row.description,
+        name=row.description + jobs_text,
         username=row.username,
         userId=row.owner_id,
         submissionTime=format_us(row.start_us),
@@ -60,15 +79,20 @@ def _command_json(row: commands.CommandInfo, num_ahead: int, pool_name: str) -> 
     )
 
 
-def job_json(row: jobs.QueuedExperiment, num_ahead: int, pool_name: str) -> dict[str, Any]:
-    """Return an experiment of the queue as a job."""
+def job_json(
+    row: jobs.QueuedExperiment, num_ahead: int, pool_name: str, jobs_text: str = ""
+) -> dict[str, Any]:
+    """Return an experiment of the queue as a job.
+
+    ``jobs_text`` says how an engine's jobs for it are: of what ``det job list`` prints, only a name has room for it.
+    """
     num_slots = row.num_slots or 0
     return message(
         bindings.v1Job,
         jobId=row.job_id,
         entityId=str(row.id),
         type="TYPE_EXPERIMENT",
-        name=row.name,
+        name=row.name + jobs_text,
         username=row.owner_name,
         userId=row.owner_id,
         submissionTime=format_us(row.start_us),
@@ -85,15 +109,20 @@ def job_json(row: jobs.QueuedExperiment, num_ahead: int, pool_name: str) -> dict
 
 
 async def _page(request: ApiRequest) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    pool_name = request.services.settings.pool_name
+    services = request.services
+    pool_name = services.settings.pool_name
     asked = request.query("resourcePool")
     states = request.query_choices("states", bindings.jobv1State)
     is_descending = request.query_choice("orderBy", bindings.v1OrderBy) == "ORDER_BY_DESC"
+
+    def read(connection: Connection) -> list[tuple[Entry, str]]:
+        return [(entry, engine_jobs(services, connection, entry)) for entry in entries(connection)]
+
     found = [
-        _command_json(entry, num_ahead, pool_name)
+        _command_json(entry, num_ahead, pool_name, text)
         if isinstance(entry, commands.CommandInfo)
-        else job_json(entry, num_ahead, pool_name)
-        for num_ahead, entry in enumerate(await request.services.read(_entries))
+        else job_json(entry, num_ahead, pool_name, text)
+        for num_ahead, (entry, text) in enumerate(await services.read(read))
         if asked in (None, "", pool_name) and (not states or _state(entry) in states)
     ]
     if is_descending:
@@ -116,7 +145,7 @@ async def list_jobs(request: ApiRequest) -> dict[str, Any]:
 
 async def show_stats(request: ApiRequest) -> dict[str, Any]:
     """``GET job-queues/stats``."""
-    states = [_state(entry) for entry in await request.services.read(_entries)]
+    states = [_state(entry) for entry in await request.services.read(entries)]
     stats = queue_stats(states.count("STATE_QUEUED"), states.count("STATE_SCHEDULED"))
     pool_name = request.services.settings.pool_name
     return {"results": [message(bindings.v1RPQueueStat, resourcePool=pool_name, stats=stats, aggregates=[])]}

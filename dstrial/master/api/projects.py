@@ -89,7 +89,7 @@ async def show_by_key(request: ApiRequest) -> dict[str, Any]:
 
 
 async def list_recent(request: ApiRequest) -> dict[str, Any]:
-    """``GET user/projects/activity``: where this user last put experiments."""
+    """``GET user/projects/activity``: where this user last was or put experiments."""
     user_id, limit = request.user.id, request.query_int("limit") or _NUM_RECENT
     rows = await request.services.read(projects.recent_of, user_id, max(limit, 0))
     return {"projects": [project_json(row) for row in rows]}

@@ -1,7 +1,7 @@
-"""Filters and orders of runs, as the protocol's texts have them.
+"""Filters and orders of runs and experiments, as the protocol's texts have them.
 
-Source: the ``filter`` and ``sort`` of Determined 0.38.1's ``SearchRunsRequest``: a JSON tree of groups and fields, and
-``column=asc`` separated by commas.
+Source: the ``filter`` and ``sort`` of Determined 0.38.1's ``SearchRunsRequest`` and ``SearchExperimentsRequest``: a JSON tree of
+groups and fields, and ``column=asc`` separated by commas.
 """
 
 from __future__ import annotations
@@ -9,121 +9,100 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import orjson
 
-from dstrial.config.secrets import SecretNames, masked_json
 from dstrial.errors import RequestError
-from dstrial.master.clock import format_us, now_us
+from dstrial.master.api.table_columns import Row, Table, below
 from dstrial.master.http.fields import shown
-from dstrial.master.store.listings import Run
 
-Wanted: TypeAlias = "Callable[[Run], bool]"
-
-_COLUMNS: dict[str, Callable[[Run], Any]] = {
-    "id": lambda row: row.id,
-    "experimentId": lambda row: row.experiment_id,
-    "experimentName": lambda row: row.experiment_name,
-    "name": lambda row: row.experiment_name,
-    "experimentDescription": lambda row: row.experiment_description,
-    "description": lambda row: row.experiment_description,
-    "tags": lambda row: json.loads(row.labels),
-    "forkedFrom": lambda row: row.parent_id,
-    "startTime": lambda row: format_us(row.start_us),
-    "endTime": lambda row: None if row.end_us is None else format_us(row.end_us),
-    "duration": lambda row: ((row.end_us or now_us()) - row.start_us) // 1_000_000,
-    "state": lambda row: row.state,
-    "searcherType": lambda row: row.searcher_type,
-    "searcherMetric": lambda row: row.searcher_metric,
-    "searcherMetricsVal": lambda row: row.searcher_metric_value,
-    "user": lambda row: row.username,
-    "userId": lambda row: row.owner_id,
-    "numTrials": lambda row: row.num_trials,
-    "experimentProgress": lambda row: row.experiment_progress,
-    "checkpointCount": lambda row: row.checkpoint_count,
-    "checkpointSize": lambda row: row.checkpoint_size,
-    "projectId": lambda row: row.project_id,
-    "archived": lambda row: bool(row.experiment_archived),
-    "isExpMultitrial": lambda row: row.num_trials > 1,
-    "localId": lambda row: f"{row.project_key}-{row.id}",
-    "externalRunId": lambda row: row.external_id,
-}
 _SUMMARIES = {"training": "avg_metrics", "validation": "validation_metrics"}
+HPARAM, METADATA = "hp", "metadata"
+"""What the names of such columns begin with."""
+
 _MAX_DEPTH = 20
 _MAX_CHARS = 2**16
 
 
-def wanted_by(text: str | None) -> Wanted:
-    """Return whether a filter wants a run; an empty one wants those not archived.
+def wanted_by(text: str | None, table: Table[Row]) -> Callable[[Row], bool]:
+    """Return whether a filter wants a row of a table; an empty one wants those not archived.
 
     Raises:
         RequestError: 400, it is no such filter.
     """
     if not text:
-        return lambda row: not row.experiment_archived
+        return lambda row: not table.is_archived(row)
     if len(text) > _MAX_CHARS:
-        raise _wrong(text, f"at most {_MAX_CHARS} characters")
+        raise _wrong(table, text, f"at most {_MAX_CHARS} characters")
     try:
         tree = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise _wrong(text, f"JSON ({error})") from error
+        raise _wrong(table, text, f"JSON ({error})") from error
     if not isinstance(tree, dict):
-        raise _wrong(text, "an object with filterGroup")
+        raise _wrong(table, text, "an object with filterGroup")
     group = tree.get("filterGroup")
-    matches = _node(group, 0) if group is not None else lambda _row: True
+    matches = None if group is None else _node(group, 0, table)
     shows_archived = bool(tree.get("showArchived"))
-    return lambda row: (shows_archived or not row.experiment_archived) and matches(row)
+    return lambda row: (shows_archived or not table.is_archived(row)) and (matches is None or matches(row))
 
 
-def _node(node: Any, depth: int) -> Wanted:
+def _node(node: Any, depth: int, table: Table[Row]) -> Callable[[Row], bool]:
     if not isinstance(node, dict) or depth > _MAX_DEPTH:
-        raise _wrong(node, f"groups and fields, at most {_MAX_DEPTH} deep")
+        raise _wrong(table, node, f"groups and fields, at most {_MAX_DEPTH} deep")
     if node.get("kind") == "group":
-        children = [_node(child, depth + 1) for child in node.get("children") or []]
+        children = [_node(child, depth + 1, table) for child in node.get("children") or []]
         if node.get("conjunction") not in ("and", "or"):
-            raise _wrong(node.get("conjunction"), "the conjunction and, or or")
+            raise _wrong(table, node.get("conjunction"), "the conjunction and, or or")
         if not children:
             return lambda _row: True
         together = all if node["conjunction"] == "and" else any
         return lambda row: together(child(row) for child in children)
     if node.get("kind") != "field":
-        raise _wrong(node.get("kind"), "the kind group or field")
-    find = _column(node.get("columnName"))
+        raise _wrong(table, node.get("kind"), "the kind group or field")
+    find = _column(node.get("columnName"), table)
     compare = _OPERATORS.get(str(node.get("operator")))
     if compare is None:
-        raise _wrong(node.get("operator"), "one of the operators " + ", ".join(_OPERATORS))
+        raise _wrong(table, node.get("operator"), "one of the operators " + ", ".join(_OPERATORS))
     value = node.get("value")
     if isinstance(value, (dict, list)):
-        raise _wrong(value, "a text, a number, a flag or null")
+        raise _wrong(table, value, "a text, a number, a flag or null")
     return lambda row: compare(find(row), value)
 
 
-def _column(name: Any) -> Callable[[Run], Any]:
-    """Return how to read a column: a run's own, a hyperparameter, metric or metadata.
+def _column(name: Any, table: Table[Row]) -> Callable[[Row], Any]:
+    """Return how to read a column: a row's own, a hyperparameter, metric or metadata.
 
     Raises:
         RequestError: 400, there is none of this name.
     """
-    if isinstance(name, str) and name in _COLUMNS:
-        return _COLUMNS[name]
+    if isinstance(name, str) and name in table.columns:
+        return table.columns[name].find
     kind, _, rest = name.partition(".") if isinstance(name, str) else ("", "", "")
-    if rest and kind == "hp":
-        # As it is shown: nobody is to guess a secret by asking what it is greater than.
-        return lambda row: _below(json.loads(masked_json(row.hparams, SecretNames())), rest.split("."))
-    if rest and kind == "metadata":
-        return lambda row: _below(json.loads(row.metadata or "{}"), rest.split("."))
+    if rest and kind == HPARAM:
+        return lambda row: table.hparam(row, rest.split("."))
+    if rest and kind == METADATA:
+        return lambda row: below(json.loads(table.metadata(row)), rest.split("."))
     metric, _, summary = rest.rpartition(".")
     if metric:
         group = _SUMMARIES.get(kind, kind)
-        return lambda row: _below(json.loads(row.summary_metrics), [group, metric, summary])
-    raise _wrong(name, "a column of a run, hp.NAME, GROUP.METRIC.SUMMARY or metadata.KEY")
+        return lambda row: below(json.loads(table.summaries(row)), [group, metric, summary])
+    raise _wrong(table, name, f"a column of {table.noun}, hp.NAME, GROUP.METRIC.SUMMARY or metadata.KEY")
 
 
-def _below(value: Any, keys: list[str]) -> Any:
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
+def column_kinds(text: str | None, sort: str | None, table: Table[Row]) -> set[str]:
+    """Return what a filter and an order ask about besides columns of their own: ``hp``, groups of metrics.
+
+    Both have been accepted.
+    """
+    names = [part.partition("=")[0] for part in (sort or "").split(",")]
+    pending = [orjson.loads(text).get("filterGroup")] if text else []
+    while pending:
+        node = pending.pop()
+        if isinstance(node, dict):
+            pending += node.get("children") or []
+            names.append(str(node.get("columnName")))
+    return {name.partition(".")[0] for name in names if "." in name and name not in table.columns}
 
 
 def _is_equal(found: Any, value: Any) -> bool:
@@ -140,9 +119,11 @@ def _contains(found: Any, value: Any) -> bool:
 
 
 def _ordered(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    """Return a comparison that is false where the two cannot be compared."""
+    """Return a comparison that is false where the two cannot be compared; one of a list's is enough."""
 
     def check(found: Any, value: Any) -> bool:
+        if isinstance(found, list):
+            return any(check(one, value) for one in found)
         both_numbers = all(
             isinstance(one, (int, float)) and not isinstance(one, bool) for one in (found, value)
         )
@@ -170,7 +151,7 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
 }
 
 
-def in_order(rows: list[Run], text: str | None) -> list[Run]:
+def in_order(rows: list[Row], text: str | None, table: Table[Row]) -> list[Row]:
     """Return rows in the order of a ``sort``; what has no value comes last.
 
     Raises:
@@ -179,8 +160,8 @@ def in_order(rows: list[Run], text: str | None) -> list[Run]:
     for part in reversed([part for part in (text or "").split(",") if part]):
         name, _, direction = part.partition("=")
         if direction not in ("asc", "desc"):
-            raise _wrong(part, "COLUMN=asc or COLUMN=desc")
-        find = _column(name)
+            raise _wrong(table, part, "COLUMN=asc or COLUMN=desc")
+        find = _column(name, table)
         known = [row for row in rows if not _is_empty(find(row))]
         unknown = [row for row in rows if _is_empty(find(row))]
         rows = sorted(known, key=lambda row: _key(find(row)), reverse=direction == "desc") + unknown
@@ -194,8 +175,8 @@ def _key(value: Any) -> tuple[int, float, str]:
     return (1, 0.0, str(value).casefold())
 
 
-def _wrong(got: Any, expected: str) -> RequestError:
+def _wrong(table: Table[Any], got: Any, expected: str) -> RequestError:
     return RequestError(
         400,
-        f"the filter or sort of runs has {shown(got)}; expected {expected}. Send it as the protocol has it.",
+        f"the filter or sort of {table.noun} has {shown(got)}; expected {expected}. Send it as the protocol has it.",
     )

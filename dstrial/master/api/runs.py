@@ -11,12 +11,13 @@ from determined.common.api import bindings
 from dstrial.errors import DstrialError, RequestError
 from dstrial.master.advice import text_of
 from dstrial.master.api.run_filters import in_order, wanted_by
+from dstrial.master.api.table_columns import Table, run_table
 from dstrial.master.clock import format_us
 from dstrial.master.http.access import require_owner
 from dstrial.master.http.fields import Fields
 from dstrial.master.http.messages import message, page_of
 from dstrial.master.http.router import USER, ApiRequest, route
-from dstrial.master.http.serializers import shown_config, stored, time_or_none
+from dstrial.master.http.serializers import elapsed_s, shown_config, stored, time_or_none
 from dstrial.master.lifecycle import experiments, trials
 from dstrial.master.services import Services
 from dstrial.master.store import listings, projects
@@ -27,7 +28,6 @@ Perform: TypeAlias = "Callable[[Transaction, listings.Run], Any]"
 
 def run_json(services: Services, row: listings.Run) -> dict[str, Any]:
     """Return a row of ``listings.list_runs`` as a ``v1FlatRun``."""
-    end = row.end_us
     experiment = message(
         bindings.v1FlatRunExperiment,
         id=row.experiment_id,
@@ -48,8 +48,8 @@ def run_json(services: Services, row: listings.Run) -> dict[str, Any]:
         archived=bool(row.experiment_archived),
         checkpointCount=row.checkpoint_count,
         checkpointSize=str(row.checkpoint_size),
-        duration=None if end is None else (end - row.start_us) // 1_000_000,
-        endTime=time_or_none(end),
+        duration=elapsed_s(row.start_us, row.end_us),
+        endTime=time_or_none(row.end_us),
         experiment=experiment,
         externalRunId=row.external_id,
         hyperparameters=shown_config(row.hparams, services.secret_names),
@@ -74,16 +74,18 @@ def run_json(services: Services, row: listings.Run) -> dict[str, Any]:
 async def search_runs(request: ApiRequest) -> dict[str, Any]:
     """``POST runs``: a page of the runs that a filter wants."""
     body, services = request.body(), request.services
+    table = run_table(services.settings.pool_name, services.secret_names)
     project_id, is_wanted, sort = (
         body.integer("projectId") or None,
-        wanted_by(body.text("filter")),
+        wanted_by(body.text("filter"), table),
         body.text("sort"),
     )
 
     def read(connection: Connection) -> list[listings.Run]:
         if project_id is not None:
             projects.require(connection, project_id)
-        return in_order([row for row in listings.list_runs(connection, project_id) if is_wanted(row)], sort)
+        rows = [row for row in listings.list_runs(connection, project_id) if is_wanted(row)]
+        return in_order(rows, sort, table)
 
     rows = await services.read(read)
     page = page_of(len(rows), body.integer("offset", -(2**31), 2**31), body.integer("limit", -(2**31), 2**31))
@@ -122,11 +124,13 @@ def _move(request: ApiRequest) -> Perform:
     return act
 
 
-def _chosen(connection: Connection, body: Fields, project_id: int | None) -> dict[int, int | None]:
+def _chosen(
+    connection: Connection, body: Fields, project_id: int | None, table: Table[listings.Run]
+) -> dict[int, int | None]:
     """Return the project of each run that a body names, by filter or else by number."""
     text = body.text("filter")
     if text:
-        is_wanted = wanted_by(text)
+        is_wanted = wanted_by(text, table)
         return {
             row.id: row.project_id for row in listings.list_runs(connection, project_id) if is_wanted(row)
         }
@@ -139,8 +143,9 @@ def _each(prepare: Callable[[ApiRequest], Perform], text: str, *, is_owners: boo
         body, user, services = request.body(), request.user, request.services
         perform = prepare(request)
         project_id = body.integer("projectId") or body.integer("sourceProjectId") or None
+        table = run_table(services.settings.pool_name, services.secret_names)
         results = []
-        for run_id, held_by in (await services.read(_chosen, body, project_id)).items():
+        for run_id, held_by in (await services.read(_chosen, body, project_id, table)).items():
 
             def write(tx: Transaction, run_id: int = run_id, held_by: int | None = held_by) -> None:
                 row = listings.require_run(tx.connection, run_id)

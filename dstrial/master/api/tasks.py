@@ -17,6 +17,7 @@ from dstrial.master.clock import format_us
 from dstrial.master.http.messages import message
 from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
 from dstrial.master.services import Services
+from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import background_jobs, commands, tasks
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Connection
@@ -215,10 +216,54 @@ async def show_context_directory(request: ApiRequest) -> dict[str, Any]:
     return {"b64Tgz": base64.b64encode(tgz).decode()}
 
 
+async def show_accelerators(request: ApiRequest) -> dict[str, Any]:
+    """``GET tasks/{id}/acceleratorData``: of each allocation as it said, else as it was given them."""
+    task_id, services = request.path_params["task_id"], request.services
+
+    def read(connection: Connection) -> tuple[list[Allocation], list[allocation_rows.Accelerators]]:
+        _, allocations = _find_task(connection, task_id)
+        return allocations, allocation_rows.accelerators_of_task(connection, task_id)
+
+    allocations, told = await services.read(read)
+    found = []
+    for row in allocations:
+        of_row = [one for one in told if one.allocation_id == row.id]
+        for one in of_row or _given(services, row):
+            found.append(
+                message(
+                    bindings.v1AcceleratorData,
+                    allocationId=row.id,
+                    containerId=one.container_id,
+                    nodeName=one.node_name,
+                    taskId=task_id,
+                    acceleratorType=one.type,
+                    acceleratorUuids=json.loads(one.uuids),
+                    resourcePool=services.settings.pool_name,
+                )
+            )
+    return message(bindings.v1GetTaskAcceleratorDataResponse, acceleratorData=found)
+
+
+def _given(services: Services, row: Allocation) -> list[allocation_rows.Accelerators]:
+    """Return the slots of an allocation, by node; those that this master does not offer have no name."""
+    slots = json.loads(row.slots)
+    known = {slot.id: slot for slot in services.slots}
+    found = []
+    for node_id in dict.fromkeys(map(node_of, slots)):
+        here = [known[one] for one in slots if node_of(one) == node_id and one in known]
+        kind = here[0].kind if here else ""
+        uuids = json.dumps([slot.uuid for slot in here])
+        found.append(
+            allocation_rows.Accelerators(row.id, row.resources_id, services.node_name(node_id), kind, uuids)
+        )
+    return found
+
+
 routes = [
     route("GET", "/tasks", list_tasks, access=USER),
     route("GET", "//tasks", list_tasks_at_root, access=USER),
     route("GET", "/tasks/count", count_tasks, access=USER),
     route("GET", "/tasks/{task_id}", show_task, access=TRIAL),
+    route("GET", "/tasks/{task_id}/acceleratorData", show_accelerators, access=TRIAL),
     route("GET", "/tasks/{task_id}/context_directory", show_context_directory, access=TRIAL),
 ]

@@ -7,9 +7,9 @@ again by the same :class:`RunRef`, which follows from the allocation's row alone
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from dstrial.master.backends.devices import Slot
 from dstrial.master.backends.request import AllocationRequest
@@ -146,14 +146,92 @@ class Note:
     tells_progress: bool = False
 
 
+Key: TypeAlias = int | str
+"""What wants slots: a trial's number, or a command's task id."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wish:
+    """What waits for slots, as a back end is told that has to ask an engine for them.
+
+    Attributes:
+        key: who wants them.
+        num_slots: how many, at least 1.
+        is_on_one_node: whether they cannot be divided.
+        kept_off: nodes that must not be used.
+        describe: returns what is asked for only once: a title for people, and the experiment's config.
+        fewer: numbers of slots with which it goes on where it cannot have so many, the most first.
+        has_run: whether it has run before: what is refused now was possible once.
+        is_growth: whether it runs, with fewer slots, and would go on with so many.
+        is_move: whether it has stopped for so many, and gives back a job that has fewer.
+    """
+
+    key: Key
+    num_slots: int
+    is_on_one_node: bool
+    kept_off: frozenset[int]
+    describe: Callable[[], tuple[str, Mapping[str, Any]]]
+    fewer: tuple[int, ...] = ()
+    has_run: bool = False
+    is_growth: bool = False
+    is_move: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answer:
+    """What a back end has got for those that wait.
+
+    Attributes:
+        slots: who may begin, or grow, with the ids of its slots in the order of its ranks.
+        refused: who can never begin, with the reason.
+        told: what is new of those that wait, each once.
+    """
+
+    slots: Mapping[Key, Sequence[int]] = dataclasses.field(default_factory=dict)
+    refused: Mapping[Key, str] = dataclasses.field(default_factory=dict)
+    told: Mapping[Key, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lent:
+    """What an engine with a queue has for somebody.
+
+    Attributes:
+        num_slots: of the largest job that runs for it, and is not about to end; without nodes that are lost.
+        spare: slots by node that nobody uses or waits for, those of a job for it in which nothing runs among them.
+    """
+
+    num_slots: int = 0
+    spare: Mapping[int, int] = dataclasses.field(default_factory=dict)
+
+
 class Backend(Protocol):
-    """Runs allocations. All methods are called by the scheduler's thread, ``nodes`` by any.
+    """Runs allocations. All methods are called by the scheduler's thread, ``nodes`` and ``job_text`` by any.
 
     None of them waits for another machine.
     """
 
     def nodes(self) -> tuple[Node, ...]:
-        """Return all nodes, also those that are down; their slots never change."""
+        """Return all nodes, also those that are down; a slot that was there once keeps its id."""
+
+    def request(self, wishes: Iterable[Wish], kept: Collection[Key]) -> Answer | None:
+        """Say who has got slots; None where those of :meth:`nodes` are free for whoever is next.
+
+        Called at each look at the queue, also when nobody waits.
+
+        Args:
+            wishes: who waits, the most urgent first.
+            kept: who runs.
+        """
+
+    def job_text(self, key: Key) -> str:
+        """Return how the engine's job for somebody is; empty where there is none."""
+
+    def lent(self, key: Key) -> Lent | None:
+        """Return what an engine has for somebody; None where slots are those of :meth:`nodes`."""
+
+    def why_leaving(self, run: RunRef) -> str | None:
+        """Return why its slots have to be given back soon; None if they need not."""
 
     def submit(self, request: AllocationRequest, run: RunRef) -> SupervisorHandle | None:
         """Start an allocation.

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,16 @@ from dstrial.errors import MasterError
 from dstrial.harness_paths import WARM_VARIABLE
 from dstrial.master import file_limit
 from dstrial.master.backends import supervisor
-from dstrial.master.backends.backend import AllocationExit, Node, Note, Output, RunRef, SupervisorHandle
+from dstrial.master.backends.backend import (
+    AllocationExit,
+    Key,
+    Node,
+    Note,
+    Output,
+    RunRef,
+    SupervisorHandle,
+    Wish,
+)
 from dstrial.master.backends.devices import Slot
 from dstrial.master.backends.environment import (
     MARKER_VARIABLE,
@@ -447,6 +456,20 @@ class LocalBackend:
     def nodes(self) -> tuple[Node, ...]:
         """Return this machine."""
         return (self._node,)
+
+    def request(self, wishes: Iterable[Wish], kept: Collection[Key]) -> None:
+        """Return None: this machine is there for whoever is next."""
+
+    def lent(self, key: Key) -> None:
+        """Return nothing: this machine is nobody's."""
+
+    def job_text(self, key: Key) -> str:
+        """Return nothing: there are no jobs but ours."""
+        del key
+        return ""
+
+    def why_leaving(self, run: RunRef) -> None:
+        """Return None: this machine stays."""
 
     def submit(self, request: AllocationRequest, run: RunRef) -> SupervisorHandle | None:
         """Make the directory of an allocation, and start its supervisor there."""

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import base64
 import binascii
+import codecs
+import dataclasses
 import errno
 import gzip
+import hashlib
 import io
+import mimetypes
 import tarfile
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 from dstrial.errors import MasterError, RequestError
 
@@ -20,6 +25,11 @@ MAX_MEMBERS = 100_000
 MAX_PATH_BYTES = 1024
 """Longest path of a member; the directory in which a trial runs has to fit in front of it."""
 
+MAX_SHOWN_BYTES = 16 * 1024 * 1024
+"""Largest file of a model definition that is shown by itself."""
+
+_NUM_SNIFFED = 512
+_CHUNK_BYTES = 2**20
 _REGULAR, _DIRECTORY = ord("0"), ord("5")
 
 
@@ -125,6 +135,133 @@ def unpack(tgz: bytes, directory: Path) -> None:
         raise _damaged(error) from error
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PackedFile:
+    """A file or directory of a model definition.
+
+    Attributes:
+        path: below the model definition, without a slash at the end.
+        is_directory: whether it is one.
+        size: bytes; 0 of a directory.
+        modified_s: seconds since 1970.
+        content_type: as HTTP has it; empty of a directory.
+        digest: tells files of different content apart; empty of a directory.
+    """
+
+    path: str
+    is_directory: bool
+    size: int
+    modified_s: int
+    content_type: str
+    digest: str
+
+
+def list_files(tgz: bytes) -> list[PackedFile]:
+    """Return the files and directories of a model definition by path, those in between included.
+
+    Links and devices are left out, and what leads out of the directory.
+
+    Raises:
+        RequestError: 400 for an archive that is damaged, 413 for one that unpacks to too much.
+    """
+    found: dict[str, PackedFile] = {}
+    for archive, member, path in _members(tgz):
+        if path is None or not (member.isreg() or member.isdir()):
+            continue
+        modified_s = min(max(int(member.mtime), 0), 2**33)
+        if member.isdir():
+            found[path] = PackedFile(path, True, 0, modified_s, "", "")
+        else:
+            start, digest = _looked_through(archive.extractfile(member))
+            found[path] = PackedFile(path, False, member.size, modified_s, _content_type(path, start), digest)
+        for parent in PurePosixPath(path).parents:
+            if str(parent) != ".":
+                found.setdefault(str(parent), PackedFile(str(parent), True, 0, modified_s, "", ""))
+    return [found[path] for path in sorted(found)]
+
+
+def read_file(tgz: bytes, path: str) -> bytes:
+    """Return the content of one file of a model definition.
+
+    Raises:
+        RequestError: 413 for a file of more than ``MAX_SHOWN_BYTES``, and as for :func:`read_start`.
+    """
+    content, size = read_start(tgz, path, MAX_SHOWN_BYTES)
+    if size > MAX_SHOWN_BYTES:
+        raise RequestError(
+            413,
+            f"{path!r} has {size} bytes; expected at most {MAX_SHOWN_BYTES} of a file that is shown. Download the "
+            "model definition with `det experiment download-model-def`.",
+        )
+    return content
+
+
+def read_start(tgz: bytes, path: str, num_bytes: int) -> tuple[bytes, int]:
+    """Return the first bytes of one file of a model definition, and how many it has.
+
+    Raises:
+        RequestError: 400 for a path that leads out, a directory, a link or a damaged archive; 404 where there is nothing.
+    """
+    _require_inside(path)
+    wanted = str(PurePosixPath(path))
+    content: tuple[bytes, int] | None = None
+    for archive, member, found in _members(tgz):
+        if found != wanted and not (found or "").startswith(f"{wanted}/"):
+            continue
+        if found != wanted or not member.isreg():
+            what = "a directory" if member.isdir() or found != wanted else "no plain file"
+            raise RequestError(
+                400,
+                f"{path!r} of the model definition is {what}; expected a file. Name one that the tree of files shows.",
+            )
+        file = archive.extractfile(member)
+        content = b"" if file is None else file.read(num_bytes), member.size
+    if content is None:
+        raise RequestError(
+            404, f"{path!r} is not in the model definition; expected a file that the tree of files shows."
+        )
+    return content
+
+
+def _members(tgz: bytes) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo, str | None]]:
+    """Yield each member of an archive with its path, None for one that leads out."""
+    if not tgz:
+        return
+    total = 0
+    try:
+        with tarfile.open(fileobj=io.BytesIO(tgz), mode="r:gz") as archive:
+            for num_members, member in enumerate(archive, start=1):
+                total += member.size
+                if total > MAX_BYTES or num_members > MAX_MEMBERS:
+                    raise RequestError(413, _too_large("the unpacked files"))
+                path = str(PurePosixPath(member.name))
+                yield archive, member, None if _leads_out(member.name) or path == "." else path
+    except (gzip.BadGzipFile, tarfile.TarError, EOFError, ValueError, zlib.error) as error:
+        raise _damaged(error) from error
+
+
+def _looked_through(file: IO[bytes] | None) -> tuple[bytes, str]:
+    """Return the first bytes of a file, and what tells its content from another's."""
+    digest, start = hashlib.blake2b(digest_size=12), b""
+    while file is not None and (chunk := file.read(_CHUNK_BYTES)):
+        start = start or chunk[:_NUM_SNIFFED]
+        digest.update(chunk)
+    return start, digest.hexdigest()
+
+
+def _content_type(path: str, start: bytes) -> str:
+    """Return what a file holds, by its first bytes, else by its name."""
+    try:
+        # A character may be cut in two at the end.
+        codecs.getincrementaldecoder("utf-8")().decode(start)
+        is_text = b"\0" not in start
+    except UnicodeDecodeError:
+        is_text = False
+    if is_text:
+        return "text/plain; charset=utf-8"
+    return mimetypes.guess_type(path)[0] or "application/octet-stream"
+
+
 def _too_long() -> RequestError:
     return RequestError(
         400,
@@ -142,12 +279,16 @@ def _damaged(error: Exception) -> RequestError:
 def _require_inside(path: str) -> None:
     if len(path.encode("utf-8", "surrogateescape")) > MAX_PATH_BYTES:
         raise _too_long()
-    parts = PurePosixPath(path).parts
-    if not path or "\0" in path or path.startswith("/") or ".." in parts:
+    if _leads_out(path):
         raise RequestError(
             400,
             f"modelDefinition: {path!r} leads out of its directory; expected a relative path without '..'. Rename it.",
         )
+
+
+def _leads_out(path: str) -> bool:
+    """Whether a path is none below the directory that it is in."""
+    return not path or "\0" in path or path.startswith("/") or ".." in PurePosixPath(path).parts
 
 
 def _too_large(what: str) -> str:

@@ -10,7 +10,7 @@ import orjson
 from determined.common.api import bindings
 
 from dstrial.config.secrets import SecretNames, masked_json, masked_yaml
-from dstrial.master.clock import format_us
+from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.messages import message
 from dstrial.master.services import Services
 from dstrial.master.store.checkpoints import CheckpointInfo
@@ -39,6 +39,11 @@ def time_or_none(us: int | None) -> str | None:
     return None if us is None else format_us(us)
 
 
+def elapsed_s(start_us: int, end_us: int | None) -> int:
+    """Return for how long something ran, or has been running, in whole seconds."""
+    return max((now_us() if end_us is None else end_us) - start_us, 0) // 1_000_000
+
+
 def shown_state(row: ListedExperiment | ListedTrial | Run) -> str:
     """Return the state of an experiment or trial that clients see (``advance`` tells)."""
     return f"STATE_{_ADVANCE[row.advance] if row.state == 'ACTIVE' else row.state}"
@@ -54,7 +59,7 @@ def stored_states(names: Iterable[str]) -> list[str]:
 
 def experiment_json(services: Services, row: ListedExperiment) -> dict[str, Any]:
     """Return a row of ``listings.list_experiments`` as a ``v1Experiment``."""
-    end, names = row.end_us, services.secret_names
+    names = services.secret_names
     return message(
         bindings.v1Experiment,
         archived=bool(row.archived),
@@ -76,8 +81,8 @@ def experiment_json(services: Services, row: ListedExperiment) -> dict[str, Any]
         checkpointSize=str(row.checkpoint_size),
         description=row.description,
         displayName=row.display_name or row.username,
-        duration=None if end is None else (end - row.start_us) // 1_000_000,
-        endTime=time_or_none(end),
+        duration=elapsed_s(row.start_us, row.end_us),
+        endTime=time_or_none(row.end_us),
         externalExperimentId=row.external_id,
         forkedFrom=row.parent_id,
         labels=orjson.loads(row.labels),
@@ -113,7 +118,7 @@ def trial_json(row: ListedTrial, names: SecretNames) -> dict[str, Any]:
         logPolicyMatched=row.log_policy_matched,
         logRetentionDays=row.log_retention_days,
         metadata=stored(row.metadata),
-        runnerState=f"STATE_{row.runner_state}",
+        runnerState=row.runner_state,
         searcherMetricValue=row.searcher_metric_value,
         summaryMetrics=stored(row.summary_metrics),
         taskId=row.task_id,

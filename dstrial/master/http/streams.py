@@ -86,6 +86,28 @@ class NdjsonResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+class EventStream(NdjsonResponse):
+    """Sends server-sent events: one JSON object each, None for a sign of life.
+
+    Source: the HTML standard, section 9.2.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, items: AsyncIterator[Mapping[str, Any] | None]) -> None:
+        self.status_code = 200
+        self.background = None
+        self._events = items
+        self.raw_headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for item in self._events:
+            body = b": still here\n\n" if item is None else b"data: " + to_json(item) + b"\n\n"
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -12,23 +12,17 @@ from dstrial.errors import RequestError
 NOUNS = {
     "notebooks": "notebooks",
     "shells": "shells",
-    "tasks": "accelerators of tasks",
     "task": "logs over HTTP",
     "workspaces": "namespaces, quotas and roles of workspaces",
-    "projects": "columns of the web interface",
     "roles": "role-based access control",
     "groups": "user groups",
     "permissions": "role-based access control",
     "config-policies": "config policies",
+    "users": "roles of users",
     "oauth2": "single sign-on",
     "namespace-bindings": "Kubernetes",
     "k8s-resource-managers": "Kubernetes",
-    "resource-pools": "bindings of resource pools",
-    "runs": "the runs view of the web interface",
-    "users": "settings of the web interface",
-    "experiments": "this view of experiments",
-    "experiments-search": "the experiment search of the web interface",
-    "experiment": "this view of experiments",
+    "resource-pools": "changes of the bindings of resource pools",
     "trials": "this view of trials",
     "allocations": "allocations of several machines",
     "master": "cluster messages",
@@ -43,9 +37,7 @@ INSTEAD = {
 """First segment -> what to do on one machine, where that is another thing than to use a cluster."""
 
 ENDINGS = {
-    "workspace-bindings": "bindings of resource pools",
-    "file": "single files of a model definition",
-    "file_tree": "single files of a model definition",
+    "workspace-bindings": "changes of the bindings of resource pools",
     "profiler": "the profiler of older releases",
 }
 """Later segment of a path -> what a person calls it, where the first one says too little."""

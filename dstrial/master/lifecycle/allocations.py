@@ -12,7 +12,7 @@ from dstrial.master.backends.failures import fingerprint
 from dstrial.master.lifecycle import endings
 from dstrial.master.lifecycle.states import END_OF, STOPPING, TERMINAL
 from dstrial.master.store import allocations as allocation_rows
-from dstrial.master.store import background_jobs, projects, tokens
+from dstrial.master.store import background_jobs, projects, resizing, tokens
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import storages as storage_rows
@@ -289,6 +289,13 @@ def _failed(
         add_master_line(tx, row.task_id, trial.id, text, level="WARNING", allocation_id=row.id)
         return
     experiment = experiment_rows.require(tx.connection, row.experiment_id)
+    num_slots = len(json.loads(row.slots))
+    # What the trial asks for is given to it again, so that only another number can be left out.
+    is_chosen = num_slots != experiment.slots_per_trial and not trial.retry_cancelled
+    if is_chosen and num_slots in resizing.unusable_counts(tx.connection, trial.id):
+        text = f"the trial cannot go on with {num_slots} slots, which counts as no restart and is not tried again: {reason}"
+        add_master_line(tx, row.task_id, trial.id, text, level="WARNING", allocation_id=row.id)
+        return
     config: dict[str, Any] = json.loads(experiment.config)
     restarts, limit = trial.restarts + 1, int(config["max_restarts"])
     is_before_first_batch = row.num_reports == 0 and row.steps_at_start == 0

@@ -176,6 +176,23 @@ def audit(
     return AuditReport(len(kept), num_bytes, tuple(map(str, by_root)), num_elsewhere, tuple(findings))
 
 
+def audit_one(row: StoredFiles, root: Path, *, timeout_s: float = LOOK_TIMEOUT_S) -> Finding | None:
+    """Look at the files of one checkpoint whose storage is there; None if they are as registered.
+
+    Args:
+        row: what is registered.
+        root: of its storage.
+        timeout_s: how long that has, seconds.
+    """
+    look = StorageLook(lambda: _audit_checkpoint(root, row))
+    if not look.wait(timeout_s):
+        text = f"no answer within {timeout_s:g} s; expected the storage. Mount it again, or bring it back."
+        return Finding("storage gone", str(root), None, None, None, text, 0)
+    if look.error is not None:
+        raise look.error
+    return look.result[0] if look.result else None
+
+
 def _audit_storage(
     root: Path,
     rows: Sequence[StoredFiles],

@@ -205,6 +205,13 @@ def _stop(
     release(tx, allocation_rows.require(tx.connection, row.allocation_id), why, is_kill=is_kill)
 
 
+def refuse(tx: Transaction, task_id: str, why: str) -> None:
+    """End a command that waits, for it can never start."""
+    row = commands.require(tx.connection, task_id)
+    if row.allocation_id is None and row.state not in commands.ENDED:
+        _close(tx, row, "ERROR", why)
+
+
 def _close(tx: Transaction, row: commands.CommandInfo, state: str, exit_status: str) -> None:
     """Put a command that has no allocation into a state in which it stays."""
     now = now_us()

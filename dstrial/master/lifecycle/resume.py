@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.config import SavedRun, fitting_slots, resume_problems
+from dstrial.config import SavedRun, resume_problems
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.experiment_config.entrypoint import trial_spec
 from dstrial.errors import CheckpointError
 from dstrial.master.store import checkpoints as checkpoint_rows
+from dstrial.master.store import resizing
 from dstrial.master.store.checkpoints import Checkpoint
 from dstrial.master.store.database import Connection
 from dstrial.master.store.trials import Trial
@@ -95,11 +96,23 @@ def slots_to_go_on_with(
     if saved is None:
         return None
     at_least = dstrial_section(config).get("min_slots")
-    return fitting_slots(
-        saved,
-        num_available=num_available,
-        at_least=at_least if isinstance(at_least, int) else 1,
-        extents=dstrial_section(config),
+    least = at_least if isinstance(at_least, int) else 1
+    return next(iter(choices(connection, trial, config, at_least=least, at_most=num_available)), None)
+
+
+def choices(
+    connection: Connection, trial: Trial, config: Mapping[str, Any], *, at_least: int, at_most: int
+) -> tuple[int, ...]:
+    """Return with how many slots a trial's own checkpoint can go on, the most first; none without one."""
+    saved = _own(connection, trial, config)
+    if saved is None:
+        return ()
+    section = dstrial_section(config)
+    unusable = resizing.unusable_counts(connection, trial.id)
+    return tuple(
+        count
+        for count in range(at_most, max(at_least, 1) - 1, -1)
+        if count not in unusable and not resume_problems(saved, num_slots=count, extents=section)
     )
 
 

@@ -57,7 +57,7 @@ def report_metrics(
     )
     if not added.is_new:
         return
-    allocation_rows.note_report(tx, trial_id, run_id)
+    allocation_rows.note_report(tx, trial_id, run_id, has_trained=steps is not None)
     tx.publish(f"trial:{trial_id}")
     trial = trial_rows.require(tx.connection, trial_id)
     detached_runs.note_heartbeat(tx, trial, is_current_run=True)

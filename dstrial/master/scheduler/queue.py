@@ -20,6 +20,7 @@ class Waiting:
         max_slots: how many its experiment may use at once, None for any number.
         is_on_one_node: whether it cannot be divided among machines, as a command.
         kept_off: nodes that a log policy keeps it from.
+        choices: with how many it can begin, the best first, where it has a choice; empty for ``num_slots`` alone.
     """
 
     key: int | str
@@ -28,6 +29,7 @@ class Waiting:
     max_slots: int | None
     is_on_one_node: bool = False
     kept_off: frozenset[int] = frozenset()
+    choices: tuple[int, ...] = ()
 
 
 def assignments(
@@ -37,7 +39,7 @@ def assignments(
 
     The first one that does not fit holds what comes after it, so that small ones do not starve a large one. Three kinds
     hold nobody: one without slots, one whose experiment is at its ``max_slots``, and one that no enabled set of
-    slots could ever hold.
+    slots could ever hold. One that has a choice leaves the least of theirs to those behind it that have one, too.
 
     Args:
         waiting: the most urgent first.
@@ -50,28 +52,57 @@ def assignments(
     used = dict(used_by)
     chosen: list[tuple[int | str, list[int]]] = []
     is_held = False
+    behind = sum(min(one.choices, default=0) for one in waiting)
     for one in waiting:
+        behind -= min(one.choices, default=0)
         if one.num_slots == 0:
             chosen.append((one.key, []))
             continue
         in_use = used.get(one.experiment_id, 0)
-        if one.max_slots is not None and in_use + one.num_slots > one.max_slots:
-            continue
+        counts = [
+            count
+            for count in one.choices or (one.num_slots,)
+            if one.max_slots is None or in_use + count <= one.max_slots
+        ]
         there, most = left, capacity
         if one.kept_off:
             there = {node: slots for node, slots in left.items() if node not in one.kept_off}
             most = {node: count for node, count in capacity.items() if node not in one.kept_off}
-        if is_held or not could_ever_fit(one.num_slots, most, is_on_one_node=one.is_on_one_node):
+        counts = [n for n in counts if could_ever_fit(n, most, is_on_one_node=one.is_on_one_node)]
+        room = sum(map(len, there.values())) - behind
+        counts.sort(key=lambda count: count > room)
+        if is_held or not counts:
             continue
-        slots = place(one.num_slots, there, most, is_on_one_node=one.is_on_one_node)
+        slots = next(
+            (
+                found
+                for count in counts
+                if (found := place(count, there, most, is_on_one_node=one.is_on_one_node)) is not None
+            ),
+            None,
+        )
         if slots is None:
             is_held = True
             continue
         chosen.append((one.key, slots))
         for node in {node_of(slot_id) for slot_id in slots}:
             left[node] = [slot_id for slot_id in left[node] if slot_id not in slots]
-        used[one.experiment_id] = in_use + one.num_slots
+        used[one.experiment_id] = in_use + len(slots)
     return chosen
+
+
+def waits_for_others(one: Waiting, capacity: Mapping[int, int], used_by: Mapping[int, int]) -> bool:
+    """Say whether what waits could begin if others gave their slots back.
+
+    Args:
+        one: what waits.
+        capacity: slots of each node, whether or not they are in use.
+        used_by: slots in use by experiment.
+    """
+    most = {node: count for node, count in capacity.items() if node not in one.kept_off}
+    if not could_ever_fit(one.num_slots, most, is_on_one_node=one.is_on_one_node):
+        return False
+    return one.max_slots is None or used_by.get(one.experiment_id, 0) + one.num_slots <= one.max_slots
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,15 +17,15 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dstrial.errors import DstrialError, MasterError
 from dstrial.master import backends
 from dstrial.master.advice import text_of
 from dstrial.master.backends import AllocationExit, AllocationRequest, RunRef, run_of
-from dstrial.master.backends.backend import Output
+from dstrial.master.backends.backend import Key, Output
 from dstrial.master.backends.failures import explain_failure, explain_rank, first_traceback, is_of_launcher
 from dstrial.master.backends.log_file import CHUNK_BYTES, printed, read_lines
 from dstrial.master.clock import now_us
@@ -33,13 +33,16 @@ from dstrial.master.lifecycle import allocations, endings, resume
 from dstrial.master.lifecycle import commands as life
 from dstrial.master.scheduler import commands as command_start
 from dstrial.master.scheduler.commands import CommandWatch
+from dstrial.master.scheduler.elasticity import Growth
 from dstrial.master.scheduler.heartbeat_timeout import HeartbeatTimeout
 from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches, note_matches
 from dstrial.master.scheduler.placement import by_node
-from dstrial.master.scheduler.queue import Holder, Look, Waiting, assignments, waiting_text
+from dstrial.master.scheduler.queue import Holder, Look, Waiting, assignments, waiting_text, waits_for_others
+from dstrial.master.scheduler.resizing import Capacity, Resizing, note_slots
 from dstrial.master.scheduler.storage_wait import StorageWait
 from dstrial.master.scheduler.supervisor_watch import SupervisorWatch
+from dstrial.master.scheduler.wishes import begins_of, describe, growth_of, wishes_of, write_answer
 from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import commands, jobs, nodes, users
 from dstrial.master.store import experiments as experiment_rows
@@ -68,6 +71,9 @@ _LOOK_AGAIN_S = 1.0
 _REST_OF_OUTPUT_S = 15.0
 # For how long a node that is gone still counts.
 _MOMENT_US = 5_000_000
+
+# For so long who has stopped for a larger job, and given its own back, waits for nothing less, its checkpoint included.
+_MOVE_S = 120.0
 
 # Stands for the number of slots in `_told` while the agent is disabled.
 _AGENT_OFF = -1
@@ -126,6 +132,11 @@ class Scheduler:
         self._told_waiting: set[tuple[int, int]] = set()
         self._storage_wait = StorageWait(services.database, services.storages)
         self._fitting: dict[int, _Fitting] = {}
+        self._resizing = Resizing(services.database)
+        self._growing: Mapping[int, Growth] = {}
+        self._moving_s: dict[
+            int, float
+        ] = {}  # Until when who has stopped for a larger job waits for nothing less.
         self._look = Look(-1, -math.inf)
         self._is_draining = False
         self._is_stopping = False
@@ -206,6 +217,8 @@ class Scheduler:
         down = [node.name for node in self._backend.nodes() if node.why_down is not None]
         if down:
             return f"Look at the hosts that are down: {', '.join(down)} (`det agent list`, `dstrial hosts check`)"
+        if self._services.engine is not None:
+            return f"Look at what {self._services.engine} offers (`det slot list`)"
         if self._services.hosts:
             return f"Add hosts, so that there are at least {num_slots} slots (`dstrial up --hostfile`)"
         return f"Start it again with at least {num_slots} (`dstrial up --slots`)"
@@ -220,7 +233,7 @@ class Scheduler:
         self._told[task_id] = (wanted, num_slots)
         has = (
             f"this master has {num_slots}"
-            if not self._services.hosts
+            if not self._services.hosts and self._services.engine is None
             else f"no host has more than {num_slots}"
         )
         text = (
@@ -367,6 +380,7 @@ class Scheduler:
             self._started(row, run)
         self._add_notes(row, run)
         if exit_ is None:
+            self._leave_if_due(row, run)
             self._kill_if_due(row, run)
             self._commands.look(row, run)
             self._supervisors.look(row, run)
@@ -394,6 +408,13 @@ class Scheduler:
                 )
 
         self._database.write(add)
+
+    def _leave_if_due(self, row: Allocation, run: RunRef) -> None:
+        """Ask to save a checkpoint and end what has its slots not for long; it goes on elsewhere."""
+        if row.preempt_us is None and row.kill_us is None:
+            why = self._backend.why_leaving(run)
+            if why is not None:
+                self._database.write(lambda tx: _release(tx, row, why, is_kill=False))
 
     def _kill_if_due(self, row: Allocation, run: RunRef) -> None:
         allocation_id = row.id
@@ -531,9 +552,12 @@ class Scheduler:
             excluded = [row for row in found if row.id in kept_off and kept_off[row.id] >= known]
             rows = [row for row in found if row not in excluded] if excluded else found
             others = commands.waiting(connection)
-            if not rows and not others and not excluded:
-                return []
             live = allocation_rows.all_live(connection)
+            kept: list[Key] = [row.task_id if _is_command(row) else row.trial_id for row in live]
+            is_idle = not rows and not others and not excluded
+            if is_idle and not self._resizing.is_due(connection):
+                self._backend.request(growth_of(self._growing, self._describe), kept)
+                return []
             rows = self._storage_wait.ready(connection, rows)
             off = jobs.disabled_slots(connection, {slot.id for place in places for slot in place.slots})
             # A node that is gone for a moment counts, so that nothing goes on with fewer slots because of it.
@@ -549,18 +573,30 @@ class Scheduler:
             is_all_off = all(nodes.agent_key(place.id) in off for place in places)
             is_single_node = functools.cache(functools.partial(_is_single_node, connection))
             largest = max(map(len, by_node(enabled).values()), default=0)
+            capacity = _capacity(live, enabled, absent, off)
+            if self._services.engine is not None:  # What comes back to an engine is not kept for who had it.
+                capacity = dataclasses.replace(capacity, is_settled=True)
+            is_alone = len(rows) + len(others) == 1
+            disabled = frozenset(place.id for place in places if nodes.agent_key(place.id) in off)
             trials = [] if is_all_off else self._waiting(connection, rows, len(enabled))
             trials = [
-                dataclasses.replace(
-                    one,
-                    kept_off=kept_off.get(int(one.key), frozenset()),
-                    is_on_one_node=one.num_slots > largest and is_single_node(one.experiment_id),
+                self._with_choices(
+                    connection,
+                    row,
+                    dataclasses.replace(
+                        one,
+                        kept_off=kept_off.get(int(one.key), frozenset()),
+                        is_on_one_node=one.num_slots > largest and is_single_node(one.experiment_id),
+                    ),
+                    capacity,
+                    is_alone=is_alone,
                 )
-                for one in trials
+                for row, one in zip(rows, trials, strict=False)
             ]
         for row in excluded:
             self._end_without_node(row)
         if is_all_off:
+            self._backend.request((), kept)
             for row in rows:
                 self._log_agent_off(row, row.id)
             for command in others:
@@ -572,16 +608,27 @@ class Scheduler:
             [*zip(rows, trials, strict=True)],
             [(row, Waiting(row.task_id, 0, row.num_slots, None, is_on_one_node=True)) for row in others],
         )
-        in_use: set[int] = set()
-        used_by: dict[int, int] = {}
-        for holder in live:
-            slots = json.loads(holder.slots)
-            in_use.update(slots)
-            used_by[holder.experiment_id] = used_by.get(holder.experiment_id, 0) + len(slots)
         by_id = {row.id: row for row in rows}
         ports = {port for row in live for port in json.loads(row.ports).values()}
         begun = []
-        for key, slots in assignments(waiting, enabled - absent - in_use, enabled, used_by):
+        has_run = {row.id for row in rows if row.run_id > 0}
+        now_s = time.monotonic()
+        self._moving_s = {key: until_s for key, until_s in self._moving_s.items() if now_s < until_s}
+        wishes = wishes_of(waiting, capacity.used_by, disabled, has_run, self._describe, self._moving_s)
+        self._growing = self._still_growing(waiting, live, capacity.used_by, disabled)
+        answer = self._backend.request([*wishes, *growth_of(self._growing, self._describe)], kept)
+        if answer is None:
+            begins = assignments(waiting, capacity.free, enabled, capacity.used_by)
+        else:
+            write_answer(self._database, answer)
+            begins = begins_of(waiting, answer)
+            for trial_id in self._growing.keys() & answer.slots.keys():
+                self._resizing.grow(trial_id, len(answer.slots[trial_id]))
+            for trial_id, growth in self._growing.items():
+                if growth.is_move and trial_id not in self._moving_s:
+                    self._moving_s[trial_id] = time.monotonic() + _MOVE_S
+                    self._resizing.grow(trial_id, growth.num_slots, is_move=True)
+        for key, slots in begins:
             if isinstance(key, str):
                 allocation = self._begin_command(key, slots, ports)
             elif self._storage_wait.holds_up(by_id[key]):
@@ -594,8 +641,87 @@ class Scheduler:
         for_slots = [
             pair for pair in zip(rows, trials, strict=True) if not self._storage_wait.is_waiting(pair[0].id)
         ]
+        if answer is not None:
+            return begun
         self._log_waiting(for_slots, [*live, *begun], len(enabled))
+        if not begun:
+            urgency: dict[int | str, tuple[int, float]] = {
+                row.id: (row.priority, row.queue_position) for row in rows
+            }
+            urgency.update({row.task_id: (row.priority, row.queue_position) for row in others})
+            self._resize([one for one in waiting if one.num_slots], urgency, live, capacity)
         return begun
+
+    def _with_choices(
+        self,
+        connection: Connection,
+        row: jobs.WaitingTrial,
+        one: Waiting,
+        capacity: Capacity,
+        *,
+        is_alone: bool,
+    ) -> Waiting:
+        """Return a waiting trial with the numbers of slots that it can begin with, where it has a choice.
+
+        One for which nobody else waits takes what is there, up to ``max_slots``; of an engine's what it has got already.
+        """
+        there = self._backend.lent(row.id)
+        at_most = (None if is_alone else 0) if there is None else there.num_slots
+        choices = self._resizing.choices(connection, row, capacity, at_most=at_most)
+        if one.num_slots < row.slots_per_trial:
+            choices = tuple(count for count in choices if count <= one.num_slots)
+        if not choices:
+            return one
+        # It waits for what it asks for, if nothing less can be had.
+        is_wish = one.num_slots in choices and (there is None or there.num_slots <= one.num_slots)
+        num_slots = one.num_slots if is_wish else choices[0]
+        return dataclasses.replace(one, num_slots=num_slots, choices=choices)
+
+    def _resize(
+        self,
+        waiting: list[Waiting],
+        urgency: Mapping[int | str, tuple[int, float]],
+        live: list[Allocation],
+        capacity: Capacity,
+    ) -> None:
+        """Let running trials make room for who waits, leave drained slots, or take what is free."""
+        most = {node: len(slots) for node, slots in by_node(capacity.enabled).items()}
+        first = next((one for one in waiting if waits_for_others(one, most, capacity.used_by)), None)
+        ending = [row for row in live if row.preempt_us is not None or row.kill_us is not None]
+        soon = {slot for row in ending for slot in json.loads(row.slots)}
+        with self._database.read() as connection:
+            if first is not None:
+                self._resizing.make_room(connection, first, urgency[first.key], capacity, soon)
+            elif not soon:
+                if capacity.drained:
+                    self._resizing.leave_drained(connection, capacity)
+                self._resizing.change_sizes(connection, capacity)
+
+    def _still_growing(
+        self,
+        waiting: Sequence[Waiting],
+        live: Sequence[Allocation],
+        used_by: Mapping[int, int],
+        off: frozenset[int],
+    ) -> Mapping[int, Growth]:
+        """Return which trials ask an engine for more slots, and for how many.
+
+        None while somebody waits; one that is stopping for them keeps what it has got. What was not worth it goes back.
+        """
+        if self._services.engine is None:
+            return {}
+        stopping = {row.trial_id for row in live if row.preempt_us is not None}
+        kept = {trial_id: growth for trial_id, growth in self._growing.items() if trial_id in stopping}
+        with self._database.read() as connection:
+            self._resizing.give_back(connection)
+            if any(one.num_slots for one in waiting):
+                return kept
+            found = self._resizing.growing(connection, self._backend.lent, self._growing, used_by, off)
+            return {**found, **kept}
+
+    def _describe(self, key: Key) -> tuple[str, Mapping[str, Any]]:
+        with self._database.read() as connection:
+            return describe(connection, key)
 
     def _log_waiting(
         self, waiting: list[tuple[jobs.WaitingTrial, Waiting]], live: list[Allocation], num_enabled: int
@@ -651,24 +777,14 @@ class Scheduler:
             )
             if allocation is not None:
                 _add_parts(tx, allocation.id, slots)
-            if allocation is not None and len(slots) < num_wanted:
-                text = (
-                    f"the trial asks for {num_wanted} slots and goes on from its checkpoint with {len(slots)}, the most that "
-                    "there are for it and that share its batch, which stays as it was"
-                )
-                add_master_line(
-                    tx,
-                    allocation.task_id,
-                    trial_id,
-                    text,
-                    level="WARNING",
-                    allocation_id=allocation.id,
-                )
+            if allocation is not None:
+                note_slots(tx, allocation, len(slots), num_wanted)
             return allocation
 
         row = self._database.write(assign)
         if row is None:
             return None
+        self._moving_s.pop(trial_id, None)
         # The experiment may have been continued with another config since its last run.
         self._policies.pop(row.experiment_id, None)
         self._launch(row, lambda: self._request(row, slots, ports, tokens))
@@ -788,6 +904,25 @@ class Scheduler:
                 backends.kill(backends.find(directory), directory)
                 backends.remove(directory)
                 shutil.rmtree(directory, ignore_errors=True)
+
+
+def _capacity(
+    live: Sequence[Allocation], enabled: set[int], absent: set[int], off: Mapping[int, bool]
+) -> Capacity:
+    """Return the slots of a look: ``off`` are those that are switched off, and whether what runs there may finish."""
+    in_use: set[int] = set()
+    used_by: dict[int, int] = {}
+    for holder in live:
+        slots = json.loads(holder.slots)
+        in_use.update(slots)
+        used_by[holder.experiment_id] = used_by.get(holder.experiment_id, 0) + len(slots)
+    return Capacity(
+        free=frozenset(enabled - absent - in_use),
+        enabled=frozenset(enabled),
+        drained=frozenset(slot for slot, may_finish in off.items() if may_finish and slot >= 0),
+        used_by=used_by,
+        is_settled=enabled.isdisjoint(absent),
+    )
 
 
 def _holder(connection: Connection, allocation: Allocation) -> Holder:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from dstrial.config.experiment_config.command import NAMES
 from dstrial.master.clock import now_us
 from dstrial.master.store.database import Transaction, fetch_all, fetch_one
-from dstrial.master.store.errors import Hint, NotFoundError
+from dstrial.master.store.errors import Hint, InvalidError, NotFoundError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,6 +104,58 @@ def supervisor_columns(handle: _Supervisor | None) -> dict[str, Any]:
     return {} if handle is None else {"supervisor_pid": handle.pid, "supervisor_start": handle.start_time}
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Accelerators:
+    """What an allocation has said of the accelerators of one of its containers.
+
+    Attributes:
+        uuids: JSON list.
+    """
+
+    allocation_id: str
+    container_id: str
+    node_name: str
+    type: str
+    uuids: str
+
+
+MAX_CONTAINERS = 1024
+"""Containers of an allocation that may say what accelerators they have."""
+
+
+def note_accelerators(tx: Transaction, found: Accelerators) -> None:
+    """Keep what a container says of its accelerators, in place of what it said before.
+
+    Raises:
+        InvalidError: ``MAX_CONTAINERS`` others of the allocation have said something.
+    """
+    (count,) = tx.execute(
+        "SELECT COUNT(*) FROM allocation_accelerators WHERE allocation_id = ? AND container_id != ?",
+        (found.allocation_id, found.container_id),
+    ).fetchone()
+    if count >= MAX_CONTAINERS:
+        raise InvalidError(
+            f"allocation {found.allocation_id} has told of {count} containers; expected at most {MAX_CONTAINERS}. "
+            "Name each by the same id."
+        )
+    tx.execute(
+        "INSERT OR REPLACE INTO allocation_accelerators (allocation_id, container_id, node_name, type, uuids) "
+        "VALUES (?, ?, ?, ?, ?)",
+        (found.allocation_id, found.container_id, found.node_name, found.type, found.uuids),
+    )
+
+
+def accelerators_of_task(connection: sqlite3.Connection, task_id: str) -> list[Accelerators]:
+    """Return what the allocations of a task have said of their accelerators."""
+    return fetch_all(
+        Accelerators,
+        connection,
+        "SELECT x.* FROM allocation_accelerators x JOIN allocations a ON a.id = x.allocation_id WHERE a.task_id = ? "
+        "ORDER BY x.allocation_id, x.container_id",
+        (task_id,),
+    )
+
+
 def update(tx: Transaction, allocation_id: str, **columns: Any) -> None:
     """Set columns of an allocation."""
     tx.update("allocations", allocation_id, columns)
@@ -176,11 +228,18 @@ def count_ended_as(connection: sqlite3.Connection, task_id: str, reason: str) ->
     return int(connection.execute(count, (task_id, reason)).fetchone()[0])
 
 
-def note_report(tx: Transaction, trial_id: int, run_id: int) -> None:
-    """Count a report of a run, which shows that the trial's code runs."""
+def note_report(tx: Transaction, trial_id: int, run_id: int, *, has_trained: bool) -> None:
+    """Take that a run has reported, which shows that the trial's code runs.
+
+    Args:
+        tx: the write.
+        trial_id: the trial.
+        run_id: its run.
+        has_trained: whether the report is of batches, and counts; system metrics come before the first batch, too.
+    """
     tx.execute(
-        "UPDATE allocations SET num_reports = num_reports + 1, is_ready = 1 WHERE trial_id = ? AND run_id = ?",
-        (trial_id, run_id),
+        "UPDATE allocations SET num_reports = num_reports + ?, is_ready = 1 WHERE trial_id = ? AND run_id = ?",
+        (int(has_trained), trial_id, run_id),
     )
 
 
@@ -261,6 +320,18 @@ def uses(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[
         {"before": before_us, "after": after_us},
     )
     return [Use(**{**dict(row), "labels": tuple(json.loads(row["labels"]))}) for row in rows]
+
+
+def busy(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[tuple[int, int, int | None]]:
+    """Return (slots, start, end) of every allocation with slots that lived for some of a time; also of deleted ones."""
+    rows = connection.execute(
+        "SELECT json_array_length(slots) AS num_slots, start_us, end_us FROM allocations "
+        "WHERE start_us < :before AND (end_us IS NULL OR end_us > :after) AND slots != '[]' "
+        "UNION ALL SELECT num_slots, start_us, end_us FROM past_usage "
+        "WHERE start_us < :before AND end_us > :after AND num_slots > 0",
+        {"before": before_us, "after": after_us},
+    )
+    return [(int(row["num_slots"]), int(row["start_us"]), row["end_us"]) for row in rows]
 
 
 def spans(connection: sqlite3.Connection, use: Use, now_us: int) -> list[tuple[str, int, int]]:

@@ -175,6 +175,17 @@ def listing(connection: sqlite3.Connection, kind: CommandKind, now: int) -> list
     )
 
 
+def newest(connection: sqlite3.Connection, limit: int) -> list[CommandInfo]:
+    """Return the commands of all kinds that started last, the newest first, and all that have not ended."""
+    return fetch_all(
+        CommandInfo,
+        connection,
+        f"{_SELECT} WHERE c.end_us IS NULL OR c.task_id IN (SELECT task_id FROM commands ORDER BY start_us DESC LIMIT ?) "  # noqa: S608 - a constant
+        "ORDER BY c.start_us DESC, c.task_id",
+        (limit,),
+    )
+
+
 def living(connection: sqlite3.Connection) -> list[CommandInfo]:
     """Return the commands that have a living allocation, oldest first."""
     return fetch_all(CommandInfo, connection, f"{_SELECT} WHERE a.id IS NOT NULL ORDER BY a.start_us, a.id")

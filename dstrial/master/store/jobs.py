@@ -50,6 +50,7 @@ class WaitingTrial:
         max_slots: how many its experiment may use at once; None for any number.
         priority: 1 is the most urgent.
         queue_position: its experiment's place within a priority.
+        section: JSON of ``data.dstrial``, for one that has run before; None without it.
     """
 
     id: int
@@ -61,6 +62,7 @@ class WaitingTrial:
     max_slots: int | None
     priority: int
     queue_position: float
+    section: str | None
 
 
 def queued_experiments(connection: sqlite3.Connection) -> list[QueuedExperiment]:
@@ -129,7 +131,7 @@ def move_experiment(
 
 _WAITING = """
 SELECT t.id, t.experiment_id, t.run_id, t.task_id, t.is_node_excluded, e.slots_per_trial, e.max_slots, e.priority,
-    e.queue_position
+    e.queue_position, CASE WHEN t.run_id > 0 AND json_valid(e.config) THEN json_extract(e.config, '$.data.dstrial') END AS section
 FROM trials t JOIN experiments e ON e.id = t.experiment_id
 WHERE t.state = 'ACTIVE' AND e.state = 'ACTIVE' AND e.unmanaged = 0
     AND NOT EXISTS (SELECT 1 FROM allocations WHERE trial_id = t.id AND state != 'TERMINATED')

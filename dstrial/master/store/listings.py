@@ -15,6 +15,7 @@ from dstrial.master.store.experiments import Experiment
 from dstrial.master.store.reports.metric_summaries import SUMMARY_METRICS
 from dstrial.master.store.trials import Trial
 
+_IDS_AT_ONCE = 500  # SQLite takes 999 parameters at a time, or more.
 _EXPERIMENT_ORDER = {
     "SORT_BY_ID": "e.id",
     "SORT_BY_DESCRIPTION": "e.description",
@@ -261,6 +262,27 @@ def list_experiments(
     order = "DESC" if is_descending else "ASC"
     sql = f"{_EXPERIMENT_SELECT} WHERE {where} ORDER BY {column} IS NULL, {column} {order}, e.id {order} LIMIT ? OFFSET ?"
     return fetch_all(ListedExperiment, connection, sql, (*values, limit, offset))
+
+
+def experiments_of(connection: sqlite3.Connection, ids: Sequence[int]) -> list[ListedExperiment]:
+    """Return experiments by their numbers, in the order of these; those that are gone are left out."""
+    found: dict[int, ListedExperiment] = {}
+    for start in range(0, len(ids), _IDS_AT_ONCE):
+        rows = list_experiments(connection, ExperimentFilter(ids=ids[start : start + _IDS_AT_ONCE]))
+        found.update((row.id, row) for row in rows)
+    return [found[one] for one in ids if one in found]
+
+
+def trials_of(connection: sqlite3.Connection, ids: Sequence[int], now_us: int) -> dict[int, ListedTrial]:
+    """Return trials by their numbers, as :func:`list_trials` does."""
+    found: dict[int, ListedTrial] = {}
+    for start in range(0, len(ids), _IDS_AT_ONCE):
+        some = ids[start : start + _IDS_AT_ONCE]
+        marks = ", ".join(f":t{idx}" for idx in range(len(some)))
+        values = {"now": now_us, **{f"t{idx}": one for idx, one in enumerate(some)}}
+        sql = f"{_TRIAL_SELECT} WHERE t.id IN ({marks})"
+        found.update((row.id, row) for row in fetch_all(ListedTrial, connection, sql, values))
+    return found
 
 
 def get_experiment(connection: sqlite3.Connection, experiment_id: int) -> ListedExperiment | None:

@@ -12,6 +12,9 @@ from dstrial.master.clock import now_us
 from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
 
+TOPIC = "models"
+"""Published when a model or a version is made, changed or deleted."""
+
 _ORDER = {
     "SORT_BY_NAME": "m.name",
     "SORT_BY_DESCRIPTION": "m.description",
@@ -199,6 +202,7 @@ def create(
             now,
         ),
     )
+    tx.publish(TOPIC)
     return int(cursor.lastrowid or 0)
 
 
@@ -226,6 +230,7 @@ def change(tx: Transaction, model_id: int, **fields: Any) -> None:
 def delete(tx: Transaction, model_id: int) -> None:
     """Delete a model with its versions; their checkpoints stay."""
     tx.execute("DELETE FROM models WHERE id = ?", (model_id,))
+    tx.publish(TOPIC)
 
 
 def labels_by_use(connection: sqlite3.Connection, workspace_id: int | None) -> list[str]:
@@ -311,6 +316,7 @@ def _change(
     values = [json.dumps(value) if isinstance(value, (dict, list)) else value for value in fields.values()]
     columns = "".join(f"{name} = ?, " for name in fields)
     tx.execute(f"UPDATE {table} SET {columns}updated_us = ? WHERE id = ?", (*values, now_us(), row_id))  # noqa: S608 - names from the lists above
+    tx.publish(TOPIC)
 
 
 def any_name_in(connection: sqlite3.Connection, workspace_id: int) -> str | None:

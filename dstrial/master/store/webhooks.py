@@ -27,6 +27,9 @@ STATES = ("ACTIVE", "PAUSED", "COMPLETED", "CANCELED", "ERROR")
 MAX_PENDING = 1000
 """Events of one webhook that may wait; further ones are dropped and counted."""
 
+RESULTS_TOPIC = "webhook_results"
+"""Published when something was sent, or could not be."""
+
 KEPT_FAILED = 20
 """Events given up that are kept for each webhook."""
 
@@ -341,6 +344,7 @@ def note_result(
             "ORDER BY given_up_us DESC, id DESC LIMIT ?)",
             (webhook_id, webhook_id, KEPT_FAILED),
         )
+    tx.publish(RESULTS_TOPIC)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

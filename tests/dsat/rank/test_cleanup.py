@@ -49,7 +49,7 @@ def in_order() -> dict[str, Any]:
     for module in (leak_check, cleanup):
         assert module.get_accelerator() is not cpu
     state = cleanup.ProcessState()
-    dist.new_group([0, 1])
+    dist.barrier(group=dist.new_group([0, 1]))  # no rank destroys it while another one still connects
     destroy = dist.destroy_process_group
 
     def recorded(group: Any = None) -> None:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from dstrial.dsat.core.candidate import BatchSplit, Candidate
 from dstrial.dsat.core.outcome import FailureKind, Measured
 from dstrial.dsat.driver.normalize import FLOPS_RULE, caveats, mismatch_with_order, with_model_flops
-from dstrial.dsat.rank.engine_features import counted_flops
+from dstrial.engine.model_flops import counted_flops
 
 ONE_LAYER = 2 * 4 * 16 * 16  # of 4 records
 
@@ -88,7 +88,8 @@ from dstrial.ranks.process_group import keep_compiler_out, prepare_accelerator
 prepare_accelerator()
 keep_compiler_out()
 from dstrial.dsat.rank import rank_server, standalone_script
-from dstrial.dsat.rank.engine_features import OperationCount, counted_flops
+from dstrial.dsat.rank.engine_features import OperationCount
+from dstrial.engine.model_flops import counted_flops
 layer = torch.nn.Linear(4, 4)
 with OperationCount() as operations:
     counted = counted_flops(lambda: layer(torch.ones(1, 4)).sum().backward())

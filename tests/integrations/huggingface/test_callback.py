@@ -121,6 +121,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         new("late", micro=4, pause_at=6, options={"eval_strategy": "no", "save_strategy": "steps"}),
         new("early", micro=4, eval_steps=2, patience=1, pause_in_evaluation=4, options=WORSE),
         new("never-evaluated", steps=1, eval_steps=None, searcher={"metric": "eval_loss"}),
+        new("logged", steps=1, eval_steps=None, data={"dstrial": {"loggers": ["wandb"]}}),
         new("anywhere", steps=2, micro=4, storage=str(made.directory / "storage")),
         new("no-metric", searcher={"metric": "eval_accuracy"}, eval_steps=1, num_eval_sets=2, error=True),
         new("lengths", searcher=LENGTHS, error=True),
@@ -300,6 +301,13 @@ def test_a_search_without_an_evaluation_is_warned_of(runs: Runs) -> None:
     assert any("training has ended without an evaluation" in text for text in fact["warnings"])
 
 
+def test_loggers_of_the_config_are_told_to_be_the_trainers_own(runs: Runs) -> None:
+    (fact,) = runs.facts["logged"]
+    assert [text for text in fact["warnings"] if "data.dstrial.loggers" in text] == [
+        "data.dstrial.loggers is not for Hugging Face's Trainer, which has loggers of its own: name them in args.report_to"
+    ]
+
+
 def test_determineds_core_context_serves_outside_of_any_cluster(runs: Runs) -> None:
     (fact,) = runs.facts["anywhere"]
     assert (fact["global_step"], fact["length"]) == (2, 2)
@@ -322,6 +330,27 @@ def test_reports_say_where_training_is_and_how_fast(runs: Runs) -> None:
     assert evaluation["batches"] == 4
     assert {"eval_loss", "eval_samples_per_second"} < set(evaluation)
     assert not any(name.endswith("_runtime") for name in evaluation)
+
+
+@pytest.mark.parametrize("name", ["alone-zero2", "zero2", "zero3"])
+def test_the_chief_tells_of_its_time_memory_and_flops_at_each_line_of_the_log(runs: Runs, name: str) -> None:
+    told = runs.reports(name, "telemetry")
+    assert list(told) == list(runs.reports(name, "training"))
+    row = told[max(told)]
+    parts = ("data_wait_ms", "forward_ms", "backward_ms", "step_ms", "other_ms")
+    assert sum(row[part] for part in parts) == pytest.approx(row["batch_ms"], rel=1e-6)
+    assert all(row[part] > 0 for part in ("forward_ms", "backward_ms", "step_ms"))
+    assert row["records_per_second"] > 0
+    assert row["model_tflops_per_device"] > 0
+    assert row["process_peak_memory_bytes"] > 2**20
+    assert ("tokens_per_second" in row) == (name == "zero2"), "told where the Trainer counts them"
+    totals = json.loads((runs.directories[name] / "telemetry.json").read_text())
+    assert totals["num_batches"] == max(told) - 1, "the first step is left out"
+
+
+def test_a_trainer_that_a_callback_alone_watches_tells_nothing(runs: Runs) -> None:
+    assert runs.reports("sets", "training")
+    assert not runs.reports("sets", "telemetry")
 
 
 def test_evaluation_sets_are_reported_together_and_filtered_by_name(runs: Runs) -> None:

@@ -228,3 +228,24 @@ def test_old_logs_are_deleted_at_once_when_asked_for(session: api.Session, fresh
         row["trial_id"]
         for row in fresh_master.rows("SELECT DISTINCT trial_id FROM logs WHERE source = 'task'")
     ] == [2]
+
+
+def test_runs_and_experiments_last_in_seconds_up_to_now_and_say_what_they_did_last(
+    session: api.Session, fresh_master: Master
+) -> None:
+    fresh_master.change("UPDATE trials SET start_us = 1, end_us = 90500001 WHERE id = 1")
+    fresh_master.change("UPDATE experiments SET start_us = 1, end_us = 91500001 WHERE id = 1")
+    started = "CAST(strftime('%s', 'now') AS INTEGER) * 1000000 - 3600000000"
+    fresh_master.change(f"UPDATE trials SET start_us = {started} WHERE id = 2")
+    fresh_master.change(f"UPDATE experiments SET start_us = {started} WHERE id = 2")
+    state = bindings.v1TrialRunnerMetadata(state="validating")
+    bindings.post_PostTrialRunnerMetadata(session, body=state, trialId=1)
+
+    runs = bindings.post_SearchRuns(session, body=bindings.v1SearchRunsRequest(sort="id=asc")).runs
+    assert runs[0].duration == 90
+    assert 3600 <= (runs[1].duration or 0) < 7200
+    assert bindings.get_GetExperiment(session, experimentId=1).experiment.duration == 91
+    assert 3600 <= (bindings.get_GetExperiment(session, experimentId=2).experiment.duration or 0) < 7200
+    # What `det experiment create --test` compares with.
+    assert bindings.get_GetTrial(session, trialId=1).trial.runnerState == "validating"
+    assert bindings.get_GetTrial(session, trialId=2).trial.runnerState == "UNSPECIFIED"

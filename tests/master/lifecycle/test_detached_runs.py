@@ -174,7 +174,10 @@ def _is_shown_by_det(master: MasterForTest, number: int) -> None:
     page = urllib.request.Request(f"{master.address}/det/experiments/{number}")
     page.add_header("Authorization", f"Bearer {master.client().token}")
     with urllib.request.urlopen(page, timeout=30) as answer:
-        assert f"/?experiment={number}&amp;trial=" in answer.read().decode()
+        assert "/page/assets/app.js" in answer.read().decode()
+    assert [one["state"] for one in master.client().get(f"/page/experiments/{number}/trials")["trials"]] == [
+        "COMPLETED"
+    ]
     refused = master.det("e", "pause", str(number))
     assert (refused.returncode, "has detached runs" in refused.stderr) == (1, True)
 

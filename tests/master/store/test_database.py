@@ -105,5 +105,5 @@ def test_a_file_of_another_schema_version_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "master.db") as connection:
         connection.execute("PRAGMA user_version = 99")
 
-    with pytest.raises(MasterError, match="schema version 99; expected at most 7"):
+    with pytest.raises(MasterError, match="schema version 99; expected at most 8"):
         Database(tmp_path / "master.db")

@@ -1,4 +1,4 @@
-"""The master's page, as a browser gets it: a login, experiments, plots and a log of a real experiment."""
+"""The documents of the master's page: who gets them, and what they may load."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 import yaml
 from waiting import wait_for
 
-from dstrial.master.web.page import line_plot
 from dstrial.testing.master import MasterForTest
 
 pytestmark = pytest.mark.process
@@ -95,27 +94,26 @@ def test_without_a_login_there_is_only_the_form(shared_master: MasterForTest, ex
     assert "alert(1)" not in text
 
 
-def test_an_experiment_is_shown_with_its_progress_plots_and_log(
+def test_every_address_that_det_prints_is_the_page(shared_master: MasterForTest, cookie: str) -> None:
+    for path in ("/", "/det/experiments/1/overview", "/det/experiments/1/trials/1/logs", "/det/tasks"):
+        status, headers, text = request(shared_master, "GET", path, Cookie=cookie)
+        page = Page(text)
+        assert status == 200
+        assert "unsafe" not in headers["content-security-policy"]
+        (entry,) = [a for tag, a in page.elements if tag == "script" and a.get("type") == "module"]
+        assert entry["src"] == "/page/assets/app.js"
+        assert f"'nonce-{entry['nonce']}'" in headers["content-security-policy"]
+
+
+def test_no_text_of_a_user_stands_in_the_document(
     shared_master: MasterForTest, cookie: str, experiment_id: int
 ) -> None:
-    status, _, text = request(shared_master, "GET", f"/?experiment={experiment_id}", Cookie=cookie)
-    page = Page(text)
-
-    assert status == 200
-    assert NAME in page.text
-    assert "COMPLETED" in page.text
-    assert [a["points"] for tag, a in page.elements if tag == "polyline" and len(a["points"].split()) == 8]
-    assert "validation: score" in page.text
-    assert "<i>step 8</i>" in page.text
-    assert not [tag for tag, _ in page.elements if tag in ("script", "i")]
-    assert ("progress", {"max": "100", "value": "100.0"}) in page.elements
-
-
-def test_a_page_of_an_experiment_that_is_not_there_is_an_error(
-    shared_master: MasterForTest, cookie: str
-) -> None:
-    assert request(shared_master, "GET", "/?experiment=999999", Cookie=cookie)[0] == 404
-    assert request(shared_master, "GET", "/?experiment=x", Cookie=cookie)[0] == 400
+    assert (
+        "alert(1)" not in request(shared_master, "GET", f"/det/experiments/{experiment_id}", Cookie=cookie)[2]
+    )
+    shown = request(shared_master, "GET", f"/page/experiments/{experiment_id}", Cookie=cookie)
+    assert shown[1]["content-type"] == "application/json"
+    assert json.loads(shown[2])["experiment"]["name"] == NAME
 
 
 def test_the_page_changes_nothing(shared_master: MasterForTest, cookie: str, experiment_id: int) -> None:
@@ -125,38 +123,3 @@ def test_the_page_changes_nothing(shared_master: MasterForTest, cookie: str, exp
         assert status in (403, 404, 405)
     client = shared_master.client()
     assert client.get(f"/api/v1/experiments/{experiment_id}")["experiment"]["state"] == "STATE_COMPLETED"
-
-
-def test_a_plot_has_its_extremes_and_a_long_series_keeps_its_last_point() -> None:
-    plot = line_plot([(batch, float(batch % 7)) for batch in range(1, 1003)])
-
-    assert plot is not None
-    assert [text for _, text in plot.y_labels] == ["6", "0"]
-    assert [text for _, text in plot.x_labels] == ["1", "1002"]
-    assert len(plot.dots) <= 402
-    assert plot.dots[-1][2].startswith("batch 1002:")
-
-
-def test_values_that_are_not_finite_are_not_drawn() -> None:
-    plot = line_plot([(1, float("nan")), (2, 0.5), (3, float("inf"))])
-
-    assert plot is not None
-    assert len(plot.dots) == 1
-    assert line_plot([(1, float("nan"))]) is None
-    assert line_plot([]) is None
-
-
-def test_webhooks_are_shown_without_what_of_their_address_may_be_secret(
-    shared_master: MasterForTest, cookie: str
-) -> None:
-    secret = "https://hooks.example/services/T0/secret"
-    assert shared_master.dstrial("webhook", "create", "<b>hook</b>", secret).returncode == 0
-    (made,) = shared_master.client("admin").get("/api/v1/webhooks")["webhooks"]
-    try:
-        page = Page(request(shared_master, "GET", "/", Cookie=cookie)[2])
-    finally:
-        shared_master.dstrial("webhook", "delete", str(made["id"]))
-    assert "<b>hook</b>" in page.text
-    assert "experiment state change COMPLETED, experiment state change ERROR" in page.text
-    assert "https://hooks.example/********" in page.text
-    assert "services" not in page.text

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import time
 
 import deepspeed
 import torch
@@ -66,6 +67,15 @@ class Noted(DataParallelTrial):
         return {"loss": loss}
 
 
+class Paced(Noted):
+    """Takes so long for a batch as ``pace_s`` says for its number of ranks, while the file ``slow`` is there."""
+
+    def disturb(self, batch_idx):
+        super().disturb(batch_idx)
+        if pathlib.Path(self.hparams["slow"]).exists():
+            time.sleep(self.hparams["pace_s"][self.context.distributed.get_size() - 1])
+
+
 class Collecting(Noted):
     """Collects the numbers of the records of a report, in a reducer."""
 
@@ -92,6 +102,10 @@ class OwnConfig(Noted):
             "zero_optimization": {"stage": self.hparams["own_stage"]},
             **self.hparams["own_sizes"],
         }
+
+
+class PacedOwnConfig(Paced, OwnConfig):
+    """Both."""
 
 
 class NotedPipeline(OwnConfig):

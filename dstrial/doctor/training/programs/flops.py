@@ -11,7 +11,7 @@ import torch
 
 from dstrial.doctor.training.programs.program import Program, deepspeed_config
 from dstrial.doctor.training.programs.trial import TextTrial, train
-from dstrial.dsat.rank.engine_features import counted_flops
+from dstrial.engine.model_flops import counted_flops
 
 _WARM, _TIMED = 8, 20
 _SHAPES: dict[str, dict[str, Any]] = {

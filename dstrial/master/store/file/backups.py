@@ -82,9 +82,14 @@ def copy_of_older_schema(database: Path, schema_version: int, now_s: float) -> s
         return ""
     target = copies.new_path(database, now_s, kind)
     try:
-        make_copy(database, target)
+        made = make_copy(database, target)
     except MasterError as error:
         return f"the database is brought to schema version {schema_version} without a copy of it as it was: {error}"
+    # An opening that fails writes to the file, too: each would leave a copy of the same, until the disk is full.
+    same = copies.find_same(database, kind, made, target)
+    if same is not None:
+        copies.remove(target)
+        target = same
     return f"the database is brought to schema version {schema_version}; {target} is a copy of it as it was"
 
 

@@ -86,6 +86,20 @@ def is_kept_since(database: Path, kind: str) -> bool:
     return bool(written and made) and max(made) > max(written)
 
 
+def find_same(database: Path, kind: str, made: Description, copy: Path) -> Path | None:
+    """Return another copy of this kind with the same content as one that was just made, None without one."""
+    for other in list_copies(database):
+        if other.path == copy or not other.path.name.startswith(f"{kind}-"):
+            continue
+        try:
+            described = read_description(other.path)
+        except ValueError:
+            continue
+        if described is not None and described.sha256 == made.sha256:
+            return other.path
+    return None
+
+
 def list_copies(database: Path) -> list[Copy]:
     """Return the copies beside a database, newest first."""
     try:

@@ -237,6 +237,25 @@ def shown_text(row: StoredLine) -> str:
     return text if text.endswith("\n") else f"{text}\n"
 
 
+_DAYS = "COALESCE(trials.log_retention_days, experiments.log_retention_days, :default)"
+"""SQL: for how many days the logs of a trial are kept, -1 for ever."""
+
+
+def days_left(connection: sqlite3.Connection, trial_id: int, default_days: int | None) -> int:
+    """Return for how many days more the logs of a trial that exists are kept, -1 for ever.
+
+    They are counted from its end; before it, all are left. ``default_days`` is as :func:`forget_old` has it.
+    """
+    row = connection.execute(
+        f"SELECT {_DAYS} AS days, trials.end_us FROM trials "  # noqa: S608 - a constant
+        "JOIN experiments ON experiments.id = trials.experiment_id WHERE trials.id = :trial",
+        {"default": -1 if default_days is None else default_days, "trial": trial_id},
+    ).fetchone()
+    if row["days"] < 0 or row["end_us"] is None:
+        return int(row["days"])
+    return max(int(row["days"]) - (now_us() - int(row["end_us"])) // _DAY_US, 0)
+
+
 def forget_old(tx: Transaction, default_days: int | None) -> int:
     """Delete logs that are older than they are to be kept, and what commands hold.
 
@@ -248,11 +267,10 @@ def forget_old(tx: Transaction, default_days: int | None) -> int:
         How many lines were deleted.
     """
     values = {"default": -1 if default_days is None else default_days, "now": now_us(), "day": _DAY_US}
-    days = "COALESCE(trials.log_retention_days, experiments.log_retention_days, :default)"
     of_trials = (
         "trial_id IN (SELECT trials.id FROM trials "  # noqa: S608 - a constant
         "JOIN experiments ON experiments.id = trials.experiment_id WHERE trials.end_us IS NOT NULL "
-        f"AND {days} >= 0 AND trials.end_us < :now - {days} * :day)"
+        f"AND {_DAYS} >= 0 AND trials.end_us < :now - {_DAYS} * :day)"
     )
     ended = "SELECT task_id FROM commands WHERE end_us IS NOT NULL AND :default >= 0 AND end_us < :now - :default * :day"
     of_commands = f"trial_id IS NULL AND task_id IN ({ended})"

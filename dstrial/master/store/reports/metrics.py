@@ -82,6 +82,7 @@ def add_report(
             f"trialRunId is {run_id}; expected {trial['run_id']}, the current run of trial {trial_id}. "
             "Reports of an earlier run are refused."
         )
+    tx.publish(f"metrics:{trial_id}:{trial['experiment_id']}")
     values, of_batches = plain(metrics), [plain(of_batch) for of_batch in per_batch]
     if steps is None:
         return AddedReport(_insert(tx, trial, group, _NO_STEPS, end_us, values, of_batches), True)

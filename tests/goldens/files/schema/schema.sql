@@ -1,4 +1,4 @@
--- schema version 7
+-- schema version 8
 BEGIN TRANSACTION;
 CREATE TABLE access_tokens (
     id          INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -9,6 +9,14 @@ CREATE TABLE access_tokens (
     expires_us  INTEGER,                          -- NULL: never
     revoked_us  INTEGER                           -- NULL: it has not been revoked
 );
+CREATE TABLE allocation_accelerators (
+    allocation_id TEXT NOT NULL REFERENCES allocations (id) ON DELETE CASCADE,
+    container_id  TEXT NOT NULL,
+    node_name     TEXT NOT NULL,
+    type          TEXT NOT NULL,                  -- what the harness calls it, cuda for example
+    uuids         TEXT NOT NULL,                  -- JSON list
+    PRIMARY KEY (allocation_id, container_id)
+) WITHOUT ROWID;
 CREATE TABLE allocation_nodes (
     allocation_id TEXT    NOT NULL REFERENCES allocations (id) ON DELETE CASCADE,
     node_id       INTEGER NOT NULL,
@@ -241,6 +249,12 @@ CREATE TABLE past_usage (
     start_us       INTEGER NOT NULL,
     end_us         INTEGER NOT NULL
 ) WITHOUT ROWID;
+CREATE TABLE project_views (
+    user_id    INTEGER NOT NULL REFERENCES users (id),
+    project_id INTEGER NOT NULL REFERENCES projects (id) ON DELETE CASCADE,
+    viewed_us  INTEGER NOT NULL,
+    PRIMARY KEY (user_id, project_id)
+) WITHOUT ROWID;
 CREATE TABLE projects (
     id           INTEGER PRIMARY KEY AUTOINCREMENT,
     workspace_id INTEGER NOT NULL REFERENCES workspaces (id),
@@ -331,6 +345,13 @@ CREATE TABLE trials (
     is_node_excluded       INTEGER NOT NULL DEFAULT 0,   -- 1: an exclude_node policy matched; 2: and it has failed, and does not start on this machine again
     UNIQUE (experiment_id, request_id)
 );
+CREATE TABLE user_settings (
+    user_id      INTEGER NOT NULL REFERENCES users (id),
+    storage_path TEXT    NOT NULL,                -- the page or table that it is of; may be empty
+    key          TEXT    NOT NULL,
+    value        TEXT    NOT NULL,                -- as sent, JSON usually
+    PRIMARY KEY (user_id, storage_path, key)
+) WITHOUT ROWID;
 CREATE TABLE users (
     id            INTEGER PRIMARY KEY AUTOINCREMENT,
     username      TEXT    NOT NULL UNIQUE COLLATE NOCASE,

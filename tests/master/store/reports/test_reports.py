@@ -21,7 +21,7 @@ from dstrial.master.store import listings
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.store.errors import ConflictError, InvalidError
-from dstrial.master.store.reports import logs, metric_summaries, metrics
+from dstrial.master.store.reports import logs, metric_summaries, metrics, system_metrics
 
 CONFIG = """
 entrypoint: python3 train.py
@@ -65,7 +65,7 @@ class Store:
         )
 
     def report(
-        self, steps: int, values: dict[str, Any], group: str = "training", run_id: int | None = None
+        self, steps: int | None, values: dict[str, Any], group: str = "training", run_id: int | None = None
     ) -> None:
         run = self.run_id if run_id is None else run_id
         self.database.write(lambda tx: trials.report_metrics(tx, 1, run, group, steps, 0, values))
@@ -265,6 +265,7 @@ def test_no_list_reads_all_reports(store: Store) -> None:
     reads: list[Callable[[sqlite3.Connection], object]] = [
         lambda c: metrics.report_ids(c, 1, None),
         lambda c: metrics.report_ids(c, 1, "validation"),
+        lambda c: system_metrics.report_ids(c, 1, 0),
         lambda c: metrics.report_keys(c, 1),
         lambda c: list(metrics.every_report(c, 1, "validation")),
         lambda c: metrics.series(c, 1, "validation", "score"),
@@ -275,7 +276,7 @@ def test_no_list_reads_all_reports(store: Store) -> None:
         lambda c: checkpoint_rows.latest_completed(c, 1),
     ]
 
-    assert [whole_tables(store, lambda tx, read=read: read(tx.connection)) for read in reads] == [[]] * 10  # type: ignore[misc]
+    assert [whole_tables(store, lambda tx, read=read: read(tx.connection)) for read in reads] == [[]] * 11  # type: ignore[misc]
 
 
 def test_no_experiment_that_is_deleted_has_a_whole_table_read(store: Store) -> None:
@@ -341,6 +342,26 @@ def test_a_new_run_archives_what_lies_beyond_its_checkpoint(store: Store) -> Non
     assert trial["searcher_metric_value"] == 8.0
     assert store.summaries()["loss"]["sum"] == 33.0
     assert store.row("experiments")["best_metric"] == 8.0
+
+
+def test_system_metrics_before_the_first_batch_change_nothing_of_a_new_run(store: Store) -> None:
+    for steps in (2, 4, 6):
+        store.report(steps, {"loss": float(steps)})
+    store.checkpoint(2)
+    store.end(exit_code=1, traceback="RuntimeError: away")
+    store.assign()
+
+    store.report(None, {"node": {"cpu_util_simple": 1.0}}, "cpu")
+    store.report(3, {"loss": 3.0})
+    assert store.steps() == [2, 3], "what lies beyond the checkpoint is archived all the same"
+
+
+def test_a_trial_that_has_only_told_of_its_machine_has_trained_nothing(store: Store) -> None:
+    store.report(None, {"node": {"cpu_util_simple": 1.0}}, "cpu")
+    assert store.row("trials")["total_batches"] == 0
+    store.end(exit_code=1, traceback="RuntimeError: no data")
+
+    assert store.row("trials")["last_failure"] is not None, "by which the same failure is known again"
 
 
 def test_the_best_checkpoint_is_that_of_the_best_validation(store: Store) -> None:

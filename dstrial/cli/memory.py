@@ -1,0 +1,199 @@
+"""``dstrial memory``: where a model's memory goes, on devices that need not be there, and where a run's went."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dstrial.cli.memory_requests import DEADLINE_S, predicted, requests_of
+from dstrial.config import ExperimentConfig, load_experiment
+from dstrial.errors import ConfigError, DstrialError, LaunchError
+from dstrial.local.json_files import read_json, write_json_atomically
+from dstrial.local.run_directory import RunDirectory
+from dstrial.telemetry.memory_table import memory_rows
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from dstrial.dsat.predictor.model_memory import Placement
+    from dstrial.engine.dryrun.values import DryRunRequest
+
+_GIB = 2**30
+_DEFAULT_SLOTS = "1,4,8"
+_DEFAULT_DEVICE_GIB = 80.0
+
+
+def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand and its arguments."""
+    parser = subparsers.add_parser(
+        "memory",
+        help="say where a model's memory goes, and whether it needs several devices",
+        description="Build the trial's engines as one rank of so many virtual devices, with tensors that have a shape and no "
+        "content, and train a step: parameters, gradients, optimizer, activations and buffers of one device, or of each stage "
+        "of a pipeline. Needs no device. Given the directory of a run, show what it has measured beside that.",
+    )
+    parser.add_argument(
+        "experiment", metavar="EXPERIMENT", help="the experiment config, YAML, or the directory of a run"
+    )
+    parser.add_argument(
+        "context_dir",
+        metavar="CONTEXT_DIR",
+        nargs="?",
+        help="the directory of the model definition (default: ., or the run's)",
+    )
+    parser.add_argument(
+        "--slots",
+        metavar="N,…",
+        help=f"numbers of devices to predict for (default: {_DEFAULT_SLOTS}, or the run's)",
+    )
+    parser.add_argument(
+        "--device-gib",
+        type=float,
+        default=_DEFAULT_DEVICE_GIB,
+        metavar="GIB",
+        help="memory of a device (default: 80)",
+    )
+    parser.add_argument(
+        "--config", action="append", default=[], metavar="KEY=VALUE", help="change a value of the config"
+    )
+    parser.add_argument(
+        "--deadline", type=float, default=DEADLINE_S, metavar="S", help="seconds that it may take"
+    )
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Predict and print; return 0 if anything could be told."""
+    if Path(args.experiment).is_dir():
+        return _show_run(args, RunDirectory.open(args.experiment))
+    return _show_prediction(args)
+
+
+def _show_prediction(args: argparse.Namespace) -> int:
+    from dstrial.dsat.predictor.model_memory import answer, table, table_unit
+
+    began_s = time.monotonic()
+    numbers = _slots(_DEFAULT_SLOTS if args.slots is None else args.slots)
+    deciding = _deciding(_load(args, None))
+    asked = [one for num_slots in numbers for one in _asked(args, num_slots)]
+    placements = predicted(asked, args.deadline)
+    capacity_bytes = args.device_gib * _GIB
+    lines = answer(placements, capacity_bytes, deciding)
+    seconds = time.monotonic() - began_s
+    if args.as_json:
+        rows = [
+            {
+                "slots": one.num_slots,
+                "stage": one.stage,
+                "problem": one.problem,
+                **one.parts(),
+                "largest": one.largest(),
+            }
+            for one in placements
+        ]
+        sys.stdout.write(json.dumps({"answer": lines, "devices": rows, "seconds": seconds}, indent=2) + "\n")
+    else:
+        sys.stdout.write("\n".join([*lines, "", *table(placements, capacity_bytes), ""]))
+        alike = "the ranks of a stage" if any(one.stage is not None for one in placements) else "all ranks"
+        sys.stdout.write(
+            f"{table_unit(placements)} of one device, {alike} alike; predicted in {seconds:.0f} s\n"
+        )
+        sys.stdout.writelines(f"{note}\n" for note in _notes(placements))
+    return 0 if any(one.run is not None for one in placements) else 1
+
+
+def _show_run(args: argparse.Namespace, run: RunDirectory) -> int:
+    """Show what a run has measured beside what a dry run predicts for it, and keep that with the run."""
+    told = read_json(run.telemetry_path) or {}
+    ranks = told.get("memory_bytes") or []
+    if not memory_rows(ranks):
+        raise LaunchError(
+            f"{run.path} has no measured parts of memory in telemetry.json; expected a run that has reported once with "
+            "data.dstrial.telemetry on. Train some batches, or give the experiment config to have it predicted."
+        )
+    args.experiment = str(run.experiment_config_path)
+    args.context_dir = args.context_dir or run.read_record().context_dir
+    (num_slots,) = _slots(str(len(ranks)) if args.slots is None else args.slots)[:1]
+    placements = predicted(_asked(args, num_slots), args.deadline)
+    stages = stages_of(placements)
+    problem = next((one.problem for one in placements if one.problem), None)
+    if stages:
+        keep_prediction(run, stages)
+    if args.as_json:
+        document = {"ranks": ranks, "predicted": stages, "problem": problem}
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+        return 0
+    rows = memory_rows(ranks, stages, shows_all=True)
+    sys.stdout.writelines(f"{name:<15}{text}\n" for name, text in rows)
+    sys.stdout.write(f"measured by {told.get('memory_found_by')}; each part at its largest\n")
+    if problem:
+        sys.stdout.write(f"nothing is predicted: {problem}\n")
+    return 0
+
+
+def predict_run(run: RunDirectory, experiment: ExperimentConfig, num_slots: int) -> str | None:
+    """Predict a run's memory and keep that with it; return why it cannot be told, else None."""
+    device_bytes = int(_DEFAULT_DEVICE_GIB * _GIB)
+    try:
+        placements = predicted(requests_of(experiment, num_slots, device_bytes))
+    except DstrialError as error:
+        return str(error)
+    stages = stages_of(placements)
+    if stages:
+        keep_prediction(run, stages)
+    return next((one.problem for one in placements if one.problem), None)
+
+
+def stages_of(placements: list[Placement]) -> list[dict[str, float]]:
+    """Return bytes by part of each stage; empty where one of them could not be predicted."""
+    found = [one.largest() for one in placements]
+    return found if found and all(found) else []
+
+
+def keep_prediction(run: RunDirectory, stages: list[dict[str, float]]) -> None:
+    """Keep a prediction with a run, whose summary shows it beside what was measured."""
+    write_json_atomically(run.memory_path, {"stages": stages, "found_by": "dry run"}, sync=False)
+
+
+def _notes(placements: list[Placement]) -> list[str]:
+    return list(dict.fromkeys(note for one in placements if one.run is not None for note in one.run.notes))
+
+
+def _slots(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise LaunchError(
+            f"--slots is {text!r}; expected numbers of devices of at least 1, like 1,4,8. Write them with commas."
+        )
+    return numbers
+
+
+def _load(args: argparse.Namespace, num_slots: int | None) -> ExperimentConfig:
+    return load_experiment(
+        args.experiment, args.context_dir or ".", args.config, require_entrypoint=True, slots=num_slots
+    )
+
+
+def _asked(args: argparse.Namespace, num_slots: int) -> list[tuple[Placement, DryRunRequest | None]]:
+    from dstrial.dsat.predictor.model_memory import Placement
+
+    try:
+        experiment = _load(args, num_slots)
+    except ConfigError as error:
+        return [(Placement(num_slots, 0, None, str(error.problems[0])), None)]
+    return [*requests_of(experiment, num_slots, int(args.device_gib * _GIB))]
+
+
+def _deciding(experiment: ExperimentConfig) -> str:
+    checked = experiment.deepspeed_check
+    effective = {} if checked is None else checked.effective
+    stage = (effective.get("zero_optimization") or {}).get("stage", 0)
+    kinds = [kind for kind in ("bf16", "fp16") if (effective.get(kind) or {}).get("enabled")]
+    return f"ZeRO stage {stage} and {kinds[0] if kinds else 'float32'}"

@@ -1,0 +1,153 @@
+"""Where a run over hosts takes place: on hosts of the user's own, or in a job of Slurm's that may end and be started again."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+from dstrial.cli.run_outcome import Verdict
+from dstrial.cli.streams import LossTolerantStream
+from dstrial.hosts.srun import transport_of
+from dstrial.hosts.transport import Transport
+from dstrial.local.checkpoint_directory import newest_checkpoint
+from dstrial.local.json_files import write_json_atomically
+from dstrial.local.run_directory import RunDirectory, RunState
+from dstrial.slurm import client
+from dstrial.slurm.allocation import Allocation
+from dstrial.slurm.job import Job
+
+_ENDED_BY_REQUEUE_S = 90.0
+
+
+class RunSite:
+    """Where a run over hosts takes place: here hosts of the user's own, which nobody takes away.
+
+    Attributes:
+        transport: how hosts are reached; None for ssh.
+        stop_signals: more signals that stop the ranks with a checkpoint.
+    """
+
+    transport: Transport | None = None
+    stop_signals: tuple[signal.Signals, ...] = ()
+
+    def watched(self) -> contextlib.AbstractContextManager[None]:
+        """Watch it within the block."""
+        return contextlib.nullcontext()
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether nothing more is to be started there."""
+        return False
+
+    def begin(self, run_directory: RunDirectory) -> None:
+        """Hear that a run begins there."""
+
+    def judged(
+        self,
+        verdict: Verdict,
+        stopped_by: str | None,  # noqa: ARG002  # a job's site asks
+        run_directory: RunDirectory,  # noqa: ARG002
+    ) -> Verdict:
+        """Return what became of an attempt, seen from there.
+
+        Args:
+            verdict: by its ranks.
+            stopped_by: name of the signal that stopped them; None if none did.
+            run_directory: of the run.
+        """
+        return verdict
+
+    @property
+    def is_started_again(self) -> bool:
+        """Whether the run goes on later without its user."""
+        return False
+
+    def leave(self, out: LossTolerantStream) -> None:
+        """Do what is to be done when all is on record."""
+
+
+class BatchJob(RunSite):
+    """The job that this command trains in, which Slurm may end, and start again."""
+
+    stop_signals = (signal.SIGUSR1,)
+
+    def __init__(self, allocation: Allocation) -> None:
+        self._job_id = allocation.job_id
+        self.transport = transport_of(allocation)
+        self._is_out_of_time = False
+        self._newest: str | None = None
+        self._again = ""
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note within the block that the job's time is running out (``--signal=B:USR1``)."""
+
+        def on_signal(_number: int, _frame: FrameType | None) -> None:
+            self._is_out_of_time = True
+
+        previous = signal.signal(signal.SIGUSR1, on_signal)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGUSR1, previous)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether its time is over, or Slurm has asked it to leave."""
+        if self._is_out_of_time:
+            return True
+        job = self._seen()
+        return job is not None and (job.is_preempted or job.state != "RUNNING")
+
+    def begin(self, run_directory: RunDirectory) -> None:
+        """Remember where the run stands, and write down which job trains it."""
+        self._newest = _newest_uuid(run_directory)
+        write_json_atomically(run_directory.slurm_job_path, {"job_id": self._job_id})
+
+    def judged(self, verdict: Verdict, stopped_by: str | None, run_directory: RunDirectory) -> Verdict:
+        """Decide whether Slurm is to start the job again, and say in words why its ranks were stopped."""
+        if verdict.state is RunState.COMPLETED:
+            return verdict
+        if self._is_out_of_time or stopped_by == signal.SIGUSR1.name:
+            if _newest_uuid(run_directory) == self._newest:
+                if verdict.state is not RunState.STOPPED:
+                    return verdict
+                reason = "the job's time is over, and it has stored no checkpoint: ask for more time (--sbatch-arg=--time=...)"
+                return Verdict(RunState.FAILED, 1, reason)
+            self._again = "its time is over"
+        else:
+            job = self._seen()
+            if job is None or not job.is_preempted:
+                return verdict
+            self._again = "Slurm gives its nodes to another job"
+        return dataclasses.replace(verdict, reason=self._again)
+
+    @property
+    def is_started_again(self) -> bool:
+        """Whether ``leave`` puts the job back into the queue."""
+        return bool(self._again)
+
+    def leave(self, out: LossTolerantStream) -> None:
+        """Put the job back into the queue where that is due, which ends this process."""
+        if not self._again:
+            return
+        out.write(f"job {self._job_id} is queued again, because {self._again}\n")
+        refusal = client.requeue(self._job_id)
+        if refusal:
+            out.write(f"job {self._job_id} cannot be queued again ({refusal}); go on with it by --resume\n")
+            return
+        time.sleep(_ENDED_BY_REQUEUE_S)
+
+    def _seen(self) -> Job | None:
+        with contextlib.suppress(ConnectionError):
+            return client.job_of(self._job_id)
+        return None
+
+
+def _newest_uuid(run_directory: RunDirectory) -> str | None:
+    newest = newest_checkpoint(run_directory.checkpoints_path)
+    return None if newest is None else newest.uuid

@@ -1,0 +1,216 @@
+"""``data.dstrial.loggers``: who is told of a run's metrics besides its record. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dstrial.config.diagnostics import Diagnostics, KeyPath, render
+from dstrial.config.dotted_keys import dstrial_section
+from dstrial.config.secrets import SecretNames
+
+KEY = "data.dstrial.loggers"
+
+_SECRET_HINTS = ("key", "token", "secret", "passw")
+_PATH: KeyPath = ("data", "dstrial", "loggers")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoggerKind:
+    """What a logger may be told in a config.
+
+    Attributes:
+        keys: name of an option -> what it must be: a text, a list of texts, a mapping of texts, or one of some words.
+        secret: how its secret is given, for messages.
+    """
+
+    keys: Mapping[str, str | tuple[str, ...]]
+    secret: str
+
+
+LOGGERS: Mapping[str, LoggerKind] = {
+    "wandb": LoggerKind(
+        {
+            "project": "text",
+            "entity": "text",
+            "group": "text",
+            "name": "text",
+            "tags": "list",
+            "mode": ("online", "offline"),
+            "dir": "text",
+        },
+        "WANDB_API_KEY",
+    ),
+    "mlflow": LoggerKind(
+        {"experiment_name": "text", "tracking_uri": "text", "run_name": "text", "tags": "mapping"},
+        "MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+    ),
+    "trackio": LoggerKind({"project": "text", "group": "text", "space_id": "text"}, "HF_TOKEN"),
+}
+"""Every logger by its name, which is that of its package and of dstrial's extra as well."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoggerSpec:
+    """One logger of a run.
+
+    Attributes:
+        name: a key of ``LOGGERS``.
+        options: what the config tells it.
+    """
+
+    name: str
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def is_installed(name: str) -> bool:
+    """Say whether a logger's package can be imported, without importing it."""
+    spec = importlib.util.find_spec(name)
+    # A directory of the same name, as W&B leaves in the working directory, has no origin.
+    return spec is not None and spec.origin is not None
+
+
+def how_to_install(name: str) -> str:
+    """Return the sentence that helps where a logger's package is missing."""
+    return f"Run: pip install 'dstrial[{name}]'"
+
+
+def logger_specs(exp_conf: Mapping[str, Any] | None) -> tuple[LoggerSpec, ...]:
+    """Read the loggers of an experiment config.
+
+    Raises:
+        ConfigError: with all that is wrong with them.
+    """
+    findings = Diagnostics({}, "experiment config")
+    specs = _read(dstrial_section(exp_conf).get("loggers"), findings)
+    findings.raise_if_any()
+    return specs
+
+
+def check_loggers(
+    raw: Mapping[str, Any],
+    findings: Diagnostics,
+    *,
+    installs_itself: bool,
+    has_package: Callable[[str], bool] = is_installed,
+) -> None:
+    """Check the loggers of an experiment config.
+
+    Args:
+        raw: the config with defaults.
+        findings: receives the problems.
+        installs_itself: whether packages may be there where the trial runs though they are not here.
+        has_package: whether a package can be imported here.
+    """
+    for spec in _read(dstrial_section(raw).get("loggers"), findings):
+        if has_package(spec.name):
+            continue
+        if installs_itself:
+            findings.note(KEY, f"names {spec.name}, which is not installed here; the trial has to install it")
+        else:
+            got = f"{spec.name}, which is not installed"
+            findings.problem(KEY, got, "a logger whose package is there", how_to_install(spec.name))
+
+
+def with_loggers(given: Any, names: Sequence[str]) -> list[Any] | None:
+    """Return the loggers of a config and those of ``--logger``, each once.
+
+    Args:
+        given: the value in the config, which may be anything.
+        names: of further loggers.
+
+    Returns:
+        None where the value in the config is no list: its check says so.
+    """
+    if given is not None and not isinstance(given, list):
+        return None
+    entries = list(given or [])
+    known = {name for entry in entries for name in (entry if isinstance(entry, Mapping) else [entry])}
+    return [*entries, *(name for name in dict.fromkeys(names) if name not in known)]
+
+
+def _read(given: Any, findings: Diagnostics) -> tuple[LoggerSpec, ...]:
+    if given is None:
+        return ()
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        expected = f"a list with {', '.join(LOGGERS)}, or with {{NAME: {{…}}}} where one has options"
+        findings.problem(KEY, render(given), expected, "Write [wandb], for example.")
+        return ()
+    specs: list[LoggerSpec] = []
+    for index, entry in enumerate(given):
+        spec = _entry(entry, (*_PATH, index), findings)
+        if spec is None:
+            continue
+        if any(other.name == spec.name for other in specs):
+            findings.problem(
+                (*_PATH, index), f"{spec.name} again", "each logger once", "Remove one of the two."
+            )
+        else:
+            specs.append(spec)
+    return tuple(specs)
+
+
+def _entry(entry: Any, path: KeyPath, findings: Diagnostics) -> LoggerSpec | None:
+    options: Any = {}
+    name = entry
+    if isinstance(entry, Mapping) and len(entry) == 1:
+        ((name, options),) = entry.items()
+        options = {} if options is None else options
+    if not isinstance(name, str):
+        expected = "a logger's name, or a mapping of one name to its options"
+        findings.problem(
+            path, render(entry), expected, "Write wandb, or {mlflow: {experiment_name: digits}}."
+        )
+        return None
+    if name not in LOGGERS:
+        fix = "Remove it."
+        if name == "tensorboard":
+            fix = "Remove it: TensorBoard's files are written by every run."
+        elif close := difflib.get_close_matches(name, LOGGERS, n=1):
+            fix = f"Write {close[0]} instead."
+        findings.problem(path, render(name), f"one of {', '.join(LOGGERS)}", fix)
+        return None
+    if not isinstance(options, Mapping):
+        fix = f"Write {name}, or {{{name}: {{{next(iter(LOGGERS[name].keys))}: …}}}}."
+        findings.problem((*path, name), render(options), "a mapping of options", fix)
+        return None
+    for key, value in options.items():
+        _check_option(name, str(key), value, (*path, name, str(key)), findings)
+    return LoggerSpec(name, {str(key): value for key, value in options.items() if value is not None})
+
+
+def _check_option(name: str, key: str, value: Any, path: KeyPath, findings: Diagnostics) -> None:
+    kind, secrets = LOGGERS[name], SecretNames()
+    if key not in kind.keys:
+        if secrets.has_field(key, value) or any(hint in key.lower() for hint in _SECRET_HINTS):
+            fix = f"Remove it, and set {kind.secret} in the environment."
+            findings.problem(path, "a secret in the config", "secrets from the environment only", fix)
+            return
+        close = difflib.get_close_matches(key, kind.keys, n=1)
+        fix = f"Write {close[0]} instead." if close else "Remove it."
+        findings.problem(path, f"not an option of {name}", " or ".join(kind.keys), fix)
+        return
+    if value is None:
+        return
+    expected = kind.keys[key]
+    if isinstance(expected, tuple):
+        if value not in expected:
+            findings.problem(path, render(value), " or ".join(expected), "Write one of them.")
+    elif expected == "list":
+        if not isinstance(value, Sequence) or isinstance(value, str) or not all(map(_is_text, value)):
+            findings.problem(path, render(value), "a list of texts", "Write [baseline], for example.")
+    elif expected == "mapping":
+        if not isinstance(value, Mapping) or not all(map(_is_text, value.values())):
+            findings.problem(path, render(value), "a mapping of texts", "Write {team: vision}, for example.")
+    elif not _is_text(value):
+        findings.problem(path, render(value), "a text", "Write one, or leave the option out.")
+    elif secrets.has_variable("", value):
+        fix = f"Take it out of the address, and set {kind.secret} in the environment."
+        findings.problem(path, "an address with a password", "secrets from the environment only", fix)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())

@@ -1,0 +1,152 @@
+"""Where each value of a submitted experiment's config comes from, and of its DeepSpeed configs. Pure but for reading files."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dstrial.config.deepspeed_rules.check import CheckResult, ExplainedValue, explain
+from dstrial.config.deepspeed_source import DeepSpeedSource
+from dstrial.config.diagnostics import Diagnostics, KeyPath, dotted, locate
+from dstrial.config.dotted_keys import leaves, value_at
+from dstrial.config.experiment_config.config import ExperimentConfig, check_experiment
+from dstrial.config.keys import Dialect, check_keys
+from dstrial.config.merge import merge_template
+from dstrial.config.parsing.documents import Document, read_yaml_text
+from dstrial.config.parsing.limits import DEFAULT_LIMITS, TextLimits
+from dstrial.config.schema import EXPERIMENT
+from dstrial.config.secrets import MASK, SecretNames
+
+LABEL = "experiment config"
+TEMPLATE_ORIGIN = "template"
+CHANGED_ORIGIN = "changed after it was submitted"
+DEFAULT_ORIGIN = "default"
+_MAIN_KEY = "deepspeed_config"
+_CHANGEABLE: tuple[KeyPath, ...] = (
+    ("name",),
+    ("description",),
+    ("labels",),
+    *(("resources", key) for key in ("max_slots", "priority", "weight")),
+    *(("checkpoint_storage", f"save_{key}") for key in ("experiment_best", "trial_best", "trial_latest")),
+)
+"""What can be changed of an experiment that has been submitted."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConfigValue:
+    """One value of the config that an experiment runs with.
+
+    Attributes:
+        key: dotted key.
+        value: as JSON has it; an empty mapping or a list is one value.
+        origin: ``experiment config:LINE``, ``template``, ``default``, or that it was changed later.
+    """
+
+    key: str
+    value: Any
+    origin: str
+
+
+def config_values(
+    effective: Mapping[str, Any], submitted: Document, template: Mapping[str, Any] | None
+) -> list[ConfigValue]:
+    """List every value of a config in its order, with where it comes from.
+
+    Args:
+        effective: the config with every default.
+        submitted: what a user has sent.
+        template: what was laid under that; None for none.
+    """
+    return [
+        ConfigValue(dotted(path), value, _origin(path, value, submitted, template))
+        for path, value in leaves(effective, ())
+    ]
+
+
+def _origin(path: KeyPath, value: Any, submitted: Document, template: Mapping[str, Any] | None) -> str:
+    given, below = _given(submitted.value, path), None if template is None else _given(template, path)
+    if path in _CHANGEABLE and _is_changed(path, value, given or below):
+        return CHANGED_ORIGIN
+    if given is not None:
+        return locate(submitted.lines, path, submitted.label)
+    return DEFAULT_ORIGIN if below is None else TEMPLATE_ORIGIN
+
+
+def _is_changed(path: KeyPath, value: Any, given: tuple[Any] | None) -> bool:
+    """Say whether a value is neither what was given nor, without that, the default."""
+    if given is not None:
+        before = given[0]
+        return bool(sorted(map(str, before)) != value if isinstance(before, list) else before != value)
+    # A name that is not given is made up, and storages have defaults of the master.
+    return path[0] not in ("name", "checkpoint_storage") and bool(
+        (value or None) != value_at(_defaults(), path, None)
+    )
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    dialect = Dialect(name="the experiment config", null_is_absent=True)
+    found = check_keys(EXPERIMENT, {}, dialect, Diagnostics({}, LABEL))
+    return {**found, **{key: found.get(key) or None for key in ("description", "labels")}}
+
+
+def _given(config: Any, path: KeyPath) -> tuple[Any] | None:
+    """Return what a config gives at a path or, in a shorter form, above it; None if nothing."""
+    for part in path:
+        if not isinstance(config, Mapping):
+            return (config,)
+        if config.get(part) is None:
+            return None
+        config = config[part]
+    return (config,)
+
+
+def checked_again(
+    original: str,
+    template: Mapping[str, Any] | None,
+    context_dir: Path,
+    *,
+    has_files: bool,
+    limits: TextLimits = DEFAULT_LIMITS,
+) -> ExperimentConfig:
+    """Check a submitted config once more, with its files, to explain it.
+
+    Raises:
+        ConfigError: what it says is possible no more, as after an update.
+    """
+    document = read_yaml_text(original, LABEL, limits)
+    if template is not None and isinstance(document.value, dict):
+        document.value.update(merge_template(template, document.value))
+    return check_experiment(
+        document,
+        Path(LABEL),
+        context_dir,
+        require_concrete=False,
+        require_entrypoint=False,
+        has_files=has_files,
+    )
+
+
+def deepspeed_checks(config: ExperimentConfig) -> dict[str, tuple[DeepSpeedSource, CheckResult]]:
+    """Return each DeepSpeed config by its hyperparameter's name, the main one first."""
+    if config.deepspeed is None or config.deepspeed_check is None:
+        return dict(config.other_deepspeed)
+    return {_MAIN_KEY: (config.deepspeed, config.deepspeed_check), **config.other_deepspeed}
+
+
+def explained_rows(
+    source: DeepSpeedSource, checked: CheckResult, names: SecretNames
+) -> tuple[ExplainedValue, ...]:
+    """List a DeepSpeed config's settings as :func:`explain` does, secrets masked: its monitors are given keys."""
+    return tuple(
+        dataclasses.replace(row, value=MASK) if _is_secret(row, names) else row
+        for row in explain(source, checked)
+    )
+
+
+def _is_secret(row: ExplainedValue, names: SecretNames) -> bool:
+    name = row.key.rpartition(".")[2]
+    return row.value not in ('""', "null", "true", "false") and names.has_field(name, row.value)

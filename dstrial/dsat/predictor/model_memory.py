@@ -1,0 +1,201 @@
+"""Where a model's memory goes on so many devices, and whether it needs several of them; pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from dstrial.engine.dryrun.values import DryRunResult
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
+_GIB = 2**30
+_SMALL_PARAMETERS = 50_000_000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placement:
+    """A model on so many devices, or a stage of it.
+
+    Attributes:
+        num_slots: devices.
+        micro_batch_size: records in one forward pass of one device.
+        run: what the dry run found; None if it failed.
+        problem: why it failed; None if it did not.
+        stage: of a pipeline; None without one.
+    """
+
+    num_slots: int
+    micro_batch_size: int
+    run: DryRunResult | None
+    problem: str | None = None
+    stage: int | None = None
+
+    @property
+    def peak_bytes(self) -> float | None:
+        """The most bytes alive at once on one device, as torch allocates them."""
+        return None if self.run is None else self.run.device.peak(self.micro_batch_size)
+
+    def parts(self) -> dict[str, float]:
+        """Return bytes of one device at its peak by what they are, and those on the host.
+
+        Activations are what grows with the micro batch where the peak lies. Of what is left beside them and what is kept of
+        weights and optimizer, gradients are as much as there ever is of them; the rest are buffers: of modules, of the engine for
+        communication, of operations while they last.
+        """
+        if self.run is None:
+            return {}
+        peak = self.run.device.peak(self.micro_batch_size)
+        kept = {name: float(self.run.device_parts.get(name, 0)) for name in ("parameters", "optimizer")}
+        phase = self.run.device.peak_phase(self.micro_batch_size)
+        lines = next(each.lines for each in self.run.device.phases if each.phase == phase)
+        slope = max(lines, key=lambda line: line.at(self.micro_batch_size)).per_record
+        grown = max(0.0, slope * self.micro_batch_size)
+        rest = max(0.0, peak - sum(kept.values()) - grown)
+        gradients = min(float(self.run.device_parts.get("gradients", 0)), rest)
+        return {
+            "parameters": kept["parameters"],
+            "gradients": gradients,
+            "optimizer": kept["optimizer"],
+            "activations": grown,
+            "buffers": rest - gradients,
+            "peak": peak,
+            "host": self.run.host.peak(self.micro_batch_size),
+        }
+
+    def largest(self) -> dict[str, float]:
+        """Return bytes of one device by part, each at its largest within a step, and their peak; as a run measures them."""
+        if self.run is None:
+            return {}
+        activations = self.run.activations
+        found = {name: float(value) for name, value in self.run.device_parts.items()}
+        if activations is not None:
+            found["activations"] = activations.at(self.micro_batch_size)
+        return {name: found[name] for name in PARTS if name in found} | {
+            "peak": self.run.device.peak(self.micro_batch_size)
+        }
+
+
+def answer(placements: Sequence[Placement], capacity_bytes: float, deepspeed: str) -> list[str]:
+    """Return three lines that say whether one device is enough, and if not, how many of those asked for are.
+
+    Args:
+        placements: in the order of their devices.
+        capacity_bytes: of one device.
+        deepspeed: what of the config decides, for a person.
+    """
+    known = _largest_stages(placements)
+    if not known:
+        return [f"It cannot be told: {placements[0].problem}"] if placements else []
+    fitting = [one for one in known if (one.peak_bytes or 0.0) <= capacity_bytes]
+    first, run = known[0], known[0].run
+    assert run is not None
+    size = f"{_count(run.parameters)} parameters, {_count(run.trainable_parameters)} of them trained"
+    if first.stage is not None:
+        size = f"{size}, in stage {first.stage}, which needs most"
+    need = (
+        f"{size}: with {deepspeed} a device needs {_gib(first.peak_bytes)} at {first.num_slots} device(s), and has "
+        f"{_gib(capacity_bytes)}."
+    )
+    if not fitting:
+        asked = ", ".join(str(one.num_slots) for one in known)
+        verdict = f"Several devices alone do not help: none of {asked} is enough."
+    elif fitting[0].num_slots == 1:
+        verdict = "One device is enough; more of them train faster, not more."
+    else:
+        verdict = f"One device is not enough; {fitting[0].num_slots} are."
+        if 1 not in [one.num_slots for one in known]:
+            verdict = f"{fitting[0].num_slots} devices are enough; one was not asked for."
+    chosen = fitting[0] if fitting else known[-1]
+    parts = {name: value for name, value in chosen.parts().items() if name in PARTS}
+    most = max(parts, key=lambda name: parts[name])
+    remedy = {
+        "parameters": "ZeRO stage 3 divides them",
+        "gradients": "ZeRO stage 2 divides them",
+        "optimizer": "ZeRO stage 1 divides it, and offload_optimizer takes it to the host",
+        "activations": "a smaller micro batch or activation checkpointing takes less",
+        "buffers": "reduce_bucket_size, allgather_bucket_size and, with ZeRO stage 3, sub_group_size set the engine's",
+    }[most]
+    return [
+        verdict,
+        need,
+        f"Most of it at {chosen.num_slots} device(s): {most}, {_gib(parts[most])}; {remedy}.",
+    ]
+
+
+def _largest_stages(placements: Sequence[Placement]) -> list[Placement]:
+    """Return the placements that are known, of a pipeline the stage that needs most; none where one of its stages is unknown."""
+    by_slots: dict[int, list[Placement]] = {}
+    for one in placements:
+        by_slots.setdefault(one.num_slots, []).append(one)
+    return [
+        max(stages, key=lambda one: one.peak_bytes or 0.0)
+        for stages in by_slots.values()
+        if all(one.run is not None for one in stages)
+    ]
+
+
+def table(placements: Sequence[Placement], capacity_bytes: float) -> list[str]:
+    """Return the table, in ``table_unit`` a device; ranks, or those of a stage, are alike."""
+    divisor = {"GiB": _GIB, "MiB": _GIB // 1024}[table_unit(placements)]
+    has_stages = any(one.stage is not None for one in placements)
+    heads = [
+        "devices",
+        *(["stage"] if has_stages else []),
+        "micro batch",
+        *PARTS,
+        "peak",
+        "of device",
+        "host",
+    ]
+    rows = [heads]
+    for one in placements:
+        parts = one.parts()
+        if not parts:
+            rows.append([str(one.num_slots), one.problem or "unknown"])
+            continue
+        share = f"{100 * parts['peak'] / capacity_bytes:.0f} %"
+        cells = [_cell(parts[name] / divisor) for name in (*PARTS, "peak")]
+        stage = [str(one.stage)] if has_stages else []
+        rows.append(
+            [
+                str(one.num_slots),
+                *stage,
+                str(one.micro_batch_size),
+                *cells,
+                share,
+                _cell(parts["host"] / divisor),
+            ]
+        )
+    widths = [max(len(row[idx]) for row in rows if len(row) == len(heads)) for idx in range(len(heads))]
+    lines = []
+    for row in rows:
+        if len(row) < len(heads):
+            lines.append(f"{row[0]:>{widths[0]}}  {row[1]}")
+        else:
+            lines.append("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)))
+    return lines
+
+
+def table_unit(placements: Sequence[Placement]) -> str:
+    """Return the unit in which the table can be read: MiB where all models are small."""
+    weights = [one.run.parameters for one in placements if one.run is not None]
+    return "MiB" if weights and max(weights) < _SMALL_PARAMETERS else "GiB"
+
+
+def _count(number: float) -> str:
+    for unit, factor in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= 0.995 * factor:
+            return f"{number / factor:.2f} {unit}"
+    return f"{number:.0f}"
+
+
+def _gib(num_bytes: float | None) -> str:
+    return "?" if num_bytes is None else f"{_number(num_bytes)} GiB"
+
+
+def _number(num_bytes: float) -> str:
+    return _cell(num_bytes / _GIB)
+
+
+def _cell(number: float) -> str:
+    return f"{number:,.1f}" if number >= 1 else f"{number:.2f}"

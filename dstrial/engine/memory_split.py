@@ -1,0 +1,147 @@
+"""Where memory goes within a batch: each part at its largest, by the tensors of the engines.
+
+Predicted and measured figures are made here alike: of fake tensors in a dry run, and of real ones in a training's first batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from dstrial.engine.memory_parts import PARTS, memory_parts, part_tensors
+
+ACTIVATIONS = "activations"
+ALL_PARTS = ("parameters", "gradients", "optimizer", ACTIVATIONS, "buffers")
+
+_NOTABLE_GROWTH = 1.05
+"""A backward pass that has so many times as much memory as before is looked at: it has made gradients, or a bucket."""
+
+
+class MemorySplit:
+    """Measures parts at the moments of a batch at which they are largest.
+
+    Args:
+        engines: of the trial.
+        is_host: whether memory on a torch device is the host's.
+
+    Attributes:
+        device: bytes by part on the device, each at its largest; ``activations`` only where operations are told.
+        host: the same on the host, without activations.
+        peak_bytes: the most that was alive at once on the device, as in the batches that follow; of use only with operations.
+
+    Ranks: each its own; no communication, no synchronisation.
+    """
+
+    def __init__(self, engines: Sequence[Any], is_host: Callable[[torch.device], bool]) -> None:
+        self._engines = engines
+        self._is_host = is_host
+        self.device: dict[str, int] = {}
+        self.host: dict[str, int] = {}
+        # of operations
+        self._alive: dict[int, tuple[int, Any]] = {}
+        self._now_bytes = self.peak_bytes = 0
+        self._before_step = (0, 0)
+        self._is_in_backward = False
+        self._most_before_backward = -1
+        self._look_above: float | None = None  # bytes; not known until the next result
+        for _, tensor in part_tensors(engines):
+            self._follow(tensor)
+        self._has_operations = False
+
+    def operation(self, result: Any, args: Any) -> None:
+        """Take an operation's result and arguments, however nested. Hot while a batch lasts: microseconds.
+
+        The first operation of a backward pass ends the forward pass before it. Gradients are all there at the first one after it.
+        """
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        if is_in_backward and not self._is_in_backward:
+            self._end_forward()
+            self._look_above = None
+        elif self._is_in_backward and (not is_in_backward or self._now_bytes > (self._look_above or 0.0)):
+            self._take()
+            self._look_above = None
+        self._is_in_backward, self._has_operations = is_in_backward, True
+        for tensor in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
+            # A view of what was there before, as of a data set, is nothing new.
+            if (
+                isinstance(tensor, torch.Tensor)
+                and not self._is_followed(tensor)
+                and not _shares(tensor, args)
+            ):
+                self._follow(tensor)
+        if self._look_above is None:
+            self._look_above = _NOTABLE_GROWTH * self._now_bytes
+
+    def begin_step(self) -> None:
+        """Take gradients and all else as an optimizer's step begins."""
+        self._take()
+        self._before_step = (self.peak_bytes, self.device["optimizer"])
+
+    def end_step(self) -> None:
+        """Take what stays until the next batch."""
+        self._take()
+        # The state that a first step makes is there in all forward and backward passes from then on.
+        peak_bytes, optimizer_bytes = self._before_step
+        if self._has_operations:
+            self.peak_bytes = max(self.peak_bytes, peak_bytes + self.device["optimizer"] - optimizer_bytes)
+
+    def close(self) -> None:
+        """Follow nothing any more."""
+        self._alive.clear()
+
+    def take_activations(self) -> int:
+        """Return the most bytes of activations since the last call, and begin anew; 0 where none were seen."""
+        self._most_before_backward = -1
+        return self.device.pop(ACTIVATIONS, 0)
+
+    # ---- moments -------------------------------------------------------------------------------------
+
+    def _end_forward(self) -> None:
+        """Take activations: what is alive as a backward pass begins and is of no other part."""
+        if self._now_bytes <= self._most_before_backward:  # looking at all engines takes longer
+            return
+        self._most_before_backward = self._now_bytes
+        known: set[int] = set()
+        memory_parts(self._engines, self._is_host, known)
+        left = sum(size for key, (size, _) in list(self._alive.items()) if key not in known)
+        self.device[ACTIVATIONS] = max(left, self.device.get(ACTIVATIONS, 0))
+
+    def _take(self) -> None:
+        found = memory_parts(self._engines, self._is_host)
+        for kept, now in zip((self.device, self.host), found, strict=True):
+            for part in PARTS:
+                kept[part] = max(now[part], kept.get(part, 0))
+
+    # ---- storages that are alive ---------------------------------------------------------------------
+
+    def _is_followed(self, tensor: torch.Tensor) -> bool:
+        is_other = tensor.layout != torch.strided or tensor.is_meta or self._is_host(tensor.device)
+        return is_other or tensor.untyped_storage()._cdata in self._alive
+
+    def _follow(self, tensor: torch.Tensor) -> None:
+        if self._is_followed(tensor):
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        size = storage.nbytes()
+        self._alive[key] = (size, weakref.ref(storage, functools.partial(self._free, key)))
+        self._now_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self._now_bytes)
+
+    def _free(self, key: int, _reference: object) -> None:
+        self._now_bytes -= self._alive.pop(key)[0]
+
+
+def _shares(tensor: torch.Tensor, args: Any) -> bool:
+    """Say whether a tensor is a view of an argument of the operation that has made it, or the argument itself."""
+    key = tensor.untyped_storage()._cdata
+    return any(
+        leaf.untyped_storage()._cdata == key
+        for leaf in tree_leaves(args)
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
+    )

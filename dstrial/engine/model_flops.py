@@ -1,0 +1,150 @@
+"""FLOPs of a call, counted operation by operation, recomputation told apart.
+
+Counting changes no number that training computes. It says that it does not know rather than guess: where an operation has no
+formula, and where a compiler or a fused kernel hides operations from torch's dispatcher.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from dstrial.engine.deepspeed_internals import compiler
+from dstrial.engine.deepspeed_internals import engines as engines_of_deepspeed
+
+ResultT = TypeVar("ResultT")
+
+_KNOWN_NAMESPACES = frozenset(
+    {
+        "aten",
+        "prim",
+        "prims",
+        "profiler",
+        "c10d",
+        "_c10d_functional",
+        "c10d_functional",
+        "_dtensor",
+        "debugprims",
+    }
+)
+"""Namespaces of operations whose products of matrices torch has formulas for; the others of theirs have none to speak of."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlopCount:
+    """What a call computed on this rank.
+
+    Attributes:
+        total: all FLOPs of products of matrices, convolutions and attention; a multiplication with an addition is two.
+        recomputed: those of them that backward computed a second time (activation checkpointing).
+        unknown: why the numbers are not to be used; None where they are.
+    """
+
+    total: float
+    recomputed: float = 0.0
+    unknown: str | None = None
+
+    @property
+    def model(self) -> float:
+        """What the model needs, however it is computed."""
+        return self.total - self.recomputed
+
+
+class FlopCounter(FlopCounterMode):
+    """Counts while entered; an operation that cannot be counted ends nothing.
+
+    Attributes:
+        on_result: told each operation's result and arguments, in an optimizer's step too; None to tell nobody.
+
+    Ranks: each its own; no communication.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(display=False)
+        self.total = 0.0
+        self.recomputed = 0.0
+        self._unknown: dict[str, None] = {}
+        self._is_paused = False
+        self.on_result: Callable[[Any, Any], None] | None = None
+
+    def __enter__(self) -> FlopCounter:
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        compiler.keep_compiler_out_of(type(self.mode))
+        return self
+
+    def paused(self, call: Callable[[], ResultT]) -> ResultT:
+        """Make a call that is no part of the model, as an optimizer's step is."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            return call()
+        finally:
+            self._is_paused = before
+
+    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        if self.on_result is not None:
+            self.on_result(out, (args, kwargs))
+        if self._is_paused:
+            return out
+        formula = self.flop_registry.get(func_packet)
+        if formula is None:
+            namespace = str(getattr(func_packet, "_qualified_op_name", "kernel::")).partition("::")[0]
+            if namespace not in _KNOWN_NAMESPACES:
+                self._unknown[f"{func_packet} has no formula"] = None
+            return out
+        try:
+            flops = float(formula(*args, **kwargs, out_val=out))
+        except Exception as error:  # noqa: BLE001  # a formula's assumptions are no reason to end a training
+            self._unknown[f"{func_packet} cannot be counted ({type(error).__name__})"] = None
+            return out
+        self.total += flops
+        # Forward operations record gradients; inside a backward pass they are computed again.
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            self.recomputed += flops
+        return out
+
+    @property
+    def count(self) -> FlopCount:
+        """What was counted so far."""
+        unknown = "; ".join(self._unknown) or None
+        return FlopCount(self.total, self.recomputed, unknown)
+
+
+def counted_flops(call: Callable[[], ResultT]) -> tuple[ResultT, float, float]:
+    """Make a call.
+
+    Returns:
+        Its result; all its FLOPs on this rank; those of them that were recomputation.
+
+    Ranks: any; no communication.
+    """
+    with FlopCounter() as counter:
+        result = call()
+    return result, counter.total, counter.recomputed
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Say whether a module is called through a compiler, which hides its operations."""
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    # Loading torch's compiler takes longer than loading the rest of torch; without it there is nothing that it has compiled.
+    loaded = sys.modules.get("torch._dynamo.eval_frame")
+    return loaded is not None and isinstance(module, loaded.OptimizedModule)
+
+
+def why_uncountable(engines: Iterable[Any]) -> str | None:
+    """Say why the FLOPs of engines cannot be counted; None where nothing hides them.
+
+    Ranks: any; no communication.
+    """
+    for engine in engines:
+        for module in engine.module.modules():
+            if is_compiled(module):
+                return f"{type(module).__name__} is compiled, which hides its operations"
+            if engines_of_deepspeed.is_fused(module):
+                return f"{type(module).__name__} is a fused kernel, which hides its operations"
+    return None

@@ -1,0 +1,124 @@
+"""Programs on the nodes of an allocation, each a step of Slurm."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from dstrial.errors import LaunchError
+from dstrial.hosts.hostfile import Host
+from dstrial.hosts.transport import Refusal, last_line, remote_words
+from dstrial.slurm.allocation import Allocation, allocation_of, slots_of_nodes
+
+_CONNECT_S = 20.0
+# Variables by which `sbatch` and `salloc` would give srun options of the whole job: those of a step are other ones.
+_KEPT = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_JWT", "SLURM_CLUSTERS", "SLURM_DEBUG")
+
+
+class SrunTransport:
+    """Starts programs by ``srun`` in an allocation that is there; one task on one node.
+
+    A step beside others (``--overlap``), which has memory, cores and devices that the job has there. Of a job that asks for
+    devices by task (``--gpus-per-task``) a step would have those of one task, and of one that asks for them as a whole
+    (``--gpus``) it would be refused: so a step names how many it has.
+
+    Args:
+        job_id: of the allocation.
+        environ: of this process.
+        devices: accelerators of each node that a step has to ask for; none where it has what its job has there.
+    """
+
+    connect_s = _CONNECT_S
+
+    def __init__(
+        self,
+        job_id: int,
+        environ: Mapping[str, str] = os.environ,
+        *,
+        devices: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        self._job_id = job_id
+        self._devices = dict(devices)
+        self._environ = {
+            name: value
+            for name, value in environ.items()
+            if name in _KEPT or not name.startswith(("SLURM_", "SRUN_", "PMI_", "PMIX_"))
+        }
+
+    def words(self, host: str, python: str) -> list[str]:
+        """Return the command (``man srun``)."""
+        options = [
+            f"--jobid={self._job_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--export=ALL",
+            "--unbuffered", "--cpu-bind=none", "--mpi=none", "--chdir=/", "--job-name=dstrial",
+        ]  # fmt: skip
+        if self._devices.get(host):
+            options.append(
+                f"--gpus={self._devices[host]}"
+            )  # `--gres` would be one number for all nodes of the job
+        return ["srun", *options, *remote_words(python)]
+
+    def environment(self) -> Mapping[str, str] | None:
+        """Return this process's variables without those that are options of srun."""
+        return self._environ
+
+    def refusal(self, host: str, python: str, exit_code: int | None, errors: str) -> Refusal:
+        """Explain it by srun's messages (Slurm 20.11 to 25)."""
+        text = errors.lower()
+        by_hand = f"`srun --jobid={self._job_id} --overlap -N1 -n1 -w {host} true`"
+        if exit_code is None:
+            return Refusal(
+                f"silent (no step began within {_CONNECT_S:g} s)",
+                f"Look whether {by_hand} works, and at `scontrol show node {host}`.",
+            )
+        if "no such file or directory" in text or exit_code == 127:
+            return Refusal(
+                f"without Python at {python}",
+                "Put the environment on a file system that all nodes mount, or name another interpreter by --python.",
+            )
+        if "exec format error" in text:
+            return Refusal(
+                f"another kind of machine than {python} is for", "Ask for nodes of one kind by --constraint."
+            )
+        if any(words in text for words in ("invalid job id", "job has already finished", "has been revoked")):
+            return Refusal(f"in no allocation any more ({last_line(errors)})", "Submit the job once more.")
+        return Refusal(
+            f"not starting a step (exit code {exit_code}): {last_line(errors) or 'nothing was printed'}",
+            f"Look at what {by_hand} prints.",
+        )
+
+
+def own_allocation() -> Allocation:
+    """Return the allocation that this process is in.
+
+    Raises:
+        LaunchError: it is in none, or one of several tasks.
+    """
+    found = allocation_of(os.environ)
+    if found is None:
+        raise LaunchError(
+            "--slurm is given, and this is in no allocation (SLURM_JOB_ID is not set); expected one, whose nodes are used. "
+            "Start the command by salloc, or in a batch script (sbatch)."
+        )
+    return found
+
+
+def transport_of(allocation: Allocation) -> SrunTransport:
+    """Return how programs are started in an allocation, each with all that it has on its node."""
+    counts = slots_of_nodes(allocation, None) if allocation.divides_devices else ()
+    devices = dict(zip(allocation.nodes, counts, strict=True)) if counts else {}
+    return SrunTransport(allocation.job_id, devices=devices)
+
+
+def hosts_of_allocation(allocation: Allocation, wanted: int | None = None) -> tuple[Host, ...]:
+    """Return the nodes of an allocation with their slots, those without any left out.
+
+    Args:
+        allocation: the nodes.
+        wanted: slots on all of them; None for all that there are.
+
+    Raises:
+        LaunchError: it has not so many.
+    """
+    pairs = zip(allocation.nodes, slots_of_nodes(allocation, wanted), strict=True)
+    return tuple(Host(name, tuple(range(count))) for name, count in pairs if count)

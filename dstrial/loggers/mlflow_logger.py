@@ -1,0 +1,169 @@
+"""MLflow: one run of a tracking server or an SQLite file, found again by a tag.
+
+Reports that wait are sent together with ``log_batch``: by itself a metric costs as much as a hundred.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dstrial.loggers.logger import FinalState, LoggedRun, Report, flat, is_finite
+
+logger = logging.getLogger("dstrial.loggers")
+
+RUN_TAG = "dstrial.run_id"
+"""Tag by which a run is found when training goes on."""
+
+_SQLITE = "sqlite:///"
+_STATUS: Mapping[FinalState, str] = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+
+# What MLflow takes, mlflow/utils/validation.py: names are paths, too.
+_NOT_IN_NAME = re.compile(r"[^/\w.\- :]")
+_MOST_NAME_CHARS = 250
+_MOST_VALUE_CHARS = 6000
+_MOST_METRICS = 1000
+_MOST_PARAMS = 100
+
+
+class MLflowLogger:
+    """Logs to MLflow.
+
+    Args:
+        options: of the config.
+
+    Source: mlflow 3.17.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+        self._client: Any = None
+        self._run_id = ""
+        self._names: dict[str, str | None] = {}
+        self._has_warned_of_infinity = False
+
+    def begin(self, run: LoggedRun) -> str:
+        """Begin the run, or take up the one that has its tag."""
+        from mlflow import MlflowClient
+
+        # It writes a traceback of every batch that fails; what failed first is said once, by our thread.
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+        given = self._options.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI")
+        uri = str(given or f"{_SQLITE}{run.store.absolute() / 'mlflow.db'}")
+        with _alone(uri):
+            self._client = client = MlflowClient(tracking_uri=uri)
+            experiment_id = self._experiment(run, None if given else run.store)
+            found = client.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{run.run_id}'", max_results=1)
+            if found:
+                known = found[0]
+                client.update_run(known.info.run_id, status="RUNNING")
+            else:
+                name = self._options.get("run_name") or run.name
+                tags = {**self._options.get("tags", {}), RUN_TAG: run.run_id, "dstrial.group": run.group}
+                known = client.create_run(experiment_id, run_name=name, tags=tags)
+        self._run_id = str(known.info.run_id)
+        self._log_parameters(run, known.data.params)
+        return f"{uri.rpartition('@')[2]}, run {self._run_id}"
+
+    def log(self, reports: Sequence[Report]) -> None:
+        """Send all reports together."""
+        from mlflow.entities import Metric
+
+        metrics = []
+        for report in reports:
+            time_ms = int(report.time_s * 1000)
+            named = report.named()
+            if report.epochs is not None:
+                named["epochs"] = report.epochs
+            for original, number in named.items():
+                name = self._name(original)
+                if name is not None:
+                    self._look_for_infinity(original, number)
+                    metrics.append(Metric(name, number, time_ms, report.batches_trained))
+        for start in range(0, len(metrics), _MOST_METRICS):
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + _MOST_METRICS])
+
+    def end(self, state: FinalState) -> None:
+        """Say how the run has ended."""
+        self._client.set_tag(self._run_id, "dstrial.state", state)
+        self._client.set_terminated(self._run_id, _STATUS[state])
+
+    def _experiment(self, run: LoggedRun, store: Path | None) -> str:
+        from mlflow.exceptions import MlflowException
+
+        client = self._client
+        name = self._options.get("experiment_name") or os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.project
+        if (known := client.get_experiment_by_name(name)) is not None:
+            return str(known.experiment_id)
+        # Otherwise MLflow means a directory of wherever a rank happens to be.
+        place = None if store is None else (store.absolute() / "mlartifacts").as_uri()
+        try:
+            return str(client.create_experiment(name, artifact_location=place))
+        except MlflowException:  # made by another trial meanwhile
+            known = client.get_experiment_by_name(name)
+            if known is None:
+                raise
+            return str(known.experiment_id)
+
+    def _log_parameters(self, run: LoggedRun, known: Mapping[str, str]) -> None:
+        """Log what is not logged yet: MLflow changes no parameter."""
+        from mlflow.entities import Param
+
+        values = {**flat(run.hyperparameters), **flat(run.config, "experiment.")}
+        parameters = []
+        for original, value in values.items():
+            name = self._name(original)
+            text = str(value)[:_MOST_VALUE_CHARS]
+            if name is not None and name not in known:
+                parameters.append(Param(name, text))
+            elif name is not None and name in run.hyperparameters and known[name] != text:
+                logger.info("logger mlflow: %s was %s at first, which MLflow keeps", name, known[name])
+        for start in range(0, len(parameters), _MOST_PARAMS):
+            self._client.log_batch(self._run_id, params=parameters[start : start + _MOST_PARAMS])
+
+    def _name(self, original: str) -> str | None:
+        """Return a name that MLflow takes; None where another one has become the same."""
+        if original not in self._names:
+            name = accepted_name(original)
+            if name in self._names.values():
+                logger.warning(
+                    "logger mlflow: %r is left out: as %r it would be taken for another", original, name
+                )
+                self._names[original] = None
+                return None
+            if name != original:
+                logger.warning(
+                    "logger mlflow: %r is called %r there, since MLflow refuses it", original, name
+                )
+            self._names[original] = name
+        return self._names[original]
+
+    def _look_for_infinity(self, name: str, number: float) -> None:
+        if not self._has_warned_of_infinity and not is_finite(number) and number == number:
+            self._has_warned_of_infinity = True
+            logger.warning("logger mlflow: %s is infinite, which SQL stores of MLflow keep as 1.8e308", name)
+
+
+def accepted_name(name: str) -> str:
+    """Return a name in the letters that MLflow takes, no longer than it may be."""
+    parts = _NOT_IN_NAME.sub("_", name)[:_MOST_NAME_CHARS].split("/")
+    return "/".join("_" if part in ("", ".", "..") else part for part in parts)
+
+
+@contextlib.contextmanager
+def _alone(uri: str) -> Iterator[None]:
+    """Keep other trials of this machine from making the tables of a new file at the same time."""
+    if not uri.startswith(_SQLITE):
+        yield
+        return
+    path = Path(uri.removeprefix(_SQLITE))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with Path(f"{path}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,163 @@
+"""All loggers of a run as one sink, begun together and ended together."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dstrial.config.experiment_config.loggers import LoggerSpec, logger_specs
+from dstrial.local.measuring_variables import AROUND_FIT_KEY
+from dstrial.local.run_directory import TEST_VARIABLE
+from dstrial.loggers.logger import FinalState, Group, LoggedRun, Logger, Report, numbers_of
+from dstrial.loggers.mlflow_logger import MLflowLogger
+from dstrial.loggers.run_identity import logged_run
+from dstrial.loggers.trackio_logger import TrackioLogger
+from dstrial.loggers.wandb_logger import WandbLogger
+from dstrial.loggers.worker import CAPACITY, LoggerThread
+from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
+
+logger = logging.getLogger("dstrial.loggers")
+
+BEGIN_S = 60.0
+"""How long training waits for loggers to begin, seconds: their imports should not run beside code of the user's."""
+
+END_S = 30.0
+"""How long the end of a run waits for loggers, seconds."""
+
+MAKERS: Mapping[str, Callable[[Mapping[str, Any]], Logger]] = {
+    "wandb": WandbLogger,
+    "mlflow": MLflowLogger,
+    "trackio": TrackioLogger,
+}
+"""Name of a logger -> what makes it of its options."""
+
+
+class RunLoggers:
+    """A ``MetricSink`` that hands reports to loggers, none of which can hold up or end training.
+
+    Used as a context manager around training, whose end it tells the loggers.
+
+    Args:
+        made: name of a logger and the logger, for each one.
+        begin_s: how long ``open`` waits, seconds.
+        end_s: how long the end of the block waits, seconds.
+        capacity: how many reports may wait for each.
+    """
+
+    takes_telemetry = True
+
+    def __init__(
+        self,
+        made: Sequence[tuple[str, Logger]],
+        *,
+        begin_s: float = BEGIN_S,
+        end_s: float = END_S,
+        capacity: int = CAPACITY,
+    ) -> None:
+        self._made = made
+        self._begin_s, self._end_s, self._capacity = begin_s, end_s, capacity
+        self._threads: list[LoggerThread] = []
+        self._epoch_length: Callable[[], int | None] = lambda: None
+        self._left_out: set[str] = set()
+        self._is_stopped = False
+
+    @property
+    def sinks(self) -> list[RunLoggers]:
+        """This one, or nothing where there are no loggers."""
+        return [self] if self._made else []
+
+    def note_stop(self) -> None:
+        """Note that training ends before its length because it was asked to."""
+        self._is_stopped = True
+
+    # ---- a sink ----------------------------------------------------------------------------------------
+
+    def open(self, context: DeepSpeedTrialContext) -> None:
+        """Begin with all loggers, and wait a while for them."""
+        runtime = runtime_of(context)
+        self._epoch_length = lambda: runtime.epoch_length
+        self.begin(logged_run(runtime))
+
+    def begin(self, run: LoggedRun) -> None:
+        """Begin a run with all loggers, and wait a while for them."""
+        # What they import and make may draw random numbers, which training without loggers would not.
+        states = random.getstate(), np.random.get_state()
+        self._threads = [LoggerThread(name, made, run, capacity=self._capacity) for name, made in self._made]
+        deadline_s = time.monotonic() + self._begin_s
+        for thread in self._threads:
+            thread.start()
+        for thread in self._threads:
+            thread.wait_begun(deadline_s)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+    def report(self, group: Group, batches_trained: int, metrics: Mapping[str, Any]) -> None:
+        """Hand the numbers of a report to all loggers; returns at once."""
+        numbers, others = numbers_of(metrics)
+        # What a run tells of itself has more than numbers on purpose.
+        if group != "telemetry" and (new := sorted(set(others) - self._left_out)):
+            self._left_out.update(new)
+            logger.info("loggers are not told of %s: not a number", ", ".join(new))
+        length = self._epoch_length()
+        report = Report(group, batches_trained, batches_trained / length if length else None, numbers)
+        for thread in self._threads:
+            thread.report(report)
+
+    def close(self) -> None:
+        """Do nothing: how the run ends is known when the block ends."""
+
+    # ---- the block -------------------------------------------------------------------------------------
+
+    def __enter__(self) -> RunLoggers:
+        """Begin nothing yet: ``open`` does."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        """Tell the loggers how the run has ended, and wait a while for them."""
+        is_leaving = isinstance(error, SystemExit) and not error.code
+        self.end(
+            "failed"
+            if error is not None and not is_leaving
+            else "stopped"
+            if self._is_stopped
+            else "completed"
+        )
+
+    def end(self, state: FinalState) -> None:
+        """End with all loggers; may be called again."""
+        threads, self._threads = self._threads, []
+        for thread in threads:
+            thread.end(state)
+        deadline_s = time.monotonic() + self._end_s
+        for thread in threads:
+            thread.wait_ended(deadline_s)
+
+
+def loggers_of(context: DeepSpeedTrialContext, *, is_test: bool = False) -> RunLoggers:
+    """Return the loggers that a trial's config names; none on other ranks than the chief.
+
+    None either where a trial is only tested, or measured by somebody.
+
+    Raises:
+        ConfigError: they are not as they must be.
+
+    Ranks: any; no communication.
+    """
+    runtime = runtime_of(context)
+    specs: Sequence[LoggerSpec] = logger_specs(runtime.exp_conf)
+    is_measured = bool((runtime.hparams or {}).get(AROUND_FIT_KEY))
+    if not runtime.is_chief or is_test or is_measured or os.environ.get(TEST_VARIABLE) == "1":
+        specs = ()
+    return RunLoggers([(spec.name, MAKERS[spec.name](spec.options)) for spec in specs])

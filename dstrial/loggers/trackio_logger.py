@@ -1,0 +1,78 @@
+"""Trackio: a run of a local SQLite file, or of a Space of Hugging Face's.
+
+Its directory is its own (``TRACKIO_DIR``), where ``trackio show`` looks. It finds a run by its name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dstrial.loggers.logger import FinalState, LoggedRun, Report
+
+
+class TrackioLogger:
+    """Logs to Trackio.
+
+    Args:
+        options: of the config.
+
+    Source: trackio 0.43.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+        self._run: Any = None
+        self._last_batch = 0
+        self._known_failures: set[str] = set()
+
+    def begin(self, run: LoggedRun) -> str:
+        """Begin the run, or take up the one of its name."""
+        import trackio
+
+        options = self._options
+        project = options.get("project") or os.environ.get("TRACKIO_PROJECT") or run.project
+        space = options.get("space_id")
+        self._run = trackio.init(
+            project=project.replace("/", "-"),
+            name=f"{run.name} {run.run_id[:6]}",
+            group=options.get("group") or run.group,
+            space_id=space,
+            config={"hyperparameters": dict(run.hyperparameters), "experiment": dict(run.config)},
+            resume="allow",
+            embed=False,
+            # Of all devices, in threads of its own.
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        if space is not None:
+            return f"Space {space}"
+        from trackio.utils import TRACKIO_DIR
+
+        return str(TRACKIO_DIR)
+
+    def log(self, reports: Sequence[Report]) -> None:
+        """Hand each report to Trackio, which writes them by itself."""
+        for report in reports:
+            row: dict[str, Any] = report.named()
+            if report.epochs is not None:
+                row["epochs"] = report.epochs
+            self._last_batch = report.batches_trained
+            self._run.log(row, step=report.batches_trained)
+        self._require_written()
+
+    def end(self, state: FinalState) -> None:
+        """Say how the run has ended, and wait until all is written."""
+        self._run.log({"state": state}, step=self._last_batch)
+        self._run.finish()
+        self._require_written()
+
+    def _require_written(self) -> None:
+        """Raise what Trackio only warns of, once each: it drops what it cannot write."""
+        failures = set(getattr(self._run, "_warned_failures", ())) - self._known_failures
+        self._known_failures |= failures
+        if failures:
+            raise OSError(
+                f"Trackio has dropped reports ({', '.join(sorted(failures))}; its warning says why)"
+            )

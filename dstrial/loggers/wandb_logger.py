@@ -1,0 +1,139 @@
+"""Weights & Biases: a run of its own in the process, online where there is a key and a server, else on disk.
+
+W&B's step is the batch. Where a run goes on from an earlier batch than its server has seen, W&B takes no smaller step, and
+the next free one is used; charts have ``batches`` as their axis, and show such batches twice.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import netrc
+import os
+import re
+import shutil
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dstrial.loggers.logger import FinalState, LoggedRun, Report
+
+logger = logging.getLogger("dstrial.loggers")
+
+_INIT_TIMEOUT_S = 20.0
+_FINISH_TIMEOUT_S = 25.0
+_DEFAULT_SERVER = "https://api.wandb.ai"
+_NOT_IN_PROJECT = re.compile(r"[/\\#?%:]")
+_MOST_PROJECT_CHARS = 128
+
+# Its writer fails without telling us, and in pieces: what is smaller than this may not hold the next one.
+_LEAST_FREE_BYTES = 2**20
+
+
+class WandbLogger:
+    """Logs to Weights & Biases.
+
+    Args:
+        options: of the config.
+
+    Source: wandb 0.29 and 0.31.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+        self._run: Any = None
+        self._step = 0
+        self._directory = Path()
+
+    def begin(self, run: LoggedRun) -> str:
+        """Begin or take up the run; without a key or a server it is kept on disk."""
+        import wandb
+
+        options = self._options
+        self._directory = Path(options.get("dir") or os.environ.get("WANDB_DIR") or run.directory).absolute()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        mode = options.get("mode") or os.environ.get("WANDB_MODE") or "online"
+        if mode == "online" and not _has_key():
+            mode = "offline"
+            self._say_offline("there is no WANDB_API_KEY")
+        try:
+            self._run = self._init(wandb, run, mode)
+        except wandb.errors.Error as error:
+            if mode != "online" or wandb.run is not None:  # a run of the user's is not ended for ours
+                raise
+            self._say_offline(f"the server cannot be used ({' '.join(str(error).split())[:200]})")
+            wandb.teardown()  # which has taken the run's id
+            self._run = self._init(wandb, run, "offline")
+        self._step = int(self._run.step)
+        for group in ("training", "validation"):
+            self._run.define_metric(f"{group}/*", step_metric="batches")
+        if self._run.offline:
+            return f"offline, below {self._directory / 'wandb'}"
+        return str(self._run.url)
+
+    def log(self, reports: Sequence[Report]) -> None:
+        """Give each report to W&B, which keeps it in a process of its own."""
+        if self._run.offline and shutil.disk_usage(self._directory).free < _LEAST_FREE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._directory))
+        for report in reports:
+            row: dict[str, Any] = {"batches": report.batches_trained, **report.named()}
+            if report.epochs is not None:
+                row["epochs"] = report.epochs
+            self._step = max(self._step, report.batches_trained)
+            self._run.log(row, step=self._step)
+
+    def end(self, state: FinalState) -> None:
+        """Say how the run has ended, and wait until W&B has it."""
+        self._run.summary["state"] = state
+        self._run.finish(exit_code=1 if state == "failed" else 0)
+
+    def _init(self, wandb: Any, run: LoggedRun, mode: str) -> Any:
+        options = self._options
+        wanted = {
+            "silent": True,
+            "console": "off",  # the ranks' output has a place already
+            "reinit": "create_new",  # a run of the user's own in this process stays as it is
+            "init_timeout": _INIT_TIMEOUT_S,
+            "finish_timeout": _FINISH_TIMEOUT_S,
+            # Command lines and addresses of repositories may hold secrets.
+            "x_disable_meta": True,
+            "disable_git": True,
+            "disable_code": True,
+            "save_code": False,
+        }
+        settings = wandb.Settings(**{k: v for k, v in wanted.items() if k in wandb.Settings.model_fields})
+        project = options.get("project") or os.environ.get("WANDB_PROJECT") or run.project
+        return wandb.init(
+            project=_NOT_IN_PROJECT.sub("-", project)[:_MOST_PROJECT_CHARS],
+            entity=options.get("entity"),
+            group=options.get("group") or os.environ.get("WANDB_RUN_GROUP") or run.group,
+            name=options.get("name") or run.name,
+            tags=list(options["tags"]) if "tags" in options else None,
+            config={**run.hyperparameters, "experiment": dict(run.config)},
+            dir=str(self._directory),
+            id=run.run_id,
+            resume="allow" if mode == "online" else None,  # what is kept on disk needs no server to ask
+            mode=mode,
+            allow_val_change=True,
+            settings=settings,
+        )
+
+    def _say_offline(self, why: str) -> None:
+        logger.warning(
+            "logger wandb: %s, so the run is kept on disk and nothing is shown online; training goes on. Send it later: "
+            "wandb beta sync %s",
+            why,
+            self._directory / "wandb",
+        )
+
+
+def _has_key() -> bool:
+    """Say whether there is a key, where W&B itself looks for one."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urllib.parse.urlparse(os.environ.get("WANDB_BASE_URL") or _DEFAULT_SERVER).hostname
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host or "") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

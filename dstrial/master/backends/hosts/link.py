@@ -1,0 +1,656 @@
+"""The master's end of the connection to a host: keeps it, and knows what runs there.
+
+A thread a host connects, makes the connection an agent (:mod:`~dstrial.master.backends.hosts.agent`), and connects again when it
+ends. What the agent says of an allocation is copied into a directory of this machine, in which the scheduler reads as in that of
+an allocation of its own. The scheduler's thread changes what is wanted and never waits for a host.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dstrial.file_writes import replace_file
+from dstrial.hosts import remote
+from dstrial.hosts.connection import HostConnection
+from dstrial.hosts.environment import travelling
+from dstrial.hosts.heartbeats import BEAT_S, LEASE_S, LOST_S, SILENT_S
+from dstrial.hosts.hostfile import Host
+from dstrial.hosts.preflight import fact_problems, facts_of
+from dstrial.hosts.ssh import CONNECT_S, SshTransport
+from dstrial.hosts.transport import Transport, last_line
+from dstrial.master.backends.backend import Cause, Node, NodeExit, Note, SupervisorHandle
+from dstrial.master.backends.devices import Slot
+from dstrial.master.backends.hosts.streams import Streams
+from dstrial.master.backends.request import AllocationRequest
+from dstrial.master.clock import now_us
+from dstrial.master.store.nodes import slot_id_of
+from dstrial.storage_guard import SAVING_DIRECTORY
+from dstrial.visible_text import visible_line
+
+logger = logging.getLogger("dstrial.master.hosts")
+
+_AGENT = "dstrial.master.backends.hosts.agent"
+_AGAIN_S = 0.5
+_LATER_S = 5.0
+_SOON_S = 60.0
+_TELL_AGAIN_S = 600.0
+_CONNECT_AGAIN_S = 4.0
+_HELLO_S = 30.0
+_LEAVE_S = 2.0
+_MARGIN_S = 2.0
+"""How much longer than a host's lease is waited before what ran there begins again elsewhere, seconds."""
+_FOUND_AGAIN_S = LEASE_S + _MARGIN_S
+_KILLED = 137
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """What agents are told of the master.
+
+    Attributes:
+        python: interpreter on every host.
+        master_port: of the master on this machine's loopback address.
+        umask: of entrypoints; None for that of a login there.
+        transport: how hosts are reached.
+    """
+
+    python: str
+    cluster_id: str
+    master_port: int
+    umask: int | None
+    is_warm: bool
+    forks_with_accelerators: bool
+    warm_idle_timeout_s: float
+    warm_memory_bytes: int
+    transport: Transport = dataclasses.field(default_factory=SshTransport)
+
+
+@dataclasses.dataclass(slots=True)
+class RemoteRun:
+    """An allocation's part on a host, as far as the master knows.
+
+    Attributes:
+        mirror: directory of this machine that has what the host's has.
+        request: what the host has not confirmed yet; None once it has, or if another master has sent it.
+        slots: numbers of its slots on the host.
+        ranks: that run there, as ``ranks 2 to 3``.
+        handle: of the supervisor there.
+        exit: how it ended.
+        explanation: what the exit code means.
+        is_consequence: whether a rank elsewhere failed first.
+        heard_s: when that was known, monotonic seconds.
+        unheard_s: since when its host may not know of it, monotonic seconds; None while it does.
+    """
+
+    mirror: Path
+    request: AllocationRequest | None
+    slots: tuple[int, ...]
+    ranks: str
+    handle: SupervisorHandle | None = None
+    exit: NodeExit | None = None
+    explanation: str | None = None
+    was_lost: bool = False
+    is_consequence: bool = False
+    time_us: int = 0
+    heard_s: float = 0.0
+    is_stopping: bool = False
+    kill: bool | None = None
+    unheard_s: float | None = None
+    notes: list[Note] = dataclasses.field(default_factory=list)
+
+
+class _Feeder:
+    """Writes to a connection in a thread of its own: one that is stuck holds up nobody."""
+
+    def __init__(self, connection: HostConnection) -> None:
+        self._items: queue.SimpleQueue[tuple[Mapping[str, Any], bytes] | None] = queue.SimpleQueue()
+        self._connection = connection
+        threading.Thread(target=self._run, name="dstrial-host-feeder", daemon=True).start()
+
+    def put(self, message: Mapping[str, Any], data: bytes = b"") -> None:
+        """Send soon, in this order."""
+        self._items.put((message, data))
+
+    def end(self) -> None:
+        """Send no more."""
+        self._items.put(None)
+
+    def _run(self) -> None:
+        beat_s = 0.0
+        while True:
+            item: tuple[Mapping[str, Any], bytes] | None = ({}, b"")
+            with contextlib.suppress(queue.Empty):
+                item = self._items.get(timeout=BEAT_S)
+            if item is None:
+                return
+            message, data = item
+            if message:
+                self._connection.send(dict(message), data)
+            if not message or time.monotonic() > beat_s + BEAT_S:
+                beat_s = time.monotonic()
+                self._connection.ping()
+
+
+class HostLink:
+    """A host of the master's.
+
+    Args:
+        node_id: of the node that the host is.
+        host: name and slots.
+        settings: what its agent is told.
+        tell: called, by any thread, when something has changed that the scheduler should look at.
+        slot_ids: of the host's slots, in their order; by its numbers where it has no other links.
+        place: what tells its agent from those of other links to the same host; empty for the only one.
+    """
+
+    def __init__(
+        self,
+        node_id: int,
+        host: Host,
+        settings: AgentSettings,
+        tell: Callable[[], None],
+        *,
+        slot_ids: Sequence[int] | None = None,
+        place: str = "",
+    ) -> None:
+        self.node_id = node_id
+        self.host = host
+        self._settings = settings
+        self._tell = tell
+        self._place = place
+        ids = [slot_id_of(node_id, number) for number in host.slots] if slot_ids is None else slot_ids
+        self._ids = dict(zip(host.slots, ids, strict=True))
+        self._leaves: str | None = None
+        self._is_given_back = False
+        self._lock = threading.RLock()
+        self._runs: dict[str, RemoteRun] = {}
+        # To the agent, once it has answered; what is written before that is for what becomes the agent.
+        self._feeder: _Feeder | None = None
+        self._connected: _Feeder | None = None
+        self._connection: HostConnection | None = None
+        self._streams = Streams(self._send)
+        self._slots: tuple[Slot, ...] = tuple(
+            Slot(self._ids[number], "cpu", "", f"{host.name}-{number}") for number in host.slots
+        )
+        self._ports: dict[str, int] = {}
+        self._address = ""
+        self._why_down: str | None = "not connected yet"
+        self._since_us = now_us()
+        self._down_s = time.monotonic()
+        self._was_silent = False
+        self._told_s = -_TELL_AGAIN_S
+        self._is_closing = threading.Event()
+        self.has_tried = threading.Event()
+        """Set when it is known whether the host can be used."""
+        self._thread = threading.Thread(target=self._keep, name=f"dstrial-link-{host.name}", daemon=True)
+
+    def start(self) -> None:
+        """Connect, and stay connected."""
+        self._thread.start()
+
+    def numbers_of(self, slot_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the numbers on the host of slots of it."""
+        by_id = {slot_id: number for number, slot_id in self._ids.items()}
+        return tuple(by_id[slot_id] for slot_id in slot_ids)
+
+    def close(self, *, for_good: bool = False) -> None:
+        """End the connection; what runs there goes on.
+
+        Args:
+            for_good: nothing runs there, and no agent comes back to this place: it leaves no trace.
+        """
+        with self._lock:
+            connection = self._connection
+            is_up = self._feeder is not None
+        if for_good and is_up and connection is not None:
+            self._is_given_back = True
+            self._send({"do": "leave"})
+            give_up_at_s = time.monotonic() + _LEAVE_S
+            while not connection.has_ended and time.monotonic() < give_up_at_s:
+                time.sleep(_LEAVE_S / 40)
+        self._is_closing.set()
+        if connection is not None:
+            connection.close()
+        if self._thread.is_alive():
+            self._thread.join(CONNECT_S)
+
+    def node(self) -> Node:
+        """Return the host as a node."""
+        with self._lock:
+            return Node(
+                self.node_id,
+                self.host.name,
+                self._address or self.host.name,
+                self._slots,
+                self._why_down,
+                self._since_us,
+            )
+
+    # What the scheduler wants
+
+    def submit(self, name: str, run: RemoteRun) -> None:
+        """Have an allocation start there, as soon as there is a connection."""
+        with self._lock:
+            run.unheard_s = time.monotonic()
+            self._runs[name] = run
+            self._submit(name, run)
+
+    def recover(self, name: str, run: RemoteRun) -> None:
+        """Ask for an allocation that another master has started there."""
+        with self._lock:
+            if name not in self._runs:
+                run.unheard_s = time.monotonic()
+                self._runs[name] = run
+
+    def run(self, name: str) -> RemoteRun | None:
+        """Return a copy of what is known of an allocation there; None if it is not known."""
+        with self._lock:
+            run = self._runs.get(name)
+            if run is None:
+                return None
+            self._lose_if_late(run)
+            return dataclasses.replace(run)
+
+    def take_notes(self, name: str) -> list[Note]:
+        """Return what is to be said of an allocation, once."""
+        with self._lock:
+            run = self._runs.get(name)
+            if run is None or not run.notes:
+                return []
+            notes, run.notes = run.notes, []
+            return notes
+
+    def take_ports(self) -> dict[str, int]:
+        """Return ports that are free there, by environment variable; none if unknown."""
+        with self._lock:
+            ports, self._ports = self._ports, {}
+            return ports
+
+    def stop(self, name: str) -> None:
+        """Send an allocation's entrypoint there SIGTERM."""
+        with self._lock:
+            run = self._runs.get(name)
+            if run is not None and not run.is_stopping:
+                run.is_stopping = True
+                self._send({"do": "stop", "id": name})
+
+    def kill(self, name: str, *, leaves_record: bool) -> None:
+        """Kill an allocation there; one that the host has not got yet never starts."""
+        with self._lock:
+            run = self._runs.get(name)
+            if run is None or run.exit is not None:
+                return
+            run.kill = leaves_record
+            if run.request is not None and self._feeder is None:
+                self._ended(
+                    run, NodeExit(self.node_id, _KILLED, 9, "preempted"), "it was killed before it started"
+                )
+            self._send({"do": "kill", "id": name, "leaves_record": leaves_record})
+
+    def forget(self, name: str) -> None:
+        """Have the host delete what an ended allocation has left there."""
+        with self._lock:
+            if self._runs.pop(name, None) is not None:
+                self._send({"do": "forget", "id": name})
+
+    def why_lost(self) -> str | None:
+        """Return why the host counts as lost, None if it does not.
+
+        One whose connection has ended is connected again first: only its agent may be gone.
+        """
+        with self._lock:
+            if self._why_down is None or (
+                not self._was_silent and time.monotonic() < self._down_s + _CONNECT_AGAIN_S
+            ):
+                return None
+            return f"{self.host.name} is {self._why_down}"
+
+    def why_leaving(self) -> str | None:
+        """Return why the host will soon be taken from us, as far as its agent has heard; None if it stays."""
+        return self._leaves
+
+    def lose_all(self, why: str) -> None:
+        """Count as lost what runs there, for the host is ours no more and nothing of it is left."""
+        with self._lock:
+            self._is_given_back = True
+            for run in self._runs.values():
+                if run.exit is None:
+                    run.was_lost = True
+                    self._ended(run, NodeExit(self.node_id, _KILLED, 9, "lost", why), why)
+
+    def _lose_if_late(self, run: RemoteRun) -> None:
+        """Count as lost what a host that is down runs, once that has ended there by its lease."""
+        since_s = run.unheard_s
+        if run.exit is None and since_s is not None and self._why_down is not None:
+            limit_s = LEASE_S - LOST_S + _MARGIN_S if run.handle is not None else _FOUND_AGAIN_S
+            if time.monotonic() > max(since_s, self._down_s) + limit_s:
+                why = f"{self.host.name} is {self._why_down}"
+                run.was_lost = True
+                self._ended(run, NodeExit(self.node_id, _KILLED, 9, "unreachable", why), why)
+
+    def _ended(self, run: RemoteRun, exit_: NodeExit, explanation: str | None) -> None:
+        run.exit, run.explanation = exit_, explanation
+        run.time_us = run.time_us or now_us()
+        run.heard_s = time.monotonic()
+        self._tell()
+
+    def _submit(self, name: str, run: RemoteRun) -> None:
+        if run.request is None or self._feeder is None:
+            return
+        data = run.request.model_definition
+        message = {"do": "submit", "id": name, "slots": list(run.slots), "bytes": len(data)}
+        self._feeder.put({**message, "request": run.request.to_json()}, data)
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        with self._lock:
+            if self._feeder is not None:
+                self._feeder.put(message)
+
+    # The connection
+
+    def _keep(self) -> None:
+        while not self._is_closing.is_set():
+            try:
+                why = self._connect_and_follow()
+            except Exception:
+                logger.exception("%s had a problem and is connected again", self.host.name)
+                why = "not usable: the master had a problem with it, which its log has"
+            self._now_down(why)
+            self.has_tried.set()
+            down_s = time.monotonic() - self._down_s
+            self._is_closing.wait(_AGAIN_S if down_s < _SOON_S else _LATER_S)
+
+    def _now_down(self, why: str) -> None:
+        is_wanted = not self._is_closing.is_set() and not self._is_given_back
+        with self._lock:
+            self._feeder = None
+            was_up = self._why_down is None
+            if was_up:
+                self._down_s = time.monotonic()
+                self._since_us = now_us()
+                for run in self._runs.values():
+                    run.unheard_s = self._down_s
+            changed = why != self._why_down
+            self._why_down = why
+            if was_up and is_wanted:
+                for run in self._runs.values():
+                    if run.exit is None:
+                        self._note(run, f"is lost: {why}")
+        self._streams.close()
+        now_s = time.monotonic()
+        if is_wanted and (was_up or (changed and now_s > self._told_s + _TELL_AGAIN_S)):
+            self._told_s = now_s
+            logger.warning("%s is down: %s", self.host.name, why)
+        if was_up:
+            self._tell()
+
+    def _connect_and_follow(self) -> str:
+        """Connect and serve the connection to its end; return why the host is down."""
+        connection = HostConnection(self.host, self._settings.python, self._settings.transport)
+        with self._lock:
+            self._connection = connection
+        try:
+            why = self._become_agent(connection)
+            return why if why is not None else self._follow(connection)
+        finally:
+            with self._lock:
+                feeder, self._feeder, self._connected = self._connected, None, None
+            if feeder is not None:
+                feeder.end()
+            if time.monotonic() > connection.heard_s + SILENT_S:
+                connection.abandon()
+            connection.close()
+
+    def _become_agent(self, connection: HostConnection) -> str | None:
+        """Look at the host and start the agent; return what is wrong with it."""
+        try:
+            answer = connection.next(self._settings.transport.connect_s + 1)
+        except TimeoutError:
+            refusal = connection.refusal()
+            connection.abandon()
+            return f"{visible_line(refusal.got)}. {refusal.fix}"
+        if answer is None:
+            refusal = connection.refusal()
+            return f"{visible_line(refusal.got)}. {refusal.fix}"
+        facts = facts_of(connection, answer)
+        here = {name: remote.version_of(name) for name in remote.PACKAGES}
+        problems = fact_problems([self.host], [facts], here, environ=os.environ, interface=None)
+        if problems:
+            return "; ".join(f"{visible_line(problem.got)}. {problem.fix}" for problem in problems)
+        settings, home = self._settings, facts.environment.get("HOME", "/")
+        feeder = _Feeder(connection)
+        with self._lock:
+            self._address = next((address for _, address in facts.addresses), "127.0.0.1")
+            self._connected = feeder
+            live = [name for name, run in self._runs.items() if run.exit is None]
+        feeder.put(
+            {
+                "do": "become",
+                "command": [settings.python, "-u", "-m", _AGENT],
+                "environment": travelling(os.environ, facts.environment),
+                "directory": home,
+            }
+        )
+        feeder.put(
+            {
+                "host": self.host.name,
+                "place": self._place,
+                "cluster_id": settings.cluster_id,
+                "slots": list(self.host.slots),
+                "umask": settings.umask,
+                "is_warm": settings.is_warm,
+                "forks_with_accelerators": settings.forks_with_accelerators,
+                "warm_idle_timeout_s": settings.warm_idle_timeout_s,
+                "warm_memory_bytes": settings.warm_memory_bytes,
+                "live": live,
+            }
+        )
+        return None
+
+    def _follow(self, connection: HostConnection) -> str:
+        """Take in what the agent says until the connection ends; return why it has."""
+        began_s = time.monotonic()
+        is_up = is_told = False
+        while not self._is_closing.is_set():
+            limit_s = LOST_S if is_up else _HELLO_S
+            try:
+                frame = connection.next(BEAT_S)
+            except TimeoutError:
+                silent_s = time.monotonic() - max(connection.heard_s, began_s)
+                if silent_s > limit_s:
+                    connection.abandon()
+                    self._was_silent = True
+                    return f"silent: nothing was heard for {limit_s:g} s"
+                if silent_s > SILENT_S and is_up and not is_told:
+                    is_told = True
+                    self._note_all(f"is silent for {SILENT_S:g} s, and lost after {LOST_S:g} s")
+                continue
+            if frame is None:
+                return f"gone: its connection has ended ({visible_line(last_line(connection.errors())) or 'without a word'})"
+            if is_told:
+                is_told = False
+                self._note_all("is heard again")
+            if "error" in frame:
+                return visible_line(str(frame["error"]))
+            if "hello" in frame:
+                is_up = True
+                self._greet(frame)
+            else:
+                self._take(frame)
+        return "given back: the master ends"
+
+    def _greet(self, frame: Mapping[str, Any]) -> None:
+        """Compare what runs there with what should, and say that the host is up."""
+        with self._lock:
+            self._slots = tuple(
+                dataclasses.replace(Slot(**slot), id=self._ids[int(slot["id"])]) for slot in frame["slots"]
+            )
+            self._feeder = self._connected
+            self._was_silent = False
+            self._ports = dict(frame["ports"])
+            self._why_down = None
+            self._since_us = now_us()
+            for name, run in self._runs.items():
+                if run.exit is None:
+                    self._found_or_not(name, run, frame["hello"])
+        logger.info("%s is up with %d slots", self.host.name, len(self._slots))
+        self.has_tried.set()
+        self._tell()
+
+    def _found_or_not(self, name: str, run: RemoteRun, there: Mapping[str, Mapping[str, Any]]) -> None:
+        found = there.get(name)
+        if found is not None:
+            if run.handle is not None:
+                self._note(run, "is connected again")
+            run.request = None
+            run.unheard_s = None
+            if found:
+                run.handle = SupervisorHandle(int(found["pid"]), str(found["start_time"]))
+            self._send({"do": "follow", "id": name, "sizes": _sizes(run.mirror)})
+            if run.is_stopping:
+                self._send({"do": "stop", "id": name})
+        elif run.request is not None and run.kill is None:
+            self._submit(name, run)
+        else:
+            why = f"{self.host.name} knows nothing of it any more"
+            run.was_lost = True
+            self._ended(run, NodeExit(self.node_id, _KILLED, 9, "lost", why), why)
+        if run.kill is not None:
+            self._send({"do": "kill", "id": name, "leaves_record": run.kill})
+
+    def _take(self, frame: Mapping[str, Any]) -> None:
+        if "stream" in frame:
+            self._streams.take(frame)
+        elif "open" in frame:
+            self._open_stream(int(frame["open"]))
+        elif "log" in frame:
+            self._take_log(frame)
+        elif "shown" in frame:
+            self._take_shown(frame)
+        elif "started" in frame:
+            self._take_start(frame)
+        elif "refused" in frame:
+            with self._lock:
+                run = self._runs.get(frame["refused"])
+                if run is not None:
+                    text = f"could not be started on {self.host.name}: {frame['text']}"
+                    self._ended(run, NodeExit(self.node_id, 1, None, "refused", text), text)
+        elif "exit" in frame:
+            self._take_exit(frame)
+        elif "leaving" in frame:
+            self._leaves = visible_line(str(frame["leaving"]))
+            self._tell()
+
+    def _take_start(self, frame: Mapping[str, Any]) -> None:
+        with self._lock:
+            self._ports = dict(frame["ports"])
+            run = self._runs.get(frame["started"])
+            if run is not None:
+                run.request = None
+                run.unheard_s = None
+                run.handle = SupervisorHandle(int(frame["pid"]), str(frame["start_time"]))
+        self._tell()
+
+    def _take_log(self, frame: Mapping[str, Any]) -> None:
+        """Write to the mirror what is new of a log, at its place."""
+        with self._lock:
+            run = self._runs.get(frame["log"])
+        if run is None:
+            return
+        if "gone" in frame:
+            (run.mirror / _plain(frame["gone"])).unlink(missing_ok=True)
+            return
+        path = run.mirror / _plain(frame["part"])
+        data = base64.b64decode(frame["data"])
+        size = path.stat().st_size if path.exists() else 0
+        skipped = size - int(frame["at"])
+        if skipped >= 0:
+            with path.open("ab") as file:
+                file.write(data[skipped:])
+
+    def _take_shown(self, frame: Mapping[str, Any]) -> None:
+        with self._lock:
+            run = self._runs.get(frame["shown"])
+        if run is None:
+            return
+        path = run.mirror / _plain(frame["file"])
+        if frame["text"]:
+            replace_file(path, frame["text"], sync=False, is_private=True)
+        else:
+            path.unlink(missing_ok=True)
+
+    def _take_exit(self, frame: Mapping[str, Any]) -> None:
+        with self._lock:
+            run = self._runs.get(frame["exit"])
+        if run is None:
+            return
+        saving = run.mirror / SAVING_DIRECTORY
+        for uuid in frame["begun"]:
+            saving.mkdir(mode=0o700, exist_ok=True)
+            (saving / _plain(uuid)).touch()
+        code, number = int(frame["exit_code"]), frame["signal"]
+        cause: Cause = "exited" if run.kill is None else "preempted"
+        if frame["was_lost"]:
+            cause = "lost"
+        with self._lock:
+            run.was_lost = bool(frame["was_lost"])
+            run.is_consequence = bool(frame["is_consequence"])
+            run.time_us = int(frame["time_us"])
+            text = f"{frame['explanation']} on {self.host.name}" if frame["explanation"] else None
+            self._ended(run, NodeExit(self.node_id, code, number, cause, text), text)
+
+    def _note_all(self, what: str) -> None:
+        logger.warning("%s %s", self.host.name, what)
+        with self._lock:
+            for run in self._runs.values():
+                if run.exit is None:
+                    self._note(run, what)
+        self._tell()
+
+    def _note(self, run: RemoteRun, what: str) -> None:
+        text = f"{self.host.name} ({run.ranks}) {what}"
+        run.notes.append(Note(text, "WARNING", tells_progress=self._why_down is not None or "silent" in what))
+
+    def _open_stream(self, number: int) -> None:
+        try:
+            connection = socket.create_connection(("127.0.0.1", self._settings.master_port), CONNECT_S)
+        except OSError:
+            self._send({"stream": number, "end": True})
+            return
+        connection.settimeout(None)
+        self._streams.add(number, connection)
+
+
+def new_run(
+    directory: Path, request: AllocationRequest | None, slots: tuple[int, ...], ranks: str
+) -> RemoteRun:
+    """Return an allocation's part on a host, with its directory on this machine.
+
+    Args:
+        directory: of the part.
+        request: what is to run; None if another master has sent it.
+        slots: numbers of its slots on the host.
+        ranks: as ``rank 0``.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return RemoteRun(directory, request, slots, ranks)
+
+
+def _sizes(mirror: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in mirror.glob("output.log*")}
+
+
+def _plain(name: str) -> str:
+    """Return a file's name; a host names no directory of this machine."""
+    return Path(str(name)).name

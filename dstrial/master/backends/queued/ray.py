@@ -1,0 +1,295 @@
+"""Ray as an engine: a placement group for each job, one bundle for each node's share.
+
+The group belongs to the cluster, and outlives the master. Ray never refuses one that it could not place, and moves what it had
+reserved on a node that dies to another; so both are decided here, by what Ray says of its nodes.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+
+from dstrial.errors import MasterError
+from dstrial.hosts.ray import RayTransport
+from dstrial.hosts.transport import Transport
+from dstrial.master.backends.engine import EngineJob, EngineRefusedError, JobRequest, Part
+from dstrial.master.backends.queued.plan import MOST_PENDING
+from dstrial.ray.client import BridgeClient, RayRefusedError, require_ray
+from dstrial.ray.cluster import CPU, GPU, RayGroup, RayNode, parse_groups, parse_nodes
+from dstrial.ray.shares import choose_shares
+from dstrial.visible_text import visible_line
+
+_PREFIX = "dstrial"
+_SHOWN_NODES = 8
+_SHOWN_DIGITS = 8
+
+
+class RayEngine:
+    """A Ray cluster, of which the master's machine is a node.
+
+    Args:
+        address: of the cluster, as ``ray.init`` takes it; ``auto`` for the one that runs on this machine.
+        cluster_id: of the master, by which it finds its placement groups again.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        MasterError: the address is that of Ray's client server.
+    """
+
+    name = "Ray"
+
+    def __init__(self, address: str, cluster_id: str) -> None:
+        require_ray("backend: ray")
+        if address.startswith("ray://"):
+            raise MasterError(
+                f"Ray's address is {address}; expected host:port of the head, or auto. Start the master on a machine of the "
+                "cluster: through Ray's client server bytes of programs cannot be passed."
+            )
+        self._bridge = BridgeClient(address)
+        self._cluster_id = cluster_id
+        self._num_free = 0
+
+    def capacity(self) -> Mapping[str, int]:
+        """Return the accelerators of each node that is up; processor cores where no node has any."""
+        nodes = usable(parse_nodes(self._bridge.ask("look")))
+        kind = slot_kind(nodes, os.environ)
+        return {node.name: node.num_slots(kind) for node in nodes if node.num_slots(kind)}
+
+    def spare(self) -> Mapping[str, int]:
+        """Return what nobody has reserved; none while another's placement group waits."""
+        seen = self._bridge.ask("look")
+        nodes = usable(parse_nodes(seen))
+        return spare_slots(nodes, parse_groups(seen), self._cluster_id, slot_kind(nodes, os.environ))
+
+    def called(self, job_id: str) -> str:
+        """Return the first digits of its id, by which Ray's lists find it."""
+        return f"placement group {job_id[:_SHOWN_DIGITS]}"
+
+    def wants_devices(self) -> bool:
+        """Say whether slots are accelerators.
+
+        Raises:
+            MasterError: the cluster does not answer.
+        """
+        try:
+            nodes = usable(parse_nodes(self._bridge.ask("look")))
+        except ConnectionError as error:
+            self.close()
+            raise MasterError(
+                f"{error}; expected the head of a Ray cluster of which this machine is a node. Start Ray here "
+                "(`ray start --head`, or `ray start --address=HEAD:6379`), or correct ray.address in the master's config file."
+            ) from None
+        return slot_kind(nodes, os.environ) == GPU
+
+    def submit(self, request: JobRequest) -> str:
+        """Make a placement group."""
+        nodes = usable(parse_nodes(self._bridge.ask("look")))
+        bundles = bundles_for(request, nodes)
+        try:
+            answer = self._bridge.ask(
+                "reserve",
+                name=group_name(self._cluster_id, request, secrets.token_hex(4)),
+                bundles=bundles,
+                kept_off=[node.id for node in nodes if node.name in request.kept_off],
+            )
+        except RayRefusedError as error:
+            raise EngineRefusedError(f"Ray does not take {request.key}; it says: {error}") from None
+        return str(answer["id"])
+
+    def most_pending(self, num_slots: int) -> int:
+        """Return how many there is room for, at least one.
+
+        Of the groups that wait Ray begins with the newest (gcs_placement_group_manager.cc orders them by the time of the last
+        attempt and a delay that grows to a second), so that an old one would wait as long as new ones come.
+        """
+        return min(max(self._num_free // max(num_slots, 1), 1), MOST_PENDING)
+
+    def jobs(self) -> Sequence[EngineJob]:
+        """Return the placement groups of this master; one that has lost a node is over, and keeps its other nodes."""
+        seen = self._bridge.ask("look")
+        nodes = parse_nodes(seen)
+        self._num_free = num_free(nodes, slot_kind(usable(nodes), os.environ))
+        found = []
+        for group in parse_groups(seen):
+            key = key_of(group.name, self._cluster_id)
+            if key is not None and group.state != "REMOVED":
+                found.append(job_of(group, key, nodes))
+        return found
+
+    def cancel(self, job_id: str) -> None:
+        """Remove a placement group; what its actors have started on the nodes ends with them."""
+        self._bridge.ask("remove", id=job_id)
+
+    def transport(self, job_id: str) -> Transport:
+        """Return how programs are started on the nodes of a placement group."""
+        return RayTransport(job_id, self._bridge.socket)
+
+    def close(self) -> None:
+        """End the connection to Ray; its placement groups stay."""
+        self._bridge.close()
+
+
+def usable(nodes: Sequence[RayNode]) -> list[RayNode]:
+    """Return the nodes that take what is new, in the order of their names."""
+    return sorted(
+        (node for node in nodes if node.is_alive and not node.is_draining), key=lambda node: node.name
+    )
+
+
+def slot_kind(nodes: Sequence[RayNode], environ: Mapping[str, str]) -> str:
+    """Return what slots are there, in Ray's word: GPUs where a node has some, and ``DS_ACCELERATOR`` is not ``cpu``."""
+    has_gpus = any(node.num_slots(GPU) for node in nodes) and environ.get("DS_ACCELERATOR") != "cpu"
+    return GPU if has_gpus else CPU
+
+
+def spare_slots(
+    nodes: Sequence[RayNode], groups: Sequence[RayGroup], cluster_id: str, kind: str
+) -> Mapping[str, int]:
+    """Return the slots of each node that nobody has reserved; none while a placement group of another master's waits. Pure."""
+    if any(
+        group.state in ("PENDING", "RESCHEDULING") and key_of(group.name, cluster_id) is None
+        for group in groups
+    ):
+        return {}
+    free = {node.name: int(node.free.get(kind, 0)) for node in nodes}
+    return {name: count for name, count in free.items() if count}
+
+
+def num_free(nodes: Sequence[RayNode], kind: str) -> int:
+    """Return the slots that nobody has reserved, of nodes that take what is new."""
+    return sum(int(node.free.get(kind, 0)) for node in usable(nodes))
+
+
+def check_ray(address: str) -> Mapping[str, int]:
+    """Return the slots of each node of a Ray cluster, before a master starts.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        MasterError: the cluster does not answer.
+    """
+    ray = RayEngine(address, "")
+    try:
+        ray.wants_devices()
+        return ray.capacity()
+    finally:
+        ray.close()
+
+
+def group_name(cluster_id: str, request: JobRequest, token: str) -> str:
+    """Return a placement group's name, as ``ray list placement-groups`` shows it.
+
+    Args:
+        cluster_id: of the master.
+        request: what it is for.
+        token: makes the name another than those of earlier groups of the key.
+    """
+    return f"{_PREFIX} {cluster_id} {request.key} {token} {visible_line(request.title)}".rstrip()
+
+
+def key_of(name: str, cluster_id: str) -> str | None:
+    """Return what a placement group is for, None if it is none of this master's."""
+    words = name.split(" ")
+    return words[2] if len(words) > 3 and words[:2] == [_PREFIX, cluster_id] else None
+
+
+def bundles_for(request: JobRequest, nodes: Sequence[RayNode]) -> list[dict[str, float]]:
+    """Return what a placement group reserves on each node.
+
+    Args:
+        request: what is wanted.
+        nodes: that take what is new.
+
+    Raises:
+        EngineRefusedError: they have not so much.
+    """
+    kind = GPU if request.wants_devices else CPU
+    allowed = [node for node in nodes if node.name not in request.kept_off]
+    shares = choose_shares(
+        request.num_slots,
+        [node.num_slots(kind) for node in allowed],
+        is_on_one_node=request.is_on_one_node,
+    )
+    if shares is None:
+        where = "on one node" if request.is_on_one_node else "on all nodes together"
+        counts = [node.num_slots(kind) for node in allowed]
+        count = max(counts, default=0) if request.is_on_one_node else sum(counts)
+        kept_off = f"; {', '.join(sorted(request.kept_off))} must not be used" if request.kept_off else ""
+        raise EngineRefusedError(
+            f"{request.key} asks Ray for {_slots(request.num_slots, kind)} {where}; expected at most {count}, which is what the "
+            f"cluster's nodes have ({_amounts(allowed, kind)}{kept_off}). Ask for fewer slots (resources.slots_per_trial), or "
+            "start Ray on more nodes."
+        )
+    return [{kind: float(count)} for count in shares]
+
+
+def job_of(group: RayGroup, key: str, nodes: Sequence[RayNode]) -> EngineJob:
+    """Return a placement group as a job.
+
+    Args:
+        group: that is not removed.
+        key: what it is for.
+        nodes: all that Ray knows.
+    """
+    kind = GPU if any(GPU in bundle for bundle in group.bundles) else CPU
+    counts = [int(bundle.get(kind, 0)) for bundle in group.bundles]
+    known = {node.id: node for node in nodes}
+    begin = f"placement group {group.id[:_SHOWN_DIGITS]}"
+    places = group.first_node_ids or group.node_ids
+    dead = [known[one] for one in places if one in known and not known[one].is_alive]
+    if group.has_moved or (dead and group.state == "CREATED"):
+        why = "; ".join(f"{node.name} is dead{_reason(node)}" for node in dead)
+        return EngineJob(
+            group.id, key, "ended", f"{begin}: ended ({why or 'one of its nodes is gone'})", has_rest=True
+        )
+    if group.state != "CREATED":
+        return EngineJob(group.id, key, "pending", f"{begin}: pending ({_why_waiting(counts, kind, nodes)})")
+    found = [known[one] for one in group.node_ids if one in known]
+    parts = tuple(Part(node.name, count) for node, count in zip(found, counts, strict=True))
+    names = ", ".join(node.name for node in found)
+    leaving = [node.name for node in found if node.is_draining]
+    if leaving:
+        text = f"{begin}: leaving (Ray drains {', '.join(leaving)})"
+        return EngineJob(group.id, key, "leaving", text, parts)
+    return EngineJob(group.id, key, "running", f"{begin}: running on {names}", parts)
+
+
+def _why_waiting(counts: Sequence[int], kind: str, nodes: Sequence[RayNode]) -> str:
+    up = usable(nodes)
+    sizes = sorted(set(counts), reverse=True)
+    wish = ", ".join(f"{_slots(size, kind)} on {_nodes(counts.count(size))}" for size in sizes)
+    if could_hold(counts, [node.num_slots(kind) for node in up]):
+        return f"asks for {wish}; free now: {_amounts(up, kind, is_free=True)}"
+    return f"asks for {wish}, which the nodes that are up do not have: {_amounts(up, kind)}"
+
+
+def could_hold(counts: Sequence[int], capacities: Sequence[int]) -> bool:
+    """Say whether so many slots on a node each could be had, if nothing else ran."""
+    largest = sorted(capacities, reverse=True)
+    return len(counts) <= len(largest) and all(
+        one <= most for one, most in zip(sorted(counts, reverse=True), largest, strict=False)
+    )
+
+
+def _amounts(nodes: Sequence[RayNode], kind: str, *, is_free: bool = False) -> str:
+    shown = [
+        f"{node.name} {int(node.free.get(kind, 0))} of {node.num_slots(kind)}"
+        if is_free
+        else f"{node.name} {node.num_slots(kind)}"
+        for node in nodes[:_SHOWN_NODES]
+    ]
+    rest = len(nodes) - len(shown)
+    return ", ".join(shown + ([f"and {rest} others"] if rest else [])) or "none"
+
+
+def _slots(count: int, kind: str) -> str:
+    return f"{count} {kind}" + ("s" if count != 1 else "")
+
+
+def _nodes(count: int) -> str:
+    return "one node" if count == 1 else f"each of {count} nodes"
+
+
+def _reason(node: RayNode) -> str:
+    text = " ".join(node.why_dead.split())
+    return f": {text}" if text else ""

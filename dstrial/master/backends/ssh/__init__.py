@@ -1,1 +1,0 @@
-"""Allocations on other machines, over one ssh connection each."""

@@ -1,0 +1,419 @@
+"""Asks trials to go on with another number of slots, as :mod:`~dstrial.master.scheduler.elasticity` decides."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from dstrial.config.elasticity import Elasticity, elasticity_of
+from dstrial.master.backends.backend import Key, Lent
+from dstrial.master.clock import now_us
+from dstrial.master.lifecycle import endings, resume
+from dstrial.master.scheduler.elasticity import (
+    Growth,
+    Running,
+    Stage,
+    Verdict,
+    grown,
+    has_to_move,
+    larger,
+    leaves_drained,
+    not_worth,
+    who_makes_room,
+)
+from dstrial.master.scheduler.queue import Waiting
+from dstrial.master.store import allocations as allocation_rows
+from dstrial.master.store import checkpoints as checkpoint_rows
+from dstrial.master.store import experiments as experiment_rows
+from dstrial.master.store import nodes
+from dstrial.master.store import resizing as rows
+from dstrial.master.store import trials as trial_rows
+from dstrial.master.store.allocations import Allocation
+from dstrial.master.store.database import Connection, Database, Transaction
+from dstrial.master.store.jobs import WaitingTrial
+from dstrial.master.store.reports import metrics as metric_rows
+from dstrial.master.store.reports.logs import add_master_line
+
+logger = logging.getLogger("dstrial.master.scheduler")
+
+SLOTS_GROUP = "resources"
+"""Group of metrics in which a trial has a mark for each change of its slots, at the batch from which it goes on."""
+_LOOK_S = 1.0
+_JUDGE_S = 5.0
+_MOST_KNOWN = 10_000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Capacity:
+    """The slots of one look at the queue.
+
+    Attributes:
+        free: ids of those that are enabled and unused.
+        enabled: ids of all that are enabled.
+        drained: ids of those that are switched off, and whose trials may finish.
+        used_by: slots in use by experiment.
+        is_settled: whether no node has gone a moment ago, which may come back.
+    """
+
+    free: frozenset[int]
+    enabled: frozenset[int]
+    drained: frozenset[int]
+    used_by: Mapping[int, int]
+    is_settled: bool
+
+
+@dataclasses.dataclass(slots=True)
+class _Known:
+    """What was found for a trial, and what for.
+
+    Attributes:
+        key: checkpoint, config, bounds, and numbers that have proved unusable; another one is another question.
+        choices: with how many slots it can go on.
+        saves: whether it saves checkpoints from time to time.
+    """
+
+    key: tuple[Any, ...]
+    choices: tuple[int, ...]
+    saves: bool
+
+
+class Resizing:
+    """Which trials change their slots. Called by the scheduler's thread."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._known: dict[int, _Known] = {}
+        self._judged: dict[int, tuple[float, Verdict | None]] = {}
+        # The newest checkpoint when a change was wished for, by allocation: it follows the next one.
+        self._wished: dict[str, str] = {}
+        self._looked_s = -_LOOK_S
+
+    def is_due(self, connection: Connection) -> bool:
+        """Say whether trials are to be looked at though nothing waits."""
+        if time.monotonic() < self._looked_s + _LOOK_S:
+            return False
+        self._looked_s = time.monotonic()
+        found = rows.resizable_trials(connection)
+        self._wished = {
+            key: uuid for key, uuid in self._wished.items() if key in {one.allocation_id for one in found}
+        }
+        if len(self._known) > _MOST_KNOWN:
+            self._known.clear()
+            self._judged.clear()
+        return any(_may_change(one) for one in found)
+
+    def choices(
+        self, connection: Connection, row: WaitingTrial, capacity: Capacity, *, at_most: int | None
+    ) -> tuple[int, ...]:
+        """Return with how many slots a waiting trial can begin, the best first; none for its own number alone.
+
+        Args:
+            connection: to read by.
+            row: the trial.
+            capacity: the slots.
+            at_most: how many it may take if that is more than it asks for; None for ``max_slots``.
+        """
+        if row.section is None:
+            return ()
+        elasticity = _elasticity(row.section, row.slots_per_trial)
+        if not elasticity.is_measured:
+            return ()
+        most = elasticity.at_most
+        if at_most is not None:
+            most = min(most, max(at_most, elasticity.wish))
+        at_least = elasticity.wish
+        if elasticity.at_least is not None and capacity.is_settled:
+            at_least = elasticity.at_least
+        verdict = self._verdict(connection, row.id, elasticity)
+        if verdict is not None:
+            most = max(min(most, verdict.num_slots), elasticity.at_least or 1)
+            at_least = min(at_least, most)
+        return self._choices(connection, row.id, row.experiment_id, at_least, most).choices
+
+    def make_room(
+        self,
+        connection: Connection,
+        first: Waiting,
+        urgency: tuple[int, float],
+        capacity: Capacity,
+        soon: Collection[int],
+    ) -> None:
+        """Ask trials of a lower priority to stop, where the first in the queue fits then and they go on with fewer slots.
+
+        Args:
+            connection: to read by.
+            first: who waits and does not fit.
+            urgency: of it, priority first.
+            capacity: the slots.
+            soon: ids of slots whose trials and commands end already.
+        """
+        running = [
+            one
+            for row in rows.resizable_trials(connection)
+            if row.priority > urgency[0] and (one := self._running(connection, row)) is not None
+        ]
+        chosen = who_makes_room(
+            first,
+            urgency,
+            running,
+            free={*capacity.free, *soon} & capacity.enabled,
+            enabled=capacity.enabled,
+            used_by=capacity.used_by,
+        )
+        who = f"trial {first.key}" if isinstance(first.key, int) else f"task {first.key}"
+        for one in chosen:
+            self._ask(
+                one.trial_id,
+                f"it makes room for {who}, whose priority is higher, and goes on with fewer slots",
+            )
+
+    def leave_drained(self, connection: Connection, capacity: Capacity) -> None:
+        """Ask a trial to stop whose slots are being drained, and which can go on elsewhere."""
+        for row in rows.resizable_trials(connection):
+            if capacity.drained.isdisjoint(json.loads(row.slots)):
+                continue
+            one = self._running(connection, row)
+            if one is not None and leaves_drained(one, capacity.drained, capacity.free):
+                self._ask(row.trial_id, "its slots are being drained, and it goes on with others")
+                return  # the next one is asked once this one has what it takes
+
+    def change_sizes(self, connection: Connection, capacity: Capacity) -> None:
+        """Let one trial at most take what is free, and those give back slots that were not worth it; nobody waits."""
+        for row in self.give_back(connection):
+            if not _may_change(row):
+                continue
+            elasticity = _elasticity(row.section, row.slots_per_trial)
+            num_slots = len(json.loads(row.slots))
+            verdict = self._verdict(connection, row.trial_id, elasticity)
+            if now_us() < row.start_us + elasticity.period_s * 1e6 or not capacity.is_settled:
+                continue
+            most = elasticity.at_most if verdict is None else min(elasticity.at_most, verdict.num_slots)
+            one = self._running(connection, row, at_most=most)
+            if one is None:
+                continue
+            used = capacity.used_by.get(row.experiment_id, 0)
+            target = grown(one, free=capacity.free, enabled=capacity.enabled, used=used)
+            if target > num_slots and self._at_next_checkpoint(connection, row, elasticity):
+                self._ask(
+                    row.trial_id, f"it grows from {num_slots} to {target} slots, which nobody else wants"
+                )
+                return
+
+    def give_back(self, connection: Connection) -> list[rows.ResizableTrial]:
+        """Have trials give back slots that were not worth it, each at its next checkpoint; return the others."""
+        others = []
+        for row in rows.resizable_trials(connection):
+            elasticity = _elasticity(row.section, row.slots_per_trial)
+            num_slots = len(json.loads(row.slots))
+            verdict = self._verdict(connection, row.trial_id, elasticity)
+            if verdict is None or num_slots <= verdict.num_slots:
+                others.append(row)
+            elif self._at_next_checkpoint(connection, row, elasticity):
+                text = f"it goes back from {num_slots} to {verdict.num_slots} slots: {verdict.text}"
+                self._ask(row.trial_id, text)
+        return others
+
+    def growing(
+        self,
+        connection: Connection,
+        lent: Callable[[Key], Lent | None],
+        before: Mapping[int, Growth],
+        used_by: Mapping[int, int],
+        off: frozenset[int],
+    ) -> dict[int, Growth]:
+        """Return what trials ask an engine with a queue for that would go on with more slots; nobody waits.
+
+        :meth:`grow` follows when it has lent them. Beyond what it asks for one trial grows at a time, the most urgent first.
+
+        Args:
+            connection: to read by.
+            lent: returns what the engine has for a trial.
+            before: what was asked for at the last look.
+            used_by: slots in use by experiment.
+            off: nodes that a person has switched off.
+        """
+        found: dict[int, Growth] = {}
+        is_beyond = False
+        for row in rows.resizable_trials(connection):
+            elasticity = _elasticity(row.section, row.slots_per_trial)
+            num_slots = len(json.loads(row.slots))
+            if num_slots >= elasticity.at_most or now_us() < row.start_us + elasticity.period_s * 1e6:
+                continue
+            verdict = self._verdict(connection, row.trial_id, elasticity)
+            most = elasticity.at_most if verdict is None else min(elasticity.at_most, verdict.num_slots)
+            one = self._running(connection, row, at_most=most)
+            there = lent(row.trial_id)
+            if one is None or there is None or one.choices[0] <= num_slots:
+                continue
+            kept_off = nodes.excluded_for(connection, row.trial_id) | off
+            asked = before.get(row.trial_id)
+            spare = {} if is_beyond else {node: n for node, n in there.spare.items() if node not in kept_off}
+            count = larger(
+                one,
+                wish=elasticity.wish,
+                spare=spare,
+                used=used_by.get(row.experiment_id, 0),
+                before=0 if asked is None else asked.num_slots,
+            )
+            if count > num_slots:
+                is_move = has_to_move(one, count, wish=elasticity.wish, spare=spare)
+                is_beyond = is_beyond or is_move or count > elasticity.wish
+                found[row.trial_id] = Growth(count, one.is_on_one_node, kept_off, is_move)
+        return found
+
+    def grow(self, trial_id: int, num_slots: int, *, is_move: bool = False) -> None:
+        """Ask a trial to stop for which an engine has more slots; nothing happens to one that stops already."""
+        how = ", for which it gives back those that it has" if is_move else ""
+        self._ask(trial_id, f"it grows to {num_slots} slots, which are there for it{how}")
+
+    def _at_next_checkpoint(
+        self, connection: Connection, row: rows.ResizableTrial, elasticity: Elasticity
+    ) -> bool:
+        """Say whether a trial has just saved a checkpoint, or saves none from time to time."""
+        latest = checkpoint_rows.latest_completed(connection, row.trial_id)
+        if latest is None:
+            return False
+        known = self._choices(connection, row.trial_id, row.experiment_id, 1, elasticity.at_most)
+        uuid = self._wished.setdefault(row.allocation_id, str(latest.uuid))
+        return not known.saves or uuid != str(latest.uuid)
+
+    def _ask(self, trial_id: int, why: str) -> None:
+        """Ask a trial to stop with a checkpoint, unless something else has happened to it."""
+
+        def ask(tx: Transaction) -> bool:
+            allocation = allocation_rows.live(tx.connection, trial_id)
+            trial = trial_rows.require(tx.connection, trial_id)
+            if allocation is None or not allocation.is_ready or trial.state != "ACTIVE":
+                return False
+            if allocation.preempt_us is not None or allocation.kill_us is not None:
+                return False
+            endings.release(tx, trial_id, why)
+            return True
+
+        if self._database.write(ask):
+            logger.info("trial %d stops: %s", trial_id, why)
+
+    def _running(
+        self, connection: Connection, row: rows.ResizableTrial, at_most: int | None = None
+    ) -> Running | None:
+        """Return a trial with its choices; None where it has none, or its user wants none.
+
+        Without ``at_most`` those are meant that go on with fewer slots than there are.
+        """
+        elasticity = _elasticity(row.section, row.slots_per_trial)
+        slots = tuple(json.loads(row.slots))
+        if at_most is None and elasticity.at_least is None:
+            return None
+        at_least = elasticity.at_least or 1
+        known = self._choices(connection, row.trial_id, row.experiment_id, at_least, at_most or len(slots))
+        if not known.choices:
+            return None
+        config = json.loads(experiment_rows.require(connection, row.experiment_id).config)
+        return Running(
+            row.trial_id,
+            row.experiment_id,
+            (row.priority, row.queue_position),
+            slots,
+            known.choices,
+            row.max_slots,
+            is_on_one_node=bool((config.get("resources") or {}).get("is_single_node")),
+        )
+
+    def _choices(
+        self, connection: Connection, trial_id: int, experiment_id: int, at_least: int, at_most: int
+    ) -> _Known:
+        """Return what ``resume`` says, and ask it again only for another checkpoint, config or bound."""
+        latest = checkpoint_rows.latest_completed(connection, trial_id)
+        text = experiment_rows.require(connection, experiment_id).config
+        unusable = rows.unusable_counts(connection, trial_id)
+        key = (None if latest is None else latest.uuid, hash(text), at_least, at_most, unusable)
+        known = self._known.get(trial_id)
+        if known is None or known.key != key:
+            config = json.loads(text)
+            trial = trial_rows.require(connection, trial_id)
+            found = resume.choices(connection, trial, config, at_least=at_least, at_most=at_most)
+            known = self._known[trial_id] = _Known(key, found, _saves(config))
+        return known
+
+    def _verdict(self, connection: Connection, trial_id: int, elasticity: Elasticity) -> Verdict | None:
+        """Return which number of slots has proved enough; asked again after some seconds."""
+        if not elasticity.is_measured:
+            return None
+        known = self._judged.get(trial_id)
+        if known is None or time.monotonic() > known[0] + _JUDGE_S:
+            stages = [_stage(span) for span in rows.run_spans(connection, trial_id)]
+            known = self._judged[trial_id] = (time.monotonic(), not_worth(stages, elasticity.period_s))
+        return known[1]
+
+
+def note_slots(tx: Transaction, allocation: Allocation, num_slots: int, num_wanted: int) -> None:
+    """Say in a trial's log, and mark in its metrics, that it goes on with another number of slots.
+
+    Args:
+        tx: the write that gives it the slots.
+        allocation: of its run.
+        num_slots: that it has got.
+        num_wanted: ``resources.slots_per_trial``.
+    """
+    before = rows.slots_of_run_before(tx.connection, allocation.trial_id, allocation.run_id)
+    is_changed = before not in (0, num_slots)
+    if num_slots < num_wanted:
+        text = (
+            f"the trial asks for {num_wanted} slots and goes on from its checkpoint with {num_slots}, the most that "
+            "there are for it and that share its batch, which stays as it was"
+        )
+        if is_changed:
+            text += f"; before it had {before}"
+    elif is_changed:
+        text = f"the trial goes on from its checkpoint with {num_slots} slots, after {before}; its batch stays as it was"
+    else:
+        return
+    level = "WARNING" if num_slots < num_wanted else "INFO"
+    add_master_line(
+        tx, allocation.task_id, allocation.trial_id, text, level=level, allocation_id=allocation.id
+    )
+    if is_changed:
+        metric_rows.add_report(
+            tx,
+            trial_id=allocation.trial_id,
+            run_id=allocation.run_id,
+            group=SLOTS_GROUP,
+            steps=allocation.steps_at_start,
+            end_us=now_us(),
+            metrics={"slots": num_slots},
+        )
+
+
+def _may_change(row: rows.ResizableTrial) -> bool:
+    """Say whether a trial could have more slots, or may have to give some back or leave them."""
+    elasticity = _elasticity(row.section, row.slots_per_trial)
+    return elasticity.is_measured or len(json.loads(row.slots)) < row.slots_per_trial
+
+
+def _elasticity(section: str | None, wish: int) -> Elasticity:
+    found = json.loads(section) if section else {}
+    return elasticity_of(found if isinstance(found, Mapping) else {}, wish)
+
+
+def _saves(config: Mapping[str, Any]) -> bool:
+    period = config.get("min_checkpoint_period")
+    counts: Iterable[Any] = period.values() if isinstance(period, Mapping) else (period,)
+    return any(isinstance(count, int | Sequence) and bool(count) for count in counts)
+
+
+def _stage(span: rows.RunSpan) -> Stage:
+    def point(steps: int | None, time_us: int | None) -> tuple[int, float] | None:
+        return None if steps is None or time_us is None else (steps, time_us / 1e6)
+
+    return Stage(
+        span.num_slots,
+        span.steps_at_start,
+        None if span.preempt_us is None else span.preempt_us / 1e6,
+        span.num_reports,
+        point(span.first_steps, span.first_us),
+        point(span.last_steps, span.last_us),
+    )

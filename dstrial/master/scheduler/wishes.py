@@ -1,0 +1,122 @@
+"""What a back end is told of those that wait, where it asks an engine for their slots."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from dstrial.master.backends.backend import Answer, Key, Wish
+from dstrial.master.lifecycle import commands as life
+from dstrial.master.lifecycle import endings
+from dstrial.master.scheduler.elasticity import Growth
+from dstrial.master.scheduler.queue import Waiting
+from dstrial.master.store import commands
+from dstrial.master.store import experiments as experiment_rows
+from dstrial.master.store import trials as trial_rows
+from dstrial.master.store.database import Connection, Database, Transaction
+from dstrial.master.store.reports.logs import add_master_line
+from dstrial.visible_text import visible_line
+
+
+def wishes_of(
+    waiting: Iterable[Waiting],
+    used_by: Mapping[int, int],
+    off: frozenset[int],
+    has_run: Collection[Key],
+    describe: Callable[[Key], tuple[str, Mapping[str, Any]]],
+    moving: Collection[Key] = (),
+) -> Iterator[Wish]:
+    """Return who may ask for slots now: nobody whose experiment would have more than its ``max_slots``. Pure.
+
+    Args:
+        waiting: the most urgent first.
+        used_by: slots in use by experiment.
+        off: nodes that a person has switched off.
+        has_run: who has run before.
+        describe: returns a title and the config of one.
+        moving: who has stopped for a larger job, and gives back the one that it has.
+    """
+    used = dict(used_by)
+    for one in waiting:
+        in_use = used.get(one.experiment_id, 0)
+        if one.num_slots == 0 or (one.max_slots is not None and in_use + one.num_slots > one.max_slots):
+            continue
+        used[one.experiment_id] = in_use + one.num_slots
+        yield Wish(
+            key=one.key,
+            num_slots=one.num_slots,
+            is_on_one_node=one.is_on_one_node,
+            kept_off=one.kept_off | off,
+            describe=lambda key=one.key: describe(key),  # type: ignore[misc]
+            has_run=one.key in has_run,
+            is_move=one.key in moving,
+            fewer=tuple(count for count in one.choices if count < one.num_slots),
+        )
+
+
+def growth_of(
+    growing: Mapping[int, Growth], describe: Callable[[Key], tuple[str, Mapping[str, Any]]]
+) -> Iterator[Wish]:
+    """Return what trials that run ask for besides: as many slots as they would go on with. Pure."""
+    for key, growth in growing.items():
+        if growth.is_move:
+            continue
+        yield Wish(
+            key=key,
+            num_slots=growth.num_slots,
+            is_on_one_node=growth.is_on_one_node,
+            kept_off=growth.kept_off,
+            describe=lambda key=key: describe(key),  # type: ignore[misc]
+            has_run=True,
+            is_growth=True,
+        )
+
+
+def begins_of(waiting: Sequence[Waiting], answer: Answer) -> list[tuple[Key, list[int]]]:
+    """Return who begins, with their slots: who has got some, and who needs none. Pure."""
+    found: list[tuple[Key, list[int]]] = []
+    for one in waiting:
+        if one.num_slots == 0:
+            found.append((one.key, []))
+        elif one.key in answer.slots:
+            found.append((one.key, list(answer.slots[one.key])))
+    return found
+
+
+def describe(connection: Connection, key: Key) -> tuple[str, Mapping[str, Any]]:
+    """Return what a job for a trial or command is called, and the config that says how it is asked for."""
+    if isinstance(key, str):
+        command = commands.require(connection, key)
+        return f"task {key} ({visible_line(command.description)})", json.loads(command.config)
+    trial = trial_rows.require(connection, key)
+    config = json.loads(experiment_rows.require(connection, trial.experiment_id).config)
+    return (
+        f"trial {key} of experiment {trial.experiment_id} ({visible_line(str(config.get('name')))})",
+        config,
+    )
+
+
+def write_answer(database: Database, answer: Answer) -> None:
+    """Put what an engine says into the logs of those that wait, and end who can never begin."""
+    if not answer.told and not answer.refused:
+        return
+
+    def write(tx: Transaction) -> None:
+        for key, text in answer.told.items():
+            _say(tx, key, text, "INFO")
+        for key, text in answer.refused.items():
+            _say(tx, key, f"it can never start: {text}", "ERROR")
+            if isinstance(key, str):
+                life.refuse(tx, key, text)
+            elif trial_rows.require(tx.connection, key).state == "ACTIVE":
+                endings.close_trial(tx, key, "ERROR", why=text)
+
+    database.write(write)
+
+
+def _say(tx: Transaction, key: Key, text: str, level: str) -> None:
+    if isinstance(key, str):
+        add_master_line(tx, key, None, text, level=level)
+    else:
+        add_master_line(tx, trial_rows.require(tx.connection, key).task_id, key, text, level=level)

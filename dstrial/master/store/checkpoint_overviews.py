@@ -1,0 +1,77 @@
+"""What the page shows of an experiment's checkpoints: small rows, without configs and lists of files."""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+
+from dstrial.master.store.database import fetch_all
+from dstrial.master.store.storages import StoredFiles
+
+MAX_CHECKPOINTS = 5000
+"""How many checkpoints of an experiment are told of at most, the newest."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckpointOverview:
+    """A line of an experiment's checkpoints.
+
+    Attributes:
+        uuid: the checkpoint.
+        trial_id: whose it is.
+        steps: batches completed.
+        state: ``COMPLETED``, ``DELETED`` and so on.
+        size: bytes of its files.
+        report_us: when it was reported.
+        is_being_deleted: whether its files are being deleted now.
+        manifest_sha256: of its manifest as its trial has reported it; None without one.
+        num_files: of its files.
+        format: of its metadata; None where that says nothing.
+        engines: of its metadata, JSON; None where that says nothing.
+        metric: the searcher's metric at these batches; a number, or a word for NaN or infinity; None without a validation.
+        models: versions of registered models that it is, JSON list of [name, version].
+    """
+
+    uuid: str
+    trial_id: int
+    steps: int
+    state: str
+    size: int
+    report_us: int
+    is_being_deleted: bool
+    manifest_sha256: str | None
+    num_files: int
+    format: str | None
+    engines: str | None
+    metric: float | str | None
+    models: str
+
+
+def checkpoints(connection: sqlite3.Connection, experiment_id: int) -> list[CheckpointOverview]:
+    """Return an experiment's checkpoints, the newest first; one more than ``MAX_CHECKPOINTS`` where there are more."""
+    return fetch_all(
+        CheckpointOverview,
+        connection,
+        "SELECT c.uuid, c.trial_id, c.steps, c.state, c.size, c.report_us, c.deleting_us IS NOT NULL AS is_being_deleted, "
+        "c.manifest_sha256, (SELECT COUNT(*) FROM json_each(c.resources) r WHERE r.key NOT LIKE '%/') AS num_files, "
+        "CASE WHEN json_valid(c.metadata) THEN json_extract(c.metadata, '$.format') END AS format, "
+        "CASE WHEN json_valid(c.metadata) THEN json_extract(c.metadata, '$.engines') END AS engines, "
+        "(SELECT j.value FROM metrics m CROSS JOIN json_each(m.metrics) j WHERE m.trial_id = c.trial_id "
+        "AND m.group_name = 'validation' AND m.steps = c.steps AND m.steps >= 0 AND m.archived = 0 "
+        "AND j.key = e.searcher_metric ORDER BY m.run_id DESC LIMIT 1) AS metric, "
+        "(SELECT json_group_array(json_array(o.name, v.version)) FROM model_versions v JOIN models o ON o.id = v.model_id "
+        "WHERE v.checkpoint_uuid = c.uuid) AS models "
+        "FROM checkpoints c JOIN experiments e ON e.id = c.experiment_id WHERE c.experiment_id = ? "
+        "ORDER BY c.report_us DESC, c.uuid LIMIT ?",
+        (experiment_id, MAX_CHECKPOINTS + 1),
+    )
+
+
+def stored_files(connection: sqlite3.Connection, uuid: str) -> StoredFiles | None:
+    """Return what a checkpoint's row says of its files, None for an unknown one."""
+    row = connection.execute(
+        "SELECT c.uuid, c.experiment_id, c.trial_id, c.state, c.steps, c.resources, c.manifest_sha256, e.config "
+        "FROM checkpoints c JOIN experiments e ON e.id = c.experiment_id WHERE c.uuid = ?",
+        (uuid,),
+    ).fetchone()
+    return None if row is None else StoredFiles(*tuple(row))

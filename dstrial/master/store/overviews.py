@@ -1,0 +1,218 @@
+"""What the page shows of experiments, trials and their metrics: small rows, read in one query each."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sqlite3
+from collections.abc import Sequence
+
+from dstrial.master.store.allocations import Allocation
+from dstrial.master.store.database import fetch_all, fetch_one
+from dstrial.master.store.reports.metric_values import as_number
+from dstrial.master.store.reports.series import value_of
+
+_ADVANCE = """
+CASE WHEN {unmanaged} THEN CASE WHEN {has_run} THEN 2 END
+    ELSE (SELECT MAX(CASE WHEN a.state = 'RUNNING' THEN 2 ELSE 1 END) FROM allocations a WHERE {own}) END AS advance"""
+_EXPERIMENT_ADVANCE = _ADVANCE.format(
+    unmanaged="e.unmanaged",
+    has_run="EXISTS (SELECT 1 FROM trials t WHERE t.experiment_id = e.id AND t.state = 'ACTIVE' AND t.run_id > 0)",
+    own="a.state IN ('ASSIGNED', 'RUNNING') AND a.experiment_id = e.id",
+)
+_TRIAL_ADVANCE = _ADVANCE.format(
+    unmanaged="e.unmanaged", has_run="t.run_id > 0", own="a.trial_id = t.id AND a.state != 'TERMINATED'"
+)
+_EXPERIMENTS = f"""
+SELECT e.id, e.name, e.description, e.state, u.username, e.labels, p.id AS project_id, p.name AS project_name,
+    w.name AS workspace_name, e.searcher_type, e.searcher_metric, e.smaller_is_better, e.best_trial_id, e.best_metric,
+    e.progress, e.slots_per_trial, e.start_us, e.end_us, e.end_reason, e.archived, e.parent_id, e.unmanaged, e.priority,
+    json_extract(e.config, '$.hyperparameters') AS hyperparameters,
+    (SELECT COUNT(*) FROM trials t WHERE t.experiment_id = e.id) AS num_trials,
+    (SELECT COALESCE(SUM(t.checkpoint_size), 0) FROM trials t WHERE t.experiment_id = e.id) AS checkpoint_size,
+    {_EXPERIMENT_ADVANCE}
+FROM experiments e JOIN users u ON u.id = e.owner_id
+JOIN projects p ON p.id = e.project_id JOIN workspaces w ON w.id = p.workspace_id
+"""  # noqa: S608 - a constant
+_TRIALS = f"""
+SELECT t.id, t.experiment_id, t.state, t.hparams, t.progress, t.total_batches, t.restarts, t.run_id, t.start_us, t.end_us,
+    t.searcher_metric_value AS best, b.steps AS best_steps, l.steps AS latest_steps,
+    (SELECT j.value FROM json_each(l.metrics) j WHERE j.key = e.searcher_metric) AS latest,
+    t.checkpoint_count, t.checkpoint_size, t.best_checkpoint_uuid, t.is_stopped_by_searcher, t.early_exit, t.warm_start_uuid,
+    (SELECT a.slots FROM allocations a WHERE a.trial_id = t.id ORDER BY a.run_id DESC LIMIT 1) AS slots,
+    {_TRIAL_ADVANCE}
+FROM trials t JOIN experiments e ON e.id = t.experiment_id
+LEFT JOIN metrics b ON b.id = t.best_validation_id
+LEFT JOIN metrics l ON l.id = t.latest_validation_id
+"""  # noqa: S608 - a constant
+MAX_METRICS = 2000
+"""How many names of metrics are told of at most."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExperimentOverview:
+    """A line of the list of experiments; ``hyperparameters`` is that part of the config, JSON."""
+
+    id: int
+    name: str
+    description: str
+    state: str
+    username: str
+    labels: str
+    project_id: int
+    project_name: str
+    workspace_name: str
+    searcher_type: str
+    searcher_metric: str
+    smaller_is_better: bool
+    best_trial_id: int | None
+    best_metric: float | None
+    progress: float
+    slots_per_trial: int
+    start_us: int
+    end_us: int | None
+    end_reason: str | None
+    archived: bool
+    parent_id: int | None
+    unmanaged: bool
+    priority: int
+    hyperparameters: str | None
+    num_trials: int
+    checkpoint_size: int
+    advance: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrialOverview:
+    """A line of an experiment's trials; ``slots`` are those it has, or had last."""
+
+    id: int
+    experiment_id: int
+    state: str
+    hparams: str
+    progress: float
+    total_batches: int
+    restarts: int
+    run_id: int
+    start_us: int
+    end_us: int | None
+    best: float | None
+    best_steps: int | None
+    latest_steps: int | None
+    latest: float | str | None
+    checkpoint_count: int
+    checkpoint_size: int
+    best_checkpoint_uuid: str | None
+    is_stopped_by_searcher: bool
+    early_exit: str | None
+    warm_start_uuid: str | None
+    slots: str | None
+    advance: int | None
+
+
+def experiments(connection: sqlite3.Connection, ids: Sequence[int] = ()) -> list[ExperimentOverview]:
+    """Return all experiments, or some, the newest first."""
+    where = "WHERE e.id IN (SELECT value FROM json_each(?))" if ids else ""
+    return fetch_all(
+        ExperimentOverview,
+        connection,
+        f"{_EXPERIMENTS} {where} ORDER BY e.id DESC",
+        (json.dumps(list(ids)),) if ids else (),
+    )
+
+
+def experiment_of_trial(connection: sqlite3.Connection, trial_id: int) -> int | None:
+    """Return to which experiment a trial belongs, None for an unknown one."""
+    row = connection.execute("SELECT experiment_id FROM trials WHERE id = ?", (trial_id,)).fetchone()
+    return None if row is None else int(row["experiment_id"])
+
+
+def trials(
+    connection: sqlite3.Connection, experiment_id: int, ids: Sequence[int] = ()
+) -> list[TrialOverview]:
+    """Return an experiment's trials, or some of them, by id."""
+    some = "AND t.id IN (SELECT value FROM json_each(?))" if ids else ""
+    return fetch_all(
+        TrialOverview,
+        connection,
+        f"{_TRIALS} WHERE t.experiment_id = ? {some} ORDER BY t.id",
+        (experiment_id, json.dumps(list(ids))) if ids else (experiment_id,),
+    )
+
+
+def some_trials(connection: sqlite3.Connection, ids: Sequence[int]) -> list[TrialOverview]:
+    """Return trials of any experiments, by id; unknown ones are missing."""
+    return fetch_all(
+        TrialOverview,
+        connection,
+        f"{_TRIALS} WHERE t.id IN (SELECT value FROM json_each(?)) ORDER BY t.id",  # noqa: S608 - constants
+        (json.dumps(list(ids)),),
+    )
+
+
+def records_per_epoch(connection: sqlite3.Connection, experiment_id: int) -> int | None:
+    """Return how many records an epoch of an experiment has, None where its config does not say."""
+    row = connection.execute(
+        "SELECT json_extract(config, '$.records_per_epoch') AS number FROM experiments WHERE id = ?",
+        (experiment_id,),
+    ).fetchone()
+    return None if row is None or not row["number"] else int(row["number"])
+
+
+def trial(connection: sqlite3.Connection, trial_id: int) -> TrialOverview | None:
+    """Return one trial, None for an unknown one."""
+    return fetch_one(TrialOverview, connection, f"{_TRIALS} WHERE t.id = ?", (trial_id,))
+
+
+def metric_names(
+    connection: sqlite3.Connection,
+    experiment_id: int | None = None,
+    trial_ids: Sequence[int] = (),
+    text: str = "",
+) -> list[tuple[str, str]]:
+    """Return (group, name) of the numbers that an experiment's trials, or some trials, have reported, in order.
+
+    One more than ``MAX_METRICS`` where there are more. With ``text`` only those whose name or group has it,
+    upper and lower case alike.
+    """
+    where = "t.experiment_id = ?" if experiment_id is not None else "t.id IN (SELECT value FROM json_each(?))"
+    values: list[object] = [experiment_id if experiment_id is not None else json.dumps(list(trial_ids))]
+    if text:
+        where += " AND instr(lower(s.group_name || '.' || s.name), lower(?)) > 0"
+        values.append(text)
+    rows = connection.execute(
+        "SELECT DISTINCT s.group_name, s.name FROM trials t CROSS JOIN metric_summaries s ON s.trial_id = t.id "  # noqa: S608 - constants
+        f"WHERE {where} AND json_extract(s.summary, '$.type') = 'number' ORDER BY s.group_name, s.name LIMIT ?",
+        (*values, MAX_METRICS + 1),
+    )
+    return [(str(row["group_name"]), str(row["name"])) for row in rows]
+
+
+def series(
+    connection: sqlite3.Connection, trial_id: int, group: str, name: str, *, after: int = -1
+) -> tuple[list[int], list[int], list[float]]:
+    """Return batches, times in microseconds and values of a metric of a trial beyond a batch, by batch."""
+    value, parameters = value_of(name)
+    rows = connection.execute(
+        f"SELECT m.steps, m.end_us, {value} AS value FROM metrics m WHERE m.trial_id = ? AND m.group_name = ? "  # noqa: S608 - an expression with marks
+        "AND m.steps >= 0 AND m.steps > ? AND m.archived = 0 ORDER BY m.steps, m.id",
+        (*parameters, trial_id, group, after),
+    )
+    rows.row_factory = None
+    steps: list[int] = []
+    times: list[int] = []
+    values: list[float] = []
+    for step, end_us, value in rows:
+        number = value if type(value) is float else as_number(value)
+        if number is not None:
+            steps.append(step)
+            times.append(end_us)
+            values.append(number)
+    return steps, times, values
+
+
+def runs(connection: sqlite3.Connection, trial_id: int) -> list[Allocation]:
+    """Return a trial's allocations, in order."""
+    return fetch_all(
+        Allocation, connection, "SELECT * FROM allocations WHERE trial_id = ? ORDER BY run_id", (trial_id,)
+    )

@@ -1,0 +1,92 @@
+"""Which points of a long series are drawn, such that it looks like the whole; pure.
+
+Never reads a database, and never makes up a point: what is chosen are places in the series.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def downsample(xs: Sequence[float], ys: Sequence[float], max_points: int) -> list[int]:
+    """Return which points of a series to keep, in order: all if they are few enough.
+
+    The first, the last, the least and the greatest are among them, and the first of each kind that is not
+    finite (NaN, infinity, minus infinity), so that a training that went wrong is seen to. A part of the series
+    without a finite value keeps a point, which is the gap in a line. With room for fewer than these seven, the last
+    and the first come first.
+
+    Args:
+        xs: where each point lies, usually ascending.
+        ys: what each point is; may hold NaN and infinities.
+        max_points: how many to keep at most, at least 1.
+
+    Returns:
+        Indices into both, ascending, without repetition.
+
+    Raises:
+        ValueError: the lengths differ, or ``max_points`` is less than 1.
+
+    Source: largest triangle three buckets, Steinarsson 2013, section 4.2 (threshold = max_points).
+    """
+    if len(xs) != len(ys):
+        raise ValueError(f"xs has {len(xs)} points and ys {len(ys)}; expected as many. Pass pairs.")
+    if max_points < 1:
+        raise ValueError(f"max_points is {max_points}; expected at least 1. Ask for more.")
+    if len(ys) <= max_points:
+        return list(range(len(ys)))
+    kept = _always_kept(ys)[:max_points]
+    return sorted({*kept, *_largest_triangles(xs, ys, max_points - len(kept))})
+
+
+def _always_kept(ys: Sequence[float]) -> list[int]:
+    """Return the points that are never left out, the most important first."""
+    # x - x is 0 for finite numbers only.
+    finite = [idx for idx, y in enumerate(ys) if y - y == 0]
+    found = [len(ys) - 1, 0]
+    if finite:
+        found += [min(finite, key=ys.__getitem__), max(finite, key=ys.__getitem__)]
+    if len(finite) < len(ys):
+        first: dict[str, int] = {}
+        for idx, y in enumerate(ys):
+            if y - y != 0:
+                first.setdefault(str(float(y)), idx)
+        found += first.values()
+    return list(dict.fromkeys(found))
+
+
+def _largest_triangles(xs: Sequence[float], ys: Sequence[float], num_buckets: int) -> list[int]:
+    """Return a point of each bucket between the first point and the last.
+
+    It is the one that makes the largest triangle with the point before and the mean of the bucket behind it.
+    """
+    if num_buckets < 1:
+        return []
+    size = (len(ys) - 2) / num_buckets
+    edges = [1 + int(bucket * size) for bucket in range(num_buckets)] + [len(ys) - 1, len(ys)]
+    chosen: list[int] = []
+    before_x, before_y = _mean(xs, ys, 0, 1) or (xs[0], 0.0)
+    for start, end, next_end in zip(edges, edges[1:], edges[2:], strict=False):
+        behind_x, behind_y = _mean(xs, ys, end, next_end) or (xs[end], before_y)
+        # What overflows is no number, and less than any: the bucket's first finite point is kept then.
+        largest, best = -1.0, None
+        across, up = before_x - behind_x, behind_y - before_y
+        for idx in range(start, end):
+            y = ys[idx]
+            if y - y != 0:
+                continue
+            area = abs(across * (y - before_y) - (before_x - xs[idx]) * up)
+            if best is None or area > largest:
+                largest, best = area if area == area else -1.0, idx
+        chosen.append(start if best is None else best)
+        if best is not None:
+            before_x, before_y = xs[best], ys[best]
+    return chosen
+
+
+def _mean(xs: Sequence[float], ys: Sequence[float], start: int, end: int) -> tuple[float, float] | None:
+    """Return the mean of the finite points of a part, None without one."""
+    part = [y for y in ys[start:end] if y - y == 0]
+    if not part:
+        return None
+    return sum(xs[start:end]) / (end - start), sum(part) / len(part)

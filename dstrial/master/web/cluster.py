@@ -1,0 +1,268 @@
+"""What the page shows of the cluster: nodes, who uses which slot, the queue with its reasons, use over time, webhooks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from dstrial.master.api.jobs import Entry, engine_jobs, entries
+from dstrial.master.api.webhooks import masked_url, seen_workspaces
+from dstrial.master.backends import Node
+from dstrial.master.backends.fork_servers import shown_servers
+from dstrial.master.backends.queued.backend import shown_engine
+from dstrial.master.clock import format_us, now_us
+from dstrial.master.http.router import USER, ApiRequest, route
+from dstrial.master.http.serializers import time_or_none
+from dstrial.master.services import Services
+from dstrial.master.store import allocations, commands, jobs, tasks
+from dstrial.master.store import webhooks as webhook_rows
+from dstrial.master.store.database import Connection
+from dstrial.master.store.nodes import agent_key, index_of
+
+NUM_BUCKETS = 360
+"""Into how many parts a time is divided of which use is told."""
+_HOUR_US = 3600 * 1_000_000
+_MAX_HOURS = 24 * 31
+
+Json: TypeAlias = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Room:
+    """How many slots there are.
+
+    Attributes:
+        usable: on nodes that are up and that nobody has switched off.
+        free: of these, who have no allocation.
+    """
+
+    usable: int
+    free: int
+
+
+def room(nodes: Sequence[Node], off: Mapping[int, bool], used: frozenset[int]) -> Room:
+    """Count slots. Pure."""
+    usable = [
+        slot.id
+        for node in nodes
+        for slot in node.slots
+        if node.why_down is None and agent_key(node.id) not in off and slot.id not in off
+    ]
+    return Room(len(usable), sum(slot_id not in used for slot_id in usable))
+
+
+def why_waiting(wanted: int, num_waiting: int, num_ahead: int, there: Room) -> str:
+    """Say why somebody in the queue has no slots, or has not all. Pure.
+
+    Args:
+        wanted: slots of one start.
+        num_waiting: how many starts wait for slots.
+        num_ahead: how many in the queue are before it.
+        there: slots of the cluster.
+    """
+    if not num_waiting:
+        return ""
+    each = f"{wanted} slot{'' if wanted == 1 else 's'}"
+    who = f"waits for {each}" if num_waiting == 1 else f"{num_waiting} wait for {each} each"
+    if wanted > there.usable:
+        return f"{who}: only {there.usable} can be used now"
+    ahead = f", {num_ahead} ahead" if num_ahead else ""
+    return f"{who}: {there.free} of {there.usable} free{ahead}"
+
+
+def usage(
+    spans: Sequence[tuple[int, int, int | None]], after_us: int, before_us: int, num: int
+) -> list[float]:
+    """Return the mean number of slots in use in each of ``num`` equal parts of a time. Pure.
+
+    Args:
+        spans: slots, start and end (None: not yet), microseconds.
+        after_us: where the time begins.
+        before_us: where it ends.
+        num: of parts.
+    """
+    width = (before_us - after_us) / num
+    # Of the cumulated use only its kinks are noted: what changes at the start of a part, and what a part has besides.
+    change, extra = [0.0] * (num + 1), [0.0] * (num + 1)
+    for slots, start_us, end_us in spans:
+        for time_us, sign in ((start_us, 1), (before_us if end_us is None else end_us, -1)):
+            at = min(max(time_us, after_us), before_us) - after_us
+            idx = min(int(at / width), num - 1)
+            extra[idx] += sign * slots * (idx + 1 - at / width)
+            change[idx + 1] += sign * slots
+    found, level = [], 0.0
+    for idx in range(num):
+        level += change[idx]
+        found.append(max(0.0, level + extra[idx]))
+    return found
+
+
+def _holder(row: tasks.LivingAllocation) -> Json:
+    return {
+        "allocation": row.id,
+        "task": row.task_id,
+        "kind": "TRIAL" if row.trial_id else "COMMAND",
+        "trial": row.trial_id or None,
+        "experiment": row.experiment_id or None,
+        "title": row.name,
+        "state": "STOPPING"
+        if row.kill_us or row.preempt_us
+        else "RUNNING"
+        if row.state == "RUNNING"
+        else "STARTING",
+        "since": format_us(row.start_us),
+        "slots": len(json.loads(row.slots)),
+    }
+
+
+def _node(node: Node, off: Mapping[int, bool], holders: Mapping[int, str]) -> Json:
+    key = agent_key(node.id)
+    return {
+        "name": node.name,
+        "address": node.address,
+        "down": node.why_down,
+        "since": time_or_none(node.since_us or None),
+        "enabled": key not in off,
+        "draining": off.get(key, False),
+        "slots": [
+            {
+                "slot": index_of(slot.id),
+                "kind": slot.kind,
+                "brand": slot.brand,
+                "uuid": slot.uuid,
+                "enabled": slot.id not in off,
+                "draining": off.get(slot.id, False),
+                "holder": holders.get(slot.id),
+            }
+            for slot in node.slots
+        ],
+    }
+
+
+def _queued(entry: Entry, num_ahead: int, there: Room, engine_text: str) -> Json:
+    if isinstance(entry, commands.CommandInfo):
+        num_held, wanted, num_running = (
+            len(json.loads(entry.slots or "[]")),
+            entry.num_slots,
+            int(entry.allocation_id is not None),
+        )
+        num_waiting = 1 - num_running
+        own: Json = {"kind": entry.kind, "name": entry.description, "task": entry.task_id, "experiment": None}
+        username = entry.username
+    else:
+        num_held, wanted, num_running = (
+            entry.num_slots or 0,
+            entry.slots_per_trial,
+            entry.num_allocations or 0,
+        )
+        num_waiting = max(0, (entry.num_active or 0) - num_running)
+        own = {"kind": "EXPERIMENT", "name": entry.name, "task": None, "experiment": entry.id}
+        username = entry.owner_name
+    reason = engine_text or why_waiting(wanted, num_waiting, num_ahead, there)
+    if not reason and not num_running:
+        reason = "its searcher has no trial to run now"
+    return {
+        "id": entry.job_id,
+        **own,
+        "user": username,
+        "running": num_running,
+        "waiting": num_waiting,
+        "held": num_held,
+        "wanted": wanted,
+        "priority": entry.priority,
+        "ahead": num_ahead,
+        "reason": reason,
+        "since": format_us(entry.start_us),
+    }
+
+
+def _read_cluster(services: Services, connection: Connection) -> Json:
+    nodes = services.backend.nodes()
+    living = tasks.living(connection)
+    by_slot = {slot_id: row.id for row in living for slot_id in json.loads(row.slots)}
+    off = jobs.disabled_slots(connection, tuple(slot.id for node in nodes for slot in node.slots))
+    there = room(nodes, off, frozenset(by_slot))
+    lender = shown_engine(services.state_dir)
+    return {
+        "pool": services.settings.pool_name,
+        "backend": services.engine or ("hosts" if services.hosts else "local"),
+        "usable": there.usable,
+        "free": there.free,
+        "nodes": [_node(node, off, by_slot) for node in nodes],
+        "holders": {row.id: _holder(row) for row in living},
+        "queue": [
+            _queued(entry, num_ahead, there, engine_jobs(services, connection, entry).strip(" []"))
+            for num_ahead, entry in enumerate(entries(connection))
+        ],
+        "engine": None
+        if lender is None
+        else {"name": lender.name, "away": lender.why_away, "jobs": lender.jobs},
+        "warm": [
+            {"pid": one.pid, "state": one.state, "forks": one.num_forks, "bytes": one.memory_bytes}
+            for one in shown_servers(services.state_dir)
+        ],
+    }
+
+
+async def get_cluster(request: ApiRequest) -> Json:
+    """``GET /page/cluster``: nodes with their slots, who holds them, and the queue."""
+    services = request.services
+    found: Json = await services.read(lambda connection: _read_cluster(services, connection))
+    return found
+
+
+async def get_usage(request: ApiRequest) -> Json:
+    """``GET /page/cluster/usage?hours=…``: the mean number of slots in use in each part of the last hours.
+
+    ``times`` are milliseconds since 1970, UTC, in the middle of each part; ``slots`` is how many there are now.
+    """
+    services = request.services
+    hours = min(max(request.query_int("hours") or 24, 1), _MAX_HOURS)
+    before_us = now_us()
+    after_us = before_us - hours * _HOUR_US
+    spans = await services.read(allocations.busy, after_us, before_us)
+    values = usage(spans, after_us, before_us, NUM_BUCKETS)
+    width_us = (before_us - after_us) / NUM_BUCKETS
+    return {
+        "times": [round((after_us + (idx + 0.5) * width_us) / 1000) for idx in range(NUM_BUCKETS)],
+        "used": [round(value, 4) for value in values],
+        "slots": len(services.slots),
+        "now": before_us // 1000,
+    }
+
+
+def webhook_json(webhook: webhook_rows.Webhook) -> Json:
+    """Return what is shown of a webhook; its address may be secret, so only the host."""
+    return {
+        "id": webhook.id,
+        "name": webhook.name,
+        "triggers": [
+            " ".join(filter(None, (one.type.replace("_", " ").lower(), one.condition)))
+            for one in webhook.triggers
+        ],
+        "mode": webhook.mode.lower(),
+        "url": masked_url(webhook.url),
+        **{key: webhook.delivery[key] for key in ("delivered", "failed", "dropped", "waiting")},
+        "last": time_or_none(webhook.delivery["lastTime"]),
+        "result": webhook.delivery["lastResult"] or "",
+    }
+
+
+async def get_webhooks(request: ApiRequest) -> Json:
+    """``GET /page/webhooks``: those that the user sees, without what of their addresses may be secret."""
+    user = request.user
+
+    def read(connection: Connection) -> list[Json]:
+        found = webhook_rows.list_webhooks(connection, seen_workspaces(connection, user))
+        return [webhook_json(one) for one in found]
+
+    return {"webhooks": await request.services.read(read)}
+
+
+routes = [
+    route("GET", "//page/cluster", get_cluster, access=USER),
+    route("GET", "//page/cluster/usage", get_usage, access=USER),
+    route("GET", "//page/webhooks", get_webhooks, access=USER),
+]

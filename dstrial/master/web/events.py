@@ -1,0 +1,47 @@
+"""What the page is told while it is open: which experiments, trials and logs have changed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from dstrial.master.http.router import USER, ApiRequest, route
+from dstrial.master.http.streams import EventStream
+from dstrial.master.services import Services
+
+_GAP_S = 0.5
+"""Shortest time between two events: what changes meanwhile is told together."""
+_PING_S = 15.0
+_MAX_TOPICS = 500
+_PREFIXES = ("experiment:", "trial:", "metrics:", "logs:", "command:", "job:")
+_WORDS = ("scheduler", "webhooks", "webhook_events", "webhook_results", "models")
+
+
+def is_shown(topic: str) -> bool:
+    """Whether a topic is one that the page listens to."""
+    return topic.startswith(_PREFIXES) or topic in _WORDS
+
+
+async def _events(services: Services) -> AsyncIterator[dict[str, Any] | None]:
+    with services.pubsub.follow(is_shown) as follower:
+        yield {"master": services.master_id}
+        while True:
+            topics = await follower.next(_PING_S)
+            if not topics:
+                yield None
+                continue
+            yield {"topics": sorted(topics)} if len(topics) <= _MAX_TOPICS else {"all": True}
+            await asyncio.sleep(_GAP_S)
+
+
+async def get_events(request: ApiRequest) -> EventStream:
+    """``GET /page/events``: server-sent events.
+
+    First ``{"master": id}``, another id after a restart; then ``{"topics": […]}`` whenever something has changed,
+    ``{"all": true}`` where it is too much to tell.
+    """
+    return EventStream(_events(request.services))
+
+
+routes = [route("GET", "//page/events", get_events, access=USER)]

@@ -1,0 +1,232 @@
+"""What the tabs of an experiment show beside its curves: rungs, checkpoints, config with origins, files of its code."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from dstrial.checkpoint.manifest import MANIFEST_NAME
+from dstrial.config.experiment_config.origins import (
+    LABEL,
+    checked_again,
+    config_values,
+    deepspeed_checks,
+    explained_rows,
+)
+from dstrial.config.parsing.documents import Document, read_yaml_text
+from dstrial.config.secrets import masked, masked_json, masked_yaml
+from dstrial.errors import ConfigError, DstrialError, RequestError
+from dstrial.master.advice import text_of
+from dstrial.master.backends.model_definition import unpack
+from dstrial.master.clock import format_us
+from dstrial.master.http.router import USER, ApiRequest, route
+from dstrial.master.http.serializers import as_data
+from dstrial.master.lifecycle.checkpoint_audit import audit_one
+from dstrial.master.lifecycle.storages import root_of
+from dstrial.master.services import Services
+from dstrial.master.store import checkpoint_overviews, experiments, trials
+from dstrial.master.store.database import Connection
+from dstrial.master.web import model_files, rungs
+
+_MAX_VALUES = 5000
+"""Most values of a config that are told with their origins."""
+_LAYOUT_FIELDS = (
+    "engine_kind",
+    "world_size",
+    "data_parallel_size",
+    "pipeline_stages",
+    "model_parallel_size",
+    "zero_stage",
+    "offload_optimizer",
+    "optimizer",
+    "train_batch_size",
+)
+
+Json: TypeAlias = dict[str, Any]
+
+
+def _read_rungs(connection: Connection, experiment_id: int) -> Json:
+    row = experiments.require(connection, experiment_id)
+    config = json.loads(row.config)
+    searcher = config["searcher"]
+    # A detached search is another program's; the searcher of its config is only a name.
+    if row.unmanaged or row.searcher_type not in rungs.SEARCHERS:
+        return {"brackets": []}
+    snapshot = json.loads(row.searcher_snapshot or "{}")
+    ids = {trial.request_id: trial.id for trial in trials.of_experiment(connection, experiment_id)}
+    return {
+        "metric": row.searcher_metric,
+        "timeMetric": searcher["time_metric"],
+        "divisor": searcher["divisor"],
+        "brackets": rungs.rungs_of(
+            searcher, snapshot.get("method", {}), frozenset(snapshot.get("closed", ())), ids
+        ),
+    }
+
+
+async def get_rungs(request: ApiRequest) -> Json:
+    """``GET /page/experiments/N/rungs``: who got how far in a search by halving; no brackets for other searchers."""
+    return await request.services.read(_read_rungs, request.path_params["experiment_id"])
+
+
+def _layouts(engines: str | None) -> list[Json]:
+    found = json.loads(engines) if engines else []
+    return [
+        {name: layout.get(name) for name in _LAYOUT_FIELDS}
+        for layout in (found if isinstance(found, list) else [])
+        if isinstance(layout, Mapping)
+    ]
+
+
+def _checkpoint(row: checkpoint_overviews.CheckpointOverview) -> Json:
+    return {
+        "id": row.uuid,
+        "trial": row.trial_id,
+        "batch": row.steps,
+        "state": "DELETING" if row.is_being_deleted else row.state,
+        "bytes": row.size,
+        "files": row.num_files,
+        "time": format_us(row.report_us),
+        "manifest": row.manifest_sha256,
+        "format": row.format,
+        "layouts": _layouts(row.engines),
+        "metric": row.metric,
+        "models": [{"name": name, "version": version} for name, version in json.loads(row.models)],
+    }
+
+
+async def get_checkpoints(request: ApiRequest) -> Json:
+    """``GET /page/experiments/N/checkpoints``: its checkpoints, the newest first; ``more`` if not all are told."""
+
+    def read(connection: Connection) -> list[checkpoint_overviews.CheckpointOverview]:
+        experiment_id = request.path_params["experiment_id"]
+        experiments.require(connection, experiment_id)
+        return checkpoint_overviews.checkpoints(connection, experiment_id)
+
+    found = await request.services.read(read)
+    limit = checkpoint_overviews.MAX_CHECKPOINTS
+    return {"checkpoints": [_checkpoint(row) for row in found[:limit]], "more": len(found) > limit}
+
+
+def _look(services: Services, uuid: str) -> Json:
+    with services.database.read() as connection:
+        row = checkpoint_overviews.stored_files(connection, uuid)
+    if row is None:
+        raise RequestError(
+            404, f"checkpoint {uuid[:80]!r} is not found; expected one of an experiment's list."
+        )
+    storage = json.loads(row.config)["checkpoint_storage"]
+    root = root_of(storage)
+    if root is None:
+        return {
+            "isWhole": None,
+            "text": "Its storage is no directory of this machine; `dstrial checkpoint verify` reads it.",
+        }
+    trouble = services.storages.trouble_if_known(storage)
+    if trouble is not None:
+        return {"isWhole": None, "text": trouble}
+    finding = audit_one(row, root)
+    if finding is not None:
+        return {"isWhole": False, "text": str(finding)}
+    if row.state != "COMPLETED":
+        return {"isWhole": None, "text": f"It is {row.state.lower()}, as registered."}
+    has_manifest = row.manifest_sha256 is not None and MANIFEST_NAME in json.loads(row.resources)
+    manifest = (
+        "its manifest is the one that its trial has reported"
+        if has_manifest
+        else "it has no registered manifest"
+    )
+    return {"isWhole": True, "text": f"All files are there with their sizes, and {manifest}."}
+
+
+async def get_look(request: ApiRequest) -> Json:
+    """``GET /page/checkpoints/UUID/look``: whether files, sizes and manifest are as registered; reads no weights."""
+    services, uuid = request.services, request.path_params["uuid"]
+    return await services.run(lambda: _look(services, uuid))
+
+
+def _explained(services: Services, row: experiments.Experiment, tgz: bytes) -> Json:
+    """Return a config's values and its DeepSpeed configs' with where they come from."""
+    names, limits = services.secret_names, services.settings.limits
+    # Masked from here on: what a problem quotes is shown to others than who has submitted it.
+    template = masked(json.loads(row.template), names) if row.template else None
+    effective = json.loads(masked_json(row.config, names))
+    original = masked_yaml(row.original_config, names)
+    try:
+        submitted = read_yaml_text(original, LABEL, limits)
+    except ConfigError:  # Of before the limits were made smaller: checking it again says so.
+        submitted = Document(LABEL, None, {})
+    values = config_values(effective, submitted, template)
+    found: Json = {
+        "original": as_data(original),
+        "template": as_data(template),
+        "effective": as_data(effective),
+        "values": as_data(
+            [{"key": one.key, "value": one.value, "origin": one.origin} for one in values[:_MAX_VALUES]]
+        ),
+        "more": len(values) > _MAX_VALUES,
+        "deepspeed": [],
+        "problem": "",
+    }
+    if row.unmanaged:
+        return found
+    with tempfile.TemporaryDirectory(prefix="dstrial-explain-") as name:
+        try:
+            unpack(tgz, Path(name))
+            checked = checked_again(original, template, Path(name), has_files=bool(tgz), limits=limits)
+        except DstrialError as error:
+            problems = error.problems if isinstance(error, ConfigError) else [text_of(error)]
+            return {**found, "problem": "\n".join(str(one).replace(f"{name}/", "") for one in problems)}
+        found["deepspeed"] = [
+            {
+                "name": key,
+                "file": source.label.replace(f"{name}/", ""),
+                "equation": result.batch.equation if result.batch else "",
+                "rows": [
+                    {"key": one.key, "value": one.value, "origin": one.origin.replace(f"{name}/", "")}
+                    for one in explained_rows(source, result, names)
+                ],
+            }
+            for key, (source, result) in deepspeed_checks(checked).items()
+        ]
+    return found
+
+
+async def get_config(request: ApiRequest) -> Json:
+    """``GET /page/experiments/N/config``: the submitted YAML, and the effective config with where each value comes from.
+
+    ``values`` are those of the experiment config, ``deepspeed`` has what ``dstrial check --explain`` prints of each
+    DeepSpeed config; ``problem`` says why there are none, as where the config is possible no more.
+    """
+    services, experiment_id = request.services, request.path_params["experiment_id"]
+    row = await services.read(experiments.require, experiment_id)
+    tgz = await services.read(experiments.model_definition, experiment_id)
+    return await services.check(lambda: _explained(services, row, tgz))
+
+
+async def get_files(request: ApiRequest) -> Json:
+    """``GET /page/experiments/N/files``: path and size of each file of the model definition."""
+    tgz = await request.services.read(experiments.model_definition, request.path_params["experiment_id"])
+    return await request.services.check(lambda: model_files.listed(tgz))
+
+
+async def get_file(request: ApiRequest) -> Json:
+    """``GET /page/experiments/N/file?path=…``: the text of a file of the model definition, or its first MiB."""
+    path = request.query("path") or ""
+    tgz = await request.services.read(experiments.model_definition, request.path_params["experiment_id"])
+    found = await request.services.check(lambda: model_files.shown_file(tgz, path))
+    return {**found, "text": as_data(found["text"])}
+
+
+_ONE = "//page/experiments/{experiment_id:int}"
+routes = [
+    route("GET", f"{_ONE}/rungs", get_rungs, access=USER),
+    route("GET", f"{_ONE}/checkpoints", get_checkpoints, access=USER),
+    route("GET", "//page/checkpoints/{uuid}/look", get_look, access=USER),
+    route("GET", f"{_ONE}/config", get_config, access=USER),
+    route("GET", f"{_ONE}/files", get_files, access=USER),
+    route("GET", f"{_ONE}/file", get_file, access=USER),
+]

@@ -1,0 +1,186 @@
+"""Logs as the page shows them: pages of lines in both directions, one line whole, and all of it as a file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.responses import StreamingResponse
+
+from dstrial.errors import RequestError
+from dstrial.master.clock import now_us
+from dstrial.master.http.router import USER, ApiRequest, route
+from dstrial.master.store import overviews, tasks
+from dstrial.master.store.database import Connection
+from dstrial.master.store.reports import log_pages, logs
+from dstrial.master.store.reports.log_pages import LogOf, PageFilter
+from dstrial.visible_text import visible_line
+
+_LINES = 200
+_CHUNK = 1000
+_PART_BYTES = 2**20
+_MAX_TEXT = 1000
+
+
+def _log_of(connection: Connection, trial_id: int | None, task_id: str | None) -> LogOf:
+    """Return whose log is asked for; a trial's task has that of its trial."""
+    if trial_id is not None:
+        if overviews.experiment_of_trial(connection, trial_id) is None:
+            raise RequestError(404, f"trial {trial_id} is not found; expected one of an experiment's list.")
+        return LogOf(trial_id=trial_id)
+    row = tasks.get(connection, task_id or "")
+    if row is None:
+        shown = visible_line((task_id or "")[:80])
+        raise RequestError(404, f"task {shown!r} is not found; expected one of `det task list`.")
+    return LogOf(trial_id=row.trial_id) if row.trial_id else LogOf(task_id=row.id)
+
+
+async def _asked_log(request: ApiRequest) -> LogOf:
+    trial_id, task_id = request.query_int("trial"), request.query("task")
+    if (trial_id is None) == (task_id is None):
+        raise RequestError(400, "the query names no log; expected either trial or task. Send one of them.")
+    found: LogOf = await request.services.read(_log_of, trial_id, task_id)
+    return found
+
+
+def _asked_id(request: ApiRequest, name: str) -> int | None:
+    text = request.query(name)
+    if not text:
+        return None
+    if re.fullmatch("[0-9]{1,18}", text) is None:
+        raise request.wrong_query(name, "the id of a line")
+    return int(text)
+
+
+def _asked_lines(request: ApiRequest) -> PageFilter:
+    before, after = _asked_id(request, "before"), _asked_id(request, "after")
+    if before is not None and after is not None:
+        raise RequestError(400, "the query has before and after; expected one of them. Ask twice.")
+    level = request.query("level") or None
+    if level is not None and level not in logs.LEVELS:
+        raise request.wrong_query("level", f"one of {', '.join(logs.LEVELS)}")
+    limit = request.query_int("limit") or _LINES
+    return PageFilter(
+        before=before,
+        after=after,
+        limit=min(max(limit, 1), log_pages.MAX_LINES),
+        level=level,
+        ranks=tuple(request.query_ints("rank"))[:1000],
+        text=(request.query("text") or "")[:_MAX_TEXT],
+    )
+
+
+def _line_json(line: log_pages.ShownLine) -> dict[str, Any]:
+    found = {
+        "id": line.id,
+        "ms": line.time_us // 1000,
+        "level": line.level,
+        "rank": line.rank,
+        "source": line.source,
+        "stdtype": line.stdtype,
+        "text": line.text,  # Whatever is sent as JSON is made visible on its way.
+    }
+    return {**found, "bytes": line.num_bytes} if line.is_cut else found
+
+
+async def get_page(request: ApiRequest) -> dict[str, Any]:
+    """``GET /page/logs?trial=…``: lines of a log, the newest, or the nearest ``before`` or ``after`` an id.
+
+    ``level``, ``rank`` (any number of them, -1 for lines of none) and ``text`` leave others out. One request looks through
+    a bounded number of lines: ``searchedTo`` is the id from which to go on, null where there is nothing more; ``last``
+    is the newest line's.
+    """
+    wanted = _asked_lines(request)
+    log = await _asked_log(request)
+    found = await request.services.read(log_pages.page, log, wanted)
+    return {
+        "lines": [_line_json(line) for line in found.lines],
+        "searchedTo": found.searched_to,
+        "last": found.last,
+    }
+
+
+def _extent(connection: Connection, log: LogOf, is_counted: bool) -> dict[str, Any]:
+    found = log_pages.extent(connection, log, is_counted=is_counted)
+    return {
+        "first": found.first,
+        "last": found.last,
+        "lines": found.num_lines,
+        "ranks": log_pages.some_ranks(connection, log),
+        "trial": log.trial_id,
+        "isOver": tasks.is_over(connection, log.trial_id, log.task_id, now_us()),
+    }
+
+
+async def get_extent(request: ApiRequest) -> dict[str, Any]:
+    """``GET /page/logs/extent?trial=…``: how long a log is, which ranks are in it, and whether more can come.
+
+    With ``count=true`` also how many ``lines`` it has, which takes longer.
+    """
+    log = await _asked_log(request)
+    is_counted = bool(request.query_flag("count"))
+    found: dict[str, Any] = await request.services.read(_extent, log, is_counted)
+    return found
+
+
+def _file(content: AsyncIterator[bytes], name: str) -> StreamingResponse:
+    return StreamingResponse(
+        content,
+        media_type="text/plain; charset=utf-8",
+        headers={
+            "Content-Disposition": f'attachment; filename="{name}"',
+            "X-Content-Type-Options": "nosniff",
+            "Cache-Control": "no-store",
+        },
+    )
+
+
+def _name(log: LogOf) -> str:
+    of = f"trial-{log.trial_id}" if log.trial_id is not None else f"task-{log.task_id}"
+    return re.sub(r"[^\w.-]", "_", of, flags=re.ASCII)
+
+
+async def get_line(request: ApiRequest) -> StreamingResponse:
+    """``GET /page/logs/line?trial=…&id=…``: a line as it was printed, however long, as a file."""
+    log = await _asked_log(request)
+    line_id = _asked_id(request, "id")
+    if line_id is None:
+        raise request.wrong_query("id", "the id of a line")
+
+    line = await request.services.read(log_pages.whole_line, log, line_id)
+    if line is None:
+        raise RequestError(404, f"line {line_id} is not found in this log; expected one that is kept.")
+
+    async def content() -> AsyncIterator[bytes]:
+        for start in range(0, len(line), _PART_BYTES):
+            yield line[start : start + _PART_BYTES]
+
+    return _file(content(), f"{_name(log)}-line-{line_id}.txt")
+
+
+async def get_file(request: ApiRequest) -> StreamingResponse:
+    """``GET /page/logs/file?trial=…``: a whole log as a file, as ``det trial logs`` prints it."""
+    log = await _asked_log(request)
+    services = request.services
+    # Up to here: a log that grows on has an end, too.
+    last = (await services.read(log_pages.extent, log, is_counted=False)).last
+
+    async def content() -> AsyncIterator[bytes]:
+        after = 0
+        while last is not None and after < last:
+            rows = await services.read(log_pages.printed, log, after, last, _CHUNK)
+            if not rows:
+                return
+            after = rows[-1].id
+            yield "".join(logs.format_message(row) for row in rows).encode()
+
+    return _file(content(), f"{_name(log)}.log")
+
+
+routes = [
+    route("GET", "//page/logs", get_page, access=USER),
+    route("GET", "//page/logs/extent", get_extent, access=USER),
+    route("GET", "//page/logs/line", get_line, access=USER),
+    route("GET", "//page/logs/file", get_file, access=USER),
+]

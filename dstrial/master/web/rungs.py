@@ -1,0 +1,95 @@
+"""Who got how far in a search by halving, from the searcher's snapshot. Pure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from dstrial.search.adaptive_asha import brackets
+from dstrial.search.async_halving import rung_units
+
+SEARCHERS = ("adaptive_asha", "async_halving")
+"""Searchers that have rungs."""
+MAX_ENTRIES = 1000
+"""Most trials that are told of one rung, the best first."""
+_WORST = sys.float_info.max
+
+Json: TypeAlias = dict[str, Any]
+
+
+def rungs_of(
+    searcher: Mapping[str, Any], method: Mapping[str, Any], closed: frozenset[str], trials: Mapping[str, int]
+) -> list[Json]:
+    """Return the brackets of a search, each with its rungs, lowest first.
+
+    Args:
+        searcher: the searcher's section of the config, with defaults.
+        method: the snapshot of the search method; empty before the first trial.
+        closed: request ids of the trials that have exited.
+        trials: request id -> trial.
+
+    Returns:
+        For each rung its ``units`` of the time metric, how many trials got to it (``total``), how many went on, were
+        stopped, ended early or are on their way to it, and ``entries``: the best trials with value and outcome.
+    """
+    sizes = (
+        [one.num_rungs for one in brackets(searcher)]
+        if searcher["name"] == "adaptive_asha"
+        else [int(searcher["num_rungs"])]
+    )
+    states = method.get("brackets", [method] if method else [])
+    sign = 1.0 if searcher["smaller_is_better"] else -1.0
+    units = [rung_units(size, float(searcher["divisor"]), int(searcher["max_time"])) for size in sizes]
+    return [
+        {"rungs": _rungs(times, state, sign, closed, trials)}
+        for times, state in zip(units, [*states, *[{}] * len(sizes)], strict=False)
+    ]
+
+
+def _rungs(
+    units: list[int], state: Mapping[str, Any], sign: float, closed: frozenset[str], trials: Mapping[str, int]
+) -> list[Json]:
+    rung_of: Mapping[str, int] = state.get("rung_of", {})
+    stopped = frozenset(state.get("stopped", ()))
+    found: list[Json] = []
+    for idx, time in enumerate(units):
+        entries = [
+            {
+                "trial": trials.get(request_id),
+                "value": None if value == _WORST else sign * value,
+                "outcome": _outcome(
+                    idx, len(units) - 1, value, rung_of.get(request_id, 0), request_id in stopped
+                ),
+            }
+            for value, request_id in (state["rungs"][idx] if state else ())
+        ]
+        under_way = [
+            trials[request_id]
+            for request_id, rung in rung_of.items()
+            if rung == idx and request_id in trials and request_id not in stopped and request_id not in closed
+        ]
+        count = [entry["outcome"] for entry in entries].count
+        found.append(
+            {
+                "units": time,
+                "total": len(entries),
+                "wentOn": count("went on"),
+                "stopped": count("stopped"),
+                "finished": count("finished"),
+                "failed": count("failed"),
+                "underWay": under_way[:MAX_ENTRIES],
+                "numUnderWay": len(under_way),
+                "entries": entries[:MAX_ENTRIES],
+            }
+        )
+    return found
+
+
+def _outcome(idx: int, top: int, value: float, reached: int, is_stopped: bool) -> str:
+    """Say what became of a trial at a rung; the worst value is that of one that ended by a failure."""
+    if reached > idx or not is_stopped:
+        return "went on"
+    if value == _WORST:
+        return "failed"
+    return "finished" if idx == top else "stopped"

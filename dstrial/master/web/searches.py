@@ -1,0 +1,248 @@
+"""What the page shows of searches of dsat: found by the labels of their experiments, with the report where the master has it.
+
+A search's own files lie with who started it. The master has each configuration's metrics, and once a search has ended its report,
+which dsat leaves in the notes of an experiment.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from dstrial.errors import RequestError
+from dstrial.master.clock import format_us
+from dstrial.master.http.router import USER, ApiRequest, route
+from dstrial.master.http.serializers import time_or_none
+from dstrial.master.store import searches
+from dstrial.master.store.database import Connection
+from dstrial.master.store.searches import LabelledExperiment, Measurement
+
+_LABEL = re.compile(r"dsat-([0-9a-f]{8})-(?:(\d+)|worker-(\d+)|(results)|(full))$", re.ASCII)
+_NAME = re.compile(r" \(dsat (?:trial \d+|worker \d+|results)\)$", re.ASCII)
+_NOTES_BEGIN = "Orders of dsat to its worker (JSON; do not edit):\n"
+_MAX_ROWS = 20_000
+_MEMORY = ("peak_reserved_bytes", "peak_memory_bytes", "host_peak_memory_bytes")
+_ROW = (
+    *(
+        "trial_id",
+        "description",
+        "is_own",
+        "state",
+        "why",
+        "seconds",
+        "value",
+        "throughput",
+        "step_s",
+        "memory_bytes",
+    ),
+    *("predicted", "failure"),
+)
+_FACTS = (
+    *(
+        "name",
+        "method",
+        "metric",
+        "unit",
+        "smaller_is_better",
+        "reason",
+        "is_finished",
+        "num_slots",
+        "notes",
+        "best",
+        "own",
+    ),
+    *("gain", "is_gain_certain", "pareto"),
+)
+_ENDED = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
+
+Json: TypeAlias = dict[str, Any]
+
+
+def search_of(label: str) -> str | None:
+    """Return the search that a label names; None for other labels. Pure."""
+    found = _LABEL.match(label)
+    return None if found is None else found[1]
+
+
+def document_of(notes: str) -> Json | None:
+    """Return the report in the notes of an experiment; None where there is none, or somebody has edited it. Pure."""
+    if not notes.startswith(_NOTES_BEGIN):
+        return None
+    try:
+        text = (json.loads(notes.removeprefix(_NOTES_BEGIN)).get("results") or {}).get("report.json")
+        found = json.loads(text) if isinstance(text, str) else None
+    except (ValueError, AttributeError):
+        return None
+    if not isinstance(found, dict) or not isinstance(found.get("trials"), list):
+        return None
+    rows = [row for row in found["trials"] if isinstance(row, dict) and "trial_id" in row]
+    return {
+        **{name: found.get(name) for name in _FACTS},
+        "trials": [{name: row.get(name) for name in _ROW} for row in rows],
+    }
+
+
+def _finite(value: object) -> float | None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]  # a number, see above
+
+
+def measured_row(metrics: Mapping[str, Any], metric: str) -> Json:
+    """Return what a measurement says, in the names of a report's rows. Pure.
+
+    Args:
+        metrics: of a row; ``latency`` in microseconds.
+        metric: the searched one.
+    """
+    latency = _finite(metrics.get("latency"))
+    memory = (_finite(metrics.get(name)) for name in _MEMORY)
+    return {
+        "state": "measured",
+        "value": _finite(metrics.get(metric)),
+        "throughput": _finite(metrics.get("throughput")),
+        "step_s": None if latency is None else latency * 1e-6,
+        "memory_bytes": next((one for one in memory if one is not None), None),
+    }
+
+
+def _state(row: LabelledExperiment) -> str:
+    return {"ACTIVE": "running", "PAUSED": "paused", "ERROR": "failed", "COMPLETED": "not measured"}.get(
+        row.state, row.state.lower()
+    )
+
+
+def pareto(rows: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Return rows beaten by none in throughput and memory, by ascending memory. Pure."""
+    front, most = [], 0.0
+    known = [row for row in rows if row.get("memory_bytes") and row.get("throughput")]
+    for row in sorted(known, key=lambda each: (each["memory_bytes"], -each["throughput"])):
+        if row["throughput"] > most:
+            most = row["throughput"]
+            front.append(row["trial_id"])
+    return front
+
+
+def live_rows(experiments: Sequence[LabelledExperiment], found: Sequence[Measurement]) -> list[Json]:
+    """Return a line for each configuration, from what trials have reported so far. Pure."""
+    rows: dict[int, Json] = {}
+    by_experiment: dict[int, list[Measurement]] = {}
+    for one in found:
+        by_experiment.setdefault(one.experiment_id, []).append(one)
+    next_id = 0
+    for experiment in experiments:
+        matched = _LABEL.match(experiment.label)
+        if matched is None or matched[4] or matched[5]:
+            continue
+        own = [(one, json.loads(one.metrics)) for one in by_experiment.get(experiment.id, [])]
+        if matched[2]:
+            number = int(matched[2])
+            measured = [
+                metrics for one, metrics in own if one.group_name == "validation" and "latency" in metrics
+            ]
+            rows[number] = {
+                **dict.fromkeys(_ROW),
+                "trial_id": number,
+                "description": experiment.description.partition(": ")[2] or experiment.description,
+                "state": _state(experiment),
+                "experiment": experiment.id,
+                "why": experiment.end_reason if experiment.state == "ERROR" else None,
+                **(measured_row(measured[-1], experiment.searcher_metric) if measured else {}),
+            }
+            continue
+        for one, metrics in own:
+            if one.group_name != "dsat" or "answer" not in metrics:
+                continue
+            try:
+                answer = json.loads(metrics["answer"])
+            except (TypeError, ValueError):
+                continue
+            next_id -= 1  # Which configuration an answer is of, only the search's own files say.
+            failure = answer.get("failure")
+            rows[next_id] = {
+                **dict.fromkeys(_ROW),
+                "trial_id": next_id,
+                "description": f"order {one.steps} of worker {matched[3]}",
+                "seconds": answer.get("seconds"),
+                "experiment": experiment.id,
+                **(
+                    {"state": "failed", "why": failure.get("message"), "failure": failure}
+                    if isinstance(failure, dict)
+                    else measured_row(metrics, experiment.searcher_metric)
+                ),
+            }
+    return list(rows.values())
+
+
+def _facts(search_id: str, rows: Sequence[LabelledExperiment]) -> Json:
+    first = rows[0]
+    is_over = all(row.state in _ENDED for row in rows)
+    ends = [row.end_us for row in rows if row.end_us is not None]
+    method = re.match(r"dsat ([\w-]+):", first.description)
+    return {
+        "id": search_id,
+        "name": _NAME.sub("", first.name),
+        "method": method[1] if method else "",
+        "user": first.username,
+        "metric": first.searcher_metric,
+        "smallerIsBetter": bool(first.smaller_is_better),
+        "slots": first.slots_per_trial,
+        "state": "ended" if is_over else "running",
+        "experiments": [row.id for row in rows],
+        "start": format_us(first.start_us),
+        "end": time_or_none(max(ends)) if is_over and ends else None,
+        "full": next((row.id for row in rows if row.label.endswith("-full")), None),
+    }
+
+
+def _groups(rows: Sequence[LabelledExperiment]) -> dict[str, list[LabelledExperiment]]:
+    found: dict[str, list[LabelledExperiment]] = {}
+    for row in rows:
+        search_id = search_of(row.label)
+        if search_id is not None:
+            found.setdefault(search_id, []).append(row)
+    return found
+
+
+async def get_searches(request: ApiRequest) -> Json:
+    """``GET /page/searches``: the searches that the experiments of this master belong to, the newest first."""
+    rows = await request.services.read(searches.labelled)
+    found = [
+        {**_facts(search_id, own), "hasReport": any("report.json" in row.notes for row in own)}
+        for search_id, own in _groups(rows).items()
+    ]
+    return {"searches": sorted(found, key=lambda one: -one["experiments"][0])}
+
+
+def _read(connection: Connection, search_id: str) -> Json:
+    own = _groups(searches.labelled(connection, search_id)).get(search_id)
+    if not own:
+        raise RequestError(
+            404, f"search {search_id[:80]!r} is not found; expected one that has experiments on this master."
+        )
+    rows = live_rows(own, searches.measurements(connection, search_id, _MAX_ROWS))
+    document = next((found for row in reversed(own) if (found := document_of(row.notes)) is not None), None)
+    experiments = {row["trial_id"]: row["experiment"] for row in rows}
+    if document is not None:
+        rows = [{**row, "experiment": experiments.get(row["trial_id"])} for row in document.pop("trials")]
+    return {
+        "search": _facts(search_id, own),
+        "report": document,
+        "trials": rows,
+        "pareto": pareto(rows) if document is None else document["pareto"] or pareto(rows),
+    }
+
+
+async def get_search(request: ApiRequest) -> Json:
+    """``GET /page/searches/ID``: a search's configurations and, once it has ended, its report."""
+    search_id = request.path_params["search_id"]
+    found: Json = await request.services.read(_read, search_id)
+    return found
+
+
+routes = [
+    route("GET", "//page/searches", get_searches, access=USER),
+    route("GET", "//page/searches/{search_id}", get_search, access=USER),
+]

@@ -1,0 +1,40 @@
+// What a person can do with experiments and trials; the master's own requests.
+
+import { send } from "./api.js";
+import { attempt, confirmed, notice } from "./parts/basics.js";
+
+/** @typedef {{ name: string, verb: string, isEnd?: boolean, can: (row: any) => boolean, question?: string }} Action */
+
+const ENDED = ["COMPLETED", "CANCELED", "ERROR"];
+/** @param {any} row */
+export const isEnded = (row) => ENDED.includes(row.state);
+/** @param {any} row */
+const isStopping = (row) => row.state.startsWith("STOPPING");
+
+/** @type {Action[]} */
+export const ACTIONS = [
+  { name: "Pause", verb: "pause", can: (row) => !isEnded(row) && !isStopping(row) && row.state !== "PAUSED" && !row.unmanaged },
+  { name: "Activate", verb: "activate", can: (row) => row.state === "PAUSED" },
+  { name: "Stop", verb: "cancel", can: (row) => !isEnded(row) && !isStopping(row) && !row.unmanaged, question: "Stop {what}? Trials save a checkpoint and end; they do not go on." },
+  { name: "Kill", verb: "kill", can: (row) => !isEnded(row) && !row.unmanaged, question: "Kill {what} at once, without a checkpoint?" },
+  { name: "Archive", verb: "archive", can: (row) => isEnded(row) && !row.archived },
+  { name: "Unarchive", verb: "unarchive", can: (row) => row.archived },
+  { name: "Delete", verb: "delete", can: isEnded, question: "Delete {what} with metrics, logs and checkpoints? They cannot be brought back." },
+];
+
+/** @param {Action} action @param {any[]} rows experiments @returns {Promise<boolean>} whether it was asked for */
+export async function actOnExperiments(action, rows) {
+  const ids = rows.filter(action.can).map((row) => row.id);
+  if (!ids.length) return false;
+  const what = ids.length === 1 ? `experiment ${ids[0]}` : `${ids.length} experiments`;
+  if (action.question && !(await confirmed(action.question.replace("{what}", what), action.name))) return false;
+  return attempt(async () => {
+    // Project -1 stands for experiments of any.
+    const { results = [] } = await send(action.verb === "delete" ? "DELETE" : "POST", `/api/v1/projects/-1/experiments/${action.verb}`, {
+      projectId: -1, experimentIds: ids,
+    });
+    const problems = results.filter((/** @type {any} */ one) => one.error);
+    for (const one of problems) notice(`experiment ${one.id}: ${one.error}`, true);
+    if (problems.length < ids.length) notice(`${action.name}: ${what}`);
+  });
+}

@@ -1,0 +1,77 @@
+// The page: what its address says is shown below a line with the way to everything.
+
+import { html, render, useEffect, useErrorBoundary, useState } from "htm/preact/standalone";
+import { get, onReach } from "./api.js";
+import { startLive, useLive } from "./live.js";
+import { Notices, notice } from "./parts/basics.js";
+import { navigate, onLinkClick, useLocation } from "./router.js";
+import { VIEWS } from "./views.js";
+
+/** @param {string} theme "", "light" or "dark" */
+function setTheme(theme) {
+  if (theme) document.documentElement.dataset.theme = theme;
+  else delete document.documentElement.dataset.theme;
+  window.dispatchEvent(new Event("themechange"));
+}
+
+function Theme() {
+  const [theme, set] = useState(() => localStorage.getItem("theme") ?? "");
+  return html`<select aria-label="Colours" value=${theme} onChange=${(/** @type {any} */ event) => {
+    set(event.target.value);
+    localStorage.setItem("theme", event.target.value);
+    setTheme(event.target.value);
+  }}><option value="">as the system</option><option value="light">light</option><option value="dark">dark</option></select>`;
+}
+
+function Reach() {
+  const [reach, set] = useState(/** @type {import("./api.js").Reach} */ ("ok"));
+  useEffect(() => onReach(set), []);
+  if (reach === "ok") return null;
+  return html`<p class="problem banner" role="alert">${reach === "expired"
+    ? html`Your login has expired. <button onClick=${() => location.reload()}>Log in</button>`
+    : "The master does not answer; the page goes on by itself when it does. `dstrial up` starts it again."}</p>`;
+}
+
+/** @param {{ children: unknown }} props */
+function Guard({ children }) {
+  const [error, reset] = useErrorBoundary((/** @type {unknown} */ problem) => console.error(problem));
+  const { path } = useLocation();
+  useEffect(() => {
+    if (error) reset();
+  }, [path.join("/")]);
+  return error ? html`<main><h1>This view failed</h1><p class="problem" role="alert">${String(error)}</p><button onClick=${reset}>Try again</button></main>` : children;
+}
+
+function Page() {
+  const { path } = useLocation();
+  const words = path[0] === "det" ? path.slice(1) : path;
+  const session = useLive((signal) => get("/page/session", {}, signal), () => false, []);
+  const view = VIEWS.find((one) => one.fits(words)) ?? VIEWS[0];
+  useEffect(() => {
+    document.title = [...words, "dstrial"].join(" · ");
+  }, [path.join("/")]);
+  const { data } = session;
+  return html`<div onClick=${onLinkClick}>
+    <a class="skip" href="#main" onClick=${(/** @type {Event} */ event) => { event.preventDefault(); /** @type {HTMLElement | null} */ (document.querySelector("main h1"))?.focus(); }}>Skip to what is shown</a>
+    <header>
+      <a class="brand" href="/det/experiments">dstrial</a>
+      <nav aria-label="Main">
+        ${VIEWS.filter((one) => one.title).map((one) => html`<a href=${one.href} aria-current=${one === view || one === view.below ? "page" : undefined}>${one.title}</a>`)}
+      </nav>
+      <span class="who">${data && html`<span title="cluster">${data.cluster || "dstrial"}</span> · ${data.slots} ${data.slots === 1 ? "slot" : "slots"} · ${data.user}`} <${Theme} /></span>
+    </header>
+    <${Reach} />
+    ${data?.damage && html`<p class="problem banner" role="alert">${data.damage}</p>`}
+    <${Guard}><${view.show} words=${words} session=${data} /><//>
+    <${Notices} />
+  </div>`;
+}
+
+setTheme(localStorage.getItem("theme") ?? "");
+// Where links of the release before lead.
+const old = new URLSearchParams(location.search).get("experiment");
+if (location.pathname === "/" && old) navigate(`/det/experiments/${encodeURIComponent(old)}`, { replace: true });
+startLive(notice);
+const place = /** @type {HTMLElement} */ (document.getElementById("page"));
+place.textContent = "";
+render(html`<${Page} />`, place);

@@ -1,0 +1,108 @@
+// Numbers, times and sizes as people read them.
+
+/** @param {unknown} value a number, or one of the words NaN, Infinity, -Infinity @returns {number} */
+export function toNumber(value) {
+  if (typeof value === "number") return value;
+  return value === "Infinity" ? Infinity : value === "-Infinity" ? -Infinity : NaN;
+}
+
+/** @param {unknown} value @param {number} [digits] significant ones @returns {string} */
+export function number(value, digits = 5) {
+  if (value === null || value === undefined) return "";
+  if (typeof value !== "number") return String(value);
+  if (!Number.isFinite(value)) return String(value);
+  if (Number.isInteger(value) && Math.abs(value) < 1e9) return String(value);
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-4 || size >= 1e9)) return value.toExponential(Math.max(digits - 2, 0)).replace(/\.?0+e/, "e");
+  return String(Number(value.toPrecision(digits)));
+}
+
+/** @param {unknown} value of a hyperparameter @returns {string} */
+export function plain(value) {
+  if (value === null || value === undefined) return "";
+  if (typeof value === "number") return number(value, 6);
+  return typeof value === "object" ? JSON.stringify(value) : String(value);
+}
+
+/** @param {number} seconds @returns {string} the two largest units */
+export function duration(seconds) {
+  if (!Number.isFinite(seconds) || seconds < 0) return "";
+  if (seconds < 1) return "0s";
+  const units = /** @type {[number, string][]} */ ([[86400, "d"], [3600, "h"], [60, "m"], [1, "s"]]);
+  const words = [];
+  let rest = Math.floor(seconds);
+  for (const [size, name] of units) {
+    const count = Math.floor(rest / size);
+    rest -= count * size;
+    if (count) words.push(`${count}${name}`);
+    else if (words.length) break;
+    if (words.length === 2) break;
+  }
+  return words.join(" ");
+}
+
+/** @param {number} count @returns {string} */
+export function bytes(count) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let size = count;
+  let unit = 0;
+  while (size >= 1024 && unit < units.length - 1) {
+    size /= 1024;
+    unit += 1;
+  }
+  return `${unit && size < 10 ? size.toFixed(1) : Math.round(size)} ${units[unit]}`;
+}
+
+const LOCAL = new Intl.DateTimeFormat(undefined, {
+  year: "numeric", month: "2-digit", day: "2-digit", hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false,
+});
+
+/** @param {string | null} text as the master writes it @returns {string} where the reader is */
+export function localTime(text) {
+  return text ? LOCAL.format(new Date(text)) : "";
+}
+
+/** @param {string | null} text @returns {string} for a tooltip */
+export function utcTime(text) {
+  return text ? `${text.slice(0, 19).replace("T", " ")} UTC` : "";
+}
+
+/** @param {string} from @param {string | null} to @returns {number} seconds, up to now without an end */
+export function secondsBetween(from, to) {
+  return ((to ? Date.parse(to) : Date.now()) - Date.parse(from)) / 1000;
+}
+
+/**
+ * Flatten nested values to names with dots.
+ *
+ * @param {Record<string, any> | null | undefined} values @param {string} [before] @returns {Record<string, unknown>}
+ */
+export function flat(values, before = "") {
+  /** @type {Record<string, unknown>} */
+  const found = {};
+  for (const [name, value] of Object.entries(values ?? {})) {
+    if (value && typeof value === "object" && !Array.isArray(value)) Object.assign(found, flat(value, `${before}${name}.`));
+    else found[before + name] = value;
+  }
+  return found;
+}
+
+/** @param {string} name of a file @param {string | Blob} content @param {string} [type] */
+export function download(name, content, type = "text/csv") {
+  const url = URL.createObjectURL(content instanceof Blob ? content : new Blob([content], { type }));
+  const link = document.createElement("a");
+  link.href = url;
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}
+
+/** @param {unknown[][]} rows @returns {string} CSV (RFC 4180); a text that a spreadsheet would compute is quoted with an apostrophe */
+export function csv(rows) {
+  const cell = (/** @type {unknown} */ value) => {
+    let text = value === null || value === undefined ? "" : String(value);
+    if (typeof value === "string" && /^[=+\-@\t\r]/.test(text) && Number.isNaN(Number(text))) text = `'${text}`;
+    return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+  };
+  return rows.map((row) => row.map(cell).join(",")).join("\r\n") + "\r\n";
+}

@@ -1,0 +1,122 @@
+// Small things that many views have: states, times, questions before what destroys, notices.
+
+import { html, render, useEffect, useLayoutEffect, useRef, useState } from "htm/preact/standalone";
+import { localTime, utcTime } from "../format.js";
+
+/** @param {{ state: string }} props */
+export function State({ state }) {
+  const text = state.replace("STOPPING_", "stopping: ").toLowerCase();
+  return html`<span class=${`state ${state.startsWith("STOPPING_") ? "STOPPING" : state}`}>${text}</span>`;
+}
+
+/** @param {{ at: string | null }} props as the master writes it */
+export function Time({ at }) {
+  return at ? html`<time datetime=${at} title=${utcTime(at)}>${localTime(at)}</time>` : null;
+}
+
+/** @param {{ value: number, label?: string }} props from 0 to 1 */
+export function Progress({ value, label }) {
+  const percent = Math.round(1000 * value) / 10;
+  return html`<span class="progress"><progress max="1" value=${value} aria-label=${label ?? "progress"}></progress> ${percent} %</span>`;
+}
+
+/** @param {{ error: Error | null }} props */
+export function Problem({ error }) {
+  return error ? html`<p class="problem" role="alert">${error.message}</p>` : null;
+}
+
+/** @param {{ points: [number[], number[]] | undefined, label: string }} props */
+export function Sparkline({ points, label }) {
+  if (!points || points[0].length < 2) return null;
+  const [xs, ys] = points;
+  const [left, right] = [xs[0], xs[xs.length - 1]];
+  const low = Math.min(...ys);
+  const high = Math.max(...ys);
+  const path = xs.map((x, idx) => `${(((x - left) / (right - left || 1)) * 76 + 2).toFixed(1)},${(20 - ((ys[idx] - low) / (high - low || 1)) * 16).toFixed(1)}`);
+  return html`<svg class="spark" width="80" height="22" role="img" aria-label=${label}><polyline points=${path.join(" ")} /></svg>`;
+}
+
+/** Text with a button that copies it. @param {{ text: string, label?: string }} props */
+export function Copy({ text, label }) {
+  const [isDone, setDone] = useState(false);
+  useEffect(() => {
+    if (!isDone) return undefined;
+    const timer = setTimeout(() => setDone(false), 1500);
+    return () => clearTimeout(timer);
+  }, [isDone]);
+  return html`<span class="copy"><code>${label ?? text}</code>
+    <button title=${text} onClick=${() => navigator.clipboard.writeText(text).then(() => setDone(true))}>${isDone ? "copied" : "copy"}</button></span>`;
+}
+
+/**
+ * Ask before something is done that cannot be undone.
+ *
+ * @param {string} question @param {string} action on the button @returns {Promise<boolean>}
+ */
+export function confirmed(question, action) {
+  const place = document.createElement("div");
+  document.body.append(place);
+  return new Promise((resolve) => {
+    /** @param {boolean} isYes */
+    const end = (isYes) => {
+      render(/** @type {any} */ (null), place);
+      place.remove();
+      resolve(isYes);
+    };
+    render(html`<${Question} text=${question} action=${action} onEnd=${end} />`, place);
+  });
+}
+
+/** @param {{ text: string, action: string, onEnd: (isYes: boolean) => void }} props */
+function Question({ text, action, onEnd }) {
+  const dialog = useRef(/** @type {HTMLDialogElement | null} */ (null));
+  useLayoutEffect(() => dialog.current?.showModal(), []); // Not after the next paint: a key may come before.
+  return html`<dialog ref=${dialog} onClose=${() => onEnd(false)} aria-labelledby="question">
+    <p id="question">${text}</p>
+    <div class="tools">
+      <button onClick=${() => onEnd(false)} autofocus>Cancel</button>
+      <button class="danger" onClick=${() => onEnd(true)}>${action}</button>
+    </div>
+  </dialog>`;
+}
+
+/** @type {Set<(text: string, isProblem: boolean) => void>} */
+const noticeListeners = new Set();
+
+/** Tell the person something. @param {string} text @param {boolean} [isProblem] */
+export function notice(text, isProblem = false) {
+  for (const listener of noticeListeners) listener(text, isProblem);
+}
+
+/** Do something, and tell what kept it from being done. @param {() => Promise<unknown>} action @param {string} [done] */
+export async function attempt(action, done) {
+  try {
+    await action();
+    if (done) notice(done);
+    return true;
+  } catch (error) {
+    notice(/** @type {Error} */ (error).message, true);
+    return false;
+  }
+}
+
+/** Where notices appear, for some seconds; problems until they are closed. */
+export function Notices() {
+  const [shown, setShown] = useState(/** @type {{ key: number, text: string, isProblem: boolean }[]} */ ([]));
+  useEffect(() => {
+    let key = 0;
+    const listener = (/** @type {string} */ text, /** @type {boolean} */ isProblem) => {
+      const own = ++key;
+      setShown((before) => [...before.slice(-4), { key: own, text, isProblem }]);
+      if (!isProblem) setTimeout(() => setShown((before) => before.filter((one) => one.key !== own)), 6000);
+    };
+    noticeListeners.add(listener);
+    return () => noticeListeners.delete(listener);
+  }, []);
+  return html`<div class="notices" role="status" aria-live="polite">
+    ${shown.map(
+      (one) => html`<p key=${one.key} class=${one.isProblem ? "problem" : ""}>${one.text}
+        <button aria-label="Close" onClick=${() => setShown((before) => before.filter((other) => other.key !== one.key))}>×</button></p>`,
+    )}
+  </div>`;
+}

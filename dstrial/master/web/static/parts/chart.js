@@ -1,0 +1,353 @@
+// A chart of many curves, each with points of its own. uPlot draws axes and zooms; the curves are drawn here, as its series would
+// have to share their x values.
+
+import { html, useEffect, useMemo, useRef, useState } from "htm/preact/standalone";
+import uPlot from "uplot";
+import { csv, download, number } from "../format.js";
+
+/**
+ * @typedef {object} Curve
+ * @property {string | number} id
+ * @property {string} label
+ * @property {number[]} xs ascending
+ * @property {number[]} ys may hold NaN and infinities
+ * @property {boolean} [isBest]
+ * @property {string} [href] where a click leads
+ *
+ * @typedef {{ x: number, text: string }} Mark a line across the chart
+ */
+
+const PALETTE = { light: ["#1f5fd0", "#b4460f", "#1a7f5a", "#8a3ffc", "#a8324a", "#6b6000", "#00708c", "#7a4a9e"], dark: ["#79a8ff", "#ffa15c", "#58d0a0", "#c59bff", "#ff8fa3", "#d6c84a", "#5ccfe6", "#d7a7f0"] };
+const HOVER_PX = 40;
+/** One for all: another at each render would have everything drawn again. @type {Mark[]} */
+const NO_MARKS = [];
+
+/** @returns {boolean} */
+export function isDark() {
+  const chosen = document.documentElement.dataset.theme;
+  return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+}
+
+/** @param {number} idx @returns {string} a colour that can be told from its neighbours */
+export function colour(idx) {
+  const colours = isDark() ? PALETTE.dark : PALETTE.light;
+  return colours[idx % colours.length];
+}
+
+/** @param {string} name of a variable of the style @returns {string} */
+export function styled(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+/**
+ * @param {number[]} ys @param {number} weight of what was before, from 0 to 1
+ * @returns {number[]} exponential moving average, without the bias of its start
+ */
+export function smooth(ys, weight) {
+  if (!weight) return ys;
+  let mean = 0;
+  let sum = 0;
+  return ys.map((y) => {
+    if (!Number.isFinite(y)) return y;
+    mean = mean * weight + y * (1 - weight);
+    sum = sum * weight + (1 - weight);
+    return mean / sum;
+  });
+}
+
+/** @param {number[]} xs ascending @param {number} x @returns {number} index of the nearest */
+function nearest(xs, x) {
+  let low = 0;
+  let high = xs.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (xs[middle] < x) low = middle;
+    else high = middle;
+  }
+  return Math.abs(xs[low] - x) <= Math.abs(xs[high] - x) ? low : high;
+}
+
+/** @param {Curve[]} curves @param {boolean} isLog @returns {{ x: [number, number], y: [number, number] }} */
+function extents(curves, isLog, xRange = /** @type {[number, number] | null} */ (null)) {
+  let [left, right, low, high] = [Infinity, -Infinity, Infinity, -Infinity];
+  for (const { xs, ys } of curves) {
+    for (let idx = 0; idx < xs.length; idx += 1) {
+      const x = xs[idx];
+      const y = ys[idx];
+      if (!Number.isFinite(y) || (isLog && y <= 0)) continue;
+      if (x < left) left = x;
+      if (x > right) right = x;
+      if (xRange && (x < xRange[0] || x > xRange[1])) continue;
+      if (y < low) low = y;
+      if (y > high) high = y;
+    }
+  }
+  if (!Number.isFinite(left)) [left, right] = [0, 1];
+  if (!Number.isFinite(low)) [low, high] = isLog ? [0.1, 1] : [0, 1];
+  if (left === right) right = left + 1;
+  if (isLog) return { x: [left, right], y: low === high ? [low / 2, high * 2] : [low / 1.1, high * 1.1] };
+  const margin = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
+  return { x: [left, right], y: [low - margin, high + margin] };
+}
+
+/**
+ * @param {object} props
+ * @param {Curve[]} props.curves
+ * @param {string} props.title also of its files
+ * @param {string} props.xLabel
+ * @param {(x: number) => string} [props.showX]
+ * @param {boolean} [props.isLog]
+ * @param {number} [props.smoothing]
+ * @param {string | number | null} [props.highlight] id of a curve
+ * @param {(id: string | number | null) => void} [props.onHover]
+ * @param {(href: string) => void} [props.onOpen]
+ * @param {Mark[]} [props.marks]
+ * @param {number} [props.height] pixels
+ * @param {boolean} [props.isFromZero] whether the y axis begins there
+ * @param {boolean} [props.isScatter] whether the points are what is to be seen
+ */
+export function Chart(props) {
+  const { title, xLabel, isLog = false, smoothing = 0, highlight = null, marks = NO_MARKS, height = 340 } = props;
+  const showX = props.showX ?? ((x) => number(x));
+  const place = useRef(/** @type {HTMLDivElement | null} */ (null));
+  const plot = useRef(/** @type {uPlot | null} */ (null));
+  const zoom = useRef(/** @type {[number, number] | null} */ (null));
+  const layer = useRef(/** @type {{ key: string, curves: Curve[], canvas: HTMLCanvasElement } | null} */ (null));
+  const [isZoomed, setZoomed] = useState(false);
+  const [hover, setHover] = useState(/** @type {{ curve: Curve, idx: number, left: number, top: number } | null} */ (null));
+  const curves = useMemo(
+    () => (smoothing ? props.curves.map((curve) => ({ ...curve, ys: smooth(curve.ys, smoothing) })) : props.curves),
+    [props.curves, smoothing],
+  );
+  // What the hooks of a plot that lives longer read.
+  const now = useRef({ curves, isLog, highlight, marks, hover, showX });
+  now.current = { curves, isLog, highlight: highlight ?? hover?.curve.id ?? null, marks, hover, showX };
+  const numNotFinite = useMemo(() => props.curves.reduce((sum, curve) => sum + curve.ys.reduce((count, y) => count + (Number.isFinite(y) ? 0 : 1), 0), 0), [props.curves]);
+
+  /** @param {uPlot} u */
+  function draw(u) {
+    const { ctx, bbox } = u;
+    const { curves: all, highlight: marked, isLog: log, marks: lines } = now.current;
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+    ctx.clip();
+    ctx.lineJoin = "round";
+    ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+    ctx.textAlign = "left";
+    lines.forEach(({ x, text }, idx) => {
+      const at = Math.round(u.valToPos(x, "x", true));
+      ctx.strokeStyle = ctx.fillStyle = styled("--muted");
+      ctx.setLineDash([4 * devicePixelRatio, 4 * devicePixelRatio]);
+      ctx.lineWidth = devicePixelRatio;
+      ctx.beginPath();
+      ctx.moveTo(at, bbox.top);
+      ctx.lineTo(at, bbox.top + bbox.height);
+      ctx.stroke();
+      ctx.setLineDash([]);
+      // Neighbours stand on lines of their own, and what would be cut at the right edge stands before its line.
+      const isAtEdge = at + ctx.measureText(text).width + 8 * devicePixelRatio > bbox.left + bbox.width;
+      ctx.textAlign = isAtEdge ? "right" : "left";
+      ctx.fillText(text, at + (isAtEdge ? -4 : 4) * devicePixelRatio, bbox.top + (12 + 13 * (idx % 3)) * devicePixelRatio);
+    });
+    const scaleX = u.scales.x;
+    const scaleY = u.scales.y;
+    const [minX, maxX] = [/** @type {number} */ (scaleX.min), /** @type {number} */ (scaleX.max)];
+    const toLog = Math.log10;
+    const [minY, maxY] = log
+      ? [toLog(/** @type {number} */ (scaleY.min)), toLog(/** @type {number} */ (scaleY.max))]
+      : [/** @type {number} */ (scaleY.min), /** @type {number} */ (scaleY.max)];
+    const perX = bbox.width / (maxX - minX || 1);
+    const perY = bbox.height / (maxY - minY || 1);
+    const isMany = all.length > 12;
+    /** @param {CanvasRenderingContext2D} on @param {Curve} curve @param {number} idx @param {boolean} isMarked */
+    const stroke = (on, curve, idx, isMarked) => {
+      on.strokeStyle = on.fillStyle = curve.isBest ? styled("--best") : colour(idx);
+      on.globalAlpha = isMarked || curve.isBest ? 1 : isMany ? 0.5 : 0.9;
+      on.lineWidth = (isMarked || curve.isBest ? 2.6 : isMany ? 1 : 1.6) * devicePixelRatio;
+      on.beginPath();
+      let isPen = false;
+      let drawn = 0;
+      const { xs, ys } = curve;
+      for (let point = 0; point < xs.length; point += 1) {
+        const y = ys[point];
+        if (!Number.isFinite(y) || (log && y <= 0)) continue; // A line goes on over what is missing.
+        const px = bbox.left + (xs[point] - minX) * perX;
+        const py = bbox.top + bbox.height - ((log ? toLog(y) : y) - minY) * perY;
+        if (isPen) on.lineTo(px, py);
+        else on.moveTo(px, py);
+        isPen = true;
+        drawn += 1;
+      }
+      on.stroke();
+      if (!drawn || drawn >= 25) return;
+      for (let point = 0; point < xs.length; point += 1) {
+        const y = ys[point];
+        if (!Number.isFinite(y) || (log && y <= 0)) continue;
+        on.beginPath();
+        on.arc(bbox.left + (xs[point] - minX) * perX, bbox.top + bbox.height - ((log ? toLog(y) : y) - minY) * perY, (props.isScatter ? 4 : 2.2) * devicePixelRatio, 0, 7);
+        on.fill();
+      }
+    };
+    // All curves are drawn once, and as a picture after that: which of them is marked changes with every move of the mouse.
+    const key = [minX, maxX, minY, maxY, bbox.left, bbox.top, bbox.width, bbox.height, log, isDark()].join(" ");
+    if (layer.current?.key !== key || layer.current.curves !== all) {
+      const canvas = layer.current?.canvas ?? document.createElement("canvas");
+      canvas.width = ctx.canvas.width;
+      canvas.height = ctx.canvas.height;
+      const on = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
+      on.beginPath();
+      on.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+      on.clip();
+      on.lineJoin = "round";
+      all.forEach((curve, idx) => curve.isBest || stroke(on, curve, idx, false));
+      all.forEach((curve, idx) => curve.isBest && stroke(on, curve, idx, false));
+      layer.current = { key, curves: all, canvas };
+    }
+    const at = all.findIndex((curve) => curve.id === marked);
+    ctx.globalAlpha = at < 0 ? 1 : 0.35;
+    ctx.drawImage(layer.current.canvas, 0, 0);
+    if (at >= 0) {
+      all.forEach((curve, idx) => curve.isBest && stroke(ctx, curve, idx, false));
+      stroke(ctx, all[at], at, true);
+    }
+    ctx.restore();
+  }
+
+  /** @param {uPlot} u */
+  function find(u) {
+    const { left = -1, top = -1 } = u.cursor;
+    if (left < 0 || top < 0) return null;
+    const x = u.posToVal(left, "x");
+    /** @type {{ curve: Curve, idx: number, left: number, top: number } | null} */
+    let found = null;
+    let least = HOVER_PX;
+    for (const curve of now.current.curves) {
+      if (!curve.xs.length) continue;
+      const idx = nearest(curve.xs, x);
+      const y = curve.ys[idx];
+      if (!Number.isFinite(y) || (now.current.isLog && y <= 0)) continue;
+      const away = Math.hypot(u.valToPos(curve.xs[idx], "x") - left, u.valToPos(y, "y") - top);
+      if (away < least) {
+        least = away;
+        found = { curve, idx, left: u.valToPos(curve.xs[idx], "x"), top: u.valToPos(y, "y") };
+      }
+    }
+    return found;
+  }
+
+  useEffect(() => {
+    const box = /** @type {HTMLDivElement} */ (place.current);
+    const axis = { stroke: () => styled("--text"), grid: { stroke: () => styled("--line"), width: 1 }, ticks: { stroke: () => styled("--line"), width: 1 }, font: "12px system-ui, sans-serif" };
+    const u = new uPlot(
+      {
+        width: Math.max(box.clientWidth, 200),
+        height,
+        legend: { show: false },
+        cursor: { y: true, drag: { x: true, y: false, setScale: false }, points: { show: false } },
+        scales: {
+          x: { time: false, auto: false },
+          y: { auto: false, distr: isLog ? 3 : 1 },
+        },
+        series: [{}, { show: true, stroke: "transparent", points: { show: false } }],
+        axes: [
+          { ...axis, label: xLabel, labelSize: 22, size: 36, values: (_, ticks) => ticks.map((tick) => now.current.showX(tick)) },
+          { ...axis, size: 64, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick, 4))) },
+        ],
+        hooks: {
+          draw: [draw],
+          setCursor: [
+            (chart) => {
+              const found = find(chart);
+              setHover(found);
+              props.onHover?.(found?.curve.id ?? null);
+            },
+          ],
+          setSelect: [
+            (chart) => {
+              if (chart.select.width < 4) return;
+              zoom.current = [chart.posToVal(chart.select.left, "x"), chart.posToVal(chart.select.left + chart.select.width, "x")];
+              chart.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+              setZoomed(true);
+              rescale();
+            },
+          ],
+        },
+      },
+      [[0, 1], [null, null]],
+      box,
+    );
+    plot.current = u;
+    const observer = new ResizeObserver(() => u.setSize({ width: Math.max(box.clientWidth, 200), height }));
+    observer.observe(box);
+    rescale();
+    return () => {
+      observer.disconnect();
+      u.destroy();
+      plot.current = null;
+    };
+  }, [isLog, xLabel, height]);
+
+  function rescale() {
+    const u = plot.current;
+    if (!u) return;
+    const { x, y } = extents(now.current.curves, now.current.isLog, zoom.current);
+    if (props.isFromZero) y[0] = 0;
+    const margin = props.isScatter ? (x[1] - x[0]) * 0.04 : 0;
+    const [min, max] = zoom.current ?? [x[0] - margin, x[1] + margin];
+    u.batch(() => {
+      u.setData([[min, max], [null, null]], false);
+      u.setScale("x", { min, max });
+      u.setScale("y", { min: y[0], max: y[1] });
+    });
+  }
+  useEffect(rescale, [curves, isLog]);
+  useEffect(() => plot.current?.redraw(false, false), [highlight, hover?.curve.id, marks]);
+  useEffect(() => {
+    const redraw = () => plot.current?.redraw(false, true);
+    window.addEventListener("themechange", redraw);
+    return () => window.removeEventListener("themechange", redraw);
+  }, []);
+
+  function unzoom() {
+    zoom.current = null;
+    setZoomed(false);
+    rescale();
+  }
+  function picture() {
+    const canvas = plot.current?.ctx.canvas;
+    if (!canvas) return;
+    const copy = document.createElement("canvas");
+    const head = 28 * devicePixelRatio;
+    copy.width = canvas.width;
+    copy.height = canvas.height + head;
+    const ctx = /** @type {CanvasRenderingContext2D} */ (copy.getContext("2d"));
+    ctx.fillStyle = styled("--back");
+    ctx.fillRect(0, 0, copy.width, copy.height);
+    ctx.fillStyle = styled("--text");
+    ctx.font = `${14 * devicePixelRatio}px system-ui, sans-serif`;
+    ctx.fillText(title, 10 * devicePixelRatio, 19 * devicePixelRatio);
+    ctx.drawImage(canvas, 0, head);
+    copy.toBlob((blob) => blob && download(`${title}.png`, blob));
+  }
+  const write = () =>
+    download(`${title}.csv`, csv([["curve", xLabel, title], ...props.curves.flatMap((curve) => curve.xs.map((x, idx) => [curve.label, x, curve.ys[idx]]))]));
+
+  return html`<figure class="chart">
+    <figcaption>
+      <span>${title}</span>
+      <span class="tools">
+        ${isZoomed && html`<button onClick=${unzoom}>Whole</button>`}
+        <button onClick=${picture}>PNG</button><button onClick=${write}>CSV</button>
+      </span>
+    </figcaption>
+    <div class="plot" ref=${place} role="img" aria-label=${`${title} over ${xLabel}: ${curves.length} curves`} onDblClick=${unzoom}
+      onClick=${() => hover?.curve.href && props.onOpen?.(hover.curve.href)}></div>
+    ${hover && html`<div class=${`tip${hover.left > (place.current?.clientWidth ?? 0) / 2 ? " before" : ""}`} style=${{ left: `${hover.left + 64}px`, top: `${hover.top + 24}px` }}>
+      <b>${hover.curve.label}</b><br />${xLabel} ${showX(hover.curve.xs[hover.idx])}: ${number(props.curves.find((one) => one.id === hover.curve.id)?.ys[hover.idx])}
+      ${smoothing ? html`<br />smoothed ${number(hover.curve.ys[hover.idx])}` : null}
+    </div>`}
+    ${!curves.some((curve) => curve.xs.length) && html`<p class="muted">Nothing has been reported yet.</p>`}
+    ${numNotFinite > 0 && html`<p class="muted">${numNotFinite} ${numNotFinite === 1 ? "value is" : "values are"} not finite, and not drawn.</p>`}
+  </figure>`;
+}

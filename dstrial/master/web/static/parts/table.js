@@ -1,0 +1,173 @@
+// A table of any number of rows: sorted, with columns to choose, by mouse and keyboard, as CSV; only what is seen is drawn.
+
+import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "htm/preact/standalone";
+import { csv, download } from "../format.js";
+import { setParams, useLocation } from "../router.js";
+
+/**
+ * @typedef {object} Column
+ * @property {string} id stands in the address
+ * @property {string} title
+ * @property {(row: any) => unknown} value what is sorted, filtered and written as CSV
+ * @property {(row: any) => unknown} [show] what is drawn; the value by default
+ * @property {boolean} [isNumber] right-aligned
+ * @property {boolean} [isHidden] unless chosen
+ * @property {string} [hint] of the heading
+ */
+
+const ROW_PX = 33;
+const MARGIN_ROWS = 12;
+
+/** @param {unknown} a @param {unknown} b @returns {number} empty and NaN last */
+function compare(a, b) {
+  const isNoneA = a === null || a === undefined || a === "" || Number.isNaN(a);
+  const isNoneB = b === null || b === undefined || b === "" || Number.isNaN(b);
+  if (isNoneA || isNoneB) return Number(isNoneA) - Number(isNoneB);
+  if (typeof a === "number" && typeof b === "number") return a - b;
+  return String(a).localeCompare(String(b), undefined, { numeric: true });
+}
+
+/** @param {any[]} rows @param {Column | undefined} column @param {boolean} isDescending @returns {any[]} */
+function sorted(rows, column, isDescending) {
+  if (!column) return rows;
+  const keyed = rows.map((row) => ({ row, key: column.value(row) }));
+  const isNone = (/** @type {unknown} */ key) => compare(key, 0) === 1 && compare(0, key) === -1 && (key === null || key === undefined || key === "" || Number.isNaN(key));
+  keyed.sort((a, b) => (isNone(a.key) || isNone(b.key) || !isDescending ? compare(a.key, b.key) : compare(b.key, a.key)));
+  return keyed.map(({ row }) => row);
+}
+
+/**
+ * @param {object} props
+ * @param {string} props.name begins the table's words in the address, and names its file
+ * @param {string} props.label for screen readers
+ * @param {Column[]} props.columns
+ * @param {any[]} props.rows each with an `id`
+ * @param {string} [props.sort] column, with a minus for descending
+ * @param {Set<any>} [props.selected] ids
+ * @param {(ids: Set<any>) => void} [props.onSelect]
+ * @param {(row: any) => string} [props.href] where a row leads
+ * @param {(row: any) => string} [props.rowClass]
+ * @param {(row: any | null) => void} [props.onHover]
+ * @param {unknown} [props.tools] beside the table's own
+ * @param {unknown} [props.empty] in place of rows
+ */
+export function Table(props) {
+  const { name, label, columns, rows, selected, onSelect, href, onHover } = props;
+  const { query } = useLocation();
+  const sort = query.get(`${name}_sort`) ?? props.sort ?? "";
+  const chosen = query.get(`${name}_columns`);
+  const shown = useMemo(() => {
+    const ids = chosen === null ? null : chosen.split(",");
+    return columns.filter((column) => (ids ? ids.includes(column.id) : !column.isHidden));
+  }, [columns, chosen]);
+  const isDescending = sort.startsWith("-");
+  const sortId = sort.replace(/^-/, "");
+  const ordered = useMemo(
+    () => sorted(rows, columns.find((column) => column.id === sortId), isDescending),
+    [rows, columns, sort],
+  );
+  const [active, setActive] = useState(-1);
+  const scroller = useRef(/** @type {HTMLDivElement | null} */ (null));
+  const [view, setView] = useState({ first: 0, count: 40 });
+
+  function look() {
+    const box = scroller.current;
+    if (!box) return;
+    const first = Math.max(0, Math.floor(box.scrollTop / ROW_PX) - MARGIN_ROWS);
+    const count = Math.ceil(box.clientHeight / ROW_PX) + 2 * MARGIN_ROWS;
+    setView((before) => (before.first === first && before.count === count ? before : { first, count }));
+  }
+  useLayoutEffect(look, [ordered.length]);
+  useEffect(() => {
+    window.addEventListener("resize", look);
+    return () => window.removeEventListener("resize", look);
+  }, []);
+
+  /** @param {string} id */
+  const sortBy = (id) => setParams({ [`${name}_sort`]: sortId === id && !isDescending ? `-${id}` : id });
+  /** @param {any} id */
+  function toggle(id) {
+    if (!onSelect || !selected) return;
+    const now = new Set(selected);
+    if (!now.delete(id)) now.add(id);
+    onSelect(now);
+  }
+  /** @param {number} idx */
+  function focusRow(idx) {
+    const to = Math.max(0, Math.min(ordered.length - 1, idx));
+    setActive(to);
+    const box = scroller.current;
+    if (!box) return;
+    const top = to * ROW_PX;
+    if (top < box.scrollTop) box.scrollTop = top;
+    else if (top + 2 * ROW_PX > box.scrollTop + box.clientHeight) box.scrollTop = top + 2 * ROW_PX - box.clientHeight;
+    look();
+    requestAnimationFrame(() => /** @type {HTMLElement | null} */ (box.querySelector(`tr[data-idx="${to}"]`))?.focus());
+  }
+  /** @param {KeyboardEvent} event */
+  function onKeyDown(event) {
+    if (/** @type {Element} */ (event.target).closest("input, select, textarea, button, summary")) return;
+    const steps = /** @type {Record<string, number>} */ ({ ArrowDown: 1, ArrowUp: -1, PageDown: 20, PageUp: -20, Home: -1e9, End: 1e9 });
+    const row = ordered[active];
+    if (event.key in steps) focusRow(active + steps[event.key]);
+    else if (event.key === "Enter" && row && href) /** @type {HTMLElement | null} */ (scroller.current?.querySelector(`tr[data-idx="${active}"] a[href]`))?.click();
+    else if (event.key === " " && row) toggle(row.id);
+    else return;
+    event.preventDefault();
+  }
+  const write = () =>
+    download(`${name}.csv`, csv([shown.map((column) => column.title), ...ordered.map((row) => shown.map((column) => column.value(row)))]));
+
+  const last = Math.min(ordered.length, view.first + view.count);
+  const isAll = Boolean(selected && ordered.length && ordered.every((row) => selected.has(row.id)));
+  return html`<div class="table">
+    <div class="tools">
+      ${props.tools}
+      <span class="muted" role="status">${rows.length} ${rows.length === 1 ? "row" : "rows"}</span>
+      <details class="menu">
+        <summary>Columns</summary>
+        <div class="choices" role="group" aria-label="Columns">
+          ${columns.map(
+            (column) => html`<label><input type="checkbox" checked=${shown.includes(column)} onChange=${() => {
+              const now = shown.includes(column) ? shown.filter((one) => one !== column) : [...shown, column];
+              setParams({ [`${name}_columns`]: now.map((one) => one.id).join(",") });
+            }} /> ${column.title}</label>`,
+          )}
+        </div>
+      </details>
+      <button onClick=${write}>CSV</button>
+    </div>
+    <div class="scroller" ref=${scroller} onScroll=${look} onKeyDown=${onKeyDown} tabindex="0" role="region" aria-label=${label}>
+      <table aria-label=${label} aria-rowcount=${ordered.length + 1}>
+        <thead>
+          <tr aria-rowindex="1">
+            ${selected && html`<th class="select"><input type="checkbox" aria-label="Select all" checked=${isAll} onChange=${() => onSelect?.(isAll ? new Set() : new Set(ordered.map((row) => row.id)))} /></th>`}
+            ${shown.map(
+              (column) => html`<th class=${column.isNumber ? "number" : ""} title=${column.hint} aria-sort=${column.id === sortId ? (isDescending ? "descending" : "ascending") : undefined}>
+                <button onClick=${() => sortBy(column.id)}>${column.title}${column.id === sortId ? (isDescending ? " ↓" : " ↑") : ""}</button>
+              </th>`,
+            )}
+          </tr>
+        </thead>
+        <tbody>
+          ${view.first > 0 && html`<tr aria-hidden="true" style=${{ height: `${view.first * ROW_PX}px` }}></tr>`}
+          ${ordered.slice(view.first, last).map((row, at) => {
+            const idx = view.first + at;
+            return html`<tr key=${row.id} data-idx=${idx} aria-rowindex=${idx + 2} tabindex="-1" class=${props.rowClass?.(row) ?? ""}
+              aria-selected=${selected ? selected.has(row.id) : undefined} onFocus=${() => setActive(idx)}
+              onMouseEnter=${onHover && (() => onHover(row))} onMouseLeave=${onHover && (() => onHover(null))}>
+              ${selected && html`<td class="select"><input type="checkbox" aria-label=${`Select ${row.id}`} checked=${selected.has(row.id)} onChange=${() => toggle(row.id)} /></td>`}
+              ${shown.map((column, place) => {
+                const content = column.show ? column.show(row) : column.value(row);
+                const isLink = href && place === 0;
+                return html`<td class=${column.isNumber ? "number" : ""}>${isLink ? html`<a href=${href(row)}>${content}</a>` : content}</td>`;
+              })}
+            </tr>`;
+          })}
+          ${last < ordered.length && html`<tr aria-hidden="true" style=${{ height: `${(ordered.length - last) * ROW_PX}px` }}></tr>`}
+          ${!ordered.length && html`<tr><td class="empty" colspan=${shown.length + 1}>${props.empty ?? "Nothing here."}</td></tr>`}
+        </tbody>
+      </table>
+    </div>
+  </div>`;
+}

@@ -1,0 +1,115 @@
+// Several trials side by side: curves of chosen metrics, hyperparameters, and the configs of their experiments.
+
+import { html, useMemo, useState } from "htm/preact/standalone";
+import { get } from "../api.js";
+import { AXES, recordsOf, useCurves, useMetricNames, xsOf } from "../curves.js";
+import { duration, flat, number, plain, secondsBetween } from "../format.js";
+import { useLive } from "../live.js";
+import { Problem, State } from "../parts/basics.js";
+import { Chart, colour } from "../parts/chart.js";
+import { navigate, setParams, useLocation, useParam } from "../router.js";
+import { ConfigDiff } from "./compare/config_diff.js";
+
+/** @param {string | null} text @returns {number[]} */
+const numbersIn = (text) => [...new Set((text ?? "").split(",").filter((word) => /^\d{1,9}$/.test(word)).map(Number))];
+
+/** @param {{ metric: string, trials: any[], experiments: Map<number, any>, axis: string, isLog: boolean, smoothing: number, onRemove?: () => void }} props */
+function Overlay({ metric, trials, experiments, axis, isLog, smoothing, onRemove }) {
+  const ids = useMemo(() => trials.map((trial) => trial.id), [trials.map((trial) => trial.id).join(",")]);
+  const { series, isLoading, error } = useCurves(ids, metric);
+  const curves = useMemo(
+    () =>
+      trials
+        .filter((trial) => series.has(trial.id))
+        .map((trial) => {
+          const found = /** @type {import("../curves.js").Series} */ (series.get(trial.id));
+          const experiment = experiments.get(trial.experiment);
+          const records = recordsOf({ records_per_epoch: experiment?.recordsPerEpoch }, trial.hparams);
+          return { id: trial.id, label: `trial ${trial.id} of ${experiment?.name ?? trial.experiment}`, xs: xsOf(found, axis, records, trial.start), ys: found.values, href: `/det/experiments/${trial.experiment}/trials/${trial.id}` };
+        }),
+    [series, trials, axis],
+  );
+  return html`<div>
+    <${Problem} error=${error} />
+    ${isLoading && !curves.length && html`<p class="muted">Loading curves …</p>`}
+    <${Chart} title=${metric.replace(".", ": ")} xLabel=${AXES.find(([one]) => one === axis)?.[1] ?? "batches"} curves=${curves} isLog=${isLog} smoothing=${smoothing} showX=${axis === "time" ? duration : undefined} onOpen=${navigate} height=${280} />
+    ${onRemove && html`<button onClick=${onRemove} aria-label=${`Remove the chart of ${metric}`}>Remove this chart</button>`}
+  </div>`;
+}
+
+/** @param {{ trials: any[], experiments: Map<number, any>, onRemove: (id: number) => void }} props */
+function Facts({ trials, experiments, onRemove }) {
+  const [isOnly, setOnly] = useState(true);
+  const hps = useMemo(() => trials.map((trial) => flat(trial.hparams)), [trials]);
+  const names = useMemo(() => [...new Set(hps.flatMap((hp) => Object.keys(hp)))].sort(), [hps]);
+  const rows = names.map((name) => ({ name, values: hps.map((hp) => (name in hp ? plain(hp[name]) : "")), isSame: new Set(hps.map((hp) => JSON.stringify(hp[name]))).size === 1 }));
+  const shown = isOnly && trials.length > 1 ? rows.filter((row) => !row.isSame) : rows;
+  /** @type {[string, (trial: any) => unknown][]} */
+  const facts = [
+    ["experiment", (trial) => html`<a href=${`/det/experiments/${trial.experiment}`}>${experiments.get(trial.experiment)?.name} (${trial.experiment})</a>`],
+    ["state", (trial) => html`<${State} state=${trial.state} />`],
+    ["best", (trial) => (trial.best === null ? "" : `${experiments.get(trial.experiment)?.metric} ${number(trial.best)}`)],
+    ["batches", (trial) => trial.batches.toLocaleString()],
+    ["slots", (trial) => trial.slots],
+    ["restarts", (trial) => trial.restarts],
+    ["took", (trial) => duration(secondsBetween(trial.start, trial.end))],
+  ];
+  return html`<h2>Side by side</h2>
+    ${trials.length > 1 && html`<div class="filters"><label><input type="checkbox" checked=${isOnly} onChange=${(/** @type {any} */ event) => setOnly(event.target.checked)} /> only hyperparameters that differ</label></div>`}
+    <div class="scroller wide" tabindex="0" role="region" aria-label="Trials side by side"><table class="plain side">
+      <thead><tr><th></th>${trials.map((trial, idx) => html`<th><i class="dot" style=${{ background: colour(idx) }}></i><a href=${`/det/experiments/${trial.experiment}/trials/${trial.id}`}>trial ${trial.id}</a> ${trials.length > 1 && html`<button aria-label=${`Remove trial ${trial.id}`} onClick=${() => onRemove(trial.id)}>×</button>`}</th>`)}</tr></thead>
+      <tbody>
+        ${facts.map(([name, show]) => html`<tr><th scope="row">${name}</th>${trials.map((trial) => html`<td>${show(trial)}</td>`)}</tr>`)}
+        ${shown.map((row) => html`<tr class=${row.isSame ? "" : "differs"}><th scope="row">${row.name}${!row.isSame && html` <span title="differs" aria-label="differs">≠</span>`}</th>${row.values.map((value) => html`<td>${value}</td>`)}</tr>`)}
+        ${!shown.length && html`<tr><td colspan=${trials.length + 1} class="muted">${rows.length ? "All hyperparameters are the same." : "There are no hyperparameters."}</td></tr>`}
+      </tbody>
+    </table></div>`;
+}
+
+export function Compare() {
+  const { query } = useLocation();
+  const trialIds = numbersIn(query.get("trials"));
+  const experimentIds = numbersIn(query.get("experiments"));
+  const key = `${trialIds.join(",")};${experimentIds.join(",")}`;
+  const [chosen, setChosen] = useParam("metrics");
+  const [axis, setAxis] = useParam("x", "batches");
+  const [log, setLog] = useParam("log");
+  const [smoothing, setSmoothing] = useParam("smooth", "0");
+  const isNone = !trialIds.length && !experimentIds.length;
+  const { data, error } = useLive(
+    async (signal) => (isNone ? null : get("/page/compare", { trials: trialIds, experiments: experimentIds }, signal)),
+    (topic) => trialIds.some((id) => topic === `trial:${id}` || topic.startsWith(`metrics:${id}:`)) || experimentIds.some((id) => topic === `experiment:${id}` || (topic.startsWith("metrics:") && topic.endsWith(`:${id}`))),
+    [key],
+  );
+  const names = useMetricNames(data?.metrics ?? { groups: {} });
+  const experiments = useMemo(() => new Map((data?.experiments ?? []).map((/** @type {any} */ one) => [one.id, one])), [data]);
+  if (isNone) return html`<main><h1 tabindex="-1">Compare</h1><p>Choose trials in the table of an experiment, or experiments in their list, and press Compare.</p><p><a href="/det/experiments">Go to the experiments</a></p></main>`;
+  if (!data) return html`<main><h1 tabindex="-1">Compare</h1>${error ? html`<${Problem} error=${error} />` : html`<p class="loading">Loading …</p>`}</main>`;
+  const { trials, missing } = data;
+  const first = data.experiments[0];
+  const fallback = first && (names.includes(`validation.${first.metric}`) ? `validation.${first.metric}` : names[0]);
+  const metrics = chosen ? chosen.split(",").map(decodeURIComponent) : fallback ? [fallback] : [];
+  /** @param {string[]} now */
+  const choose = (now) => setChosen(now.map(encodeURIComponent).join(","));
+  /** @param {number} id */
+  const remove = (id) => setParams({ trials: trials.map((/** @type {any} */ one) => one.id).filter((/** @type {number} */ one) => one !== id).join(","), experiments: "" });
+  const rest = names.filter((name) => !metrics.includes(name));
+  return html`<main>
+    <p class="back"><a href="/det/experiments">Experiments</a> /</p>
+    <h1 tabindex="-1">Compare ${trials.length} ${trials.length === 1 ? "trial" : "trials"}</h1>
+    <${Problem} error=${error} />
+    ${missing.map((/** @type {string} */ text) => html`<p class="problem">${text}.</p>`)}
+    ${trials.length > 0 && html`
+      <div class="filters">
+        <label>Add a metric <select value="" onChange=${(/** @type {any} */ event) => { if (event.target.value) choose([...metrics, event.target.value]); event.target.value = ""; }}>
+          <option value="">choose …</option>${rest.map((name) => html`<option value=${name}>${name.replace(".", ": ")}</option>`)}</select></label>
+        <label>Over <select value=${axis} onChange=${(/** @type {any} */ event) => setAxis(event.target.value)}>${AXES.map(([one, title]) => html`<option value=${one}>${title}</option>`)}</select></label>
+        <label><input type="checkbox" checked=${Boolean(log)} onChange=${(/** @type {any} */ event) => setLog(event.target.checked ? "1" : "")} /> log scale</label>
+        <label>Smoothing <input type="range" min="0" max="0.99" step="0.01" value=${smoothing} onInput=${(/** @type {any} */ event) => setSmoothing(event.target.value)} /> ${smoothing}</label>
+      </div>
+      <div class=${metrics.length > 1 ? "charts" : ""}>${metrics.map((metric) => html`<${Overlay} key=${metric} metric=${metric} trials=${trials} experiments=${experiments} axis=${axis} isLog=${Boolean(log)} smoothing=${Number(smoothing)}
+        onRemove=${metrics.length > 1 ? () => choose(metrics.filter((one) => one !== metric)) : undefined} />`)}</div>
+      <${Facts} trials=${trials} experiments=${experiments} onRemove=${remove} />
+      <${ConfigDiff} experiments=${data.experiments} />`}
+  </main>`;
+}

@@ -1,0 +1,116 @@
+// An experiment's checkpoints: what they hold, whether they are there, how to get at them, register and delete them.
+
+import { html, useState } from "htm/preact/standalone";
+import { get, send } from "../../api.js";
+import { bytes, number } from "../../format.js";
+import { useLive } from "../../live.js";
+import { attempt, confirmed, Copy, notice, Problem, State, Time } from "../../parts/basics.js";
+import { Table } from "../../parts/table.js";
+import { useParam } from "../../router.js";
+import { askForModel } from "./register.js";
+
+/** @param {any} layout of an engine @returns {string} */
+function layoutText(layout) {
+  const parts = [`${layout.world_size} ${layout.world_size === 1 ? "rank" : "ranks"}`, `ZeRO ${layout.zero_stage}`];
+  if (layout.pipeline_stages > 1) parts.push(`${layout.pipeline_stages} stages`);
+  if (layout.model_parallel_size > 1) parts.push(`${layout.model_parallel_size} model parallel`);
+  if (layout.data_parallel_size > 1) parts.push(`${layout.data_parallel_size} replicas`);
+  if (layout.offload_optimizer && layout.offload_optimizer !== "none") parts.push(`optimizer on ${layout.offload_optimizer}`);
+  return parts.join(", ");
+}
+
+/** @param {any} row @returns {string} */
+const layoutOf = (row) => (row.layouts.length ? row.layouts.map(layoutText).join(" + ") : row.format ? `${row.format}` : "not told");
+const hasFiles = (/** @type {any} */ row) => row.state === "COMPLETED" || row.state === "PARTIALLY_DELETED";
+
+/** @param {{ id: number, experiment: any }} props */
+export function Checkpoints({ id, experiment }) {
+  const [selected, setSelected] = useState(/** @type {Set<string>} */ (new Set()));
+  const [shown, setShown] = useParam("checkpoint");
+  const [withDeleted, setWithDeleted] = useParam("deleted");
+  const [looks, setLooks] = useState(/** @type {Record<string, any>} */ ({}));
+  const { data, error, reload } = useLive((signal) => get(`/page/experiments/${id}/checkpoints`, {}, signal), (topic) => topic === `experiment:${id}` || topic.startsWith("trial:"), [id]);
+  if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="loading">Loading …</p>`;
+  const all = data.checkpoints;
+  const rows = withDeleted ? all : all.filter((/** @type {any} */ row) => row.state !== "DELETED");
+  const chosen = rows.filter((/** @type {any} */ row) => selected.has(row.id) && hasFiles(row));
+  const one = all.find((/** @type {any} */ row) => row.id === shown);
+  const look = async (/** @type {any[]} */ some) => {
+    for (const row of some) {
+      await attempt(async () => {
+        const found = await get(`/page/checkpoints/${encodeURIComponent(row.id)}/look`);
+        setLooks((before) => ({ ...before, [row.id]: found }));
+      });
+    }
+  };
+  const remove = async (/** @type {any[]} */ some) => {
+    const size = bytes(some.reduce((sum, row) => sum + row.bytes, 0));
+    const what = some.length === 1 ? `checkpoint ${some[0].id} of trial ${some[0].trial}` : `${some.length} checkpoints`;
+    if (!(await confirmed(`Delete ${what}, ${size}? The files cannot be brought back.`, "Delete"))) return;
+    if (await attempt(() => send("DELETE", "/api/v1/checkpoints", { checkpointUuids: some.map((row) => row.id) }), `${what}: being deleted`)) {
+      setSelected(new Set());
+      reload();
+    }
+  };
+  const register = async (/** @type {any} */ row) => {
+    const done = await askForModel(row.id);
+    if (done) {
+      notice(`${done.name}, version ${done.version}: checkpoint ${row.id}`);
+      reload();
+    }
+  };
+  /** @param {any} row */
+  const verdict = (row) => {
+    const found = looks[row.id];
+    if (!found) return row.manifest ? "has a manifest" : "no manifest";
+    return html`<span class=${found.isWhole ? "COMPLETED" : found.isWhole === false ? "ERROR" : "PAUSED"} title=${found.text}>${found.isWhole ? "as registered" : found.isWhole === false ? "not whole" : "not known"}</span>`;
+  };
+  return html`
+    <${Problem} error=${error} />
+    <div class="filters">
+      <label><input type="checkbox" checked=${Boolean(withDeleted)} onChange=${(/** @type {any} */ event) => setWithDeleted(event.target.checked ? "1" : "")} /> with deleted ones (${all.filter((/** @type {any} */ row) => row.state === "DELETED").length})</label>
+      <span class="muted">${bytes(all.filter(hasFiles).reduce((/** @type {number} */ sum, /** @type {any} */ row) => sum + row.bytes, 0))} in all</span>
+      ${data.more && html`<span class="muted">The newest ${all.length} are listed.</span>`}
+    </div>
+    <${Table} name="checkpoints" label="Checkpoints" rows=${rows} sort="-time" selected=${selected} onSelect=${setSelected}
+      rowClass=${(/** @type {any} */ row) => (row.id === shown ? "chosen" : "")}
+      tools=${chosen.length > 0 && html`<button onClick=${() => look(chosen)}>Look at the files of ${chosen.length}</button><button class="danger" onClick=${() => remove(chosen)}>Delete ${chosen.length}</button>`}
+      empty=${all.length ? "All have been deleted." : "No checkpoints yet. Trials save one when they are paused or stopped, at `min_checkpoint_period`, and at their end."}
+      columns=${[
+        { id: "uuid", title: "Checkpoint", value: (/** @type {any} */ row) => row.id, show: (/** @type {any} */ row) => html`<button class="plain" aria-expanded=${row.id === shown} title=${row.id} onClick=${() => setShown(row.id === shown ? "" : row.id)}>${row.id.slice(0, 8)}…</button>` },
+        { id: "trial", title: "Trial", isNumber: true, value: (/** @type {any} */ row) => row.trial, show: (/** @type {any} */ row) => html`<a href=${`/det/experiments/${id}/trials/${row.trial}`}>${row.trial}${row.trial === experiment.bestTrial ? " ★" : ""}</a>` },
+        { id: "batch", title: "Batch", isNumber: true, value: (/** @type {any} */ row) => row.batch },
+        { id: "metric", title: experiment.metric, isNumber: true, value: (/** @type {any} */ row) => row.metric, show: (/** @type {any} */ row) => number(row.metric) },
+        { id: "size", title: "Size", isNumber: true, value: (/** @type {any} */ row) => row.bytes, show: (/** @type {any} */ row) => bytes(row.bytes) },
+        { id: "state", title: "State", value: (/** @type {any} */ row) => row.state, show: (/** @type {any} */ row) => html`<${State} state=${row.state} />` },
+        { id: "layout", title: "Layout", value: layoutOf },
+        { id: "files", title: "Files", isNumber: true, isHidden: true, value: (/** @type {any} */ row) => row.files },
+        { id: "verified", title: "Files looked at", value: (/** @type {any} */ row) => (looks[row.id] ? looks[row.id].text : row.manifest ? "has a manifest" : "no manifest"), show: verdict },
+        { id: "models", title: "Model", value: (/** @type {any} */ row) => row.models.map((/** @type {any} */ model) => `${model.name} v${model.version}`).join(", ") },
+        { id: "time", title: "Saved", value: (/** @type {any} */ row) => row.time, show: (/** @type {any} */ row) => html`<${Time} at=${row.time} />` },
+      ]} />
+    ${one && html`<${Details} row=${one} experiment=${experiment} look=${looks[one.id]} onLook=${() => look([one])} onDelete=${() => remove([one])} onRegister=${() => register(one)} onClose=${() => setShown("")} />`}
+    ${shown && !one && html`<p class="problem" role="alert">Checkpoint ${shown} is not, or no more, one of this experiment.</p>`}`;
+}
+
+/** @param {{ row: any, experiment: any, look: any, onLook: () => void, onDelete: () => void, onRegister: () => void, onClose: () => void }} props */
+function Details({ row, experiment, look, onLook, onDelete, onRegister, onClose }) {
+  const lines = [
+    ["Download", `det checkpoint download ${row.id}`],
+    ["Verify every byte", `dstrial checkpoint verify ${row.id}`],
+    ["Look inside", `dstrial checkpoint inspect ${row.id}`],
+    ["Start from these weights", `det experiment create CONFIG.yaml . --config searcher.source_checkpoint_uuid=${row.id}`],
+    ...(experiment.searcher === "single" && !experiment.unmanaged ? [["Go on with this trial", `det experiment continue ${experiment.id}`]] : []),
+  ];
+  return html`<section class="details" aria-label=${`Checkpoint ${row.id}`}>
+    <h2>Checkpoint ${row.id}</h2>
+    <div class="tools">
+      ${hasFiles(row) && html`<button onClick=${onLook}>Look at its files</button><button onClick=${onRegister}>Register as a model version …</button><button class="danger" onClick=${onDelete}>Delete</button>`}
+      <button onClick=${onClose}>Close</button>
+    </div>
+    ${look && html`<p class=${look.isWhole === false ? "problem" : ""} role="status">${look.text}</p>`}
+    ${row.layouts.map((/** @type {any} */ layout, /** @type {number} */ idx) => html`<p>${row.layouts.length > 1 ? `Engine ${idx + 1}: ` : ""}${layoutText(layout)}; ${layout.engine_kind?.replace("_", " ")} engine, ${layout.optimizer || "no optimizer"}, batches of ${layout.train_batch_size}</p>`)}
+    ${row.manifest && html`<p class="muted">SHA-256 of its manifest, as its trial has reported it: <code>${row.manifest}</code></p>`}
+    <table class="plain"><tbody>${lines.map(([title, text]) => html`<tr><th scope="row">${title}</th><td><${Copy} text=${text} /></td></tr>`)}</tbody></table>
+  </section>`;
+}

@@ -1,0 +1,119 @@
+// All trials' curves of a metric in one chart, and the trials with their hyperparameters.
+
+import { html, useMemo, useState } from "htm/preact/standalone";
+import { AXES, recordsOf, useCurves, useMetricNames, xsOf } from "../../curves.js";
+import { bytes, duration, flat, number, plain, secondsBetween } from "../../format.js";
+import { Problem, Progress, State, Time } from "../../parts/basics.js";
+import { Chart } from "../../parts/chart.js";
+import { filterRows } from "../../parts/filter.js";
+import { Table } from "../../parts/table.js";
+import { navigate, useParam } from "../../router.js";
+
+const MOST_CURVES = 1000;
+
+/** @param {any} row @param {boolean} isSmaller @returns {number} for sorting: the best first */
+const merit = (row, isSmaller) => (typeof row.best === "number" ? (isSmaller ? row.best : -row.best) : Infinity);
+
+/** @param {any[]} trials @returns {string[]} names of hyperparameters, those that differ first */
+export function hyperparameterNames(trials) {
+  /** @type {Map<string, Set<string>>} */
+  const values = new Map();
+  for (const trial of trials)
+    for (const [name, value] of Object.entries(trial.hp)) {
+      if (!values.has(name)) values.set(name, new Set());
+      const own = /** @type {Set<string>} */ (values.get(name));
+      if (own.size < 2) own.add(JSON.stringify(value));
+    }
+  return [...values.keys()].sort((a, b) => Number((values.get(b)?.size ?? 0) > 1) - Number((values.get(a)?.size ?? 0) > 1) || a.localeCompare(b));
+}
+
+/** @param {{ id: number, experiment: any, metrics: any, trials: any[] }} props */
+export function Overview({ id, experiment, metrics, trials }) {
+  const names = useMetricNames(metrics);
+  const wanted = `validation.${experiment.metric}`;
+  const [metric, setMetric] = useParam("metric", names.includes(wanted) ? wanted : (names[0] ?? wanted));
+  const [axis, setAxis] = useParam("x", "batches");
+  const [log, setLog] = useParam("log");
+  const [smoothing, setSmoothing] = useParam("smooth", "0");
+  const [text, setText] = useParam("trials");
+  const [selected, setSelected] = useState(/** @type {Set<number>} */ (new Set()));
+  const [hovered, setHovered] = useState(/** @type {number | null} */ (null));
+  const all = useMemo(() => trials.map((row) => ({ ...row, hp: flat(row.hparams) })), [trials]);
+  const hpNames = useMemo(() => hyperparameterNames(all), [all]);
+  const rows = useMemo(
+    () =>
+      filterRows(
+        text,
+        all,
+        (row, name) => {
+          const own = /** @type {Record<string, unknown>} */ ({ id: row.id, state: row.state, best: row.best, batches: row.batches, restarts: row.restarts });
+          if (name in own) return own[name];
+          const key = Object.keys(row.hp).find((one) => one.toLowerCase() === name);
+          return key === undefined ? undefined : row.hp[key];
+        },
+        (row) => `${row.id} ${row.state} ${Object.entries(row.hp).map(([name, value]) => `${name} ${plain(value)}`).join(" ")}`,
+      ),
+    [all, text],
+  );
+  const order = useMemo(() => [...rows].sort((a, b) => merit(a, experiment.smallerIsBetter) - merit(b, experiment.smallerIsBetter) || a.id - b.id).map((row) => row.id).slice(0, MOST_CURVES), [rows.map((row) => row.id).join(","), experiment.smallerIsBetter]);
+  const { series, isLoading, error } = useCurves(order, metric);
+  const byId = useMemo(() => new Map(all.map((row) => [row.id, row])), [all]);
+  const curves = useMemo(
+    () =>
+      order
+        .filter((one) => series.has(one) && (!selected.size || selected.has(one)))
+        .sort((a, b) => a - b)
+        .map((one) => {
+          const found = /** @type {import("../../curves.js").Series} */ (series.get(one));
+          const trial = byId.get(one);
+          return { id: one, label: `trial ${one}${one === experiment.bestTrial ? " (best)" : ""}`, xs: xsOf(found, axis, recordsOf(experiment.config, trial?.hparams), trial?.start ?? experiment.start), ys: found.values, isBest: one === experiment.bestTrial, href: `/det/experiments/${id}/trials/${one}` };
+        }),
+    [series, order, axis, selected, experiment.bestTrial],
+  );
+  const records = recordsOf(experiment.config, all[0]?.hparams);
+  /** @param {string} one @returns {string} why an axis cannot be had; empty if it can */
+  const missing = (one) => (one === "records" && !records.perBatch ? "hyperparameters.global_batch_size is not set" : one === "epochs" && !(records.perBatch && records.perEpoch) ? "records_per_epoch or hyperparameters.global_batch_size is not set" : "");
+  const columns = useMemo(
+    () => [
+      { id: "id", title: "Trial", isNumber: true, value: (/** @type {any} */ row) => row.id, show: (/** @type {any} */ row) => `${row.id}${row.id === experiment.bestTrial ? " ★" : ""}` },
+      { id: "state", title: "State", value: (/** @type {any} */ row) => (row.stoppedBySearcher ? "STOPPED BY SEARCHER" : row.state), show: (/** @type {any} */ row) => html`<${State} state=${row.state} />${row.stoppedBySearcher && html` <span class="muted">stopped by searcher</span>`}` },
+      { id: "best", title: `Best ${experiment.metric}`, isNumber: true, value: (/** @type {any} */ row) => row.best, show: (/** @type {any} */ row) => number(row.best) },
+      ...hpNames.map((name, idx) => ({ id: `hp.${name}`, title: name, isHidden: idx >= 8, isNumber: typeof all[0]?.hp[name] === "number", value: (/** @type {any} */ row) => row.hp[name], show: (/** @type {any} */ row) => plain(row.hp[name]) })),
+      { id: "batches", title: "Batches", isNumber: true, value: (/** @type {any} */ row) => row.batches },
+      { id: "progress", title: "Progress", isHidden: true, value: (/** @type {any} */ row) => row.progress, show: (/** @type {any} */ row) => html`<${Progress} value=${row.progress} />` },
+      { id: "latest", title: "Latest", isHidden: true, isNumber: true, value: (/** @type {any} */ row) => row.latest, show: (/** @type {any} */ row) => number(row.latest) },
+      { id: "bestBatch", title: "Best at batch", isHidden: true, isNumber: true, value: (/** @type {any} */ row) => row.bestBatch },
+      { id: "restarts", title: "Restarts", isNumber: true, value: (/** @type {any} */ row) => row.restarts },
+      { id: "slots", title: "Slots", isHidden: true, isNumber: true, value: (/** @type {any} */ row) => row.slots },
+      { id: "checkpoints", title: "Checkpoints", isHidden: true, isNumber: true, value: (/** @type {any} */ row) => row.checkpoints },
+      { id: "size", title: "Size", isHidden: true, isNumber: true, value: (/** @type {any} */ row) => row.checkpointBytes, show: (/** @type {any} */ row) => bytes(row.checkpointBytes) },
+      { id: "start", title: "Started", isHidden: true, value: (/** @type {any} */ row) => row.start, show: (/** @type {any} */ row) => html`<${Time} at=${row.start} />` },
+      { id: "took", title: "Took", isNumber: true, value: (/** @type {any} */ row) => secondsBetween(row.start, row.end), show: (/** @type {any} */ row) => duration(secondsBetween(row.start, row.end)) },
+    ],
+    [hpNames, experiment.bestTrial, experiment.metric],
+  );
+  return html`
+    <div class="filters">
+      <label>Metric <select value=${metric} onChange=${(/** @type {any} */ event) => setMetric(event.target.value)}>
+        ${!names.includes(metric) && html`<option>${metric}</option>`}
+        ${names.map((name) => html`<option value=${name}>${name.replace(".", ": ")}</option>`)}
+      </select></label>
+      <label>Over <select value=${axis} onChange=${(/** @type {any} */ event) => setAxis(event.target.value)}>
+        ${AXES.map(([one, title]) => html`<option value=${one} disabled=${Boolean(missing(one))} title=${missing(one)}>${title}</option>`)}
+      </select></label>
+      <label><input type="checkbox" checked=${Boolean(log)} onChange=${(/** @type {any} */ event) => setLog(event.target.checked ? "1" : "")} /> log scale</label>
+      <label>Smoothing <input type="range" min="0" max="0.99" step="0.01" value=${smoothing} onInput=${(/** @type {any} */ event) => setSmoothing(event.target.value)} /> ${smoothing}</label>
+      ${isLoading && html`<span class="muted">Loading curves …</span>`}
+      ${metrics.more && html`<span class="muted">There are more metrics than are listed.</span>`}
+    </div>
+    <${Problem} error=${error} />
+    <${Chart} title=${metric.replace(".", ": ")} xLabel=${AXES.find(([one]) => one === axis)?.[1] ?? "batches"} curves=${curves} isLog=${Boolean(log)} smoothing=${Number(smoothing)}
+      showX=${axis === "time" ? duration : undefined} highlight=${hovered} onOpen=${navigate} />
+    ${selected.size > 0 && html`<p class="muted">Only the ${selected.size} selected ${selected.size === 1 ? "trial is" : "trials are"} drawn.</p>`}
+    <h2>Trials</h2>
+    <div class="filters"><input type="search" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)} aria-label="Filter trials" placeholder="Filter: state:running, lr<0.01, best<=0.5" /></div>
+    <${Table} name="trials" label="Trials" columns=${columns} rows=${rows} sort="id" selected=${selected} onSelect=${setSelected} onHover=${(/** @type {any} */ row) => setHovered(row?.id ?? null)}
+      href=${(/** @type {any} */ row) => `/det/experiments/${id}/trials/${row.id}`} rowClass=${(/** @type {any} */ row) => (row.id === experiment.bestTrial ? "best" : "")}
+      tools=${selected.size > 1 && html`<button onClick=${() => navigate(`/det/compare?trials=${[...selected].join(",")}`)}>Compare ${selected.size}</button>`}
+      empty=${all.length ? "No trial fits the filter." : "No trials yet."} />`;
+}

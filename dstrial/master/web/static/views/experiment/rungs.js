@@ -1,0 +1,56 @@
+// The rungs of a search by halving: how many trials got to each, and who was stopped where.
+
+import { html } from "htm/preact/standalone";
+import { get } from "../../api.js";
+import { number } from "../../format.js";
+import { useLive } from "../../live.js";
+import { Problem } from "../../parts/basics.js";
+import { Table } from "../../parts/table.js";
+
+const WORDS = /** @type {Record<string, string>} */ ({ "went on": "went on", stopped: "stopped here", finished: "got to the end", failed: "ended by a failure" });
+
+/** @param {{ id: number, experiment: any, trials: any[] }} props */
+export function Rungs({ id, experiment, trials }) {
+  const { data, error } = useLive((signal) => get(`/page/experiments/${id}/rungs`, {}, signal), (topic) => topic === `experiment:${id}` || (topic.startsWith("metrics:") && topic.endsWith(`:${id}`)), [id]);
+  if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="loading">Loading …</p>`;
+  const states = new Map(trials.map((row) => [row.id, row]));
+  const { brackets, metric, timeMetric, divisor } = data;
+  const isSeveral = brackets.length > 1;
+  const rows = brackets.flatMap((/** @type {any} */ bracket, /** @type {number} */ at) =>
+    bracket.rungs.flatMap((/** @type {any} */ rung, /** @type {number} */ idx) => [
+      ...rung.entries.map((/** @type {any} */ entry, /** @type {number} */ place) => ({ ...entry, id: `${at}.${idx}.${place}`, bracket: at + 1, rung: idx + 1, units: rung.units, place: place + 1, outcome: WORDS[entry.outcome] })),
+      ...rung.underWay.map((/** @type {number} */ trial) => ({ id: `${at}.${idx}.on.${trial}`, trial, value: null, bracket: at + 1, rung: idx + 1, units: rung.units, place: null, outcome: "on its way there" })),
+    ]),
+  );
+  const most = Math.max(1, ...brackets.flatMap((/** @type {any} */ bracket) => bracket.rungs.map((/** @type {any} */ rung) => rung.total + rung.numUnderWay)));
+  const isCut = brackets.some((/** @type {any} */ bracket) => bracket.rungs.some((/** @type {any} */ rung) => rung.entries.length < rung.total));
+  if (!brackets.length) return html`<p class="muted">The searcher of this experiment has no rungs.</p>`;
+  return html`
+    <p class="muted">At each rung the best 1 in ${number(divisor)} by ${metric} go on; a rung is a number of ${timeMetric}. Trials that have been stopped do not come back.</p>
+    ${brackets.map((/** @type {any} */ bracket, /** @type {number} */ at) => html`
+      <h2>${isSeveral ? `Bracket ${at + 1}` : "Rungs"}</h2>
+      <div class="sideways"><table class="plain rungs">
+        <thead><tr><th>Rung</th><th class="number">${timeMetric}</th><th class="number">got there</th><th class="number">went on</th><th class="number">stopped</th><th class="number">failed</th><th class="number">on their way</th><th>Trials</th></tr></thead>
+        <tbody>${bracket.rungs.map((/** @type {any} */ rung, /** @type {number} */ idx) => html`<tr>
+          <th scope="row">${idx + 1}${idx === bracket.rungs.length - 1 ? " (last)" : ""}</th>
+          <td class="number">${rung.units}</td><td class="number">${rung.total}</td><td class="number">${idx === bracket.rungs.length - 1 ? `${rung.finished} finished` : rung.wentOn}</td>
+          <td class="number">${rung.stopped}</td><td class="number">${rung.failed}</td><td class="number">${rung.numUnderWay}</td>
+          <td><span class="bar" role="img" aria-label=${`${rung.wentOn + rung.finished} went on, ${rung.stopped} stopped, ${rung.failed} failed, ${rung.numUnderWay} on their way`}>
+            ${[["on", rung.wentOn + rung.finished], ["stopped", rung.stopped], ["failed", rung.failed], ["way", rung.numUnderWay]].map(([kind, count]) => count > 0 && html`<i class=${kind} style=${{ width: `${(100 * Number(count)) / most}%` }}></i>`)}
+          </span></td>
+        </tr>`)}</tbody>
+      </table></div>`)}
+    <p class="muted legend"><i class="on"></i> went on or finished <i class="stopped"></i> stopped <i class="failed"></i> failed <i class="way"></i> on their way</p>
+    <h2>Who got where</h2>
+    ${isCut && html`<p class="muted">Of each rung the best 1000 are listed.</p>`}
+    <${Table} name="rungs" label="Trials by rung" rows=${rows} columns=${[
+      ...(isSeveral ? [{ id: "bracket", title: "Bracket", isNumber: true, value: (/** @type {any} */ row) => row.bracket }] : []),
+      { id: "rung", title: "Rung", isNumber: true, value: (/** @type {any} */ row) => row.rung },
+      { id: "units", title: timeMetric, isNumber: true, value: (/** @type {any} */ row) => row.units },
+      { id: "place", title: "Place", isNumber: true, value: (/** @type {any} */ row) => row.place },
+      { id: "trial", title: "Trial", isNumber: true, value: (/** @type {any} */ row) => row.trial, show: (/** @type {any} */ row) => row.trial && html`<a href=${`/det/experiments/${id}/trials/${row.trial}`}>${row.trial}${row.trial === experiment.bestTrial ? " ★" : ""}</a>` },
+      { id: "value", title: metric, isNumber: true, value: (/** @type {any} */ row) => row.value, show: (/** @type {any} */ row) => number(row.value) },
+      { id: "outcome", title: "What became of it", value: (/** @type {any} */ row) => row.outcome },
+      { id: "state", title: "State now", isHidden: true, value: (/** @type {any} */ row) => states.get(row.trial)?.state },
+    ]} empty="No trial has got to a rung yet." />`;
+}

@@ -1,0 +1,151 @@
+// The list of experiments: found, sorted, compared, and acted on together.
+
+import { html, useEffect, useMemo, useRef, useState } from "htm/preact/standalone";
+import { ACTIONS, actOnExperiments, isEnded } from "../actions.js";
+import { get } from "../api.js";
+import { bytes, duration, number, plain, secondsBetween } from "../format.js";
+import { useLive } from "../live.js";
+import { Problem, Progress, Sparkline, State, Time } from "../parts/basics.js";
+import { filterRows } from "../parts/filter.js";
+import { Table } from "../parts/table.js";
+import { navigate, useParam } from "../router.js";
+
+const TOPIC = /^(experiment|metrics):/;
+const STATES = ["QUEUED", "STARTING", "RUNNING", "PAUSED", "COMPLETED", "CANCELED", "ERROR"];
+const MANY = 50;
+
+/** @param {string} topic @returns {number} of the experiment that a topic is about */
+const experimentOf = (topic) => Number(topic.split(":").pop());
+
+/**
+ * All experiments, of which only those that have changed are asked for again.
+ *
+ * @param {AbortSignal} signal @param {Set<string> | null} change @param {any[] | null} before
+ */
+async function load(signal, change, before) {
+  const ids = change && before ? [...new Set([...change].map(experimentOf))] : [];
+  if (!change || !before || ids.length > MANY) return (await get("/page/experiments", {}, signal)).experiments;
+  if (!ids.length) return before;
+  const { experiments } = await get("/page/experiments", { ids }, signal);
+  const fresh = new Map(experiments.map((/** @type {any} */ row) => [row.id, row]));
+  const known = new Set(before.map((row) => row.id));
+  const added = experiments.filter((/** @type {any} */ row) => !known.has(row.id));
+  const kept = before.filter((row) => fresh.has(row.id) || !ids.includes(row.id)).map((row) => fresh.get(row.id) ?? row);
+  return [...added, ...kept];
+}
+
+/** @param {any} row @returns {number} seconds, NaN where nothing tells */
+function timeLeft(row) {
+  if (isEnded(row) || row.state === "PAUSED" || !(row.progress > 0.01)) return NaN;
+  return (secondsBetween(row.start, null) * (1 - row.progress)) / row.progress;
+}
+
+/** @param {any} row @returns {Record<string, unknown>} hyperparameters as numbers, words, or what they may be */
+function hyperparameters(row) {
+  /** @type {Record<string, unknown>} */
+  const found = {};
+  const collect = (/** @type {any} */ value, /** @type {string} */ name) => {
+    if (value && typeof value === "object" && !Array.isArray(value)) {
+      if (value.type === "const") found[name] = value.val;
+      else if (value.type === "categorical" && Array.isArray(value.vals)) found[name] = value.vals.map(plain).join(" | ");
+      else if (["double", "int", "log"].includes(value.type) && "minval" in value) found[name] = `${number(value.minval)} … ${number(value.maxval)}`;
+      else for (const [key, inner] of Object.entries(value)) collect(inner, name ? `${name}.${key}` : key);
+    } else found[name] = value;
+  };
+  collect(row.hyperparameters, "");
+  return found;
+}
+
+/** @param {{ rows: any[] }} props the best trial's curve of what is on the screen */
+function useSparklines({ rows }) {
+  const [found, setFound] = useState(/** @type {Record<string, any>} */ ({}));
+  const asked = useRef(new Map());
+  useEffect(() => {
+    const wanted = rows.filter((row) => row.bestTrial && asked.current.get(row.id) !== `${row.best} ${row.progress}`).slice(0, 100);
+    if (!wanted.length) return undefined;
+    const abort = new AbortController();
+    for (const row of wanted) asked.current.set(row.id, `${row.best} ${row.progress}`);
+    get("/page/sparklines", { ids: wanted.map((row) => row.id) }, abort.signal)
+      .then(({ sparklines }) => setFound((before) => ({ ...before, ...sparklines })))
+      .catch(() => wanted.forEach((row) => asked.current.delete(row.id)));
+    return () => abort.abort();
+  }, [rows, found]);
+  return found;
+}
+
+export function Experiments() {
+  const { data, error, reload } = useLive(load, (topic) => TOPIC.test(topic), []);
+  const [text, setText] = useParam("filter");
+  const [state, setState] = useParam("state");
+  const [archived, setArchived] = useParam("archived");
+  const [selected, setSelected] = useState(/** @type {Set<number>} */ (new Set()));
+  const all = useMemo(() => (data ?? []).map((row) => ({ ...row, hp: hyperparameters(row) })), [data]);
+  const names = useMemo(() => [...new Set(all.flatMap((row) => Object.keys(row.hp)))].sort().slice(0, 200), [all]);
+  const rows = useMemo(() => {
+    const kept = all.filter((row) => (archived || !row.archived) && (!state || row.state === state));
+    return filterRows(
+      text,
+      kept,
+      (row, name) => {
+        const own = /** @type {Record<string, unknown>} */ ({ id: row.id, state: row.state, label: row.labels, user: row.user, project: row.project, workspace: row.workspace, searcher: row.searcher, name: row.name, metric: row.metric, best: row.best, trials: row.trials, slots: row.slots, progress: row.progress });
+        if (name in own) return own[name];
+        if (name === row.metric.toLowerCase()) return row.best;
+        const key = Object.keys(row.hp).find((one) => one.toLowerCase() === name);
+        return key === undefined ? undefined : row.hp[key];
+      },
+      (row) => [row.id, row.name, row.description, row.user, row.project, ...row.labels].join(" "),
+    );
+  }, [all, text, state, archived]);
+  const sparklines = useSparklines({ rows });
+  const columns = useMemo(
+    () => [
+      { id: "id", title: "ID", isNumber: true, value: (/** @type {any} */ row) => row.id },
+      { id: "name", title: "Name", value: (/** @type {any} */ row) => row.name, show: (/** @type {any} */ row) => html`<a href=${`/det/experiments/${row.id}`}>${row.name}</a>${row.labels.map((/** @type {string} */ label) => html` <span class="label">${label}</span>`)}` },
+      { id: "state", title: "State", value: (/** @type {any} */ row) => row.state, show: (/** @type {any} */ row) => html`<span title=${row.reason}><${State} state=${row.state} /></span>` },
+      { id: "progress", title: "Progress", value: (/** @type {any} */ row) => row.progress, show: (/** @type {any} */ row) => html`<${Progress} value=${row.state === "COMPLETED" ? 1 : row.progress} />` },
+      { id: "left", title: "Left", isNumber: true, hint: "time left, if it goes on as it went", value: timeLeft, show: (/** @type {any} */ row) => duration(timeLeft(row)) },
+      { id: "best", title: "Best", isNumber: true, value: (/** @type {any} */ row) => row.best, show: (/** @type {any} */ row) => (row.best === null ? "" : html`<span title=${row.metric}>${number(row.best)}</span>`) },
+      { id: "curve", title: "Curve", value: (/** @type {any} */ row) => row.metric, show: (/** @type {any} */ row) => html`<${Sparkline} points=${sparklines[row.id]} label=${`${row.metric} of the best trial`} />` },
+      { id: "trials", title: "Trials", isNumber: true, value: (/** @type {any} */ row) => row.trials },
+      { id: "searcher", title: "Searcher", value: (/** @type {any} */ row) => row.searcher },
+      { id: "user", title: "User", value: (/** @type {any} */ row) => row.user },
+      { id: "start", title: "Started", value: (/** @type {any} */ row) => row.start, show: (/** @type {any} */ row) => html`<${Time} at=${row.start} />` },
+      { id: "took", title: "Took", isNumber: true, value: (/** @type {any} */ row) => secondsBetween(row.start, row.end), show: (/** @type {any} */ row) => duration(secondsBetween(row.start, row.end)) },
+      { id: "metric", title: "Metric", isHidden: true, value: (/** @type {any} */ row) => row.metric },
+      { id: "project", title: "Project", isHidden: true, value: (/** @type {any} */ row) => `${row.workspace} / ${row.project}` },
+      { id: "slots", title: "Slots", isHidden: true, isNumber: true, hint: "per trial", value: (/** @type {any} */ row) => row.slots },
+      { id: "size", title: "Checkpoints", isHidden: true, isNumber: true, value: (/** @type {any} */ row) => row.checkpointBytes, show: (/** @type {any} */ row) => bytes(row.checkpointBytes) },
+      { id: "parent", title: "Forked from", isHidden: true, isNumber: true, value: (/** @type {any} */ row) => row.parent },
+      { id: "description", title: "Description", isHidden: true, value: (/** @type {any} */ row) => row.description },
+      { id: "end", title: "Ended", isHidden: true, value: (/** @type {any} */ row) => row.end, show: (/** @type {any} */ row) => html`<${Time} at=${row.end} />` },
+      ...names.map((name) => ({ id: `hp.${name}`, title: name, isHidden: true, value: (/** @type {any} */ row) => row.hp[name], show: (/** @type {any} */ row) => plain(row.hp[name]) })),
+    ],
+    [names, sparklines],
+  );
+  const chosen = all.filter((row) => selected.has(row.id));
+  const counts = useMemo(() => STATES.map((one) => [one, all.filter((row) => row.state === one && (archived || !row.archived)).length]), [all, archived]);
+
+  return html`<main>
+    <h1>Experiments</h1>
+    <${Problem} error=${error} />
+    <div class="filters">
+      <input type="search" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)} aria-label="Filter"
+        placeholder="Filter: words, label:long, user:ann, lr<0.01, loss<=0.5" title="Words are looked for in name, description, labels, user and project. name:text contains, name=value is, <, >, <=, >=, != compare; a minus before any of these negates." />
+      <select aria-label="State" value=${state} onChange=${(/** @type {any} */ event) => setState(event.target.value)}>
+        <option value="">All states</option>
+        ${counts.map(([one, count]) => html`<option value=${one}>${String(one).toLowerCase()} (${count})</option>`)}
+      </select>
+      <label><input type="checkbox" checked=${Boolean(archived)} onChange=${(/** @type {any} */ event) => setArchived(event.target.checked ? "1" : "")} /> archived</label>
+    </div>
+    ${data === null && !error
+      ? html`<p class="loading">Loading …</p>`
+      : html`<${Table} name="experiments" label="Experiments" columns=${columns} rows=${rows} sort="-id" selected=${selected} onSelect=${setSelected}
+          href=${(/** @type {any} */ row) => `/det/experiments/${row.id}`}
+          empty=${all.length ? "No experiment fits the filter." : html`No experiments yet. Submit one: <code>det experiment create exp.yaml .</code>`}
+          tools=${chosen.length > 0 && html`<span>${chosen.length} selected:</span>
+            ${ACTIONS.map((action) => html`<button class=${action.question ? "danger" : ""} disabled=${!chosen.some(action.can)}
+              onClick=${async () => (await actOnExperiments(action, chosen)) && reload()}>${action.name}</button>`)}
+            <button disabled=${chosen.length < 2} onClick=${() => navigate(`/det/compare?experiments=${chosen.map((row) => row.id).join(",")}`)}>Compare</button>`} />`}
+  </main>`;
+}
+

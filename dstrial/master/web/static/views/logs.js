@@ -1,0 +1,246 @@
+// A log, live: the newest lines at the bottom, by rank, level and text, from its beginning or around any line.
+
+import { html, useCallback, useEffect, useLayoutEffect, useRef, useState } from "htm/preact/standalone";
+import { address, get } from "../api.js";
+import { subscribe } from "../live.js";
+import { attempt, Problem } from "../parts/basics.js";
+import { setParams, useParam } from "../router.js";
+import { Feed, NOTHING } from "./logs/feed.js";
+import { Lines, localClock, localDay } from "./logs/lines.js";
+
+const LEVELS = ["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"];
+const NEAR_PX = 1200;
+const END_PX = 24;
+const TYPING_MS = 300;
+const EXTENT_GAP_MS = 10_000;
+
+/** @typedef {{ trial?: number, task?: string }} Of whose log */
+
+/** @param {Of} of @returns {{ first: number | null, last: number | null, lines: number | null, ranks: number[], isOver: boolean } | null} */
+function useExtent(of) {
+  const [extent, setExtent] = useState(/** @type {any} */ (null));
+  useEffect(() => {
+    const abort = new AbortController();
+    let timer = 0;
+    // Without a count it is there at once, and in a long log the place can be chosen.
+    const load = (/** @type {boolean} */ count) =>
+      get("/page/logs/extent", { ...of, count }, abort.signal).then((found) => setExtent((/** @type {any} */ before) => ({ ...found, lines: found.lines ?? before?.lines ?? null })), () => {});
+    const end = subscribe((change) => {
+      if (timer || (change && ![...change].some((topic) => concerns(of, topic)))) return;
+      timer = window.setTimeout(() => {
+        timer = 0;
+        load(true);
+      }, EXTENT_GAP_MS);
+    });
+    load(false).then(() => load(true));
+    return () => {
+      abort.abort();
+      window.clearTimeout(timer);
+      end();
+    };
+  }, [of.trial, of.task]);
+  return extent;
+}
+
+/** @param {Of} of @param {string} topic @returns {boolean} */
+function concerns(of, topic) {
+  return topic === (of.trial === undefined ? `logs:${of.task}` : `logs:trial:${of.trial}`);
+}
+
+/** What is typed, a moment after the last key. @param {string} text @returns {string} */
+function useSettled(text) {
+  const [settled, set] = useState(text);
+  useEffect(() => {
+    const timer = setTimeout(() => set(text), TYPING_MS);
+    return () => clearTimeout(timer);
+  }, [text]);
+  return settled;
+}
+
+/** @param {{ of: Of }} props */
+export function Logs({ of }) {
+  const [level, setLevel] = useParam("level");
+  const [rank, setRank] = useParam("rank");
+  const [text, setText] = useParam("find");
+  const [line] = useParam("line");
+  const [wrap, setWrap] = useParam("wrap", matchMedia("(max-width: 700px)").matches ? "on" : "off");
+  const found = useSettled(text);
+  const extent = useExtent(of);
+  const [part, setPart] = useState(NOTHING);
+  const [isFollowing, setFollowing] = useState(!line);
+  const feed = useRef(/** @type {Feed | null} */ (null));
+  const box = useRef(/** @type {HTMLDivElement | null} */ (null));
+  const goTo = useRef(Number(line) || 0);
+  /** Where the first line that is seen stood. @type {{ current: { id: string, top: number } | null }} */
+  const anchor = useRef(null);
+  const chosen = Number(line) || 0;
+
+  /** @param {boolean} is */
+  const follow = (is) => {
+    setFollowing(is);
+    if (feed.current) feed.current.isFollowing = is;
+  };
+
+  useEffect(() => {
+    const wanted = /** @type {import("./logs/feed.js").Wanted} */ ({ ...of });
+    if (level) wanted.level = level;
+    if (rank) wanted.rank = rank.split(",");
+    if (found) wanted.text = found;
+    const own = new Feed(wanted, (now) => {
+      remember();
+      setPart(now);
+    });
+    feed.current = own;
+    setPart(NOTHING);
+    const id = goTo.current;
+    own.isFollowing = !id;
+    setFollowing(!id);
+    if (id) own.around(id);
+    else own.newest();
+    const end = subscribe((change) => {
+      if (change === null || [...change].some((topic) => concerns(of, topic))) own.catchUp();
+    });
+    return () => {
+      own.close();
+      end();
+    };
+  }, [of.trial, of.task, level, rank, found]);
+
+  function remember() {
+    const view = box.current;
+    if (!view) return;
+    const top = view.getBoundingClientRect().top;
+    anchor.current = null;
+    for (const row of view.querySelectorAll(".line")) {
+      const at = row.getBoundingClientRect();
+      if (at.bottom > top) {
+        anchor.current = { id: /** @type {HTMLElement} */ (row).dataset.id ?? "", top: at.top - top };
+        return;
+      }
+    }
+  }
+
+  // What is looked at stays where it is when lines come or go before it.
+  useLayoutEffect(() => {
+    const view = box.current;
+    if (!view) return;
+    if (goTo.current && part.pages.length) {
+      const id = nearestId(part.pages, goTo.current);
+      goTo.current = 0;
+      const row = view.querySelector(`[data-id="${id}"]`);
+      if (row) view.scrollTop += row.getBoundingClientRect().top - view.getBoundingClientRect().top - view.clientHeight / 3;
+    } else if (feed.current?.isFollowing) {
+      view.scrollTop = view.scrollHeight;
+    } else if (anchor.current) {
+      const row = view.querySelector(`[data-id="${anchor.current.id}"]`);
+      if (row) view.scrollTop += row.getBoundingClientRect().top - view.getBoundingClientRect().top - anchor.current.top;
+    }
+    look();
+  }, [part.pages, wrap]);
+
+  function look() {
+    const view = box.current;
+    if (!view || !feed.current || !part.pages.length) return;
+    const below = view.scrollHeight - view.scrollTop - view.clientHeight;
+    if (view.scrollTop < NEAR_PX) feed.current.earlier();
+    if (below < NEAR_PX) feed.current.later();
+  }
+  function onScroll() {
+    const view = box.current;
+    if (!view) return;
+    const isAtEnd = view.scrollHeight - view.scrollTop - view.clientHeight < END_PX;
+    if (isAtEnd !== isFollowing && (!isAtEnd || part.isEnd)) follow(isAtEnd);
+    look();
+  }
+  const newest = async () => {
+    goTo.current = 0;
+    setParams({ line: "" });
+    follow(true);
+    if (part.isEnd && box.current) box.current.scrollTop = box.current.scrollHeight;
+    else await feed.current?.newest();
+  };
+  /** @param {number} id */
+  const jump = async (id) => {
+    follow(false);
+    anchor.current = null;
+    goTo.current = id;
+    await feed.current?.around(id);
+  };
+  /** @param {number} id */
+  const choose = (id) => setParams({ line: id === chosen ? "" : String(id) });
+  const file = useCallback((/** @type {number} */ id) => address("/page/logs/line", { ...of, id }), [of.trial, of.task]);
+
+  const all = part.pages;
+  const firstLine = all[0]?.[0];
+  const lastLine = all[all.length - 1]?.slice(-1)[0];
+  const isFiltered = Boolean(level || rank || text);
+  const ranks = [...new Set([...(extent?.ranks ?? []), ...(rank ? rank.split(",").map(Number) : [])])].sort((a, b) => a - b);
+  return html`<section class="log" aria-label="Log">
+    <div class="filters">
+      <label>Level <select value=${level} onChange=${(/** @type {any} */ event) => setLevel(event.target.value)}>
+        <option value="">all</option>${LEVELS.slice(1).map((name) => html`<option value=${name}>${name.toLowerCase()}${name === "CRITICAL" ? "" : " and worse"}</option>`)}
+      </select></label>
+      <label>Rank <select value=${rank} onChange=${(/** @type {any} */ event) => setRank(event.target.value)}>
+        <option value="">all</option>${ranks.map((one) => html`<option value=${String(one)}>${one === -1 ? "of no rank" : one}</option>`)}
+        ${rank.includes(",") && html`<option value=${rank}>${rank}</option>`}
+      </select></label>
+      <input type="search" aria-label="Only lines with" placeholder="Only lines with this text" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)} />
+      <label><input type="checkbox" checked=${wrap === "on"} onChange=${(/** @type {any} */ event) => setWrap(event.target.checked ? "on" : "off")} /> wrap</label>
+      <a href=${address("/page/logs/file", of)} download>Download all</a>
+    </div>
+    <div class="tools">
+      <button onClick=${() => jump(extent?.first ?? 1)} disabled=${extent?.last === null}>Beginning</button>
+      <label class="place">Place <input type="range" aria-label="Place in the log" min=${extent?.first ?? 0} max=${extent?.last ?? 1} value=${(isFollowing ? lastLine?.id : firstLine?.id) ?? 0} disabled=${!extent?.last}
+        onChange=${(/** @type {any} */ event) => jump(Number(event.target.value))} /></label>
+      <button class=${isFollowing ? "" : "main"} onClick=${newest} disabled=${isFollowing}>${isFollowing ? "Following" : part.hasNew ? "Newest ●" : "Newest"}</button>
+      <span class="muted" role="status">${part.searching !== null ? "Searching …" : extent && `${extent.lines === null ? "" : `${extent.lines.toLocaleString()} ${extent.lines === 1 ? "line" : "lines"}`}${extent.isOver ? "" : ", live"}`}</span>
+      ${firstLine && html`<span class="muted">shown: ${localDay(firstLine.ms)} ${localClock(firstLine.ms).slice(0, 8)} to ${localClock(lastLine.ms).slice(0, 8)}</span>`}
+      ${chosen > 0 && html`<${Chosen} id=${chosen} file=${file(chosen)} onGo=${() => jump(chosen)} />`}
+    </div>
+    <${Problem} error=${part.error} />
+    <div class=${`lines ${wrap === "on" ? "wrap" : ""}`} ref=${box} onScroll=${onScroll} tabindex="0" role="region" aria-label="Lines" onClick=${(/** @type {MouseEvent} */ event) => {
+      const at = /** @type {Element} */ (event.target).closest("a.at");
+      if (!at) return;
+      event.preventDefault();
+      choose(Number(/** @type {HTMLElement} */ (at.parentElement).dataset.id));
+    }} onKeyDown=${(/** @type {KeyboardEvent} */ event) => {
+      if (event.key === "Home") jump(extent?.first ?? 1);
+      else if (event.key === "End") newest();
+      else if (event.key === "Enter" && event.target === box.current && (remember(), anchor.current)) choose(Number(anchor.current.id));
+      else return;
+      event.preventDefault();
+    }}>
+      ${part.isStart && all.length > 0 && html`<p class="muted edge">${isFiltered ? "Nothing before this fits." : "The beginning."}</p>`}
+      ${all.map((lines) => html`<${Lines} key=${lines[0].id} lines=${lines} found=${found.toLowerCase()} chosen=${chosen} file=${file} />`)}
+      ${!all.length && part.isEnd && html`<p class="muted edge">${isFiltered
+        ? html`No line fits. <button onClick=${() => setParams({ level: "", rank: "", find: "" })}>Show all lines</button>`
+        : extent?.isOver ? "Nothing was printed." : "Nothing has been printed yet; lines appear here as they come."}</p>`}
+      ${!all.length && !part.isEnd && !part.error && html`<p class="muted edge">Loading …</p>`}
+    </div>
+  </section>`;
+}
+
+/** @param {import("./logs/feed.js").Line[][]} pages @param {number} id @returns {number} of the first line that is not before it */
+function nearestId(pages, id) {
+  for (const page of pages) for (const line of page) if (line.id >= id) return line.id;
+  return pages[pages.length - 1]?.[0]?.id ?? 0;
+}
+
+/** What can be done with a line. @param {{ id: number, file: string, onGo: () => void }} props */
+function Chosen({ id, file, onGo }) {
+  const copy = (/** @type {string} */ text, /** @type {string} */ what) => attempt(() => navigator.clipboard.writeText(text), `${what} is copied`);
+  return html`<span class="chosen">line ${id}
+    <button onClick=${onGo}>Show</button>
+    <button onClick=${() => copy(location.href, "the link")}>Copy link</button>
+    <a href=${file} download>File</a>
+    <button aria-label="Let go of the line" onClick=${() => setParams({ line: "" })}>×</button></span>`;
+}
+
+/** The log of a command, notebook or any other task. @param {{ words: string[] }} props */
+export function TaskLogs({ words }) {
+  const id = words[1];
+  return html`<main>
+    <h1 tabindex="-1">Log <span class="muted">task ${id}</span></h1>
+    <${Logs} of=${{ task: id }} />
+  </main>`;
+}

@@ -1,0 +1,81 @@
+// One trial: how far it is, what can be done with it, and a tab for each way to look at it.
+
+import { html, useRef } from "htm/preact/standalone";
+import { isEnded } from "../actions.js";
+import { get, send } from "../api.js";
+import { duration, number, secondsBetween } from "../format.js";
+import { useLive } from "../live.js";
+import { attempt, confirmed, Problem, Progress, State, Time } from "../parts/basics.js";
+import { Tabs } from "../router.js";
+import { Logs } from "./logs.js";
+import { Instruments } from "./trial/instruments.js";
+import { Metrics } from "./trial/metrics.js";
+import { Checkpoints, Hyperparameters, Runs } from "./trial/tables.js";
+
+/** @typedef {{ id: string, title: string, show: any }} Tab `show` is given `trial`, `experiment`, `runs` and `metrics` */
+
+/** @type {Tab[]} the first is shown where the address names none */
+export const TRIAL_TABS = [
+  { id: "metrics", title: "Metrics", show: Metrics },
+  { id: "instruments", title: "Instruments", show: Instruments },
+  { id: "logs", title: "Logs", show: (/** @type {any} */ { trial }) => html`<${Logs} of=${{ trial: trial.id }} />` },
+  { id: "hyperparameters", title: "Hyperparameters", show: Hyperparameters },
+  { id: "checkpoints", title: "Checkpoints", show: Checkpoints },
+  { id: "runs", title: "Runs", show: Runs },
+];
+
+/** @param {string[]} words @returns {{ id: number, tab: string, base: string } | null} what an address says of a trial */
+export function trialAddress(words) {
+  const [first, second, third, fourth, fifth] = words;
+  if (first === "trials" && /^\d+$/.test(second)) return { id: Number(second), tab: third ?? "", base: `/det/trials/${second}` };
+  if (first === "experiments" && /^\d+$/.test(second) && third === "trials" && /^\d+$/.test(fourth))
+    return { id: Number(fourth), tab: fifth ?? "", base: `/det/experiments/${second}/trials/${fourth}` };
+  return null;
+}
+
+/** @param {any} trial */
+async function kill(trial) {
+  if (!(await confirmed(`Kill trial ${trial.id} at once, without a checkpoint?`, "Kill"))) return false;
+  return attempt(() => send("POST", `/api/v1/trials/${trial.id}/kill`), `Trial ${trial.id} is being killed.`);
+}
+
+/** @param {{ words: string[] }} props */
+export function Trial({ words }) {
+  const { id, tab: wanted, base } = /** @type {{ id: number, tab: string, base: string }} */ (trialAddress(words));
+  const own = useRef(0);
+  const { data, error, reload } = useLive(
+    (signal) => get(`/page/trials/${id}`, {}, signal),
+    (topic) => topic === `trial:${id}` || topic.startsWith(`metrics:${id}:`) || topic === `experiment:${own.current}`,
+    [id],
+  );
+  const tab = TRIAL_TABS.find((one) => one.id === wanted) ?? TRIAL_TABS[0];
+  if (!data) return html`<main><h1 tabindex="-1">Trial ${id}</h1>${error ? html`<${Problem} error=${error} />` : html`<p class="loading">Loading …</p>`}</main>`;
+  const { trial, experiment, runs, metrics } = data;
+  own.current = trial.experiment;
+  const isGone = /** @type {any} */ (error)?.status === 404;
+  return html`<main>
+    <p class="back"><a href="/det/experiments">Experiments</a> / <a href=${`/det/experiments/${trial.experiment}`}>${experiment.name}</a> /</p>
+    <h1 tabindex="-1">Trial ${id} <span class="muted">of experiment ${trial.experiment}</span></h1>
+    ${isGone ? html`<p class="problem" role="alert">This trial has been deleted; what is shown is what was known of it. <a href="/det/experiments">Go to the experiments</a></p>` : html`<${Problem} error=${error} />`}
+    <div class="facts">
+      <${State} state=${trial.state} />
+      <${Progress} value=${trial.state === "COMPLETED" ? 1 : trial.progress} />
+      <span>${trial.batches.toLocaleString()} batches</span>
+      ${trial.best !== null && html`<span>best ${experiment.metric} <b>${number(trial.best)}</b>${trial.bestBatch !== null && html` at batch ${trial.bestBatch}`}${experiment.bestTrial === id && html` <b class="star">★ best of the experiment</b>`}</span>`}
+      <span>${trial.restarts} ${trial.restarts === 1 ? "restart" : "restarts"}, ${trial.runs} ${trial.runs === 1 ? "run" : "runs"}</span>
+      <span>${trial.slots} ${trial.slots === 1 ? "slot" : "slots"}</span>
+      <span><${Time} at=${trial.start} />, ${duration(secondsBetween(trial.start, trial.end))}</span>
+      ${trial.stoppedBySearcher && html`<span>stopped by the searcher</span>`}
+      ${trial.earlyExit && html`<span>ended early: ${trial.earlyExit}</span>`}
+      ${trial.warmStart && html`<span>started from checkpoint <code>${trial.warmStart.slice(0, 8)}</code></span>`}
+    </div>
+    ${trial.stall && html`<p class="problem" role="alert">${trial.stall}</p>`}
+    ${trial.job && html`<p class="muted">${trial.job}</p>`}
+    <div class="tools">
+      ${!isEnded(trial) && !isGone && html`<button class="danger" onClick=${async () => (await kill(trial)) && reload()}>Kill</button>`}
+      <a class="button" href=${`/det/compare?trials=${[...new Set([id, experiment.bestTrial ?? id])].join(",")}`}>Compare</a>
+    </div>
+    <${Tabs} tabs=${TRIAL_TABS.map((one) => [`${base}/${one.id}`, one.title])} now=${`${base}/${tab.id}`} label="Views of the trial" />
+    <${tab.show} key=${tab.id} trial=${trial} experiment=${experiment} runs=${runs} metrics=${metrics} />
+  </main>`;
+}

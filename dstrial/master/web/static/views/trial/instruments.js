@@ -1,0 +1,150 @@
+// What the ranks of a trial measure of themselves: speed, where a batch's time goes, memory; by rank and over time.
+
+import { html, useMemo, useState } from "htm/preact/standalone";
+import { get } from "../../api.js";
+import { recordsOf, xsOf } from "../../curves.js";
+import { bytes, duration, number, toNumber } from "../../format.js";
+import { useLive } from "../../live.js";
+import { Problem, Time } from "../../parts/basics.js";
+import { Chart, isDark } from "../../parts/chart.js";
+import { useParam } from "../../router.js";
+import { marksOf } from "./marks.js";
+import { useLook } from "./metrics.js";
+import { TrialChart, WhenSeen } from "./series.js";
+
+// Names are those of dstrial.telemetry.samples; docs/telemetry.md says what each is.
+/** @type {[string, string, string, string][]} instrument, words, colour when light and when dark */
+const PARTS = [
+  ["data_wait_ms", "data wait", "#b4460f", "#ffa15c"],
+  ["forward_ms", "forward", "#1f5fd0", "#79a8ff"],
+  ["backward_ms", "backward", "#1a7f5a", "#58d0a0"],
+  ["step_ms", "step", "#8a3ffc", "#c59bff"],
+  ["stages_ms", "stages", "#a8324a", "#ff8fa3"],
+  ["other_ms", "other", "#6b7480", "#8a94a3"],
+];
+/** @type {[string, string, (value: number) => string][]} */
+const NUMBERS = [
+  ["records_per_second", "records a second", (value) => number(value, 4)],
+  ["tokens_per_second", "tokens a second", (value) => number(value, 4)],
+  ["batch_ms", "a batch", (value) => `${number(value, 4)} ms`],
+  ["mfu", "MFU", (value) => `${number(100 * value, 3)} %`],
+  ["hfu", "HFU", (value) => `${number(100 * value, 3)} %`],
+  ["model_tflops_per_device", "TFLOPS a device", (value) => number(value, 4)],
+  ["gradient_norm", "gradient norm", (value) => number(value, 4)],
+  ["learning_rate", "learning rate", (value) => number(value, 4)],
+  ["skipped_steps", "skipped steps", (value) => number(value)],
+];
+const OVER_TIME = ["records_per_second", "tokens_per_second", "mfu", "batch_ms", "data_wait_ms", "device_peak_memory_bytes", "process_peak_memory_bytes", "gradient_norm"];
+const MOST_RANKS = 64;
+
+/** @param {string} name @returns {string} */
+const words = (name) => name.replace(/_bytes$|_ms$/, "").replaceAll("_", " ");
+/** @param {string} name @param {unknown} value @returns {string} */
+const shown = (name, value) => (value === null || value === undefined ? "" : name.endsWith("_bytes") ? bytes(toNumber(value)) : name.endsWith("_ms") ? `${number(toNumber(value), 4)} ms` : number(value, 4));
+
+/** A bar of parts for each rank. @param {{ title: string, rows: { rank: number, text: string, parts: { name: string, share: number, colour: string, text: string }[] }[] }} props */
+function Bars({ title, rows }) {
+  const [limit, setLimit] = useState(MOST_RANKS);
+  return html`<table class="plain bars" aria-label=${title}><tbody>
+    ${rows.slice(0, limit).map((row) => html`<tr><th scope="row">rank ${row.rank}</th><td class="bar">${row.parts.map(
+      (part) => html`<span role="img" aria-label=${part.text} title=${part.text} style=${{ width: `${100 * part.share}%`, background: part.colour }}></span>`,
+    )}</td><td class="number">${row.text}</td></tr>`)}
+  </tbody></table>
+  ${rows.length > limit && html`<button onClick=${() => setLimit(rows.length)}>Show all ${rows.length} ranks</button>`}`;
+}
+
+/** @param {{ ranks: Record<string, any[]> }} props */
+function TimeByRank({ ranks }) {
+  const isNight = isDark();
+  const parts = PARTS.filter(([name]) => ranks[name]);
+  if (!parts.length) return null;
+  const count = Math.max(...parts.map(([name]) => ranks[name].length));
+  const value = (/** @type {string} */ name, /** @type {number} */ rank) => {
+    const found = toNumber(ranks[name]?.[rank] ?? 0);
+    return Number.isFinite(found) ? found : 0;
+  };
+  const sums = Array.from({ length: count }, (_, rank) => parts.reduce((sum, [name]) => sum + value(name, rank), 0));
+  const most = Math.max(...sums) || 1;
+  const rows = sums.map((sum, rank) => ({
+    rank,
+    text: `${number(sum, 4)} ms`,
+    parts: parts.map(([name, title, light, dark]) => ({ name, share: value(name, rank) / most, colour: isNight ? dark : light, text: `${title} ${number(value(name, rank), 4)} ms` })),
+  }));
+  return html`<h2>Where a batch's time goes, by rank</h2>
+    <p class="legend">${parts.map(([, title, light, dark]) => html`<span><i style=${{ background: isNight ? dark : light }}></i>${title}</span>`)}</p>
+    <${Bars} title="Time of a batch by rank" rows=${rows} />`;
+}
+
+/** @param {{ name: string, values: any[] }} props */
+function MemoryByRank({ name, values }) {
+  const sizes = values.map((value) => (value === null ? NaN : toNumber(value)));
+  const most = Math.max(...sizes.filter(Number.isFinite), 1);
+  const colour = isDark() ? "#79a8ff" : "#1f5fd0";
+  const rows = sizes.map((size, rank) => ({ rank, text: Number.isFinite(size) ? bytes(size) : "unknown", parts: Number.isFinite(size) ? [{ name, share: size / most, colour, text: bytes(size) }] : [] }));
+  return html`<div><h3>${words(name)}</h3><${Bars} title=${`${words(name)} by rank`} rows=${rows} /></div>`;
+}
+
+/** Curves of each rank. @param {{ trial: any, names: string[], look: any, records: any, marks: any[] }} props */
+function RankCurves({ trial, names, look, records, marks }) {
+  const [chosen, setChosen] = useParam("instrument", names.includes("batch_ms") ? "batch_ms" : (names[0] ?? ""));
+  const { data, error } = useLive(
+    (signal) => (chosen ? get(`/page/trials/${trial.id}/instruments/series`, { name: chosen }, signal) : Promise.resolve({ curves: [], ranks: 0 })),
+    (topic) => topic.startsWith(`metrics:${trial.id}:`) || topic === `trial:${trial.id}`,
+    [trial.id, chosen],
+  );
+  const curves = useMemo(
+    () =>
+      (data?.curves ?? []).map((/** @type {any} */ one) => {
+        const values = one.values.map(toNumber);
+        return { id: one.rank, label: `rank ${one.rank}`, xs: xsOf({ ...one, values, trial: trial.id, points: values.length }, look.axis, records, trial.start), ys: values };
+      }),
+    [data, look.axis, records, trial.start],
+  );
+  if (!names.length) return null;
+  return html`<h2>Over time, by rank</h2>
+    <div class="filters"><label>Instrument <select value=${chosen} onChange=${(/** @type {any} */ event) => setChosen(event.target.value)}>
+      ${names.map((name) => html`<option value=${name}>${words(name)}</option>`)}</select></label>
+      ${data && data.ranks > data.curves.length && html`<span class="muted">Of ${data.ranks} ranks the ${data.curves.length} with the largest newest values.</span>`}</div>
+    <${Problem} error=${error} />
+    <${Chart} title=${`${chosen} by rank`} xLabel=${look.label} curves=${curves} isLog=${look.isLog} smoothing=${look.smoothing} showX=${look.axis === "time" ? duration : undefined} marks=${marks} />`;
+}
+
+/** @param {{ trial: any, runs: any[], metrics: any }} props */
+export function Instruments({ trial, runs, metrics }) {
+  const { data, error } = useLive(
+    (signal) => get(`/page/trials/${trial.id}/instruments`, {}, signal),
+    (topic) => topic.startsWith(`metrics:${trial.id}:`) || topic === `trial:${trial.id}`,
+    [trial.id],
+  );
+  const records = useMemo(() => recordsOf({ records_per_epoch: trial.recordsPerEpoch }, trial.hparams), [trial.recordsPerEpoch, trial.hparams?.global_batch_size]);
+  const { look, tools } = useLook({ records });
+  const marks = useMemo(() => marksOf(runs, look.axis, records, trial.start), [runs, look.axis, records, trial.start]);
+  if (!data) return error ? html`<${Problem} error=${error} />` : html`<p class="loading">Loading …</p>`;
+  const { report } = data;
+  if (!report)
+    return html`<${Problem} error=${error} /><p class="muted">This trial has reported no instruments. A DeepSpeedTrial reports them with its training metrics unless <code>telemetry: false</code> stands under <code>data.dstrial</code>.</p>`;
+  const { values, ranks } = report;
+  const names = Object.keys(ranks);
+  const numRanks = Math.max(0, ...names.map((name) => ranks[name].length));
+  const memory = names.filter((name) => name.endsWith("_bytes"));
+  const own = new Set(metrics.groups.telemetry ?? []);
+  return html`
+    <${Problem} error=${error} />
+    <p class="muted">At batch ${report.batches}, <${Time} at=${report.time} />, run ${report.run}, ${numRanks} ${numRanks === 1 ? "rank" : "ranks"}${values.timed_by && html`; timed by ${values.timed_by}`}.</p>
+    <dl class="numbers">${NUMBERS.filter(([name]) => values[name] !== undefined).map(
+      ([name, title, show]) => html`<div><dt>${title}</dt><dd>${show(toNumber(values[name]))}</dd></div>`,
+    )}</dl>
+    <${TimeByRank} ranks=${ranks} />
+    ${memory.length > 0 && html`<h2>Memory by rank</h2><div class="charts">${memory.map((name) => html`<${MemoryByRank} key=${name} name=${name} values=${ranks[name]} />`)}</div>`}
+    <div class="filters">${tools}</div>
+    <${RankCurves} trial=${trial} names=${names} look=${look} records=${records} marks=${marks} />
+    <h2>Over time, all ranks</h2>
+    <div class="charts">${OVER_TIME.filter((name) => own.has(name)).map((name) => html`<div key=${name}><${WhenSeen} height=${280}>
+      <${TrialChart} trial=${trial} metric=${`telemetry.${name}`} title=${words(name)} look=${look} records=${records} marks=${marks} /><//></div>`)}</div>
+    <h2>All by rank</h2>
+    <div class="scroller wide" tabindex="0" role="region" aria-label="All instruments by rank"><table class="plain">
+      <thead><tr><th>rank</th>${names.map((name) => html`<th class="number">${words(name)}</th>`)}</tr></thead>
+      <tbody>${Array.from({ length: Math.min(numRanks, MOST_RANKS) }, (_, rank) => html`<tr><th scope="row">${rank}</th>${names.map((name) => html`<td class="number">${shown(name, ranks[name][rank])}</td>`)}</tr>`)}</tbody>
+    </table></div>
+    ${numRanks > MOST_RANKS && html`<p class="muted">The first ${MOST_RANKS} of ${numRanks} ranks are in this table.</p>`}`;
+}

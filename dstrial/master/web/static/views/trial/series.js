@@ -1,0 +1,45 @@
+// One curve of one trial, loaded when it is near to being seen, and again when the trial reports.
+
+import { html, useEffect, useMemo, useRef, useState } from "htm/preact/standalone";
+import { get } from "../../api.js";
+import { xsOf } from "../../curves.js";
+import { duration, toNumber } from "../../format.js";
+import { useLive } from "../../live.js";
+import { Problem } from "../../parts/basics.js";
+import { Chart } from "../../parts/chart.js";
+
+/** @typedef {{ axis: string, isLog: boolean, smoothing: number, label: string }} Look how curves are drawn */
+
+/** @param {any} one as the master sends it @returns {import("../../curves.js").Series} */
+const read = (one) => ({ ...one, values: one.values.map(toNumber) });
+
+/** @param {{ height: number, children: unknown }} props draws what is in it when that comes near to being seen */
+export function WhenSeen({ height, children }) {
+  const place = useRef(/** @type {HTMLDivElement | null} */ (null));
+  const [isSeen, setSeen] = useState(false);
+  useEffect(() => {
+    if (!place.current || isSeen) return undefined;
+    const observer = new IntersectionObserver((entries) => entries.some((one) => one.isIntersecting) && setSeen(true), { rootMargin: "300px" });
+    observer.observe(place.current);
+    return () => observer.disconnect();
+  }, [isSeen]);
+  return html`<div ref=${place} style=${isSeen ? {} : { minHeight: `${height}px` }}>${isSeen && children}</div>`;
+}
+
+/** @param {{ trial: any, metric: string, title: string, look: Look, records: { perBatch: number, perEpoch: number }, marks: any[], height?: number }} props */
+export function TrialChart({ trial, metric, title, look, records, marks, height = 220 }) {
+  const group = metric.slice(0, metric.indexOf("."));
+  const name = metric.slice(metric.indexOf(".") + 1);
+  const { data, error } = useLive(
+    async (signal) => read((await get("/page/series", { trials: [trial.id], group, name }, signal)).series[0]),
+    (topic) => topic.startsWith(`metrics:${trial.id}:`) || topic === `trial:${trial.id}`,
+    [trial.id, metric],
+  );
+  const curves = useMemo(
+    () => (data ? [{ id: trial.id, label: `trial ${trial.id}`, xs: xsOf(data, look.axis, records, trial.start), ys: data.values }] : []),
+    [data, look.axis, records.perBatch, records.perEpoch, trial.start],
+  );
+  return html`<${Problem} error=${error} /><${Chart} title=${title} xLabel=${look.label} curves=${curves} isLog=${look.isLog} smoothing=${look.smoothing}
+    showX=${look.axis === "time" ? duration : undefined} marks=${marks} height=${height} />
+    ${data && data.points > data.values.length && html`<p class="muted">${data.values.length.toLocaleString()} of ${data.points.toLocaleString()} points are drawn.</p>`}`;
+}

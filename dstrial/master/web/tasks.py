@@ -1,0 +1,65 @@
+"""What the page shows of commands, TensorBoards and generic tasks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeAlias
+
+from dstrial.master.api.commands import task_state
+from dstrial.master.clock import format_us
+from dstrial.master.http.router import USER, ApiRequest, route
+from dstrial.master.http.serializers import time_or_none
+from dstrial.master.store import commands
+
+MAX_TASKS = 1000
+"""How many of the newest are told of; those that have not ended are told in any case."""
+
+Json: TypeAlias = dict[str, Any]
+
+
+def _state(row: commands.CommandInfo) -> str:
+    """Return the state as the page names it: also how an ended one ended."""
+    if row.state in commands.ENDED or row.state == "PAUSED":
+        return row.state
+    return task_state(row).removeprefix("STATE_").replace("TERMINATING", "STOPPING")
+
+
+def _ports(row: commands.CommandInfo) -> list[int]:
+    """Return the ports of a task for which the proxy has an address of its own."""
+    config = json.loads(row.config)
+    found = (config.get("environment") or {}).get("proxy_ports") or []
+    return [one["proxy_port"] for one in found if not one.get("proxy_tcp")]
+
+
+def task_json(row: commands.CommandInfo) -> Json:
+    """Return a task's line; ``services`` are addresses that answer, or soon will."""
+    is_up = row.allocation_id is not None
+    services = [f"/proxy/{row.task_id}/"] if row.kind == "TENSORBOARD" else []
+    services += [f"/proxy/{row.task_id}:{port}/" for port in _ports(row)]
+    return {
+        "id": row.task_id,
+        "kind": row.kind,
+        "name": row.description,
+        "state": _state(row),
+        "ready": bool(row.is_ready),
+        "user": row.username,
+        "slots": len(json.loads(row.slots)) if row.slots else 0,
+        "wanted": row.num_slots,
+        "priority": row.priority,
+        "start": format_us(row.start_us),
+        "end": time_or_none(row.end_us),
+        "experiments": json.loads(row.experiment_ids),
+        "trials": json.loads(row.trial_ids),
+        "services": services if is_up else [],
+        "reason": row.stop_reason or row.exit_status or "",
+        "pausable": bool(row.is_pausable),
+    }
+
+
+async def get_tasks(request: ApiRequest) -> Json:
+    """``GET /page/tasks``: commands, TensorBoards and generic tasks, the newest first."""
+    rows = await request.services.read(commands.newest, MAX_TASKS)
+    return {"tasks": [task_json(row) for row in rows]}
+
+
+routes = [route("GET", "//page/tasks", get_tasks, access=USER)]

@@ -1,0 +1,158 @@
+"""What the page draws of one trial by its ranks, and of several trials side by side."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from dstrial.config.parsing.documents import yaml_text
+from dstrial.config.secrets import masked_json, masked_yaml
+from dstrial.errors import RequestError
+from dstrial.master.clock import format_us
+from dstrial.master.http.router import USER, ApiRequest, route
+from dstrial.master.http.serializers import as_data
+from dstrial.master.services import Services
+from dstrial.master.store import experiments, overviews
+from dstrial.master.store.database import Connection
+from dstrial.master.store.reports import instruments
+from dstrial.master.store.reports.downsample import downsample
+from dstrial.master.web.views import Json, finite, metrics_json, trial_json
+
+MAX_COMPARED = 100
+"""Most trials side by side."""
+MAX_RANKS = 64
+"""Of how many ranks one answer has curves."""
+_RANK_POINTS = 500
+
+
+def _require_trial(connection: Connection, trial_id: int) -> None:
+    if overviews.experiment_of_trial(connection, trial_id) is None:
+        raise RequestError(404, f"trial {trial_id} is not found; expected one of an experiment's list.")
+
+
+def _newest(connection: Connection, trial_id: int) -> Json:
+    _require_trial(connection, trial_id)
+    found = instruments.newest(connection, trial_id)
+    if found is None:
+        return {"report": None}
+    return {
+        "report": {
+            "batches": found.steps,
+            "time": format_us(found.end_us),
+            "run": found.run_id,
+            "values": {name: finite(value) for name, value in found.values.items()},
+            "ranks": {name: [finite(value) for value in ranks] for name, ranks in found.ranks.items()},
+        }
+    }
+
+
+async def get_instruments(request: ApiRequest) -> Json:
+    """``GET /page/trials/N/instruments``: the newest report of a trial's instruments, also by rank."""
+    found: Json = await request.services.read(_newest, request.path_params["trial_id"])
+    return found
+
+
+def _rank_curves(connection: Connection, trial_id: int, name: str) -> Json:
+    _require_trial(connection, trial_id)
+    steps, times, values = instruments.by_rank(connection, trial_id, name)
+    num_ranks = max(map(len, values), default=0)
+    shown = list(range(num_ranks))
+    if num_ranks > MAX_RANKS:
+        # Who stands out is looked for: those with the largest newest values.
+        newest = [-math.inf if value is None or math.isnan(value) else value for value in values[-1]]
+        shown = sorted(sorted(range(len(newest)), key=newest.__getitem__, reverse=True)[:MAX_RANKS])
+    return _curves(steps, times, values, shown, num_ranks)
+
+
+def _curves(
+    steps: list[int], times: list[int], values: list[list[float | None]], ranks: list[int], num_ranks: int
+) -> Json:
+    curves = []
+    for rank in ranks:
+        own = [
+            (at, row[rank])
+            for at, row in enumerate(values)
+            if rank < len(row) and row[rank] is not None  # Other runs had other numbers of ranks.
+        ]
+        ys = [float(value) for _, value in own if value is not None]
+        kept = downsample([steps[at] for at, _ in own], ys, _RANK_POINTS)
+        curves.append(
+            {
+                "rank": rank,
+                "batches": [steps[own[idx][0]] for idx in kept],
+                "times": [times[own[idx][0]] // 1000 for idx in kept],
+                "values": [finite(ys[idx]) for idx in kept],
+            }
+        )
+    return {"curves": curves, "ranks": num_ranks}
+
+
+async def get_rank_curves(request: ApiRequest) -> Json:
+    """``GET /page/trials/N/instruments/series?name=…``: an instrument over a trial, a curve for each rank.
+
+    Of more than 64 ranks those with the largest newest values; ``ranks`` says how many there are.
+    """
+    name = request.query("name")
+    if not name:
+        raise RequestError(400, "name is missing; expected an instrument's. Send one of the newest report's.")
+    found: Json = await request.services.read(_rank_curves, request.path_params["trial_id"], name)
+    return found
+
+
+def _compared_experiment(services: Services, connection: Connection, experiment_id: int) -> Json:
+    row = experiments.require(connection, experiment_id)
+    (line,) = overviews.experiments(connection, [experiment_id])
+    config = json.loads(masked_json(row.config, services.secret_names))
+    return {
+        "id": line.id,
+        "name": line.name,
+        "metric": line.searcher_metric,
+        "smallerIsBetter": bool(line.smaller_is_better),
+        "bestTrial": line.best_trial_id,
+        "recordsPerEpoch": overviews.records_per_epoch(connection, experiment_id),
+        "config": as_data(yaml_text(config)),
+        "originalConfig": as_data(masked_yaml(row.original_config, services.secret_names)),
+    }
+
+
+def _compared(
+    services: Services, connection: Connection, trial_ids: list[int], experiment_ids: list[int]
+) -> Json:
+    named = overviews.experiments(connection, experiment_ids) if experiment_ids else []
+    best = {row.id: row.best_trial_id for row in named}
+    missing = [f"experiment {one} is not found" for one in experiment_ids if one not in best]
+    missing += [f"experiment {one} has no best trial yet" for one, trial in best.items() if trial is None]
+    stand_ins = [trial for trial in map(best.get, experiment_ids) if trial is not None]
+    wanted = list(dict.fromkeys([*trial_ids, *stand_ins]))
+    rows = {row.id: row for row in overviews.some_trials(connection, wanted)}
+    missing += [f"trial {one} is not found" for one in wanted if one not in rows]
+    shown = [rows[one] for one in wanted if one in rows]
+    return {
+        "trials": [trial_json(row, services.secret_names) for row in shown],
+        "experiments": [
+            _compared_experiment(services, connection, one)
+            for one in dict.fromkeys(row.experiment_id for row in shown)
+        ],
+        "metrics": metrics_json(overviews.metric_names(connection, trial_ids=[row.id for row in shown])),
+        "missing": missing,
+    }
+
+
+async def get_compared(request: ApiRequest) -> Json:
+    """``GET /page/compare?trials=…&experiments=…``: trials side by side; an experiment stands for its best trial."""
+    trials, found = request.query_ints("trials"), request.query_ints("experiments")
+    if not 1 <= len(trials) + len(found) <= MAX_COMPARED:
+        raise RequestError(
+            400,
+            f"{len(trials) + len(found)} trials and experiments are named; expected 1 to {MAX_COMPARED}. Choose fewer.",
+        )
+    services = request.services
+    answer: Json = await services.read(lambda connection: _compared(services, connection, trials, found))
+    return answer
+
+
+routes = [
+    route("GET", "//page/trials/{trial_id:int}/instruments", get_instruments, access=USER),
+    route("GET", "//page/trials/{trial_id:int}/instruments/series", get_rank_curves, access=USER),
+    route("GET", "//page/compare", get_compared, access=USER),
+]

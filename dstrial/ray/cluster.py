@@ -1,0 +1,107 @@
+"""What a Ray cluster says of its nodes and placement groups, as values; pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+CPU, GPU = "CPU", "GPU"
+"""Ray's names of what slots are."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RayNode:
+    """A node of the cluster.
+
+    Attributes:
+        id: Ray's, new whenever Ray is started there.
+        name: unique among those that live; as people write it.
+        total: resources by their names, whether or not they are in use.
+        free: those that are not reserved.
+        why_dead: Ray's reason, empty if it has none.
+        is_draining: whether it was asked to leave soon.
+    """
+
+    id: str
+    name: str
+    is_alive: bool
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+    why_dead: str = ""
+    is_draining: bool = False
+
+    def num_slots(self, kind: str) -> int:
+        """Return how many whole ones it has of a kind."""
+        return int(self.total.get(kind, 0))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RayGroup:
+    """A placement group.
+
+    Attributes:
+        id: in hexadecimal digits.
+        state: in Ray's word: ``PENDING``, ``PREPARED``, ``CREATED``, ``RESCHEDULING``, ``REMOVED``.
+        bundles: what it has reserved, in the order of ranks.
+        node_ids: where each bundle is; empty for nowhere.
+        first_node_ids: where each was when it first had all of them.
+    """
+
+    id: str
+    name: str
+    state: str
+    bundles: tuple[Mapping[str, float], ...]
+    node_ids: tuple[str, ...]
+    first_node_ids: tuple[str, ...] = ()
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether Ray has lost a node of it, and moves what was reserved there, or has done so."""
+        return self.state == "RESCHEDULING" or self.first_node_ids not in ((), self.node_ids)
+
+
+def parse_nodes(seen: Mapping[str, Any]) -> tuple[RayNode, ...]:
+    """Read the nodes out of what the bridge has seen, also those that are dead.
+
+    A node's name is Ray's: ``ray start --node-name``, which is its address unless told. Host names may repeat in a cluster;
+    where two nodes that live have one name, each has its port behind it.
+    """
+    rows: Sequence[Mapping[str, Any]] = seen["nodes"]
+    counts = Counter(_name(row) for row in rows if row["Alive"])
+    return tuple(
+        RayNode(
+            row["NodeID"],
+            f"{_name(row)}:{row['NodeManagerPort']}" if counts[_name(row)] > 1 else _name(row),
+            bool(row["Alive"]),
+            row.get("Resources") or {},
+            seen["free"].get(row["NodeID"], {}),
+            str(row.get("DeathReasonMessage") or ""),
+            row["NodeID"] in seen["draining"],
+        )
+        for row in rows
+    )
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    return str(row.get("NodeName") or row["NodeManagerAddress"])
+
+
+def parse_groups(seen: Mapping[str, Any]) -> tuple[RayGroup, ...]:
+    """Read the placement groups out of what the bridge has seen, also those of others and those that are over."""
+    found = []
+    for number, row in seen["groups"].items():
+        indices = sorted(row["bundles"], key=int)
+        places, first = row["bundles_to_node_id"], row.get("first_node_ids") or {}
+        found.append(
+            RayGroup(
+                number,
+                str(row["name"]),
+                str(row["state"]),
+                tuple(row["bundles"][index] for index in indices),
+                tuple(str(places.get(index) or "") for index in indices),
+                tuple(str(first.get(index) or "") for index in indices) if first else (),
+            )
+        )
+    return tuple(found)

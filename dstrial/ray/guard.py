@@ -1,0 +1,123 @@
+"""Starts a program on a node of Ray's, and ends all that comes of it when the job is over; standard library only.
+
+Ray kills an actor without a word when its placement group is removed, and leaves what the actor has started. So the program
+is started by this process, which is none of Ray's: a pipe from the actor tells it that the actor is gone, and whatever the
+program has left behind is its child then, because it takes orphans in (``PR_SET_CHILD_SUBREAPER``). Sent as text, with two
+descriptors as the first arguments and the program's words after them.
+"""
+
+# pathlib would take 5 ms of each start.
+# ruff: noqa: PTH123, PTH208
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_KILL_AGAIN_S = 0.05
+_NOT_STARTED = 127
+
+
+def main(words: list[str]) -> None:
+    """Run a program to the end of all that it starts.
+
+    Args:
+        words: a descriptor on which the actor sends signals' numbers and whose end is its end; one for the program's exit
+            code, as a shell would have it; the program.
+    """
+    life, status = int(words[0]), int(words[1])
+    if os.fork():
+        os._exit(0)  # no child of the actor's is left, which Ray would kill with it
+    os.set_inheritable(life, False)
+    os.set_inheritable(status, False)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    is_told_to_end: list[int] = []
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: is_told_to_end.append(1))
+    # Ray's workers are nice and the first to go when memory is short; what trains is neither, where that may be changed.
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write("0")
+    program = os.fork()
+    if program == 0:
+        _become(words[2:])
+    for descriptor in range(3):  # the program's alone: their end is to be seen when it ends
+        os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+    while not is_told_to_end:
+        ready, _, _ = select.select([life, woken], [], [])
+        if woken in ready:
+            os.read(woken, 4096)
+            if not _reap(program, status):
+                return
+        if life in ready:
+            numbers = os.read(life, 64)
+            if not numbers:
+                break
+            for number in numbers:
+                with contextlib.suppress(OSError):
+                    os.killpg(program, number)
+    while _reap(program, status):
+        for pid in descendants(os.getpid()):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_KILL_AGAIN_S)
+
+
+def _become(words: list[str]) -> None:
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
+    os.setsid()
+    try:
+        os.execvp(words[0], words)  # noqa: S606  # no shell is meant
+    except OSError as error:
+        os.write(2, f"{words[0]}: {error.strerror}\n".encode())
+    finally:
+        os._exit(_NOT_STARTED)
+
+
+def _reap(program: int, status: int) -> bool:
+    """Take the ended children's codes; return whether any child is left."""
+    while True:
+        try:
+            pid, ended = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return False
+        if pid == 0:
+            return True
+        if pid == program:
+            code = os.waitstatus_to_exitcode(ended)
+            with contextlib.suppress(OSError):  # the actor is gone
+                os.write(status, b"%d\n" % (code if code >= 0 else 128 - code))
+
+
+def descendants(ancestor: int) -> list[int]:
+    """Return the processes that come of another."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                # The name in parentheses may have any characters.
+                parent = int(file.read().rpartition(b")")[2].split()[1])
+                children.setdefault(parent, []).append(int(name))
+    found: list[int] = []
+    waiting = [ancestor]
+    while waiting:
+        born = children.get(waiting.pop(), [])
+        found += born
+        waiting += born
+    return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,124 @@
+"""The allocation that a command runs in, by the variables that Slurm sets (``man sbatch``, "OUTPUT ENVIRONMENT VARIABLES")."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from dstrial.errors import LaunchError
+from dstrial.slurm.nodelist import expand_counts, expand_nodes
+
+# Steps that Slurm makes by itself have numbers from here on (slurm.h: SLURM_MAX_NORMAL_STEP_ID).
+_FIRST_OWN_STEP = 0xFFFFFFF0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Allocation:
+    """Nodes that Slurm has given to a job.
+
+    Attributes:
+        job_id: its number.
+        nodes: names, in Slurm's order.
+        num_tasks: asked for on each node; 1 where nothing was said.
+        num_devices: accelerators of the job on this node; 0 without any, and where Slurm does not manage them.
+        divides_devices: whether they were asked for by task or for the whole job: then a step has to say how many it has.
+    """
+
+    job_id: int
+    nodes: tuple[str, ...]
+    num_tasks: tuple[int, ...]
+    num_devices: int = 0
+    divides_devices: bool = False
+
+
+def allocation_of(environ: Mapping[str, str]) -> Allocation | None:
+    """Return the allocation of this process, None outside of one. Pure.
+
+    Raises:
+        LaunchError: the variables are no allocation's, or this process is one of several tasks.
+    """
+    job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
+    if not job or "SLURM_JOB_NODELIST" not in environ:
+        return None
+    num_tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    step = environ.get("SLURM_STEP_ID", "")
+    if step.isdecimal() and int(step) < _FIRST_OWN_STEP and num_tasks not in ("", "1"):
+        raise LaunchError(
+            f"this is one of {num_tasks} tasks of srun; expected one command for the whole allocation, which starts the ranks "
+            "on all nodes by itself. Leave srun out."
+        )
+    counts = expand_counts(environ.get("SLURM_TASKS_PER_NODE", ""))
+    try:
+        nodes = expand_nodes(environ["SLURM_JOB_NODELIST"])
+        job_id = int(job)
+    except ValueError as error:
+        raise LaunchError(
+            f"the variables of an allocation say SLURM_JOB_ID={job!r} and SLURM_JOB_NODELIST={environ['SLURM_JOB_NODELIST']!r}; "
+            "expected those of Slurm. Start the command in an allocation (salloc, sbatch), or unset them."
+        ) from error
+    if len(counts) != len(nodes):
+        counts = [1] * len(nodes)
+    return Allocation(
+        job_id,
+        tuple(nodes),
+        tuple(counts),
+        num_devices=_num_devices(environ),
+        divides_devices=_divides_devices(environ),
+    )
+
+
+def slots_of_nodes(allocation: Allocation, wanted: int | None) -> list[int]:
+    """Return how many ranks are started on each node. Pure.
+
+    Tasks that were asked for are the slots; where there is one a node, so many as are wanted in equal parts, else one for each
+    accelerator.
+
+    Args:
+        allocation: the nodes.
+        wanted: ranks on all of them, as the user has written; None if nothing was said.
+
+    Raises:
+        LaunchError: the allocation cannot have so many.
+    """
+    nodes, tasks = allocation.nodes, allocation.num_tasks
+    if max(tasks) > 1:
+        if wanted is not None and wanted > sum(tasks):
+            raise LaunchError(
+                f"{wanted} slots are asked for in job {allocation.job_id}, whose {len(nodes)} node(s) have {sum(tasks)} tasks; "
+                f"expected as many tasks as slots. Ask Slurm for them (--ntasks={wanted}), or for fewer slots (--slots)."
+            )
+        return _first(tasks, wanted)
+    if wanted is None:
+        return [max(allocation.num_devices, 1)] * len(nodes)
+    if wanted <= len(nodes):
+        return _first(tasks, wanted)
+    if wanted % len(nodes):
+        raise LaunchError(
+            f"{wanted} slots are asked for in job {allocation.job_id}, which has {len(nodes)} nodes and says nothing of tasks; "
+            f"expected a multiple of {len(nodes)}. Ask Slurm for a task for each slot (--ntasks={wanted})."
+        )
+    return [wanted // len(nodes)] * len(nodes)
+
+
+def _first(tasks: Sequence[int], wanted: int | None) -> list[int]:
+    left = sum(tasks) if wanted is None else wanted
+    given = []
+    for count in tasks:
+        given.append(min(count, left))
+        left -= given[-1]
+    return given
+
+
+def _num_devices(environ: Mapping[str, str]) -> int:
+    for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
+        text = environ.get(name, "").rpartition(":")[2]
+        if text.isdecimal():
+            return int(text)
+    listed = [part for part in environ.get("SLURM_JOB_GPUS", "").split(",") if part]
+    return len(listed)
+
+
+def _divides_devices(environ: Mapping[str, str]) -> bool:
+    """Say whether the job has devices by task or as a whole (``--gpus-per-task``, ``--tres-per-task``, ``--gpus``)."""
+    by_task = environ.get("SLURM_GPUS_PER_TASK") or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
+    return bool(by_task or environ.get("SLURM_GPUS"))

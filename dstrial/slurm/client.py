@@ -1,0 +1,254 @@
+"""Slurm's commands, each with a time-out: a controller that is away is waited for by them for minutes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from dstrial.errors import LaunchError
+from dstrial.slurm.job import Job, parse_job
+
+_TIMEOUT_S = 30.0
+_PARTITION = "Name one that `sinfo` lists (--sbatch-arg=--partition=NAME, or slurm.sbatch_args)."
+_ACCOUNT = "Name an account that may use the partition (--sbatch-arg=--account=NAME); `sacctmgr show assoc` lists them."
+_TOO_LARGE = "Ask for fewer slots, fewer on one node, or another partition: none has so much (`sinfo -o '%P %D %c %G'`)."
+_NODES = "Ask for fewer nodes: the partition has fewer, or lets a job have fewer (`sinfo -o '%P %D'`)."
+# What sbatch says (Slurm 20.11 to 25, src/common/slurm_errno.c), and what to do.
+_FIXES = (
+    ("invalid partition", _PARTITION),
+    ("no partition specified", _PARTITION),
+    ("invalid account", _ACCOUNT),
+    ("invalid qos", "Name one that your account has (--sbatch-arg=--qos=NAME); `sacctmgr show assoc` lists them."),
+    ("node configuration is not available", _TOO_LARGE),
+    ("node count specification invalid", _NODES),
+    ("more processors requested than permitted", "Ask for fewer slots, or another partition (`sinfo -o '%P %D %c'`)."),
+    ("cpu count per node can not be satisfied", "Ask for fewer slots on one node (`sinfo -o '%P %D %c'`)."),
+    ("memory specification can not be satisfied", "Ask for less memory (`sinfo -o '%P %m'`)."),
+    ("generic resource", "Ask for accelerators that the partition has (`sinfo -o '%P %G'`)."),
+    ("requested time limit", "Ask for less time (`sinfo -o '%P %l'`)."),
+    ("invalid feature", "Correct the --constraint (`sinfo -o '%P %f'`)."),
+    ("unrecognized option", "Correct slurm.sbatch_args; `man sbatch` lists all options."),
+    ("contact slurm controller", "Wait until it is back, or ask who runs the cluster; `scontrol ping` says how it is."),
+    ("socket timed out", "Wait until it is back, or ask who runs the cluster; `scontrol ping` says how it is."),
+)  # fmt: skip
+
+_AWAY = (
+    "contact slurm controller",
+    "socket timed out",
+    "has not answered for",
+    "connection refused",
+    "unable to connect",
+    "zero bytes were transmitted",
+    "slurm backup controller in standby",
+)
+_IMPOSSIBLE = "node configuration is not available"
+# What a controller says, too, that has just begun: it knows nothing of its nodes for some seconds.
+_NOT_YET = (
+    _IMPOSSIBLE,
+    "node count specification invalid",
+    "more processors requested than permitted",
+    "cpu count per node can not be satisfied",
+    "memory specification can not be satisfied",
+    "generic resource",
+)
+PATIENCE_S = 60.0
+"""For so long Slurm is asked again where it does not answer, or does not know its nodes yet, seconds."""
+_AGAIN_S = 2.0
+T = TypeVar("T")
+
+
+def require_slurm(*names: str, or_else: str = "leave --slurm out to train here") -> None:
+    """Refuse a machine without Slurm's commands.
+
+    Args:
+        names: of the commands.
+        or_else: what else may be done, for the message.
+
+    Raises:
+        LaunchError: one of them is not on PATH.
+    """
+    absent = [name for name in names if shutil.which(name) is None]
+    if absent:
+        raise LaunchError(
+            f"{', '.join(absent)} of Slurm is not on PATH; expected a machine from which jobs are submitted. Run the command "
+            f"on a login node of the cluster, load its module (`module load slurm`), or {or_else}."
+        )
+
+
+def run_slurm(
+    words: Sequence[str], *, cwd: Path | None = None, timeout_s: float = _TIMEOUT_S
+) -> tuple[int, str, str]:
+    """Run one of Slurm's commands; return its exit code, output and errors. A time-out is an exit code of 124."""
+    environ = {**os.environ, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
+    try:
+        done = subprocess.run(
+            words,
+            cwd=cwd,
+            env=environ,
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+    except subprocess.TimeoutExpired:
+        return 124, "", f"{words[0]} has not answered for {timeout_s:g} s"
+    except OSError as error:
+        return 127, "", f"{words[0]}: {error.strerror}"
+    return done.returncode, done.stdout, done.stderr
+
+
+def submit(script: Path) -> int:
+    """Queue a batch script, and return the job's number.
+
+    Raises:
+        LaunchError: Slurm refuses it, or would never start it, with what it says.
+    """
+    # Without this a job that no partition could ever hold waits for ever, where Slurm does not enforce limits.
+    _, output, errors = run_slurm(["sbatch", "--test-only", str(script)], timeout_s=2 * _TIMEOUT_S)
+    if _IMPOSSIBLE in f"{output}{errors}".lower():
+        raise LaunchError(refused(errors or output, str(script)))
+    code, output, errors = run_slurm(["sbatch", "--parsable", str(script)], timeout_s=2 * _TIMEOUT_S)
+    number = output.strip().partition(";")[0]
+    if code or not number.isdecimal():
+        raise LaunchError(refused(errors or output, str(script)))
+    return int(number)
+
+
+def submit_patiently(script: Path, tell: Callable[[str], object]) -> int:
+    """Queue a batch script as :func:`submit` does, and ask again where a refusal may be over soon.
+
+    Args:
+        script: which no other job has.
+        tell: is told once that Slurm is asked again, and why.
+
+    Raises:
+        LaunchError: Slurm refuses it, or does not answer for ``PATIENCE_S``.
+    """
+
+    def ask() -> int:
+        _, output, _ = run_slurm(["squeue", "--noheader", "--me", "--states=all", "-O", "JobID:|,Command:|"])
+        # An answer to an earlier question may have been lost.
+        known = queued_as(output, str(script))
+        return submit(script) if known is None else known
+
+    return patiently(ask, tell)
+
+
+def patiently(ask: Callable[[], T], tell: Callable[[str], object]) -> T:
+    """Return an answer of Slurm's, which is asked again while it is away or does not know its nodes yet.
+
+    Args:
+        ask: raises ``LaunchError`` with what Slurm says.
+        tell: is told once that Slurm is asked again, and why.
+
+    Raises:
+        LaunchError: the last refusal.
+    """
+    give_up_at_s = time.monotonic() + PATIENCE_S
+    is_told = False
+    while True:
+        try:
+            return ask()
+        except LaunchError as error:
+            if time.monotonic() >= give_up_at_s or not is_transient(str(error)):
+                raise
+            if not is_told:
+                tell(f"Slurm is asked again for up to {PATIENCE_S:g} s: {error}")
+                is_told = True
+        time.sleep(_AGAIN_S)
+
+
+def is_transient(said: str) -> bool:
+    """Say whether Slurm may take soon what it refuses now: it is away, or does not know its nodes yet."""
+    return is_away(said) or (is_not_yet(said) and has_unknown_nodes())
+
+
+def is_not_yet(said: str) -> bool:
+    """Say whether a refusal is one that a controller gives, too, whose nodes have not registered. Pure."""
+    return any(words in said.lower() for words in _NOT_YET)
+
+
+def has_unknown_nodes() -> bool:
+    """Say whether nodes have not registered since Slurm's controller began: they do within seconds, or are down later."""
+    _, output, _ = run_slurm(["sinfo", "--noheader", "--Node", "-o", "%T"])
+    return any(line.strip().lower().startswith("unknown") for line in output.splitlines())
+
+
+def queued_as(text: str, script: str) -> int | None:
+    """Return the job that has a batch script, by what squeue prints of jobs and their commands; None for none. Pure."""
+    for line in text.splitlines():
+        number, _, command = line.strip().removesuffix("|").partition("|")
+        if command.strip() == script and number.strip().isdecimal():
+            return int(number)
+    return None
+
+
+def test(script: Path) -> None:
+    """Look whether Slurm would take a batch script; nothing is queued.
+
+    Raises:
+        LaunchError: it would not, with what it says.
+    """
+    code, output, errors = run_slurm(["sbatch", "--test-only", str(script)], timeout_s=2 * _TIMEOUT_S)
+    if code:
+        raise LaunchError(refused(errors or output, str(script)))
+
+
+def is_away(said: str) -> bool:
+    """Say whether a command's words mean that Slurm itself does not answer. Pure."""
+    return any(words in said.lower() for words in _AWAY)
+
+
+def why_away(said: str, command: str, code: int) -> str:
+    """Return why a command that only asks has failed, in one line. Pure."""
+    lines = [re.sub(r"^\w+: (error: )?", "", line.strip()) for line in said.splitlines() if line.strip()]
+    return f"{command} says: {'; '.join(lines)}" if lines else f"{command} ended with {code}"
+
+
+def refused(errors: str, script: str) -> str:
+    """Return why sbatch has refused a script, as an error's text. Pure."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    said = "; ".join(re.sub(r"^(sbatch: )?(error: )?", "", line) for line in lines) or "nothing"
+    fix = next((fix for words, fix in _FIXES if words in said.lower()), f"Look at {script}.")
+    return f"Slurm does not take the job; sbatch says: {said}. {fix}"
+
+
+def job_of(job_id: int) -> Job | None:
+    """Return a job as Slurm's controller sees it; None where it has forgotten it.
+
+    Raises:
+        ConnectionError: it does not answer.
+    """
+    code, output, errors = run_slurm(["scontrol", "show", "job", "-o", str(job_id)])
+    job = parse_job(output)
+    if job is None and not (code and "invalid job id" in errors.lower()):
+        raise ConnectionError((errors or output).strip() or f"exit code {code}")
+    return job
+
+
+def requeue(job_id: int) -> str:
+    """Put a running job back into the queue, which ends it; return why that is refused, or nothing."""
+    code, output, errors = run_slurm(["scontrol", "requeue", str(job_id)])
+    return (errors or output).strip() if code else ""
+
+
+def cancel(job_id: int, *, signal_name: str = "") -> str:
+    """Take a job out of the queue, or send its batch script alone a signal; return why that is refused, or nothing."""
+    options = [f"--signal={signal_name}", "--batch"] if signal_name else []
+    code, output, errors = run_slurm(["scancel", *options, str(job_id)])
+    return (errors or output).strip() if code else ""
+
+
+def has_devices(partition: str | None) -> bool:
+    """Say whether a partition, or the default one, has nodes with GPUs."""
+    options = ["--partition", partition] if partition else []
+    _, output, _ = run_slurm(["sinfo", "-h", "-o", "%P|%G", *options])
+    rows = [line.split("|", 1) for line in output.splitlines() if "|" in line]
+    return any("gpu" in gres for name, gres in rows if partition or name.endswith("*"))

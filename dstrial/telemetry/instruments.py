@@ -1,0 +1,240 @@
+"""The instruments of one rank: they listen while it trains, and say what they saw at a report.
+
+Nothing here synchronises a device or talks to another rank. What crosses ranks is a ``RankSample``, which travels with the
+exchange of the report (``loop/report_exchange``). Instruments never end a training: what they cannot say is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from dstrial.engine.deepspeed_internals.engines import compute_dtype
+from dstrial.engine.engine_hooks import observe_engines
+from dstrial.engine.model_flops import FlopCount, FlopCounter, why_uncountable
+from dstrial.telemetry.matmul_peak import known_peak, measured_peak
+from dstrial.telemetry.memory import memory_now
+from dstrial.telemetry.memory_split import FirstBatchMemory
+from dstrial.telemetry.phase_timer import Event, PhaseTimer
+from dstrial.telemetry.samples import Peak, RankSample
+from dstrial.trial.token_count import tokens_in
+
+logger = logging.getLogger("dstrial.telemetry")
+
+ResultT = TypeVar("ResultT")
+
+
+def timed_events(accelerator: Any) -> Callable[[], Event] | None:
+    """Return what makes events of the accelerator that tell times; None if it has none.
+
+    Source: DeepSpeed's ``Event`` is ``torch.cuda.Event`` on CUDA, None on the CPU (``accelerator/cpu_accelerator.py:133``).
+    """
+    kind = accelerator.Event
+    return None if kind is None else functools.partial(kind, enable_timing=True)
+
+
+class LeavingSample:
+    """A sample, one number of which may still be on its way from the device.
+
+    Args:
+        sample: without it.
+        norm: the gradients' norm as the engine gives it.
+    """
+
+    def __init__(self, sample: dict[str, Any], norm: Any) -> None:
+        self._sample = sample
+        self._norm = norm
+        self._has_left: Any = None
+        if isinstance(norm, torch.Tensor) and norm.device.type == "cuda":
+            host = torch.empty((), dtype=norm.dtype, pin_memory=True)
+            with torch.cuda.device(norm.device):
+                host.copy_(norm.detach().reshape(()), non_blocking=True)
+                self._has_left = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._has_left.record()
+            self._norm = host
+
+    def wait(self) -> RankSample:
+        """Return it. Waits as ``LeavingTotals.wait`` does, beside which it is called."""
+        if self._has_left is not None:
+            self._has_left.synchronize()
+        norm = None if self._norm is None else float(self._norm)
+        return RankSample(gradient_norm=norm, **self._sample)
+
+
+class Instruments(contextlib.AbstractContextManager["Instruments"]):
+    """Measures what one rank does while the block lasts.
+
+    Args:
+        engines: of the trial, in the order of wrapping.
+        replica: which ranks read the same records as this one, by the first engine.
+        shares_sequences: whether ranks of a replica read parts of the same sequence, so that tokens cannot be told.
+        count_tokens: returns the tokens of a micro batch; None if they are unknown.
+        clock: seconds of the host.
+
+    Ranks: each its own; no communication, no synchronisation of a device.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Any],
+        replica: int,
+        *,
+        shares_sequences: bool = False,
+        count_tokens: Callable[[Any], int | None] = tokens_in,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._engines = engines
+        self._replica = replica
+        self._clock = clock
+        self._accelerator = get_accelerator()
+        self._device = torch.device(self._accelerator.current_device_name())
+        self._timer = PhaseTimer(timed_events(self._accelerator), clock)
+        self._counts_tokens = not shares_sequences
+        self._count_tokens = count_tokens
+        self._num_tokens: int | None = 0
+        self._data_wait_s = 0.0
+        self._knows_data_wait = True
+        self._seconds = 0.0
+        self._start = 0
+        self._counter: FlopCounter | None = None
+        self._flops: FlopCount | None = None
+        self._memory = FirstBatchMemory(engines, self._accelerator)
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Instruments:
+        self._stack.callback(self._timer.close)
+        self._stack.enter_context(observe_engines(self._timer))
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._stack.close()
+
+    # ---- what the loop tells -------------------------------------------------------------------------
+
+    def begin(self, batches_trained: int) -> None:
+        """Begin to count at a batch."""
+        self._start = batches_trained
+
+    def switch(self, is_training: bool) -> None:
+        """Say whether batches are trained from now on, or something else is done."""
+        self._timer.switch(is_training)
+
+    def drew(self, micro_batch: Any, seconds: float) -> None:
+        """Take a micro batch that the loader gave, and how long the rank waited. Hot path."""
+        self._data_wait_s += seconds
+        if self._num_tokens is not None and self._counts_tokens:
+            tokens = self._tokens_of(micro_batch)
+            self._num_tokens = None if tokens is None else self._num_tokens + tokens
+
+    def _tokens_of(self, micro_batch: Any) -> int | None:
+        try:
+            tokens = self._count_tokens(micro_batch)
+            if tokens is None or (isinstance(tokens, int) and tokens >= 0):
+                return tokens
+            problem = f"it returned {tokens!r}; expected an integer of at least 0, or None"
+        except Exception as error:  # noqa: BLE001  # a trial's own code; instruments never end a training
+            problem = f"{type(error).__name__}: {error}"
+        logger.warning("tokens are not counted any more: get_num_tokens of the trial: %s", problem)
+        self._counts_tokens = False
+        return None
+
+    def without_loader(self) -> None:
+        """Take that nobody tells of micro batches: waiting for them, tokens and FLOPs are unknown."""
+        self._knows_data_wait = False
+        self._flops = FlopCount(0.0, unknown="the script draws its records itself")
+
+    def first_batch(self, train_batch: Callable[..., ResultT]) -> Callable[..., ResultT]:
+        """Return a ``train_batch`` whose FLOPs and memory are counted, for the first batch only.
+
+        Counting changes no number of the training, and takes a few microseconds an operation.
+        """
+        counter = self.counting()
+
+        def counted(*args: Any) -> ResultT:
+            with counter:
+                return train_batch(*args)
+
+        return counted
+
+    def counting(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a block, to be entered again and again, in which FLOPs and memory are counted."""
+        unknown = why_uncountable(self._engines)
+        self._timer.entering = self._memory.entering
+        if unknown is not None:
+            self._flops = FlopCount(0.0, unknown=unknown)
+            self._memory.begin(None)
+            self._timer.around_step = self._memory.around_step
+            return contextlib.nullcontext()
+        self._counter = counter = FlopCounter()
+        self._memory.begin(counter)
+        self._timer.around_step = lambda call: counter.paused(lambda: self._memory.around_step(call))
+        return counter
+
+    def end_first_batch(self, batches_trained: int, seconds: float) -> None:
+        """Leave the first batch, which took so many seconds, out of all but the FLOPs."""
+        if self._counter is not None:
+            self._flops = self._counter.count
+            self._counter = None
+        self._timer.around_step = self._timer.entering = None
+        self._memory.end()
+        if self._flops is not None and not self._flops.total and self._flops.unknown is None:
+            self._flops = FlopCount(0.0, unknown="no operation with a formula was seen")
+        self._timer.forget()
+        self._num_tokens, self._data_wait_s = 0, 0.0
+        self._start = batches_trained
+        self._seconds -= seconds
+
+    def trained(self, seconds: float) -> None:
+        """Take for how long the loop has trained since it last told, the first batch included."""
+        self._seconds += seconds
+
+    def sample(self, batches_trained: int) -> LeavingSample:
+        """Return what was seen since the last sample, and begin anew."""
+        num_batches = batches_trained - self._start
+        tokens = self._num_tokens if self._counts_tokens and self._num_tokens else None
+        flops = self._flops
+        engine = self._engines[0]
+        rates = engine.get_lr() if getattr(engine, "optimizer", None) is not None else None
+        rate = rates[0] if rates else None
+        sample = {
+            "num_batches": num_batches if self._seconds > 0 else 0,
+            "seconds": self._seconds,
+            "data_wait_s": self._data_wait_s if self._knows_data_wait else None,
+            "phase_s": self._timer.take(),
+            "clock": self._timer.clock_name,
+            "num_tokens": tokens,
+            "replica": self._replica,
+            "memory_bytes": memory_now(self._accelerator) | self._memory.bytes(),
+            "memory_found_by": self._memory.found_by,
+            "flops": None if flops is None or flops.unknown else (flops.total, flops.recomputed),
+            "flops_unknown": None if flops is None else flops.unknown,
+            "learning_rate": float(rate) if isinstance(rate, (int, float)) else None,
+        }
+        self._start, self._seconds, self._data_wait_s, self._num_tokens = batches_trained, 0.0, 0.0, 0
+        return LeavingSample(sample, engine.get_global_grad_norm())
+
+    # ---- the device's peak ---------------------------------------------------------------------------
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type in which the first engine multiplies."""
+        return compute_dtype(self._engines[0])
+
+    def known_peak(self) -> Peak | None:
+        """Return the peak of this device that is kept; None before it was measured."""
+        return known_peak(self._device, self.dtype)
+
+    def measured_peak(self) -> Peak | None:
+        """Measure it, where nothing waits for the device any more; None if that fails."""
+        try:
+            return measured_peak(self._device, self.dtype)
+        except (RuntimeError, OSError) as error:
+            logger.info("the peak of %s is not measured: %s", self._device, error)
+            return None

@@ -1,0 +1,173 @@
+"""How fast the device of this machine multiplies matrices: measured, and kept in a file of the user's.
+
+Nothing is measured while anything trains. What was measured on a busy machine is measured again later, and the best is kept;
+removing the file, ``matmul_peaks.json``, has it measured anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import torch
+
+from dstrial.errors import DstrialError
+from dstrial.local.json_files import read_json, write_json_atomically
+from dstrial.telemetry.samples import Peak
+
+_ROUNDS = 5
+_CPU_SIZE = 1024
+_DEVICE_SIZE = 8192
+_ROUND_S = 0.03
+_MOST_S = 1.0
+
+DATA_SHEETS: tuple[tuple[str, dict[str, float]], ...] = (
+    ("H200", {"bfloat16": 989.4, "float16": 989.4, "float32": 66.9}),
+    ("H100 PCIe", {"bfloat16": 756.0, "float16": 756.0, "float32": 51.0}),
+    ("H100 NVL", {"bfloat16": 835.5, "float16": 835.5, "float32": 60.0}),
+    ("H100", {"bfloat16": 989.4, "float16": 989.4, "float32": 66.9}),
+    ("A100", {"bfloat16": 312.0, "float16": 312.0, "float32": 19.5}),
+    ("L40S", {"bfloat16": 362.05, "float16": 362.05, "float32": 91.6}),
+    ("L4", {"bfloat16": 121.0, "float16": 121.0, "float32": 30.3}),
+    ("A10", {"bfloat16": 125.0, "float16": 125.0, "float32": 31.2}),
+    ("T4", {"float16": 65.0, "float32": 8.1}),
+    ("V100", {"float16": 125.0, "float32": 15.7}),
+    ("MI300X", {"bfloat16": 1307.4, "float16": 1307.4, "float32": 163.4}),
+)
+"""Part of a device's name -> type -> TFLOPS of dense matrices, without sparsity and without TF32; the first that fits.
+
+Source: NVIDIA's data sheets of H100 and H200 (half of what they say "with sparsity"), A100, L40S, L4, A10, T4, V100 (SXM2), and
+AMD's of MI300X.
+"""
+
+
+def data_sheet(device: str, dtype: str) -> float | None:
+    """Return FLOP/s by the maker's data sheet; None for a device that is not in the table."""
+    words = device.replace("-", " ").split()
+    for name, figures in DATA_SHEETS:
+        if all(word in words for word in name.split()):
+            figure = figures.get(dtype)
+            return None if figure is None else figure * 1e12
+    return None
+
+
+def cache_path() -> Path:
+    """Return where peaks are kept."""
+    return Path(platformdirs.user_cache_dir("dstrial")) / "matmul_peaks.json"
+
+
+def device_name(device: torch.device) -> str:
+    """Return what a device calls itself; a processor by its model name."""
+    if device.type != "cpu":
+        module: Any = getattr(torch, device.type, None)
+        get = getattr(module, "get_device_name", None)
+        return str(get(device)) if get is not None else device.type
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return "cpu"
+    names = (line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name"))
+    return next(names, "cpu")
+
+
+def known_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
+    """Return what was measured on this machine before; None if nothing was.
+
+    Ranks: any; no communication, no work for the device.
+    """
+    try:
+        kept = read_json(cache_path()) or {}
+        found = kept.get(_key(device, dtype))
+        return None if found is None else Peak(**found)
+    except (DstrialError, OSError, TypeError, AttributeError):
+        return None  # of another release, or damaged: it is measured again
+
+
+def measured_peak(device: torch.device, dtype: torch.dtype) -> Peak:
+    """Measure, and keep the best so far for every later run on this machine; a second at most.
+
+    Ranks: any; no communication. Synchronises the device, and leaves torch's random states as they are.
+
+    Raises:
+        RuntimeError: the device cannot multiply such matrices, or has no room for them.
+    """
+    size = _CPU_SIZE if device.type == "cpu" else _DEVICE_SIZE
+    name = device_name(device)
+    dtype_name = str(dtype).removeprefix("torch.")
+    load = os.getloadavg()[0] / len(os.sched_getaffinity(0))
+    rate = _rate(device, dtype, size)
+    threads = torch.get_num_threads() if device.type == "cpu" else 0
+    peak = better(
+        known_peak(device, dtype),
+        Peak(rate, name, dtype_name, size, threads, data_sheet(name, dtype_name), load),
+    )
+    _keep(_key(device, dtype), peak)
+    return peak
+
+
+def better(before: Peak | None, now: Peak) -> Peak:
+    """Return the faster of two measurements, trusted if either of them is; pure.
+
+    Nothing makes a device faster than it is, and much makes it slower.
+    """
+    if before is None:
+        return now
+    loads = [peak.load for peak in (before, now) if peak.load is not None]
+    faster = before if before.flops_per_s > now.flops_per_s else now
+    return dataclasses.replace(faster, load=min(loads, default=None))
+
+
+def _key(device: torch.device, dtype: torch.dtype) -> str:
+    """Everything on which the figure depends, so that another one is measured anew."""
+    parts = [device_name(device), str(dtype).removeprefix("torch."), f"torch {torch.__version__}"]
+    parts.append(f"{torch.get_num_threads()} threads" if device.type == "cpu" else "")
+    if dtype is torch.float32:
+        parts.append(torch.get_float32_matmul_precision())
+    return ", ".join(part for part in parts if part)
+
+
+def _keep(key: str, peak: Peak) -> None:
+    path = cache_path()
+    kept: Any = None
+    with contextlib.suppress(DstrialError):
+        kept = read_json(path)
+    kept = kept if isinstance(kept, dict) else {}
+    fields = {name: getattr(peak, name) for name in Peak.__dataclass_fields__}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json_atomically(path, json.loads(json.dumps({**kept, key: fields})), sync=False)
+
+
+def _rate(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """Return FLOP/s of square matrix products, the best of several rounds."""
+    generator = torch.Generator().manual_seed(0)  # of its own: the trial's stays where it is
+    left, right = (torch.randn(size, size, generator=generator).to(device, dtype) for _ in range(2))
+
+    def wait() -> None:
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def seconds(call: Callable[[], object], times: int) -> float:
+        wait()
+        began_s = time.perf_counter()
+        for _ in range(times):
+            call()
+        wait()
+        return max((time.perf_counter() - began_s) / times, 1e-9)
+
+    with torch.no_grad():
+        seconds(lambda: left @ right, 1)  # loads what it needs
+        best = seconds(lambda: left @ right, 1)
+        times = max(1, round(_ROUND_S / best))
+        give_up_at_s = time.perf_counter() + _MOST_S
+        for _ in range(_ROUNDS):
+            best = min(best, seconds(lambda: left @ right, times))
+            if time.perf_counter() > give_up_at_s:
+                break
+    return 2.0 * size**3 / best

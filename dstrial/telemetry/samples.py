@@ -1,0 +1,262 @@
+"""What ranks measured between two reports, and the metrics that come of it; pure.
+
+Times are those of a whole batch. The first batch of a process, which compiles, allocates and is counted, is in none of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+GROUP = "telemetry"
+"""The group of metrics that a run's instruments report."""
+
+PHASES = ("forward", "backward", "step", "stages")
+"""Parts of a batch in which an engine is at work; ``stages``: exchange between a pipeline's stages, and waiting for it."""
+
+HOST_CLOCK = "host clock"
+DEVICE_CLOCK = "device events"
+
+_BUSY_LOAD = 0.5
+"""Load by processor beyond which a measured peak of a processor is not trusted."""
+
+_SLOW_RATIO = 1.2
+_SLOW_SHARE = 0.02
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankSample:
+    """What one rank measured since the last report; plain Python, ready to cross ranks.
+
+    Attributes:
+        num_batches: how many were trained, without the first of the process.
+        seconds: how long they took, without validations, checkpoints and reports.
+        data_wait_s: of these, waiting for the training loader; None where nobody sees it.
+        phase_s: part of a batch -> seconds of one batch, on average; parts that were not seen are missing.
+        clock: what has timed them.
+        num_tokens: of the micro batches that this rank has drawn; None where they do not say.
+        replica: which one reads the same records as this rank.
+        memory_bytes: counter, or part of the memory -> bytes.
+        flops: of one batch on this rank: all, and those of them that were recomputation; None where unknown.
+        flops_unknown: why.
+        learning_rate: of the first engine's first parameter group.
+        gradient_norm: of the newest step, over all ranks; None where the engine has none.
+        memory_found_by: how parts of the memory were found; None where they were not.
+    """
+
+    num_batches: int
+    seconds: float
+    data_wait_s: float | None
+    phase_s: Mapping[str, float]
+    clock: str
+    num_tokens: int | None
+    replica: int
+    memory_bytes: Mapping[str, int]
+    flops: tuple[float, float] | None = None
+    flops_unknown: str | None = None
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
+    memory_found_by: str | None = None
+
+    def times_ms(self) -> dict[str, float]:
+        """Return where a batch's time goes, in milliseconds; empty without a batch.
+
+        On a device the host waits for data while the device computes, and parts may add up to more than the whole.
+        """
+        if not self.num_batches:
+            return {}
+        batch_s = self.seconds / self.num_batches
+        parts = dict(self.phase_s)
+        if self.data_wait_s is not None:
+            parts = {"data_wait": self.data_wait_s / self.num_batches, **parts}
+        parts["other"] = max(0.0, batch_s - sum(parts.values()))
+        return {"batch_ms": 1e3 * batch_s} | {f"{name}_ms": 1e3 * value for name, value in parts.items()}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Peak:
+    """How fast a device multiplies matrices.
+
+    Attributes:
+        flops_per_s: measured on this machine.
+        device: its name.
+        dtype: of the matrices.
+        size: rows and columns of the matrices.
+        num_threads: of the processor that took part; 0 on another device.
+        data_sheet_flops_per_s: what its maker says for dense matrices; None where it is not known.
+        load: processes that wanted a processor while it was measured, by processor; None where it is not known.
+    """
+
+    flops_per_s: float
+    device: str
+    dtype: str
+    size: int
+    num_threads: int
+    data_sheet_flops_per_s: float | None = None
+    load: float | None = None
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether others may have had the processor meanwhile, so that it is faster than this."""
+        return self.num_threads > 0 and (self.load is None or self.load > _BUSY_LOAD)
+
+
+def report_metrics(
+    samples: Sequence[RankSample], num_records: int, num_skipped: int, peak: Peak | None
+) -> dict[str, Any]:
+    """Return the metrics of a report: one number over all ranks, and each rank's under ``ranks``.
+
+    Args:
+        samples: index = rank.
+        num_records: of all replicas, in the batches of the samples.
+        num_skipped: optimizer steps of the run that were skipped.
+        peak: of a device; None as long as it is not known.
+    """
+    times = [sample.times_ms() for sample in samples]
+    metrics: dict[str, Any] = {}
+    ranks: dict[str, list[float | int | None]] = {}
+    for name in _names(times):
+        ranks[name] = [found.get(name) for found in times]
+        # A phase that a rank does not have takes no time there.
+        metrics[name] = statistics.fmean(found.get(name, 0.0) for found in times)
+    for name in _names([sample.memory_bytes for sample in samples]):
+        ranks[name] = [sample.memory_bytes.get(name) for sample in samples]
+        metrics[name] = max(sample.memory_bytes.get(name, 0) for sample in samples)
+    first = samples[0]
+    if first.memory_found_by is not None:
+        metrics["memory_found_by"] = first.memory_found_by
+    if first.num_batches:
+        metrics["timed_by"] = first.clock
+        metrics["records_per_second"] = num_records / first.seconds
+        num_tokens = tokens_of(samples)
+        if num_tokens is not None:
+            metrics["tokens_per_second"] = num_tokens / first.seconds
+    metrics |= compute_rates(samples, peak)
+    metrics["skipped_steps"] = num_skipped
+    for name, value in (("learning_rate", first.learning_rate), ("gradient_norm", first.gradient_norm)):
+        if value is not None:
+            metrics[name] = value
+    metrics["ranks"] = ranks
+    return metrics
+
+
+def _names(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for one in found for name in one))
+
+
+def tokens_of(samples: Sequence[RankSample]) -> int | None:
+    """Return the tokens of all replicas; None where a replica does not know its own.
+
+    Ranks of one replica read the same records, or none.
+    """
+    by_replica: dict[int, int | None] = {}
+    for sample in samples:
+        if sample.num_tokens is not None or sample.replica not in by_replica:
+            by_replica[sample.replica] = (
+                max(sample.num_tokens or 0, by_replica.get(sample.replica) or 0) or None
+            )
+    counted = [number for number in by_replica.values() if number is not None]
+    return sum(counted) if len(counted) == len(by_replica) else None
+
+
+def compute_rates(samples: Sequence[RankSample], peak: Peak | None) -> dict[str, float]:
+    """Return TFLOPS per device, MFU and HFU; empty where FLOPs are not known."""
+    counted = [sample.flops for sample in samples if sample.flops is not None]
+    first = samples[0]
+    if len(counted) < len(samples) or not first.num_batches or not sum(total for total, _ in counted):
+        return {}
+    per_device = first.num_batches / first.seconds / len(samples)
+    hardware = sum(total for total, _ in counted) * per_device
+    model = hardware - sum(recomputed for _, recomputed in counted) * per_device
+    found = {"model_tflops_per_device": model / 1e12, "hardware_tflops_per_device": hardware / 1e12}
+    if peak is not None:
+        found |= {"mfu": model / peak.flops_per_s, "hfu": hardware / peak.flops_per_s}
+    return found
+
+
+def slowest_rank(works_ms: Sequence[float], batch_ms: float) -> int | None:
+    """Return the rank whose own work takes clearly longest; None where none stands out.
+
+    Args:
+        works_ms: index = rank: what it does before it can wait for others.
+        batch_ms: the whole batch.
+    """
+    if len(works_ms) < 2:
+        return None
+    rank = max(range(len(works_ms)), key=lambda one: works_ms[one])
+    usual = statistics.median_low(works_ms)
+    stands_out = works_ms[rank] > _SLOW_RATIO * usual and works_ms[rank] - usual > _SLOW_SHARE * batch_ms
+    return rank if stands_out else None
+
+
+@dataclasses.dataclass(slots=True)
+class RunTotals:
+    """Adds up what all ranks have measured in this attempt at a run, on the chief.
+
+    Attributes:
+        num_batches: trained, without the first.
+        seconds: in which they were.
+        num_records: of them.
+        num_tokens: of them; None once a report does not know.
+    """
+
+    num_batches: int = 0
+    seconds: float = 0.0
+    num_records: int = 0
+    num_tokens: int | None = 0
+    _part_s: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    _newest: Sequence[RankSample] = ()
+
+    def add(self, samples: Sequence[RankSample], num_records: int) -> None:
+        """Add a report's."""
+        first = samples[0]
+        self._newest = samples
+        self._part_s = self._part_s or [{} for _ in samples]
+        if not first.num_batches:
+            return
+        self.num_batches += first.num_batches
+        self.seconds += first.seconds
+        self.num_records += num_records
+        tokens = tokens_of(samples)
+        self.num_tokens = None if tokens is None or self.num_tokens is None else self.num_tokens + tokens
+        for parts, sample in zip(self._part_s, samples, strict=True):
+            if sample.data_wait_s is not None:
+                parts["data_wait"] = parts.get("data_wait", 0.0) + sample.data_wait_s
+            for name, seconds in sample.phase_s.items():
+                parts[name] = parts.get(name, 0.0) + seconds * sample.num_batches
+
+    @property
+    def knows_flops(self) -> bool:
+        """Whether rates can be told, once the device's peak is known."""
+        return bool(self.num_batches) and all(sample.flops is not None for sample in self._newest)
+
+    def to_json(self, peak: Peak | None) -> dict[str, Any]:
+        """Return all as plain values, for ``dstrial.telemetry.summary``."""
+        document: dict[str, Any] = {"num_batches": self.num_batches, "seconds": self.seconds}
+        if self.num_batches:
+            document["clock"] = self._newest[0].clock
+            document["records_per_second"] = self.num_records / self.seconds
+            document["records_per_batch"] = self.num_records / self.num_batches
+            if self.num_tokens is not None:
+                document["tokens_per_second"] = self.num_tokens / self.seconds
+            document["ranks"] = [
+                {f"{name}_ms": 1e3 * value / self.num_batches for name, value in parts.items()}
+                for parts in self._part_s
+            ]
+            whole = [
+                dataclasses.replace(sample, num_batches=self.num_batches, seconds=self.seconds)
+                for sample in self._newest
+            ]
+            document |= compute_rates(whole, peak)
+        document["memory_bytes"] = [dict(sample.memory_bytes) for sample in self._newest]
+        found_by = next((one.memory_found_by for one in self._newest if one.memory_found_by), None)
+        if found_by is not None:
+            document["memory_found_by"] = found_by
+        unknown = next((one.flops_unknown for one in self._newest if one.flops_unknown), None)
+        if unknown is not None:
+            document["flops_unknown"] = unknown
+        if peak is not None:
+            document["peak"] = dataclasses.asdict(peak)
+        return document

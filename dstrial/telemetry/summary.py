@@ -1,0 +1,149 @@
+"""The lines at the end of a run that say how fast it was, and where its time and memory went; pure.
+
+Reads what ``RunTotals.to_json`` has kept. What is not known is said to be unknown, or left out; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dstrial.telemetry.memory_table import memory_rows
+from dstrial.telemetry.samples import DEVICE_CLOCK, slowest_rank
+
+_WORDS = {
+    "data_wait_ms": "data wait",
+    "forward_ms": "forward",
+    "backward_ms": "backward",
+    "step_ms": "step",
+    "stages_ms": "other stages",
+}
+_OWN_WORK = ("data_wait_ms", "forward_ms")
+"""What a rank does before it can wait for others; backward and step of a fast rank have its waiting for a slow one."""
+
+_MEMORY = (
+    ("device_peak_memory_bytes", "device, peak"),
+    ("device_reserved_memory_bytes", "reserved"),
+    ("process_peak_memory_bytes", "process, peak"),
+)
+_MOST_RANKS = 8
+_SMALLEST_SHARE = 0.005
+
+
+def summary_rows(
+    document: Mapping[str, Any], predicted: Sequence[Mapping[str, float]] = ()
+) -> list[tuple[str, str]]:
+    """Return name and text of each line; none for a run of one batch.
+
+    Args:
+        document: of the run.
+        predicted: bytes of memory by part, of each stage, as a dry run has said.
+    """
+    if not document.get("num_batches"):
+        return []
+    batch_ms = 1e3 * float(document["seconds"]) / float(document["num_batches"])
+    ranks: Sequence[Mapping[str, float]] = document["ranks"]
+    rows = [("speed", _speed(document, batch_ms)), ("step time", _parts(document, ranks, batch_ms))]
+    own_work = [sum(parts.get(name, 0.0) for name in _OWN_WORK) for parts in ranks]
+    slow = slowest_rank(own_work, batch_ms)
+    # Stages of a pipeline do different things.
+    if slow is not None and not any("stages_ms" in parts for parts in ranks):
+        others = statistics.median_low(own_work)
+        rows.append(
+            (
+                "slowest rank",
+                f"{slow}: {own_work[slow]:.3g} ms of data wait and forward a batch; others {others:.3g} ms",
+            )
+        )
+    rows.append(("compute", _compute(document)))
+    if memory := _memory(document["memory_bytes"]):
+        rows.append(("memory", memory))
+    return rows + memory_rows(document["memory_bytes"], predicted)
+
+
+def _speed(document: Mapping[str, Any], batch_ms: float) -> str:
+    rates = [f"{_count(document['records_per_second'])} records/s"]
+    if "tokens_per_second" in document:
+        rates.append(f"{_count(document['tokens_per_second'])} tokens/s")
+    size = _count(document["records_per_batch"])
+    return f"{', '.join(rates)}; {batch_ms:.3g} ms a batch of {size} records (the first is left out)"
+
+
+def _parts(document: Mapping[str, Any], ranks: Sequence[Mapping[str, float]], batch_ms: float) -> str:
+    shares = {
+        word: statistics.fmean(parts.get(name, 0.0) for parts in ranks) / batch_ms
+        for name, word in _WORDS.items()
+        if any(name in parts for parts in ranks)
+    }
+    clock = str(document["clock"])
+    if clock == DEVICE_CLOCK:
+        clock += "; data wait by the host, which may be beside the device's work"
+    rest = 1.0 - sum(shares.values())
+    texts = [f"{word} {100 * share:.0f} %" for word, share in shares.items()]
+    if rest > _SMALLEST_SHARE:
+        texts.append(f"other {100 * rest:.0f} %")
+    return f"{', '.join(texts)} (by {clock})"
+
+
+def _compute(document: Mapping[str, Any]) -> str:
+    model = document.get("model_tflops_per_device")
+    if model is None:
+        return f"FLOPs unknown: {document.get('flops_unknown') or 'not counted'}"
+    text = f"{_flops(model)} a device, counted in the first batch"
+    peak = document.get("peak")
+    if peak is None:
+        return text
+    size, threads = peak["size"], peak["num_threads"]
+    text += f"; MFU {_percent(document['mfu'])}"
+    if document["hfu"] > 1.0001 * document["mfu"]:
+        text += f", HFU {_percent(document['hfu'])} with recomputation"
+    on = peak["device"] + (f", {threads} thread{'s' * (threads > 1)}" if threads else "")
+    text += (
+        f", of {_flops(peak['flops_per_s'] / 1e12)} that {peak['dtype']} matrices of {size} reach here ({on})"
+    )
+    sheet = peak.get("data_sheet_flops_per_s")
+    if sheet:
+        text += f"; data sheet: {_flops(sheet / 1e12)}, of which {_percent(model * 1e12 / sheet)}"
+    if document["hfu"] > 1.0:
+        text += f"; over 100 %, so the peak is wrong: remove {peak.get('file', 'matmul_peaks.json')} to have it measured anew"
+    elif peak.get("is_doubtful"):
+        text += "; the peak was measured on a busy machine, and is measured again at the end of the next run"
+    return text
+
+
+def _memory(ranks: Sequence[Mapping[str, int]]) -> str:
+    texts = []
+    for name, words in _MEMORY:
+        held = [counters.get(name) for counters in ranks]
+        known = [value for value in held if value is not None]
+        if not known:
+            continue
+        if len(held) == 1:
+            texts.append(f"{words} {_bytes(known[0])}")
+        elif len(held) <= _MOST_RANKS:
+            each = ", ".join("?" if value is None else _bytes(value) for value in held)
+            texts.append(f"{words} {each} (by rank)")
+        else:
+            most = max(known)
+            texts.append(f"{words} {_bytes(min(known))} to {_bytes(most)} (rank {held.index(most)})")
+    return "; ".join(texts)
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 or value == round(value) else f"{value:.3g}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _flops(tflops: float) -> str:
+    for unit, factor in (("TFLOPS", 1.0), ("GFLOPS", 1e3)):
+        if tflops * factor >= 0.1:
+            return f"{tflops * factor:.3g} {unit}"
+    return f"{tflops * 1e6:.3g} MFLOPS"
+
+
+def _bytes(value: int) -> str:
+    return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"

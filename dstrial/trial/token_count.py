@@ -1,0 +1,21 @@
+"""How many tokens a micro batch has, where it says so itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def tokens_in(micro_batch: Any) -> int | None:
+    """Return how many tokens a micro batch has, padding included; None if it does not say.
+
+    Only ``input_ids`` in a mapping says it; what else a tensor of integers may be is not guessed.
+    """
+    if isinstance(micro_batch, (tuple, list)) and micro_batch and isinstance(micro_batch[0], Mapping):
+        micro_batch = micro_batch[0]
+    if not isinstance(micro_batch, Mapping):
+        return None
+    ids = micro_batch.get("input_ids")
+    return ids.numel() if isinstance(ids, torch.Tensor) else None

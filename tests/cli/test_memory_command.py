@@ -1,0 +1,99 @@
+"""``dstrial memory`` predicts a real trial's memory on virtual devices, or says what is in the way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dstrial.cli.app import main
+from dstrial.cli.memory import predict_run
+from dstrial.config import load_experiment
+from dstrial.local.run_directory import RunDirectory
+
+ROOT = Path(__file__).resolve().parents[2]
+DIGITS = [str(ROOT / "experiment_configs" / "digits.yaml"), str(ROOT / "model_defs" / "digits")]
+SCRIPT = [str(ROOT / "experiment_configs" / "hf_clm.yaml"), str(ROOT / "model_defs" / "hf_clm")]
+PIPELINE = [str(ROOT / "experiment_configs" / "stdlib_lm.yaml"), str(ROOT / "model_defs" / "stdlib_lm")]
+
+
+@pytest.mark.process
+@pytest.mark.timeout(600)
+def test_a_trial_is_predicted_and_its_parts_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory", *DIGITS, "--slots", "1,3,2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+
+    assert found["answer"][0].startswith("One device is enough")
+    one, three, two = found["devices"]
+    for row in (one, two):
+        parts = ("parameters", "gradients", "optimizer", "activations", "buffers")
+        assert sum(row[part] for part in parts) == pytest.approx(row["peak"], rel=1e-6)
+        assert all(row[part] > 0 for part in parts)
+    assert "train_batch_size" in three["problem"], "64 records cannot be shared by 3"
+    # float32: masters are the weights, and Adam keeps two numbers for each, which ZeRO stage 1 divides.
+    assert one["optimizer"] / one["parameters"] == pytest.approx(3, rel=0.1)
+    assert two["optimizer"] / one["optimizer"] == pytest.approx(0.5, rel=0.1)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(600)
+def test_a_pipeline_is_predicted_stage_by_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory", *PIPELINE, "--slots", "1,2", "--json"]) == 0
+    alone, first, second = json.loads(capsys.readouterr().out)["devices"]
+
+    assert "multiple of 2" in alone["problem"]
+    assert [alone["stage"], first["stage"], second["stage"]] == [None, 0, 1]
+    # Two blocks each, but only the first stage has the positions.
+    assert first["parameters"] > second["parameters"] > 4 * 2 * 12 * 64 * 64
+    # The first stage has two micro batches under way, of 8 records of 64 characters, 64 wide.
+    assert first["largest"]["activations"] > 1.5 * second["largest"]["activations"] > 8 * 64 * 64 * 4
+    for row in (first, second):
+        assert row["gradients"] == row["parameters"]
+        assert row["optimizer"] / row["parameters"] == pytest.approx(3, rel=0.01)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(600)
+def test_a_script_is_predicted_with_the_batch_that_it_makes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory", *SCRIPT, "--slots", "1", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["devices"]
+
+    assert row["problem"] is None
+    assert row["optimizer"] / row["parameters"] == pytest.approx(3, rel=0.01)
+    assert row["largest"]["activations"] > row["parameters"]
+
+
+@pytest.mark.parametrize("command", ["torchrun train.py", "accelerate launch train.py"])
+def test_what_cannot_be_dry_run_is_told_what_to_do_instead(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert main(["memory", *SCRIPT, "--slots", "1", "--config", f"entrypoint={command}"]) == 1
+    said = capsys.readouterr().err
+
+    assert command in said
+    assert "python3 -m dstrial.launch SCRIPT" in said
+    assert "dstrial memory RUN_DIR" in said
+
+
+@pytest.mark.process
+@pytest.mark.timeout(600)
+def test_a_prediction_is_kept_with_the_run_that_asked_for_it(tmp_path: Path) -> None:
+    experiment = load_experiment(*DIGITS, require_entrypoint=True, slots=1)
+    run = RunDirectory.create(
+        tmp_path, name="digits", context_dir=experiment.context_dir, command=["test"], config=experiment.raw
+    )
+    assert predict_run(run, experiment, 1) is None
+    (stage,) = json.loads(run.memory_path.read_text())["stages"]
+    assert stage["gradients"] == stage["parameters"] < stage["activations"] < stage["peak"]
+
+    run.memory_path.unlink()
+    other = load_experiment(*SCRIPT, ["entrypoint=torchrun train.py"], require_entrypoint=True, slots=1)
+    assert "cannot be dry-run" in (predict_run(run, other, 1) or "")
+    assert not run.memory_path.exists()
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,x", "-2"])
+def test_numbers_of_devices_that_are_none_are_refused(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    assert main(["memory", *DIGITS, f"--slots={text}"]) == 1
+    assert "expected numbers of devices" in capsys.readouterr().err

@@ -1,0 +1,141 @@
+"""`data.dstrial.loggers` is checked whole, and a package that is missing is said before anything starts."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from dstrial.config.diagnostics import Diagnostics
+from dstrial.config.experiment_config.loggers import (
+    LOGGERS,
+    LoggerSpec,
+    check_loggers,
+    is_installed,
+    logger_specs,
+    with_loggers,
+)
+from dstrial.errors import ConfigError
+
+
+def config(loggers: Any, **more: Any) -> dict[str, Any]:
+    return {"data": {"dstrial": {"loggers": loggers, **more}}}
+
+
+def problems(loggers: Any, installed: Any = lambda _: True) -> list[str]:
+    findings = Diagnostics({}, "exp.yaml")
+    check_loggers(config(loggers), findings, installs_itself=False, has_package=installed)
+    return list(map(str, findings.problems))
+
+
+def test_names_and_options_are_read() -> None:
+    given = [
+        "wandb",
+        {"mlflow": {"experiment_name": "digits", "tags": {"team": "vision"}}},
+        {"trackio": None},
+    ]
+    assert logger_specs(config(given)) == (
+        LoggerSpec("wandb"),
+        LoggerSpec("mlflow", {"experiment_name": "digits", "tags": {"team": "vision"}}),
+        LoggerSpec("trackio"),
+    )
+    assert problems(given) == []
+    assert logger_specs({}) == logger_specs(None) == logger_specs(config(None)) == ()
+
+
+def test_every_problem_is_told_at_once_with_its_place_and_its_fix() -> None:
+    found = problems(
+        [
+            "wand",
+            "tensorboard",
+            {"mlflow": {"experiment": "digits", "tracking_uri": 3, "tags": ["a"]}},
+            {"wandb": {"mode": "on", "tags": "a", "project": ""}},
+            "wandb",
+            {"trackio": [1]},
+            7,
+            {"a": 1, "b": 2},
+        ]
+    )
+    expected = [
+        'data.dstrial.loggers[0] is "wand"; expected one of wandb, mlflow, trackio. Write wandb instead.',
+        "TensorBoard's files are written by every run.",
+        "data.dstrial.loggers[2].mlflow.experiment is not an option of mlflow",
+        "Write experiment_name instead.",
+        "data.dstrial.loggers[2].mlflow.tracking_uri is 3; expected a text.",
+        'data.dstrial.loggers[2].mlflow.tags is ["a"]; expected a mapping of texts.',
+        'data.dstrial.loggers[3].wandb.mode is "on"; expected online or offline.',
+        'data.dstrial.loggers[3].wandb.tags is "a"; expected a list of texts.',
+        'data.dstrial.loggers[3].wandb.project is ""; expected a text.',
+        "data.dstrial.loggers[4] is wandb again; expected each logger once.",
+        "data.dstrial.loggers[5].trackio is [1]; expected a mapping of options.",
+        "data.dstrial.loggers[6] is 7; expected a logger's name",
+        'data.dstrial.loggers[7] is {"a": 1, "b": 2}; expected a logger\'s name',
+    ]
+    for part in expected:
+        assert any(part in problem for problem in found), (part, found)
+    assert len(found) == 12
+
+
+@pytest.mark.parametrize("given", ["wandb", 3, {"wandb": {}}, True])
+def test_what_is_no_list_is_refused(given: Any) -> None:
+    (problem,) = problems(given)
+    assert "expected a list with wandb, mlflow, trackio" in problem
+    with pytest.raises(ConfigError, match="expected a list"):
+        logger_specs(config(given))
+    assert with_loggers(given, ["trackio"]) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "fix"),
+    [
+        ({"wandb": {"api_key": "x"}}, "set WANDB_API_KEY in the environment"),
+        ({"trackio": {"write_token": "x"}}, "set HF_TOKEN in the environment"),
+        (
+            {"mlflow": {"tracking_uri": "https://me:hidden@host"}},
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+        ),
+    ],
+)
+def test_a_secret_belongs_into_the_environment_and_is_not_repeated(options: Any, fix: str) -> None:
+    (problem,) = problems([options])
+    assert "secrets from the environment only" in problem
+    assert fix in problem
+    assert "hidden" not in problem
+
+
+def test_a_missing_package_is_a_problem_unless_the_trial_installs_it() -> None:
+    (problem,) = problems(["wandb", "mlflow"], lambda name: name == "mlflow")
+    assert "wandb, which is not installed; expected a logger whose package is there" in problem
+    assert "Run: pip install 'dstrial[wandb]'" in problem
+    findings = Diagnostics({}, "exp.yaml")
+    check_loggers(config(["wandb"]), findings, installs_itself=True, has_package=lambda _: False)
+    assert findings.problems == []
+    assert findings.notes == [
+        "exp.yaml: data.dstrial.loggers names wandb, which is not installed here; the trial has to install it"
+    ]
+
+
+def test_a_directory_of_the_same_name_is_no_package_and_nothing_is_imported(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wandb" / "offline-run-1").mkdir(parents=True)
+    package = tmp_path / "elsewhere" / "trackio"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise AssertionError('imported')\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "elsewhere")])
+    assert not is_installed("wandb")
+    assert is_installed("trackio")
+    assert "trackio" not in sys.modules
+
+
+def test_the_command_line_adds_to_the_list_and_repeats_nothing() -> None:
+    options = {"mlflow": {"experiment_name": "digits"}}
+    assert with_loggers(None, ["wandb", "wandb"]) == ["wandb"]
+    assert with_loggers([options, "wandb"], ["wandb", "mlflow", "trackio"]) == [options, "wandb", "trackio"]
+
+
+def test_every_logger_has_an_extra_of_its_name() -> None:
+    from importlib.metadata import metadata
+
+    assert set(LOGGERS) <= set(metadata("dstrial").get_all("Provides-Extra") or ())

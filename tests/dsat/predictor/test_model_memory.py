@@ -1,0 +1,110 @@
+"""Whether a model needs several devices: an answer in three lines, and a table that adds up."""
+
+from __future__ import annotations
+
+import pytest
+
+from dstrial.dsat.predictor.model_memory import Placement, answer, table
+from dstrial.engine.dryrun.values import DryRunResult, Flops, Line, MemoryForm, PhaseMemory
+
+GIB = float(2**30)
+
+
+def placement(num_slots: int, *, gradients: float = 20.0, activations: float = 2.0) -> Placement:
+    """A model whose 10 GiB of weights and 60 of optimizer are divided by the devices."""
+    kept = (10 + 60) * GIB / num_slots
+    peak = Line(kept + gradients * GIB / num_slots, activations * GIB)
+    phases = (
+        PhaseMemory("forward", (Line(kept, activations * GIB),)),
+        PhaseMemory("step", (Line(kept / 2, 0.0), peak)),
+    )
+    run = DryRunResult(
+        device=MemoryForm(phases, kept),
+        host=MemoryForm((), 0.0),
+        parameters=5_000_000_000,
+        trainable_parameters=5_000_000_000,
+        inner_collectives=(),
+        last_collectives=(),
+        flops=Flops(Line(0, 0), Line(0, 0)),
+        tokens=None,
+        is_fake=True,
+        is_linear=True,
+        device_parts={
+            "parameters": int(10 * GIB / num_slots),
+            "gradients": int(15 * GIB / num_slots),
+            "optimizer": int(60 * GIB / num_slots),
+            "buffers": int(GIB),
+        },
+        activations=Line(GIB, 3 * GIB),
+    )
+    return Placement(num_slots, 4, run)
+
+
+def test_the_parts_are_those_at_the_peak_and_add_up_to_it() -> None:
+    parts = {name: value / GIB for name, value in placement(2).parts().items()}
+
+    assert parts == pytest.approx(
+        {
+            "parameters": 5,
+            "optimizer": 30,
+            "gradients": 7.5,
+            "activations": 8,
+            "buffers": 2.5,
+            "peak": 53,
+            "host": 0,
+        }
+    )
+
+
+def test_each_part_at_its_largest_is_what_a_run_measures() -> None:
+    parts = {name: value / GIB for name, value in placement(2).largest().items()}
+
+    assert parts == pytest.approx(
+        {"parameters": 5, "gradients": 7.5, "optimizer": 30, "activations": 13, "buffers": 1, "peak": 53}
+    )
+
+
+def test_one_device_is_not_enough_and_the_first_number_that_is_is_named_with_what_takes_most() -> None:
+    lines = answer([placement(1), placement(2), placement(4)], 80 * GIB, "ZeRO stage 3 and bf16")
+
+    assert lines == [
+        "One device is not enough; 2 are.",
+        "5.00 B parameters, 5.00 B of them trained: with ZeRO stage 3 and bf16 a device needs 98.0 GiB at 1 device(s), and has "
+        "80.0 GiB.",
+        "Most of it at 2 device(s): optimizer, 30.0 GiB; ZeRO stage 1 divides it, and offload_optimizer takes it to the host.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("slots", "capacity_gib", "verdict"),
+    [
+        ([1, 2], 100, "One device is enough; more of them train faster, not more."),
+        ([1, 2], 20, "Several devices alone do not help: none of 1, 2 is enough."),
+        ([2, 4], 80, "2 devices are enough; one was not asked for."),
+    ],
+)
+def test_what_else_may_be_the_answer(slots: list[int], capacity_gib: float, verdict: str) -> None:
+    assert answer([placement(number) for number in slots], capacity_gib * GIB, "fp16")[0] == verdict
+
+
+def test_a_number_of_devices_that_cannot_be_told_says_why_and_the_others_stand() -> None:
+    unknown = Placement(3, 0, None, "the batch cannot be divided by 3")
+    lines = table([placement(1), unknown, placement(4)], 80 * GIB)
+
+    assert lines[0].split() == [
+        *(
+            "devices",
+            "micro",
+            "batch",
+            "parameters",
+            "gradients",
+            "optimizer",
+            "activations",
+            "buffers",
+        ),
+        *("peak", "of", "device", "host"),
+    ]
+    assert lines[1].split() == ["1", "4", "10.0", "15.0", "60.0", "8.0", "5.0", "98.0", "122", "%", "0.00"]
+    assert lines[2].split(maxsplit=1) == ["3", "the batch cannot be divided by 3"]
+    assert lines[3].split()[-4:] == ["30.5", "38", "%", "0.00"]
+    assert answer([unknown], 80 * GIB, "fp16") == ["It cannot be told: the batch cannot be divided by 3"]

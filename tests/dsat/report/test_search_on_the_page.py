@@ -1,0 +1,131 @@
+"""What the master's page reads of a search is what dsat leaves on a master: labels, notes, answers of workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+from surfaces import play, space, surface
+
+from dstrial.dsat.backends import trial_spec
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, TrialResult
+from dstrial.dsat.methods.base import ReportFacts
+from dstrial.dsat.report.document import SearchFacts, report_document
+from dstrial.dsat.worker.messages import TaskQueue, TaskResult
+from dstrial.dsat.worker.transport import notes_of
+from dstrial.master.store.searches import LabelledExperiment, Measurement
+from dstrial.master.web import searches
+
+
+def experiment(number: int, label: str, **changes: object) -> LabelledExperiment:
+    usual = LabelledExperiment(
+        id=number,
+        name="gpt (dsat trial 1)",
+        description="dsat asha: zero 1, 4 x 8",
+        state="COMPLETED",
+        username="ann",
+        label=label,
+        start_us=1,
+        end_us=2,
+        end_reason=None,
+        searcher_metric="throughput",
+        smaller_is_better=False,
+        slots_per_trial=8,
+        notes="",
+    )
+    return dataclasses.replace(usual, **changes)  # type: ignore[arg-type]
+
+
+def test_every_label_that_dsat_gives_is_known_and_no_other() -> None:
+    source = (
+        Path(trial_spec.__file__).read_text() + Path(trial_spec.__file__).with_name("cluster.py").read_text()
+    )
+    labels = set(re.findall(r'label = f"(dsat-\{search_id\}-[^"]+)"', source))
+    assert labels == {
+        "dsat-{search_id}-{trial_id}",
+        "dsat-{search_id}-worker-{worker}",
+        "dsat-{search_id}-results",
+        "dsat-{search_id}-full",
+    }
+    for label in labels:
+        assert searches.search_of(label.format(search_id="0a1b2c3d", trial_id=12, worker=1)) == "0a1b2c3d"
+    for label in ("dsat", "dsat-", "dsat-0a1b2c3d", "dsat-0a1b2c3d-mine", "dsat-xyz-1"):
+        assert searches.search_of(label) is None
+
+
+def test_the_report_that_a_search_leaves_in_notes_is_read_whole() -> None:
+    searched = space()
+    trials = [
+        TrialResult(
+            one.trial_id, one.candidate, searched.describe(one.candidate), one.why, outcome, seconds=60.0
+        )
+        for one, outcome in play("asha", searched, outcome_of=surface, max_trials=16).outcomes.values()
+    ]
+    forecasts = {trials[0].trial_id: {"median_s": 0.1, "spread": 0.2, "memory_median_bytes": 1.0}}
+    facts = SearchFacts(
+        name="gpt <1>",
+        method="asha",
+        metric="throughput",
+        reason="all trials completed",
+        is_finished=True,
+        num_slots=8,
+        predicted=ReportFacts(forecasts=forecasts),
+    )
+    document = json.loads(json.dumps(report_document(facts, searched, trials)))
+    notes = notes_of(TaskQueue(results={"report.json": json.dumps(document), "trials.json": "[]"}))
+
+    shown = searches.document_of(notes)
+
+    assert shown is not None
+    assert set(searches._FACTS) <= set(document)  # Nothing that is shown is made up.
+    assert shown["best"] == document["best"]
+    assert [row["trial_id"] for row in shown["trials"]] == [row["trial_id"] for row in document["trials"]]
+    assert shown["trials"][0]["predicted"]["step_s"] == 0.1
+    assert "best_config" not in shown  # It may hold secrets.
+    assert searches.pareto(shown["trials"]) == document["pareto"]
+    for broken in (
+        "",
+        "mine",
+        notes[:-3],
+        notes_of(TaskQueue()),
+        notes_of(TaskQueue(results={"report.json": "["})),
+    ):
+        assert searches.document_of(broken) is None
+
+
+def test_answers_of_workers_and_measurements_of_trials_become_lines() -> None:
+    numbers = {"latency": 2e5, "throughput": 40.0, "peak_memory_bytes": 3e9}
+    answers = [
+        TaskResult(1, Measured(numbers), 12.0),
+        TaskResult(2, Failure(FailureKind.DEVICE_OOM, "no memory <b>", "forward"), 3.0),
+    ]
+    rows = []
+    for answer in answers:
+        fields = answer.to_json()
+        row = {**fields.pop("metrics", {}), "answer": json.dumps(fields)}
+        rows.append(Measurement(1, 1, "dsat", answer.number, json.dumps(row)))
+    rows.append(Measurement(2, 2, "validation", 30, json.dumps(numbers)))
+    rows.append(Measurement(2, 2, "validation", 40, json.dumps({"loss": 1.0})))
+    found = searches.live_rows(
+        [
+            experiment(1, "dsat-0a1b2c3d-worker-1"),
+            experiment(2, "dsat-0a1b2c3d-7"),
+            experiment(3, "dsat-0a1b2c3d-8", state="ACTIVE"),
+            experiment(4, "dsat-0a1b2c3d-results"),
+        ],
+        rows,
+    )
+    assert [(row["trial_id"], row["state"]) for row in found] == [
+        (-1, "measured"),
+        (-2, "failed"),
+        (7, "measured"),
+        (8, "running"),
+    ]
+    assert found[0]["step_s"] == pytest.approx(0.2)
+    assert found[0]["memory_bytes"] == 3e9
+    assert found[1]["why"] == "no memory <b>"
+    assert found[2]["description"] == "zero 1, 4 x 8"
+    assert found[2]["value"] == 40.0

@@ -1,0 +1,48 @@
+"""Experiments that no master takes, whichever engine it has: what is wrong, and what is said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from master_on_hosts import CONFIG, MasterOnHosts
+
+_BATCH_OF_20 = {
+    **CONFIG["hyperparameters"],
+    "deepspeed_config": {"train_batch_size": 20, "optimizer": {"type": "AdamW"}},
+}
+_REFUSED: tuple[tuple[Mapping[str, Any], str], ...] = (
+    (
+        {"resources": {"slots_per_trial": 2}, "data": {"dstrial": {"min_slots": 3}}},
+        "data.dstrial.min_slots is 3; expected at most 2, the slots_per_trial. Lower it.",
+    ),
+    (
+        {"resources": {"slots_per_trial": 2}, "data": {"dstrial": {"max_slots": 1}}},
+        "data.dstrial.max_slots is 1; expected at least 2, the slots_per_trial.",
+    ),
+    (
+        {
+            "resources": {"slots_per_trial": 2},
+            "data": {"dstrial": {"max_slots": 3}},
+            "hyperparameters": _BATCH_OF_20,
+        },
+        "data.dstrial.max_slots is 2 to 3 slots, none of which but 2 can share a batch of 20 records",
+    ),
+)
+
+
+def refused_at_submission(master: MasterOnHosts) -> list[str]:
+    """Submit them all; return what ``det`` prints of each.
+
+    Raises:
+        AssertionError: a master has taken one, or says something else, or twice.
+    """
+    said = []
+    for changes, text in _REFUSED:
+        done = master.command("det", "experiment", "create", *master.write(changes))
+        assert done.returncode != 0, done.stdout
+        assert done.stdout.count(text) == 1, done.stdout
+        said.append(done.stdout.strip())
+    listed = master.det("experiment", "list", "--csv").strip().splitlines()
+    assert len(listed) == 1, "the line of titles"
+    return said

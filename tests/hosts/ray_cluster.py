@@ -1,0 +1,196 @@
+"""A Ray cluster on one machine: a head and nodes in namespaces, two CPUs each unless told.
+
+A node that is cut is dead for Ray after some seconds. The head takes half a minute and 600 MB: one cluster for a module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from machines import Machine, Machines
+from machines import missing as missing_machines
+
+_PORT = 6379
+_READY_S = 240.0
+_GUARD = "Ray's, and ends all"  # of its source, which is its command line
+_MAIN = (sys.executable, "-c", "from ray.scripts.scripts import main; main()")
+_RAY = (*_MAIN, "start", "--disable-usage-stats")
+# Noticed in three seconds, not in half a minute; and no words about usage to anybody.
+_ENVIRON = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_health_check_initial_delay_ms": "0",
+}
+
+
+def missing() -> str:
+    """Return what this machine lacks for it, empty if nothing."""
+    found = importlib.util.find_spec("ray")
+    return "[ray]" if found is None or found.origin is None else missing_machines()
+
+
+class RayCluster:
+    """The machines, of which the first is the head.
+
+    Attributes:
+        machines: with nodes by their addresses.
+        address: of the head, as ``ray.init`` takes it.
+        env: of commands there.
+    """
+
+    def __init__(self, machines: Machines, cpus: int = 2, gpus: int = 0) -> None:
+        self.machines = machines
+        self._cpus, self._gpus = cpus, gpus
+        self.address = f"{machines[1].address}:{_PORT}"
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        self.env = {**inherited, **_ENVIRON}
+        self._start(machines[1])
+        begun = [self.begin_node(machine) for machine in machines.all[1:]]
+        for one in begun:
+            output, _ = one.communicate(timeout=_READY_S)
+            assert one.returncode == 0, output
+
+    def _words(self, machine: Machine) -> list[str]:
+        where = (
+            ["--head", f"--port={_PORT}", "--include-dashboard=false"] if machine is self.machines[1] else []
+        )
+        return [
+            *_RAY, *(where or [f"--address={self.address}"]), f"--node-ip-address={machine.address}", f"--num-cpus={self._cpus}",
+            f"--num-gpus={self._gpus}", "--object-store-memory=100000000",
+        ]  # fmt: skip
+
+    def _start(self, machine: Machine) -> None:
+        self._own_files(machine)
+        done = machine.run(self._words(machine), cwd="/", env=self.env, timeout=_READY_S)
+        assert done.returncode == 0, done.stdout
+
+    @staticmethod
+    def _own_files(machine: Machine) -> None:
+        # Sessions of several machines would mix there.
+        done = machine.run(["sh", "-c", "mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray"], cwd="/")
+        assert done.returncode == 0, done.stdout
+
+    def begin_node(self, machine: Machine) -> subprocess.Popen[str]:
+        """Begin to start Ray on a machine that has no more of it; the process ends when it runs."""
+        self._own_files(machine)
+        return machine.popen(
+            self._words(machine),
+            cwd="/",
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def begin_again(self, machine: Machine) -> None:
+        """Start Ray on a machine again that Ray has given up, once what was there has ended by itself."""
+        wait_until(
+            lambda: (
+                not any(name in line for line in machine.processes().values() for name in ("raylet", "ray::"))
+            ),
+            lambda: machine.processes(),
+            timeout=180.0,
+        )
+        for pid in machine.processes():
+            machine.signal(pid, signal.SIGKILL)  # its log monitor stays
+        one = self.begin_node(machine)
+        output, _ = one.communicate(timeout=_READY_S)
+        assert one.returncode == 0, output
+
+    def popen(
+        self, words: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        """Start a command on the head, to be written to and read from; its errors are in ``stdout``."""
+        return self.machines[1].popen(
+            words,
+            cwd=cwd,
+            env={**self.env, **(env or {})},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, *words: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+        """Run a command on the head; its errors are in ``stdout``."""
+        return self.machines[1].run(words, env=self.env, timeout=timeout)
+
+    def ask(self, script: str, *arguments: str) -> str:
+        """Run a script that is connected to Ray on the head; return the last line that it prints."""
+        begin = (
+            "import ray, sys\n"
+            "ray.init(address=sys.argv[1], namespace='dstrial', log_to_driver=False, logging_level='ERROR')\n"
+        )
+        done = self.run(sys.executable, "-c", begin + script, self.address, *arguments)
+        assert done.returncode == 0, done.stdout
+        return done.stdout.splitlines()[-1]
+
+    def alive(self) -> list[str]:
+        """Return the addresses of the nodes that Ray has not given up."""
+        return self.ask("print(*[one['NodeManagerAddress'] for one in ray.nodes() if one['Alive']])").split()
+
+    def drain(self, name: str) -> None:
+        """Have Ray ask a node to leave within ten minutes."""
+        node_id = self.ask(
+            "print([one['NodeID'] for one in ray.nodes() if one['NodeName'] == sys.argv[2] and one['Alive']][0])",
+            name,
+        )
+        done = self.run(
+            *_MAIN, "drain-node", f"--address={self.address}", f"--node-id={node_id}", "--reason-message=test",
+            "--reason=DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds=600",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+
+
+def ours_on(machine: Machine) -> list[str]:
+    """Return the command lines of what dstrial has started on a machine; Ray's own may lie below a path of that name."""
+    found = [line.replace(sys.prefix, "") for line in machine.processes().values()]
+    return [line for line in found if any(name in line for name in ("dstrial", "ray::Keeper", _GUARD))]
+
+
+def wait_until_nothing_is_left(cluster: RayCluster) -> None:
+    """Wait until no machine of a cluster runs anything that dstrial has started."""
+
+    def left() -> list[str]:
+        return [line for machine in cluster.machines.all for line in ours_on(machine)]
+
+    wait_until(lambda: not left(), left)
+
+
+def wait_until(condition: object, problem: object = "", timeout: float = 60.0) -> None:
+    """Wait for a condition, which is called."""
+    assert callable(condition)
+    give_up_at_s = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < give_up_at_s, problem() if callable(problem) else problem
+        time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def ray_cluster(num: int, cpus: int = 2, gpus: int = 0) -> Iterator[RayCluster]:
+    """Give a cluster of so many nodes for the block; a test is skipped where that is impossible.
+
+    ``gpus`` of each node are numbers to Ray alone: it deals them out, and says to actors which they have.
+    """
+    lacking = missing()
+    if lacking:
+        pytest.skip(f"Requires: {lacking}")
+    with tempfile.TemporaryDirectory(prefix="dr-", dir="/tmp") as root:
+        machines = Machines(num, Path(root, "machines"))
+        try:
+            yield RayCluster(machines, cpus, gpus)
+        finally:
+            machines.close()

@@ -1,0 +1,48 @@
+"""Asks a cluster as a master does, on a machine of the cluster; for tests, which are on none: a line of JSON in, one out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from dstrial.master.backends.engine import EngineRefusedError, JobRequest
+from dstrial.master.backends.queued.ray import RayEngine
+
+
+def _answer(engine: RayEngine, request: dict[str, Any]) -> Any:
+    what = request.pop("do")
+    if what == "submit":
+        kept_off = frozenset(request.pop("kept_off", ()))
+        return engine.submit(JobRequest(**request, kept_off=kept_off))
+    if what == "jobs":
+        jobs = engine.jobs()
+        for job in jobs:
+            if job.has_rest:
+                engine.cancel(job.id)
+        return [dataclasses.asdict(job) for job in jobs]
+    if what == "cancel":
+        return engine.cancel(request["id"])
+    if what == "words":
+        return engine.transport(request["id"]).words(request["host"], sys.executable)
+    return dict(engine.spare() if what == "spare" else engine.capacity())
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    engine = RayEngine(sys.argv[1], sys.argv[2])
+    for line in sys.stdin:
+        try:
+            said = {"answer": _answer(engine, json.loads(line))}
+        except (EngineRefusedError, ConnectionError) as error:
+            said = {"error": type(error).__name__, "text": str(error)}
+        # No module of Ray's is ever loaded where a master is.
+        said["has_ray"] = "ray" in sys.modules
+        sys.stdout.write(json.dumps(said) + "\n")
+        sys.stdout.flush()
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,375 @@
+"""``dstrial up --backend slurm``: a master that asks Slurm for a job for each trial of the unmodified ``det``; a real cluster."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bad_requests import refused_at_submission
+from master_on_hosts import CONFIG, MasterOnHosts, wait_until
+from slurm_cluster import SlurmCluster, slurm_cluster
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[SlurmCluster]:
+    with slurm_cluster(3) as made:
+        yield made
+
+
+@pytest.fixture
+def master(cluster: SlurmCluster, tmp_path: Path) -> Iterator[MasterOnHosts]:
+    """Return a master on the first of three nodes of two processors each; nothing of it is left behind."""
+    variables = {name: cluster.env[name] for name in ("SLURM_CONF", "PATH")}
+    made = MasterOnHosts(cluster.machines, tmp_path, slurm=variables)
+    yield made
+    made.down("--now")
+    cluster.wait_for_idle(3, timeout=60)
+    assert cluster.run("squeue", "-h").stdout == ""
+
+
+def test_a_trial_runs_in_a_job_of_its_own(cluster: SlurmCluster, master: MasterOnHosts) -> None:
+    said = master.up()
+    assert said.returncode == 0, said.stdout
+    experiment = master.create({})
+    master.wait_for_state(experiment, ("COMPLETED",), within_s=120)
+    (trial,) = master.trials(experiment)
+    log = master.log(trial["id"])
+    assert "on agent host" in log
+    assert trial["# of Batches"] == "20"
+
+
+def test_what_waits_says_for_which_job_and_why_and_what_never_fits_is_refused(
+    cluster: SlurmCluster, master: MasterOnHosts
+) -> None:
+    other = cluster.run(
+        "sbatch", "--parsable", "--ntasks=6", "--output=/dev/null", "--wrap=sleep 600"
+    ).stdout.strip()
+    cluster.wait_for_state(int(other), "RUNNING")
+    said = master.up()
+    assert said.returncode == 0, said.stdout
+    # Six slots are all that there are.
+    assert "slots:    6 cpu" in said.stdout
+    refused = master.command(
+        "det", "experiment", "create", *master.write({"resources": {"slots_per_trial": 7}})
+    )
+    assert refused.returncode != 0
+    assert "slots_per_trial" in refused.stdout
+    assert "6" in refused.stdout
+    # No node has three processors: only Slurm knows, and says so when it is asked.
+    never = master.create(
+        {"resources": {"slots_per_trial": 3}, "slurm": {"sbatch_args": ["--nodes=1", "--ntasks=3"]}}
+    )
+    master.wait_for_state(never, ("ERROR",))
+    (trial,) = master.trials(never)
+    assert "node configuration is not available" in master.log(trial["id"])
+
+    waits = master.create({})
+    (trial,) = master.wait_for_trials(waits, 1)
+    master.wait_for_log(trial["id"], ": pending (Resources: waits for nodes to become free)")
+    listed = master.det("job", "list")
+    assert "pending (Resources" in listed
+    assert "pending (Resources" in master.command("dstrial", "status").stdout
+    det_job = int(listed.split("[job ")[1].split(":")[0])
+    assert cluster.job(det_job)["JobState"] == "PENDING"
+    assert f"job {det_job}: pending" in master.log(trial["id"])
+    # Paused, it wants no job; activated, it wants one again.
+    master.det("experiment", "pause", str(waits))
+    cluster.wait_for_state(det_job, "CANCELLED")
+    master.det("experiment", "activate", str(waits))
+    cluster.run("scancel", other)
+    master.wait_for_state(waits, ("COMPLETED",))
+    assert f"job {det_job}:" not in master.command("dstrial", "status").stdout
+
+
+def test_preempted_it_saves_and_goes_on_in_another_job(cluster: SlurmCluster, master: MasterOnHosts) -> None:
+    assert master.up().returncode == 0
+    experiment = master.create(
+        {
+            "hyperparameters": {**CONFIG["hyperparameters"], "pause_s": 0.05},
+            "searcher": {**CONFIG["searcher"], "max_length": {"batches": 50}},
+            "min_checkpoint_period": {"batches": 1000},
+        }
+    )
+    (trial,) = master.wait_for_trials(experiment, 1)
+    master.wait_for_log(trial["id"], "batch 15 loss", within_s=90)
+    high = cluster.run(
+        "sbatch", "--parsable", "-p", "high", "--ntasks=6", "--output=/dev/null", "--wrap=sleep 8"
+    ).stdout.strip()  # fmt: skip
+    # "is preempted", where Slurm is heard before the agent, to which the signal comes.
+    master.wait_for_log(trial["id"], "gracefully terminating allocation: job ", within_s=60)
+    cluster.wait_for_state(int(high), "RUNNING", "COMPLETED")
+    master.wait_for_state(experiment, ("COMPLETED",), within_s=150)
+    assert numbers_of(master, trial["id"]) == list(range(5, 51, 5))
+    assert "resumed from checkpoint" in master.log(trial["id"])
+
+
+def test_a_job_that_its_user_cancels_is_left_for_another_one(
+    cluster: SlurmCluster, master: MasterOnHosts
+) -> None:
+    assert master.up().returncode == 0
+    experiment = master.create(
+        {
+            "hyperparameters": {**CONFIG["hyperparameters"], "pause_s": 0.05},
+            "searcher": {**CONFIG["searcher"], "max_length": {"batches": 50}},
+        }
+    )
+    (trial,) = master.wait_for_trials(experiment, 1)
+    master.wait_for_log(trial["id"], "batch 15 loss", within_s=90)
+    job = cluster.run("squeue", "-h", "-o", "%i").stdout.split()
+    assert len(job) == 1
+    cluster.run("scancel", job[0])
+    master.wait_for_log(trial["id"], "gracefully terminating allocation: job ", within_s=60)
+    master.wait_for_state(experiment, ("COMPLETED",), within_s=150)
+    assert numbers_of(master, trial["id"])[-1] == 50
+    assert "resumed from checkpoint" in master.log(trial["id"])
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "zero_stage"),
+    [
+        ("small_trial:SmallTrial", 1),
+        ("small_trial:SmallTrial", 3),
+        ("small_pipeline:SmallPipeline", 0),
+    ],
+)
+def test_two_nodes_compute_the_bits_of_one(master: MasterOnHosts, entrypoint: str, zero_stage: int) -> None:
+    assert master.up().returncode == 0
+    changes: dict[str, Any] = {
+        "entrypoint": entrypoint,
+        "resources": {"slots_per_trial": 2},
+        "hyperparameters": {**CONFIG["hyperparameters"], "zero_stage": zero_stage},
+    }
+    if zero_stage == 0:
+        changes["data"] = {"dstrial": {"pipeline_stages": 2}}
+    losses = []
+    for options in (["--nodes=1", "--ntasks=2"], ["--nodes=2", "--ntasks-per-node=1"]):
+        experiment = master.create({**changes, "slurm": {"sbatch_args": options}})
+        master.wait_for_state(experiment, ("COMPLETED",))
+        (trial,) = master.trials(experiment)
+        log = master.log(trial["id"])
+        assert bool(re.search(r"on agent host\d, host\d\n", log)) == (options[0] == "--nodes=2")
+        losses.append(re.findall(r"batch \d+ loss (\S+)", log))
+    assert len(losses[0]) > 3
+    assert losses[0] == losses[1]
+
+
+def test_a_search_of_eight_trials_ends_right_though_a_node_dies_in_its_middle(
+    cluster: SlurmCluster, master: MasterOnHosts
+) -> None:
+    # A task takes a node of two processors: three slots.
+    (master.place / "master.yaml").write_text("slurm: {sbatch_args: [--cpus-per-task=2]}\n")
+    said = master.up("--config-file", "master.yaml")
+    assert said.returncode == 0, said.stdout
+    assert master.det("slot", "list").count("FREE            | FREE") == 3
+    experiment = master.create(
+        {
+            "hyperparameters": {
+                "zero_stage": {"type": "categorical", "vals": [1, 2]}, "pause_s": 0.05, "micro_batch_size": 2,
+            },
+            "searcher": {**CONFIG["searcher"], "name": "random", "max_trials": 8, "max_length": {"batches": 30}},
+        }
+    )  # fmt: skip
+    wait_until(
+        lambda: on_host(master, experiment, "host2") is not None, 120, lambda: master.det("job", "list")
+    )
+    lost = on_host(master, experiment, "host2")
+    assert lost is not None
+    master.wait_for_log(lost, "batch 15 loss", within_s=120)
+    cluster.machines[2].cut()
+    try:
+        master.wait_for_log(lost, "host2 (rank 0) is lost", within_s=60)
+        master.wait_for_state(experiment, ("COMPLETED",), within_s=300)
+    finally:
+        cluster.machines[2].heal()
+    assert [trial["# of Batches"] for trial in master.trials(experiment)] == ["30"] * 8
+    assert numbers_of(master, lost)[-1] == 30
+    assert "resumed from checkpoint" in master.log(lost)
+
+
+def test_a_killed_master_finds_its_jobs_and_what_runs_in_them(
+    cluster: SlurmCluster, master: MasterOnHosts
+) -> None:
+    assert master.up().returncode == 0
+    experiment = master.create(
+        {
+            "resources": {"slots_per_trial": 2},
+            "hyperparameters": {**CONFIG["hyperparameters"], "pause_s": 0.1},
+            "searcher": {**CONFIG["searcher"], "max_length": {"batches": 60}},
+            "slurm": {"sbatch_args": ["--nodes=2", "--ntasks-per-node=1"]},
+        }
+    )
+    (trial,) = master.wait_for_trials(experiment, 1)
+    master.wait_for_log(trial["id"], "batch 15 loss", within_s=90)
+    jobs = cluster.run("squeue", "-h", "-o", "%i").stdout.split()
+    pid = cluster.machines[1].find("dstrial.master.server")
+    assert pid is not None
+    cluster.machines[1].run(["kill", "-9", str(pid)])
+    assert master.up().returncode == 0
+    assert cluster.run("squeue", "-h", "-o", "%i").stdout.split() == jobs
+    master.wait_for_state(experiment, ("COMPLETED",), within_s=150)
+    numbers = numbers_of(master, trial["id"])
+    # Slurm may kill what the master has started with the step of its agent, or not (ProctrackType).
+    assert numbers == list(range(5, 61, 5)) or "resumed from checkpoint" in master.log(trial["id"])
+    assert numbers[-1] == 60
+
+
+def test_a_job_that_is_killed_at_once_leaves_nothing_on_its_node(
+    cluster: SlurmCluster, master: MasterOnHosts
+) -> None:
+    assert master.up().returncode == 0
+    experiment = master.create(
+        {
+            "hyperparameters": {**CONFIG["hyperparameters"], "pause_s": 0.05},
+            "searcher": {**CONFIG["searcher"], "max_length": {"batches": 40}},
+            "slurm": {"sbatch_args": ["--nodelist=host3"]},
+        }
+    )
+    (trial,) = master.wait_for_trials(experiment, 1)
+    master.wait_for_log(trial["id"], "batch 15 loss", within_s=90)
+    first = cluster.run("squeue", "-h", "-o", "%i").stdout.strip()
+    cluster.run("scancel", "--full", "--signal=KILL", first)
+    master.wait_for_log(trial["id"], "resumed from checkpoint", within_s=120)
+    of_first = [
+        words for words in cluster.machines[3].processes().values() if f"allocations-{first}/" in words
+    ]
+    assert of_first == [], "what was killed trains no more"
+    master.wait_for_state(experiment, ("COMPLETED",), within_s=150)
+    assert numbers_of(master, trial["id"])[-1] == 40
+    wait_until(
+        lambda: not any("dstrial" in words for words in cluster.machines[3].processes().values()),
+        30,
+        lambda: str(cluster.machines[3].processes()),
+    )
+
+
+def test_near_its_time_limit_a_trial_saves_and_goes_on_in_another_job(master: MasterOnHosts) -> None:
+    assert master.up().returncode == 0
+    experiment = master.create(
+        {
+            "hyperparameters": {**CONFIG["hyperparameters"], "pause_s": 0.1},
+            "searcher": {**CONFIG["searcher"], "max_length": {"batches": 80}},
+            "min_checkpoint_period": {"batches": 1000},
+            "slurm": {"sbatch_args": ["--time=1"]},
+        }
+    )
+    (trial,) = master.wait_for_trials(experiment, 1)
+    # A minute, of which the last half is for the checkpoint.
+    master.wait_for_log(
+        trial["id"], "gracefully terminating allocation: job ", "ends at its time limit in", within_s=120
+    )
+    master.wait_for_log(trial["id"], "resumed from checkpoint", within_s=120)
+    numbers = numbers_of(master, trial["id"])
+    assert numbers == list(range(5, numbers[-1] + 1, 5))
+    master.det("experiment", "kill", str(experiment))
+    master.wait_for_state(experiment, ("CANCELED",))
+
+
+def test_a_controller_that_is_away_is_told_of_and_waited_for(
+    cluster: SlurmCluster, master: MasterOnHosts
+) -> None:
+    assert master.up().returncode == 0
+    controller = cluster.machines[1].find("slurmctld -c") or cluster.machines[1].find("slurmctld")
+    assert controller is not None
+    cluster.machines[1].signal(controller, signal.SIGKILL)
+    try:
+        experiment = master.create({})
+        (trial,) = master.wait_for_trials(experiment, 1)
+        master.wait_for_log(trial["id"], "waiting for Slurm: ", "contact slurm controller", within_s=120)
+        assert "contact slurm controller" in master.command("dstrial", "status").stdout
+    finally:
+        cluster.start_controller()
+    master.wait_for_state(experiment, ("COMPLETED",), within_s=180)
+    assert master.log(trial["id"]).count("waiting for Slurm: ") == 1
+
+
+def test_what_cannot_be_is_refused_before_a_master_starts(cluster: SlurmCluster, tmp_path: Path) -> None:
+    words = ["env", f"PATH={tmp_path}", sys.executable, "-m", "dstrial", "up", "--backend", "slurm"]
+    said = cluster.run(*words, cwd=tmp_path, env={"DSTRIAL_STATE_DIR": str(tmp_path / "state")})
+    assert said.returncode == 1
+    assert "sbatch, squeue, scancel, srun, sinfo of Slurm is not on PATH" in said.stdout
+
+    variables = {name: cluster.env[name] for name in ("SLURM_CONF", "PATH")}
+    master = MasterOnHosts(cluster.machines, tmp_path, slurm=variables)
+    (tmp_path / "master.yaml").write_text("slurm: {sbatch_args: [--partition=none]}\n")
+    said = master.up("--config-file", "master.yaml")
+    assert said.returncode == 1
+    assert "invalid partition specified: none" in said.stdout
+    assert "Name one that `sinfo` lists" in said.stdout
+    said = master.up("--slots", "3")
+    assert said.returncode == 1
+    assert "--slots is given beside backend slurm" in said.stdout
+    assert master.command("dstrial", "status").returncode != 0, "nothing was started"
+
+
+def test_what_an_experiment_cannot_have_is_told_once_and_queues_nothing(
+    cluster: SlurmCluster, master: MasterOnHosts
+) -> None:
+    assert master.up().returncode == 0
+    print("\n".join(refused_at_submission(master)))
+    before = cluster.run("squeue", "-h", "--states=all", "-o", "%i").stdout
+    for option, text in (
+        ("--partition=nope", "sbatch says: invalid partition specified: nope"),
+        ("--gres=gpu:1", "Ask for accelerators that the partition has"),
+        ("--frobnicate", "Correct slurm.sbatch_args"),
+        ("--array=1-3", "expected none of these, by which the master finds its jobs"),
+    ):
+        experiment = master.create({"slurm": {"sbatch_args": [option]}})
+        master.wait_for_state(experiment, ("ERROR",))
+        (trial,) = master.trials(experiment)
+        (line,) = [line for line in master.log(trial["id"]).splitlines() if "it can never start: " in line]
+        print(line)
+        assert text in line
+    assert cluster.run("squeue", "-h", "--states=all", "-o", "%i").stdout == before
+
+
+def test_nodes_that_cannot_run_it_are_named_with_what_to_do(
+    cluster: SlurmCluster, master: MasterOnHosts
+) -> None:
+    (master.place / "master.yaml").write_text("hosts_python: /opt/nowhere/bin/python\n")
+    assert master.up("--config-file", "master.yaml").returncode == 0
+    said = _why_it_never_starts(master, "host2")
+    print(said)
+    assert "3 jobs in a row came to nothing" in said
+    assert "host2 is without Python at /opt/nowhere/bin/python. Put the environment on a file system" in said
+    master.down("--now")
+
+    (master.place / "master.yaml").write_text("{}\n")
+    assert master.up("--config-file", "master.yaml").returncode == 0
+    cluster.machines[2].hide(master.place / "state")
+    try:
+        said = _why_it_never_starts(master, "host2")
+    finally:
+        cluster.machines[2].run(["umount", str(master.place / "state")], cwd="/")
+    print(said)
+    assert (
+        "host2 does not see this directory. Start the master with a --state-dir that all nodes mount" in said
+    )
+
+
+def _why_it_never_starts(master: MasterOnHosts, host: str) -> str:
+    experiment = master.create({"slurm": {"sbatch_args": [f"--nodelist={host}"]}})
+    master.wait_for_state(experiment, ("ERROR",), within_s=200)
+    (trial,) = master.trials(experiment)
+    (line,) = [line for line in master.log(trial["id"]).splitlines() if "it can never start: " in line]
+    return line
+
+
+def on_host(master: MasterOnHosts, experiment_id: int, host: str) -> int | None:
+    """Return a trial that runs on a host."""
+    for trial in master.trials(experiment_id):
+        if trial["State"] == "RUNNING" and f"on agent {host}\n" in master.log(trial["id"]):
+            return int(trial["id"])
+    return None
+
+
+def numbers_of(master: MasterOnHosts, trial_id: int) -> list[int]:
+    """Return the batches that a trial has reported, each report once where it stands twice in a row."""
+    found = [int(number) for number in re.findall(r"batch (\d+) loss ", master.log(trial_id))]
+    return [number for number, before in zip(found, [0, *found], strict=False) if number != before]

@@ -1,0 +1,351 @@
+"""Ray as an engine, on a real cluster of three nodes: jobs, programs on their nodes, and what becomes of them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machines import Machine
+from ray_cluster import RayCluster, ray_cluster, wait_until
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+HOST1, HOST2, HOST3 = "10.77.0.11", "10.77.0.12", "10.77.0.13"
+_THERE = Path(__file__).with_name("ray_engine_there.py")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with ray_cluster(3, gpus=2) as made:
+        yield made
+
+
+class _RefusedError(Exception):
+    pass
+
+
+class Engine:
+    """An engine that a master on the first machine has."""
+
+    def __init__(self, cluster: RayCluster, cluster_id: str) -> None:
+        self._cluster = cluster
+        words = [sys.executable, str(_THERE), cluster.address, cluster_id]
+        # Slots are processors, though there are GPUs, as far as Ray knows.
+        self.process = cluster.popen(words, env={"DS_ACCELERATOR": "cpu"})
+
+    def ask(self, what: str, **values: Any) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"do": what, **values}) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        said = json.loads(line)
+        assert not said["has_ray"]
+        if "error" in said:
+            raise _RefusedError(said["text"])
+        return said["answer"]
+
+    def submit(self, num_slots: int, key: str = "trial-1", **values: Any) -> str:
+        job_id: str = self.ask("submit", key=key, title="a title", num_slots=num_slots, **values)
+        return job_id
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        return next((job for job in self.ask("jobs") if job["id"] == job_id), {"state": "gone", "text": ""})
+
+    def running(self, *arguments: Any, **values: Any) -> tuple[str, list[str]]:
+        """Submit; return the job, once it runs, and its nodes."""
+        job_id = self.submit(*arguments, **values)
+        wait_until(lambda: self.job(job_id)["state"] == "running", lambda: self.job(job_id))
+        return job_id, [part["host"] for part in self.job(job_id)["parts"]]
+
+    def program(self, job_id: str, host: str, *words: str) -> subprocess.Popen[bytes]:
+        """Start a program as a transport does, for this test's own words."""
+        command = self.ask("words", id=job_id, host=host)
+        at = command.index(host) + 1
+        return self._cluster.machines[1].popen(
+            [*command[:at], *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    def close(self) -> None:
+        """Give all back and end, as far as it still answers."""
+        with contextlib.suppress(OSError, ValueError):
+            for job in self.ask("jobs"):
+                self.ask("cancel", id=job["id"])
+        self.kill()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def engine(cluster: RayCluster) -> Iterator[Engine]:
+    made = Engine(cluster, "c1")
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def _end(program: subprocess.Popen[bytes]) -> tuple[bytes, str, int]:
+    out, err = program.communicate(timeout=90)
+    return out, err.decode(), program.returncode
+
+
+def _pids(machine: Machine, start: str) -> list[int]:
+    """Return the processes there whose command line begins so: guards and relays have a program's words, too."""
+    return [pid for pid, line in machine.processes().items() if line.startswith(start)]
+
+
+def _await_nothing(machine: Machine) -> None:
+    """Wait until no actor of ours, no guard and nothing of theirs is there."""
+
+    def left() -> list[str]:
+        lines = machine.processes().values()
+        return [
+            line for line in lines if "ray::Keeper" in line or "Ray's, and ends" in line or "sleep 54" in line
+        ]
+
+    wait_until(lambda: not left(), left)
+
+
+def test_slots_are_the_cores_of_nodes_that_live(engine: Engine) -> None:
+    assert engine.ask("capacity") == {HOST1: 2, HOST2: 2, HOST3: 2}
+
+
+def test_what_can_never_fit_is_refused_which_ray_would_keep_waiting(engine: Engine) -> None:
+    with pytest.raises(
+        _RefusedError, match=r"asks Ray for 7 CPUs .* at most 6, .*10\.77\.0\.11 2, 10\.77\.0\.12 2"
+    ):
+        engine.submit(7)
+    with pytest.raises(_RefusedError, match=r"3 CPUs on one node; expected at most 2"):
+        engine.submit(3, is_on_one_node=True)
+    with pytest.raises(_RefusedError, match=r"7 GPUs .* at most 6"):
+        engine.submit(7, wants_devices=True)
+    assert engine.ask("jobs") == []
+
+
+def test_bytes_go_both_ways_and_the_exit_code_comes_back(engine: Engine) -> None:
+    job_id, hosts = engine.running(4)
+    data = random.Random(0).randbytes(8_000_000)
+    for host in hosts:
+        program = engine.program(job_id, host, "sh", "-c", "hostname >&2; cat; exit 7")
+        out, err = program.communicate(data, timeout=120)
+        assert (hashlib.sha256(out).digest(), program.returncode) == (hashlib.sha256(data).digest(), 7)
+        assert err.decode().strip() == f"host{host[-1]}"
+
+
+def test_a_line_is_answered_while_the_program_goes_on(engine: Engine) -> None:
+    job_id, (host,) = engine.running(1)
+    program = engine.program(job_id, host, "cat")
+    assert program.stdin is not None
+    assert program.stdout is not None
+    for number in range(20):
+        program.stdin.write(b"%d\n" % number)
+        program.stdin.flush()
+        assert program.stdout.readline() == b"%d\n" % number
+    assert _end(program) == (b"", "", 0)
+
+
+def test_a_program_that_is_killed_or_not_there_says_so(engine: Engine, cluster: RayCluster) -> None:
+    job_id, (host,) = engine.running(2, kept_off=[HOST1, HOST3])
+    assert host == HOST2
+    program = engine.program(job_id, host, "sh", "-c", "echo here; exec sleep 5401")
+    assert program.stdout is not None
+    assert program.stdout.readline() == b"here\n"
+    wait_until(lambda: _pids(cluster.machines[2], "sleep 5401"))
+    (pid,) = _pids(cluster.machines[2], "sleep 5401")
+    cluster.machines[2].signal(pid, signal.SIGKILL)
+    assert _end(program) == (b"", "", 137)
+    assert _end(engine.program(job_id, host, "/no/python"))[1:] == (
+        "/no/python: No such file or directory\n",
+        127,
+    )
+
+
+def test_who_is_given_up_has_no_more_input(engine: Engine, cluster: RayCluster, tmp_path: Path) -> None:
+    job_id, (host,) = engine.running(1)
+    program = engine.program(job_id, host, "sh", "-c", f"echo here; cat; touch {tmp_path}/ended")
+    assert program.stdout is not None
+    assert program.stdout.readline() == b"here\n"
+    pid = cluster.machines[1].find("relay.py", job_id)
+    assert pid is not None
+    cluster.machines[1].signal(pid, signal.SIGKILL)
+    program.communicate(timeout=60)
+    wait_until((tmp_path / "ended").exists)
+
+
+def test_what_waits_says_for_what_and_begins_when_it_is_there(engine: Engine) -> None:
+    first, _ = engine.running(4, key="trial-1")
+    second = engine.submit(4, key="trial-2")
+    job = engine.job(second)
+    assert (job["state"], job["key"], job["parts"]) == ("pending", "trial-2", [])
+    assert "pending (asks for 2 CPUs on each of 2 nodes; free now: " in job["text"]
+    engine.ask("cancel", id=first)
+    wait_until(lambda: engine.job(second)["state"] == "running")
+    assert engine.job(first)["state"] == "gone"
+
+
+def test_nodes_that_are_kept_off_are_not_used(engine: Engine) -> None:
+    for host in (HOST1, HOST2, HOST3):
+        job_id, hosts = engine.running(4, kept_off=[host])
+        assert host not in hosts
+        engine.ask("cancel", id=job_id)
+    job_id, hosts = engine.running(1, kept_off=[HOST1, HOST3])
+    assert hosts == [HOST2]
+
+
+def test_a_program_has_the_devices_of_its_bundle(engine: Engine) -> None:
+    show = ("sh", "-c", 'echo "devices $CUDA_VISIBLE_DEVICES"')
+    pair, hosts = engine.running(4, wants_devices=True)
+    assert len(hosts) == 2
+    assert [part["num_slots"] for part in engine.job(pair)["parts"]] == [2, 2]
+    for host in hosts:
+        assert _end(engine.program(pair, host, *show))[0] == b"devices 0,1\n"
+    first, (host,) = engine.running(1, "trial-2", wants_devices=True)
+    second, (same,) = engine.running(1, "trial-3", wants_devices=True)
+    assert host == same
+    seen = {_end(engine.program(job_id, host, *show))[0] for job_id in (first, second)}
+    assert seen == {b"devices 0\n", b"devices 1\n"}, "two jobs on a node share no device"
+
+
+def test_what_nobody_has_reserved_is_there_for_who_grows(engine: Engine, cluster: RayCluster) -> None:
+    wait_until(lambda: sum(engine.ask("spare").values()) == 6, lambda: engine.ask("spare"))
+    engine.running(3)
+    wait_until(lambda: sum(engine.ask("spare").values()) == 3, lambda: engine.ask("spare"))
+    other = Engine(cluster, "c2")
+    try:
+        other.running(2)
+        wait_until(lambda: sum(engine.ask("spare").values()) == 1, lambda: engine.ask("spare"))
+        waits = other.submit(4, "trial-9")
+        wait_until(lambda: engine.ask("spare") == {}, lambda: engine.ask("spare"))
+        assert sum(other.ask("spare").values()) == 1, "who waits is its own"
+        other.ask("cancel", id=waits)
+        wait_until(lambda: sum(engine.ask("spare").values()) == 1, lambda: engine.ask("spare"))
+    finally:
+        other.close()
+
+
+def test_what_is_cancelled_leaves_nothing_on_any_node(engine: Engine, cluster: RayCluster) -> None:
+    job_id, hosts = engine.running(4, kept_off=[HOST1])
+    programs = []
+    for host in hosts:
+        # In a session of its own and nobody's child, as supervisors of trials are.
+        left = "(setsid sleep 5402 < /dev/null > /dev/null 2>&1 &)"
+        programs.append(engine.program(job_id, host, "sh", "-c", f"{left}; echo here; exec sleep 5403"))
+    for program in programs:
+        assert program.stdout is not None
+        assert program.stdout.readline() == b"here\n"
+    wait_until(lambda: len(_pids(cluster.machines[2], "sleep 54")) == 2)
+    engine.ask("cancel", id=job_id)
+    engine.ask("cancel", id=job_id)
+    for program in programs:
+        out, err, code = _end(program)
+        assert (out, code) == (b"", 255)
+        assert "its placement group was removed" in err
+    for machine in cluster.machines.all:
+        _await_nothing(machine)
+    assert engine.ask("jobs") == []
+    # What has its place next is no program of that job's.
+    _, err, code = _end(engine.program(job_id, hosts[0], "true"))
+    assert (code, err) == (255, f"placement group {job_id} is over\n")
+
+
+def test_a_killed_master_leaves_its_jobs_to_the_next(engine: Engine, cluster: RayCluster) -> None:
+    job_id, (host,) = engine.running(1, key="trial-9", kept_off=[HOST1, HOST3])
+    # The program ends with its input, as an agent does; what it has started goes on, as trials do.
+    left = "(setsid sleep 5404 < /dev/null > /dev/null 2>&1 &)"
+    program = engine.program(job_id, host, "sh", "-c", f"{left}; echo here; cat; exec true")
+    assert program.stdout is not None
+    assert program.stdout.readline() == b"here\n"
+    assert len(_pids(cluster.machines[2], "ray::Keeper")) == 1
+    engine.kill()
+    assert _end(program)[2] == 255
+    wait_until(lambda: not _pids(cluster.machines[2], "sh -c (setsid"), timeout=90)
+    wait_until(lambda: len(_pids(cluster.machines[2], "sleep 5404")) == 1)
+    following, other = Engine(cluster, "c1"), Engine(cluster, "c2")
+    try:
+        job = following.job(job_id)
+        assert (job["state"], job["key"]) == ("running", "trial-9")
+        assert job["parts"] == [{"host": host, "num_slots": 1}]
+        assert other.ask("jobs") == []
+        assert _end(following.program(job_id, host, "pgrep", "-f", "^sleep 5404"))[2] == 0
+        following.ask("cancel", id=job_id)
+        _await_nothing(cluster.machines[2])
+    finally:
+        following.close()
+        other.close()
+
+
+def test_a_bridge_that_is_killed_is_begun_again(engine: Engine, cluster: RayCluster) -> None:
+    job_id, (host,) = engine.running(1)
+    bridge = cluster.machines[1].find("-m dstrial.ray.bridge")
+    assert bridge is not None
+    cluster.machines[1].signal(bridge, signal.SIGKILL)
+    answers = []
+
+    def answers_again() -> bool:
+        with contextlib.suppress(_RefusedError):
+            answers.append(engine.job(job_id))
+        return bool(answers)
+
+    wait_until(answers_again)
+    assert answers[0]["state"] == "running"
+    assert _end(engine.program(job_id, host, "echo", "again")) == (b"again\n", "", 0)
+
+
+def test_where_no_cluster_is_that_is_the_answer(cluster: RayCluster) -> None:
+    process = cluster.popen([sys.executable, str(_THERE), f"{HOST1}:1", "c1"])
+    out, _ = process.communicate('{"do": "capacity"}\n', timeout=120)
+    said = json.loads(out.splitlines()[-1])
+    assert said["error"] == "ConnectionError"
+    assert said["text"] == f"Ray at {HOST1}:1: ConnectionRefusedError: [Errno 111] Connection refused"
+
+
+def test_a_node_that_is_cut_ends_its_job_though_ray_moves_it(engine: Engine, cluster: RayCluster) -> None:
+    """The last but one: the node is lost for this cluster."""
+    job_id, hosts = engine.running(4, key="trial-3", kept_off=[HOST3])
+    assert sorted(hosts) == [HOST1, HOST2]
+    programs = [engine.program(job_id, host, "sh", "-c", "echo here; exec sleep 5405") for host in hosts]
+    for program in programs:
+        assert program.stdout is not None
+        assert program.stdout.readline() == b"here\n"
+    engine.kill()  # and nobody looks while Ray moves what was on the lost node
+    for program in programs:
+        program.communicate(timeout=60)
+    cluster.machines[2].cut()
+    following = Engine(cluster, "c1")
+    try:
+        wait_until(lambda: HOST2 not in following.ask("capacity"), timeout=120)
+        job = following.job(job_id)
+        assert (job["state"], job["parts"]) == ("ended", [])
+        assert f"ended ({HOST2} is dead: " in job["text"]
+        _await_nothing(cluster.machines[1])
+        _await_nothing(cluster.machines[3])
+        assert following.ask("jobs") == []
+        # A node that Ray has given up ends its part of Ray when it hears of that, and with it what we have there.
+        wait_until(lambda: len(_pids(cluster.machines[2], "sleep 5405")) == 1)
+        cluster.machines[2].heal()
+        wait_until(lambda: not _pids(cluster.machines[2], "sleep 5405"), timeout=180)
+        _await_nothing(cluster.machines[2])
+    finally:
+        cluster.machines[2].heal()
+        following.close()
+
+
+def test_a_node_that_ray_drains_is_told(engine: Engine, cluster: RayCluster) -> None:
+    """The last: the node takes nothing more."""
+    job_id, (host,) = engine.running(2, kept_off=[HOST1])
+    assert host == HOST3
+    cluster.drain(HOST3)
+    wait_until(lambda: engine.job(job_id)["state"] == "leaving", lambda: engine.job(job_id))
+    assert engine.job(job_id)["text"].endswith(f"leaving (Ray drains {HOST3})")
+    assert engine.ask("capacity") == {HOST1: 2}

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import datetime
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from determined import core
+from rank_processes import on_ranks
+from waiting import wait_for
+
+from dstrial.local.core_context import init
+from dstrial.local.json_files import read_json_lines
+from dstrial.local.profiler import NodeProfiler
+from dstrial.local.run_directory import RunDirectory
+
+GROUPS = {"cpu", "memory", "disk", "network"}
+
+
+class Told:
+    """Keeps what it is told, and fails if it should."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.rows: list[tuple[str, Mapping[str, Any]]] = []
+        self.num_closed = 0
+        self._failure = failure
+
+    def report(self, group: str, metrics: Mapping[str, Any], report_time: datetime.datetime) -> None:
+        assert report_time.tzinfo is not None
+        if self._failure is not None:
+            raise self._failure
+        self.rows.append((group, metrics))
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+def collectors() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "dstrial-profiler"]
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path, name="t", context_dir=tmp_path, command=["t"], config={})
+
+
+def test_windows_are_reported_until_it_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+    told = Told()
+    profiler = NodeProfiler("node", core.DummyDistributedContext(), told)
+    profiler.on(sampling_interval=0.1, samples_per_report=2)
+    profiler.on()
+    assert len(collectors()) == 1, "it was on"
+    wait_for(lambda: len(told.rows) >= 2 * len(GROUPS), "two windows")
+    profiler.off()
+    profiler.off()
+
+    assert not collectors()
+    num_rows = len(told.rows)
+    assert {group for group, _ in told.rows} == GROUPS
+    assert all(set(metrics) == {"node"} for _, metrics in told.rows)
+    assert told.num_closed == 1
+    profiler.on(sampling_interval=0.1, samples_per_report=1)
+    wait_for(lambda: len(told.rows) > num_rows, "a report after it is on again")
+    profiler._close()
+    assert not collectors()
+
+
+def test_a_training_that_is_shorter_than_a_window_is_reported_at_its_end(
+    run_directory: RunDirectory,
+) -> None:
+    with init(
+        run_directory,
+        distributed=core.DummyDistributedContext(),
+        metric=None,
+        smaller_is_better=True,
+    ) as context:
+        context.profiler.on()
+        context.train.report_training_metrics(1, {"loss": 1.0})
+
+    assert not collectors()
+    rows = read_json_lines(run_directory.metrics_path)
+    of_machine = [row for row in rows if row["group"] != "training"]
+    assert {row["group"] for row in of_machine} == GROUPS
+    assert {row["steps_completed"] for row in of_machine} == {None}
+    (memory,) = (row for row in of_machine if row["group"] == "memory")
+    ((node, metrics),) = memory["metrics"].items()
+    assert node
+    assert metrics["memory_free"] > 0
+    assert all(row["time"].endswith("+00:00") and len(row["time"]) == 32 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sampling_interval": 0.05}, "sampling_interval=0.05"),
+        ({"sampling_interval": "1"}, "sampling_interval='1'"),
+        ({"samples_per_report": 0}, "samples_per_report=0"),
+        ({"samples_per_report": 1.5}, "samples_per_report=1.5"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: dict[str, Any], words: str) -> None:
+    profiler = NodeProfiler("node", core.DummyDistributedContext(), Told())
+    with pytest.raises(ValueError, match="expected") as found:
+        profiler.on(**options)
+    assert words in str(found.value)
+    assert not collectors()
+
+
+def test_what_cannot_be_reported_ends_the_collecting_and_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    profiler = NodeProfiler("node", core.DummyDistributedContext(), Told(OSError("the disk is full")))
+    with caplog.at_level(logging.WARNING):
+        profiler.on(sampling_interval=0.1, samples_per_report=1)
+        wait_for(lambda: not collectors(), "it has ended")
+    profiler.off()
+    assert caplog.messages == [
+        "system metrics are not collected any more (OSError: the disk is full); training goes on"
+    ]
+
+
+@pytest.mark.process
+def test_the_first_rank_of_a_node_collects_and_the_others_do_not(run_directory: RunDirectory) -> None:
+    def train(dist: core.DistributedContext, path: Path) -> int:
+        with init(path, distributed=dist, metric=None, smaller_is_better=True) as context:
+            context.profiler.on(sampling_interval=0.1, samples_per_report=1)
+            return len(collectors())
+
+    assert on_ranks(2, train, run_directory.path) == [1, 0]
+    groups = [row["group"] for row in read_json_lines(run_directory.metrics_path)]
+    assert set(groups) == GROUPS
+
+
+def test_another_node_has_a_file_of_its_own(run_directory: RunDirectory) -> None:
+    first = core.DummyDistributedContext()
+    second = core.DummyDistributedContext()
+    second.rank, second.size, second.cross_rank, second.cross_size = 1, 2, 1, 2
+    for dist in (first, second):
+        made = init(run_directory, distributed=dist, metric=None, smaller_is_better=True)
+        made.profiler.on(sampling_interval=0.1, samples_per_report=1)
+        made.profiler.off()
+
+    for path in (run_directory.metrics_path, run_directory.path / "metrics.node1.jsonl"):
+        assert {row["group"] for row in read_json_lines(path)} == GROUPS

@@ -1,0 +1,23 @@
+"""Tests of loggers: those marked `loggers` need all packages, which `make test-loggers` installs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from dstrial.config.experiment_config.loggers import LOGGERS, is_installed
+
+TRAINER = Path(__file__).parent.parent / "trainer"
+sys.path.insert(0, str(TRAINER))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs packages that are not here."""
+    missing = [name for name in LOGGERS if not is_installed(name)]
+    if missing:
+        skipped = pytest.mark.skip(reason=f"Requires: [{', '.join(missing)}] (make test-loggers)")
+        for item in items:
+            if item.get_closest_marker("loggers"):
+                item.add_marker(skipped)

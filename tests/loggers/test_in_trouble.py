@@ -1,0 +1,152 @@
+"""Servers that are away or hang, a full disk, metrics that are refused: one warning, what is lost, training goes on."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stores
+from namespaces import unshare
+
+PROGRAM = Path(__file__).with_name("troubled.py")
+
+pytestmark = [pytest.mark.loggers, pytest.mark.process, pytest.mark.timeout(600)]
+
+
+def run(
+    work: Path, what: str, seconds: float, loggers: dict[str, Any], words: list[str] | None = None, **env: str
+) -> str:
+    given = [f"{name}={json.dumps(options)}" for name, options in loggers.items()]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "MLFLOW"))}
+    done = subprocess.run(
+        [*(words or []), sys.executable, str(PROGRAM), str(work), what, str(seconds), *given],
+        env={**kept, "NETRC": str(work / "netrc"), "DS_ACCELERATOR": "cpu", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=400,
+        cwd=work,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "training went on" in done.stdout
+    return done.stdout
+
+
+def warnings(output: str, name: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith(f"WARNING: logger {name}")]
+
+
+@pytest.fixture
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_a_server_that_is_not_there(tmp_path: Path, closed_port: int) -> None:
+    address = f"http://127.0.0.1:{closed_port}"
+    output = run(
+        tmp_path,
+        "plain",
+        300,
+        {"wandb": {}, "mlflow": {"tracking_uri": address}},
+        WANDB_BASE_URL=address,
+        WANDB_API_KEY="a" * 40,
+        MLFLOW_HTTP_REQUEST_MAX_RETRIES="0",
+    )
+    (offline,) = warnings(output, "wandb")
+    assert "logger wandb: the server cannot be used (" in offline
+    assert (
+        "so the run is kept on disk and nothing is shown online; training goes on. Send it later: wandb"
+        in offline
+    )
+    kept = [one for one in stores.read("wandb", tmp_path / "disk" / "run" / "wandb") if one["rows"]]
+    assert [[(step, row["training/loss"]) for step, row in one["rows"]] for one in kept] == [
+        [(1, 0.5), (3000, 0.25)]
+    ]
+    begin, lost = warnings(output, "mlflow")
+    assert "logger mlflow cannot begin: MlflowException" in begin
+    assert "Nothing of this run is kept there; training goes on." in begin
+    assert lost == "WARNING: logger mlflow: 2 of 2 reports are lost"
+
+
+def test_a_missing_key_keeps_the_run_on_disk(tmp_path: Path) -> None:
+    output = run(tmp_path, "plain", 300, {"wandb": {"mode": "online"}})
+    (warning,) = warnings(output, "wandb")
+    assert "there is no WANDB_API_KEY, so the run is kept on disk" in warning
+    (kept,) = stores.read("wandb", tmp_path / "disk" / "run" / "wandb")
+    assert [(step, row["training/loss"]) for step, row in kept["rows"]] == [(1, 0.5), (3000, 0.25)]
+
+
+def test_a_server_that_never_answers_is_left_behind(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        output = run(
+            tmp_path, "plain", 2, {"mlflow": {"tracking_uri": f"http://127.0.0.1:{server.getsockname()[1]}"}}
+        )
+    late, left = warnings(output, "mlflow")
+    assert "logger mlflow has not begun yet; training goes on, and reports wait for it (up to 10000)" in late
+    assert "is left behind: 2 of 2 reports are lost (the reports of batches 1 to 3000)" in left
+
+
+def test_a_full_disk_is_told_by_each_logger(tmp_path: Path) -> None:
+    words = unshare("--mount", probe=f"mount -t tmpfs small {tmp_path}")
+    output = run(tmp_path, "full", 300, {"wandb": {"mode": "offline"}, "mlflow": {}, "trackio": {}}, words)
+    for name, why in (
+        ("wandb", "OSError: [Errno 28] No space left on device"),
+        ("mlflow", "full"),
+        ("trackio", "Trackio has dropped reports"),
+    ):
+        told = warnings(output, name)
+        assert any(why in line for line in told), (name, told, output)
+        assert any("Lost: the report" in line or "cannot" in line for line in told), told
+        assert len(told) <= 3, told
+    assert "of 3000 reports are lost" in output
+    assert "Traceback" not in output
+
+
+def test_processes_that_begin_at_once_share_a_new_file(tmp_path: Path) -> None:
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        outputs = list(pool.map(lambda _: run(tmp_path, "plain", 300, {"mlflow": {}}), range(3)))
+    assert [warnings(output, "mlflow") for output in outputs] == [[], [], []]
+    (found,) = stores.read("mlflow", f"sqlite:///{tmp_path / 'disk' / 'mlflow.db'}")
+    assert {(step, metrics["training/loss"]) for step, metrics in found["rows"]} == {(1, 0.5), (3000, 0.25)}
+
+
+def test_names_and_numbers_that_a_logger_refuses(tmp_path: Path) -> None:
+    output = run(tmp_path, "odd", 300, {"wandb": {"mode": "offline"}, "mlflow": {}, "trackio": {}})
+    assert output.count("loggers are not told of text: not a number") == 1
+
+    (kept,) = stores.read("wandb", tmp_path / "disk" / "run" / "wandb")
+    (row,) = (row for step, row in kept["rows"] if step == 2)
+    (run_of_trackio,) = stores.read_trackio(tmp_path / "disk" / "trackio").values()
+    (other,) = (row for step, row in run_of_trackio["rows"] if step == 2)
+    for found in (row, other):
+        values = {name: float(value) for name, value in found.items() if name.startswith("validation/")}
+        assert repr(values["validation/loss"]) == "nan"
+        assert (values["validation/up"], values["validation/down"]) == (float("inf"), float("-inf"))
+        odd = [values[f"validation/{name}"] for name in ("a☃[0]", "a☃(0)", "../up", "", "long" * 100, "x.y")]
+        assert odd == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+    (of_mlflow,) = stores.read("mlflow", f"sqlite:///{tmp_path / 'disk' / 'mlflow.db'}")
+    values = {
+        name: value for step, metrics in of_mlflow["rows"] for name, value in metrics.items() if step == 2
+    }
+    assert repr(values.pop("validation/loss")) == "nan"
+    assert values.pop("validation/up") == -values.pop("validation/down") > 1e308
+    assert values.pop("validation/a__0_") == 1.0
+    assert sorted(values.values()) == [3.0, 4.0, 5.0, 6.0]
+    told = warnings(output, "mlflow")
+    assert any(
+        "'validation/a☃(0)' is left out: as 'validation/a__0_' it would be taken for another" in line
+        for line in told
+    )
+    assert sum("since MLflow refuses it" in line for line in told) == 4
+    assert sum("is infinite, which SQL stores of MLflow keep as 1.8e308" in line for line in told) == 1
+    assert "are lost" not in output

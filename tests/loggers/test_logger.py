@@ -1,0 +1,61 @@
+"""What loggers are told: plain numbers, flat names."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dstrial.loggers.logger import Report, flat, numbers_of
+from dstrial.loggers.mlflow_logger import accepted_name
+
+
+def test_numbers_are_plain_whatever_they_were() -> None:
+    numbers, others = numbers_of(
+        {
+            "float": np.float32(0.5),
+            "array": np.array(3),
+            "flag": True,
+            "large": 2**60,
+            "nan": math.nan,
+            "inf": -math.inf,
+            "none": None,
+            "text": "1",
+            "vector": np.array([1.0]),
+            "tensor": torch.tensor(1.0),
+            "huge": 10**400,
+        }
+    )
+    assert {name: (type(value), value) for name, value in numbers.items() if name != "nan"} == {
+        "float": (float, 0.5),
+        "array": (int, 3),
+        "flag": (int, 1),
+        "large": (float, float(2**60)),
+        "inf": (float, -math.inf),
+    }
+    assert math.isnan(numbers["nan"])
+    assert others == ["none", "text", "vector", "tensor", "huge"]
+
+
+def test_names_tell_the_group() -> None:
+    assert Report("validation", 3, None, {"loss": 1.0}).named() == {"validation/loss": 1.0}
+
+
+def test_nested_values_have_dotted_names() -> None:
+    assert flat({"a": 1, "b": {"c": {"d": [1]}, "e": {}}}) == {"a": 1, "b.c.d": [1], "b.e": {}}
+
+
+@given(st.text(max_size=300))
+def test_mlflow_takes_every_accepted_name_as_it_is(name: str) -> None:
+    accepted = accepted_name(f"training/{name}")
+    assert accepted_name(accepted) == accepted
+    assert 0 < len(accepted) <= 251
+    assert not {"", ".", ".."} & set(accepted.split("/"))
+
+
+def test_a_name_that_mlflow_takes_stays() -> None:
+    assert accepted_name("training/loss of: a-b_c.1") == "training/loss of: a-b_c.1"
+    assert accepted_name("training/a☃[0]") == "training/a__0_"

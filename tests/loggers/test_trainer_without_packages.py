@@ -1,0 +1,57 @@
+"""A training whose logger is not there goes on; one whose config is wrong does not begin."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from in_process_fits import EXP_CONF, fit
+
+from dstrial import Batch
+from dstrial.config.experiment_config.loggers import is_installed
+from dstrial.errors import ConfigError
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(autouse=True)
+def _definitions_and_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "trainer" / "definitions"))
+    monkeypatch.setenv("DSTRIAL_RUNS_DIR", str(tmp_path / "runs"))
+    monkeypatch.chdir(tmp_path)
+
+
+def with_loggers(loggers: list[object]) -> dict[str, object]:
+    return {**EXP_CONF, "data": {"dstrial": {"loggers": loggers}}}
+
+
+@pytest.mark.skipif(is_installed("trackio"), reason="Requires: [no trackio]")
+def test_a_package_that_is_missing_costs_one_warning_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    outcome = fit(exp_conf=with_loggers(["trackio"]), reporting_period=Batch(2))
+    assert sorted(outcome.rows("training")) == [2, 4]
+    said = [record.getMessage() for record in caplog.records if record.name == "dstrial.loggers"]
+    assert said == [
+        "logger trackio cannot begin: trackio is not installed. Run: pip install 'dstrial[trackio]'. Nothing of this run is kept "
+        "there; training goes on.",
+        # Two of training, one of validation, and what the run tells of itself with each of training.
+        "logger trackio: 5 of 5 reports are lost",
+    ]
+
+
+def test_what_is_only_tested_or_measured_is_not_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(exp_conf=with_loggers(["trackio"]), test_mode=True)
+    monkeypatch.setenv("DSTRIAL_TEST", "1")
+    fit(exp_conf=with_loggers(["trackio"]), max_length=Batch(1))
+    assert [record for record in caplog.records if record.name == "dstrial.loggers"] == []
+
+
+def test_a_logger_that_does_not_exist_is_refused_before_training(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.INFO),
+        pytest.raises(ConfigError, match="expected one of wandb, mlflow, trackio"),
+    ):
+        fit(exp_conf=with_loggers(["wandbb"]))
+    assert "training at batch" not in caplog.text

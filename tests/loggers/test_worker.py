@@ -1,0 +1,206 @@
+"""A logger works behind training: what it does badly is warned of once, and what it loses is counted."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dstrial.loggers.logger import FinalState, LoggedRun, Report
+from dstrial.loggers.run_loggers import RunLoggers
+
+RUN = LoggedRun("0" * 16, "run", "group", "project", {}, {}, Path("run"), Path("runs"))
+
+
+class Kept:
+    """The smallest logger there is; `on_log` and `on_begin` are called before it keeps anything."""
+
+    def __init__(
+        self,
+        on_log: Callable[[Sequence[Report]], Any] = lambda _: None,
+        on_begin: Callable[[], Any] = lambda: None,
+    ) -> None:
+        self.on_log, self.on_begin = on_log, on_begin
+        self.rows: list[tuple[str, int, dict[str, Any]]] = []
+        self.states: list[FinalState] = []
+        self.threads: set[str] = set()
+
+    def begin(self, run: LoggedRun) -> str:
+        self.threads.add(threading.current_thread().name)
+        self.on_begin()
+        return "memory"
+
+    def log(self, reports: Sequence[Report]) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.on_log(reports)
+        self.rows += [(report.group, report.batches_trained, dict(report.numbers)) for report in reports]
+
+    def end(self, state: FinalState) -> None:
+        self.states.append(state)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    give_up_at_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < give_up_at_s
+        time.sleep(0.005)
+
+
+def test_reports_come_in_order_on_a_thread_of_the_loggers_own() -> None:
+    first, second = Kept(), Kept()
+    with RunLoggers([("wandb", first), ("mlflow", second)]) as loggers:
+        loggers.begin(RUN)
+        for batch in range(1, 200):
+            loggers.report("training", batch, {"loss": 1 / batch})
+        loggers.report("validation", 199, {"loss": 0.5})
+    expected = [("training", batch, {"loss": 1 / batch}) for batch in range(1, 200)]
+    assert first.rows == second.rows == [*expected, ("validation", 199, {"loss": 0.5})]
+    assert (first.threads, second.threads) == ({"dstrial-wandb"}, {"dstrial-mlflow"})
+    assert first.states == second.states == ["completed"]
+
+
+def test_the_end_of_a_run_is_told() -> None:
+    stopped, failed, left = Kept(), Kept(), Kept()
+    with RunLoggers([("wandb", stopped)]) as loggers:
+        loggers.begin(RUN)
+        loggers.note_stop()
+    with pytest.raises(OSError), RunLoggers([("wandb", failed)]) as loggers:
+        loggers.begin(RUN)
+        raise OSError
+    with pytest.raises(SystemExit), RunLoggers([("wandb", left)]) as loggers:
+        loggers.begin(RUN)
+        raise SystemExit(0)
+    assert (stopped.states, failed.states, left.states) == (["stopped"], ["failed"], ["completed"])
+
+
+def test_a_logger_that_fails_is_warned_of_once_and_what_it_lost_is_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    has_kept_one = threading.Event()
+
+    def fail_on_odd(reports: Sequence[Report]) -> None:
+        if any(report.batches_trained % 2 for report in reports):
+            raise OSError(28, "No space left on device")
+
+    bad, good = Kept(fail_on_odd), Kept(lambda _: has_kept_one.set())
+    with caplog.at_level("INFO"), RunLoggers([("mlflow", bad), ("wandb", good)]) as loggers:
+        loggers.begin(RUN)
+        for batch in (1, 3, 4):
+            has_kept_one.clear()
+            loggers.report("training", batch, {"loss": 1.0})
+            assert has_kept_one.wait(60)
+    assert [row[1] for row in good.rows] == [1, 3, 4]
+    assert [row[1] for row in bad.rows] in ([4], [])  # it may have been given them together
+    lost = 3 - len(bad.rows)
+    first, last = warnings(caplog)
+    assert "logger mlflow: OSError: [Errno 28] No space left on device. Lost: the report" in first
+    assert first.endswith("and what fails like it from now on; training goes on.")
+    assert last == f"logger mlflow: {lost} of 3 reports are lost"
+    assert bad.states == ["completed"]
+
+
+def test_one_that_cannot_begin_loses_everything_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    def missing() -> None:
+        raise ModuleNotFoundError("No module named 'wandb'", name="wandb")
+
+    bad = Kept(on_begin=missing)
+    with RunLoggers([("wandb", bad)]) as loggers:
+        loggers.begin(RUN)
+        loggers.report("training", 1, {"loss": 1.0})
+        loggers.report("training", 2, {"loss": 1.0})
+    assert bad.rows == []
+    assert bad.states == []
+    assert warnings(caplog) == [
+        "logger wandb cannot begin: wandb is not installed. Run: pip install 'dstrial[wandb]'. Nothing of this run is kept "
+        "there; training goes on.",
+        "logger wandb: 2 of 2 reports are lost",
+    ]
+
+
+def test_a_password_in_an_address_is_not_repeated(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse() -> None:
+        raise OSError("https://me:hidden@tracking:5000/api does not answer")
+
+    with RunLoggers([("mlflow", Kept(on_begin=refuse))]) as loggers:
+        loggers.begin(RUN)
+    (warning,) = warnings(caplog)
+    assert "OSError: https://tracking:5000/api does not answer" in warning
+
+
+def test_one_that_hangs_holds_up_neither_reports_nor_another_logger_and_is_left_behind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    is_released = threading.Event()
+    hanging, good = Kept(lambda _: is_released.wait()), Kept()
+    loggers = RunLoggers([("mlflow", hanging), ("wandb", good)], end_s=0.3, capacity=1000)
+    try:
+        with loggers:
+            loggers.begin(RUN)
+            for batch in range(1, 2501):  # more than one can have taken and more that may wait
+                loggers.report("training", batch, {"loss": 1.0})
+                wait_until(lambda batch=batch: len(good.rows) > batch - 500)
+            wait_until(lambda: len(good.rows) == 2500)
+        wait_until(lambda: good.states == ["completed"])
+        full, left = (text for text in warnings(caplog) if "logger mlflow" in text)
+        assert (
+            "logger mlflow: takes nothing, and 1000 reports wait already. Lost: the report of batch " in full
+        )
+        assert "logger mlflow has not ended after" in left
+        assert "is left behind: 2500 of 2500 reports are lost (the reports of batches 1 to " in left
+    finally:
+        is_released.set()
+
+
+def test_one_that_begins_late_gets_what_waited(caplog: pytest.LogCaptureFixture) -> None:
+    may_begin = threading.Event()
+    late = Kept(on_begin=may_begin.wait)
+    with RunLoggers([("wandb", late)], begin_s=0.05) as loggers:
+        loggers.begin(RUN)
+        loggers.report("training", 1, {"loss": 1.0})
+        assert late.rows == []
+        may_begin.set()
+    assert late.rows == [("training", 1, {"loss": 1.0})]
+    (warning,) = warnings(caplog)
+    assert "logger wandb has not begun yet; training goes on" in warning
+
+
+def test_beginning_draws_no_random_numbers_from_training() -> None:
+    def draw() -> None:
+        random.seed(9)
+        np.random.seed(9)
+
+    random.seed(1)
+    np.random.seed(1)
+    expected = random.random(), float(np.random.rand())
+    random.seed(1)
+    np.random.seed(1)
+    with RunLoggers([("wandb", Kept(on_begin=draw))]) as loggers:
+        loggers.begin(RUN)
+        assert (random.random(), float(np.random.rand())) == expected
+
+
+def test_what_is_no_number_is_left_out_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    kept = Kept()
+    with caplog.at_level("INFO"), RunLoggers([("wandb", kept)]) as loggers:
+        loggers.begin(RUN)
+        for batch in (1, 2):
+            loggers.report("training", batch, {"loss": 1.0, "text": "a", "list": [1], "huge": 10**400})
+    assert kept.rows == [("training", 1, {"loss": 1.0}), ("training", 2, {"loss": 1.0})]
+    said = [record.getMessage() for record in caplog.records if "not told" in record.getMessage()]
+    assert said == ["loggers are not told of huge, list, text: not a number"]
+
+
+def test_no_loggers_are_no_sink() -> None:
+    with RunLoggers([]) as loggers:
+        assert loggers.sinks == []

@@ -1,0 +1,109 @@
+"""TCP through the frames of another connection, and whose a local connection is: real sockets on loopback."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from dstrial.master.backends.hosts.streams import Streams, account_of
+
+pytestmark = pytest.mark.process
+_SOON_S = 10.0
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        yield one
+
+
+class _Tunnel:
+    """Two ends whose frames go to each other in order, as through one connection."""
+
+    def __init__(self) -> None:
+        self.frames: queue.SimpleQueue[tuple[Streams, Mapping[str, Any]] | None] = queue.SimpleQueue()
+        self.here = Streams(lambda frame: self.frames.put((self.there, frame)))
+        self.there = Streams(lambda frame: self.frames.put((self.here, frame)))
+        self._thread = threading.Thread(target=self._carry)
+        self._thread.start()
+
+    def _carry(self) -> None:
+        while (found := self.frames.get()) is not None:
+            end, frame = found
+            end.take(frame)
+
+    def close(self) -> None:
+        self.frames.put(None)
+        self._thread.join()
+
+
+@pytest.fixture
+def tunnel() -> Iterator[_Tunnel]:
+    one = _Tunnel()
+    yield one
+    one.close()
+
+
+def _pair(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
+    client = socket.create_connection(listener.getsockname())
+    client.settimeout(_SOON_S)
+    return client, listener.accept()[0]
+
+
+def _read_all(connection: socket.socket) -> bytes:
+    data = b""
+    while piece := connection.recv(1 << 16):
+        data += piece
+    return data
+
+
+def test_bytes_arrive_in_order_both_ways_and_an_end_is_one_way(
+    listener: socket.socket, tunnel: _Tunnel
+) -> None:
+    (client, inner), (outer, server) = _pair(listener), _pair(listener)
+    server.settimeout(_SOON_S)
+    tunnel.there.add(1, outer)
+    tunnel.here.add(1, inner)
+    sent = os.urandom(3_000_000)
+
+    threading.Thread(target=lambda: (client.sendall(sent), client.shutdown(socket.SHUT_WR))).start()
+    assert _read_all(server) == sent
+    server.sendall(b"an answer after the end of the question")
+    server.close()
+    assert _read_all(client) == b"an answer after the end of the question"
+    client.close()
+
+
+def test_a_tunnel_that_is_gone_closes_its_connections(listener: socket.socket, tunnel: _Tunnel) -> None:
+    client, inner = _pair(listener)
+    tunnel.here.add(1, inner)
+
+    tunnel.here.close()
+
+    assert client.recv(1) == b""
+    client.close()
+
+
+def test_a_frame_of_an_unknown_stream_is_answered_by_its_end() -> None:
+    said: list[Mapping[str, Any]] = []
+    streams = Streams(said.append)
+
+    streams.take({"stream": 7, "data": "AA=="})
+    streams.take({"stream": 7, "end": True})
+
+    assert said == [{"stream": 7, "end": True}]
+
+
+def test_the_kernel_says_whose_a_connection_is(listener: socket.socket) -> None:
+    client, server = _pair(listener)
+
+    assert account_of(client.getsockname(), server.getsockname()) == os.geteuid()
+    assert account_of(("127.0.0.1", 1), server.getsockname()) is None
+    client.close()
+    server.close()

@@ -1,0 +1,107 @@
+"""What the master writes for Slurm, and how it reads jobs: without a word to it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dstrial.errors import ConfigError
+from dstrial.master.backends.engine import EngineRefusedError, JobRequest, Part
+from dstrial.master.backends.queued.slurm import (
+    parts_of,
+    script_of,
+    state_of,
+    text_of_unbegun,
+    wants_devices,
+)
+from dstrial.slurm.squeue import QueuedJob
+
+pytestmark = pytest.mark.process
+
+_PLACE = Path("/shared/my state/slurm")
+
+
+def script(request: JobRequest, settings: dict[str, object] | None = None) -> list[str]:
+    text = script_of(request, settings or {}, "trial-7@1f2a3b4c", _PLACE, _PLACE.parent)
+    subprocess.run(["bash", "-n", "-c", text], check=True)
+    return text.splitlines()
+
+
+def test_the_script_holds_nodes_and_says_for_whom() -> None:
+    lines = script(JobRequest("trial-7", "trial 7 of experiment 2 (gpt)", 4))
+    assert lines[1] == "# For trial 7 of experiment 2 (gpt); written by the master of /shared/my state."
+    assert "#SBATCH --job-name=trial-7@1f2a3b4c" in lines
+    assert "#SBATCH --ntasks=4" in lines
+    assert '#SBATCH --output="/shared/my state/slurm/%j.log"' in lines
+    assert "#SBATCH --no-requeue" in lines
+    assert "cd '/shared/my state/slurm' || exit 1" in lines
+
+
+def test_options_of_the_experiment_stand_behind_the_masters_and_so_count() -> None:
+    request = JobRequest(
+        "trial-7",
+        "t",
+        8,
+        kept_off=frozenset({"n2"}),
+        wants_devices=True,
+        settings={"sbatch_args": ["-p", "gpu", "--exclude=n9"], "slots_per_node": 4},
+    )
+    options = [
+        line.removeprefix("#SBATCH ")
+        for line in script(request, {"sbatch_args": ["--account=us", "-p", "cpu"], "gpu_type": "a100"})
+        if line.startswith("#SBATCH ")
+    ]
+    assert options[-5:] == ["--account=us", "-p cpu", "-p gpu", "--exclude=n9", "--exclude=n2,n9"]
+    assert {"--ntasks=8", "--nodes=2", "--ntasks-per-node=4", "--gpus-per-task=a100:1"} <= set(options)
+
+
+def test_what_cannot_be_divided_is_on_one_node() -> None:
+    assert "#SBATCH --nodes=1" in script(JobRequest("command-x", "t", 2, is_on_one_node=True))
+
+
+def test_what_would_make_another_job_of_it_is_refused() -> None:
+    with pytest.raises(EngineRefusedError, match=r"sbatch_args has --array=1-3; expected none of these"):
+        script(JobRequest("trial-7", "t", 1, settings={"sbatch_args": ["--array=1-3"]}))
+    with pytest.raises(ConfigError, match=r"the experiment.s config: slurm\.slots_per_node is 3"):
+        script(JobRequest("trial-7", "t", 4, settings={"slots_per_node": 3}))
+
+
+def test_parts_are_what_the_script_has_written() -> None:
+    assert parts_of("host[1-2],host7 2(x2),1\n") == (Part("host1", 2), Part("host2", 2), Part("host7", 1))
+    for text in ("", "host1", "host[1-2] 2", "host[ 2"):
+        with pytest.raises(ValueError, match=r"names no nodes|no list"):
+            parts_of(text)
+
+
+def test_states() -> None:
+    for state, expected in (
+        ("PENDING", "pending"),
+        ("CONFIGURING", "pending"),
+        ("RUNNING", "running"),
+        ("COMPLETING", "leaving"),
+        ("CANCELLED", "ended"),
+        ("NODE_FAIL", "ended"),
+    ):
+        assert state_of(QueuedJob("1", "x", state, nodes="host1")) == expected
+    assert state_of(QueuedJob("1", "x", "RUNNING", is_preempted=True)) == "leaving"
+
+
+def test_a_script_that_could_not_be_begun_is_explained() -> None:
+    failed = QueuedJob("17", "x", "FAILED", "JobLaunchFailure", nodes="host2")
+    assert text_of_unbegun(failed, _PLACE) == (
+        "job 17 has ended (failed) (JobLaunchFailure), and has written nothing into /shared/my state/slurm: most likely host2 "
+        "does not see this directory. Start the master with a --state-dir that all nodes mount"
+    )
+    for other in (
+        QueuedJob("17", "x", "CANCELLED", nodes="host2"),
+        QueuedJob("17", "x", "PENDING", "Resources"),
+    ):
+        assert text_of_unbegun(other, _PLACE) == other.text
+
+
+def test_slots_are_devices_where_options_ask_for_some() -> None:
+    assert wants_devices({"sbatch_args": ["--gres=gpu:2"]}, {})
+    assert wants_devices({"gpu_type": "a100"}, {})
+    assert not wants_devices({"gpu_type": "a100"}, {"DS_ACCELERATOR": "cpu"})

@@ -1,0 +1,199 @@
+"""A real trial shrinks and grows while it trains: drained, killed, displaced by a higher priority, and alone again."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kept_batch import project, state_of, wait_for_end
+from submitting import log_of
+from waiting import wait_for
+
+from dstrial.testing.master import MasterForTest, master_for_test
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+
+NUM_BATCHES = 150
+FASTER_WITH_MORE = [1.6, 0.4, 0.1, 0.1]
+
+
+def elastic(
+    directory: Path, name: str, pace_s: list[float], *, num_slots: int = 4, **section: Any
+) -> tuple[Path, Path]:
+    """Write a trial that may have one to four slots; ``pace_s`` says how slow it is with each, while its file is there."""
+    (directory / "slow").touch()
+    return project(
+        directory,
+        name,
+        batches=NUM_BATCHES,
+        sleep_s=0.0,
+        entrypoint="kept_batch_trials:Paced",
+        resources={"slots_per_trial": num_slots},
+        reproducibility={"experiment_seed": 7},
+        min_checkpoint_period={"batches": 5},
+        max_restarts=3,
+        data={"dstrial": section},
+        hyperparameters={
+            "deepspeed_config": {
+                "train_batch_size": 12,
+                "train_micro_batch_size_per_gpu": 3,
+                "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+                "zero_optimization": {"stage": 1},
+            },
+            "dropout": 0.0,
+            "num_records": 84,
+            "num_validation_records": 12,
+            "record_log": str(directory / f"{name}.log"),
+            "slow": str(directory / "slow"),
+            "pace_s": pace_s,
+        },
+    )
+
+
+def create(master: MasterForTest, paths: tuple[Path, Path]) -> int:
+    created = master.det("e", "create", *map(str, paths))
+    assert created.returncode == 0, created.stdout + created.stderr
+    return int(re.findall(r"Created experiment (\d+)", created.stdout)[0])
+
+
+def sizes_of(master: MasterForTest, trial_id: int) -> list[int]:
+    """Return the numbers of ranks that a trial has begun with, in order."""
+    return [int(ranks) for ranks in re.findall(r"sizes \[12, \d+, \d+, (\d+)\]", log_of(master, trial_id))]
+
+
+def wait_for_size(master: MasterForTest, trial_id: int, *sizes: int) -> None:
+    try:
+        wait_for(lambda: tuple(sizes_of(master, trial_id)[-len(sizes) :]) == sizes, deadline_s=120)
+    except AssertionError:
+        raise AssertionError(f"{sizes} are not the last of:\n{log_of(master, trial_id)}") from None
+
+
+def wait_for_checkpoint(master: MasterForTest, trial_id: int) -> None:
+    path = f"/api/v1/trials/{trial_id}/checkpoints"
+    wait_for(lambda: master.client().get(path)["checkpoints"], deadline_s=60)
+
+
+def drain(master: MasterForTest, agent: str, slot: int) -> None:
+    """Switch a slot off, so that what runs there may finish, which ``det`` offers for whole agents only."""
+    master.client().post(f"/api/v1/agents/{agent}/slots/{slot}/disable", {"drain": True})
+
+
+def records_of(directory: Path, name: str) -> dict[int, list[int]]:
+    """Return the records of each batch, sorted, each as often as it was trained."""
+    found: dict[int, list[int]] = {}
+    for path in directory.glob(f"{name}.log.*"):
+        for line in path.read_text().splitlines():
+            batch, records = json.loads(line)
+            found.setdefault(batch, []).extend(records)
+    return {batch: sorted(records) for batch, records in found.items()}
+
+
+def reports(master: MasterForTest, trial_id: int, group: str) -> list[dict[str, Any]]:
+    found = master.client().stream(f"/api/v1/trials/metrics/trial_metrics?group={group}&trialIds={trial_id}")
+    rows = [row for one in found for row in one["metrics"]]
+    return sorted(rows, key=lambda row: int(row["totalBatches"]))
+
+
+def values(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a report's metrics, which the protocol keeps below a name of their own."""
+    (found,) = (metrics for metrics in row["metrics"].values() if metrics)
+    return dict(found)
+
+
+def test_a_trial_follows_the_slots_down_and_up_and_trains_what_it_would_have(tmp_path: Path) -> None:
+    with master_for_test(tmp_path, num_slots=4) as master:
+        trial = create(master, elastic(tmp_path, "followed", FASTER_WITH_MORE, min_slots=1, resize_period=8))
+        agent = str(master.client().get("/api/v1/agents")["agents"][0]["id"])
+        wait_for_size(master, trial, 4)
+        wait_for_checkpoint(master, trial)
+
+        for slot in (2, 3):  # it leaves both, however the second comes
+            drain(master, agent, slot)
+        wait_for_size(master, trial, 2)
+        assert "its slots are being drained, and it goes on with others" in log_of(master, trial)
+
+        words = ("--config", "resources.slots=1", "--config", "resources.priority=10")
+        ran = master.det("command", "run", "-d", *words, "sleep 6")
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        wait_for_size(master, trial, 2, 1)
+        assert "whose priority is higher, and goes on with fewer slots" in log_of(master, trial)
+        wait_for_size(master, trial, 2, 1, 2)
+        assert "it grows from 1 to 2 slots, which nobody else wants" in log_of(master, trial)
+
+        assert master.det("slot", "enable", agent, "2").returncode == 0
+        wait_for_size(master, trial, 2, 3)
+        (tmp_path / "slow").unlink()
+        wait_for_end(master, trial)
+
+        assert master.det("slot", "enable", agent, "3").returncode == 0
+        alone = create(master, elastic(tmp_path, "alone", FASTER_WITH_MORE))
+        (tmp_path / "slow").unlink()
+        wait_for_end(master, alone)
+
+        assert [int(row["totalBatches"]) for row in reports(master, trial, "training")] == list(
+            range(1, NUM_BATCHES + 1)
+        )
+        assert records_of(tmp_path, "followed") == records_of(tmp_path, "alone")
+        (last,), (wanted,) = (
+            [values(row)["validation_loss"] for row in reports(master, one, "validation")]
+            for one in (trial, alone)
+        )
+        assert last == pytest.approx(wanted, rel=1e-4)
+        marks = [int(values(row)["slots"]) for row in reports(master, trial, "resources")]
+        assert marks[-4:] == [2, 1, 2, 3]
+        assert "restarts" not in log_of(master, trial), "a change is no failure"
+        assert state_of(master, trial) == "COMPLETED"
+
+
+def test_slots_that_do_not_make_it_faster_are_given_back_and_not_taken_again(tmp_path: Path) -> None:
+    with master_for_test(tmp_path, num_slots=2) as master:
+        trial = create(
+            master, elastic(tmp_path, "back", [0.1, 0.3], num_slots=1, max_slots=2, resize_period=2)
+        )
+        wait_for_size(master, trial, 1, 2, 1)
+        log = log_of(master, trial)
+        assert "it grows from 1 to 2 slots, which nobody else wants" in log
+        assert re.search(
+            r"it goes back from 2 to 1 slots: with 2 slots a batch takes \S+ s, with 1 it took \S+ s", log
+        )
+        (tmp_path / "slow").unlink()
+        wait_for_end(master, trial)
+        assert sizes_of(master, trial) == [1, 2, 1]
+        assert [int(values(row)["slots"]) for row in reports(master, trial, "resources")] == [2, 1]
+
+
+def test_a_number_of_slots_that_its_own_code_cannot_use_is_tried_once_and_counts_as_no_restart(
+    tmp_path: Path,
+) -> None:
+    own = {
+        "train_batch_size": 12,
+        "train_micro_batch_size_per_gpu": 3,
+    }  # as four ranks divide it, but not three
+    config, context = elastic(tmp_path, "own", FASTER_WITH_MORE, min_slots=1, resize_period=600)
+    given = yaml.safe_load(config.read_text())
+    given["entrypoint"] = "kept_batch_trials:PacedOwnConfig"
+    given["max_restarts"] = 0
+    del given["hyperparameters"]["deepspeed_config"]
+    given["hyperparameters"] |= {"own_stage": 1, "own_sizes": own}
+    config.write_text(yaml.safe_dump(given))
+    with master_for_test(tmp_path, num_slots=4) as master:
+        trial = create(master, (config, context))
+        agent = str(master.client().get("/api/v1/agents")["agents"][0]["id"])
+        wait_for_size(master, trial, 4)
+        wait_for_checkpoint(master, trial)
+        drain(master, agent, 3)
+        wait_for_size(master, trial, 4, 2)
+        log = log_of(master, trial)
+        assert (
+            log.count(
+                "the trial cannot go on with 3 slots, which counts as no restart and is not tried again"
+            )
+            == 1
+        )
+        assert "is one whose batch sizes do not fit 3 ranks" in log
+        (tmp_path / "slow").unlink()
+        wait_for_end(master, trial)

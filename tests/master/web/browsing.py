@@ -1,0 +1,52 @@
+"""A browser's window on a master's page, as tests use it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from serving import Master
+
+LIMIT_S = 30.0
+
+
+@dataclasses.dataclass
+class Browser:
+    """A browser's window on a master, and what was wrong in it."""
+
+    master: Master
+    page: Any
+    problems: list[str]
+
+    @property
+    def address(self) -> str:
+        return f"http://localhost:{self.master.port}"
+
+    def open(self, path: str, wait_for: str = "main h1") -> None:
+        """Go to an address of the page and wait until something is shown."""
+        self.page.goto(self.address + path)
+        self.page.wait_for_selector(wait_for)
+
+    def open_bare(self) -> None:
+        """Go to a document without the page's policy, in which a test can import a module of the page."""
+        self.page.route("**/favicon.ico", lambda route: route.fulfill(status=204))
+        self.page.goto(f"{self.address}/page/assets/icon.svg")
+
+    def forgive(self, text: str) -> None:
+        """Forget what the browser has told of answers that a test wanted."""
+        self.problems[:] = [one for one in self.problems if text not in one]
+
+    def text(self, selector: str) -> str:
+        return str(self.page.inner_text(selector))
+
+    def texts(self, selector: str) -> list[str]:
+        return [str(text) for text in self.page.locator(selector).all_inner_texts()]
+
+    def until(self, condition: str) -> None:
+        """Wait until an expression of JavaScript is true."""
+        # Not the browser's own way to wait: it would need what the page's policy forbids.
+        deadline_s = time.monotonic() + LIMIT_S
+        while not self.page.evaluate(condition):
+            assert time.monotonic() < deadline_s, f"not within {LIMIT_S} s: {condition}"
+            self.page.wait_for_timeout(50)

@@ -1,0 +1,78 @@
+"""A real browser before a master's application; tests that want it are skipped where there is none."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browsing import Browser
+from serving import Master, serving
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def seeded_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
+    """A master's application over HTTP, without a scheduler; each file fills it by itself."""
+    with serving(tmp_path_factory.mktemp("page") / "state", has_passwords=False) as master:
+        yield master
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("Requires: [chromium]")
+    api = pytest.importorskip("playwright.sync_api", reason="Requires: [playwright]")
+    with api.sync_playwright() as playwright:
+        # As root Chromium has no sandbox; what it opens is ours.
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_browser(chromium: Any, seeded_master: Master, tmp_path: Path) -> Iterator[Callable[..., Browser]]:
+    """Open windows, logged in; at the end none may have broken the page's rules or raised anything."""
+    opened: list[tuple[Browser, Any]] = []
+
+    def open_one(
+        *, master: Master = seeded_master, token: str | None = "determined", **options: Any
+    ) -> Browser:
+        context = chromium.new_context(
+            **{
+                "viewport": {"width": 1300, "height": 900},
+                "accept_downloads": True,
+                "locale": "en-US",
+                **options,
+            }
+        )
+        context.set_default_timeout(20_000)
+        if token is not None:
+            context.add_cookies(
+                [
+                    {
+                        "name": "auth",
+                        "value": master.tokens.get(token, token),
+                        "url": f"http://localhost:{master.port}",
+                    }
+                ]
+            )
+        page = context.new_page()
+        browser = Browser(master, page, [])
+        page.on("pageerror", lambda error: browser.problems.append(f"error: {error}"))
+        page.on(
+            "console",
+            lambda line: (
+                browser.problems.append(f"{line.type}: {line.text}") if line.type == "error" else None
+            ),
+        )
+        opened.append((browser, context))
+        return browser
+
+    yield open_one
+    for browser, context in opened:
+        context.close()
+        assert browser.problems == []

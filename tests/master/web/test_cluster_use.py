@@ -1,0 +1,49 @@
+"""Use of slots over time, room, and why somebody waits: what is decided without a master."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dstrial.master.backends import Node
+from dstrial.master.backends.devices import Slot
+from dstrial.master.store.nodes import agent_key
+from dstrial.master.web.cluster import Room, room, usage, why_waiting
+
+
+def test_use_of_a_time_is_told_by_its_parts() -> None:
+    # Two slots for the second half of the first part and all of the second, one slot that has not ended.
+    assert usage([(2, 5, 20), (1, 30, None)], 0, 40, 4) == [1.0, 2.0, 0.0, 1.0]
+    assert usage([(1, -100, 100)], 0, 10, 2) == [1.0, 1.0]
+    assert usage([], 0, 10, 3) == [0.0, 0.0, 0.0]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 8), st.integers(-50, 150), st.integers(0, 150)), max_size=20),
+    st.integers(1, 40),
+)
+def test_no_use_is_lost_or_made_by_dividing_a_time(spans: list[tuple[int, int, int]], num: int) -> None:
+    given_spans = [(slots, start, start + length) for slots, start, length in spans]
+    used = sum(slots * max(0, min(end, 100) - max(start, 0)) for slots, start, end in given_spans)
+    parts = usage(given_spans, 0, 100, num)
+    assert sum(parts) * 100 / num == pytest.approx(used, abs=1e-6)
+    assert all(part >= 0 for part in parts)
+
+
+def test_slots_that_are_off_or_down_are_no_room() -> None:
+    def node(node_id: int, *slots: int, why_down: str | None = None) -> Node:
+        found = tuple(Slot(slot, "cpu", "cpu", f"cpu-{slot}") for slot in slots)
+        return Node(node_id, f"n{node_id}", "127.0.0.1", found, why_down, 0)
+
+    nodes = (node(0, 0, 1, 2), node(1, 1024, 1025), node(2, 2048, why_down="it does not answer"))
+    assert room(nodes, {}, frozenset({0})) == Room(usable=5, free=4)
+    assert room(nodes, {2: True, agent_key(1): False}, frozenset({0})) == Room(usable=2, free=1)
+
+
+def test_the_queue_says_why_somebody_waits() -> None:
+    there = Room(usable=4, free=1)
+    assert why_waiting(2, 0, 3, there) == ""
+    assert why_waiting(1, 1, 0, there) == "waits for 1 slot: 1 of 4 free"
+    assert why_waiting(2, 3, 1, there) == "3 wait for 2 slots each: 1 of 4 free, 1 ahead"
+    assert why_waiting(8, 1, 0, there) == "waits for 8 slots: only 4 can be used now"

@@ -1,0 +1,177 @@
+"""The cluster, its queue and webhooks: what the endpoints tell, and the views in a real browser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from browsing import Browser
+from seeded import add_experiment
+from seeded_cluster import add_past_use, add_task, add_webhook
+from serving import Master
+
+from dstrial.master.store.nodes import agent_key
+from dstrial.master.web.cluster import NUM_BUCKETS
+
+pytestmark = pytest.mark.process
+
+HTML = "<img src=x onerror=alert(1)> & co"
+
+
+@pytest.fixture(scope="module")
+def busy(seeded_master: Master) -> dict[str, str]:
+    """A cluster of four slots, three in use, and who waits."""
+
+    def fill(tx):
+        add_past_use(tx, 10, 2, 3)
+        add_experiment(tx, name="waits", state="ACTIVE", num_trials=2)
+        return {
+            "runs": add_task(tx, name=HTML, slots=(2,), num_slots=1),
+            "without": add_task(tx, kind="TENSORBOARD", name="boards", slots=()),
+            "big": add_task(tx, name="big", num_slots=8),
+        }
+
+    return seeded_master.services.database.write(fill)
+
+
+def test_the_endpoint_tells_who_holds_which_slot_and_why_others_wait(
+    seeded_master: Master, busy: dict[str, str]
+) -> None:
+    found = seeded_master.get("/page/cluster").json
+    assert (found["usable"], found["free"]) == (4, 1)
+    (node,) = found["nodes"]
+    holders = [found["holders"].get(slot["holder"] or "", {}) for slot in node["slots"]]
+    assert [(one.get("trial"), one.get("task") if not one.get("trial") else None) for one in holders] == [
+        (1, None),
+        (2, None),
+        (None, busy["runs"]),
+        (None, None),
+    ]
+    reasons = {entry["name"]: entry["reason"] for entry in found["queue"]}
+    assert reasons["waits"].startswith("2 wait for 2 slots each: 1 of 4 free")
+    assert reasons["big"] == "waits for 8 slots: only 4 can be used now"
+    assert reasons[HTML] == ""
+
+
+def test_use_counts_deleted_experiments(seeded_master: Master, busy: dict[str, str]) -> None:
+    day = seeded_master.get("/page/cluster/usage?hours=24").json
+    assert len(day["times"]) == len(day["used"]) == NUM_BUCKETS
+    assert max(day["used"]) == pytest.approx(5.0)  # 3 of the deleted one, and two trials that have always run
+    assert min(day["used"]) == pytest.approx(2.0)
+    assert seeded_master.get("/page/cluster/usage?hours=999999").status == 200
+    assert seeded_master.get("/page/cluster/usage?hours=x").status == 400
+
+
+def test_nodes_and_slots_are_switched_off_after_a_question_and_on_again(
+    open_browser: Callable[..., Browser], seeded_master: Master, busy: dict[str, str]
+) -> None:
+    browser = open_browser()
+    browser.open("/det/clusters", "main table")
+    node = seeded_master.services.agent_id
+
+    def off() -> dict[int, int]:
+        return {
+            row["slot_id"]: row["drain"]
+            for row in seeded_master.rows("SELECT slot_id, drain FROM disabled_slots")
+        }
+
+    browser.page.click(f"button[aria-label='Disable slot 3 of {node}']")
+    browser.page.click("dialog button:has-text('Cancel')")
+    assert off() == {}
+    browser.page.click(f"button[aria-label='Disable slot 3 of {node}']")
+    browser.page.click("dialog button.danger")
+    browser.page.wait_for_selector(f"button[aria-label='Enable slot 3 of {node}']")
+    assert off() == {3: 0}
+    browser.page.click(f"button[aria-label='Enable slot 3 of {node}']")
+    browser.page.wait_for_selector(f"button[aria-label='Disable slot 3 of {node}']")
+    browser.page.click(f"button[aria-label='Drain {node}']")
+    browser.page.click("dialog button.danger")
+    browser.page.wait_for_selector(f"button[aria-label='Enable {node}']")
+    assert off() == {agent_key(0): 1}
+    assert "draining" in browser.text("table.plain tbody")
+    browser.page.click(f"button[aria-label='Enable {node}']")
+    browser.page.wait_for_selector(f"button[aria-label='Disable {node}']")
+    assert off() == {}
+
+
+def test_the_queue_is_put_in_another_order_and_follows_what_others_do(
+    open_browser: Callable[..., Browser], seeded_master: Master, busy: dict[str, str]
+) -> None:
+    browser = open_browser()
+    browser.open("/det/cluster", "[aria-label=Queue] tbody tr[data-idx='4']")
+    names = (
+        "[...document.querySelectorAll('[aria-label=Queue] tbody tr[data-idx] a')].map((a) => a.textContent)"
+    )
+    assert HTML in browser.page.evaluate(names)
+    before = browser.page.evaluate(names)
+    assert before[-1] == "big"
+    browser.page.click("button[aria-label='Move big ahead']")
+    browser.until(f"({names}).at(-2) === 'big'")
+    browser.page.click("button[aria-label^='Set the priority of big']")
+    browser.page.fill("dialog input", "100")
+    assert browser.page.is_disabled("dialog button.main")
+    browser.page.fill("dialog input", "7")
+    browser.page.keyboard.press("Enter")
+    browser.until(f"({names})[0] === 'big'")
+    assert seeded_master.rows("SELECT priority FROM commands WHERE description = 'big'") == [{"priority": 7}]
+    # What somebody else does is shown without loading the page.
+    body = {"updates": [{"jobId": job_of(seeded_master, "big"), "priority": 99}]}
+    assert seeded_master.send("POST", "/api/v1/job-queues", body, token="determined").status == 200
+    browser.until(f"({names}).at(-1) === 'big'")
+    back = {"updates": [{"jobId": job_of(seeded_master, "big"), "priority": 42}]}
+    seeded_master.send("POST", "/api/v1/job-queues", back, token="determined")
+
+
+def job_of(master: Master, name: str) -> str:
+    return str(master.rows("SELECT job_id FROM commands WHERE description = ?", name)[0]["job_id"])
+
+
+def test_webhooks_are_shown_without_what_of_their_address_may_be_secret(
+    open_browser: Callable[..., Browser], seeded_master: Master
+) -> None:
+    number = seeded_master.services.database.write(lambda tx: add_webhook(tx, HTML))
+    answer = seeded_master.get("/page/webhooks")
+    (shown,) = [one for one in answer.json["webhooks"] if one["id"] == number]
+    assert shown["url"] == "https://hooks.example/********"
+    assert shown["triggers"] == ["experiment state change COMPLETED", "experiment state change ERROR"]
+    for part in (b"secret", b"services", b"pass", b"T0"):
+        assert part not in answer.content
+    assert seeded_master.get("/page/webhooks", token=None).status == 401
+
+    browser = open_browser(token="admin")
+    browser.open("/det/webhooks", "tbody tr[data-idx]")
+    assert HTML in browser.text("tbody")
+    assert "https://hooks.example/********" in browser.text("tbody")
+    content = browser.page.content()
+    assert all(word not in content for word in ("secret?", "services/T0", "user:pass"))
+    seeded_master.change("UPDATE webhooks SET num_failed = 3, last_result = 'status 500', last_us = 1")
+    seeded_master.services.pubsub.publish(("webhook_results",))
+    browser.until("document.querySelector('tbody').textContent.includes('status 500')")
+    browser.page.click(f'button[aria-label="Delete {HTML}"]')
+    browser.page.wait_for_selector("dialog[open]")
+    browser.page.keyboard.press("Escape")
+    browser.page.wait_for_selector("dialog", state="detached")
+    assert seeded_master.rows("SELECT id FROM webhooks") == [{"id": number}]
+    browser.page.click(f'button[aria-label="Delete {HTML}"]')
+    browser.page.click("dialog button.danger")
+    browser.page.wait_for_selector("td.empty")
+    assert seeded_master.rows("SELECT id FROM webhooks") == []
+
+
+def test_a_webhook_of_a_workspace_is_shown_to_who_may_see_it(seeded_master: Master) -> None:
+    def fill(tx):
+        other = tx.execute("SELECT id FROM users WHERE username = 'other'").fetchone()["id"]
+        tx.execute("INSERT INTO workspaces (name, owner_id, created_us) VALUES ('theirs', ?, 1)", (other,))
+        number = add_webhook(tx, "of theirs")
+        tx.execute("UPDATE webhooks SET workspace_id = (SELECT id FROM workspaces WHERE name = 'theirs')")
+        return number
+
+    number = seeded_master.services.database.write(fill)
+    try:
+        names = {
+            token: [one["name"] for one in seeded_master.get("/page/webhooks", token=token).json["webhooks"]]
+            for token in ("admin", "other", "determined")
+        }
+    finally:
+        seeded_master.change("DELETE FROM webhooks WHERE id = ?", number)
+    assert names == {"admin": ["of theirs"], "other": ["of theirs"], "determined": []}

@@ -1,0 +1,111 @@
+"""Trials side by side in a real browser."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+from browsing import Browser
+from seeded import add_experiment
+from seeded_tabs import give_files
+from seeded_trials import trials_of
+from serving import Master
+
+pytestmark = pytest.mark.process
+
+NAME = "<script>alert(1)</script>"
+Open = Callable[..., Browser]
+
+
+@dataclasses.dataclass(frozen=True)
+class Seeded:
+    first: int
+    second: int
+    trials: list[int]
+    best_of_second: int
+
+
+@pytest.fixture(scope="module")
+def seeded(seeded_master: Master) -> Seeded:
+    def fill(tx):
+        first = add_experiment(tx, name=NAME, num_trials=3, num_points=20, seed=3)
+        second = add_experiment(tx, name="other", num_trials=2, num_points=20, seed=4)
+        row = tx.execute("SELECT best_trial_id FROM experiments WHERE id = ?", (second,)).fetchone()
+        return Seeded(first, second, trials_of(tx, first), row["best_trial_id"])
+
+    return seeded_master.services.database.write(fill)
+
+
+def curves(number: int) -> str:
+    return f"document.querySelector('.plot')?.getAttribute('aria-label').includes('{number} curves')"
+
+
+def test_curves_of_chosen_metrics_lie_over_each_other(open_browser: Open, seeded: Seeded) -> None:
+    browser = open_browser()
+    browser.open(f"/det/compare?trials={','.join(map(str, seeded.trials))}", ".chart")
+    browser.until(curves(3))
+    assert "validation: loss" in browser.text(".chart figcaption")
+    browser.page.select_option("label:has-text('Add a metric') select", "training.accuracy")
+    browser.until("document.querySelectorAll('.chart').length === 2")
+    browser.page.reload()
+    browser.until("document.querySelectorAll('.chart').length === 2")
+    assert "training: accuracy" in browser.texts(".chart figcaption")[1]
+    browser.page.click("button[aria-label='Remove the chart of validation.loss']")
+    browser.until("document.querySelectorAll('.chart').length === 1")
+
+
+def test_hyperparameters_that_differ_are_marked(open_browser: Open, seeded: Seeded) -> None:
+    browser = open_browser()
+    browser.open(f"/det/compare?trials={seeded.trials[0]},{seeded.trials[1]}", "tr.differs")
+    assert any(text.startswith("lr") for text in browser.texts("tr.differs th"))
+    assert "global_batch_size" not in browser.text("table.side")
+    browser.page.uncheck("label:has-text('only hyperparameters that differ') input")
+    browser.until("document.querySelector('table.side').innerText.includes('global_batch_size')")
+    assert browser.page.locator("tr:has-text('global_batch_size')").get_attribute("class") != "differs"
+    browser.page.click(f"button[aria-label='Remove trial {seeded.trials[1]}']")
+    browser.until("document.querySelector('h1').innerText === 'Compare 1 trial'")
+
+
+def test_experiments_stand_for_their_best_trials_and_their_configs_are_compared(
+    open_browser: Open, seeded: Seeded
+) -> None:
+    browser = open_browser()
+    browser.open(f"/det/compare?experiments={seeded.first},{seeded.second}", ".diff")
+    assert f"trial {seeded.best_of_second}" in browser.text("table.side thead")
+    gone, new = browser.text(".diff tr.removed"), browser.text(".diff tr.added")
+    assert NAME in gone
+    assert "name: other" in new
+    assert browser.page.locator("main script").count() == 0
+    browser.page.select_option("label:has-text('As') select", "original")
+    browser.until("document.querySelector('.diff').querySelectorAll('tr').length === 2")
+
+
+def test_code_that_differs_is_side_by_side(open_browser: Open, seeded: Seeded, seeded_master: Master) -> None:
+    both = "import torch\n" + "".join(f"line_{number}\n" for number in range(40))
+    seeded_master.services.database.write(
+        lambda tx: (
+            give_files(
+                tx, seeded.first, {"model_def.py": both + "lr = 1\n", "same.py": "x\n", "only/here.py": "y\n"}
+            ),
+            give_files(tx, seeded.second, {"model_def.py": both + "lr = 2\n", "same.py": "x\n"}),
+        )
+    )
+    browser = open_browser()
+    browser.open(f"/det/compare?experiments={seeded.first},{seeded.second}", ".files tr.added")
+    assert "2 files differ" in browser.text("main")
+    assert browser.texts(".files nav a") == ["model_def.py changed", "here.py removed"]
+    assert browser.texts(".files tr.removed pre, .files tr.added pre") == ["lr = 1", "lr = 2"]
+    browser.page.click(".files nav a:has-text('here.py')")
+    browser.until("document.querySelector('.files tr.removed pre')?.innerText === 'y'")
+    browser.page.select_option("label:has-text('Second') select", str(seeded.first))
+    browser.until("document.querySelector('main').innerText.includes('Choose two experiments.')")
+
+
+def test_what_is_missing_is_named_and_the_rest_is_shown(open_browser: Open, seeded: Seeded) -> None:
+    browser = open_browser()
+    browser.open(f"/det/compare?trials={seeded.trials[0]},999999", "main .problem")
+    assert browser.text("main .problem") == "trial 999999 is not found."
+    assert browser.text("h1") == "Compare 1 trial"
+    browser.open("/det/compare", "h1")
+    assert "press Compare" in browser.text("main")

@@ -1,0 +1,444 @@
+"""The tabs of an experiment beside its overview, in a real browser."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browsing import Browser
+from seeded import add_experiment
+from seeded_tabs import (
+    CONFIG_TEXT,
+    DEEPSPEED,
+    TRAIN,
+    add_checkpoint,
+    give_config,
+    give_files,
+    make_halving,
+    trials_of,
+)
+from serving import Master
+
+from dstrial.master.store.checkpoints import set_resources
+from dstrial.master.store.database import Transaction
+
+pytestmark = pytest.mark.process
+
+NAME = "<img src=x onerror=alert(1)>"
+
+
+@dataclasses.dataclass(frozen=True)
+class Seeded:
+    """What the tests look at: a search, its fork by halving with few trials, and checkpoints of the search."""
+
+    search: int
+    fork: int
+    whole: str
+    broken: str
+
+
+@pytest.fixture(scope="module")
+def seeded(seeded_master: Master, tmp_path_factory: pytest.TempPathFactory) -> Seeded:
+    storage = tmp_path_factory.mktemp("checkpoints")
+
+    def fill(tx: Transaction) -> Seeded:
+        search = add_experiment(tx, name="digits", num_trials=30, num_points=20, seed=7)
+        place = {"type": "shared_fs", "host_path": str(storage)}
+        give_config(tx, search, CONFIG_TEXT, checkpoint_storage=place)
+        give_files(
+            tx,
+            search,
+            {
+                "train.py": TRAIN,
+                "ds.json": json.dumps(DEEPSPEED),
+                f"models/{NAME.replace('/', '_')}.py": NAME,
+            },
+        )
+        trial = trials_of(tx, search)[0][0]
+        whole, broken = (add_checkpoint(tx, search, trial, steps, storage=storage) for steps in (200, 100))
+        add_checkpoint(tx, search, trial, 50, state="DELETED")
+        fork = add_experiment(tx, name=NAME, num_trials=8, seed=3)
+        changed = TRAIN.replace("line_40 = 40", "line_40 = 41\nmore = 1")
+        give_files(tx, fork, {"train.py": changed, "ds.json": json.dumps(DEEPSPEED), "new.py": "x = 1\n"})
+        make_halving(tx, fork)
+        tx.execute("UPDATE experiments SET parent_id = ? WHERE id = ?", (search, fork))
+        return Seeded(search, fork, whole, broken)
+
+    found = seeded_master.services.database.write(fill)
+    (storage / found.broken / "weights.pt").write_bytes(b"short")
+    return found
+
+
+def saved(browser: Browser, button: Any) -> bytes:
+    """Press a button and return the file that it gives."""
+    with browser.page.expect_download() as waiting:
+        button.click()
+    return Path(waiting.value.path()).read_bytes()
+
+
+def tab(experiment: int, name: str) -> str:
+    return f"/det/experiments/{experiment}/{name}"
+
+
+def test_every_hyperparameter_that_differs_has_an_axis_and_what_it_explains(
+    open_browser: Callable[..., Browser], seeded: Seeded
+) -> None:
+    browser = open_browser()
+    browser.open(tab(seeded.search, "hyperparameters"), "canvas")
+    label = browser.page.locator("canvas").first.get_attribute("aria-label")
+    assert label.startswith("Parallel coordinates of 30 trials over lr, layers, optimizer, loss; 30 within")
+    shares = {
+        row.locator("td").nth(0).inner_text(): float(row.locator("meter").evaluate("meter => meter.value"))
+        for row in browser.page.locator(
+            "[aria-label='Importance of hyperparameters'] tbody tr[data-idx]"
+        ).all()
+    }
+    # The metric is the distance of lr from its middle, with little of the layers and nothing of the optimizer.
+    assert set(shares) == {"lr", "layers", "optimizer"}
+    assert shares["lr"] > 0.6 > 0.3 > shares["optimizer"]
+    assert browser.page.locator(".charts.small canvas").count() == 3
+
+
+def test_a_range_marked_on_an_axis_keeps_trials_and_stays_in_the_address(
+    open_browser: Callable[..., Browser], seeded: Seeded
+) -> None:
+    browser = open_browser()
+    browser.open(tab(seeded.search, "hyperparameters"), "canvas")
+    canvas = browser.page.locator("canvas").first
+    box = canvas.bounding_box()
+    x = box["x"] + box["width"] - 60  # the last axis, the metric's
+    mouse = browser.page.mouse
+    mouse.move(x, box["y"] + box["height"] - 20)
+    mouse.down()
+    mouse.move(x, box["y"] + box["height"] - 60, steps=4)
+    mouse.move(x, box["y"] + box["height"] - 100, steps=4)
+    mouse.up()
+    browser.until("document.body.innerText.includes('of 30 trials')")
+    rows = list(
+        csv.reader(
+            io.StringIO(saved(browser, browser.page.get_by_label("CSV of parallel coordinates")).decode())
+        )
+    )
+    assert rows[0] == ["trial", "lr", "layers", "optimizer", "loss"]
+    limit = max(float(row[4]) for row in rows[1:])
+    assert 1 < len(rows) - 1 < 30
+    browser.page.reload()
+    browser.until("document.body.innerText.includes('of 30 trials')")
+    assert f"{len(rows) - 1} of 30 trials" in browser.text("main")
+    best = seeded_best(browser, seeded)
+    assert best <= limit
+    browser.page.get_by_label("Remove the range of loss").click()
+    browser.until("!document.body.innerText.includes('of 30 trials')")
+    assert "ranges=" not in browser.page.url
+
+
+def seeded_best(browser: Browser, seeded: Seeded) -> float:
+    with browser.master.services.database.read() as connection:
+        return float(
+            connection.execute(
+                "SELECT best_metric FROM experiments WHERE id = ?", (seeded.search,)
+            ).fetchone()[0]
+        )
+
+
+def test_a_line_under_the_pointer_tells_of_its_trial_and_leads_to_it(
+    open_browser: Callable[..., Browser], seeded: Seeded
+) -> None:
+    browser = open_browser()
+    browser.open(tab(seeded.search, "hyperparameters"), "canvas")
+    box = browser.page.locator("canvas").first.bounding_box()
+    # Beside the metric's axis the best trial's line is the lowest, and nearly at its foot.
+    browser.page.mouse.move(box["x"] + box["width"] - 85, box["y"] + box["height"] - 21)
+    browser.page.wait_for_selector(".tip")
+    assert "trial" in browser.text(".tip")
+    assert "optimizer: " in browser.text(".tip")
+    browser.page.mouse.down()
+    browser.page.mouse.up()
+    browser.until("location.pathname.includes('/trials/')")
+
+
+def test_pairs_are_a_heat_map_of_the_best_and_a_picture(
+    open_browser: Callable[..., Browser], seeded: Seeded
+) -> None:
+    browser = open_browser()
+    browser.open(tab(seeded.search, "hyperparameters") + "?across=layers&down=optimizer", "canvas")
+    rows = list(
+        csv.DictReader(
+            io.StringIO(
+                saved(browser, browser.page.get_by_label("CSV of best loss by layers and optimizer")).decode()
+            )
+        )
+    )
+    with browser.master.services.database.read() as connection:
+        trials = connection.execute(
+            "SELECT hparams, searcher_metric_value FROM trials WHERE experiment_id = ?", (seeded.search,)
+        ).fetchall()
+    expected: dict[tuple[str, str], float] = {}
+    for hparams, value in trials:
+        own = json.loads(hparams)
+        key = str(own["layers"]), own["optimizer"]
+        expected[key] = min(value, expected.get(key, value))
+    assert {(row["layers"], row["optimizer"]): float(row["best loss"]) for row in rows} == pytest.approx(
+        expected
+    )
+    picture = saved(browser, browser.page.get_by_label("PNG of best loss by layers and optimizer"))
+    assert picture.startswith(b"\x89PNG")
+
+
+def test_few_trials_or_equal_ones_say_so(
+    open_browser: Callable[..., Browser], seeded: Seeded, seeded_master: Master
+) -> None:
+    def fill(tx: Transaction) -> int:
+        experiment = add_experiment(tx, name="odd", num_trials=3)
+        (one, _), (two, _), (three, _) = trials_of(tx, experiment)
+        odd = json.dumps({"lr": 0.1, NAME: NAME, "nested": {"a": [1, {"b": 2}]}})
+        tx.execute("UPDATE trials SET hparams = ?, searcher_metric_value = NULL WHERE id = ?", (odd, one))
+        tx.execute("UPDATE trials SET hparams = '{}' WHERE id = ?", (two,))
+        tx.execute("UPDATE trials SET hparams = ? WHERE id = ?", (json.dumps({"lr": "fast"}), three))
+        return experiment
+
+    browser = open_browser()
+    browser.open(tab(seeded_master.services.database.write(fill), "hyperparameters"), "canvas")
+    assert "Not enough trials: 2 of 20" in browser.text("main")
+    assert "1 of 3 trials have no finite loss" in browser.text("main")
+    browser.page.goto(
+        browser.address + tab(seeded_master.services.database.write(add_experiment), "hyperparameters")
+    )
+    browser.until("document.body.innerText.includes('nothing to compare yet')")
+
+
+def test_rungs_say_who_was_stopped_where(open_browser: Callable[..., Browser], seeded: Seeded) -> None:
+    browser = open_browser()
+    browser.open(tab(seeded.fork, "rungs"), "table.rungs")
+    assert browser.texts("table.rungs tbody tr")[0].split()[:7] == ["1", "10", "6", "2", "3", "1", "2"]
+    outcomes = browser.texts("[aria-label='Trials by rung'] tbody tr[data-idx] td:last-child")
+    assert outcomes.count("stopped here") == 4
+    assert outcomes.count("got to the end") == 1
+    assert outcomes.count("on its way there") == 2
+    browser.open(tab(seeded.search, "overview"), ".tabs a")
+    assert "Rungs" not in browser.texts(".tabs a")
+
+
+def test_checkpoints_have_their_layout_lines_to_copy_and_a_look_at_their_files(
+    open_browser: Callable[..., Browser], seeded: Seeded
+) -> None:
+    browser = open_browser(permissions=["clipboard-read", "clipboard-write"])
+    browser.open(tab(seeded.search, f"checkpoints?checkpoint={seeded.whole}"), "section.details")
+    assert len(browser.texts("tbody tr[data-idx]")) == 2
+    assert "2 ranks, ZeRO 2, 2 replicas, optimizer on cpu" in browser.text("tbody tr[data-idx='0']")
+    browser.page.click("section.details button:has-text('copy') >> nth=0")
+    assert (
+        browser.page.evaluate("navigator.clipboard.readText()") == f"det checkpoint download {seeded.whole}"
+    )
+    browser.page.click("text=Look at its files")
+    browser.until("document.body.innerText.includes('All files are there with their sizes')")
+    browser.open(tab(seeded.search, f"checkpoints?checkpoint={seeded.broken}&deleted=1"), "section.details")
+    assert len(browser.texts("tbody tr[data-idx]")) == 3
+    browser.page.click("text=Look at its files")
+    browser.until("document.body.innerText.includes('not whole')")
+    assert "weights.pt" in browser.text("section.details [role=status]")
+
+
+def test_a_checkpoint_is_registered_in_a_new_model_and_then_not_deleted(
+    open_browser: Callable[..., Browser], seeded: Seeded
+) -> None:
+    browser = open_browser()
+    browser.open(tab(seeded.search, f"checkpoints?checkpoint={seeded.whole}"), "section.details")
+    browser.page.click("text=Register as a model version")
+    browser.page.fill("dialog label:has-text('Name of the new model') input", NAME)
+    browser.page.fill("dialog label:has-text('Comment') input", "the best")
+    browser.page.click("dialog button:has-text('Register')")
+    browser.until("!document.querySelector('dialog')")
+    browser.until(f"document.querySelector('tbody').innerText.includes({NAME + ' v1'!r})")
+    browser.page.click("text=Register as a model version")
+    browser.page.select_option("dialog select", label=f"{NAME} (1 version)")
+    browser.page.click("dialog button:has-text('Register')")
+    browser.until(f"document.querySelector('tbody').innerText.includes({NAME + ' v2'!r})")
+    browser.page.click("section.details button.danger")
+    browser.page.click("dialog button.danger")
+    browser.page.wait_for_selector(".notices .problem")
+    assert "is version 2 of model" in browser.text(".notices .problem")
+    browser.problems.remove(
+        "error: Failed to load resource: the server responded with a status of 400 (Bad Request)"
+    )
+
+
+def test_a_checkpoint_is_deleted_only_after_a_question(
+    open_browser: Callable[..., Browser], seeded: Seeded, seeded_master: Master
+) -> None:
+    def fill(tx: Transaction) -> str:
+        return add_checkpoint(tx, seeded.search, trials_of(tx, seeded.search)[1][0], 10)
+
+    name = seeded_master.services.database.write(fill)
+
+    def is_asked_for() -> bool:
+        with seeded_master.services.database.read() as connection:
+            jobs = connection.execute("SELECT payload FROM work WHERE kind = 'delete_checkpoints'")
+            return any(name in row["payload"] for row in jobs)
+
+    browser = open_browser()
+    browser.open(tab(seeded.search, f"checkpoints?checkpoint={name}"), "section.details")
+    browser.page.click("section.details button.danger")
+    assert "cannot be brought back" in browser.text("dialog")
+    browser.page.click("dialog button:has-text('Cancel')")
+    assert not is_asked_for()
+    browser.page.click("section.details button.danger")
+    browser.page.click("dialog button.danger")
+    browser.until("document.body.innerText.includes('being deleted')")
+    assert is_asked_for()
+    # What follows is the scheduler's, which this master does not have.
+    seeded_master.services.database.write(lambda tx: set_resources(tx, name, {}))
+    browser.until("!document.querySelector('section.details button.danger')")
+
+
+def test_the_config_is_shown_as_submitted_and_with_origins_without_secrets(
+    open_browser: Callable[..., Browser], seeded: Seeded
+) -> None:
+    browser = open_browser()
+    browser.open(tab(seeded.search, "config"), ".code")
+    assert "# What is searched for" in browser.text(".code")
+    assert "HF_TOKEN=********" in browser.text(".code")
+    text = saved(browser, browser.page.locator("button:has-text('Download')")).decode()
+    assert text == CONFIG_TEXT.replace("[HF_TOKEN=very-secret-2]", '["HF_TOKEN=********"]')
+    browser.page.click("text=In effect, with origins")
+    browser.page.wait_for_selector("[aria-label='Values of deepspeed_config'] tbody tr[data-idx]")
+    shown = browser.text("main")
+    assert "experiment config:6" in shown
+    assert "train_batch_size 64 = train_micro_batch_size_per_gpu 64" in shown
+    assert "comet.api_key" in shown
+    assert "very-secret" not in browser.page.content()
+    assert "zero_optimization.contiguous_gradients" not in shown
+    browser.page.locator("label:has-text('with defaults')").last.click()
+    browser.until(
+        "document.querySelectorAll(\"[aria-label='Values of deepspeed_config'] tbody tr[data-idx]\").length > 20"
+    )
+
+
+def test_code_is_shown_with_line_numbers_and_what_differs_from_its_parent(
+    open_browser: Callable[..., Browser], seeded: Seeded
+) -> None:
+    browser = open_browser()
+    browser.open(tab(seeded.search, "code?file=train.py"), ".code")
+    assert browser.text(".code .numbers").split()[-1] == "81"
+    assert "print('<b>end</b>')" in browser.text(".code")
+    browser.page.click("nav[aria-label=Files] details a")
+    browser.until(f"document.querySelector('.code')?.innerText.includes({NAME!r})")
+    browser.open(tab(seeded.fork, "code"), ".files")
+    browser.page.click(f"text=with its parent {seeded.search}")
+    browser.page.wait_for_selector(".diff")
+    assert "3 of 4 files differ" in browser.text("form [role=status]")
+    assert browser.texts(".diff tr.added td:last-child") == ["line_40 = 41", "more = 1"]
+    assert browser.texts(".diff tr.removed td:last-child") == ["line_40 = 40"]
+    folded = browser.page.locator(".diff .fold button")
+    assert folded.all_inner_texts() == ["36 lines that are alike", "38 lines that are alike"]
+    folded.first.click()
+    browser.until("document.querySelector('.diff').innerText.includes('line_1 = 1')")
+
+
+def test_an_experiment_that_is_not_there_to_compare_with_is_told(
+    open_browser: Callable[..., Browser], seeded: Seeded
+) -> None:
+    browser = open_browser()
+    browser.open(tab(seeded.search, "code?against=987654"), "p.problem")
+    assert "987654" in browser.text("p.problem")
+    assert browser.problems.pop().endswith("404 (Not Found)")
+
+
+def test_notes_labels_name_and_description_are_edited(
+    open_browser: Callable[..., Browser], seeded: Seeded, seeded_master: Master
+) -> None:
+    experiment = seeded_master.services.database.write(
+        lambda tx: add_experiment(tx, name="before", labels=("old",))
+    )
+    browser = open_browser()
+    browser.open(tab(experiment, "notes"), "textarea")
+    browser.page.fill("textarea", "<script>alert(1)</script>\nsecond line")
+    browser.page.click("text=Save notes")
+    browser.until("document.querySelector('button.main').disabled")
+    browser.page.fill("label:has-text('Name') input", "after")
+    browser.page.click("form:has-text('Name') button >> nth=0")
+    browser.until("document.querySelector('h1').innerText.startsWith('after')")
+    browser.page.fill("label:has-text('Description') input", "why")
+    browser.page.click("form:has-text('Description') button")
+    browser.page.fill("label:has-text('New label') input", "a/b & c")
+    browser.page.click("form:has-text('New label') button")
+    browser.until("document.body.innerText.includes('label a/b & c: added')")
+    browser.page.get_by_label("Remove label old").click()
+    browser.until("document.body.innerText.includes('label old: removed')")
+    with seeded_master.services.database.read() as connection:
+        row = connection.execute(
+            "SELECT name, description, notes, labels FROM experiments WHERE id = ?", (experiment,)
+        ).fetchone()
+    assert tuple(row) == ("after", "why", "<script>alert(1)</script>\nsecond line", '["a/b & c"]')
+
+
+def test_a_note_that_somebody_else_changes_meanwhile_is_not_lost_silently(
+    open_browser: Callable[..., Browser], seeded_master: Master
+) -> None:
+    experiment = seeded_master.services.database.write(add_experiment)
+    browser = open_browser()
+    browser.open(tab(experiment, "notes"), "textarea")
+    browser.page.fill("textarea", "mine")
+
+    def change(tx: Transaction) -> None:
+        tx.execute("UPDATE experiments SET notes = 'theirs' WHERE id = ?", (experiment,))
+        tx.publish(f"experiment:{experiment}")
+
+    seeded_master.services.database.write(change)
+    browser.page.wait_for_selector("text=changed meanwhile")
+    assert browser.page.input_value("textarea") == "mine"
+    browser.page.click("text=Discard changes")
+    assert browser.page.input_value("textarea") == "theirs"
+
+
+@pytest.mark.parametrize("name", ["hyperparameters", "rungs", "checkpoints", "config", "code", "notes"])
+def test_no_tab_is_wider_than_a_phone(
+    open_browser: Callable[..., Browser], seeded: Seeded, name: str
+) -> None:
+    browser = open_browser(viewport={"width": 390, "height": 800})
+    browser.open(tab(seeded.fork, name), "main .tabs")
+    browser.until("!document.querySelector('.loading')")
+    assert browser.page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_an_experiment_deleted_while_it_is_looked_at_says_so(
+    open_browser: Callable[..., Browser], seeded_master: Master
+) -> None:
+    experiment = seeded_master.services.database.write(add_experiment)
+    browser = open_browser()
+    browser.open(tab(experiment, "checkpoints"), ".table")
+
+    def remove(tx: Transaction) -> None:
+        for table in ("metrics", "metric_summaries"):
+            tx.execute(
+                f"DELETE FROM {table} WHERE trial_id IN (SELECT id FROM trials WHERE experiment_id = ?)",
+                (experiment,),
+            )
+        tx.execute("DELETE FROM experiments WHERE id = ?", (experiment,))
+        tx.publish(f"experiment:{experiment}")
+
+    seeded_master.services.database.write(remove)
+    browser.page.wait_for_selector("p.problem")
+    assert "is not found" in browser.text("p.problem >> nth=0")
+    browser.problems[:] = [problem for problem in browser.problems if "404 (Not Found)" not in problem]
+
+
+def test_actions_of_many_ask_the_master_as_its_protocol_has_it(
+    open_browser: Callable[..., Browser], seeded_master: Master
+) -> None:
+    experiment = seeded_master.services.database.write(add_experiment)
+    browser = open_browser()
+    browser.open(tab(experiment, "notes"), ".tools")
+    browser.page.click("button:text-is('Archive')")
+    browser.page.wait_for_selector("button:text-is('Unarchive')")
+    browser.page.click("button.danger:text-is('Delete')")
+    assert "cannot be brought back" in browser.text("dialog")
+    browser.page.click("dialog button:text-is('Cancel')")
+    browser.page.click("button:text-is('Unarchive')")
+    browser.page.wait_for_selector("button:text-is('Archive')")

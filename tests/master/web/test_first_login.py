@@ -1,0 +1,94 @@
+"""The way into the page: the link that `dstrial up` prints, and a login that has expired under an open page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from browsing import Browser
+
+from dstrial.master.client import Client
+from dstrial.testing.master import MasterForTest
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def window(open_browser: Callable[..., Browser], shared_master: MasterForTest) -> Browser:
+    """A window on a real master that nobody has logged in to."""
+    real: Any = SimpleNamespace(port=urlsplit(shared_master.address).port, tokens={})
+    return open_browser(master=real, token=None)
+
+
+def link(master: MasterForTest) -> str:
+    told = master.dstrial("up", "--state-dir", str(master.state.path)).stdout
+    found = re.search(r"browser: +(http://localhost:\d+/login#\S+)", told)
+    assert found is not None, told
+    return found[1]
+
+
+def test_the_link_of_up_opens_the_page_once_and_leaves_no_code_behind(
+    window: Browser, shared_master: MasterForTest
+) -> None:
+    address = link(shared_master)
+    code = address.partition("#")[2]
+    window.page.goto(address)
+    window.page.wait_for_selector("main h1:has-text('Experiments')")
+    window.until("document.querySelector('.who').textContent.includes('determined')")
+    assert window.page.url == window.address + "/"
+    assert code not in window.page.content()
+    window.page.go_back()
+    assert code not in window.page.url
+    # Whoever finds it later gets nothing of it.
+    window.page.context.clear_cookies()
+    window.page.goto(address)
+    window.page.wait_for_selector("[role=alert]:has-text('has been used')")
+    assert window.page.context.cookies() == []
+    window.problems[:] = [
+        one for one in window.problems if "401" not in one
+    ]  # as the form itself is answered
+
+
+def test_an_expired_login_is_said_and_leads_back_to_the_same_address(
+    window: Browser, shared_master: MasterForTest
+) -> None:
+    window.page.goto(link(shared_master))
+    window.page.wait_for_selector("main h1")
+    window.open("/det/clusters?hours=6", "main table")
+    token = next(cookie["value"] for cookie in window.page.context.cookies() if cookie["name"] == "auth")
+    Client(shared_master.address, token).post("/api/v1/auth/logout")
+    window.page.select_option("label:has-text('Over the last') select", "1")
+    window.page.wait_for_selector(".banner[role=alert]:has-text('Your login has expired')")
+    assert window.text("main h1") == "Cluster"  # What was shown stays.
+    window.page.click(".banner button")
+    window.page.wait_for_selector("#password")
+    assert window.page.url == f"{window.address}/det/clusters?hours=1"
+    window.page.fill("#password", shared_master.password())
+    window.page.click("form button")
+    window.page.wait_for_selector("main table")
+    assert window.page.url == f"{window.address}/det/clusters?hours=1"
+    assert window.page.locator(".banner").count() == 0
+    window.problems[:] = [one for one in window.problems if "401" not in one]
+
+
+def test_commands_of_a_real_master_are_shown_and_killed(
+    window: Browser, shared_master: MasterForTest
+) -> None:
+    client = shared_master.client()
+    body = {"config": {"entrypoint": ["sleep", "600"], "description": "sleeps", "resources": {"slots": 1}}}
+    task = client.post("/api/v1/commands", body)["command"]["id"]
+    window.page.goto(link(shared_master))
+    window.page.wait_for_selector("main h1")
+    window.open("/det/tasks", f"tbody a[href='/det/tasks/{task}/logs']")
+    window.until("document.querySelector('tbody').textContent.includes('running')")
+    window.open("/det/clusters", "main table")
+    window.page.wait_for_selector(f"[aria-label=Slots] a[href='/det/tasks/{task}/logs']")
+    window.open("/det/tasks", "button[aria-label='Kill sleeps']")
+    window.page.click("button[aria-label='Kill sleeps']")
+    window.page.click("dialog button.danger")
+    window.page.wait_for_selector("button[aria-label='Kill sleeps']", state="detached")
+    assert client.get(f"/api/v1/commands/{task}")["command"]["state"] == "STATE_TERMINATED"

@@ -1,0 +1,311 @@
+"""Logs in a real browser: live, filtered, very long, and with lines that nobody should have to read whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from browsing import Browser
+from seeded import add_experiment
+from seeded_trials import add_lines, add_task, task_of, trials_of
+from serving import Master, serving
+
+pytestmark = pytest.mark.process
+
+HTML = "<img src=x onerror=alert(1)> & co"
+LONG = 20 * 2**20
+MANY = 1_000_000
+Open = Callable[..., Browser]
+
+AT_END = (
+    "(() => { const box = document.querySelector('.lines'); "
+    "return box.scrollHeight - box.scrollTop - box.clientHeight < 30; })()"
+)
+NUM_LINES = "document.querySelectorAll('.line').length"
+
+
+@dataclasses.dataclass(frozen=True)
+class Log:
+    master: Master
+    trial: int
+    task: str
+
+    def add(self, *lines: tuple[int | None, str | None, str]) -> None:
+        self.master.services.database.write(lambda tx: add_lines(tx, self.task, self.trial, lines))
+
+
+def new_log(master: Master, *lines: tuple[int | None, str | None, str]) -> Log:
+    def fill(tx):
+        trial = trials_of(tx, add_experiment(tx, name="logs", state="ACTIVE", num_points=2))[0]
+        task = task_of(tx, trial)
+        add_lines(tx, task, trial, lines)
+        return Log(master, trial, task)
+
+    return master.services.database.write(fill)
+
+
+def has(text: str) -> str:
+    return f"document.querySelector('.lines').innerText.includes({text!r})"
+
+
+@pytest.fixture(scope="module")
+def steps(seeded_master: Master) -> Log:
+    levels = ("INFO", "WARNING", "ERROR", None, "DEBUG")
+    return new_log(
+        seeded_master,
+        *((idx % 4 if idx % 7 else None, levels[idx % 5], f"step {idx} of many") for idx in range(3000)),
+    )
+
+
+@pytest.fixture(scope="module")
+def million(seeded_master: Master) -> Log:
+    log = new_log(seeded_master)
+    lines = ((idx % 8, None, f"line {idx:07}") for idx in range(MANY))
+    seeded_master.services.database.write(lambda tx: add_lines(tx, log.task, log.trial, lines))
+    return log
+
+
+def test_the_newest_lines_are_at_the_bottom_and_new_ones_follow(
+    open_browser: Open, seeded_master: Master
+) -> None:
+    log = new_log(seeded_master, *((0, None, f"line {idx}") for idx in range(300)))
+    browser = open_browser()
+    browser.open(f"/det/trials/{log.trial}/logs", ".line")
+    browser.until(f"{has('line 299')} && {AT_END}")
+    log.add((0, "INFO", "this is new"))
+    browser.until(f"{has('this is new')} && {AT_END}")
+    assert browser.texts(".line .said")[-1] == "this is new"
+
+
+def test_following_stops_when_scrolled_up_and_a_button_goes_on(
+    open_browser: Open, seeded_master: Master
+) -> None:
+    log = new_log(seeded_master, *((0, None, f"line {idx}") for idx in range(400)))
+    browser = open_browser()
+    browser.open(f"/det/trials/{log.trial}/logs", ".line")
+    browser.until(f"{has('line 399')} && {AT_END}")
+    browser.page.hover(".lines")
+    browser.page.mouse.wheel(0, -2000)
+    browser.until("[...document.querySelectorAll('.log button')].some((one) => one.innerText === 'Newest')")
+    browser.until(f"{NUM_LINES} === 400")
+    seen = (
+        "(() => { const top = document.querySelector('.lines').getBoundingClientRect().top;"
+        "return [...document.querySelectorAll('.line')].find((one) => one.getBoundingClientRect().bottom > top).innerText; })()"
+    )
+    before = browser.page.evaluate(seen)
+    log.add(*((0, None, f"later {idx}") for idx in range(50)))
+    browser.until(has("later 49"))
+    assert browser.page.evaluate(seen) == before
+    browser.page.click(".log button:has-text('Newest')")
+    browser.until(AT_END)
+    log.add((0, None, "after that"))
+    browser.until(f"{has('after that')} && {AT_END}")
+
+
+def test_lines_are_filtered_by_level_rank_and_text_on_the_master(open_browser: Open, steps: Log) -> None:
+    browser = open_browser()
+    browser.open(f"/det/trials/{steps.trial}/logs", ".line")
+    browser.page.select_option("label:has-text('Level') select", "WARNING")
+    browser.until(
+        "[...document.querySelectorAll('.line')].every((one) => /WARNING|ERROR/.test(one.className))"
+    )
+    browser.page.select_option("label:has-text('Rank') select", "2")
+    browser.until("[...document.querySelectorAll('.line .by')].every((one) => one.innerText === 'rank 2')")
+    browser.page.fill("input[aria-label='Only lines with']", "STEP 100")
+    # Of rank 2 and at least a warning; steps that begin with 100.
+    wanted = [
+        idx
+        for idx in range(3000)
+        if str(idx).startswith("100") and idx % 5 in (1, 2) and idx % 4 == 2 and idx % 7
+    ]
+    browser.until(f"{NUM_LINES} === {len(wanted)}")
+    assert browser.texts(".line .said") == [f"step {idx} of many" for idx in wanted]
+    assert browser.texts(".line mark")[0] == "step 100"
+    assert {"level=WARNING", "rank=2"} <= set(re.split("[?&]", browser.page.url))
+    browser.page.fill("input[aria-label='Only lines with']", "nowhere")
+    browser.page.click("button:has-text('Show all lines')")
+    browser.until(f"{NUM_LINES} > 100 && {AT_END}")
+
+
+def test_text_of_programs_is_shown_and_never_obeyed(open_browser: Open, seeded_master: Master) -> None:
+    log = new_log(
+        seeded_master,
+        (0, "INFO", HTML),
+        (0, None, "\x1b[31mred\x1b[0m \x00zero \u202eturned"),
+        (None, None, ""),
+    )
+    browser = open_browser()
+    browser.open(f"/det/trials/{log.trial}/logs", ".line")
+    assert browser.texts(".line .said") == [HTML, r"\x1b[31mred\x1b[0m \x00zero \u202eturned", ""]
+    assert browser.page.locator(".lines img").count() == 0
+    assert re.match(
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", browser.page.locator(".line .at").first.get_attribute("title")
+    )
+
+
+def test_a_line_without_end_is_cut_and_can_be_had_as_a_file(
+    open_browser: Open, seeded_master: Master
+) -> None:
+    log = new_log(seeded_master, (0, None, "before"), (0, "ERROR", "x" * LONG), (0, None, "after"))
+    browser = open_browser()
+    sizes: list[int] = []
+    browser.page.on(
+        "response", lambda one: sizes.append(len(one.body())) if "/page/logs?" in one.url else None
+    )
+    browser.open(f"/det/trials/{log.trial}/logs", ".line")
+    browser.until(has("after"))
+    assert sum(sizes) < 20_000
+    assert len(browser.texts(".line .said")[1]) < 2100
+    assert browser.text(".line .cut") == "20 MiB, whole line"
+    with browser.page.expect_download() as download:
+        browser.page.click(".line .cut")
+    assert Path(download.value.path()).stat().st_size == LONG + 1
+
+
+def test_a_million_lines_are_read_from_both_ends_and_searched(open_browser: Open, million: Log) -> None:
+    browser = open_browser()
+    browser.open(f"/det/trials/{million.trial}/logs", ".line")
+    browser.until(f"{has('line 0999999')} && {AT_END}")
+    browser.until("document.querySelector('.log').innerText.includes('1,000,000 lines')")
+    # Up through several pages: nothing is missing between them, and not all of them are kept.
+    for _ in range(12):
+        browser.page.hover(".lines")
+        browser.page.mouse.wheel(0, -4000)
+        browser.page.wait_for_timeout(100)  # As fast as a hand turns a wheel.
+    numbers = [int(text.split()[1]) for text in browser.texts(".line .said")]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    assert numbers[-1] - numbers[0] > 600
+    assert len(numbers) <= 1200
+    browser.page.click("button:has-text('Beginning')")
+    browser.until(f"{has('line 0000000')} && {has('The beginning.')}")
+    for _ in range(12):
+        browser.page.hover(".lines")
+        browser.page.mouse.wheel(0, 4000)
+        browser.page.wait_for_timeout(100)  # As fast as a hand turns a wheel.
+    numbers = [int(text.split()[1]) for text in browser.texts(".line .said")]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    assert len(numbers) <= 1200
+    browser.page.fill("input[aria-label='Only lines with']", "line 0000042")
+    browser.until(f"{NUM_LINES} === 1 && {has('line 0000042')}")
+
+
+def test_what_is_looked_at_stays_when_lines_come_before_it(open_browser: Open, million: Log) -> None:
+    browser = open_browser()
+    browser.open(f"/det/trials/{million.trial}/logs", ".line")
+    browser.until(f"{has('line 0999999')} && {AT_END}")
+    before = browser.page.evaluate(
+        """() => { const box = document.querySelector(".lines"); box.scrollTop = 900;
+        const top = box.getBoundingClientRect().top;
+        const line = [...document.querySelectorAll(".line")].find((one) => one.getBoundingClientRect().top >= top);
+        return [document.querySelectorAll(".line").length, line.dataset.id, line.getBoundingClientRect().top]; }"""
+    )
+    browser.until(f"{NUM_LINES} >= {before[0] + 200}")
+    browser.until(
+        f"Math.abs(document.querySelector('[data-id=\"{before[1]}\"]').getBoundingClientRect().top - {before[2]}) < 2"
+    )
+
+
+def test_the_place_in_a_log_can_be_chosen(open_browser: Open, million: Log) -> None:
+    browser = open_browser()
+    browser.open(f"/det/trials/{million.trial}/logs", ".line")
+    browser.until("document.querySelector('.log').innerText.includes('1,000,000 lines')")
+    browser.page.evaluate(
+        """() => { const slider = document.querySelector("input[type=range]");
+        slider.value = Math.round((Number(slider.min) + Number(slider.max)) / 2); slider.dispatchEvent(new Event("change")); }"""
+    )
+    browser.until(has("line 0500000"))
+
+
+def test_a_line_has_an_address(open_browser: Open, million: Log) -> None:
+    (row,) = million.master.rows("SELECT id FROM logs WHERE log = 'line 0300000\n'")
+    browser = open_browser()
+    browser.open(f"/det/trials/{million.trial}/logs?line={row['id']}", ".line[aria-current]")
+    assert browser.text(".line[aria-current] .said") == "line 0300000"
+    browser.until(
+        """(() => { const box = document.querySelector(".lines").getBoundingClientRect();
+        const line = document.querySelector(".line[aria-current]").getBoundingClientRect();
+        return line.top > box.top && line.bottom < box.bottom; })()"""
+    )
+    browser.page.click(".line:has-text('line 0300003') .at")
+    browser.until("document.querySelector('.line[aria-current]').innerText.includes('line 0300003')")
+    assert f"line={row['id'] + 3}" in browser.page.url
+    assert "Copy link" in browser.text(".chosen")
+
+
+def test_a_whole_log_is_a_file(open_browser: Open, steps: Log) -> None:
+    browser = open_browser()
+    browser.open(f"/det/trials/{steps.trial}/logs", ".line")
+    with browser.page.expect_download() as download:
+        browser.page.click("a:has-text('Download all')")
+    lines = Path(download.value.path()).read_text().splitlines()
+    assert len(lines) == 3000
+    assert lines[1].endswith("[rank=1] || WARNING: step 1 of many")
+    assert download.value.suggested_filename == f"trial-{steps.trial}.log"
+
+
+def test_a_command_has_a_log_of_its_own(open_browser: Open, seeded_master: Master) -> None:
+    task = seeded_master.services.database.write(add_task)
+    browser = open_browser()
+    browser.open(f"/det/tasks/{task}/logs", ".lines .edge")
+    browser.until(has("Nothing has been printed yet"))
+    seeded_master.services.database.write(lambda tx: add_lines(tx, task, None, [(None, None, "hello")]))
+    browser.until(has("hello"))
+    browser.open("/det/tasks/nothing/logs", "main .problem")
+    assert "task 'nothing' is not found" in browser.text("main .problem")
+    browser.forgive("404")
+
+
+def test_lines_that_come_while_nobody_looks_are_there_afterwards(
+    open_browser: Open, seeded_master: Master
+) -> None:
+    log = new_log(seeded_master, (0, None, "before"))
+    browser = open_browser()
+    browser.open(f"/det/trials/{log.trial}/logs", ".line")
+    hide = """(is) => { Object.defineProperty(document, "hidden", { value: is, configurable: true });
+        document.dispatchEvent(new Event("visibilitychange")); }"""
+    browser.page.evaluate(hide, True)
+    log.add((0, None, "while hidden"))
+    browser.page.wait_for_timeout(
+        1500
+    )  # Longer than a change takes to be shown; were it not, the test would only see less.
+    assert browser.texts(".line .said") == ["before"]
+    browser.page.evaluate(hide, False)
+    browser.until(has("while hidden"))
+
+
+def test_an_open_log_goes_on_after_a_restart_of_the_master(open_browser: Open, tmp_path: Path) -> None:
+    with serving(tmp_path / "state", has_passwords=False) as master:
+        log = new_log(master, (0, None, "before"))
+        browser = open_browser(master=master)
+        browser.open(f"/det/trials/{log.trial}/logs", ".line")
+        browser.page.evaluate("window.isSame = true")
+    browser.until("document.body.innerText.includes('The master does not answer')")
+    with serving(tmp_path / "state", has_passwords=False, port=master.port, is_again=True) as again:
+        dataclasses.replace(log, master=again).add((0, None, "after the restart"))
+        browser.until(has("after the restart"))
+        browser.until("document.body.innerText.includes('The master was started again')")
+        browser.until("!document.body.innerText.includes('The master does not answer')")
+        dataclasses.replace(log, master=again).add((0, None, "and live"))
+        browser.until(has("and live"))
+        assert browser.page.evaluate("window.isSame")
+        browser.forgive("ERR_")
+        browser.page.close()
+
+
+def test_an_expired_login_is_told_and_leads_to_the_form(open_browser: Open, tmp_path: Path) -> None:
+    with serving(tmp_path / "state", has_passwords=False) as master:
+        log = new_log(master, (0, None, "before"))
+        browser = open_browser(master=master)
+        browser.open(f"/det/trials/{log.trial}/logs", ".line")
+        master.change("DELETE FROM tokens")
+        log.add((0, None, "secret by now"))
+        browser.until("document.body.innerText.includes('Your login has expired')")
+        assert "secret by now" not in browser.text("body")
+        browser.page.click("button:has-text('Log in')")
+        browser.page.wait_for_selector("#password")
+        browser.forgive("401")
+        browser.forgive("404")  # The form names no icon.
+        browser.page.close()

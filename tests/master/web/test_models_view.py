@@ -1,0 +1,105 @@
+"""The registry of models in a real browser: made, changed, archived, deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from browsing import Browser
+from seeded_cluster import add_model
+from serving import Master
+
+pytestmark = pytest.mark.process
+
+HTML = "<img src=x onerror=alert(1)> & co"
+
+
+def test_a_model_is_made_and_gets_a_version_whose_checkpoint_is_shown(
+    open_browser: Callable[..., Browser], seeded_master: Master
+) -> None:
+    checkpoint = seeded_master.checkpoints[1]
+    browser = open_browser()
+    browser.open("/det/models", "main table")
+    browser.page.click("button:has-text('New model')")
+    assert browser.page.is_disabled("dialog button.main")
+    browser.page.fill("#field-name", HTML)
+    browser.page.fill("#field-labels", "ours, ours , best")
+    browser.page.click("dialog button.main")
+    browser.page.wait_for_selector("h2:has-text('Versions')")
+    assert browser.text("h1") == HTML
+    assert browser.texts(".facts .label") == ["ours", "best"]
+    browser.page.click("button:has-text('Register a version')")
+    browser.page.fill("#field-uuid", checkpoint)
+    browser.page.fill("#field-comment", HTML)
+    browser.page.keyboard.press("Enter")
+    browser.page.click("button[aria-label='Show version 1']")
+    browser.page.wait_for_selector(".panel")
+    panel = browser.text(".panel")
+    assert f"det checkpoint download {checkpoint}" in panel
+    assert HTML in panel
+    assert browser.page.get_attribute(".panel .facts a", "href") == "/det/experiments/1/trials/1"
+    # The name is no word of a shell.
+    assert f"det model describe '{HTML}' --version 1" in panel
+
+
+def test_models_and_versions_are_edited_archived_and_deleted(
+    open_browser: Callable[..., Browser], seeded_master: Master
+) -> None:
+    seeded_master.services.database.write(
+        lambda tx: add_model(tx, "digits", seeded_master.checkpoints[1], seeded_master.checkpoints[2])
+    )
+    browser = open_browser()
+    browser.open("/det/models/digits", "tbody tr[data-idx='1']")
+    browser.page.click(".tools button:has-text('Edit')")
+    browser.page.fill("#field-name", "digits of mine")
+    browser.page.fill("#field-notes", "line 1\nline 2")
+    browser.page.click("dialog button.main")
+    browser.until("location.pathname === '/det/models/digits%20of%20mine'")
+    browser.page.wait_for_selector("pre:has-text('line 2')")
+    browser.page.click("button[aria-label='Edit version 2']")
+    browser.page.fill("#field-name", "second")
+    browser.page.fill("#field-labels", "")
+    browser.page.click("dialog button.main")
+    browser.until("document.querySelector('tbody').textContent.includes('second')")
+    shown = seeded_master.get("/api/v1/models/digits%20of%20mine/versions/2").json["modelVersion"]
+    assert (shown["name"], shown["labels"]) == ("second", [])
+    browser.page.click("button[aria-label='Delete version 1']")
+    browser.page.wait_for_selector("dialog[open]")
+    browser.page.keyboard.press("Escape")
+    browser.page.click("button[aria-label='Delete version 1']")
+    browser.page.click("dialog button.danger")
+    browser.page.wait_for_selector("button[aria-label='Delete version 1']", state="detached")
+    browser.page.click(".tools button:has-text('Archive')")
+    browser.page.wait_for_selector(".tools button:has-text('Unarchive')")
+    assert browser.page.is_disabled(".tools button:has-text('Edit')")
+    browser.page.click(".tools button:has-text('Unarchive')")
+    browser.page.wait_for_selector(".tools button:text-is('Archive')")
+    browser.page.click("main > .tools button:has-text('Delete')")
+    browser.page.click("dialog button.danger")
+    browser.until("location.pathname === '/det/models'")
+    assert seeded_master.rows("SELECT name FROM models WHERE name LIKE 'digits%'") == []
+
+
+def test_what_others_change_is_shown_and_a_model_that_goes_is_said_to_be_gone(
+    open_browser: Callable[..., Browser], seeded_master: Master
+) -> None:
+    browser = open_browser()
+    browser.open("/det/models?filter=label:later", "td.empty")
+    seeded_master.services.database.write(lambda tx: add_model(tx, "made later", labels=("later",)))
+    browser.page.wait_for_selector("tbody a:has-text('made later')")
+    browser.page.click("tbody a")
+    browser.page.wait_for_selector("h2:has-text('Versions')")
+    assert seeded_master.send("DELETE", "/api/v1/models/made%20later", token="determined").status == 200
+    browser.page.wait_for_selector("main .problem:has-text('is not found')")
+    browser.problems.clear()  # The browser notes the answer 404 itself.
+
+
+def test_a_refused_name_is_told_with_the_reason(open_browser: Callable[..., Browser]) -> None:
+    browser = open_browser()
+    browser.open("/det/models", "main table")
+    browser.page.click("button:has-text('New model')")
+    browser.page.fill("#field-name", "a/b")
+    browser.page.click("dialog button.main")
+    browser.page.wait_for_selector(".notices p.problem:has-text('without slashes')")
+    assert "/det/models" in browser.page.url
+    browser.problems.clear()  # The browser notes the answer 400 itself.

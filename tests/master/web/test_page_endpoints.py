@@ -1,0 +1,142 @@
+"""What the page asks the master for: lists, curves and events."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+
+import pytest
+from seeded import add_experiment
+from serving import Master
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(scope="module")
+def search(seeded_master: Master) -> int:
+    return seeded_master.services.database.write(
+        lambda tx: add_experiment(tx, name="<b>", num_trials=3, num_points=5000, labels=("long",))
+    )
+
+
+def trials_of(master: Master, experiment: int) -> list[int]:
+    return [row["id"] for row in master.get(f"/page/experiments/{experiment}/trials").json["trials"]]
+
+
+def test_an_experiment_has_what_its_row_in_the_list_has(seeded_master: Master, search: int) -> None:
+    (row,) = seeded_master.get(f"/page/experiments?ids={search}").json["experiments"]
+    assert (row["name"], row["state"], row["trials"], row["labels"]) == ("<b>", "COMPLETED", 3, ["long"])
+    assert row["hyperparameters"]["lr"]["type"] == "log"
+    one = seeded_master.get(f"/page/experiments/{search}").json
+    assert {key: one["experiment"][key] for key in row} == row
+    assert one["metrics"] == {
+        "groups": {"training": ["accuracy", "loss"], "validation": ["accuracy", "loss"]},
+        "more": False,
+    }
+    assert row["id"] in [each["id"] for each in seeded_master.get("/page/experiments").json["experiments"]]
+
+
+def test_a_curve_has_at_most_the_points_that_are_asked_for_and_its_ends(
+    seeded_master: Master, search: int
+) -> None:
+    first, *_ = trials = trials_of(seeded_master, search)
+    path = "/page/series?group=validation&name=loss" + "".join(f"&trials={trial}" for trial in trials)
+    whole = seeded_master.get(path).json["series"]
+    assert [curve["trial"] for curve in whole] == trials
+    assert {curve["points"] for curve in whole} == {5000}
+    assert max(len(curve["values"]) for curve in whole) <= 2000
+    (few,) = seeded_master.get(f"/page/series?group=validation&name=loss&trials={first}&points=50").json[
+        "series"
+    ]
+    assert len(few["batches"]) == len(few["values"]) == len(few["times"]) <= 50
+    assert (few["batches"][0], few["batches"][-1]) == (10, 50_000)
+    (end,) = seeded_master.get(f"/page/series?group=validation&name=loss&trials={first}&after=49980").json[
+        "series"
+    ]
+    assert end["batches"] == [49_990, 50_000]
+
+
+def test_values_that_are_not_finite_and_names_of_any_kind_are_told(seeded_master: Master) -> None:
+    name = 'größe a."b\\c [0]'
+    experiment = seeded_master.services.database.write(
+        lambda tx: add_experiment(tx, num_points=3, metrics=("loss", name, "größe"))
+    )
+    (trial,) = trials_of(seeded_master, experiment)
+    seeded_master.change(
+        "UPDATE metrics SET metrics = ? WHERE trial_id = ? AND steps = 20",
+        json.dumps({"loss": "NaN", name: "-Infinity"}),
+        trial,
+    )
+    quoted = "gr%C3%B6%C3%9Fe%20a.%22b%5Cc%20[0]"
+    (odd,) = seeded_master.get(f"/page/series?group=training&name={quoted}&trials={trial}").json["series"]
+    assert odd["values"][1] == "-Infinity"
+    assert [type(value) for value in odd["values"]] == [float, str, float]
+    (size,) = seeded_master.get(f"/page/series?group=training&name=gr%C3%B6%C3%9Fe&trials={trial}").json[
+        "series"
+    ]
+    assert len(size["values"]) == 2
+    (loss,) = seeded_master.get(f"/page/series?group=training&name=loss&trials={trial}").json["series"]
+    assert loss["values"][1] == "NaN"
+
+
+def test_what_cannot_be_answered_is_said(seeded_master: Master, search: int) -> None:
+    for path, status, words in (
+        ("/page/experiments/999999", 404, "experiment 999999 is not found"),
+        ("/page/trials/999999", 404, "trial 999999 is not found"),
+        ("/page/series?group=validation&name=loss", 400, "trials names 0 trials"),
+        ("/page/series?trials=1&name=loss", 400, "group or name is missing"),
+        ("/page/series?trials=x&group=a&name=b", 400, "trials"),
+        ("/page/assets/../page.py", 404, ""),
+        ("/page/assets/nothing.js", 404, "no file of the page"),
+        ("/page/assets/views/..%2fapp.js", 404, "no file of the page"),
+    ):
+        answer = seeded_master.get(path)
+        assert answer.status == status, path
+        assert words in answer.error
+
+
+def test_the_page_s_own_answers_are_for_users_only(seeded_master: Master, search: int) -> None:
+    for path in ("/page/experiments", "/page/session", "/page/events", f"/page/experiments/{search}/trials"):
+        assert seeded_master.get(path, token=None).status == 401
+        assert seeded_master.get(path, token="trial-1").status == 403
+
+
+def test_files_of_the_page_are_asked_for_again_only_if_they_have_changed(seeded_master: Master) -> None:
+    first = seeded_master.get("/page/assets/views/experiment/overview.js", token=None)
+    assert first.status == 200
+    assert first.headers["content-type"].startswith("text/javascript")
+    again = seeded_master.send(
+        "GET", "/page/assets/views/experiment/overview.js", headers={"If-None-Match": first.headers["etag"]}
+    )
+    assert (again.status, again.content) == (304, b"")
+
+
+@pytest.fixture
+def events(seeded_master: Master) -> Iterator[http.client.HTTPResponse]:
+    connection = http.client.HTTPConnection("127.0.0.1", seeded_master.port, timeout=30)
+    connection.request(
+        "GET",
+        "/page/events",
+        headers={"Host": "localhost", "Authorization": f"Bearer {seeded_master.tokens['determined']}"},
+    )
+    yield connection.getresponse()
+    connection.close()
+
+
+def next_event(answer: http.client.HTTPResponse) -> dict[str, object]:
+    while True:
+        line = answer.readline().decode()
+        if line.startswith("data: "):
+            return dict(json.loads(line.removeprefix("data: ")))
+
+
+def test_events_tell_what_has_changed_and_which_master_it_is(
+    seeded_master: Master, events: http.client.HTTPResponse
+) -> None:
+    assert events.getheader("content-type") == "text/event-stream"
+    assert next_event(events) == {"master": seeded_master.services.master_id}
+    experiment = seeded_master.services.database.write(lambda tx: add_experiment(tx, name="new"))
+    assert next_event(events) == {"topics": [f"experiment:{experiment}"]}
+    seeded_master.services.pubsub.publish(["tokens", *(f"trial:{number}" for number in range(1000))])
+    assert next_event(events) == {"all": True}

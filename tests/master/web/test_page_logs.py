@@ -1,0 +1,248 @@
+"""What the page asks of logs, instruments and trials side by side, over HTTP."""
+
+from __future__ import annotations
+
+import dataclasses
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from seeded import add_experiment
+from seeded_trials import add_instruments, add_lines, add_metric, add_task, task_of, trials_of
+from serving import Master, serving
+
+from dstrial.master.store.reports import log_pages
+
+pytestmark = pytest.mark.process
+
+
+@dataclasses.dataclass(frozen=True)
+class Seeded:
+    master: Master
+    trial: int
+    other: int
+    task: str
+
+    def logs(self, **query: object) -> dict[str, object]:
+        text = urllib.parse.urlencode({"trial": self.trial, **query}, doseq=True)
+        answer = self.master.get(f"/page/logs?{text}")
+        assert answer.status == 200, answer.content
+        return dict(answer.json)
+
+    def numbers(self, **query: object) -> list[int]:
+        return [int(line["text"].split()[1]) for line in self.logs(**query)["lines"]]
+
+
+LEVELS = (None, "DEBUG", "INFO", "WARNING", "CRITICAL")
+
+
+@pytest.fixture(scope="module")
+def seeded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeded]:
+    with serving(tmp_path_factory.mktemp("logs") / "state", has_passwords=False) as master:
+
+        def fill(tx):
+            trial, other = trials_of(tx, add_experiment(tx, num_trials=2))
+            lines = [(idx % 3 or None, LEVELS[idx % 5], f"Step {idx} é") for idx in range(1000)]
+            # Both print at the same time: ids of one log have gaps.
+            for start in range(0, 1000, 10):
+                add_lines(tx, task_of(tx, trial), trial, lines[start : start + 10])
+                add_lines(tx, task_of(tx, other), other, [(0, None, "of another trial")])
+            task = add_task(tx)
+            add_lines(tx, task, None, [(None, None, "of a command")])
+            return Seeded(master, trial, other, task)
+
+        yield master.services.database.write(fill)
+
+
+def test_pages_go_in_both_directions_without_gap_or_repetition(seeded: Seeded) -> None:
+    found: list[int] = []
+    page = seeded.logs(limit=70)
+    while True:
+        found[:0] = [int(line["text"].split()[1]) for line in page["lines"]]
+        if page["searchedTo"] is None:
+            break
+        page = seeded.logs(limit=70, before=page["searchedTo"])
+    assert found == list(range(1000))
+    forth: list[int] = []
+    after: object = 0
+    while after is not None:
+        page = seeded.logs(limit=70, after=after)
+        forth += [int(line["text"].split()[1]) for line in page["lines"]]
+        after = page["searchedTo"]
+    assert forth == list(range(1000))
+
+
+def test_a_page_is_never_longer_than_it_may_be(seeded: Seeded) -> None:
+    assert len(seeded.logs(limit=10**6)["lines"]) == log_pages.MAX_LINES
+    assert len(seeded.logs(limit=-5)["lines"]) == 1
+
+
+def test_lines_are_chosen_by_level_rank_and_text(seeded: Seeded) -> None:
+    everything = range(1000)
+    assert seeded.numbers(limit=1000, level="WARNING") == [idx for idx in everything if idx % 5 >= 3]
+    # A line that names no level counts as INFO.
+    assert seeded.numbers(limit=1000, level="INFO") == [idx for idx in everything if idx % 5 != 1]
+    assert seeded.numbers(limit=1000, rank=2) == [idx for idx in everything if idx % 3 == 2]
+    assert seeded.numbers(limit=1000, rank=[-1, 1]) == [idx for idx in everything if idx % 3 != 2]
+    assert seeded.numbers(limit=1000, text="sTEP 99") == [99, *range(990, 1000)]
+    assert seeded.numbers(text="%") == seeded.numbers(text="_") == []
+
+
+def test_a_search_goes_on_where_a_request_has_ended(seeded: Seeded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_pages, "MAX_SEARCHED", 300)
+    page = seeded.logs(text="Step 5 ")
+    times = 1
+    while not page["lines"]:
+        assert page["searchedTo"] is not None
+        page = seeded.logs(text="Step 5 ", before=page["searchedTo"])
+        times += 1
+    assert [line["text"] for line in page["lines"]] == ["Step 5 é"]
+    assert times == 4
+    assert page["searchedTo"] is None
+
+
+def test_how_long_a_log_is(seeded: Seeded) -> None:
+    found = seeded.master.get(f"/page/logs/extent?trial={seeded.trial}&count=true").json
+    rows = seeded.master.rows(
+        "SELECT MIN(id) AS low, MAX(id) AS high FROM logs WHERE trial_id = ?", seeded.trial
+    )
+    assert (found["first"], found["last"]) == (rows[0]["low"], rows[0]["high"])
+    assert (found["lines"], found["ranks"], found["trial"]) == (1000, [-1, 1, 2], seeded.trial)
+    empty = seeded.master.get("/page/logs/extent?trial=1&count=true").json
+    assert (empty["first"], empty["lines"], empty["isOver"]) == (None, 0, False)
+    assert seeded.master.get("/page/logs/extent?trial=1").json["lines"] is None
+
+
+def test_a_task_has_its_own_log_or_that_of_its_trial(seeded: Seeded) -> None:
+    own = seeded.master.get(f"/page/logs?task={seeded.task}").json
+    assert [line["text"] for line in own["lines"]] == ["of a command"]
+    task = seeded.master.rows("SELECT task_id FROM trials WHERE id = ?", seeded.trial)[0]["task_id"]
+    assert seeded.master.get(f"/page/logs?task={task}").json == seeded.logs()
+
+
+@pytest.mark.parametrize("text", ["", "x", "é" * 999, "\x00a\x00", "é" * 4000, "a\n\n"])
+def test_a_line_is_whole_or_cut_with_its_length(seeded: Seeded, text: str) -> None:
+    def fill(tx):
+        task = add_task(tx)
+        add_lines(tx, task, None, [(None, None, text)])
+        return task
+
+    task = seeded.master.services.database.write(fill)
+    (line,) = seeded.master.get(f"/page/logs?task={task}").json["lines"]
+    shown = text.replace("\x00", r"\x00")
+    if len(text.encode()) > log_pages.MAX_BYTES:
+        assert shown.startswith(line["text"])
+        assert line["bytes"] == len(text.encode()) + 1
+    else:
+        assert line["text"] == shown
+        assert "bytes" not in line
+    whole = seeded.master.get(f"/page/logs/line?task={task}&id={line['id']}")
+    assert whole.content.decode() == text + "\n"
+    assert whole.headers["content-disposition"].startswith("attachment")
+    assert whole.headers["content-type"].startswith("text/plain")
+
+
+def test_a_line_of_another_log_is_not_found(seeded: Seeded) -> None:
+    (row,) = seeded.master.rows("SELECT MAX(id) AS id FROM logs WHERE trial_id = ?", seeded.other)
+    answer = seeded.master.get(f"/page/logs/line?trial={seeded.trial}&id={row['id']}")
+    assert answer.status == 404
+    assert "is not found in this log" in answer.error
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "words"),
+    [
+        ("", 400, "names no log"),
+        ("trial=1&task=2", 400, "names no log"),
+        ("trial=1&before=2&after=3", 400, "has before and after"),
+        ("trial=1&before=-3", 400, "expected the id of a line"),
+        ("trial=1&level=LOUD", 400, "expected one of TRACE"),
+        ("trial=1&rank=one", 400, "expected whole numbers"),
+        ("trial=999999", 404, "trial 999999 is not found"),
+        ("task=%1b%5b31m", 404, r"task '\\x1b[31m' is not found"),
+    ],
+)
+def test_what_cannot_be_answered_is_told(seeded: Seeded, query: str, status: int, words: str) -> None:
+    answer = seeded.master.get(f"/page/logs?{query}")
+    assert answer.status == status
+    assert words in answer.error
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/page/logs?trial=1",
+        "/page/logs/extent?trial=1",
+        "/page/logs/file?trial=1",
+        "/page/logs/line?trial=1&id=1",
+        "/page/compare?trials=1",
+        "/page/trials/1/instruments",
+        "/page/trials/1/instruments/series?name=x",
+    ],
+)
+def test_only_users_are_answered(seeded: Seeded, path: str) -> None:
+    assert seeded.master.get(path, token=None).status == 401
+    assert seeded.master.get(path, token="trial-1").status == 403
+
+
+def test_of_many_ranks_those_that_stand_out_have_curves(seeded: Seeded) -> None:
+    master = seeded.master
+    master.services.database.write(lambda tx: add_instruments(tx, seeded.other, 100, num_reports=3))
+    found = master.get(f"/page/trials/{seeded.other}/instruments/series?name=process_memory_bytes").json
+    assert found["ranks"] == 100
+    assert [curve["rank"] for curve in found["curves"]] == list(range(36, 100))
+    assert found["curves"][0]["batches"] == [10, 20, 30]
+    newest = master.get(f"/page/trials/{seeded.other}/instruments").json["report"]
+    assert newest["batches"] == 30
+    assert len(newest["ranks"]["forward_ms"]) == 100
+    assert newest["values"]["timed_by"] == "host clock"
+
+
+def test_instruments_of_runs_with_other_numbers_of_ranks_are_one_history(seeded: Seeded) -> None:
+    def fill(tx):
+        trial = trials_of(tx, add_experiment(tx))[0]
+        rows = [
+            (10, {"ranks": {"batch_ms": [1.0, 2.0, 3.0]}}),
+            (20, {"ranks": {"batch_ms": [4.0, None]}}),
+            (30, {"ranks": {"batch_ms": ["NaN"]}}),
+            (40, {"ranks": "damaged"}),
+        ]
+        add_metric(tx, trial, "telemetry", rows)
+        return trial
+
+    trial = seeded.master.services.database.write(fill)
+    curves = seeded.master.get(f"/page/trials/{trial}/instruments/series?name=batch_ms").json["curves"]
+    assert [(curve["batches"], curve["values"]) for curve in curves] == [
+        ([10, 20, 30], [1.0, 4.0, "NaN"]),
+        ([10], [2.0]),
+        ([10], [3.0]),
+    ]
+    assert seeded.master.get(f"/page/trials/{trial}/instruments").json["report"]["ranks"] == {}
+
+
+def test_an_experiment_stands_for_its_best_trial_and_is_named_without_one(seeded: Seeded) -> None:
+    def fill(tx):
+        best = add_experiment(tx, num_trials=3, seed=5)
+        return best, add_experiment(tx, num_trials=1, num_points=0)
+
+    best, without = seeded.master.services.database.write(fill)
+    found = seeded.master.get(
+        f"/page/compare?experiments={best}&experiments={without}&experiments=999999&trials={seeded.trial}"
+    ).json
+    (row,) = seeded.master.rows("SELECT best_trial_id FROM experiments WHERE id = ?", best)
+    assert [trial["id"] for trial in found["trials"]] == [seeded.trial, row["best_trial_id"]]
+    assert found["missing"] == [
+        "experiment 999999 is not found",
+        f"experiment {without} has no best trial yet",
+    ]
+    assert "records_per_epoch: 6400" in found["experiments"][0]["config"]
+    many = "&".join(f"trials={idx}" for idx in range(101))
+    assert seeded.master.get(f"/page/compare?{many}").status == 400
+
+
+def test_the_whole_log_ends_where_it_ended_when_it_was_asked_for(seeded: Seeded, tmp_path: Path) -> None:
+    answer = seeded.master.get(f"/page/logs/file?trial={seeded.trial}")
+    lines = answer.content.decode().splitlines()
+    assert len(lines) == 1000
+    assert lines[4].endswith("[rank=1] || CRITICAL: Step 4 é")

@@ -1,0 +1,162 @@
+"""Modules of the page that compute and draw nothing, run by node: differences of texts, importance, axes."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+
+from dstrial.master.web.assets import STATIC
+
+NODE = shutil.which("node")
+pytestmark = [pytest.mark.process, pytest.mark.skipif(NODE is None, reason="Requires: [node]")]
+
+
+def run(module: str, script: str, given: Any) -> Any:
+    """Run statements that turn ``given`` into ``answer``, with a module's names in ``own``."""
+    code = f"""
+        import * as own from {json.dumps((STATIC / module).as_uri())};
+        import {{ readFileSync }} from "node:fs";
+        const given = JSON.parse(readFileSync(0, "utf8"));
+        let answer;
+        {script}
+        console.log(JSON.stringify(answer));
+    """
+    done = subprocess.run(
+        [str(NODE), "--input-type=module", "-e", code],
+        input=json.dumps(given),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def common_length(a: list[str], b: list[str]) -> int:
+    """Return the length of a longest common subsequence, by the textbook."""
+    row = [0] * (len(b) + 1)
+    for one in a:
+        before = 0
+        for idx, other in enumerate(b, 1):
+            before, row[idx] = row[idx], before + 1 if one == other else max(row[idx], row[idx - 1])
+    return row[-1]
+
+
+def test_a_difference_gives_both_texts_back_and_is_the_shortest() -> None:
+    chance = random.Random(0)
+    pairs = [
+        ["\n".join(chance.choice("abcd") for _ in range(chance.randint(0, 40))) for _ in range(2)]
+        for _ in range(80)
+    ]
+    pairs += [["", "a\n"], ["a\n", ""], ["", ""], ["a\nb\n", "a\nb\n"]]
+    for (before, after), lines in zip(
+        pairs,
+        run("parts/diff.js", "answer = given.map(([a, b]) => own.diffLines(a, b));", pairs),
+        strict=True,
+    ):
+        a, b = ([] if not text else text.removesuffix("\n").split("\n") for text in (before, after))
+        assert [line["text"] for line in lines if line["kind"] != "added"] == a
+        assert [line["text"] for line in lines if line["kind"] != "removed"] == b
+        assert [line["before"] for line in lines if line["before"]] == list(range(1, len(a) + 1))
+        assert [line["after"] for line in lines if line["after"]] == list(range(1, len(b) + 1))
+        assert sum(line["kind"] == "same" for line in lines) == common_length(a, b)
+
+
+def test_texts_that_have_little_in_common_are_told_apart_all_the_same() -> None:
+    before, after = ("\n".join(f"{word} {idx}" for idx in range(9000)) for word in ("a", "b"))
+    counts = run(
+        "parts/diff.js",
+        "answer = {}; for (const line of own.diffLines(...given)) answer[line.kind] = (answer[line.kind] ?? 0) + 1;",
+        [f"head\n{before}\nend", f"head\n{after}\nend"],
+    )
+    assert counts == {"same": 2, "removed": 9000, "added": 9000}
+
+
+def test_what_is_alike_and_far_away_is_folded() -> None:
+    text = "\n".join(map(str, range(40)))
+    hunks = run(
+        "parts/diff.js",
+        "answer = own.hunksOf(own.diffLines(...given));",
+        [text, text.replace("\n20\n", "\nnew\n")],
+    )
+    assert [(hunk["isFolded"], len(hunk["lines"])) for hunk in hunks] == [(True, 17), (False, 8), (True, 16)]
+
+
+def points(count: int) -> list[dict[str, Any]]:
+    chance = random.Random(1)
+    found: list[dict[str, Any]] = []
+    for number in range(count):
+        hp = {
+            "lr": 10 ** chance.uniform(-5, -1),
+            "kind": chance.choice(["a", "b", "c"]),
+            "noise": chance.random(),
+        }
+        found.append(
+            {"id": number, "hp": hp, "best": (math.log10(hp["lr"]) + 3) ** 2 + "abc".index(hp["kind"]) * 0.3}
+        )
+    return found
+
+
+IMPORTANCE = "answer = own.importance(given, own.varyingAxes(given, {}));"
+
+
+def test_importance_is_the_bias_corrected_correlation_ratio_of_ranks() -> None:
+    given = points(60)
+    found = {one["name"]: one for one in run("hp_space.js", IMPORTANCE, given)}
+
+    order = sorted(given, key=lambda point: point["best"])
+    rank = {point["id"]: place for place, point in enumerate(order, 1)}
+    by_lr = sorted(given, key=lambda point: point["hp"]["lr"])
+    groups = {
+        "lr": {point["id"]: place * 5 // 60 for place, point in enumerate(by_lr)},
+        "kind": {point["id"]: point["hp"]["kind"] for point in given},
+    }
+    for name, group_of in groups.items():
+        members: dict[Any, list[int]] = {}
+        for number, group in group_of.items():
+            members.setdefault(group, []).append(rank[number])
+        mean = sum(rank.values()) / 60
+        total = sum((one - mean) ** 2 for one in rank.values())
+        within = sum(sum((one - sum(own) / len(own)) ** 2 for one in own) for own in members.values())
+        share = 1 - (within / (60 - len(members))) / (total / 59)
+        assert found[name]["share"] == pytest.approx(max(share, 0.0))
+    assert found["lr"]["share"] > 0.5 > found["noise"]["share"]
+    assert found["kind"]["direction"] is None
+
+
+def test_importance_says_nothing_of_too_few_trials() -> None:
+    assert run("hp_space.js", IMPORTANCE, points(19)) is None
+    assert run("hp_space.js", IMPORTANCE, [*points(19), {"id": 99, "hp": {}, "best": "NaN"}]) is None
+    assert len(run("hp_space.js", IMPORTANCE, points(20))) == 3
+
+
+def test_axes_are_linear_logarithmic_or_categorical() -> None:
+    given = {
+        "config": {"hyperparameters": {"few": {"type": "log"}, "wide": {"type": "double"}}},
+        "points": [
+            {"id": idx, "best": 1, "hp": {"few": 1 + idx, "wide": 10**idx, "guessed": 10**idx, "flag": idx > 1,
+                                          "same": 1, "mixed": "x" if idx else 3, "rare": 5} if idx else {"few": 1, "same": 1}}
+            for idx in range(4)
+        ],
+    }  # fmt: skip
+    axes = run(
+        "hp_space.js",
+        "const last = given.points[3].hp; "
+        "answer = own.varyingAxes(given.points, given.config).map(({ name, kind, at }) => [name, kind, at(last[name])]);",
+        given,
+    )
+    assert axes == [
+        ["few", "log", 1],
+        ["flag", "categorical", 1],
+        ["guessed", "log", 1],
+        ["mixed", "categorical", 0.5],
+        ["rare", "linear", 0.5],
+        ["wide", "linear", 1],
+    ]

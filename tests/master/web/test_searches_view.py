@@ -1,0 +1,84 @@
+"""Searches of dsat on the page: live from what trials report, and with the report of one that has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from browsing import Browser
+from seeded_cluster import add_search
+from serving import Master
+
+pytestmark = pytest.mark.process
+
+LIVE, ENDED = "0a1b2c3d", "11111111"
+CURVES = "[...document.querySelectorAll('.plot')].map((one) => one.getAttribute('aria-label'))"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _filled(seeded_master: Master) -> None:
+    seeded_master.services.database.write(
+        lambda tx: (add_search(tx, search_id=LIVE), add_search(tx, search_id=ENDED, has_report=True))
+    )
+
+
+def test_a_running_search_is_drawn_from_what_its_trials_have_reported(
+    open_browser: Callable[..., Browser], seeded_master: Master
+) -> None:
+    browser = open_browser()
+    browser.open("/det/searches", "tbody tr[data-idx='1']")
+    browser.page.click(f"a[href='/det/searches/{LIVE}']:has-text('gpt')")
+    browser.page.wait_for_selector("[aria-label=Configurations] tbody tr[data-idx='4']")
+    assert "3 of 5 configurations measured" in browser.text(".facts")
+    assert "zero 2, <b>4 x 8</b>" in browser.text("tbody tr.best")
+    assert "order 2 of worker 1" in browser.text("tbody")
+    assert "in the report of the search" in browser.text("main")  # What is not here is said.
+    # Three measured ones and the line of those beaten by none; nothing was predicted.
+    assert browser.page.evaluate(CURVES) == [
+        "Records per second against memory over GiB of a device: 4 curves"
+    ]
+    # The next measurement is shown without loading the page again.
+    (running,) = seeded_master.rows(
+        "SELECT t.id, t.experiment_id FROM trials t JOIN experiments e ON e.id = t.experiment_id "
+        "WHERE e.name = ? AND e.state = 'ACTIVE'",
+        "gpt (dsat trial 3)",
+    )
+    browser.page.evaluate("window.isSame = true")
+
+    def measure(tx):
+        tx.execute(
+            "INSERT INTO metrics (trial_id, run_id, group_name, steps, end_us, metrics) VALUES (?, 1, 'validation', 30, 1, ?)",
+            (running["id"], '{"latency": 100000.0, "throughput": 99.0, "peak_memory_bytes": 1e9}'),
+        )
+        tx.publish(f"metrics:{running['id']}:{running['experiment_id']}")
+
+    seeded_master.services.database.write(measure)
+    browser.until("document.querySelector('.facts').textContent.includes('4 of 5 configurations measured')")
+    assert "zero 3" in browser.text("tbody tr.best")
+    assert browser.page.evaluate("window.isSame")
+
+
+def test_an_ended_search_has_its_report_with_predictions_and_runs_nothing_of_it(
+    open_browser: Callable[..., Browser],
+) -> None:
+    browser = open_browser()
+    browser.open(f"/det/searches/{ENDED}", "tbody tr.best")
+    facts = browser.text(".facts")
+    assert "100.0 % better than its own configuration" in facts
+    assert "predict, for throughput" in facts
+    assert "the budget is spent" in browser.text("main")
+    assert "<script>alert(1)</script>" in browser.text("main ul")
+    assert browser.page.evaluate(CURVES) == [
+        "Records per second against memory over GiB of a device: 3 curves",
+        "Measured ms of a step against predicted over predicted ms: 3 curves",
+    ]
+    href = browser.page.get_attribute("tbody tr.best a", "href")
+    assert href is not None
+    assert href.startswith("/det/experiments/")
+
+
+def test_an_unknown_search_is_said_to_be_none(open_browser: Callable[..., Browser]) -> None:
+    browser = open_browser()
+    browser.open("/det/searches/%3Cb%3E", "main .problem")
+    assert "search '<b>' is not found" in browser.text("main .problem")
+    browser.problems.clear()  # The browser notes the answer 404 itself.

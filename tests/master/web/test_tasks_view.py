@@ -1,0 +1,101 @@
+"""The list of commands, TensorBoards and generic tasks, in a real browser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from browsing import Browser
+from seeded_cluster import add_task
+from serving import Master
+from waiting import wait_for
+
+pytestmark = pytest.mark.process
+
+HTML = "<img src=x onerror=alert(1)> & co"
+ROWS = "document.querySelectorAll('tbody tr[data-idx]').length"
+
+
+@pytest.fixture(scope="module")
+def tasks(seeded_master: Master) -> dict[str, str]:
+    def fill(tx):
+        return {
+            "command": add_task(tx, name=HTML, slots=(2,), num_slots=1),
+            "board": add_task(tx, kind="TENSORBOARD", name="boards", slots=(), experiments=(1, 2)),
+            "notebook": add_task(
+                tx, kind="GENERIC", name="notebook", slots=(3,), num_slots=1, ports=(8888,), is_pausable=True
+            ),
+            "failed": add_task(tx, name="failed", state="ERROR"),
+        }
+
+    return seeded_master.services.database.write(fill)
+
+
+def test_tasks_are_told_with_where_they_answer(seeded_master: Master, tasks: dict[str, str]) -> None:
+    found = {row["id"]: row for row in seeded_master.get("/page/tasks").json["tasks"]}
+    assert found[tasks["board"]]["services"] == [f"/proxy/{tasks['board']}/"]
+    assert found[tasks["notebook"]]["services"] == [f"/proxy/{tasks['notebook']}:8888/"]
+    assert found[tasks["failed"]]["state"] == "ERROR"
+    assert found[tasks["failed"]]["reason"] == "exit code 3"
+    assert seeded_master.get("/page/tasks", token="trial-1").status in (401, 403)
+
+
+def test_tasks_are_filtered_and_lead_to_logs_services_and_experiments(
+    open_browser: Callable[..., Browser], tasks: dict[str, str]
+) -> None:
+    browser = open_browser()
+    browser.open("/det/tasks", "tbody tr[data-idx='3']")
+    assert HTML in browser.text("tbody")
+    links = browser.page.eval_on_selector_all(
+        "tbody a", "(all) => all.map((one) => one.getAttribute('href'))"
+    )
+    assert f"/det/tasks/{tasks['command']}/logs" in links
+    assert f"/proxy/{tasks['board']}/" in links
+    assert "/det/experiments/2" in links
+    browser.page.check("input[type=checkbox]")
+    browser.until(f"{ROWS} === 3")
+    browser.page.select_option("select[aria-label=Kind]", "GENERIC")
+    browser.until(f"{ROWS} === 1")
+    browser.page.reload()
+    browser.page.wait_for_selector("tbody tr[data-idx]")
+    browser.until(f"{ROWS} === 1")
+    browser.page.fill("input[type=search]", "slots>5")
+    browser.page.wait_for_selector("td.empty:has-text('No task fits the filter.')")
+
+
+def test_a_task_is_killed_after_a_question_and_shown_as_it_is_then(
+    open_browser: Callable[..., Browser], seeded_master: Master, tasks: dict[str, str]
+) -> None:
+    def kills() -> list[str]:
+        return [
+            row["task_id"] for row in seeded_master.rows("SELECT task_id FROM allocations WHERE kill_us > 0")
+        ]
+
+    browser = open_browser()
+    browser.open("/det/tasks", "tbody tr[data-idx]")
+    for name, task in ((HTML, "command"), ("boards", "board"), ("notebook", "notebook")):
+        browser.page.click(f'button[aria-label="Kill {name}"]')
+        browser.page.wait_for_selector("dialog[open]")
+        browser.page.keyboard.press("Escape")
+        browser.page.wait_for_selector("dialog", state="detached")
+        assert tasks[task] not in kills()
+        browser.page.click(f'button[aria-label="Kill {name}"]')
+        browser.page.click("dialog button.danger")
+        wait_for(lambda task=task: tasks[task] in kills())
+        browser.page.wait_for_selector(".notices p:has-text('kill')")
+        browser.until("document.querySelectorAll('.notices p.problem').length === 0")
+    browser.until("document.querySelector('tbody').textContent.includes('stopping')")
+
+
+def test_what_cannot_be_done_is_said_and_the_list_stays(
+    open_browser: Callable[..., Browser], seeded_master: Master
+) -> None:
+    gone = seeded_master.services.database.write(lambda tx: add_task(tx, name="gone soon", slots=()))
+    browser = open_browser()
+    browser.open("/det/tasks", "button[aria-label='Kill gone soon']")
+    seeded_master.change("DELETE FROM commands WHERE task_id = ?", gone)
+    browser.page.click("button[aria-label='Kill gone soon']")
+    browser.page.click("dialog button.danger")
+    browser.page.wait_for_selector(".notices p.problem:has-text('is not found')")
+    browser.page.wait_for_selector("button[aria-label='Kill gone soon']", state="detached")
+    browser.problems.clear()  # The browser notes the answer 404 itself.

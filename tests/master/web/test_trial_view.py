@@ -1,0 +1,204 @@
+"""One trial in a real browser: its metrics, instruments, hyperparameters, checkpoints and runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+from browsing import Browser
+from seeded import add_experiment
+from seeded_trials import add_instruments, add_metric, add_runs, task_of, trials_of
+from serving import Master
+
+from dstrial.master.clock import now_us
+from dstrial.master.store import experiments
+
+pytestmark = pytest.mark.process
+
+NAME = "<img src=x onerror=alert(1)> & co"
+CHECKPOINT = "11112222-3333-4444-5555-666677778888"
+Open = Callable[..., Browser]
+
+
+@dataclasses.dataclass(frozen=True)
+class Seeded:
+    experiment: int
+    trial: int
+
+
+@pytest.fixture(scope="module")
+def seeded(seeded_master: Master) -> Seeded:
+    def fill(tx):
+        experiment = add_experiment(tx, name=NAME, num_trials=3, num_points=40, seed=7)
+        trial = trials_of(tx, experiment)[0]
+        add_runs(
+            tx,
+            trial,
+            [(0, 4, 1, "rank 2 has failed with <b>code</b> 1"), (120, 4, 0, ""), (250, 2, None, "")],
+        )
+        add_instruments(tx, trial, 4)
+        add_metric(tx, trial, NAME, [(10, {NAME: 1.5}), (20, {NAME: 2.5})])
+        add_metric(
+            tx,
+            trial,
+            "broken",
+            [(10, {"x": "NaN"}), (20, {"x": 1.0}), (30, {"x": "Infinity"}), (40, {"x": 2})],
+        )
+        tx.execute(
+            "INSERT INTO checkpoints (uuid, experiment_id, trial_id, task_id, run_id, state, steps, resources, metadata, size, "
+            "report_us) VALUES (?, ?, ?, ?, 1, 'COMPLETED', 100, '{\"model/a\": 1048576}', '{\"steps_completed\": 100}', "
+            "1048576, ?)",
+            (CHECKPOINT, experiment, trial, task_of(tx, trial), now_us()),
+        )
+        return Seeded(experiment, trial)
+
+    return seeded_master.services.database.write(fill)
+
+
+def test_every_metric_has_a_chart_in_its_group_with_what_happened_marked(
+    open_browser: Open, seeded: Seeded
+) -> None:
+    browser = open_browser()
+    browser.open(f"/det/experiments/{seeded.experiment}/trials/{seeded.trial}", ".chart")
+    assert browser.texts("main h2")[:2] == ["validation", "training"]
+    assert {"broken", "telemetry", NAME} <= set(browser.texts("main h2"))
+    assert "restart; 4 → 2 slots" in browser.text("main")
+    assert "1 restart, 3 runs" in browser.text(".facts")
+    browser.page.fill("input[aria-label='Find metrics']", "accur")
+    browser.until("document.querySelectorAll('.chart').length === 2")
+    assert "find=accur" in browser.page.url
+    assert browser.page.locator("main img").count() == 0
+
+
+def test_the_axis_of_a_trial_can_be_epochs_and_time(open_browser: Open, seeded: Seeded) -> None:
+    browser = open_browser()
+    browser.open(f"/det/trials/{seeded.trial}?find=validation.loss", ".chart")
+    for word, label in (("epochs", "epochs"), ("records", "records"), ("time", "time since the start")):
+        browser.page.select_option("label:has-text('Over') select", word)
+        browser.until(f"document.querySelector('.plot').getAttribute('aria-label').includes('over {label}')")
+
+
+def test_marks_stand_where_runs_began_in_the_units_of_the_axis(open_browser: Open, seeded: Seeded) -> None:
+    browser = open_browser()
+    browser.open_bare()
+    marks = browser.page.evaluate(
+        """async () => {
+        const { marksOf } = await import("/page/assets/views/trial/marks.js");
+        const run = (fromBatch, slots, exitCode, start) => ({ fromBatch, slots, exitCode, start });
+        const runs = [run(0, 4, 1, "2026-01-01T00:00:00Z"), run(10, 4, 0, "2026-01-01T00:01:00Z"),
+            run(20, 2, 0, "2026-01-01T00:02:00Z"), run(20, 2, 0, "2026-01-01T00:03:00Z")];
+        const records = { perBatch: 64, perEpoch: 640 };
+        return ["batches", "records", "epochs", "time"].map((axis) => marksOf(runs, axis, records, runs[0].start));
+    }"""
+    )
+    texts = ["restart", "4 → 2 slots, resumed"]
+    assert [[mark["x"] for mark in one] for one in marks[:3]] == [[10, 20], [640, 1280], [1, 2]]
+    assert all([mark["text"] for mark in one] == texts for one in marks[:3])
+    assert [mark["x"] for mark in marks[3]] == [60, 120, 180]
+
+
+def test_values_that_are_no_numbers_are_counted_and_the_others_drawn(
+    open_browser: Open, seeded: Seeded
+) -> None:
+    browser = open_browser()
+    browser.open(f"/det/trials/{seeded.trial}?find=broken.x", ".chart")
+    browser.until("document.querySelector('.chart').innerText.includes('2 values are not finite')")
+
+
+def test_instruments_are_shown_by_rank(open_browser: Open, seeded: Seeded) -> None:
+    browser = open_browser()
+    browser.open(f"/det/trials/{seeded.trial}/instruments", "table.bars")
+    slow = browser.page.locator("table[aria-label='Time of a batch by rank'] tr").nth(1)
+    assert slow.locator("[role=img]").nth(1).get_attribute("aria-label") == "forward 35 ms"
+    memory = browser.page.locator("table[aria-label='process memory by rank'] tr")
+    assert memory.count() == 4
+    assert "840 MiB" in memory.nth(1).inner_text()
+    assert "41 %" in browser.text(".numbers")
+    browser.page.select_option("label:has-text('Instrument') select", "process_memory_bytes")
+    browser.until(
+        "document.querySelector('[aria-label^=\"process_memory_bytes by rank\"]')?.ariaLabel.includes('4 curves')"
+    )
+
+
+def test_a_trial_without_instruments_says_how_to_get_them(
+    open_browser: Open, seeded: Seeded, seeded_master: Master
+) -> None:
+    other = seeded_master.rows("SELECT id FROM trials WHERE experiment_id = ? ORDER BY id", seeded.experiment)
+    browser = open_browser()
+    browser.open(f"/det/trials/{other[1]['id']}/instruments")
+    browser.until("document.querySelector('main').innerText.includes('telemetry: false')")
+
+
+def test_hyperparameters_checkpoints_and_runs_are_tables(open_browser: Open, seeded: Seeded) -> None:
+    browser = open_browser()
+    browser.open(f"/det/trials/{seeded.trial}/hyperparameters", "tbody tr[data-idx]")
+    assert browser.texts("tbody tr td:first-child") == ["global_batch_size", "lr", "layers", "optimizer"]
+    browser.page.click("nav.tabs a:has-text('Checkpoints')")
+    browser.page.wait_for_selector("tbody tr[data-idx]")
+    row = browser.text("tbody tr[data-idx='0']")
+    assert CHECKPOINT in row
+    assert "1.0 MiB" in row
+    browser.page.click("nav.tabs a:has-text('Runs')")
+    browser.page.wait_for_selector("table[aria-label=Runs] tr[data-idx='2']")
+    rows = [text.split("\t") for text in browser.texts("tbody tr[data-idx]")]
+    assert [row[1] for row in rows] == ["first", "restart", "4 → 2 slots"]
+    assert [row[-1] for row in rows] == ["rank 2 has failed with <b>code</b> 1", "ended", "runs"]
+
+
+def test_a_trial_is_killed_after_a_question_only(open_browser: Open, seeded_master: Master) -> None:
+    def kills() -> list[object]:
+        return [
+            row["kill_us"] for row in seeded_master.rows("SELECT kill_us FROM allocations WHERE trial_id = 2")
+        ]
+
+    browser = open_browser()
+    browser.open("/det/trials/2", "button.danger")
+    browser.page.click("button.danger:has-text('Kill')")
+    browser.page.click("dialog button:has-text('Cancel')")
+    assert kills() == [None]
+    browser.page.click("button.danger:has-text('Kill')")
+    browser.page.click("dialog button:has-text('Kill')")
+    browser.until("document.querySelector('.notices').innerText.includes('Trial 2 is being killed')")
+    assert kills() != [None]
+
+
+def test_a_trial_with_ten_thousand_metrics_is_searched(open_browser: Open, seeded_master: Master) -> None:
+    def fill(tx):
+        trial = trials_of(tx, add_experiment(tx, num_points=3))[0]
+        add_metric(tx, trial, "many", [(10, {f"metric_{idx:05}": idx for idx in range(10_000)})])
+        return trial
+
+    trial = seeded_master.services.database.write(fill)
+    browser = open_browser()
+    browser.open(f"/det/trials/{trial}", "button:has-text('Show 24 more')")
+    assert "2,000 or more metrics" in browser.text(".filters")
+    browser.page.fill("input[aria-label='Find metrics']", "METRIC_0999")
+    browser.until("document.querySelector('.filters').innerText.includes('10 metrics')")
+    browser.until("document.querySelectorAll('main .charts > div').length === 10")
+    browser.page.fill("input[aria-label='Find metrics']", "")
+    browser.page.click("button:has-text('Show 24 more')")
+    browser.until("document.querySelectorAll('main .charts > div').length === 48")
+
+
+def test_a_trial_that_is_deleted_while_it_is_looked_at_stays_with_a_word(
+    open_browser: Open, seeded_master: Master
+) -> None:
+    def fill(tx):
+        experiment = add_experiment(tx, name="goes", num_points=5)
+        return Seeded(experiment, trials_of(tx, experiment)[0])
+
+    gone = seeded_master.services.database.write(fill)
+    browser = open_browser()
+    browser.open(f"/det/trials/{gone.trial}", ".chart")
+    seeded_master.services.database.write(lambda tx: experiments.forget(tx, gone.experiment))
+    browser.until("document.querySelector('main').innerText.includes('This trial has been deleted')")
+    assert browser.page.locator("main h1").inner_text().startswith(f"Trial {gone.trial}")
+    browser.forgive("404")
+
+
+def test_an_unknown_trial_is_told_of(open_browser: Open) -> None:
+    browser = open_browser()
+    browser.open("/det/trials/999999", "main .problem")
+    assert "trial 999999 is not found" in browser.text("main .problem")
+    browser.forgive("404")

@@ -1,0 +1,75 @@
+"""What a Ray cluster says, read into values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dstrial.ray.cluster import parse_groups, parse_nodes
+
+
+def node(number: str, name: str, port: int = 1, **values: Any) -> dict[str, Any]:
+    resources = {"CPU": 2.0, "memory": 1.0, f"node:{name}": 1.0}
+    return {
+        "NodeID": number, "NodeName": name, "NodeManagerAddress": name, "NodeManagerHostname": "same", "NodeManagerPort": port,
+        "Alive": True, "DeathReasonMessage": "", "Resources": resources, **values,
+    }  # fmt: skip
+
+
+def seen(nodes: list[dict[str, Any]], **values: Any) -> dict[str, Any]:
+    return {"nodes": nodes, "free": {}, "draining": {}, "groups": {}, **values}
+
+
+def test_a_node_has_rays_name_for_it_as_host_names_may_repeat() -> None:
+    nodes = parse_nodes(seen([node("a", "10.0.0.1"), node("b", "left")]))
+    assert [one.name for one in nodes] == ["10.0.0.1", "left"]
+
+
+def test_two_nodes_of_one_name_have_their_ports_behind_it() -> None:
+    nodes = parse_nodes(
+        seen([node("a", "10.0.0.1", 11), node("b", "10.0.0.1", 12), node("c", "10.0.0.2", 13)])
+    )
+    assert [one.name for one in nodes] == ["10.0.0.1:11", "10.0.0.1:12", "10.0.0.2"]
+
+
+def test_a_dead_node_leaves_its_name_to_the_one_that_follows_it() -> None:
+    dead = node("a", "10.0.0.1", Alive=False, Resources={}, DeathReasonMessage="health check failed")
+    nodes = parse_nodes(seen([dead, node("b", "10.0.0.1", 12)]))
+    assert [(one.name, one.is_alive) for one in nodes] == [("10.0.0.1", False), ("10.0.0.1", True)]
+    assert nodes[0].why_dead == "health check failed"
+
+
+def test_what_is_free_and_drained_is_known_by_id() -> None:
+    nodes = parse_nodes(seen([node("a", "x"), node("b", "y")], free={"a": {"CPU": 1.0}}, draining={"b": 5}))
+    assert [(one.free, one.is_draining) for one in nodes] == [({"CPU": 1.0}, False), ({}, True)]
+    assert nodes[0].num_slots("CPU") == 2
+    assert nodes[0].num_slots("GPU") == 0
+
+
+def group(state: str, places: dict[str, str], first: dict[str, str] | None = None) -> dict[str, Any]:
+    bundles = {"0": {"CPU": 2.0}, "1": {"CPU": 1.0}, "10": {"CPU": 1.0}}
+    return {
+        "name": "dstrial c k t", "state": state, "bundles": bundles, "bundles_to_node_id": places, "first_node_ids": first,
+    }  # fmt: skip
+
+
+def test_bundles_are_in_the_order_of_their_numbers() -> None:
+    places = {"10": "c", "1": "b", "0": "a"}
+    (found,) = parse_groups(seen([], groups={"g": group("CREATED", places, places)}))
+    assert found.node_ids == ("a", "b", "c")
+    assert [bundle["CPU"] for bundle in found.bundles] == [2.0, 1.0, 1.0]
+    assert not found.has_moved
+
+
+def test_a_group_whose_bundle_is_elsewhere_than_at_first_has_moved() -> None:
+    first = {"0": "a", "1": "b", "10": "c"}
+    moved = group("CREATED", {**first, "1": "d"}, first)
+    (found,) = parse_groups(seen([], groups={"g": moved}))
+    assert found.has_moved
+    (lost,) = parse_groups(seen([], groups={"g": group("RESCHEDULING", {**first, "1": ""}, first)}))
+    assert lost.has_moved
+
+
+def test_a_group_that_waits_has_not_moved() -> None:
+    (found,) = parse_groups(seen([], groups={"g": group("PENDING", {"0": "", "1": "", "10": ""})}))
+    assert found.node_ids == ("", "", "")
+    assert not found.has_moved

@@ -1,0 +1,39 @@
+"""The command whose input and output are those of a program on a node."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dstrial.hosts.ray import RayTransport
+
+
+def _refusal(exit_code: int | None, errors: str) -> tuple[str, str]:
+    found = RayTransport("4a99", Path("/run/relays")).refusal(
+        "10.0.0.2", "/venv/bin/python", exit_code, errors
+    )
+    return found.got, found.fix
+
+
+def test_why_nothing_answers_is_told_by_what_ray_says() -> None:
+    assert _refusal(None, "")[0] == "silent (Ray has started no actor there within 40 s)"
+    assert "/venv/bin/python" in _refusal(127, "/venv/bin/python: No such file or directory\n")[0]
+    assert "another kind of machine" in _refusal(127, "/venv/bin/python: Exec format error\n")[0]
+    assert _refusal(255, "placement group 4a99 is over\n") == (
+        "not the job's any more (placement group 4a99 is over)",
+        "Nothing is to be done: it is asked for again.",
+    )
+    got, fix = _refusal(255, "the actor on 10.0.0.2 is gone: its node has died\n")
+    assert got == ("not starting a program (exit code 255): the actor on 10.0.0.2 is gone: its node has died")
+    assert "ray status" in fix
+
+
+@pytest.mark.process
+def test_without_a_bridge_it_says_so_and_ends(tmp_path: Path) -> None:
+    words = RayTransport("4a99", tmp_path / "relays").words("10.0.0.2", sys.executable)
+    done = subprocess.run(words, input="", capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (255, "")
+    assert done.stderr == "dstrial is not connected to Ray (No such file or directory)\n"

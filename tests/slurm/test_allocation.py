@@ -1,0 +1,97 @@
+"""Which nodes and slots an allocation has, by Slurm's variables."""
+
+from __future__ import annotations
+
+import pytest
+
+from dstrial.errors import LaunchError
+from dstrial.hosts.srun import transport_of
+from dstrial.slurm.allocation import Allocation, allocation_of, slots_of_nodes
+
+_BATCH = {
+    "SLURM_JOB_ID": "12",
+    "SLURM_JOB_NODELIST": "gpu[1-2],login",
+    "SLURM_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_PROCID": "0",
+    "ENVIRONMENT": "BATCH",
+}
+
+
+def test_a_batch_script_knows_nodes_tasks_and_devices() -> None:
+    found = allocation_of({**_BATCH, "SLURM_GPUS_ON_NODE": "2"})
+    assert found == Allocation(12, ("gpu1", "gpu2", "login"), (2, 2, 1), 2)
+    assert allocation_of({}) is None
+    assert allocation_of({"SLURM_JOB_ID": "12"}) is None, "a variable that somebody has set"
+
+
+def test_one_of_several_tasks_is_refused_and_a_step_of_slurms_own_is_not() -> None:
+    step = {**_BATCH, "SLURM_STEP_ID": "4", "SLURM_STEP_NUM_TASKS": "2"}
+    with pytest.raises(LaunchError, match="one of 2 tasks of srun"):
+        allocation_of(step)
+    assert allocation_of({**step, "SLURM_STEP_NUM_TASKS": "1"}) is not None
+    # salloc with an interactive step
+    assert allocation_of({**step, "SLURM_STEP_ID": str(0xFFFFFFFA)}) is not None
+
+
+def test_variables_of_nothing_are_named() -> None:
+    with pytest.raises(LaunchError, match=r"SLURM_JOB_NODELIST='gpu\[1-'"):
+        allocation_of({**_BATCH, "SLURM_JOB_NODELIST": "gpu[1-"})
+
+
+@pytest.mark.parametrize(
+    ("tasks", "devices", "wanted", "slots"),
+    [
+        ((2, 2, 1), 0, None, [2, 2, 1]),
+        ((2, 2, 1), 0, 5, [2, 2, 1]),
+        ((2, 2, 1), 0, 3, [2, 1, 0]),
+        ((1, 1), 0, None, [1, 1]),
+        ((1, 1), 8, None, [8, 8]),
+        ((1, 1), 8, 16, [8, 8]),
+        ((1, 1), 0, 4, [2, 2]),
+        ((1, 1), 8, 1, [1, 0]),
+        ((1,), 0, 4, [4]),
+    ],
+)
+def test_tasks_are_slots_and_otherwise_nodes_share_them(
+    tasks: tuple[int, ...], devices: int, wanted: int | None, slots: list[int]
+) -> None:
+    nodes = tuple(f"n{number}" for number in range(len(tasks)))
+    assert slots_of_nodes(Allocation(1, nodes, tasks, devices), wanted) == slots
+
+
+@pytest.mark.parametrize(
+    ("tasks", "wanted", "said"), [((2, 1), 4, "have 3 tasks"), ((1, 1), 3, "expected a multiple of 2")]
+)
+def test_more_slots_than_there_are_is_said(tasks: tuple[int, ...], wanted: int, said: str) -> None:
+    with pytest.raises(LaunchError, match=said) as raised:
+        slots_of_nodes(Allocation(1, ("a", "b"), tasks), wanted)
+    assert f"--ntasks={wanted}" in str(raised.value)
+
+
+def test_devices_are_counted_whatever_they_are_called() -> None:
+    for name, text in (
+        ("SLURM_GPUS_ON_NODE", "4"),
+        ("SLURM_GPUS_PER_NODE", "h100:4"),
+        ("SLURM_JOB_GPUS", "0,1,2,7"),
+    ):
+        found = allocation_of({**_BATCH, name: text})
+        assert found is not None
+        assert found.num_devices == 4
+
+
+def test_a_step_has_to_say_how_many_devices_it_has_where_they_were_asked_for_by_task_or_as_a_whole() -> None:
+    base = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2,1"}
+    for more, counts in (
+        ({"SLURM_GPUS_PER_TASK": "1"}, {"n1": 2, "n2": 1}),
+        ({"SLURM_TRES_PER_TASK": "cpu=1,gres/gpu=1"}, {"n1": 2, "n2": 1}),
+        ({"SLURM_GPUS": "3"}, {"n1": 2, "n2": 1}),
+        ({"SLURM_GPUS_PER_NODE": "2", "SLURM_GPUS_ON_NODE": "2"}, {}),
+        ({"SLURM_TRES_PER_TASK": "cpu=1"}, {}),
+        ({}, {}),
+    ):
+        allocation = allocation_of({**base, **more})
+        assert allocation is not None
+        transport = transport_of(allocation)
+        for host in ("n1", "n2"):
+            asked = [word for word in transport.words(host, "python") if word.startswith("--gpus")]
+            assert asked == ([f"--gpus={counts[host]}"] if counts else [])

@@ -1,0 +1,107 @@
+"""The batch script and the options that are put into it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrial.errors import ConfigError
+from dstrial.slurm.script import (
+    asks_for_devices,
+    batch_script,
+    notice_s,
+    request_lines,
+    sbatch_args,
+    value_of,
+)
+
+
+def test_options_of_config_and_command_line_keep_their_order_and_their_values() -> None:
+    settings = {"sbatch_args": ["-p", "gpu", "--time=1:00:00", "--exclusive"]}
+    found = sbatch_args(settings, ["--partition=other"], "exp.yaml")
+    assert found == ["-p gpu", "--time=1:00:00", "--exclusive", "--partition=other"]
+    assert value_of(found, "--partition", "-p") == "other"
+    assert value_of(found[:1], "--partition", "-p") == "gpu"
+    assert value_of(["-pgpu"], "-p") == "gpu"
+    assert value_of(found, "--exclusive") == ""
+    assert value_of(found, "--nodes", "-N") is None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--partition=gpu", "a list of options of sbatch"),
+        (["partition"], "slurm.sbatch_args[0]"),
+        (["--comment=a\n#SBATCH --uid=0"], "slurm.sbatch_args[0]"),
+        ([["--x"]], "a list of options of sbatch"),
+    ],
+)
+def test_what_is_no_option_is_refused(given: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        sbatch_args({"sbatch_args": given}, [], "exp.yaml")
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "slots", "devices", "lines"),
+    [
+        ({}, [], 4, False, ["--ntasks=4"]),
+        ({}, [], 4, True, ["--ntasks=4", "--gpus-per-task=1"]),
+        ({"gpu_type": "h100"}, [], 1, True, ["--ntasks=1", "--gpus-per-task=h100:1"]),
+        ({"slots_per_node": 2}, [], 4, False, ["--ntasks=4", "--nodes=2", "--ntasks-per-node=2"]),
+        ({"slots_per_node": 8}, [], 4, False, ["--ntasks=4", "--nodes=1", "--ntasks-per-node=4"]),
+        ({}, ["--nodes=2", "--ntasks-per-node=2"], 4, False, []),
+        ({}, ["--gres=gpu:2"], 4, True, ["--ntasks=4"]),
+        ({}, ["-N 2"], 4, True, ["--gpus-per-task=1"]),
+    ],
+)
+def test_slots_are_asked_for_as_tasks(
+    settings: dict[str, Any], options: list[str], slots: int, devices: bool, lines: list[str]
+) -> None:
+    assert request_lines(settings, options, slots, wants_devices=devices, where="exp.yaml") == lines
+    assert asks_for_devices(options) == any("gpu" in option for option in options)
+
+
+@pytest.mark.parametrize("per_node", [3, 0, "2", -1])
+def test_slots_that_do_not_divide_are_refused(per_node: Any) -> None:
+    with pytest.raises(ConfigError, match="a multiple"):
+        request_lines({"slots_per_node": per_node}, [], 4, wants_devices=False, where="exp.yaml")
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        (None, 120),
+        ("2", 30),
+        ("10", 60),
+        ("60", 120),
+        ("5:00", 30),
+        ("0:10:00", 60),
+        ("1-0", 120),
+        ("UNLIMITED", 120),
+    ],
+)
+def test_a_job_is_told_a_tenth_of_its_time_before_the_end(limit: str | None, seconds: int) -> None:
+    assert notice_s(limit) == seconds
+
+
+def test_the_script_is_safe_with_any_path_and_says_where_it_comes_from() -> None:
+    script = batch_script(
+        name="digits",
+        request=["--ntasks=2"],
+        options=["--partition=gpu"],
+        run_directory=Path("/my runs/100%/one"),
+        working_directory=Path("/a dir"),
+        command=["/v/bin/python", "-m", "dstrial", "run", "a b.yaml"],
+        submitted_by="dstrial run 'a b.yaml'\nrm -rf /",
+    )
+    lines = script.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    assert lines[1] == "# Written by: dstrial run 'a b.yaml' rm -rf /"
+    assert '#SBATCH --output="/my runs/100%%/one/slurm.log"' in lines
+    assert '#SBATCH --chdir="/a dir"' in lines
+    ours, theirs = lines.index("#SBATCH --ntasks=2"), lines.index("#SBATCH --partition=gpu")
+    assert ours < theirs, "the user's stand behind ours, and count"
+    assert lines[-2:] == ["mkdir -p '/my runs/100%/one'", "exec /v/bin/python -m dstrial run 'a b.yaml'"]

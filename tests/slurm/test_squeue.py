@@ -1,0 +1,148 @@
+"""What ``squeue`` and ``sinfo`` say, as Slurm 22.05 has printed it."""
+
+from __future__ import annotations
+
+import pytest
+
+from dstrial.slurm.client import is_away, is_not_yet, queued_as, why_away
+from dstrial.slurm.squeue import (
+    QueuedJob,
+    others_wait,
+    parse_nodes,
+    parse_queue,
+    parse_spare,
+    refused_options,
+    seconds,
+)
+
+_QUEUE = """\
+7|PENDING|Resources|N/A|UNLIMITED|UNLIMITED||trial-3@1f2a|
+5|RUNNING|None|2026-11-24T14:52:12|364-23:59:59|UNLIMITED|host[1-2]|a name|with bars|
+4|RUNNING|None|N/A|1:30|20:00|host3|trial-2@1f2a|
+3|FAILED|BadConstraints|N/A|UNLIMITED|UNLIMITED||three|
+"""
+
+
+def test_each_line_is_a_job() -> None:
+    waits, preempted, late, failed = parse_queue(_QUEUE)
+    assert waits == QueuedJob("7", "trial-3@1f2a", "PENDING", "Resources", limit="UNLIMITED")
+    assert waits.text == "job 7: pending (Resources: waits for nodes to become free)"
+    assert waits.is_pending
+    assert preempted.name == "a name|with bars"
+    assert preempted.text == "job 5 is preempted: another job gets its nodes"
+    assert late.text == "job 4 ends at its time limit in 90 s"
+    assert failed.is_over
+    assert failed.text == "job 3 has ended (failed) (BadConstraints)"
+
+
+@pytest.mark.parametrize(
+    ("left_s", "limit", "leaves"),
+    [
+        (119, "10:00:00", True),
+        (121, "10:00:00", False),
+        (31, "5:00", False),
+        (30, "5:00", True),
+        (None, "UNLIMITED", False),
+    ],
+)
+def test_it_leaves_in_time_to_save_a_checkpoint(left_s: int | None, limit: str, leaves: bool) -> None:
+    job = QueuedJob("1", "x", "RUNNING", left_s=left_s, limit=limit, nodes="host1")
+    assert (job.why_leaving is not None) == leaves
+    assert leaves or job.text == "job 1: running on host1"
+
+
+def test_what_is_being_ended_leaves_and_what_has_ended_says_why() -> None:
+    assert QueuedJob("1", "x", "COMPLETING").why_leaving == "is being ended (completing)"
+    for state, words in (
+        ("CANCELLED", "was cancelled"),
+        ("PREEMPTED", "another job"),
+        ("NODE_FAIL", "its nodes"),
+    ):
+        job = QueuedJob("1", "x", state)
+        assert job.is_over
+        assert job.why_leaving is None
+        assert words in job.text
+
+
+def test_times() -> None:
+    assert seconds("1-02:03:04") == 93784
+    assert seconds("3:04") == 184
+    assert seconds("UNLIMITED") is None
+
+
+_NODES = """\
+host1|allocated|2|(null)
+host1|allocated|2|(null)
+host2|down*|2|(null)
+host3|drained|2|(null)
+gpu1|mixed|64|gpu:a100:4(S:0-1),gpu:h100:2,shard:8
+gpu2|idle~|64+|gpu:8
+"""
+
+
+def test_nodes_that_are_up_with_their_slots() -> None:
+    assert parse_nodes(_NODES, wants_devices=False) == {"host1": 2, "gpu1": 64, "gpu2": 64}
+    assert parse_nodes(_NODES, wants_devices=True) == {"gpu1": 6, "gpu2": 8}
+    assert parse_nodes(_NODES, wants_devices=False, cpus_per_task=16) == {"gpu1": 4, "gpu2": 4}
+
+
+def test_options_that_would_make_another_job_of_it() -> None:
+    options = ["--partition=low", "--job-name=mine", "-Jmine", "--array=1-3", "-p low", "--output x"]
+    assert refused_options(options) == ["--job-name=mine", "-Jmine", "--array=1-3", "--output x"]
+
+
+def test_a_controller_that_is_away_is_told_from_a_refusal() -> None:
+    said = "squeue: error: slurm_load_jobs: Unable to contact slurm controller (connect failure)"
+    assert is_away(said)
+    assert why_away(said, "squeue", 1) == (
+        "squeue says: slurm_load_jobs: Unable to contact slurm controller (connect failure)"
+    )
+    assert not is_away("sbatch: error: invalid partition specified: none")
+    assert why_away("", "squeue", 1) == "squeue ended with 1"
+
+
+_SPARE = """\
+host1 |idle |0/4/0/4 |gpu:a100:2 |gpu:a100:0(IDX:N/A) |
+host1 |idle |0/4/0/4 |gpu:a100:2 |gpu:a100:0(IDX:N/A) |
+host2 |mixed |3/1/0/4 |gpu:a100:2,mps:4 |gpu:a100:1(IDX:0),mps:0 |
+host3 |allocated |4/0/0/4 |(null) |gpu:0 |
+host4 |mixed |1/3/0/4 |gpu:2(S:0) |gpu:2(IDX:0-1) |
+host5 |drained |0/0/4/4 |gpu:2 |gpu:0 |
+host6 |idle* |0/4/0/4 |(null) |gpu:0 |
+host7 |planned |0/4/0/4 |(null) |gpu:0 |
+"""
+
+
+def test_what_no_job_has_is_counted_in_tasks_or_devices() -> None:
+    assert parse_spare(_SPARE, wants_devices=False) == {"host1": 4, "host2": 1, "host4": 3}
+    assert parse_spare(_SPARE, wants_devices=False, cpus_per_task=3) == {"host1": 1, "host4": 1}
+    assert parse_spare(_SPARE, wants_devices=True) == {"host1": 2, "host2": 1}
+    assert parse_spare("slurm_load_node error\n\n", wants_devices=False) == {}
+
+
+def test_others_wait_where_a_job_of_theirs_could_begin_on_what_is_free() -> None:
+    own = "Resources|trial-7@1f2a3b4c|\n"
+    assert not others_wait(own, "@1f2a3b4c")
+    assert others_wait(own, "@00000000")
+    assert others_wait(f"{own}Priority |a|b |\n", "@1f2a3b4c")
+    assert not others_wait("JobHeldUser|a|\nDependency|b|\nBeginTime|c|\n", "@1f2a3b4c")
+    assert not others_wait("", "@1f2a3b4c")
+
+
+def test_nodes_of_which_a_fresh_controller_knows_nothing_yet_count() -> None:
+    assert parse_nodes("host1|unknown|2|(null)\nhost2|down|2|(null)\n", wants_devices=False) == {"host1": 2}
+
+
+def test_refusals_of_a_controller_that_does_not_know_its_nodes_are_those_of_sizes() -> None:
+    assert is_not_yet("allocation failure: Requested node configuration is not available")
+    assert is_not_yet("error: Invalid generic resource (gres) specification")
+    assert not is_not_yet("sbatch: error: invalid partition specified: none")
+    assert not is_not_yet("sbatch: unrecognized option '--frobnicate'")
+
+
+def test_a_job_that_was_queued_though_the_answer_was_lost_is_found_by_its_script() -> None:
+    said = "11|/shared/runs/a/sbatch.sh|\n12|/shared/my runs/100%/b|c/sbatch.sh|\n13|(null)|\n"
+    assert queued_as(said, "/shared/runs/a/sbatch.sh") == 11
+    assert queued_as(said, "/shared/my runs/100%/b|c/sbatch.sh") == 12
+    assert queued_as(said, "/shared/runs/other/sbatch.sh") is None
+    assert queued_as("", "/shared/runs/a/sbatch.sh") is None

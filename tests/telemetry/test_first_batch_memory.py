@@ -1,0 +1,151 @@
+"""Where memory goes is measured by counters where operations are not seen, and never ends a training."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dstrial.engine.memory_split import MemorySplit
+from dstrial.engine.model_flops import FlopCounter
+from dstrial.telemetry.memory_split import BY_COUNTERS, BY_STORAGES, FirstBatchMemory
+
+
+class Device:
+    """Answers as an accelerator of DeepSpeed's whose counter has been set."""
+
+    allocated = 0
+
+    def device_name(self) -> str:
+        return "npu"
+
+    def memory_allocated(self) -> int:
+        return self.allocated
+
+
+class Processor:
+    def device_name(self) -> str:
+        return "cpu"
+
+
+class Engine:
+    """As much of an engine without ZeRO as is looked at."""
+
+    def __init__(self) -> None:
+        self.module = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1))
+        self.optimizer = torch.optim.Adam(self.module.parameters())
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return True
+
+    def train_batch(self, memory: FirstBatchMemory | None = None) -> None:
+        self.module(torch.ones(32, 64)).sum().backward()
+        step: Any = self.optimizer.step
+        step() if memory is None else memory.around_step(step)
+        self.optimizer.zero_grad()
+
+
+@pytest.fixture
+def engine() -> Engine:
+    torch.manual_seed(0)
+    return Engine()
+
+
+NUM_BYTES = 4 * (64 * 256 + 256 + 256 + 1)
+
+
+def test_parts_are_measured_operation_by_operation(engine: Engine) -> None:
+    memory = FirstBatchMemory([engine], Processor())
+    with FlopCounter() as counter:
+        memory.begin(counter)
+        counter.paused(lambda: engine.train_batch(memory))
+    memory.end()
+    found = memory.bytes()
+
+    assert found["parameters_bytes"] == found["gradients_bytes"] == NUM_BYTES
+    assert found["optimizer_bytes"] == 2 * NUM_BYTES + 4 * 4  # and a counter of steps for each parameter
+    # The records, what tanh has made of them, which backward needs, and what comes out.
+    assert 4 * 32 * (64 + 256) <= found["activations_bytes"] <= 4 * 32 * (64 + 256 + 2)
+    assert found["buffers_bytes"] == 0
+    assert found["tensors_peak_bytes"] > sum(
+        found[f"{part}_bytes"] for part in ("parameters", "gradients", "optimizer")
+    )
+
+
+def test_a_view_of_what_was_there_before_is_no_activation(engine: Engine) -> None:
+    data_set = torch.ones(100_000, 64)
+    split = MemorySplit([engine], lambda _device: False)
+    with FlopCounter() as counter:
+        counter.on_result = split.operation
+        engine.module(data_set[:32]).sum().backward()
+
+    assert split.take_activations() <= 4 * 32 * (64 + 256 + 2)
+
+
+def test_the_devices_counter_tells_activations_where_operations_are_not_seen(engine: Engine) -> None:
+    device = Device()
+    device.allocated = 1000
+    memory = FirstBatchMemory([engine], device)
+    memory.begin(None)
+    device.allocated = 5000
+    memory.entering("forward")
+    memory.entering("backward")
+    device.allocated = 9000  # of a later micro batch, with gradients
+    memory.entering("backward")
+    engine.train_batch(memory)
+
+    found = memory.bytes()
+    assert memory.found_by == BY_COUNTERS
+    assert found["activations_bytes"] == 4000
+    assert "tensors_peak_bytes" not in found
+    # All of it is on this processor, which is the host of such a device.
+    assert found["parameters_bytes"] == 0
+    assert found["host_tensors_bytes"] == pytest.approx(4 * NUM_BYTES, rel=0.01)
+    assert found["unattributed_bytes"] == 9000
+
+
+def test_activations_are_unknown_on_a_processor_whose_operations_are_not_seen(engine: Engine) -> None:
+    memory = FirstBatchMemory([engine], Processor())
+    memory.begin(None)
+    engine.train_batch(memory)
+
+    assert memory.found_by == BY_STORAGES
+    assert memory.bytes()["gradients_bytes"] == NUM_BYTES
+    assert "activations_bytes" not in memory.bytes()
+
+
+@pytest.mark.parametrize("moment", ["begin", "operation", "step"])
+def test_training_goes_on_where_something_cannot_be_measured(
+    engine: Engine, moment: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = FirstBatchMemory([engine], Processor())
+    module = engine.module
+    with caplog.at_level(logging.INFO, "dstrial.telemetry"), FlopCounter() as counter:
+        if moment == "begin":
+            del engine.module
+        memory.begin(counter)
+        if moment == "operation":
+            assert counter.on_result is not None
+            counter.on_result(REFUSES, ())
+        engine.module = module
+        if moment == "step":
+            memory.around_step(lambda: delattr(engine, "module"))
+            engine.module = module
+        engine.train_batch(memory)
+
+    assert memory.found_by is None
+    assert memory.bytes() == {}
+    assert any("is not measured" in record.message for record in caplog.records)
+
+
+class _Refuses(torch.Tensor):
+    """A tensor that has no storage, as some kinds of libraries have none."""
+
+    def untyped_storage(self) -> Any:
+        raise NotImplementedError("no storage")
+
+
+REFUSES = torch.ones(1).as_subclass(_Refuses)

@@ -1,0 +1,114 @@
+"""The peak of a device is measured once, kept, and measured anew where what is kept cannot be used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dstrial.telemetry import matmul_peak
+from dstrial.telemetry.samples import Peak
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "dstrial" / "matmul_peaks.json"
+
+
+def test_a_peak_is_kept_with_its_device_type_and_size_and_random_numbers_stay_where_they_are(
+    kept: Path,
+) -> None:
+    assert matmul_peak.known_peak(CPU, torch.float32) is None
+    before = torch.get_rng_state()
+    peak = matmul_peak.measured_peak(CPU, torch.float32)
+
+    assert torch.equal(torch.get_rng_state(), before)
+    assert peak.flops_per_s > 1e8
+    assert (peak.dtype, peak.num_threads, peak.size) == ("float32", torch.get_num_threads(), 1024)
+    assert matmul_peak.known_peak(CPU, torch.float32) == peak
+    assert matmul_peak.known_peak(CPU, torch.bfloat16) is None
+    (key,) = json.loads(kept.read_text())
+    assert peak.device in key
+    assert torch.__version__ in key
+    assert [path.name for path in kept.parent.iterdir()] == [kept.name]
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"x": 1}', '{"KEY": {"an old field": 1}}'])
+def test_a_damaged_file_is_measured_again_and_kept_well(kept: Path, content: str) -> None:
+    kept.parent.mkdir()
+    kept.write_text(content.replace("KEY", matmul_peak._key(CPU, torch.float32)))
+
+    assert matmul_peak.known_peak(CPU, torch.float32) is None
+    peak = matmul_peak.measured_peak(CPU, torch.float32)
+    assert matmul_peak.known_peak(CPU, torch.float32) == peak
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.4),
+        ("NVIDIA H100 PCIe", "bfloat16", 756.0),
+        ("NVIDIA A100-SXM4-80GB", "float16", 312.0),
+        ("NVIDIA L40S", "bfloat16", 362.05),
+        ("Tesla T4", "bfloat16", None),
+        ("AMD EPYC 9654", "float32", None),
+        ("NVIDIA A1000", "bfloat16", None),
+    ],
+)
+def test_a_data_sheet_is_found_by_whole_words_of_the_devices_name(
+    device: str, dtype: str, tflops: float | None
+) -> None:
+    found = matmul_peak.data_sheet(device, dtype)
+    assert found == (None if tflops is None else pytest.approx(tflops * 1e12))
+
+
+def peak(rate: float, load: float | None, num_threads: int = 2) -> Peak:
+    return Peak(rate, "a device", "float32", 1024, num_threads, None, load)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "kept"),
+    [
+        (None, (5.0, 0.9), (5.0, 0.9)),
+        ((2.0, 0.9), (5.0, 0.1), (5.0, 0.1)),
+        ((5.0, 0.1), (2.0, 0.9), (5.0, 0.1)),
+        ((5.0, 0.9), (4.0, 0.1), (5.0, 0.1)),
+        ((5.0, None), (4.0, 0.9), (5.0, 0.9)),
+    ],
+)
+def test_the_faster_measurement_is_kept_and_trusted_if_either_is(
+    before: tuple[float, float | None] | None, now: tuple[float, float], kept: tuple[float, float]
+) -> None:
+    assert matmul_peak.better(None if before is None else peak(*before), peak(*now)) == peak(*kept)
+
+
+def test_a_processors_peak_is_doubtful_if_others_wanted_it_or_nobody_knows() -> None:
+    assert [peak(1.0, load).is_doubtful for load in (0.0, 0.5, 0.51, None)] == [False, False, True, True]
+    assert not peak(1.0, 9.0, num_threads=0).is_doubtful, "of another device"
+
+
+def test_what_another_release_has_kept_is_known_and_doubtful(kept: Path) -> None:
+    measured = matmul_peak.measured_peak(CPU, torch.float32)
+    assert measured.load is not None
+    ((key, fields),) = json.loads(kept.read_text()).items()
+    kept.write_text(json.dumps({key: {name: fields[name] for name in fields if name != "load"}}))
+
+    found = matmul_peak.known_peak(CPU, torch.float32)
+    assert found is not None
+    assert found.flops_per_s == measured.flops_per_s
+    assert found.is_doubtful
+
+
+def test_a_slower_measurement_does_not_replace_what_is_kept(kept: Path) -> None:
+    matmul_peak.measured_peak(CPU, torch.float32)
+    ((key, fields),) = json.loads(kept.read_text()).items()
+    fast = {**fields, "flops_per_s": 1e15}
+    kept.write_text(json.dumps({key: fast}))
+
+    assert matmul_peak.measured_peak(CPU, torch.float32).flops_per_s == 1e15
+    assert json.loads(kept.read_text())[key]["flops_per_s"] == 1e15

@@ -1,0 +1,143 @@
+"""Phases are timed by the host where there are no events, and else by events that nobody waits for."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from dstrial.telemetry.phase_timer import MOST_TIMED, PhaseTimer
+
+ENGINE = object()
+
+
+class Device:
+    """A device that does what is ordered when it is told to: 1 ms a call."""
+
+    def __init__(self) -> None:
+        self.ordered = 0
+        self.done = 0
+        self.num_events = 0
+
+    def make_event(self) -> DeviceEvent:
+        self.num_events += 1
+        return DeviceEvent(self)
+
+    def call(self) -> str:
+        self.ordered += 1
+        return "result"
+
+
+class DeviceEvent:
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.at = 0
+
+    def record(self) -> None:
+        self.at = self.device.ordered
+
+    def query(self) -> bool:
+        return self.device.done >= self.at
+
+    def elapsed_time(self, end: Any) -> float:
+        assert self.query(), "asked for the time of what has not passed, which waits"
+        assert end.query(), "asked for the time of what has not passed, which waits"
+        return float(end.at - self.at)
+
+
+def train(timer: PhaseTimer, call: Any, num_batches: int = 1, num_micro_batches: int = 1) -> None:
+    timer.switch(True)
+    for _ in range(num_batches):
+        for _ in range(num_micro_batches):
+            assert timer.run("forward", ENGINE, call) == "result"
+            timer.run("backward", ENGINE, call)
+        timer.run("step", ENGINE, call)
+        timer.stepped(ENGINE)
+    timer.switch(False)
+
+
+def test_without_events_the_hosts_clock_times_a_batch() -> None:
+    ticks = itertools.count()
+    timer = PhaseTimer(None, clock=lambda: float(next(ticks)))
+    train(timer, lambda: "result", num_batches=3, num_micro_batches=2)
+
+    assert timer.clock_name == "host clock"
+    assert timer.take() == {"forward": 2.0, "backward": 2.0, "step": 1.0}
+    assert timer.take() == {}
+
+
+def test_what_is_no_training_is_called_and_not_timed() -> None:
+    timer = PhaseTimer(None)
+    assert timer.run("forward", ENGINE, lambda: "result") == "result"
+    timer.stepped(ENGINE)
+
+    assert timer.take() == {}
+
+
+def test_calls_inside_of_calls_count_once() -> None:
+    ticks = itertools.count()
+    timer = PhaseTimer(None, clock=lambda: float(next(ticks)))
+    timer.switch(True)
+    timer.run("forward", ENGINE, lambda: timer.run("forward", ENGINE, lambda: timer.run("step", ENGINE, int)))
+    timer.stepped(ENGINE)
+
+    assert timer.take() == {"forward": 1.0}
+
+
+def test_a_call_that_raises_leaves_the_timer_as_it_was() -> None:
+    timer = PhaseTimer(None)
+    timer.switch(True)
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        timer.run("forward", ENGINE, fail)
+    train(timer, lambda: "result")
+    assert set(timer.take()) == {"forward", "backward", "step"}
+
+
+def test_events_are_read_when_they_have_passed_and_never_waited_for() -> None:
+    device = Device()
+    timer = PhaseTimer(device.make_event)
+    train(timer, device.call, num_batches=4, num_micro_batches=2)
+    assert timer.take() == {}, "the device has done nothing yet"
+
+    device.done = device.ordered
+    train(timer, device.call, num_batches=1)
+    assert timer.take() == pytest.approx({"forward": 2e-3, "backward": 2e-3, "step": 1e-3})
+
+    device.done = device.ordered
+    assert timer.take() == pytest.approx({"forward": 1e-3, "backward": 1e-3, "step": 1e-3})
+    assert timer.clock_name == "device events"
+
+
+def test_events_are_used_again_and_few_batches_of_many_have_any() -> None:
+    device = Device()
+    timer = PhaseTimer(device.make_event)
+    for _ in range(4):
+        train(timer, device.call, num_batches=1000)
+        device.done = device.ordered
+        assert timer.take() == pytest.approx({"forward": 1e-3, "backward": 1e-3, "step": 1e-3})
+    before = device.num_events
+    train(timer, device.call, num_batches=1000)
+    device.done = device.ordered
+    timer.take()
+
+    assert device.num_events == before
+    assert timer._stride == 1000 // MOST_TIMED
+
+
+def test_an_optimizers_step_is_called_through_whoever_asked_for_it() -> None:
+    timer = PhaseTimer(None)
+    seen = []
+
+    def around(call: Any) -> Any:
+        seen.append("around")
+        return call()
+
+    timer.around_step = around
+    train(timer, lambda: "result")
+
+    assert seen == ["around"]

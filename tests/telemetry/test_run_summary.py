@@ -1,0 +1,125 @@
+"""What a person reads at the end of a run about its time, memory and speed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dstrial.telemetry.summary import summary_rows
+
+PEAK = {
+    "flops_per_s": 600e12,
+    "device": "NVIDIA H100 80GB HBM3",
+    "dtype": "bfloat16",
+    "size": 8192,
+    "num_threads": 0,
+    "data_sheet_flops_per_s": 989.4e12,
+}
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    usual = {
+        "num_batches": 100,
+        "seconds": 10.0,
+        "clock": "host clock",
+        "records_per_second": 320.0,
+        "records_per_batch": 32.0,
+        "tokens_per_second": 163840.0,
+        "ranks": [{"data_wait_ms": 5.0, "forward_ms": 30.0, "backward_ms": 40.0, "step_ms": 20.0}],
+        "model_tflops_per_device": 300.0,
+        "mfu": 0.5,
+        "hfu": 0.6,
+        "peak": PEAK,
+        "memory_bytes": [{"process_peak_memory_bytes": 512 * 2**20}],
+    }
+    return {name: value for name, value in {**usual, **changes}.items() if value is not None}
+
+
+def test_everything_that_is_known_is_said_with_how_it_was_found() -> None:
+    assert summary_rows(document()) == [
+        ("speed", "320 records/s, 163,840 tokens/s; 100 ms a batch of 32 records (the first is left out)"),
+        ("step time", "data wait 5 %, forward 30 %, backward 40 %, step 20 %, other 5 % (by host clock)"),
+        (
+            "compute",
+            "300 TFLOPS a device, counted in the first batch; MFU 50 %, HFU 60 % with recomputation, of 600 TFLOPS that "
+            "bfloat16 matrices of 8192 reach here (NVIDIA H100 80GB HBM3); data sheet: 989 TFLOPS, of which 30.3 %",
+        ),
+        ("memory", "process, peak 512 MiB"),
+    ]
+
+
+def test_what_is_not_known_is_called_unknown_with_the_reason() -> None:
+    rows = dict(
+        summary_rows(
+            document(
+                model_tflops_per_device=None,
+                flops_unknown="GPT is compiled, which hides its operations",
+                tokens_per_second=None,
+            )
+        )
+    )
+
+    assert rows["compute"] == "FLOPs unknown: GPT is compiled, which hides its operations"
+    assert "tokens" not in rows["speed"]
+
+
+def test_the_slowest_rank_is_named_where_one_stands_out_and_not_among_stages() -> None:
+    fast = {"data_wait_ms": 1.0, "forward_ms": 20.0, "backward_ms": 50.0, "step_ms": 20.0}
+    slow = {"data_wait_ms": 31.0, "forward_ms": 20.0, "backward_ms": 20.0, "step_ms": 20.0}
+    rows = dict(summary_rows(document(ranks=[fast, fast, slow], memory_bytes=[{}, {}, {}])))
+    stages = [{**fast, "stages_ms": 1.0}, {**slow, "stages_ms": 1.0}]
+
+    assert rows["slowest rank"] == "2: 51 ms of data wait and forward a batch; others 21 ms"
+    assert "memory" not in rows
+    assert "slowest rank" not in dict(summary_rows(document(ranks=[fast, fast])))
+    pipeline = dict(summary_rows(document(ranks=stages)))
+    assert "slowest rank" not in pipeline
+    assert "other stages 1 %" in pipeline["step time"]
+
+
+def test_memory_is_told_by_rank_and_of_many_ranks_by_its_bounds() -> None:
+    gib = 2**30
+    device = [
+        {"device_peak_memory_bytes": 2 * gib, "device_reserved_memory_bytes": 3 * gib},
+        {"device_peak_memory_bytes": 4 * gib},
+    ]
+    rows = dict(summary_rows(document(memory_bytes=device)))
+    assert rows["memory"] == "device, peak 2.00 GiB, 4.00 GiB (by rank); reserved 3.00 GiB, ? (by rank)"
+
+    many = [{"process_peak_memory_bytes": (10 - abs(rank - 7)) * gib} for rank in range(16)]
+    rows = dict(summary_rows(document(memory_bytes=many)))
+    assert rows["memory"] == "process, peak 2.00 GiB to 10.00 GiB (rank 7)"
+
+
+def test_small_models_have_small_units() -> None:
+    rows = dict(summary_rows(document(model_tflops_per_device=4.2e-6, mfu=2.5e-5, hfu=2.5e-5, peak=None)))
+
+    assert rows["compute"] == "4.2 MFLOPS a device, counted in the first batch"
+
+
+def test_a_run_of_one_batch_and_one_without_instruments_say_nothing() -> None:
+    assert summary_rows({}) == []
+    assert summary_rows({"num_batches": 0, "seconds": 0.0, "memory_bytes": []}) == []
+
+
+def test_a_peak_that_cannot_be_right_is_said_with_the_file_to_remove() -> None:
+    peak = {**PEAK, "file": "/home/ada/.cache/dstrial/matmul_peaks.json", "is_doubtful": True}
+    beaten = dict(summary_rows(document(mfu=1.2, hfu=1.2, peak=peak)))["compute"]
+    assert beaten.endswith(
+        "; over 100 %, so the peak is wrong: remove /home/ada/.cache/dstrial/matmul_peaks.json to have it measured anew"
+    )
+    busy = dict(summary_rows(document(peak=peak)))["compute"]
+    assert busy.endswith(
+        "; the peak was measured on a busy machine, and is measured again at the end of the next run"
+    )
+
+
+def test_parts_of_the_memory_stand_beside_what_was_predicted_for_the_run() -> None:
+    mib = 2**20
+    counters = {"parameters_bytes": 3 * mib, "gradients_bytes": 2 * mib, "tensors_peak_bytes": 9 * mib}
+    rows = summary_rows(document(memory_bytes=[counters]), [{"parameters": 3.0 * mib, "peak": 8.0 * mib}])
+
+    assert rows[-3:] == [
+        ("memory, MiB", "parameters  gradients  peak"),
+        ("  rank 0", "         3          2     9"),
+        ("    predicted", "         3          ?     8"),
+    ]

@@ -1,0 +1,153 @@
+"""``profiling.enabled``: a run has system metrics, on a master and off one, in the same shape."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from determined.common import api
+from determined.common.api import bindings
+from in_process_fits import EXP_CONF, fit, trial_class
+from small_runs import DEFINITIONS, deepspeed_config, experiment, train
+from waiting import wait_for
+
+from dstrial import Batch
+from dstrial.master.login import USERNAME, new_token
+from dstrial.testing.master import MasterForTest
+
+pytestmark = [pytest.mark.ranks]
+
+GROUPS = {"cpu", "memory", "disk", "network"}
+PROFILING = {"profiling": {"enabled": True}}
+
+
+def config_of(**changes: Any) -> dict[str, Any]:
+    hparams = {"deepspeed_config": deepspeed_config(1)}
+    return experiment(hparams, batches=8, report=4, checkpoint=4, **changes)
+
+
+def session_at(master: MasterForTest) -> api.Session:
+    return api.Session(master.address, USERNAME, new_token(master.record), None)
+
+
+def of_the_machine(path: Path) -> list[dict[str, Any]]:
+    rows = map(json.loads, path.read_text().splitlines())
+    return [row for row in rows if row["group"] in GROUPS]
+
+
+def test_two_ranks_off_a_cluster_tell_of_their_machine_once(tmp_path: Path) -> None:
+    done = train(tmp_path, "DataParallelTrial", config_of(**PROFILING), ranks=2)
+    assert done.returncode == 0, done.output
+
+    rows = of_the_machine(done.directory.metrics_path)
+    assert {row["group"] for row in rows} == GROUPS
+    assert {row["steps_completed"] for row in rows} == {None}
+    assert len({agent for row in rows for agent in row["metrics"]}) == 1
+    times = [row["time"] for row in rows if row["group"] == "cpu"]
+    assert len(times) == len(set(times))
+    assert not list(done.directory.path.glob("metrics.node*"))
+
+    again = train(
+        tmp_path, "DataParallelTrial", config_of(**PROFILING), ranks=2, run=done, env={"DSTRIAL_TEST": "1"}
+    )
+    assert of_the_machine(again.directory.metrics_path) == rows, (
+        "a test tells nothing, and nothing is taken back"
+    )
+
+
+def test_a_run_that_does_not_ask_for_it_has_none(tmp_path: Path) -> None:
+    done = train(tmp_path, "DataParallelTrial", config_of())
+    assert done.returncode == 0, done.output
+    assert not of_the_machine(done.directory.metrics_path)
+
+
+@pytest.mark.usefixtures("definitions_and_runs")
+def test_training_is_the_same_bit_for_bit_while_they_are_collected() -> None:
+    def weights(**arguments: Any) -> tuple[list[torch.Tensor], int]:
+        kept: list[Any] = []
+
+        def build_engine(self: Any) -> Any:
+            kept.append(super(kind, self).build_engine())
+            return kept[-1]
+
+        kind = trial_class(build_engine=build_engine)
+        outcome = fit(kind, {"dropout": 0.2}, EXP_CONF, max_length=Batch(9), **arguments)
+        return [one.detach().clone() for one in kept[0].module.parameters()], len(
+            of_the_machine(outcome.directory.metrics_path)
+        )
+
+    silent, no_rows = weights()
+    told, num_rows = weights(profiling_enabled=True)
+    assert no_rows == 0
+    assert num_rows >= len(GROUPS)
+    assert [torch.equal(one, other) for one, other in zip(told, silent, strict=True)] == [True] * 4
+    assert not [one for one in threading.enumerate() if one.name == "dstrial-profiler"]
+
+
+@pytest.mark.process
+def test_a_master_has_them_of_a_trial_with_two_slots(shared_master: MasterForTest, tmp_path: Path) -> None:
+    config = config_of(**PROFILING) | {
+        "entrypoint": "python3 -m dstrial.launch --trial small_trials:DataParallelTrial",
+        "resources": {"slots_per_trial": 2},
+        "max_restarts": 0,
+    }
+    path = tmp_path / "exp.yaml"
+    path.write_text(yaml.safe_dump(config))
+    created = shared_master.det("experiment", "create", str(path), str(DEFINITIONS))
+    assert created.returncode == 0, created.stdout + created.stderr
+    experiment_id = int(created.stdout.split("Created experiment ")[1].split()[0])
+    session = session_at(shared_master)
+
+    def state() -> str:
+        return bindings.get_GetExperiment(session, experimentId=experiment_id).experiment.state.value
+
+    wait_for(lambda: state() in ("STATE_COMPLETED", "STATE_ERROR"), deadline_s=300)
+    (trial,) = bindings.get_GetExperimentTrials(session, experimentId=experiment_id).trials
+    log = shared_master.det("trial", "logs", str(trial.id)).stdout
+    assert state() == "STATE_COMPLETED", log
+    require_system_metrics(session, trial.id)
+
+
+def require_system_metrics(session: api.Session, trial_id: int) -> None:
+    (answer,) = bindings.get_GetTrialProfilerAvailableSeries(session, trialId=trial_id)
+    names = {label.name for label in answer.labels}
+    assert {"cpu_util_simple", "memory_free", "net_throughput_recv", "net_throughput_sent"} <= names
+    agents = {agent.id for agent in bindings.get_GetAgents(session).agents}
+    assert {label.agentId for label in answer.labels} == agents
+    batches = [
+        one.batch
+        for one in bindings.get_GetTrialProfilerMetrics(
+            session, labels_trialId=trial_id, labels_name="cpu_util_simple"
+        )
+    ]
+    times = [time for batch in batches for time in batch.timestamps]
+    assert times
+    assert len(times) == len(set(times)), "one rank of the node collects"
+
+
+@pytest.mark.process
+def test_dstrial_run_keeps_them_beside_its_master(shared_master: MasterForTest, tmp_path: Path) -> None:
+    path = tmp_path / "exp.yaml"
+    path.write_text(yaml.safe_dump(config_of(**PROFILING)))
+    runs = tmp_path / "runs"
+    ended = shared_master.dstrial(
+        "run", str(path), str(DEFINITIONS), "--runs-dir", str(runs), "--no-progress"
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+    (directory,) = runs.glob("*/*")
+    rows = of_the_machine(directory / "metrics.jsonl")
+    assert {row["group"] for row in rows} == GROUPS
+    assert {row["steps_completed"] for row in rows} == {None}
+    submission = json.loads((directory / "submission.json").read_text())
+    session = session_at(shared_master)
+    (trial,) = bindings.get_GetExperimentTrials(session, experimentId=submission["experiment_id"]).trials
+    require_system_metrics(session, trial.id)
+    lines = list(bindings.get_GetMetrics(session, trialIds=[trial.id], group="memory"))
+    stored = [report.metrics["avg_metrics"] for line in lines for report in line.metrics]
+    assert stored == [row["metrics"] for row in rows if row["group"] == "memory"]

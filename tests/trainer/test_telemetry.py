@@ -1,0 +1,264 @@
+"""A run tells of itself, by rank, and trains to the last bit as it does without."""
+
+import json
+import pathlib
+
+import pytest
+import torch
+from in_process_fits import EXP_CONF, fit, trial_class
+from small_runs import deepspeed_config, experiment, train
+
+from dstrial import Batch
+
+pytestmark = [pytest.mark.ranks]
+
+OFF = {"data": {"dstrial": {"telemetry": False}}}
+TIMES = {"batch_ms", "data_wait_ms", "forward_ms", "backward_ms", "step_ms", "other_ms"}
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    """Keep the peak of this machine out of the user's directory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "dstrial" / "matmul_peaks.json"
+
+
+def fitted(exp_conf, stage=0, model=None, **arguments):
+    """Fit in this process; return the outcome and all weights at the end."""
+    kept = []
+
+    def build_engine(self):
+        engine = super(kind, self).build_engine()
+        kept.append(engine)
+        return engine
+
+    kind = trial_class(build_engine=build_engine)
+    hparams = {"deepspeed_config": deepspeed_config(stage), "dropout": 0.2}
+    outcome = fit(kind, hparams, exp_conf, max_length=Batch(9), reporting_period=Batch(3), **arguments)
+    weights = [param.detach().clone() for param in kept[0].module.parameters()]
+    return outcome, weights
+
+
+@pytest.mark.usefixtures("definitions_and_runs")
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_training_is_the_same_bit_for_bit_with_and_without_instruments(stage):
+    told, weights = fitted(EXP_CONF, stage)
+    silent, same_weights = fitted({**EXP_CONF, **OFF}, stage)
+
+    assert sorted(told.rows("telemetry")) == [3, 6, 9]
+    assert not silent.rows("telemetry")
+    assert not silent.directory.telemetry_path.exists()
+    assert [torch.equal(one, other) for one, other in zip(weights, same_weights, strict=True)] == [True] * 4
+    for group in ("training", "validation"):
+        losses = [
+            {
+                steps: {name: row[name] for name in row if "loss" in name}
+                for steps, row in run.rows(group).items()
+            }
+            for run in (told, silent)
+        ]
+        assert losses[0] == losses[1], group
+
+
+@pytest.mark.usefixtures("definitions_and_runs")
+def test_a_report_says_where_the_time_went_and_what_memory_is_used(cache):
+    outcome, _ = fitted(EXP_CONF)
+    rows = outcome.rows("telemetry")
+    first, last = rows[3], rows[9]
+
+    assert {*TIMES, "records_per_second", "process_peak_memory_bytes", "learning_rate"} <= last.keys()
+    assert last["timed_by"] == "host clock"
+    assert 0 < sum(last[name] for name in TIMES - {"batch_ms"}) == pytest.approx(last["batch_ms"])
+    assert last["ranks"]["batch_ms"] == [last["batch_ms"]]
+    assert "tokens_per_second" not in last
+    assert not [name for name in last if name.startswith("device")], (
+        "a process's memory is not called a device's"
+    )
+    # 8 x 16 and 16 x 4 weights, 8 records: three products for each weight, but no gradient of the features.
+    flops = 8 * 2 * (3 * 16 * 4 + 2 * 8 * 16)
+    for row in (first, last):
+        assert row["model_tflops_per_device"] == pytest.approx(flops / row["batch_ms"] / 1e9, rel=1e-3)
+    totals = json.loads(outcome.directory.telemetry_path.read_text())
+    assert totals["num_batches"] == 8, "the first batch is in no rate"
+    (peak,) = json.loads(cache.read_text()).values()
+    assert totals["mfu"] == pytest.approx(totals["model_tflops_per_device"] * 1e12 / peak["flops_per_s"])
+
+
+@pytest.mark.usefixtures("definitions_and_runs")
+def test_the_second_run_on_a_machine_knows_its_peak_from_the_first_report(cache):
+    first, _ = fitted(EXP_CONF)
+    ((key, peak),) = json.loads(cache.read_text()).items()
+    measured = json.dumps({key: {**peak, "load": 0.0}})
+    cache.write_text(measured)
+    second, _ = fitted(EXP_CONF)
+
+    assert not ["mfu" for row in first.rows("telemetry").values() if "mfu" in row]
+    assert all(0 < row["mfu"] <= row["hfu"] < 1 for row in second.rows("telemetry").values())
+    assert cache.read_text() == measured
+
+
+@pytest.mark.usefixtures("definitions_and_runs")
+@pytest.mark.parametrize("wrong", [{"load": 9.0}, {"load": 0.0, "flops_per_s": 1.0}])
+def test_a_peak_of_a_busy_machine_and_one_that_is_beaten_are_measured_again(cache, wrong):
+    fitted(EXP_CONF)
+    ((key, peak),) = json.loads(cache.read_text()).items()
+    cache.write_text(json.dumps({key: {**peak, "flops_per_s": peak["flops_per_s"] / 1e3, **wrong}}))
+    outcome, _ = fitted(EXP_CONF)
+
+    ((_, again),) = json.loads(cache.read_text()).items()
+    assert again["flops_per_s"] > peak["flops_per_s"] / 1e2
+    totals = json.loads(outcome.directory.telemetry_path.read_text())
+    assert totals["peak"]["file"] == str(cache)
+    assert totals["peak"]["flops_per_s"] == again["flops_per_s"]
+    assert totals["hfu"] < 1
+
+
+@pytest.mark.usefixtures("definitions_and_runs")
+def test_tokens_are_counted_where_batches_have_input_ids():
+    class Named:
+        def __init__(self, records):
+            self.records = records
+
+        def __len__(self):
+            return len(self.records)
+
+        def __getitem__(self, idx):
+            features, targets = self.records[idx]
+            return {"input_ids": features, "targets": targets}
+
+    def build_training_data_loader(self):
+        loader = super(kind, self).build_training_data_loader()
+        loader.dataset = Named(loader.dataset)
+        return loader
+
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        return super(kind, self).train_batch(
+            ((batch["input_ids"], batch["targets"]) for batch in dataloader_iter), epoch_idx, batch_idx
+        )
+
+    kind = trial_class(build_training_data_loader=build_training_data_loader, train_batch=train_batch)
+    outcome = fit(kind, max_length=Batch(6), reporting_period=Batch(3))
+
+    for row in outcome.rows("telemetry").values():
+        assert row["tokens_per_second"] == pytest.approx(8 * row["records_per_second"])
+
+
+@pytest.mark.usefixtures("definitions_and_runs")
+@pytest.mark.parametrize(
+    ("answer", "tokens_per_record"), [(lambda batch: 5 * len(batch[0]), 5), (lambda _: None, None)]
+)
+def test_a_trial_says_itself_how_many_tokens_a_batch_has(answer, tokens_per_record):
+    kind = trial_class(get_num_tokens=lambda _self, batch: answer(batch))
+    outcome = fit(kind, max_length=Batch(6), reporting_period=Batch(3))
+
+    for row in outcome.rows("telemetry").values():
+        if tokens_per_record is None:
+            assert "tokens_per_second" not in row
+        else:
+            assert row["tokens_per_second"] == pytest.approx(tokens_per_record * row["records_per_second"])
+
+
+@pytest.mark.usefixtures("definitions_and_runs")
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [(lambda batch: batch["text"], "TypeError"), (lambda _: 2.5, "it returned 2.5; expected an integer")],
+)
+def test_a_trial_that_counts_tokens_wrongly_is_told_so_once_and_trains_on(answer, words, caplog):
+    kind = trial_class(get_num_tokens=lambda _self, batch: answer(batch))
+    outcome = fit(kind, max_length=Batch(6), reporting_period=Batch(3))
+
+    assert outcome.result.is_complete
+    assert not [row for row in outcome.rows("telemetry").values() if "tokens_per_second" in row]
+    (warning,) = [record.message for record in caplog.records if "get_num_tokens" in record.message]
+    assert words in warning
+
+
+@pytest.mark.usefixtures("definitions_and_runs")
+def test_a_report_that_cannot_be_written_is_lost_and_training_goes_on(caplog):
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        if batch_idx == 0:
+            report = self.context._core.train.report_metrics
+
+            def refuse(group, steps_completed, metrics):
+                if steps_completed == 4:
+                    raise OSError(28, "No space left on device")
+                report(group, steps_completed, metrics)
+
+            self.context._core.train.report_metrics = refuse
+        return super(kind, self).train_batch(dataloader_iter, epoch_idx, batch_idx)
+
+    kind = trial_class(train_batch=train_batch)
+    outcome = fit(kind, max_length=Batch(8), reporting_period=Batch(2))
+
+    assert outcome.result.is_complete
+    assert sorted(outcome.rows("training")) == [2, 4, 6, 8]
+    assert sorted(outcome.rows("telemetry")) == [2, 6, 8]
+    warnings = [record.message for record in caplog.records if "tells of itself" in record.message]
+    assert len(warnings) == 1
+    assert "No space left" in warnings[0]
+
+
+@pytest.mark.usefixtures("definitions_and_runs")
+def test_tensorboard_has_them_under_a_tag_of_their_own():
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    outcome, _ = fitted(EXP_CONF)
+    (events,) = outcome.directory.path.rglob("*tfevents*")
+    found = EventAccumulator(str(events))
+    found.Reload()
+    tags = set(found.Tags()["scalars"])
+
+    assert {f"Telemetry/{name}" for name in TIMES} <= tags
+    assert {tag.partition("/")[0] for tag in tags} == {"Determined", "Telemetry"}
+
+
+CASES = {
+    "zero 1": ("DataParallelTrial", {"deepspeed_config": deepspeed_config(1)}, {}),
+    "zero 3": ("DataParallelTrial", {"deepspeed_config": deepspeed_config(3)}, {}),
+    "pipeline": ("PipelineTrial", {"deepspeed_config": deepspeed_config()}, {"pipeline_stages": 2}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_train_the_same_and_each_tells_of_itself(tmp_path, case):
+    trial, hyperparameters, section = CASES[case]
+
+    def trained(name, telemetry):
+        config = experiment(
+            hyperparameters, 9, report=3, data={"dstrial": {**section, "telemetry": telemetry}}
+        )
+        done = train(tmp_path / name, trial, config, ranks=2)
+        assert done.returncode == 0, done.output
+        return done
+
+    told, silent = trained("told", True), trained("silent", False)
+    assert told.reports("training") == silent.reports("training")
+    assert told.reports("validation") == silent.reports("validation")
+    rows = told.rows("telemetry")
+    assert [row["steps_completed"] for row in rows] == [3, 6, 9]
+    assert not silent.rows("telemetry")
+    metrics = rows[-1]["metrics"]
+    expected = TIMES | ({"stages_ms"} if case == "pipeline" else set())
+    assert {name for name in metrics if name.endswith("_ms")} == expected
+    for name in expected | {"process_peak_memory_bytes"}:
+        assert len(metrics["ranks"][name]) == 2
+        assert all(value is not None and value >= 0 for value in metrics["ranks"][name])
+    assert all(
+        value > 0 for name in ("forward_ms", "backward_ms", "step_ms") for value in metrics["ranks"][name]
+    )
+    assert metrics["model_tflops_per_device"] > 0
+    assert metrics["learning_rate"] == pytest.approx(0.01, rel=0.2)
+    totals = json.loads(pathlib.Path(told.directory.telemetry_path).read_text())
+    assert len(totals["ranks"]) == len(totals["memory_bytes"]) == 2
+
+
+def test_a_run_that_goes_on_counts_from_where_it_does(tmp_path):
+    hyperparameters = {"deepspeed_config": deepspeed_config(1)}
+    run = train(tmp_path / "a", "DataParallelTrial", experiment(hyperparameters, 5, report=3))
+    assert run.returncode == 0, run.output
+    run = train(tmp_path / "b", "DataParallelTrial", experiment(hyperparameters, 9, report=3), run=run)
+    assert run.returncode == 0, run.output
+
+    assert [row["steps_completed"] for row in run.rows("telemetry")] == [3, 5, 6, 9]
+    totals = json.loads(run.directory.telemetry_path.read_text())
+    assert totals["num_batches"] == 3, "batches 7 to 9: the first of each process is left out"
