@@ -19,6 +19,7 @@ _PARTITION = "Name one that `sinfo` lists (--sbatch-arg=--partition=NAME, or slu
 _ACCOUNT = "Name an account that may use the partition (--sbatch-arg=--account=NAME); `sacctmgr show assoc` lists them."
 _TOO_LARGE = "Ask for fewer slots, fewer on one node, or another partition: none has so much (`sinfo -o '%P %D %c %G'`)."
 _NODES = "Ask for fewer nodes: the partition has fewer, or lets a job have fewer (`sinfo -o '%P %D'`)."
+_WAIT = "Wait until it is back, or ask who runs the cluster; `scontrol ping` says how it is."
 # What sbatch says (Slurm 20.11 to 25, src/common/slurm_errno.c), and what to do.
 _FIXES = (
     ("invalid partition", _PARTITION),
@@ -34,8 +35,8 @@ _FIXES = (
     ("requested time limit", "Ask for less time (`sinfo -o '%P %l'`)."),
     ("invalid feature", "Correct the --constraint (`sinfo -o '%P %f'`)."),
     ("unrecognized option", "Correct slurm.sbatch_args; `man sbatch` lists all options."),
-    ("contact slurm controller", "Wait until it is back, or ask who runs the cluster; `scontrol ping` says how it is."),
-    ("socket timed out", "Wait until it is back, or ask who runs the cluster; `scontrol ping` says how it is."),
+    ("contact slurm controller", _WAIT),
+    ("socket timed out", _WAIT),
 )  # fmt: skip
 
 _AWAY = (
@@ -125,18 +126,26 @@ def submit_patiently(script: Path, tell: Callable[[str], object]) -> int:
     """Queue a batch script as :func:`submit` does, and ask again where a refusal may be over soon.
 
     Args:
-        script: which no other job has.
+        script: absolute; earlier jobs of a run that goes on have had it, too.
         tell: is told once that Slurm is asked again, and why.
 
     Raises:
         LaunchError: Slurm refuses it, or does not answer for ``PATIENCE_S``.
     """
 
+    before: frozenset[int] | None = None
+
     def ask() -> int:
-        _, output, _ = run_slurm(["squeue", "--noheader", "--me", "--states=all", "-O", "JobID:|,Command:|"])
+        nonlocal before
+        words = ["squeue", "--noheader", "--me", "--states=all", "-O", "JobID:|,Command:|"]
+        code, output, errors = run_slurm(words)
+        if code and is_away(errors):
+            raise LaunchError(f"Slurm does not answer; {why_away(errors, 'squeue', code)}. {_WAIT}")
+        there = queued_as(output, str(script))
+        if before is None:  # of the run that goes on, most likely ended
+            before = there
         # An answer to an earlier question may have been lost.
-        known = queued_as(output, str(script))
-        return submit(script) if known is None else known
+        return max(there - before) if there - before else submit(script)
 
     return patiently(ask, tell)
 
@@ -181,13 +190,12 @@ def has_unknown_nodes() -> bool:
     return any(line.strip().lower().startswith("unknown") for line in output.splitlines())
 
 
-def queued_as(text: str, script: str) -> int | None:
-    """Return the job that has a batch script, by what squeue prints of jobs and their commands; None for none. Pure."""
-    for line in text.splitlines():
-        number, _, command = line.strip().removesuffix("|").partition("|")
-        if command.strip() == script and number.strip().isdecimal():
-            return int(number)
-    return None
+def queued_as(text: str, script: str) -> frozenset[int]:
+    """Return the jobs that have a batch script, by what squeue prints of jobs and their commands. Pure."""
+    found = (line.strip().removesuffix("|").partition("|") for line in text.splitlines())
+    return frozenset(
+        int(number) for number, _, command in found if command.strip() == script and number.strip().isdecimal()
+    )
 
 
 def test(script: Path) -> None:

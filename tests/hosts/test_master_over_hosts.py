@@ -198,7 +198,7 @@ def test_a_cut_that_heals_an_agent_and_a_master_that_are_killed_end_no_trial(sta
 
     started.wait_for_state(experiment, ("COMPLETED",))
     log = started.log(1)
-    assert log.count("Scheduling Trial 1") == 1
+    assert log.count("Scheduling Trial 1") == 1, log
     batches = [int(line.split()[1]) for line in _losses(log)]
     assert sorted(set(batches)) == list(range(5, 301, 5))
     assert len({batches.count(batch) for batch in set(batches)}) == 1  # no line twice

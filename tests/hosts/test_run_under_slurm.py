@@ -305,7 +305,7 @@ def test_a_controller_that_is_started_again_is_asked_again_before_a_refusal_is_b
     try:
         cluster.end_controller()
         run = _Run(cluster, place, "--slots", "6", "--config", "hyperparameters.micro_batch_size=2")
-        run.wait_for("Slurm is asked again for up to 60 s: Slurm does not take the job; sbatch says: ")
+        run.wait_for("Slurm is asked again for up to 60 s: Slurm does not answer; squeue says: ")
         assert "contact slurm controller" in run.text.lower()
         assert "queued" not in run.text
         cluster.start_controller()

@@ -141,8 +141,8 @@ def test_refusals_of_a_controller_that_does_not_know_its_nodes_are_those_of_size
 
 
 def test_a_job_that_was_queued_though_the_answer_was_lost_is_found_by_its_script() -> None:
-    said = "11|/shared/runs/a/sbatch.sh|\n12|/shared/my runs/100%/b|c/sbatch.sh|\n13|(null)|\n"
-    assert queued_as(said, "/shared/runs/a/sbatch.sh") == 11
-    assert queued_as(said, "/shared/my runs/100%/b|c/sbatch.sh") == 12
-    assert queued_as(said, "/shared/runs/other/sbatch.sh") is None
-    assert queued_as("", "/shared/runs/a/sbatch.sh") is None
+    said = "11|/shared/runs/a/sbatch.sh|\n12|/shared/my runs/100%/b|c/sbatch.sh|\n13|(null)|\n14|/shared/runs/a/sbatch.sh|\n"
+    assert queued_as(said, "/shared/runs/a/sbatch.sh") == {11, 14}
+    assert queued_as(said, "/shared/my runs/100%/b|c/sbatch.sh") == {12}
+    assert queued_as(said, "/shared/runs/other/sbatch.sh") == set()
+    assert queued_as("", "/shared/runs/a/sbatch.sh") == set()

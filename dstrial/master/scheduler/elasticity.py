@@ -15,6 +15,7 @@ from dstrial.master.scheduler.placement import by_node, could_ever_fit, place
 from dstrial.master.scheduler.queue import Waiting, assignments
 
 _LEAST_REPORTS = 3
+_UNMEASURED_PERIODS = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -245,6 +246,20 @@ class Stage:
     def measured_s(self) -> float:
         """How long it was measured."""
         return 0.0 if self.first is None or self.last is None else self.last[1] - self.first[1]
+
+
+def is_due_to_grow(stages: Sequence[Stage], for_s: float, period_s: float) -> bool:
+    """Say whether a trial has kept its number of slots long enough to take more.
+
+    What it takes is judged by what it had before: so that has to be measured first, for three periods at most.
+
+    Args:
+        stages: the trial's runs, in order; the last one is that which runs.
+        for_s: how long that runs.
+        period_s: how long a trial keeps a number of slots at least.
+    """
+    is_measured = bool(stages) and stages[-1].batch_s is not None
+    return for_s >= period_s * (1 if is_measured else _UNMEASURED_PERIODS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from dstrial.master.scheduler.elasticity import (
     Verdict,
     grown,
     has_to_move,
+    is_due_to_grow,
     larger,
     leaves_drained,
     not_worth,
@@ -189,7 +190,7 @@ class Resizing:
             elasticity = _elasticity(row.section, row.slots_per_trial)
             num_slots = len(json.loads(row.slots))
             verdict = self._verdict(connection, row.trial_id, elasticity)
-            if now_us() < row.start_us + elasticity.period_s * 1e6 or not capacity.is_settled:
+            if not self._is_due(connection, row, elasticity) or not capacity.is_settled:
                 continue
             most = elasticity.at_most if verdict is None else min(elasticity.at_most, verdict.num_slots)
             one = self._running(connection, row, at_most=most)
@@ -241,7 +242,7 @@ class Resizing:
         for row in rows.resizable_trials(connection):
             elasticity = _elasticity(row.section, row.slots_per_trial)
             num_slots = len(json.loads(row.slots))
-            if num_slots >= elasticity.at_most or now_us() < row.start_us + elasticity.period_s * 1e6:
+            if num_slots >= elasticity.at_most or not self._is_due(connection, row, elasticity):
                 continue
             verdict = self._verdict(connection, row.trial_id, elasticity)
             most = elasticity.at_most if verdict is None else min(elasticity.at_most, verdict.num_slots)
@@ -269,6 +270,12 @@ class Resizing:
         """Ask a trial to stop for which an engine has more slots; nothing happens to one that stops already."""
         how = ", for which it gives back those that it has" if is_move else ""
         self._ask(trial_id, f"it grows to {num_slots} slots, which are there for it{how}")
+
+    def _is_due(self, connection: Connection, row: rows.ResizableTrial, elasticity: Elasticity) -> bool:
+        for_s = (now_us() - row.start_us) / 1e6
+        if for_s < elasticity.period_s or not elasticity.is_measured:
+            return for_s >= elasticity.period_s
+        return is_due_to_grow(self._stages(connection, row.trial_id), for_s, elasticity.period_s)
 
     def _at_next_checkpoint(
         self, connection: Connection, row: rows.ResizableTrial, elasticity: Elasticity
@@ -345,9 +352,13 @@ class Resizing:
             return None
         known = self._judged.get(trial_id)
         if known is None or time.monotonic() > known[0] + _JUDGE_S:
-            stages = [_stage(span) for span in rows.run_spans(connection, trial_id)]
-            known = self._judged[trial_id] = (time.monotonic(), not_worth(stages, elasticity.period_s))
+            found = not_worth(self._stages(connection, trial_id), elasticity.period_s)
+            known = self._judged[trial_id] = (time.monotonic(), found)
         return known[1]
+
+    @staticmethod
+    def _stages(connection: Connection, trial_id: int) -> list[Stage]:
+        return [_stage(span) for span in rows.run_spans(connection, trial_id)]
 
 
 def note_slots(tx: Transaction, allocation: Allocation, num_slots: int, num_wanted: int) -> None:

@@ -10,6 +10,7 @@ from dstrial.master.scheduler.elasticity import (
     Stage,
     grown,
     has_to_move,
+    is_due_to_grow,
     larger,
     leaves_drained,
     not_worth,
@@ -243,3 +244,14 @@ def test_who_has_less_than_it_asks_for_gives_its_job_back_where_only_its_own_slo
     alone = Running(1, 1, LOW, (0, 1), (3, 2), is_on_one_node=True)
     assert has_to_move(alone, 3, wish=4, spare={0: 1})
     assert not has_to_move(alone, 3, wish=4, spare={1: 1}), "on another node"
+
+
+def test_what_a_trial_has_is_measured_before_it_takes_more() -> None:
+    def stage(num_reports: int) -> Stage:
+        return Stage(1, 0, None, num_reports, (5, 2.0), (5 * num_reports, 2.0 * num_reports))
+
+    assert not is_due_to_grow([stage(3)], 9.0, 10.0)
+    assert is_due_to_grow([stage(3)], 10.0, 10.0)
+    assert not is_due_to_grow([stage(3), stage(2)], 29.0, 10.0), "more could never be judged"
+    assert is_due_to_grow([stage(2)], 30.0, 10.0), "it reports too seldom"
+    assert not is_due_to_grow([], 29.0, 10.0)

@@ -536,7 +536,6 @@ class QueuedBackend(LinkedBackend):
         self._learn_names({part.host for job in jobs for part in job.parts})
         with self._lock:
             was_away = self._why_away is not None and self._has_tried.is_set()
-            self._why_away = None
             changed = self._take_jobs(jobs) or spare != self._spare
             self._spare = spare
             self._is_known = True
@@ -544,7 +543,6 @@ class QueuedBackend(LinkedBackend):
             wishes = dict(self._wishes)
         if was_away:
             self._back_s = time.monotonic()
-            logger.info("%s answers again", self._lender.name)
         for job in jobs:
             if job.has_rest:
                 self._lender.cancel(job.id)
@@ -552,6 +550,10 @@ class QueuedBackend(LinkedBackend):
             self._give_back(job_id, why)
         for name in todo.asked_for:
             self._ask_for(name, wishes[name])
+        with self._lock:  # Only now: one that has just begun answers, and does not know its nodes yet.
+            self._why_away = None
+        if was_away:
+            logger.info("%s answers again", self._lender.name)
         self._close_ended()
         with self._lock:
             changed = self._show_nodes() or changed
