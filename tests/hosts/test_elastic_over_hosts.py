@@ -8,7 +8,7 @@ import pytest
 from elastic_run import NUM_HOSTS, ElasticRun
 from machines import machines
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 
 def test_a_trial_follows_hosts_that_are_drained_cut_off_and_healed(tmp_path: Path) -> None:

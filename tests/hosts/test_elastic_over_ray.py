@@ -11,7 +11,7 @@ import pytest
 from master_on_hosts import CONFIG, MasterOnHosts, wait_until
 from ray_cluster import RayCluster, ray_cluster, wait_until_nothing_is_left
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +60,14 @@ def test_a_trial_takes_what_nobody_has_reserved_and_gives_back_what_was_not_wort
     master.wait_for_log(trial["id"], "it grows to 2 slots, which are there for it", within_s=120)
     again_s = master.wait_for_log(trial["id"], "with 2 slots, after 1", "INFO: resumed from", within_s=120)
     back_s = master.wait_for_log(
-        trial["id"], "it goes back from 2 to 1 slots: with 2 slots a batch takes", within_s=180
+        trial["id"], "it goes back from 2 to 1 slots: with 2 slots a batch takes", within_s=300
     )
     smaller_s = master.wait_for_log(trial["id"], "with 1 slots, after 2", within_s=60)
     wait_until(lambda: len(_groups(master)) == 1, 60, lambda: str(_groups(master)))
     print(
         f"in a larger group {again_s:.0f} s after its decision, back {back_s:.0f} s later, in a smaller one {smaller_s:.0f} s"
     )
-    master.wait_for_state(experiment, ("COMPLETED",), within_s=240)
+    master.wait_for_state(experiment, ("COMPLETED",), within_s=300)
     log = master.log(trial["id"])
     assert log.count("it grows to") == 1, "it does not try again"
     assert log.count("INFO: resumed from checkpoint") == 2
@@ -101,12 +101,12 @@ def test_a_trial_that_has_lost_its_nodes_grows_back_when_they_are_there_again(
     for machine in others:
         cluster.begin_again(machine)
     grown_s = master.wait_for_log(
-        trial["id"], "it grows to 2 slots, which are there for it", "with 2 slots, after 1", within_s=180
+        trial["id"], "it grows to 2 slots, which are there for it", "with 2 slots, after 1", within_s=300
     )
     print(
         f"goes on with what is left {left_s:.0f} s after the cut, grows {grown_s:.0f} s after the nodes are back"
     )
-    master.wait_for_state(experiment, ("COMPLETED",), within_s=240)
+    master.wait_for_state(experiment, ("COMPLETED",), within_s=300)
     log = master.log(trial["id"])
     assert (
         log.count("INFO: resumed from checkpoint") >= 2
@@ -143,12 +143,12 @@ def test_a_trial_of_all_nodes_grows_back_though_there_is_no_room_for_two_jobs(
         trial["id"],
         "it grows to 3 slots, which are there for it, for which it gives back those that it has",
         "with 3 slots, after 2",
-        within_s=180,
+        within_s=300,
     )
     print(
         f"goes on with what is left {left_s:.0f} s after the cut, with all {grown_s:.0f} s after the node is back"
     )
-    master.wait_for_state(experiment, ("COMPLETED",), within_s=240)
+    master.wait_for_state(experiment, ("COMPLETED",), within_s=300)
     log = master.log(trial["id"])
     assert (
         log.count("INFO: resumed from checkpoint") >= 2

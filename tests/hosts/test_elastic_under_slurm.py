@@ -10,7 +10,7 @@ import pytest
 from master_on_hosts import CONFIG, MasterOnHosts, wait_until
 from slurm_cluster import SlurmCluster, slurm_cluster
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 
 @pytest.fixture

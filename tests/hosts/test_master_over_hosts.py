@@ -14,7 +14,7 @@ import pytest
 from machines import Machine, machines
 from master_on_hosts import CONFIG, MasterOnHosts, left_on, wait_until
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 _SLOW = {"zero_stage": 1, "pause_s": 0.1, "micro_batch_size": 2}
 
 

@@ -14,7 +14,7 @@ from bad_requests import refused_at_submission
 from master_on_hosts import CONFIG, MasterOnHosts, wait_until
 from slurm_cluster import SlurmCluster, slurm_cluster
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,10 @@ import pytest
 import yaml
 from slurm_cluster import SlurmCluster, slurm_cluster
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 _ENVIRON = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": "", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 _TWO_NODES = ("--sbatch-arg=--nodes=2", "--sbatch-arg=--ntasks-per-node=1")
+_PATIENCE = 2.0  # times what a test asks for, where other tests keep the processors busy
 _CONFIG: dict[str, Any] = {
     "name": "small",
     "entrypoint": "small_trial:SmallTrial",
@@ -92,7 +93,7 @@ class _Run:
         return int(re.findall(r"job (\d+): queued", self.text)[0])
 
     def wait_for(self, words: str, within_s: float = 90.0) -> None:
-        give_up_at_s = time.monotonic() + within_s
+        give_up_at_s = time.monotonic() + _PATIENCE * within_s
         while words not in self.text:
             assert time.monotonic() < give_up_at_s, f"{words!r} is not in:\n{self.text}"
             assert self.process.poll() is None, f"it ended without {words!r}:\n{self.text}"
@@ -110,7 +111,7 @@ class _Run:
 
     def end(self, within_s: float = 120.0) -> tuple[int, str]:
         try:
-            code = self.process.wait(within_s)
+            code = self.process.wait(_PATIENCE * within_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise AssertionError(f"it has not ended in {within_s} s:\n{self.text}") from None
@@ -298,7 +299,6 @@ def test_what_cannot_be_is_refused_before_anything_is_queued(
     assert not (place / "runs").exists()
 
 
-@pytest.mark.timeout(400)
 def test_a_controller_that_is_started_again_is_asked_again_before_a_refusal_is_believed(
     cluster: SlurmCluster, place: Path
 ) -> None:
@@ -316,7 +316,7 @@ def test_a_controller_that_is_started_again_is_asked_again_before_a_refusal_is_b
     finally:
         cluster.machines[3].heal()
     # A node that was down meanwhile is asked again by the controller when it likes.
-    code, text = run.end(within_s=240)
+    code, text = run.end()
     assert code == 0, text
     assert text.count("Slurm is asked again") == 1
     jobs = cluster.run("squeue", "-h", "--states=all", "-o", "%o").stdout.splitlines()
