@@ -59,7 +59,7 @@ _NOT_YET = (
     "generic resource",
 )
 PATIENCE_S = 60.0
-"""For so long Slurm is asked again where it does not answer, or does not know its nodes yet, seconds."""
+"""For so long Slurm is asked again where it does not answer, and as long once it does and does not know its nodes yet, seconds."""
 _AGAIN_S = 2.0
 T = TypeVar("T")
 
@@ -161,11 +161,14 @@ def patiently(ask: Callable[[], T], tell: Callable[[str], object]) -> T:
         LaunchError: the last refusal.
     """
     give_up_at_s = time.monotonic() + PATIENCE_S
-    is_told = False
+    is_told, was_away = False, False
     while True:
         try:
             return ask()
         except LaunchError as error:
+            if was_away and not is_away(str(error)):  # Its nodes are given as long to register.
+                give_up_at_s = time.monotonic() + PATIENCE_S
+            was_away = is_away(str(error))
             if time.monotonic() >= give_up_at_s or not is_transient(str(error)):
                 raise
             if not is_told:

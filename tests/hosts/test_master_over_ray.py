@@ -192,7 +192,7 @@ def test_a_search_of_eight_trials_ends_right_though_a_node_is_cut_in_its_middle(
         """Return trials on another node than the master's, with their nodes, once they have a checkpoint."""
         found = []
         for one in trials:
-            log = master.log(one["id"])
+            log = master.log_now(one["id"])
             node = re.search(r"on agent (10\.77\.0\.1[23])\n", log)
             if node is not None and "Reported checkpoint" in log:
                 found.append((one["id"], node[1]))

@@ -364,7 +364,7 @@ def _why_it_never_starts(master: MasterOnHosts, host: str) -> str:
 def on_host(master: MasterOnHosts, experiment_id: int, host: str) -> int | None:
     """Return a trial that runs on a host."""
     for trial in master.trials(experiment_id):
-        if trial["State"] == "RUNNING" and f"on agent {host}\n" in master.log(trial["id"]):
+        if trial["State"] == "RUNNING" and f"on agent {host}\n" in master.log_now(trial["id"]):
             return int(trial["id"])
     return None
 
