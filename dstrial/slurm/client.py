@@ -59,7 +59,7 @@ _NOT_YET = (
     "generic resource",
 )
 PATIENCE_S = 60.0
-"""For so long Slurm is asked again where it does not answer, and as long once it does and does not know its nodes yet, seconds."""
+"""For so long Slurm is asked again where it does not answer, and as long once more until it knows its nodes, seconds."""
 _AGAIN_S = 2.0
 T = TypeVar("T")
 
@@ -132,7 +132,6 @@ def submit_patiently(script: Path, tell: Callable[[str], object]) -> int:
     Raises:
         LaunchError: Slurm refuses it, or does not answer for ``PATIENCE_S``.
     """
-
     before: frozenset[int] | None = None
 
     def ask() -> int:
@@ -197,7 +196,9 @@ def queued_as(text: str, script: str) -> frozenset[int]:
     """Return the jobs that have a batch script, by what squeue prints of jobs and their commands. Pure."""
     found = (line.strip().removesuffix("|").partition("|") for line in text.splitlines())
     return frozenset(
-        int(number) for number, _, command in found if command.strip() == script and number.strip().isdecimal()
+        int(number)
+        for number, _, command in found
+        if command.strip() == script and number.strip().isdecimal()
     )
 
 
