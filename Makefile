@@ -39,13 +39,17 @@ QUICK := not process and not ranks and not gpu and not loggers
 # What `make coverage` runs; what subprocesses and ranks execute is not counted.
 COVERED ?= $(QUICK)
 SLOW := (process or ranks) and not gpu
+# Clusters have deadlines of their own, which a busy machine does not keep: no more of them at once than there are cores, and nothing beside them.
+HOSTS_TESTS := tests/hosts
+# With PYTEST_ARGS="-k …" a tier may have no such test.
+or-none = $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ])
 # Files go to workers in the order that tests/conftest.py gives them: the longest first.
-pytest = -m pytest -m "$(1)" --numprocesses $(if $(findstring not process,$(1)),$(WORKERS),$(SLOW_WORKERS)) --dist loadfile --no-loadscope-reorder --instafail $(PYTEST_ARGS)
+pytest = -m pytest -m "$(1)" --numprocesses $(or $(2),$(if $(findstring not process,$(1)),$(WORKERS),$(SLOW_WORKERS))) --dist loadfile --no-loadscope-reorder --instafail $(PYTEST_ARGS)
 HF_TESTS := tests/integrations tests/examples/test_hf_examples.py tests/examples/test_accelerate_clm.py \
 	$(wildcard tests/launch/test_accelerate_*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv run test test-quick test-slow test-hf4 test-torch-oldest test-deepspeed-oldest test-python-oldest test-python-newest test-loggers coverage gpu check format bench clean
+.PHONY: help venv run test test-quick test-slow test-hosts test-hf4 test-torch-oldest test-deepspeed-oldest test-python-oldest test-python-newest test-loggers coverage gpu check format bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,14 +59,16 @@ venv: $(VENV)/.package $(VENV)/.page ## create .venv/ with torch and this packag
 run: $(VENV)/.runtime ## train the main example (digits) and show its result
 	$(BIN)/dstrial run experiment_configs/digits.yaml model_defs/digits
 
-test: venv ## run every test that needs no accelerator
-	$(BIN)/python $(call pytest,not gpu)
+test: test-quick test-slow test-hosts ## run every test that needs no accelerator
 
 test-quick: venv ## run the tests that start no process and use no network: a minute on two cores
-	$(BIN)/python $(call pytest,$(QUICK))
+	$(BIN)/python $(call pytest,$(QUICK)) $(or-none)
 
-test-slow: venv ## run the tests that start processes or ranks
-	$(BIN)/python $(call pytest,$(SLOW))
+test-slow: venv ## run the tests that start processes or ranks on this machine
+	$(BIN)/python $(call pytest,$(SLOW)) --ignore=$(HOSTS_TESTS) $(or-none)
+
+test-hosts: venv ## run the tests over several hosts, in jobs of Slurm and on Ray, on machines made of namespaces
+	$(BIN)/python $(call pytest,$(SLOW),$(WORKERS)) $(HOSTS_TESTS) $(or-none)
 
 coverage: venv ## print which branches the quick tests take; all tests: COVERED="not gpu"
 	$(BIN)/python $(call pytest,$(COVERED)) --cov --cov-report=term
