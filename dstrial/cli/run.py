@@ -176,7 +176,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _run_on_hosts(request: _Request, site: RunSite) -> int:
-    """Train on the hosts of a hostfile, or the nodes of the job that this command is in."""
+    """Train on hosts of a hostfile, or on the nodes of the job we are in."""
     from dstrial.cli.run_hosts import ready_hosts
 
     args = request.args
