@@ -140,7 +140,6 @@ def submit_patiently(script: Path, tell: Callable[[str], object]) -> int:
     Raises:
         LaunchError: Slurm refuses it, or does not answer for ``PATIENCE_S``.
     """
-
     before: frozenset[int] | None = None
 
     def ask() -> int:

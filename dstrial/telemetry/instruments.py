@@ -159,7 +159,8 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
     def first_batch(self, train_batch: Callable[..., ResultT]) -> Callable[..., ResultT]:
         """Return a ``train_batch`` whose FLOPs and memory are counted.
 
-        They are counted for the first batch only. Counting changes no number of the training, and takes a few microseconds an operation.
+        They are counted for the first batch only. Counting changes no number of the training, and takes a few microseconds an
+        operation.
         """
         counter = self.counting()
 

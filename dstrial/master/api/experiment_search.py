@@ -18,8 +18,9 @@ from dstrial.master.http.messages import Page, message, page_of
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import as_data, experiment_json, trial_json
 from dstrial.master.services import Services
-from dstrial.master.store import experiment_search, listings, projects
+from dstrial.master.store import projects
 from dstrial.master.store.database import Connection
+from dstrial.master.store.views import experiment_search, listings
 
 _OF_RUNS = bindings.v1TableType.RUN.value
 _PLACES = {"training": "TRAINING", "validation": "VALIDATIONS"}

@@ -20,11 +20,11 @@ from dstrial.master.http.serializers import as_data, shown_config, trial_json
 from dstrial.master.http.streams import NdjsonResponse, ndjson
 from dstrial.master.services import Services
 from dstrial.master.store import experiments as experiment_rows
-from dstrial.master.store import listings
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection
 from dstrial.master.store.reports import series
 from dstrial.master.store.reports.metric_values import plain
+from dstrial.master.store.views import listings
 
 _MAX_TRIALS = 1000
 _MAX_ALL_POINTS = 200_000

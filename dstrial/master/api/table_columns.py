@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 from dstrial.config.secrets import SecretNames, masked_json
 from dstrial.master.clock import format_us
 from dstrial.master.http.serializers import elapsed_s
-from dstrial.master.store.experiment_search import SearchedExperiment
-from dstrial.master.store.listings import Run
+from dstrial.master.store.views.experiment_search import SearchedExperiment
+from dstrial.master.store.views.listings import Run
 
 Row = TypeVar("Row")
 

@@ -30,8 +30,9 @@ from dstrial.master.http.serializers import as_data
 from dstrial.master.lifecycle.checkpoint_audit import audit_one
 from dstrial.master.lifecycle.storages import root_of
 from dstrial.master.services import Services
-from dstrial.master.store import checkpoint_overviews, experiments, trials
+from dstrial.master.store import experiments, trials
 from dstrial.master.store.database import Connection
+from dstrial.master.store.views import checkpoint_overviews
 from dstrial.master.web import model_files, rungs
 
 _MAX_VALUES = 5000

@@ -14,10 +14,11 @@ from starlette.responses import StreamingResponse
 from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
 from dstrial.master.http.router import USER, ApiRequest, route
-from dstrial.master.store import overviews, tasks
+from dstrial.master.store import tasks
 from dstrial.master.store.database import Connection
 from dstrial.master.store.reports import log_pages, logs
 from dstrial.master.store.reports.log_pages import LogOf, PageFilter
+from dstrial.master.store.views import overviews
 from dstrial.visible_text import visible_line
 
 _LINES = 200

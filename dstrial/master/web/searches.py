@@ -17,9 +17,9 @@ from dstrial.errors import RequestError
 from dstrial.master.clock import format_us
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import time_or_none
-from dstrial.master.store import searches
 from dstrial.master.store.database import Connection
-from dstrial.master.store.searches import LabelledExperiment, Measurement
+from dstrial.master.store.views import searches
+from dstrial.master.store.views.searches import LabelledExperiment, Measurement
 
 _LABEL = re.compile(r"dsat-([0-9a-f]{8})-(?:(\d+)|worker-(\d+)|(results)|(full))$", re.ASCII)
 _NAME = re.compile(r" \(dsat (?:trial \d+|worker \d+|results)\)$", re.ASCII)

@@ -15,10 +15,11 @@ from dstrial.master.clock import format_us
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import as_data
 from dstrial.master.services import Services
-from dstrial.master.store import experiments, overviews
+from dstrial.master.store import experiments
 from dstrial.master.store.database import Connection
 from dstrial.master.store.reports import instruments
 from dstrial.master.store.reports.downsample import downsample
+from dstrial.master.store.views import overviews
 from dstrial.master.web.views import Json, finite, metrics_json, trial_json
 
 MAX_COMPARED = 100

@@ -15,10 +15,11 @@ from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import as_data, shown_config, time_or_none
 from dstrial.master.services import Services
-from dstrial.master.store import allocations, experiments, overviews
+from dstrial.master.store import allocations, experiments
 from dstrial.master.store.database import Connection
-from dstrial.master.store.observe import stall_in
 from dstrial.master.store.reports.downsample import downsample
+from dstrial.master.store.views import overviews
+from dstrial.master.store.views.observe import stall_in
 
 MAX_POINTS = 2000
 """Most points of one curve."""
@@ -281,7 +282,8 @@ def _series(connection: Connection, wanted: _Wanted) -> list[Json]:
 async def get_series(request: ApiRequest) -> Json:
     """``GET /page/series?trials=…&group=…&name=…``: curves of a metric.
 
-    There is one for each trial; ``&points=…&after=…`` may follow. ``batches``, ``times`` (milliseconds since 1970, UTC) and ``values`` have a value for each point that is kept, of ``points`` that there are; NaN and infinities are
+    There is one for each trial; ``&points=…&after=…`` may follow. ``batches``, ``times`` (milliseconds since
+    1970, UTC) and ``values`` have a value for each point that is kept, of ``points`` that there are; NaN and infinities are
     words. ``after`` leaves out what is not beyond that batch.
     """
     trials = request.query_ints("trials")
