@@ -107,7 +107,7 @@ class MemorySplit:
     # ---- moments -------------------------------------------------------------------------------------
 
     def _end_forward(self) -> None:
-        """Take activations: what lives as a backward pass begins and is no other part."""
+        """Take activations: what is alive as a backward pass begins, of no other part."""
         if self._now_bytes <= self._most_before_backward:  # looking at all engines takes longer
             return
         self._most_before_backward = self._now_bytes

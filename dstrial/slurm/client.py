@@ -215,7 +215,9 @@ def queued_as(text: str, script: str) -> frozenset[int]:
     """
     found = (line.strip().removesuffix("|").partition("|") for line in text.splitlines())
     return frozenset(
-        int(number) for number, _, command in found if command.strip() == script and number.strip().isdecimal()
+        int(number)
+        for number, _, command in found
+        if command.strip() == script and number.strip().isdecimal()
     )
 
 

@@ -1,6 +1,6 @@
 """``data.dstrial.loggers``: who is told of a run's metrics. Pure.
 
-They are told besides its record.
+They are told besides the run's own record.
 """
 
 from __future__ import annotations

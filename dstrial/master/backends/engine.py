@@ -137,7 +137,7 @@ class Engine(Protocol):
         ...
 
     def jobs(self) -> Sequence[EngineJob]:
-        """Return the jobs of this master, or of one before it in its directory.
+        """Return the jobs of this master, also of one before it.
 
         That is one with the same state directory. Those that are over may be left out.
 

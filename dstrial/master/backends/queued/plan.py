@@ -129,6 +129,6 @@ def free_indices(num: int, taken: Collection[int]) -> list[int]:
 def key_text(key: int | str) -> str:
     """Return what an engine's job is found again by.
 
-    It is for a trial's number, or a command's task id.
+    ``key`` is a trial's number, or a command's task id.
     """
     return f"command-{key}" if isinstance(key, str) else f"trial-{key}"

@@ -1,1 +1,1 @@
-"""What is read of rows of several kinds at once, and never written: lists, searches, the page's rows."""
+"""What is only read, of rows of several kinds: lists, searches, overviews."""
