@@ -1,7 +1,4 @@
-"""``dstrial run --slurm``: its flags, and whether there is an allocation.
-
-In an allocation it trains.
-"""
+"""``dstrial run --slurm``: its flags, and whether it can train in an allocation."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """``dstrial run --slurm`` outside of an allocation: submit a job and follow it.
 
-The run is a batch job.
+The run is submitted as a batch job.
 """
 
 from __future__ import annotations
