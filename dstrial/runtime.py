@@ -212,7 +212,10 @@ def _run_directory(
     exp_conf: Mapping[str, Any] | None,
     channel: core.DistributedContext,
 ) -> tuple[RunDirectory, bool]:
-    """Return the run directory, alike on all ranks, and whether this script keeps its record. Ranks: all."""
+    """Return the run directory, alike on all ranks. Ranks: all.
+
+    And whether this script keeps its record.
+    """
     launchers = os.environ.get(RUN_DIR_VARIABLE)
     if launchers and (run_dir is None or os.fspath(run_dir) == launchers):
         return RunDirectory.open(launchers), False
@@ -247,7 +250,10 @@ def _await_shared(path: str, channel: core.DistributedContext) -> None:
 
 
 def _own_run_directory(path: pathlib.Path | None, exp_conf: Mapping[str, Any] | None) -> RunDirectory:
-    """Make the directory of a run that a script starts by itself, or take up the one that it names."""
+    """Make the directory of a run that a script starts by itself.
+
+    Or take up the one that it names.
+    """
     if path is not None and path.exists() and not (path.is_dir() and not any(path.iterdir())):
         run = RunDirectory.open(path)
         run.begin_attempt(sys.argv)
@@ -333,7 +339,10 @@ class _ClusterSystemMetrics:
 def _cluster_profiler(
     core_context: core.Context, info: Any, channel: core.DistributedContext, device: torch.device
 ) -> NodeProfiler:
-    """Return a profiler that knows which devices are the trial's own: a node without containers shows all."""
+    """Return a profiler that knows which devices are the trial's own.
+
+    A node without containers shows all.
+    """
     sink = _ClusterSystemMetrics(core_context, info, channel.cross_rank)
     # Where a cluster is stood in for, nothing has been given to the trial (``gpu_uuids`` asserts then).
     own = [] if info._resources_info is None else list(info.gpu_uuids or ())
@@ -343,9 +352,9 @@ def _cluster_profiler(
 
 
 def _visible_devices(device: torch.device, num_ranks: int) -> list[str]:
-    """Return the devices of a node's ranks as NVML calls them; none where they are not NVIDIA's.
+    """Return the devices of a node's ranks as NVML calls them.
 
-    A launcher that shows each rank its own device only leaves the one of this rank.
+    There are none where they are not NVIDIA's. A launcher that shows each rank its own device only leaves the one of this rank.
     """
     if device.type != "cuda" or torch.version.cuda is None:
         return []

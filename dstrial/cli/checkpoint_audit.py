@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _look(state: StateDirectory) -> AuditReport:
     from dstrial.master.lifecycle.checkpoint_audit import audit
-    from dstrial.master.store import observe
+    from dstrial.master.store.views import observe
 
     # Twice: what is reported meanwhile is noted no more, and what is begun meanwhile not yet.
     saving = _begun(state)
@@ -105,7 +105,7 @@ def _accept(state: StateDirectory, path: Path) -> None:
     """
     from dstrial.checkpoint.storage_identity import accept_identity, claim_identity
     from dstrial.master.lifecycle.storages import root_of
-    from dstrial.master.store import observe
+    from dstrial.master.store.views import observe
 
     root = path.absolute()
     if not root.is_dir():

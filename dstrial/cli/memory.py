@@ -1,4 +1,7 @@
-"""``dstrial memory``: where a model's memory goes, on devices that need not be there, and where a run's went."""
+"""``dstrial memory``: where a model's memory goes, and where a run's went.
+
+A model is dry-run for devices that need not be there.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +110,10 @@ def _show_prediction(args: argparse.Namespace) -> int:
 
 
 def _show_run(args: argparse.Namespace, run: RunDirectory) -> int:
-    """Show what a run has measured beside what a dry run predicts for it, and keep that with the run."""
+    """Show what a run has measured beside what a dry run predicts, and keep that.
+
+    The prediction is kept with the run.
+    """
     told = read_json(run.telemetry_path) or {}
     ranks = told.get("memory_bytes") or []
     if not memory_rows(ranks):
@@ -136,7 +142,10 @@ def _show_run(args: argparse.Namespace, run: RunDirectory) -> int:
 
 
 def predict_run(run: RunDirectory, experiment: ExperimentConfig, num_slots: int) -> str | None:
-    """Predict a run's memory and keep that with it; return why it cannot be told, else None."""
+    """Predict a run's memory and keep that with it.
+
+    Returns why it cannot be told, else None.
+    """
     device_bytes = int(_DEFAULT_DEVICE_GIB * _GIB)
     try:
         placements = predicted(requests_of(experiment, num_slots, device_bytes))
@@ -149,7 +158,10 @@ def predict_run(run: RunDirectory, experiment: ExperimentConfig, num_slots: int)
 
 
 def stages_of(placements: list[Placement]) -> list[dict[str, float]]:
-    """Return bytes by part of each stage; empty where one of them could not be predicted."""
+    """Return bytes by part of each stage.
+
+    Empty where one of them could not be predicted.
+    """
     found = [one.largest() for one in placements]
     return found if found and all(found) else []
 

@@ -1,4 +1,7 @@
-"""What ``dstrial memory`` has dry-run for an experiment: a trial, each stage of a pipeline, or a script up to its first batch."""
+"""What ``dstrial memory`` has dry-run for an experiment.
+
+That is a trial, each stage of a pipeline, or a script up to its first batch.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 def requests_of(
     experiment: ExperimentConfig, num_slots: int, device_bytes: int
 ) -> list[tuple[Placement, DryRunRequest]]:
-    """Return what is to be predicted on so many devices: one placement, or one for each stage.
+    """Return what is to be predicted on so many devices.
+
+    That is one placement, or one for each stage.
 
     Args:
         experiment: checked for so many slots.
@@ -84,7 +89,10 @@ def requests_of(
 def predicted(
     asked: Sequence[tuple[Placement, DryRunRequest | None]], deadline_s: float = DEADLINE_S
 ) -> list[Placement]:
-    """Dry-run all requests, and return their placements with what was found, or why nothing was."""
+    """Dry-run all requests; return their placements, or why there are none.
+
+    The placements come with what was found.
+    """
     from dstrial.engine.dryrun.process import dry_runs
 
     requests = [request for _, request in asked if request is not None]
@@ -118,7 +126,10 @@ def _require_describable(experiment: ExperimentConfig, entrypoint: Entrypoint) -
 
 
 def _python_words(words: Sequence[str]) -> list[str]:
-    """Return the script or ``-m MODULE``, and its arguments; nothing where it is no Python program."""
+    """Return the script or ``-m MODULE``, and its arguments.
+
+    Returns nothing where it is no Python program.
+    """
     is_interpreter = bool(words) and Path(words[0]).name.startswith("python")
     rest = list(words[1:] if is_interpreter else words)
     is_script = bool(rest) and (rest[0].endswith(".py") or (is_interpreter and rest[0] == "-m"))

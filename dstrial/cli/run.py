@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from dstrial.cli.run_submission import Master
     from dstrial.hosts.preflight import Preflight
     from dstrial.launch.failures import LaunchOutcome
-    from dstrial.master.store.observe import ExperimentView
+    from dstrial.master.store.views.observe import ExperimentView
     from dstrial.slurm.allocation import Allocation
 
 _EPILOG = (
@@ -176,7 +176,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _run_on_hosts(request: _Request, site: RunSite) -> int:
-    """Train on the hosts of a hostfile, or the nodes of the job that this command is in."""
+    """Train on hosts of a hostfile, or on the nodes of the job we are in."""
     from dstrial.cli.run_hosts import ready_hosts
 
     args = request.args
@@ -512,7 +512,7 @@ def _train(
 ) -> int:
     from dstrial.cli.run_display import Refresher, make_display
     from dstrial.cli.run_follow import LogTail, follow
-    from dstrial.master.store import observe
+    from dstrial.master.store.views import observe
 
     experiment, args, point = request.experiment, request.args, request.point
     metric = experiment.metric
@@ -618,7 +618,7 @@ def _start(
         The experiment's number, and for its trials the last line of their logs that belongs to earlier attempts.
     """
     from dstrial.cli import run_submission as submission
-    from dstrial.master.store import observe
+    from dstrial.master.store.views import observe
 
     experiment, point = request.experiment, request.point
     files = submission.read_context(experiment.context_dir)

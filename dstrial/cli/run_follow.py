@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dstrial.cli.run_stalls import StoppedMaster
 from dstrial.cli.run_submission import Master
 from dstrial.errors import MasterError, RequestError
-from dstrial.master.store import observe
-from dstrial.master.store.observe import ExperimentView, LogRow
+from dstrial.master.store.views import observe
+from dstrial.master.store.views.observe import ExperimentView, LogRow
 
 _POLL_PERIOD_S = 0.1
 _LOOK_PERIOD_S = 0.3

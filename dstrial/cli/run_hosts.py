@@ -29,9 +29,10 @@ from dstrial.slurm.allocation import Allocation
 
 
 def chosen_hosts(args: argparse.Namespace, allocation: Allocation | None) -> tuple[Host, ...]:
-    """Return the hosts to train on, of ``--hostfile`` or of an allocation; none for this machine.
+    """Return the hosts to train on; none for this machine.
 
-    ``--slots`` or a ``slots_per_trial`` that the user has written says how many of their slots are used; else all are.
+    They are those of ``--hostfile`` or of an allocation. ``--slots`` or a ``slots_per_trial`` that the user has written says how
+    many of their slots are used; else all are.
 
     Raises:
         ConfigError: with everything that is wrong with the flags and the hostfile.

@@ -50,9 +50,9 @@ class ResumePoint:
 
 
 def chosen_point(args: argparse.Namespace) -> ResumePoint | None:
-    """Return what ``--resume``, ``--run-dir`` and ``--runs-dir`` mean; None to begin anew.
+    """Return what ``--resume``, ``--run-dir`` and ``--runs-dir`` mean.
 
-    A run of ``--run-dir`` that has a checkpoint goes on from its newest one, whatever it began from.
+    None means to begin anew. A run of ``--run-dir`` that has a checkpoint goes on from its newest one, whatever it began from.
 
     Raises:
         CheckpointNotFoundError: as :func:`resume_point`.
@@ -75,7 +75,10 @@ def chosen_point(args: argparse.Namespace) -> ResumePoint | None:
 
 
 def run_directory_of(args: argparse.Namespace) -> RunDirectory | None:
-    """Return the directory that ``--run-dir`` gives the run; None without, and for commands without the flag."""
+    """Return the directory that ``--run-dir`` gives the run.
+
+    None without it, and for commands that do not have the flag.
+    """
     path = getattr(args, "run_dir", None)
     return None if path is None else RunDirectory(Path(path).absolute())
 

@@ -15,8 +15,8 @@ from dstrial.cli.run_submission import submitted_config as config_of
 from dstrial.cli.streams import page_of, text_table, typed
 from dstrial.config.secrets import SecretNames, masked
 from dstrial.local.run_directory import RunDirectory, RunState, shown_path
-from dstrial.master.store import observe
-from dstrial.master.store.observe import ExperimentView, Start, TrialView
+from dstrial.master.store.views import observe
+from dstrial.master.store.views.observe import ExperimentView, Start, TrialView
 
 if TYPE_CHECKING:
     from dstrial.cli.run_entrypoint import Entrypoint

@@ -1,4 +1,7 @@
-"""Where a run over hosts takes place: on hosts of the user's own, or in a job of Slurm's that may end and be started again."""
+"""Where a run over hosts takes place.
+
+That is on hosts of the user's own, or in a job of Slurm's that may end and be started again.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,9 @@ _ENDED_BY_REQUEUE_S = 90.0
 
 
 class RunSite:
-    """Where a run over hosts takes place: here hosts of the user's own, which nobody takes away.
+    """Where a run over hosts takes place.
+
+    Here these are hosts of the user's own, which nobody takes away.
 
     Attributes:
         transport: how hosts are reached; None for ssh.
@@ -109,7 +114,10 @@ class BatchJob(RunSite):
         write_json_atomically(run_directory.slurm_job_path, {"job_id": self._job_id})
 
     def judged(self, verdict: Verdict, stopped_by: str | None, run_directory: RunDirectory) -> Verdict:
-        """Decide whether Slurm is to start the job again, and say in words why its ranks were stopped."""
+        """Decide whether Slurm is to start the job again.
+
+        Says also in words why its ranks were stopped.
+        """
         if verdict.state is RunState.COMPLETED:
             return verdict
         if self._is_out_of_time or stopped_by == signal.SIGUSR1.name:

@@ -1,4 +1,4 @@
-"""``dstrial run --slurm``: its flags, and whether there is an allocation to train in."""
+"""``dstrial run --slurm``: its flags, and whether it can train in an allocation."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def require_slurm_flags(args: argparse.Namespace) -> None:
 
 
 def own_allocation(args: argparse.Namespace) -> Allocation | None:
-    """Return the allocation to train in; None to submit a job, and without ``--slurm``.
+    """Return the allocation to train in.
+
+    None to submit a job, and without ``--slurm``.
 
     Raises:
         LaunchError: this is one task of several.

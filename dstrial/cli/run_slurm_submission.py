@@ -1,4 +1,7 @@
-"""``dstrial run --slurm`` outside of an allocation: submit the run as a batch job, and follow it."""
+"""``dstrial run --slurm`` outside of an allocation: submit a job and follow it.
+
+The run is submitted as a batch job.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +105,9 @@ def prepare(
 
 
 def submit_and_follow(args: argparse.Namespace, submission: Submission) -> int:
-    """Queue the job, and show what it prints until it has ended; return the exit status.
+    """Queue the job, and show what it prints until it has ended.
+
+    Returns the exit status.
 
     Raises:
         LaunchError: Slurm does not take it.
@@ -164,7 +169,10 @@ def _remove(made: Sequence[Path]) -> None:
 
 
 class _Follower:
-    """Shows a job's states and what it prints; Ctrl-C ends the job with a checkpoint, once more leaves it alone."""
+    """Shows a job's states and what it prints.
+
+    Ctrl-C ends the job with a checkpoint, once more leaves it alone.
+    """
 
     def __init__(self, job_id: int, log: Path, out: LossTolerantStream, *, python: str) -> None:
         self._job_id, self._log, self._out, self._python = job_id, log, out, python

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from dstrial.cli.run_submission import Master
 from dstrial.master.state_directory import StateDirectory
-from dstrial.master.store import observe
+from dstrial.master.store.views import observe
 from dstrial.process_state import is_stopped
 
 STOPPED_AFTER_S = 10.0

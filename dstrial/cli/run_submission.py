@@ -24,7 +24,7 @@ from dstrial.local.run_directory import RUN_DIR_VARIABLE, TEST_VARIABLE, RunDire
 from dstrial.master import daemon
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory
-from dstrial.master.store import observe
+from dstrial.master.store.views import observe
 from dstrial.process_state import is_stopped
 from dstrial.resume.metadata import RESUME_VARIABLE
 

@@ -19,7 +19,7 @@ from dstrial.master.backends.hosts.backend import shown_hosts
 from dstrial.master.backends.queued.backend import shown_engine
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory
-from dstrial.master.store import observe
+from dstrial.master.store.views import observe
 from dstrial.process_state import is_stopped
 
 if TYPE_CHECKING:

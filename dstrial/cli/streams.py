@@ -178,5 +178,5 @@ def typed(name: str) -> str:
 
 
 def page_of(address: str, experiment_id: int) -> str:
-    """Return where the master's page shows an experiment, and how a browser is logged in."""
+    """Return the master's page of an experiment, and how a browser is logged in."""
     return f"{address}/det/experiments/{experiment_id} ({typed('dstrial')} login prints a link that logs in)"

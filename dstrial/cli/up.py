@@ -14,7 +14,7 @@ from dstrial.hosts.arguments import FILTER, placement_lines
 from dstrial.launch.slots import slots_argument
 from dstrial.master import daemon
 from dstrial.master.state_directory import MasterRecord, StateDirectory
-from dstrial.master.store.observe import num_live_allocations
+from dstrial.master.store.views.observe import num_live_allocations
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

@@ -34,7 +34,10 @@ def value_at(config: Any, path: str | KeyPath, default: Any = None) -> Any:
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield what stands at the ends of nested mappings, with its path; an empty mapping is an end."""
+    """Yield what stands at the ends of nested mappings, with its path.
+
+    An empty mapping is an end.
+    """
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from leaves(inner, (*path, key))
@@ -49,7 +52,10 @@ def dstrial_section(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def wants_system_metrics(config: Mapping[str, Any] | None) -> bool:
-    """Return ``profiling.enabled`` of an experiment config, false where it is not given."""
+    """Return ``profiling.enabled`` of an experiment config.
+
+    It is false where it is not given.
+    """
     return value_at(config, "profiling.enabled", False) is True
 
 

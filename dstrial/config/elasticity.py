@@ -1,4 +1,7 @@
-"""With how many slots a trial may go on: ``min_slots``, ``max_slots`` and ``resize_period`` of ``data.dstrial``. Pure."""
+"""With how many slots a trial may go on. Pure.
+
+These are ``min_slots``, ``max_slots`` and ``resize_period`` of ``data.dstrial``.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +38,17 @@ class Elasticity:
 
     @property
     def is_measured(self) -> bool:
-        """Whether it gives back slots that did not make it faster: its user has asked for elasticity."""
+        """Whether it gives back slots that did not make it faster.
+
+        So it does where its user has asked for elasticity.
+        """
         return self.at_least is not None or self.at_most > self.wish
 
 
 def elasticity_of(section: Mapping[str, Any], wish: int) -> Elasticity:
-    """Return what a checked ``data.dstrial`` says; what is no number counts as not given.
+    """Return what a checked ``data.dstrial`` says.
+
+    What is no number counts as not given.
 
     Args:
         section: ``data.dstrial``.

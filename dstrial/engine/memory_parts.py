@@ -1,4 +1,7 @@
-"""How many bytes are parameters, gradients, optimizer state and buffers, between two steps or within one."""
+"""How many bytes are parameters, gradients, optimizer state and buffers.
+
+They are counted between two steps or within one.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ def memory_parts(
 
 
 def part_tensors(engines: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return tensors of engines with the part that they are of; those that share a storage come one by one."""
+    """Return tensors of engines with the part that they are of.
+
+    Those that share a storage come one by one.
+    """
     for part, find in (
         ("parameters", _parameters),
         ("buffers", _buckets),
@@ -105,7 +111,10 @@ def _buffers(engines: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _tensors(holders: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Return the tensors in containers and DeepSpeed's objects, however deep; modules are not entered."""
+    """Return the tensors in containers and DeepSpeed's objects, however deep.
+
+    Modules are not entered.
+    """
     waiting = list(holders)
     seen: set[int] = set()
     while waiting and len(seen) < _MOST_OBJECTS:

@@ -1,6 +1,7 @@
-"""Where memory goes within a batch: each part at its largest, by the tensors of the engines.
+"""Where memory goes within a batch, by the tensors of the engines.
 
-Predicted and measured figures are made here alike: of fake tensors in a dry run, and of real ones in a training's first batch.
+Each part is told at its largest. Predicted and measured figures are made here alike: of fake tensors in a dry run, and of real
+ones in a training's first batch.
 """
 
 from __future__ import annotations
@@ -54,9 +55,10 @@ class MemorySplit:
         self._has_operations = False
 
     def operation(self, result: Any, args: Any) -> None:
-        """Take an operation's result and arguments, however nested. Hot while a batch lasts: microseconds.
+        """Take an operation's result and arguments, however nested.
 
-        The first operation of a backward pass ends the forward pass before it. Gradients are all there at the first one after it.
+        Hot while a batch lasts: microseconds. The first operation of a backward pass ends the forward pass before it. Gradients
+        are all there at the first one after it.
         """
         is_in_backward = torch._C._current_graph_task_id() != -1
         if is_in_backward and not self._is_in_backward:
@@ -95,14 +97,17 @@ class MemorySplit:
         self._alive.clear()
 
     def take_activations(self) -> int:
-        """Return the most bytes of activations since the last call, and begin anew; 0 where none were seen."""
+        """Return the most bytes of activations since the last call, and begin anew.
+
+        0 where none were seen.
+        """
         self._most_before_backward = -1
         return self.device.pop(ACTIVATIONS, 0)
 
     # ---- moments -------------------------------------------------------------------------------------
 
     def _end_forward(self) -> None:
-        """Take activations: what is alive as a backward pass begins and is of no other part."""
+        """Take activations: what is alive as a backward pass begins, of no other part."""
         if self._now_bytes <= self._most_before_backward:  # looking at all engines takes longer
             return
         self._most_before_backward = self._now_bytes
@@ -138,7 +143,10 @@ class MemorySplit:
 
 
 def _shares(tensor: torch.Tensor, args: Any) -> bool:
-    """Say whether a tensor is a view of an argument of the operation that has made it, or the argument itself."""
+    """Say whether a tensor is a view of an argument, or the argument itself.
+
+    The argument is one of the operation that has made the tensor.
+    """
     key = tensor.untyped_storage()._cdata
     return any(
         leaf.untyped_storage()._cdata == key

@@ -81,9 +81,10 @@ def hosts_of(args: argparse.Namespace, num_slots: int | None = None) -> tuple[Ho
 
 
 def given_slots(config: Path, overrides: Sequence[str] = ()) -> int | None:
-    """Return ``resources.slots_per_trial`` where the user has written it, in a config or as ``key=value``.
+    """Return ``resources.slots_per_trial`` where the user has written it.
 
-    Its default, one slot, is for one machine: without a word of the user's all slots of a hostfile are meant.
+    It stands in a config or as ``key=value``. Its default, one slot, is for one machine: without a word of the user's all slots
+    of a hostfile are meant.
     """
     for override in reversed(overrides):
         key, _, value = override.partition("=")

@@ -98,7 +98,10 @@ class HostConnection:
 
     @property
     def exit_code(self) -> int | None:
-        """What the command ended with: the program's exit code, or one for the connection's end."""
+        """What the command ended with.
+
+        That is the program's exit code, or one for the connection's end.
+        """
         return self._program.poll()
 
     @property
@@ -107,7 +110,10 @@ class HostConnection:
         return self._program.poll() is not None
 
     def errors(self) -> str:
-        """Return the end of what the command and the program have printed as errors; all of it, once it has ended."""
+        """Return the end of what the command and the program have printed as errors.
+
+        All of it, once the program has ended.
+        """
         if self.has_ended:
             self._error_reader.join(_CLOSE_S)  # not for ever: a process of ProxyCommand may hold the pipe
         return self._stderr.decode(errors="replace").strip()

@@ -1,4 +1,7 @@
-"""How often two machines say that they live, and when one counts as lost; the same wherever hosts are used."""
+"""How often two machines say that they live, and when one counts as lost.
+
+It is the same wherever hosts are used.
+"""
 
 BEAT_S = 1.0
 """How often either side says that it lives, seconds."""

@@ -17,11 +17,11 @@ _KEPT = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_JWT", "SLURM_CLUSTE
 
 
 class SrunTransport:
-    """Starts programs by ``srun`` in an allocation that is there; one task on one node.
+    """Starts programs by ``srun`` in an allocation that is there.
 
-    A step beside others (``--overlap``), which has memory, cores and devices that the job has there. Of a job that asks for
-    devices by task (``--gpus-per-task``) a step would have those of one task, and of one that asks for them as a whole
-    (``--gpus``) it would be refused: so a step names how many it has.
+    Each is one task on one node. A step beside others (``--overlap``), which has memory, cores and devices that the job has
+    there. Of a job that asks for devices by task (``--gpus-per-task``) a step would have those of one task, and of one that asks
+    for them as a whole (``--gpus``) it would be refused: so a step names how many it has.
 
     Args:
         job_id: of the allocation.
@@ -104,7 +104,10 @@ def own_allocation() -> Allocation:
 
 
 def transport_of(allocation: Allocation) -> SrunTransport:
-    """Return how programs are started in an allocation, each with all that it has on its node."""
+    """Return how programs are started in an allocation.
+
+    Each is started with all that the allocation has on its node.
+    """
     counts = slots_of_nodes(allocation, None) if allocation.divides_devices else ()
     devices = dict(zip(allocation.nodes, counts, strict=True)) if counts else {}
     return SrunTransport(allocation.job_id, devices=devices)

@@ -1,4 +1,7 @@
-"""How a program is started on a host so that it can be asked over its input; the seam between ssh and Slurm."""
+"""How a program is started on a host so that it can be asked over its input.
+
+This is the seam between ssh and Slurm.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ class Refusal:
 
 
 class Transport(Protocol):
-    """Starts a program on a host, whose input and output are those of the command that starts it.
+    """Starts a program on a host.
+
+    Its input and output are those of the command that starts it.
 
     Attributes:
         connect_s: how long that may take, seconds.
@@ -62,7 +67,10 @@ def _packed_source() -> str:
 
 
 def remote_words(python: str) -> list[str]:
-    """Return the command that runs ``remote.main`` on a host that may be without dstrial."""
+    """Return the command that runs ``remote.main`` on a host.
+
+    The host may be without dstrial.
+    """
     program = f"import base64,zlib;exec(zlib.decompress(base64.b64decode({_packed_source()!r})))"
     return [python, "-I", "-u", "-c", program]
 

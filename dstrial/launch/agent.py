@@ -84,7 +84,10 @@ class RunningRanks:
     watched: WatchedRanks | None
 
     def positions(self) -> dict[int, int]:
-        """Return how many batches each rank of this machine has trained, as far as it says."""
+        """Return how many batches each rank of this machine has trained.
+
+        That is as far as it says.
+        """
         if self.watched is None:
             return {}
         beats = {rank: read_beat(self.watched.beats, slot) for slot, rank in self.watched.ranks.items()}

@@ -1,8 +1,9 @@
-"""Start ranks on several hosts, over ssh or as steps of Slurm, and name the host that failed.
+"""Start ranks on several hosts, and name the host that failed.
 
-One connection a host: what preflight has checked becomes the host's launcher (:mod:`dstrial.launch.node`). Both sides say every
-second that they live. A host that is silent for ``LOST_S`` is lost: it is named, and the ranks of the others are killed, as they
-would wait for it in a collective; the lost host kills its own by its lease.
+Ranks are started over ssh or as steps of Slurm. One connection a host: what preflight has checked becomes the host's launcher
+(:mod:`dstrial.launch.node`). Both sides say every second that they live. A host that is silent for ``LOST_S`` is lost: it is
+named, and the ranks of the others are killed, as they would wait for it in a collective; the lost host kills its own by its
+lease.
 """
 
 from __future__ import annotations

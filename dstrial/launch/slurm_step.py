@@ -1,7 +1,7 @@
-"""``srun python -m dstrial.launch``: the launchers of one step of Slurm, each for its part of the ranks.
+"""``srun python -m dstrial.launch``: the launchers of one step of Slurm.
 
-With one task a node each launcher starts the ranks of its node. With several tasks on some node Slurm has said already how many
-ranks there are and where: each launcher starts one, in its task's place.
+Each is for its part of the ranks. With one task a node each launcher starts the ranks of its node. With several tasks on some
+node Slurm has said already how many ranks there are and where: each launcher starts one, in its task's place.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ class SlurmStep:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What a rank is told in place of what its launcher, which knows itself alone, would say."""
+        """What a rank is told in place of what its launcher would say.
+
+        A launcher knows itself alone.
+        """
         task = self.task
         if not self.has_a_rank_a_task:
             return {}

@@ -151,7 +151,10 @@ class Supervisor:
         return None if ending is None else ending.failure
 
     def first_ending(self) -> RankEnding | None:
-        """The failure that caused the others of this machine, and whether a rank elsewhere caused it."""
+        """The failure that caused the others of this machine.
+
+        And whether a rank elsewhere caused it.
+        """
         endings = (self._ending(local_rank) for local_rank in sorted(self._ended))
         return first_ending(ending for ending in endings if ending is not None)
 

@@ -1,7 +1,8 @@
-"""Determined's profiler: system metrics of a node, collected by a thread of its first rank.
+"""Determined's profiler: system metrics of a node.
 
-Differs from Determined's own in what it leaves alone: devices of other trials, errors that belong to the reports of training,
-and the time of a run that is shorter than a window, which is reported at its end.
+They are collected by a thread of the node's first rank. Differs from Determined's own in what it leaves alone: devices of other
+trials, errors that belong to the reports of training, and the time of a run that is shorter than a window, which is reported at
+its end.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ _LAST_REPORT_S = 10.0
 
 
 class SystemMetricsSink(Protocol):
-    """Where a node's system metrics go. Its methods are called by one thread at a time."""
+    """Where a node's system metrics go.
+
+    Its methods are called by one thread at a time.
+    """
 
     def report(self, group: str, metrics: Mapping[str, Any], report_time: datetime.datetime) -> None:
         """Take the averages of one group, ``{agent: {name: value}}``."""
@@ -58,7 +62,9 @@ class NodeProfiler(core.ProfilerContext):  # type: ignore[misc]  # mypy does not
         self._thread: _Collector | None = None
 
     def on(self, sampling_interval: float = 1, samples_per_report: int = 10) -> None:
-        """Begin to collect; does nothing where it has begun, and on other ranks than a node's first.
+        """Begin to collect.
+
+        Does nothing where it has begun, and on other ranks than a node's first.
 
         Args:
             sampling_interval: seconds between two samples, at least 0.1.
@@ -87,7 +93,10 @@ class NodeProfiler(core.ProfilerContext):  # type: ignore[misc]  # mypy does not
         self._thread.start()
 
     def off(self) -> None:
-        """Report what is left and end; may be called again, and followed by :meth:`on`. Ranks: any."""
+        """Report what is left and end. Ranks: any.
+
+        It may be called again, and followed by :meth:`on`.
+        """
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.stop()

@@ -189,7 +189,10 @@ class RunDirectory:
 
     @property
     def memory_path(self) -> Path:
-        """What a dry run has predicted of the run's memory; absent where none was asked for."""
+        """What a dry run has predicted of the run's memory.
+
+        Absent where none was asked for.
+        """
         return self.path / "memory.json"
 
     @property

@@ -1,7 +1,7 @@
-"""What a node does while it trains: its processors, memory, disks, network and some of its devices.
+"""What a node does while it trains.
 
-Groups, names and units are those of Determined's profiler (0.38.1 ``core/_profiler.py``). Everything comes from the kernel and
-the driver; no device is waited for.
+These are metrics of its processors, memory, disks, network and some of its devices. Groups, names and units are those of
+Determined's profiler (0.38.1 ``core/_profiler.py``). Everything comes from the kernel and the driver; no device is waited for.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Rates:
 
 
 def average(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the mean of each number over the samples that have it; mappings are averaged inside.
+    """Return the mean of each number over the samples that have it.
 
-    Pure.
+    Mappings are averaged inside. Pure.
     """
     found: dict[str, list[Any]] = {}
     for sample in samples:

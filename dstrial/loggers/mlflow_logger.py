@@ -158,7 +158,7 @@ def accepted_name(name: str) -> str:
 
 @contextlib.contextmanager
 def _alone(uri: str) -> Iterator[None]:
-    """Keep other trials of this machine from making the tables of a new file at the same time."""
+    """Keep other trials of this machine from making a new file's tables meanwhile."""
     if not uri.startswith(_SQLITE):
         yield
         return

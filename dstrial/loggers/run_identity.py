@@ -1,7 +1,8 @@
-"""Which run loggers are told of: the same for every attempt at it, another for every other.
+"""Which run loggers are told of.
 
-Nothing is stored for this. A run directory knows when it was made, and a trial of a master has a number; a fork and a run that
-begins from somebody's checkpoint have another of these, and so are runs of their own.
+It is the same for every attempt at a run, and another for every other run. Nothing is stored for this. A run directory knows when
+it was made, and a trial of a master has a number; a fork and a run that begins from somebody's checkpoint have another of these,
+and so are runs of their own.
 """
 
 from __future__ import annotations

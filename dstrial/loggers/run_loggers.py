@@ -40,9 +40,9 @@ MAKERS: Mapping[str, Callable[[Mapping[str, Any]], Logger]] = {
 
 
 class RunLoggers:
-    """A ``MetricSink`` that hands reports to loggers, none of which can hold up or end training.
+    """A ``MetricSink`` that hands reports to loggers.
 
-    Used as a context manager around training, whose end it tells the loggers.
+    None of them can hold up or end training. Used as a context manager around training, whose end it tells the loggers.
 
     Args:
         made: name of a logger and the logger, for each one.
@@ -146,9 +146,9 @@ class RunLoggers:
 
 
 def loggers_of(context: DeepSpeedTrialContext, *, is_test: bool = False) -> RunLoggers:
-    """Return the loggers that a trial's config names; none on other ranks than the chief.
+    """Return the loggers that a trial's config names.
 
-    None either where a trial is only tested, or measured by somebody.
+    There are none on other ranks than the chief. None either where a trial is only tested, or measured by somebody.
 
     Raises:
         ConfigError: they are not as they must be.

@@ -1,7 +1,8 @@
-"""Weights & Biases: a run of its own in the process, online where there is a key and a server, else on disk.
+"""Weights & Biases: a run of its own in the process.
 
-W&B's step is the batch. Where a run goes on from an earlier batch than its server has seen, W&B takes no smaller step, and
-the next free one is used; charts have ``batches`` as their axis, and show such batches twice.
+It is online where there is a key and a server, else on disk. W&B's step is the batch. Where a run goes on from an earlier batch
+than its server has seen, W&B takes no smaller step, and the next free one is used; charts have ``batches`` as their axis, and
+show such batches twice.
 """
 
 from __future__ import annotations

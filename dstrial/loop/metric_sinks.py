@@ -57,7 +57,10 @@ class TensorBoardSink:
         self._context = context
 
     def report(self, group: str, batches_trained: int, metrics: Mapping[str, Any]) -> None:
-        """Write events under Determined's tags; what the run tells of itself under ``Telemetry``."""
+        """Write events under Determined's tags.
+
+        What the run tells of itself is written under ``Telemetry``.
+        """
         if not self._context.get_enable_tensorboard_logging():
             return
         writer = self._context.get_tensorboard_writer()

@@ -344,7 +344,10 @@ class ReportExchange:
             self._close_window()
 
     def _tell_of_run(self, samples: Sequence[RankSample | None], begun: Exchange) -> None:
-        """Have what all ranks' instruments saw written behind the loop. Ranks: the chief acts."""
+        """Have what all ranks' instruments saw written behind the loop.
+
+        Ranks: the chief acts.
+        """
         found = [sample for sample in samples if sample is not None]
         if self._telemetry is None or len(found) < len(samples):
             return
@@ -365,9 +368,9 @@ class ReportExchange:
             kept.note_telemetry(totals)
 
     def finish_telemetry(self) -> None:
-        """Measure the device's peak if no run on this machine has. Ranks: any; the chief acts.
+        """Measure the device's peak if no run on this machine has.
 
-        Called where all is trained and saved, so that nobody waits for the device.
+        Ranks: any; the chief acts. Called where all is trained and saved, so that nobody waits for the device.
         """
         if self._telemetry is not None and self._instruments is not None:
             measure = self._instruments.measured_peak

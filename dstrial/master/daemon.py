@@ -23,7 +23,7 @@ from typing import Any
 from dstrial.errors import MasterError
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory, process_start_time
-from dstrial.master.store.observe import supervisors
+from dstrial.master.store.views.observe import supervisors
 from dstrial.process_state import is_stopped
 
 HOST = "127.0.0.1"

@@ -25,7 +25,10 @@ class Follower:
             self._future = None
 
     async def next(self, timeout_s: float) -> set[str]:
-        """Return what has been published since the last call; empty after ``timeout_s`` seconds without anything."""
+        """Return what has been published since the last call.
+
+        Empty after ``timeout_s`` seconds without anything.
+        """
         with self._lock:
             found, self._topics = self._topics, set()
             if found:

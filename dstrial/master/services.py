@@ -275,7 +275,10 @@ class Services:
         return local
 
     def _over_hosts(self, local: LocalBackend) -> Backend:
-        """Return what runs allocations on hosts; each keeps its id and its slots' ids for good."""
+        """Return what runs allocations on hosts.
+
+        Each host keeps its id and its slots' ids for good.
+        """
         from dstrial.master.backends.hosts.backend import SHOWN_NAME, HostsBackend
 
         names = [host.name for host in self.hosts]

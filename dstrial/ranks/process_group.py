@@ -198,12 +198,12 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> RankIdent
 
 
 def _share_timeout(timeout: datetime.timedelta) -> tuple[tuple[Any, str, Any], ...]:
-    """Have every group that is made from now on wait as long as the default group does.
+    """Have every group that is made from now on wait as the default group does.
 
-    A group made by ``new_group`` does not inherit its time-out, and DeepSpeed makes all of its groups so, without one: they
-    would wait for torch's own 30 minutes (10 with NCCL), whatever the default group was told. torch asks this function wherever
-    a caller gives no time-out (2.6 to 2.13 distributed_c10d.py: ``new_group``, ``split_group``). Where nobody has asked for a
-    time-out, torch's stays if it is shorter.
+    It waits as long. A group made by ``new_group`` does not inherit its time-out, and DeepSpeed makes all of its groups so,
+    without one: they would wait for torch's own 30 minutes (10 with NCCL), whatever the default group was told. torch asks this
+    function wherever a caller gives no time-out (2.6 to 2.13 distributed_c10d.py: ``new_group``, ``split_group``). Where nobody
+    has asked for a time-out, torch's stays if it is shorter.
 
     Returns:
         What of torch was replaced: owner, name and what was there, for ``shutdown``.

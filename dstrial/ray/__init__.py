@@ -1,4 +1,5 @@
-"""Ray below the master: what a cluster says, what it is asked for, and bytes to and from programs on its nodes.
+"""Ray below the master.
 
-``import ray`` stands in functions of ``bridge`` and ``keeper`` only, which run in processes of their own.
+That is what a cluster says, what it is asked for, and bytes to and from programs on its nodes. ``import ray`` stands in functions
+of ``bridge`` and ``keeper`` only, which run in processes of their own.
 """

@@ -1,8 +1,9 @@
-"""The process that is connected to a Ray cluster, for a master that never loads Ray.
+"""The process that is connected to a Ray cluster.
 
-``python -m dstrial.ray.bridge`` reads requests, a line of JSON each, and answers each by a line. Beside that it listens on a
-socket of Unix, where each :mod:`~dstrial.ray.relay` asks for a program on a node of a job, and passes its bytes. It decides
-nothing, and ends when its input does; what it has reserved stays, and so does what runs there. Not meant to be typed.
+It is for a master that never loads Ray. ``python -m dstrial.ray.bridge`` reads requests, a line of JSON each, and answers each by
+a line. Beside that it listens on a socket of Unix, where each :mod:`~dstrial.ray.relay` asks for a program on a node of a job,
+and passes its bytes. It decides nothing, and ends when its input does; what it has reserved stays, and so does what runs there.
+Not meant to be typed.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ class Bridge:
         self._guard = Path(guard.__file__).read_text(encoding="utf-8")
 
     def look(self) -> dict[str, Any]:
-        """Return the nodes and our placement groups, as :mod:`dstrial.ray.cluster` reads them."""
+        """Return the nodes and our placement groups.
+
+        They are as :mod:`dstrial.ray.cluster` reads them.
+        """
         import ray
         from ray._private import state
 
@@ -128,7 +132,9 @@ class Bridge:
         return {}
 
     def start(self, order: Mapping[str, Any]) -> tuple[Any, int]:
-        """Start a program on a node of a job; return the actor there, and the program's number.
+        """Start a program on a node of a job.
+
+        Returns the actor there, and the program's number.
 
         Raises:
             _NotThereError: the job has no such node.

@@ -1,4 +1,7 @@
-"""Asks the bridge, which is started when it is first asked, and again when it has ended; without Ray in this process."""
+"""Asks the bridge; without Ray in this process.
+
+The bridge is started when it is first asked, and again when it has ended.
+"""
 
 from __future__ import annotations
 

@@ -58,7 +58,10 @@ class RayGroup:
 
     @property
     def has_moved(self) -> bool:
-        """Whether Ray has lost a node of it, and moves what was reserved there, or has done so."""
+        """Whether Ray has lost a node of it.
+
+        Then Ray moves what was reserved there, or has done so.
+        """
         return self.state == "RESCHEDULING" or self.first_node_ids not in ((), self.node_ids)
 
 
@@ -89,7 +92,10 @@ def _name(row: Mapping[str, Any]) -> str:
 
 
 def parse_groups(seen: Mapping[str, Any]) -> tuple[RayGroup, ...]:
-    """Read the placement groups out of what the bridge has seen, also those of others and those that are over."""
+    """Read the placement groups out of what the bridge has seen.
+
+    They are also those of others and those that are over.
+    """
     found = []
     for number, row in seen["groups"].items():
         indices = sorted(row["bundles"], key=int)

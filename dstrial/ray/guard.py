@@ -1,9 +1,10 @@
-"""Starts a program on a node of Ray's, and ends all that comes of it when the job is over; standard library only.
+"""Starts a program on a node of Ray's, and ends it with the job.
 
-Ray kills an actor without a word when its placement group is removed, and leaves what the actor has started. So the program
-is started by this process, which is none of Ray's: a pipe from the actor tells it that the actor is gone, and whatever the
-program has left behind is its child then, because it takes orphans in (``PR_SET_CHILD_SUBREAPER``). Sent as text, with two
-descriptors as the first arguments and the program's words after them.
+All that comes of the program ends when the job is over. Standard library only. Ray kills an actor without a word when its
+placement group is removed, and leaves what the actor has started. So the program is started by this process, which is none of
+Ray's: a pipe from the actor tells it that the actor is gone, and whatever the program has left behind is its child then, because
+it takes orphans in (``PR_SET_CHILD_SUBREAPER``). Sent as text, with two descriptors as the first arguments and the program's
+words after them.
 """
 
 # pathlib would take 5 ms of each start.

@@ -188,7 +188,9 @@ class _Program:
 
 
 class Keeper:
-    """Programs on a node; an actor of Ray's, which calls its methods from several threads.
+    """Programs on a node.
+
+    This is an actor of Ray's, which calls its methods from several threads.
 
     Args:
         guard: source of the guard, ``dstrial.ray.guard``.
@@ -249,7 +251,10 @@ class Keeper:
             program.forget()
 
     def _watch(self) -> None:
-        """Forget programs whose owner is gone; one that is only silent may be behind a cut cable."""
+        """Forget programs whose owner is gone.
+
+        One that is only silent may be behind a cut cable.
+        """
         while True:
             time.sleep(_LOOK_S)
             with self._lock:
@@ -273,9 +278,10 @@ class Keeper:
 
 
 def environment_of(login: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """Return a program's variables: those that Ray was started with, and which devices this actor has. Pure.
+    """Return a program's variables. Pure.
 
-    Ray's processes have variables besides, as ``OMP_NUM_THREADS``, which mean the actor, and an allocator of Ray's own.
+    They are those that Ray was started with, and which devices this actor has. Ray's processes have variables besides, as
+    ``OMP_NUM_THREADS``, which mean the actor, and an allocator of Ray's own.
     """
     found = {name: value for name, value in login.items() if not name.startswith("RAY_")}
     loaded = [path for path in found.pop("LD_PRELOAD", "").replace(" ", ":").split(":") if path]
@@ -306,7 +312,10 @@ def _dead_jobs() -> set[str]:
 
 
 def _end_with(daemon: int) -> None:
-    """End this process when Ray has ended on this node: it leaves its workers behind, whose resources others may have."""
+    """End this process when Ray has ended on this node.
+
+    Ray leaves its workers behind, whose resources others may have.
+    """
     while os.getppid() == daemon:
         time.sleep(_LOOK_S)
     os._exit(1)

@@ -1,6 +1,7 @@
-"""A command whose input and output are those of a program on a node of Ray's; run as a file, standard library only.
+"""A command whose input and output are those of a program on a node of Ray's.
 
-The bridge does the work; this process is what :class:`dstrial.hosts.connection.HostConnection` can start, and costs 10 MB.
+Run as a file, standard library only. The bridge does the work; this process is what
+:class:`dstrial.hosts.connection.HostConnection` can start, and costs 10 MB.
 """
 
 from __future__ import annotations

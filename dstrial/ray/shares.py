@@ -12,7 +12,9 @@ from collections.abc import Iterable
 def choose_shares(
     num_slots: int, capacities: Iterable[int], *, is_on_one_node: bool = False
 ) -> tuple[int, ...] | None:
-    """Return the slots of each node of a job, the most first; None if the nodes have not so many.
+    """Return the slots of each node of a job, the most first.
+
+    None if the nodes have not so many.
 
     Args:
         num_slots: on all of them together, at least 1.

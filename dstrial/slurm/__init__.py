@@ -1,1 +1,4 @@
-"""Slurm, without a word to it where its variables say enough: lists of nodes, allocations, jobs."""
+"""Slurm: lists of nodes, allocations, jobs.
+
+It is told not a word where its variables say enough.
+"""

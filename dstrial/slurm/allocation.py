@@ -1,4 +1,7 @@
-"""The allocation that a command runs in, by the variables that Slurm sets (``man sbatch``, "OUTPUT ENVIRONMENT VARIABLES")."""
+"""The allocation that a command runs in.
+
+It is known by the variables that Slurm sets (``man sbatch``, "OUTPUT ENVIRONMENT VARIABLES").
+"""
 
 from __future__ import annotations
 
@@ -119,6 +122,9 @@ def _num_devices(environ: Mapping[str, str]) -> int:
 
 
 def _divides_devices(environ: Mapping[str, str]) -> bool:
-    """Say whether the job has devices by task or as a whole (``--gpus-per-task``, ``--tres-per-task``, ``--gpus``)."""
+    """Say whether the job has devices by task or as a whole.
+
+    These are ``--gpus-per-task``, ``--tres-per-task`` and ``--gpus``.
+    """
     by_task = environ.get("SLURM_GPUS_PER_TASK") or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
     return bool(by_task or environ.get("SLURM_GPUS"))

@@ -1,4 +1,7 @@
-"""Slurm's commands, each with a time-out: a controller that is away is waited for by them for minutes."""
+"""Slurm's commands, each with a time-out.
+
+They wait for minutes for a controller that is away.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,10 @@ def require_slurm(*names: str, or_else: str = "leave --slurm out to train here")
 def run_slurm(
     words: Sequence[str], *, cwd: Path | None = None, timeout_s: float = _TIMEOUT_S
 ) -> tuple[int, str, str]:
-    """Run one of Slurm's commands; return its exit code, output and errors. A time-out is an exit code of 124."""
+    """Run one of Slurm's commands; return its exit code, output and errors.
+
+    A time-out is an exit code of 124.
+    """
     environ = {**os.environ, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
     try:
         done = subprocess.run(
@@ -123,7 +129,9 @@ def submit(script: Path) -> int:
 
 
 def submit_patiently(script: Path, tell: Callable[[str], object]) -> int:
-    """Queue a batch script as :func:`submit` does, and ask again where a refusal may be over soon.
+    """Queue a batch script as :func:`submit` does, and ask again if refused.
+
+    It asks again where a refusal may be over soon.
 
     Args:
         script: absolute; earlier jobs of a run that goes on have had it, too.
@@ -150,7 +158,9 @@ def submit_patiently(script: Path, tell: Callable[[str], object]) -> int:
 
 
 def patiently(ask: Callable[[], T], tell: Callable[[str], object]) -> T:
-    """Return an answer of Slurm's, which is asked again while it is away or does not know its nodes yet.
+    """Return an answer of Slurm's, which is asked again while it is away.
+
+    Also while it does not know its nodes yet.
 
     Args:
         ask: raises ``LaunchError`` with what Slurm says.
@@ -177,23 +187,35 @@ def patiently(ask: Callable[[], T], tell: Callable[[str], object]) -> T:
 
 
 def is_transient(said: str) -> bool:
-    """Say whether Slurm may take soon what it refuses now: it is away, or does not know its nodes yet."""
+    """Say whether Slurm may take soon what it refuses now.
+
+    It may when it is away, or does not know its nodes yet.
+    """
     return is_away(said) or (is_not_yet(said) and has_unknown_nodes())
 
 
 def is_not_yet(said: str) -> bool:
-    """Say whether a refusal is one that a controller gives, too, whose nodes have not registered. Pure."""
+    """Say whether a controller without its nodes gives such a refusal, too. Pure.
+
+    It is a controller whose nodes have not registered.
+    """
     return any(words in said.lower() for words in _NOT_YET)
 
 
 def has_unknown_nodes() -> bool:
-    """Say whether nodes have not registered since Slurm's controller began: they do within seconds, or are down later."""
+    """Say whether nodes have not registered since Slurm's controller began.
+
+    They do within seconds, or are down later.
+    """
     _, output, _ = run_slurm(["sinfo", "--noheader", "--Node", "-o", "%T"])
     return any(line.strip().lower().startswith("unknown") for line in output.splitlines())
 
 
 def queued_as(text: str, script: str) -> frozenset[int]:
-    """Return the jobs that have a batch script, by what squeue prints of jobs and their commands. Pure."""
+    """Return the jobs that have a batch script. Pure.
+
+    They are told by what squeue prints of jobs and their commands.
+    """
     found = (line.strip().removesuffix("|").partition("|") for line in text.splitlines())
     return frozenset(
         int(number)
@@ -246,13 +268,19 @@ def job_of(job_id: int) -> Job | None:
 
 
 def requeue(job_id: int) -> str:
-    """Put a running job back into the queue, which ends it; return why that is refused, or nothing."""
+    """Put a running job back into the queue, which ends it.
+
+    Returns why that is refused, or nothing.
+    """
     code, output, errors = run_slurm(["scontrol", "requeue", str(job_id)])
     return (errors or output).strip() if code else ""
 
 
 def cancel(job_id: int, *, signal_name: str = "") -> str:
-    """Take a job out of the queue, or send its batch script alone a signal; return why that is refused, or nothing."""
+    """Take a job out of the queue, or send its batch script alone a signal.
+
+    Returns why that is refused, or nothing.
+    """
     options = [f"--signal={signal_name}", "--batch"] if signal_name else []
     code, output, errors = run_slurm(["scancel", *options, str(job_id)])
     return (errors or output).strip() if code else ""

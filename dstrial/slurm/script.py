@@ -1,4 +1,7 @@
-"""The batch script of a run: readable, and the whole truth about what is asked of Slurm."""
+"""The batch script of a run.
+
+It is readable, and the whole truth about what is asked of Slurm.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,9 @@ _SIZES = ("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--exclusive")
 
 
 def sbatch_args(settings: Mapping[str, Any], more: Sequence[str], where: str) -> list[str]:
-    """Return options of ``slurm.sbatch_args`` and of the command line, one a line of the script. Pure.
+    """Return options of ``slurm.sbatch_args`` and of the command line. Pure.
 
-    An option whose value is a word of its own (``-p gpu``) is joined with it.
+    Each is a line of the script. An option whose value is a word of its own (``-p gpu``) is joined with it.
 
     Args:
         settings: of the top-level key ``slurm``, Determined's.
@@ -76,7 +79,10 @@ def sbatch_args(settings: Mapping[str, Any], more: Sequence[str], where: str) ->
 
 
 def value_of(options: Sequence[str], *names: str) -> str | None:
-    """Return the last value that options give to one of these names; None without. Pure."""
+    """Return the last value that options give to one of these names. Pure.
+
+    None without.
+    """
     value = None
     for option in options:
         name, _, given = option.partition("=") if option.startswith("--") else (option[:2], "", option[2:])
@@ -130,7 +136,9 @@ def request_lines(
 
 
 def notice_s(limit: str | None) -> int:
-    """Return how long before its time limit a job is told: a tenth of it within ``NOTICE_S``. Pure.
+    """Return how long before its time limit a job is told. Pure.
+
+    That is a tenth of the limit within ``NOTICE_S``.
 
     Args:
         limit: as sbatch takes it: ``MINUTES``, ``HOURS:MINUTES:SECONDS``, ``DAYS-HOURS`` and the like; None if unknown.
@@ -159,7 +167,9 @@ def batch_script(
     command: Sequence[str],
     submitted_by: str,
 ) -> str:
-    """Return the script that begins a run, and goes on with it each time that Slurm starts it again. Pure.
+    """Return the script that begins a run, and goes on with it. Pure.
+
+    It goes on each time that Slurm starts it again.
 
     Args:
         name: of the job.
@@ -201,7 +211,9 @@ def _quoted(path: str) -> str:
 def holding_script(
     *, name: str, title: str, request: Sequence[str], options: Sequence[str], directory: Path, state_dir: Path
 ) -> str:
-    """Return the script of a job that holds nodes for a master, and does nothing on them. Pure.
+    """Return the script of a job that holds nodes for a master. Pure.
+
+    It does nothing on them.
 
     Args:
         name: of the job, by which the master finds it again.

@@ -1,4 +1,7 @@
-"""What ``squeue`` and ``sinfo`` say, for all jobs of one user and for all nodes at once; pure."""
+"""What ``squeue`` and ``sinfo`` say; pure.
+
+They say it for all jobs of one user and for all nodes at once.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +122,10 @@ def parse_queue(text: str) -> list[QueuedJob]:
 
 
 def seconds(text: str) -> int | None:
-    """Read a time as ``squeue`` writes it, ``1-02:03:04`` or ``3:04``; None for no limit and the like."""
+    """Read a time as ``squeue`` writes it, ``1-02:03:04`` or ``3:04``.
+
+    None for no limit and the like.
+    """
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     if match is None:
         return None
@@ -180,7 +186,9 @@ def parse_spare(text: str, *, wants_devices: bool, cpus_per_task: int = 1) -> di
 
 
 def others_wait(text: str, mark: str) -> bool:
-    """Say whether a job waits for nodes that is not one of a master's, by what ``WAITING`` prints.
+    """Say whether a job waits for nodes that is not one of a master's.
+
+    It is told by what ``WAITING`` prints.
 
     Args:
         text: what it prints.

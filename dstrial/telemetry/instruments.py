@@ -1,7 +1,8 @@
-"""The instruments of one rank: they listen while it trains, and say what they saw at a report.
+"""The instruments of one rank.
 
-Nothing here synchronises a device or talks to another rank. What crosses ranks is a ``RankSample``, which travels with the
-exchange of the report (``loop/report_exchange``). Instruments never end a training: what they cannot say is missing.
+They listen while it trains, and say what they saw at a report. Nothing here synchronises a device or talks to another rank. What
+crosses ranks is a ``RankSample``, which travels with the exchange of the report (``loop/report_exchange``). Instruments never end
+a training: what they cannot say is missing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ ResultT = TypeVar("ResultT")
 
 
 def timed_events(accelerator: Any) -> Callable[[], Event] | None:
-    """Return what makes events of the accelerator that tell times; None if it has none.
+    """Return what makes events of the accelerator that tell times.
+
+    None if it has none.
 
     Source: DeepSpeed's ``Event`` is ``torch.cuda.Event`` on CUDA, None on the CPU (``accelerator/cpu_accelerator.py:133``).
     """
@@ -146,14 +149,18 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         return None
 
     def without_loader(self) -> None:
-        """Take that nobody tells of micro batches: waiting for them, tokens and FLOPs are unknown."""
+        """Take that nobody tells of micro batches.
+
+        Waiting for them, tokens and FLOPs are unknown then.
+        """
         self._knows_data_wait = False
         self._flops = FlopCount(0.0, unknown="the script draws its records itself")
 
     def first_batch(self, train_batch: Callable[..., ResultT]) -> Callable[..., ResultT]:
-        """Return a ``train_batch`` whose FLOPs and memory are counted, for the first batch only.
+        """Return a ``train_batch`` whose FLOPs and memory are counted.
 
-        Counting changes no number of the training, and takes a few microseconds an operation.
+        They are counted for the first batch only. Counting changes no number of the training, and takes a few microseconds an
+        operation.
         """
         counter = self.counting()
 
@@ -164,7 +171,10 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         return counted
 
     def counting(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a block, to be entered again and again, in which FLOPs and memory are counted."""
+        """Return a block in which FLOPs and memory are counted.
+
+        It is to be entered again and again.
+        """
         unknown = why_uncountable(self._engines)
         self._timer.entering = self._memory.entering
         if unknown is not None:
@@ -192,7 +202,10 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         self._seconds -= seconds
 
     def trained(self, seconds: float) -> None:
-        """Take for how long the loop has trained since it last told, the first batch included."""
+        """Take for how long the loop has trained since it last told.
+
+        The first batch is included.
+        """
         self._seconds += seconds
 
     def sample(self, batches_trained: int) -> LeavingSample:

@@ -1,7 +1,7 @@
-"""How fast the device of this machine multiplies matrices: measured, and kept in a file of the user's.
+"""How fast the device of this machine multiplies matrices.
 
-Nothing is measured while anything trains. What was measured on a busy machine is measured again later, and the best is kept;
-removing the file, ``matmul_peaks.json``, has it measured anew.
+That is measured, and kept in a file of the user's. Nothing is measured while anything trains. What was measured on a busy machine
+is measured again later, and the best is kept; removing the file, ``matmul_peaks.json``, has it measured anew.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ AMD's of MI300X.
 
 
 def data_sheet(device: str, dtype: str) -> float | None:
-    """Return FLOP/s by the maker's data sheet; None for a device that is not in the table."""
+    """Return FLOP/s by the maker's data sheet.
+
+    None for a device that is not in the table.
+    """
     words = device.replace("-", " ").split()
     for name, figures in DATA_SHEETS:
         if all(word in words for word in name.split()):
@@ -91,7 +94,9 @@ def known_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> Peak:
-    """Measure, and keep the best so far for every later run on this machine; a second at most.
+    """Measure, and keep the best so far for every later run on this machine.
+
+    It takes a second at most.
 
     Ranks: any; no communication. Synchronises the device, and leaves torch's random states as they are.
 

@@ -61,7 +61,10 @@ class FirstBatchMemory:
         self.found_by: str | None = None
 
     def begin(self, counter: FlopCounter | None) -> None:
-        """Begin before the first batch, with what sees operations; None where nothing does."""
+        """Begin before the first batch, with what sees operations.
+
+        ``counter`` is None where nothing does.
+        """
         with self._safely():
             self._split = MemorySplit(self._engines, self._is_host)
             if counter is None:
@@ -99,7 +102,10 @@ class FirstBatchMemory:
         self._split = None
 
     def bytes(self) -> dict[str, int]:
-        """Return bytes by name, each part at its largest; empty before the first step, and where something went wrong."""
+        """Return bytes by name, each part at its largest.
+
+        Empty before the first step, and where something went wrong.
+        """
         return dict(self._found) if self.found_by is not None else {}
 
     def _operation(self, result: Any, args: Any) -> None:

@@ -1,4 +1,7 @@
-"""A short table of where memory went: measured by rank, and predicted where a dry run has said; pure."""
+"""A short table of where memory went; pure.
+
+It is measured by rank, and predicted where a dry run has said so.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ _KEY_OF = {**{part: f"{part}_bytes" for part in PARTS}, "peak": "tensors_peak_by
 
 
 def parts_of(counters: Mapping[str, Any]) -> dict[str, float]:
-    """Return bytes by part of what a rank has told; empty where it has not measured them."""
+    """Return bytes by part of what a rank has told.
+
+    Empty where it has not measured them.
+    """
     found = {part: counters.get(key) for part, key in _KEY_OF.items()}
     if found["parameters"] is None:
         return {}

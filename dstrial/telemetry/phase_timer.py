@@ -1,7 +1,8 @@
-"""Times forward, backward and step of the engines of a rank, and waits for nothing.
+"""Times forward, backward and step of the engines of a rank.
 
-A device works behind the host, so what the host's clock says of a call there is how long it took to order it. Devices have
-events: they are recorded around the calls of some batches, and read at a later report, if they have passed by then.
+It waits for nothing. A device works behind the host, so what the host's clock says of a call there is how long it took to order
+it. Devices have events: they are recorded around the calls of some batches, and read at a later report, if they have passed by
+then.
 """
 
 from __future__ import annotations

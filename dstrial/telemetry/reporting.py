@@ -1,6 +1,7 @@
-"""What the chief makes of all ranks' samples: a report of the run's instruments, and the totals for its summary.
+"""What the chief makes of all ranks' samples.
 
-Called behind the loop where it writes. A telemetry report that cannot be written is lost, with one warning; training goes on.
+That is a report of the run's instruments, and the totals for its summary. Called behind the loop where it writes. A telemetry
+report that cannot be written is lost, with one warning; training goes on.
 """
 
 from __future__ import annotations

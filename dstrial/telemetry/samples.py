@@ -28,7 +28,9 @@ _SLOW_SHARE = 0.02
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankSample:
-    """What one rank measured since the last report; plain Python, ready to cross ranks.
+    """What one rank measured since the last report.
+
+    It is plain Python, ready to cross ranks.
 
     Attributes:
         num_batches: how many were trained, without the first of the process.
@@ -99,14 +101,19 @@ class Peak:
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether others may have had the processor meanwhile, so that it is faster than this."""
+        """Whether others may have had the processor meanwhile.
+
+        If so, it is faster than this.
+        """
         return self.num_threads > 0 and (self.load is None or self.load > _BUSY_LOAD)
 
 
 def report_metrics(
     samples: Sequence[RankSample], num_records: int, num_skipped: int, peak: Peak | None
 ) -> dict[str, Any]:
-    """Return the metrics of a report: one number over all ranks, and each rank's under ``ranks``.
+    """Return the metrics of a report.
+
+    Each is one number over all ranks, and each rank's stands under ``ranks``.
 
     Args:
         samples: index = rank.
@@ -177,7 +184,9 @@ def compute_rates(samples: Sequence[RankSample], peak: Peak | None) -> dict[str,
 
 
 def slowest_rank(works_ms: Sequence[float], batch_ms: float) -> int | None:
-    """Return the rank whose own work takes clearly longest; None where none stands out.
+    """Return the rank whose own work takes clearly longest.
+
+    None where none stands out.
 
     Args:
         works_ms: index = rank: what it does before it can wait for others.

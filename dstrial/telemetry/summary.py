@@ -1,6 +1,7 @@
-"""The lines at the end of a run that say how fast it was, and where its time and memory went; pure.
+"""The lines at the end of a run that say how fast it was; pure.
 
-Reads what ``RunTotals.to_json`` has kept. What is not known is said to be unknown, or left out; nothing is guessed.
+They also say where its time and memory went. Reads what ``RunTotals.to_json`` has kept. What is not known is said to be unknown,
+or left out; nothing is guessed.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ import torch
 
 
 def tokens_in(micro_batch: Any) -> int | None:
-    """Return how many tokens a micro batch has, padding included; None if it does not say.
+    """Return how many tokens a micro batch has, padding included.
 
-    Only ``input_ids`` in a mapping says it; what else a tensor of integers may be is not guessed.
+    None if it does not say. Only ``input_ids`` in a mapping says it; what else a tensor of integers may be is not guessed.
     """
     if isinstance(micro_batch, (tuple, list)) and micro_batch and isinstance(micro_batch[0], Mapping):
         micro_batch = micro_batch[0]

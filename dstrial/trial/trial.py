@@ -175,9 +175,10 @@ class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # 
         return int(pytorch.data_length(batch))
 
     def get_num_tokens(self, batch: Any) -> int | None:
-        """Return the tokens in one item of the training loader, for tokens per second; None if they are unknown.
+        """Return the tokens in one item of the training loader.
 
-        By default the elements of ``input_ids`` where the item is a mapping that has it, padding included. Called for every micro
-        batch before it is on the device, so it should be quick. Not in Determined.
+        They are for tokens per second; None if they are unknown. By default the elements of ``input_ids`` where the item is a
+        mapping that has it, padding included. Called for every micro batch before it is on the device, so it should be quick. Not
+        in Determined.
         """
         return tokens_in(batch)

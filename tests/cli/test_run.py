@@ -21,7 +21,7 @@ from dstrial.cli.run_submission import Submission
 from dstrial.local.checkpoint_directory import list_checkpoints
 from dstrial.local.json_files import read_json_lines
 from dstrial.local.run_directory import RunDirectory, RunState
-from dstrial.master.store.observe import ExperimentView, experiment_view
+from dstrial.master.store.views.observe import ExperimentView, experiment_view
 from dstrial.testing.master import MasterForTest, master_for_test
 
 DEADLINE_S = 240

@@ -11,7 +11,7 @@ from dstrial.launch.failures import LaunchOutcome, RankFailure
 from dstrial.local.json_files import append_json_line, write_json_atomically
 from dstrial.local.run_directory import RunDirectory, RunState
 from dstrial.local.run_monitor import RunView
-from dstrial.master.store.observe import ExperimentView, TrialView
+from dstrial.master.store.views.observe import ExperimentView, TrialView
 from dstrial.telemetry.samples import HOST_CLOCK, RankSample, RunTotals
 
 UNKNOWN = RunView()

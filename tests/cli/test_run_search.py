@@ -7,7 +7,7 @@ import pytest
 
 from dstrial.cli.run_search import best_trial, progress_line, trial_table
 from dstrial.config import ExperimentConfig, load_experiment
-from dstrial.master.store.observe import ExperimentView, TrialView
+from dstrial.master.store.views.observe import ExperimentView, TrialView
 
 CONFIG = """
 name: search

@@ -11,7 +11,7 @@ from dstrial.master.backends import supervisor
 from dstrial.master.daemon import MasterOptions, choose_port, living_allocations, tail
 from dstrial.master.state_directory import MasterRecord, StateDirectory
 from dstrial.master.store.database import Database, Transaction
-from dstrial.master.store.observe import usage
+from dstrial.master.store.views.observe import usage
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""``data.dstrial.loggers``: who is told of a run's metrics besides its record. Pure."""
+"""``data.dstrial.loggers``: who is told of a run's metrics. Pure.
+
+They are told besides the run's own record.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Where each value of a submitted experiment's config comes from, and of its DeepSpeed configs. Pure but for reading files."""
+"""Where each value of a submitted experiment's config comes from.
+
+And of its DeepSpeed configs. Pure but for reading files.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +97,10 @@ def _defaults() -> dict[str, Any]:
 
 
 def _given(config: Any, path: KeyPath) -> tuple[Any] | None:
-    """Return what a config gives at a path or, in a shorter form, above it; None if nothing."""
+    """Return what a config gives at a path or, in a shorter form, above it.
+
+    None if it gives nothing.
+    """
     for part in path:
         if not isinstance(config, Mapping):
             return (config,)
@@ -140,7 +146,10 @@ def deepspeed_checks(config: ExperimentConfig) -> dict[str, tuple[DeepSpeedSourc
 def explained_rows(
     source: DeepSpeedSource, checked: CheckResult, names: SecretNames
 ) -> tuple[ExplainedValue, ...]:
-    """List a DeepSpeed config's settings as :func:`explain` does, secrets masked: its monitors are given keys."""
+    """List a DeepSpeed config's settings as :func:`explain` does, secrets masked.
+
+    They are masked since its monitors are given keys.
+    """
     return tuple(
         dataclasses.replace(row, value=MASK) if _is_secret(row, names) else row
         for row in explain(source, checked)

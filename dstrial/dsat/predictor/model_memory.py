@@ -1,4 +1,7 @@
-"""Where a model's memory goes on so many devices, and whether it needs several of them; pure."""
+"""Where a model's memory goes on so many devices; pure.
+
+Also whether it needs several of them.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,10 @@ class Placement:
         }
 
     def largest(self) -> dict[str, float]:
-        """Return bytes of one device by part, each at its largest within a step, and their peak; as a run measures them."""
+        """Return bytes of one device by part, each at its largest, and their peak.
+
+        A part's largest is that within a step, as a run measures them.
+        """
         if self.run is None:
             return {}
         activations = self.run.activations
@@ -76,7 +82,9 @@ class Placement:
 
 
 def answer(placements: Sequence[Placement], capacity_bytes: float, deepspeed: str) -> list[str]:
-    """Return three lines that say whether one device is enough, and if not, how many of those asked for are.
+    """Return three lines that say whether one device is enough.
+
+    If it is not, they say how many of those asked for are.
 
     Args:
         placements: in the order of their devices.
@@ -123,7 +131,10 @@ def answer(placements: Sequence[Placement], capacity_bytes: float, deepspeed: st
 
 
 def _largest_stages(placements: Sequence[Placement]) -> list[Placement]:
-    """Return the placements that are known, of a pipeline the stage that needs most; none where one of its stages is unknown."""
+    """Return the placements that are known, of a pipeline the largest stage.
+
+    That is the stage that needs most; there is none where one of the pipeline's stages is unknown.
+    """
     by_slots: dict[int, list[Placement]] = {}
     for one in placements:
         by_slots.setdefault(one.num_slots, []).append(one)
@@ -135,7 +146,10 @@ def _largest_stages(placements: Sequence[Placement]) -> list[Placement]:
 
 
 def table(placements: Sequence[Placement], capacity_bytes: float) -> list[str]:
-    """Return the table, in ``table_unit`` a device; ranks, or those of a stage, are alike."""
+    """Return the table, in ``table_unit`` a device.
+
+    Ranks, or those of a stage, are alike.
+    """
     divisor = {"GiB": _GIB, "MiB": _GIB // 1024}[table_unit(placements)]
     has_stages = any(one.stage is not None for one in placements)
     heads = [

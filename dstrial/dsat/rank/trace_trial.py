@@ -155,7 +155,10 @@ class TrialWorkload:
         return batch
 
     def _received(self, engine: PipelineEngine) -> Any:
-        """Return what the stage before sends, by the shapes of all layers before this stage's."""
+        """Return what the stage before sends.
+
+        It is known by the shapes of all layers before this stage's.
+        """
         dtype = compute_dtype(engine)
         with _disable_current_modes(), torch.no_grad(), torch.device("meta"):
             sent = tree_map_only(

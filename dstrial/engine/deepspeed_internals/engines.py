@@ -300,7 +300,9 @@ def is_fused(module: torch.nn.Module) -> bool:
 
 
 def compute_dtype(engine: DeepSpeedEngine) -> torch.dtype:
-    """Return the type in which an engine multiplies: autocast's, or that of its weights.
+    """Return the type in which an engine multiplies.
+
+    That is autocast's, or that of its weights.
 
     Source: ``torch_autocast_enabled`` and ``torch_autocast_dtype``, ``runtime/engine.py:1687``; 0.19.0 has both.
     """
@@ -316,9 +318,9 @@ PIPELINE_BUFFERS = ("pipe_recv_buf", "grad_layer", "_grad_layer_buf", "meta_buff
 
 
 def pipeline_buffers(engine: DeepSpeedEngine) -> list[Any]:
-    """Return what an engine keeps for exchange between stages; nothing if it is no pipeline's.
+    """Return what an engine keeps for exchange between stages.
 
-    What it holds of micro batches that are under way, ``pipe_buffers``, are activations.
+    Returns nothing if it is no pipeline's. What it holds of micro batches that are under way, ``pipe_buffers``, are activations.
     """
     if not isinstance(engine, PipelineEngine):
         return []
@@ -326,15 +328,18 @@ def pipeline_buffers(engine: DeepSpeedEngine) -> list[Any]:
 
 
 def steps_next(engine: DeepSpeedEngine) -> bool:
-    """Say whether the step that comes next is the optimizer's, and not one between two micro batches.
+    """Say whether the step that comes next is the optimizer's.
 
-    A pipeline's schedule has no other; it says so itself only within (``_force_grad_boundary``, ``runtime/pipe/engine.py:659``).
+    Otherwise it is one between two micro batches. A pipeline's schedule has no other; it says so itself only within
+    (``_force_grad_boundary``, ``runtime/pipe/engine.py:659``).
     """
     return isinstance(engine, PipelineEngine) or bool(engine.is_gradient_accumulation_boundary())
 
 
 def leave_out_shapes(engine: PipelineEngine, received: Callable[[], Any]) -> None:
-    """Have a stage that is alone neither send the shapes of activations nor wait for them.
+    """Have a stage that is alone neither send the shapes of activations nor wait.
+
+    It waits for none to come.
 
     Args:
         engine: the stage's.
@@ -359,9 +364,10 @@ def leave_out_shapes(engine: PipelineEngine, received: Callable[[], Any]) -> Non
 
 
 def earlier_layers(module: PipelineModule) -> list[Callable[..., Any]]:
-    """Build the layers of all stages before this one, as ``PipelineModule._build`` would.
+    """Build the layers of all stages before this one.
 
-    Layers with a ``forward_fn`` that are tied have weights of their own here, which is one for shapes.
+    They are built as ``PipelineModule._build`` would. Layers with a ``forward_fn`` that are tied have weights of their own here,
+    which is one for shapes.
     """
     built: list[Callable[..., Any]] = []
     for spec in module._layer_specs[: module._local_start]:

@@ -144,7 +144,9 @@ def held_gradients(optimizer: Any) -> list[Any]:
 
 
 def reduction_buckets(optimizer: Any) -> list[Any]:
-    """Return the buffers of ZeRO from which gradients are reduced, and into which those of parameters are views meanwhile.
+    """Return the buffers of ZeRO from which gradients are reduced.
+
+    The gradients of parameters are views into them meanwhile.
 
     Source: ``ipg_buckets``, ``runtime/zero/stage_1_and_2.py:616`` and ``runtime/zero/stage3.py:477``.
     """
@@ -152,7 +154,9 @@ def reduction_buckets(optimizer: Any) -> list[Any]:
 
 
 def accumulated_gradient(parameter: Any) -> torch.Tensor | None:
-    """Return a parameter's gradient in the type of accumulation, where that is another.
+    """Return a parameter's gradient in the type of accumulation.
+
+    Only where that is another type.
 
     Source: ``use_grad_accum_attribute``, ``runtime/zero/stage_1_and_2.py:398``.
     """

@@ -172,7 +172,10 @@ def measure(request: DryRunRequest) -> DryRunResult:
 def _train(
     workload: Workload, tracker: Tracker, split: MemorySplit, sizes: list[int], accumulation: int
 ) -> tuple[list[int], list[int]]:
-    """Train a step at each micro batch size; return the tokens of every micro batch, and activations of every step."""
+    """Train a step at each micro batch size.
+
+    Returns the tokens of every micro batch, and activations of every step.
+    """
     tokens: list[int] = []
     activations: list[int] = []
     tracker.on_result = split.operation
@@ -193,16 +196,19 @@ def _train(
 
 
 def _in_phase(tracker: Tracker, part: str, instruction: Callable[[], None]) -> None:
-    """Carry out an instruction of a pipeline's; exchange between stages belongs to the phase that is on."""
+    """Carry out an instruction of a pipeline's.
+
+    Exchange between stages belongs to the phase that is on.
+    """
     if part in PHASES:
         tracker.enter_phase(part)
     instruction()
 
 
 def _config(request: DryRunRequest, num_stages: int) -> tuple[dict[str, Any], int]:
-    """Return the config for the first size, and how often the workload is called in a step: 1 or 2.
+    """Return the config for the first size, and the workload's calls in a step.
 
-    A pipeline is called once, and has as many micro batches under way as there are stages, or two.
+    These are 1 or 2. A pipeline is called once, and has as many micro batches under way as there are stages, or two.
     """
     config = copy.deepcopy(dict(request.deepspeed_config))
     wanted = int(config.get("gradient_accumulation_steps") or 1)

@@ -1,7 +1,7 @@
-"""An Accelerate loop tells of itself as a trial does (``dstrial.telemetry``), by rank, at every report of its ``Reporter``.
+"""An Accelerate loop tells of itself as a trial does (``dstrial.telemetry``).
 
-What ranks saw travels with the exchange of the report. Waiting for data and FLOPs are known of loops over ``Reporter.batches``; a
-script that draws its records itself has both unknown.
+It does by rank, at every report of its ``Reporter``. What ranks saw travels with the exchange of the report. Waiting for data and
+FLOPs are known of loops over ``Reporter.batches``; a script that draws its records itself has both unknown.
 """
 
 from __future__ import annotations
@@ -109,7 +109,10 @@ class ReporterTelemetry:
             self._instruments.end_first_batch(batches_trained, seconds)
 
     def resume(self) -> None:
-        """Take that the script trains again, of which nothing else tells where it draws its records itself."""
+        """Take that the script trains again.
+
+        Nothing else tells so where it draws its records itself.
+        """
         if self._instruments is not None and not self._has_loader:
             self._instruments.switch(True)
 
@@ -139,12 +142,18 @@ class ReporterTelemetry:
         self._reports.write(found, batches_trained, found[0].num_batches * records_per_batch, skipped)
 
     def finish(self) -> None:
-        """Measure the device's peak if no run on this machine has. Ranks: any; the chief acts."""
+        """Measure the device's peak if no run on this machine has.
+
+        Ranks: any; the chief acts.
+        """
         if self._reports is not None and self._instruments is not None:
             self._reports.finish(self._instruments.measured_peak)
 
     def close(self) -> None:
-        """Keep the totals, and leave the engines as they were; safe to call again. Ranks: each its own."""
+        """Keep the totals, and leave the engines as they were; safe to call again.
+
+        Ranks: each its own.
+        """
         self._counting.close()
         instruments, self._instruments = self._instruments, None
         if instruments is None:

@@ -175,7 +175,10 @@ class TrialRun:
         self._set_status("completed")
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Give up a save that is under way, and end sinks and loggers. Ranks: each its own."""
+        """Give up a save that is under way, and end sinks and loggers.
+
+        Ranks: each its own.
+        """
         self._heartbeat.end()
         self._saver.close()
         self._telemetry.close()

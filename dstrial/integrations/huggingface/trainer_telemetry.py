@@ -1,8 +1,8 @@
-"""A Trainer's run tells of itself as a trial's does (``dstrial.telemetry``), at every line that the Trainer logs.
+"""A Trainer's run tells of itself as a trial's does (``dstrial.telemetry``).
 
-A callback hears of steps and of nothing inside of them, and a Trainer's log has no exchange of ours that numbers could travel
-with: the chief tells of itself alone, and FLOPs are those of its device. Waiting for data is the time between two steps, in which
-the Trainer also logs.
+It does at every line that the Trainer logs. A callback hears of steps and of nothing inside of them, and a Trainer's log has no
+exchange of ours that numbers could travel with: the chief tells of itself alone, and FLOPs are those of its device. Waiting for
+data is the time between two steps, in which the Trainer also logs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from dstrial.telemetry.samples import GROUP
 
 
 class TrainerTelemetry:
-    """Measures a Trainer whose model is a DeepSpeed engine; does nothing for another one.
+    """Measures a Trainer whose model is a DeepSpeed engine.
+
+    It does nothing for another one.
 
     Args:
         context: of the trial.
@@ -75,7 +77,10 @@ class TrainerTelemetry:
             self._counting.enter_context(self._instruments.counting())
 
     def end_step(self, step: int, num_tokens: float) -> None:
-        """Take that a step has ended, ``num_tokens`` having been seen by then on all ranks."""
+        """Take that a step has ended.
+
+        ``num_tokens`` have been seen by then on all ranks.
+        """
         if self._instruments is None:
             return
         self._instruments.switch(False)

@@ -1,4 +1,7 @@
-"""The machines in the protocol: one agent each, their slots, and one resource pool."""
+"""The machines in the protocol: one agent each, and one resource pool.
+
+Each agent has the slots of its machine.
+"""
 
 from __future__ import annotations
 
@@ -300,7 +303,10 @@ async def list_pools(request: ApiRequest) -> dict[str, Any]:
 
 
 async def list_bindings(request: ApiRequest) -> dict[str, Any]:
-    """``GET resource-pools/{name}/workspace-bindings``: none, the pool is open to every workspace."""
+    """``GET resource-pools/{name}/workspace-bindings``: none.
+
+    The pool is open to every workspace.
+    """
     asked, pool_name = request.path_params["pool"], request.services.settings.pool_name
     if asked != pool_name:
         raise RequestError(

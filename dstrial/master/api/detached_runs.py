@@ -20,10 +20,11 @@ from dstrial.master.http.serializers import trial_json
 from dstrial.master.lifecycle import detached_runs
 from dstrial.master.services import Services
 from dstrial.master.store import experiments as experiment_rows
-from dstrial.master.store import listings, tasks
+from dstrial.master.store import tasks
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.reports import logs
+from dstrial.master.store.views import listings
 from dstrial.master.webhooks import events
 
 _MAX_EXTERNAL_ID = 1024

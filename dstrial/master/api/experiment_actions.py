@@ -18,9 +18,10 @@ from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import stored_states
 from dstrial.master.lifecycle import experiments
 from dstrial.master.store import experiments as experiment_rows
-from dstrial.master.store import listings, projects
+from dstrial.master.store import projects
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.tokens import User
+from dstrial.master.store.views import listings
 from dstrial.search import PreviewedTrials, preview
 
 Perform: TypeAlias = "Callable[[Transaction, int], Any]"

@@ -1,4 +1,7 @@
-"""Tables of Determined's web interface: experiments by filter and order, and what columns there are."""
+"""Tables of experiments of Determined's web interface, and their columns.
+
+Experiments are found by filter and order.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,9 @@ from dstrial.master.http.messages import Page, message, page_of
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import as_data, experiment_json, trial_json
 from dstrial.master.services import Services
-from dstrial.master.store import experiment_search, listings, projects
+from dstrial.master.store import projects
 from dstrial.master.store.database import Connection
+from dstrial.master.store.views import experiment_search, listings
 
 _OF_RUNS = bindings.v1TableType.RUN.value
 _PLACES = {"training": "TRAINING", "validation": "VALIDATIONS"}
@@ -27,7 +31,10 @@ _MAX_DEPTH = 20
 
 
 async def search_experiments(request: ApiRequest) -> dict[str, Any]:
-    """``POST experiments-search``: a page of the experiments that a filter wants, each with its best trial."""
+    """``POST experiments-search``: a page of the experiments that a filter wants.
+
+    Each comes with its best trial.
+    """
     body, services = request.body(), request.services
     table = experiment_table(services.settings.pool_name, services.secret_names)
     project_id, text, sort = body.integer("projectId") or None, body.text("filter"), body.text("sort")
@@ -117,7 +124,10 @@ def _column(name: str, kind: str, place: str, title: str = "") -> dict[str, Any]
 
 
 def _leaves(objects: Iterable[object]) -> dict[str, str]:
-    """Return the dotted keys of all values in some objects, and the kind of each; mixed ones have none."""
+    """Return the dotted keys of all values in some objects, and each one's kind.
+
+    Mixed ones have no kind.
+    """
     kinds: dict[str, str] = {}
     for key, kind in itertools.chain.from_iterable(_walk(one, "", 0) for one in objects):
         if key not in kinds and len(kinds) >= _MAX_KEYS:
@@ -141,7 +151,10 @@ def _kind_of(value: object) -> str:
 
 
 def _sampled(hyperparameters: object) -> object:
-    """Return hyperparameters of a config with an example in place of what a searcher is told of each."""
+    """Return a config's hyperparameters with an example of each.
+
+    The example stands in place of what a searcher is told.
+    """
     if not isinstance(hyperparameters, dict):
         return hyperparameters
     kind = hyperparameters.get("type")
@@ -157,7 +170,10 @@ def _sampled(hyperparameters: object) -> object:
 
 
 async def show_metric_ranges(request: ApiRequest) -> dict[str, Any]:
-    """``GET projects/{id}/experiments/metric-ranges``: of each number in the table of experiments."""
+    """``GET projects/{id}/experiments/metric-ranges``: those that a table shows.
+
+    There is one of each number in the table of experiments.
+    """
     project_id = request.path_params["project_id"]
 
     def read(connection: Connection) -> Any:
@@ -179,7 +195,10 @@ def _range(name: str, low: float, high: float) -> dict[str, Any]:
 
 
 async def list_labels(request: ApiRequest) -> dict[str, Any]:
-    """``GET experiment/labels``: of a project's experiments, or all, the most used first."""
+    """``GET experiment/labels``: the most used first.
+
+    They are those of a project's experiments, or of all.
+    """
     project_id = request.query_int("projectId") or None
 
     def read(connection: Connection) -> list[str]:

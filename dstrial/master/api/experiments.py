@@ -38,10 +38,11 @@ from dstrial.master.lifecycle import containers, detached_runs, experiments, res
 from dstrial.master.lifecycle.interpreter import check_interpreter
 from dstrial.master.services import Services
 from dstrial.master.store import experiments as experiment_rows
-from dstrial.master.store import listings, projects, workspaces
+from dstrial.master.store import projects, workspaces
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.reports import metric_summaries, metrics
+from dstrial.master.store.views import listings
 
 _MAX_SUBMISSION_BYTES = 130 * 2**20
 _LARGE_CHARS = 2**16

@@ -1,4 +1,7 @@
-"""Series of metrics that charts draw: of chosen trials, and of an experiment's as it goes on."""
+"""Series of metrics that charts draw.
+
+They are of chosen trials, and of an experiment's as it goes on.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ from dstrial.master.http.serializers import as_data, shown_config, trial_json
 from dstrial.master.http.streams import NdjsonResponse, ndjson
 from dstrial.master.services import Services
 from dstrial.master.store import experiments as experiment_rows
-from dstrial.master.store import listings
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection
 from dstrial.master.store.reports import series
 from dstrial.master.store.reports.metric_values import plain
+from dstrial.master.store.views import listings
 
 _MAX_TRIALS = 1000
 _MAX_ALL_POINTS = 200_000
@@ -153,7 +156,9 @@ _COMPARISONS = {"gt": operator.gt, "gte": operator.ge, "lt": operator.lt, "lte":
 
 
 def _filter(request: ApiRequest) -> tuple[str | None, _Wanted | None]:
-    """Return what a ``timeSeriesFilter`` wants: a metric to be read with each point, and the test.
+    """Return what a ``timeSeriesFilter`` wants.
+
+    That is a metric to be read with each point, and the test.
 
     Raises:
         RequestError: it has a range and no name, or a bound is no number or time.
@@ -215,7 +220,10 @@ def _time(request: ApiRequest, name: str, text: str) -> float:
 
 
 def _data(points: Sequence[series.Point]) -> Any:
-    """Return points as a list of ``v1DataPoint``, written already: the loop is not to do it for thousands."""
+    """Return points as a list of ``v1DataPoint``, written already.
+
+    The loop is not to do it for thousands.
+    """
     return as_data(
         [
             {
@@ -235,9 +243,9 @@ async def _followed(
     period_s: int,
     look: Callable[[bool], Awaitable[Sequence[dict[str, Any]]]],
 ) -> AsyncIterator[Sequence[dict[str, Any]]]:
-    """Yield what ``look`` finds, again after each period until the experiment has ended.
+    """Yield what ``look`` finds, until the experiment has ended.
 
-    ``look`` is told whether it is asked for the last time.
+    It looks again after each period. ``look`` is told whether it is asked for the last time.
     """
     while True:
         row = await services.read(experiment_rows.require, experiment_id)
@@ -249,7 +257,10 @@ async def _followed(
 
 
 async def _asked(request: ApiRequest) -> tuple[experiment_rows.Experiment, str, str, int]:
-    """Return the experiment, group, metric and period, seconds, that a stream is asked for."""
+    """Return what a stream is asked for: experiment, group, metric and period.
+
+    The period is in seconds.
+    """
     name = request.query("metricName")
     if not name:
         raise request.wrong_query("metricName", "the name of a metric")
@@ -265,7 +276,10 @@ async def _chunks(services: Services, experiment_id: int) -> list[list[int]]:
 
 
 async def stream_batches(request: ApiRequest) -> NdjsonResponse:
-    """``GET …/metrics-stream/batches``: at which batches a metric was reported, each once."""
+    """``GET …/metrics-stream/batches``: at which batches a metric was reported.
+
+    Each batch is told once.
+    """
     experiment, group, name, period_s = await _asked(request)
     services = request.services
     sent: set[int] = set()
@@ -294,7 +308,10 @@ async def stream_batches(request: ApiRequest) -> NdjsonResponse:
 
 
 async def stream_sample(request: ApiRequest) -> NdjsonResponse:
-    """``GET …/metrics-stream/trials-sample``: the series of the best trials, then what is new of them."""
+    """``GET …/metrics-stream/trials-sample``: the series of the best trials.
+
+    What is new of them follows.
+    """
     experiment, group, name, period_s = await _asked(request)
     services = request.services
     max_trials = min(_count(request, "maxTrials") or _DEFAULT_SAMPLE_TRIALS, _MAX_TRIALS)
@@ -354,7 +371,10 @@ async def stream_sample(request: ApiRequest) -> NdjsonResponse:
 
 
 async def stream_snapshot(request: ApiRequest) -> NdjsonResponse:
-    """``GET …/metrics-stream/trials-snapshot``: a metric of all trials near one batch, when it changes."""
+    """``GET …/metrics-stream/trials-snapshot``: all trials near one batch.
+
+    A metric of theirs is told when it changes.
+    """
     experiment, group, name, period_s = await _asked(request)
     services = request.services
     steps = request.query_int("batchesProcessed")

@@ -1,4 +1,7 @@
-"""System metrics of trials: which series there are, and their readings, as streams."""
+"""System metrics of trials: which series there are, and their readings.
+
+Both are streams.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,9 @@ _FOLLOW_WAIT_S = 30.0
 
 
 async def stream_metrics(request: ApiRequest) -> NdjsonResponse:
-    """``GET trials/{id}/profiler/metrics``: readings, a message for each series of each part of the stream.
+    """``GET trials/{id}/profiler/metrics``: readings of a trial.
 
-    ``follow`` goes on until the trial has ended.
+    There is a message for each series of each part of the stream. ``follow`` goes on until the trial has ended.
     """
     trial_id = request.path_params["trial_id"]
     await request.services.read(trial_rows.require, trial_id)
@@ -86,7 +89,10 @@ async def _series(services: Services, trial_id: int, *, follows: bool) -> AsyncI
 async def _parts(
     services: Services, trial_id: int, *, follows: bool
 ) -> AsyncIterator[tuple[list[metrics.Report], bool]]:
-    """Yield a trial's reports of system metrics in parts, and whether a part is the last for now."""
+    """Yield a trial's reports of system metrics in parts.
+
+    With each part, whether it is the last for now.
+    """
     topic, after_id = f"trial:{trial_id}", 0
     while True:
         seen = services.pubsub.version(topic)

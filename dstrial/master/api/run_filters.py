@@ -26,7 +26,9 @@ _MAX_CHARS = 2**16
 
 
 def wanted_by(text: str | None, table: Table[Row]) -> Callable[[Row], bool]:
-    """Return whether a filter wants a row of a table; an empty one wants those not archived.
+    """Return whether a filter wants a row of a table.
+
+    An empty one wants those not archived.
 
     Raises:
         RequestError: 400, it is no such filter.
@@ -91,9 +93,9 @@ def _column(name: Any, table: Table[Row]) -> Callable[[Row], Any]:
 
 
 def column_kinds(text: str | None, sort: str | None, table: Table[Row]) -> set[str]:
-    """Return what a filter and an order ask about besides columns of their own: ``hp``, groups of metrics.
+    """Return what a filter and an order ask about besides columns of their own.
 
-    Both have been accepted.
+    That is ``hp``, and groups of metrics. Both have been accepted.
     """
     names = [part.partition("=")[0] for part in (sort or "").split(",")]
     pending = [orjson.loads(text).get("filterGroup")] if text else []
@@ -119,7 +121,10 @@ def _contains(found: Any, value: Any) -> bool:
 
 
 def _ordered(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    """Return a comparison that is false where the two cannot be compared; one of a list's is enough."""
+    """Return a comparison that is false where the two cannot be compared.
+
+    Of a list's values one is enough.
+    """
 
     def check(found: Any, value: Any) -> bool:
         if isinstance(found, list):

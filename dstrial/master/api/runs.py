@@ -20,8 +20,9 @@ from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import elapsed_s, shown_config, stored, time_or_none
 from dstrial.master.lifecycle import experiments, trials
 from dstrial.master.services import Services
-from dstrial.master.store import listings, projects
+from dstrial.master.store import projects
 from dstrial.master.store.database import Connection, Transaction
+from dstrial.master.store.views import listings
 
 Perform: TypeAlias = "Callable[[Transaction, listings.Run], Any]"
 

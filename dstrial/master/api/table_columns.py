@@ -1,6 +1,7 @@
-"""Columns of the tables of runs and of experiments: what is shown, filtered and ordered by the same names.
+"""Columns of the tables of runs and of experiments.
 
-Source: the protocol's names of columns, and where each belongs (``v1LocationType``).
+What is shown, filtered and ordered has the same names. Source: the protocol's names of columns, and where each belongs
+(``v1LocationType``).
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any, Generic, TypeVar
 from dstrial.config.secrets import SecretNames, masked_json
 from dstrial.master.clock import format_us
 from dstrial.master.http.serializers import elapsed_s
-from dstrial.master.store.experiment_search import SearchedExperiment
-from dstrial.master.store.listings import Run
+from dstrial.master.store.views.experiment_search import SearchedExperiment
+from dstrial.master.store.views.listings import Run
 
 Row = TypeVar("Row")
 
@@ -72,7 +73,10 @@ def _time(us: int | None) -> str | None:
 
 
 def run_table(pool_name: str, names: SecretNames) -> Table[Run]:
-    """Return what may be asked of runs in a pool; secrets are compared as they are shown."""
+    """Return what may be asked of runs in a pool.
+
+    Secrets are compared as they are shown.
+    """
     columns: dict[str, Column[Run]] = {
         "id": Column(lambda row: row.id, "Global Run ID", _NUMBER),
         "localId": Column(lambda row: f"{row.project_key}-{row.id}", "Local ID"),
@@ -124,7 +128,10 @@ def run_table(pool_name: str, names: SecretNames) -> Table[Run]:
 
 
 def experiment_table(pool_name: str, names: SecretNames) -> Table[SearchedExperiment]:
-    """Return what may be asked of experiments in a pool; metrics are those of the best trial."""
+    """Return what may be asked of experiments in a pool.
+
+    Metrics are those of the best trial.
+    """
     columns: dict[str, Column[SearchedExperiment]] = {
         "id": Column(lambda row: row.id, "ID", _NUMBER, _EXPERIMENT),
         "name": Column(lambda row: row.name, "Name", _TEXT, _EXPERIMENT),
@@ -171,7 +178,10 @@ def experiment_table(pool_name: str, names: SecretNames) -> Table[SearchedExperi
 
 
 def _searched_values(found: Any) -> Any:
-    """Return what a hyperparameter of a config may be: its value, its values, or its bounds."""
+    """Return what a hyperparameter of a config may be.
+
+    That is its value, its values, or its bounds.
+    """
     kind = found.get("type") if isinstance(found, dict) else None
     if kind == "const":
         return found.get("val")

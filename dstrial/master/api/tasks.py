@@ -217,7 +217,10 @@ async def show_context_directory(request: ApiRequest) -> dict[str, Any]:
 
 
 async def show_accelerators(request: ApiRequest) -> dict[str, Any]:
-    """``GET tasks/{id}/acceleratorData``: of each allocation as it said, else as it was given them."""
+    """``GET tasks/{id}/acceleratorData``: the accelerators of each allocation.
+
+    They are as it said, else as they were given to it.
+    """
     task_id, services = request.path_params["task_id"], request.services
 
     def read(connection: Connection) -> tuple[list[Allocation], list[allocation_rows.Accelerators]]:
@@ -245,7 +248,10 @@ async def show_accelerators(request: ApiRequest) -> dict[str, Any]:
 
 
 def _given(services: Services, row: Allocation) -> list[allocation_rows.Accelerators]:
-    """Return the slots of an allocation, by node; those that this master does not offer have no name."""
+    """Return the slots of an allocation, by node.
+
+    Those that this master does not offer have no name.
+    """
     slots = json.loads(row.slots)
     known = {slot.id: slot for slot in services.slots}
     found = []

@@ -24,10 +24,10 @@ from dstrial.master.lifecycle import trials
 from dstrial.master.lifecycle.allocations import mark_ready
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
-from dstrial.master.store import listings
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.reports import logs, metrics
+from dstrial.master.store.views import listings
 
 
 async def list_trials(request: ApiRequest) -> dict[str, Any]:

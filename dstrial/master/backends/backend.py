@@ -1,7 +1,8 @@
-"""The seam for where allocations run: what a back end is asked, and what it answers.
+"""The seam for where allocations run.
 
-A back end runs allocations on nodes; a node is a machine with slots. What runs needs no master to live: a restarted one asks
-again by the same :class:`RunRef`, which follows from the allocation's row alone.
+It is what a back end is asked, and what it answers. A back end runs allocations on nodes; a node is a machine with slots. What
+runs needs no master to live: a restarted one asks again by the same :class:`RunRef`, which follows from the allocation's row
+alone.
 """
 
 from __future__ import annotations
@@ -206,18 +207,21 @@ class Lent:
 
 
 class Backend(Protocol):
-    """Runs allocations. All methods are called by the scheduler's thread, ``nodes`` and ``job_text`` by any.
+    """Runs allocations.
 
-    None of them waits for another machine.
+    All methods are called by the scheduler's thread, ``nodes`` and ``job_text`` by any. None of them waits for another machine.
     """
 
     def nodes(self) -> tuple[Node, ...]:
-        """Return all nodes, also those that are down; a slot that was there once keeps its id."""
+        """Return all nodes, also those that are down.
+
+        A slot that was there once keeps its id.
+        """
 
     def request(self, wishes: Iterable[Wish], kept: Collection[Key]) -> Answer | None:
-        """Say who has got slots; None where those of :meth:`nodes` are free for whoever is next.
+        """Say who has got slots.
 
-        Called at each look at the queue, also when nobody waits.
+        None where those of :meth:`nodes` are free for whoever is next. Called at each look at the queue, also when nobody waits.
 
         Args:
             wishes: who waits, the most urgent first.
@@ -228,7 +232,10 @@ class Backend(Protocol):
         """Return how the engine's job for somebody is; empty where there is none."""
 
     def lent(self, key: Key) -> Lent | None:
-        """Return what an engine has for somebody; None where slots are those of :meth:`nodes`."""
+        """Return what an engine has for somebody.
+
+        None where slots are those of :meth:`nodes`.
+        """
 
     def why_leaving(self, run: RunRef) -> str | None:
         """Return why its slots have to be given back soon; None if they need not."""
@@ -244,16 +251,28 @@ class Backend(Protocol):
         """
 
     def find(self, run: RunRef) -> SupervisorHandle | None:
-        """Return the supervisor of a run that has started, also under another master; None else."""
+        """Return the supervisor of a run that has started; None else.
+
+        It may have started under another master.
+        """
 
     def supervisors(self, run: RunRef) -> Mapping[int, SupervisorHandle]:
-        """Return the supervisors that are known, by node: as many as it has shares, once it has started everywhere."""
+        """Return the supervisors that are known, by node.
+
+        There are as many as it has shares, once it has started everywhere.
+        """
 
     def observe(self, run: RunRef) -> AllocationExit | None:
-        """Return how it ended, None while it runs; of what is lost every process is ended first."""
+        """Return how it ended, None while it runs.
+
+        Of what is lost every process is ended first.
+        """
 
     def stopped_supervisor(self, run: RunRef) -> int | None:
-        """Return the pid of a supervisor that SIGSTOP or a debugger holds; None if none is."""
+        """Return the pid of a supervisor that is stopped; None if none is.
+
+        SIGSTOP or a debugger holds it.
+        """
 
     def outputs(self, run: RunRef) -> tuple[Output, ...]:
         """Return where its output is read, the node that failed first before the others."""
@@ -282,7 +301,10 @@ class Backend(Protocol):
         """Delete what an ended run has left, everywhere."""
 
     def begin(self) -> None:
-        """Connect to the nodes, and wait some seconds at most; called once all that runs was looked for by :meth:`find`."""
+        """Connect to the nodes, and wait some seconds at most.
+
+        Called once all that runs was looked for by :meth:`find`.
+        """
 
     def look(self, *, is_busy: bool) -> None:
         """Do what is due from time to time; ``is_busy`` while anything runs."""

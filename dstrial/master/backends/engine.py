@@ -1,8 +1,11 @@
-"""The seam for engines that have a queue of their own, Slurm or Ray: what they are asked for, and what they answer.
+"""The seam for engines that have a queue of their own, Slurm or Ray.
 
-An engine chooses the nodes after it was asked for slots. So what waits is asked for as a *job* of the engine's: a batch job, a
-placement group. When the job runs, its nodes are nodes of the master's for what it was asked for, and for nothing else; an
-allocation then begins there as it does on hosts. A job outlives the allocation while its trial wants to run again.
+It is what they are asked for, and what they answer.
+
+An engine chooses the nodes after it was asked for slots. So what waits is
+asked for as a *job* of the engine's: a batch job, a placement group. When the job runs, its nodes are nodes of the master's for
+what it was asked for, and for nothing else; an allocation then begins there as it does on hosts. A job outlives the allocation
+while its trial wants to run again.
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ JobState = Literal["pending", "running", "leaving", "ended"]
 
 
 class EngineRefusedError(MasterError):
-    """An engine does not take a job, or could never start it; the message says why, and what to do."""
+    """An engine does not take a job, or could never start it.
+
+    The message says why, and what to do.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,7 +83,9 @@ class EngineJob:
 
 
 class Engine(Protocol):
-    """An engine with a queue. One thread calls it, and may wait some seconds for each answer; never the scheduler's.
+    """An engine with a queue.
+
+    One thread calls it, and may wait some seconds for each answer; it is never the scheduler's.
 
     Attributes:
         name: as its users write it, ``Slurm``.
@@ -86,7 +94,9 @@ class Engine(Protocol):
     name: str
 
     def capacity(self) -> Mapping[str, int]:
-        """Return the slots of each node that is up, by its name, whether or not they are in use.
+        """Return the slots of each node that is up, by its name.
+
+        Those in use count as well as those that are not.
 
         Raises:
             ConnectionError: the engine does not answer.
@@ -94,7 +104,9 @@ class Engine(Protocol):
         ...
 
     def spare(self) -> Mapping[str, int]:
-        """Return the slots of each node that nobody uses; none while others wait for slots.
+        """Return the slots of each node that nobody uses.
+
+        There are none while others wait for slots.
 
         Raises:
             ConnectionError: the engine does not answer.
@@ -115,7 +127,9 @@ class Engine(Protocol):
         ...
 
     def most_pending(self, num_slots: int) -> int:
-        """Return how many jobs may wait with the engine at once: what else waits does so with the master, in its order.
+        """Return how many jobs may wait with the engine at once.
+
+        What else waits does so with the master, in its order.
 
         Args:
             num_slots: of the largest of them.
@@ -123,9 +137,9 @@ class Engine(Protocol):
         ...
 
     def jobs(self) -> Sequence[EngineJob]:
-        """Return the jobs of this master, also of one before it with the same state directory.
+        """Return the jobs of this master, also of one before it.
 
-        Those that are over may be left out.
+        That is one with the same state directory. Those that are over may be left out.
 
         Raises:
             ConnectionError: the engine does not answer.

@@ -478,7 +478,10 @@ class LocalBackend:
         return handle
 
     def find(self, run: RunRef) -> SupervisorHandle | None:
-        """Return the supervisor; what a master before this one has started is looked for once."""
+        """Return the supervisor.
+
+        What a master before this one has started is looked for once.
+        """
         if run.allocation_id not in self._handles:
             self._handles[run.allocation_id] = find(run.directory)
         return self._handles[run.allocation_id]

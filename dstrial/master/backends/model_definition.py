@@ -157,9 +157,9 @@ class PackedFile:
 
 
 def list_files(tgz: bytes) -> list[PackedFile]:
-    """Return the files and directories of a model definition by path, those in between included.
+    """Return the files and directories of a model definition by path.
 
-    Links and devices are left out, and what leads out of the directory.
+    Those in between are included. Links and devices are left out, and what leads out of the directory.
 
     Raises:
         RequestError: 400 for an archive that is damaged, 413 for one that unpacks to too much.

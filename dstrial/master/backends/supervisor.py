@@ -356,7 +356,10 @@ def _group_of(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> "list[int]":
-    """Return every living process below ``pid``, parents before their children, by the kernel's table of parents."""
+    """Return every living process below ``pid``, parents before their children.
+
+    They are found by the kernel's table of parents.
+    """
     parents, ended = _parents()
     below = {process for process, parent in parents.items() if parent == pid}
     found: dict[int, None] = {}

@@ -14,7 +14,7 @@ from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.messages import message
 from dstrial.master.services import Services
 from dstrial.master.store.checkpoints import CheckpointInfo
-from dstrial.master.store.listings import ListedExperiment, ListedTrial, Run
+from dstrial.master.store.views.listings import ListedExperiment, ListedTrial, Run
 
 _ADVANCE = {None: "QUEUED", 1: "STARTING", 2: "RUNNING"}
 

@@ -95,7 +95,10 @@ def _start_point(tx: Transaction, trial: trial_rows.Trial) -> tuple[str | None, 
 
 
 def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle | None) -> None:
-    """Record the supervisor of an allocation; None for one on other machines, each of which has its own."""
+    """Record the supervisor of an allocation.
+
+    ``handle`` is None for one on other machines, each of which has its own.
+    """
     row = allocation_rows.require(tx.connection, allocation_id)
     if row.state != "TERMINATED":
         allocation_rows.update(

@@ -177,7 +177,9 @@ def audit(
 
 
 def audit_one(row: StoredFiles, root: Path, *, timeout_s: float = LOOK_TIMEOUT_S) -> Finding | None:
-    """Look at the files of one checkpoint whose storage is there; None if they are as registered.
+    """Look at the files of one checkpoint whose storage is there.
+
+    Returns None if they are as registered.
 
     Args:
         row: what is registered.

@@ -103,7 +103,10 @@ def slots_to_go_on_with(
 def choices(
     connection: Connection, trial: Trial, config: Mapping[str, Any], *, at_least: int, at_most: int
 ) -> tuple[int, ...]:
-    """Return with how many slots a trial's own checkpoint can go on, the most first; none without one."""
+    """Return with how many slots a trial's own checkpoint can go on.
+
+    The most come first; there are none without a checkpoint.
+    """
     saved = _own(connection, trial, config)
     if saved is None:
         return ()

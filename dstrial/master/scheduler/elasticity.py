@@ -66,7 +66,9 @@ def who_makes_room(
     enabled: Collection[int],
     used_by: Mapping[int, int],
 ) -> list[Running]:
-    """Return who has to stop, and goes on with fewer slots, so that the first in the queue can begin.
+    """Return who has to stop so that the first in the queue can begin.
+
+    They go on with fewer slots.
 
     Only trials of a lower priority, the least urgent first, and only if each goes on with what is left; nobody, where that is
     not enough.
@@ -131,7 +133,9 @@ def leaves_drained(one: Running, drained: Collection[int], free: Collection[int]
 
 
 def grown(one: Running, *, free: Collection[int], enabled: Collection[int], used: int) -> int:
-    """Return with how many slots a trial would go on if it took what is free; its own number if that is no more.
+    """Return with how many slots a trial would go on if it took what is free.
+
+    Its own number if that is no more.
 
     Args:
         one: the trial.
@@ -154,7 +158,9 @@ def grown(one: Running, *, free: Collection[int], enabled: Collection[int], used
 
 
 def larger(one: Running, *, wish: int, spare: Mapping[int, int], used: int, before: int = 0) -> int:
-    """Return with how many slots a trial would go on if an engine lent them beside those that it has; its own number for no more.
+    """Return with how many slots a trial would go on if an engine lent more.
+
+    They are lent beside those that it has. Its own number for no more.
 
     Up to what it asks for it waits in the engine's queue as others do. Beyond that it takes what nobody uses or waits for, all of
     it for a moment beside its own.
@@ -178,7 +184,9 @@ def larger(one: Running, *, wish: int, spare: Mapping[int, int], used: int, befo
 
 
 def has_to_move(one: Running, count: int, *, wish: int, spare: Mapping[int, int]) -> bool:
-    """Say whether a trial gives its job back before it gets a larger one, for which there is room in its place and not beside it.
+    """Say whether a trial gives its job back before it gets a larger one.
+
+    There is room for the larger one in its place and not beside it.
 
     Only one that has less than it asks for: what it has got of that it keeps.
 
@@ -216,7 +224,9 @@ class Growth:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stage:
-    """A run of a trial on a number of slots, as its training reports tell of it. Times are in seconds, of one clock.
+    """A run of a trial on a number of slots, as its training reports tell of it.
+
+    Times are in seconds, of one clock.
 
     Attributes:
         num_slots: its slots.
@@ -236,7 +246,10 @@ class Stage:
 
     @property
     def batch_s(self) -> float | None:
-        """Seconds per batch between its first report and its last; None where they do not tell."""
+        """Seconds per batch between its first report and its last.
+
+        None where they do not tell.
+        """
         if self.first is None or self.last is None or self.num_reports < _LEAST_REPORTS:
             return None
         batches = self.last[0] - self.first[0]
@@ -290,7 +303,9 @@ class Verdict:
 
 
 def not_worth(stages: Sequence[Stage], period_s: float) -> Verdict | None:
-    """Return which number of slots is enough for a trial, by what it has measured; None if more were worth it.
+    """Return which number of slots is enough for a trial.
+
+    It is judged by what the trial has measured; None if more were worth it.
 
     More slots are worth it if within ``period_s`` they save more time than the change to them took. They are judged once they
     have been measured for as long as the change took.

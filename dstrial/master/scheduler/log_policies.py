@@ -72,7 +72,10 @@ def matches(policies: Sequence[LogPolicy], texts: Iterable[str]) -> list[tuple[L
 def note_matches(
     tx: Transaction, row: Allocation, matched: list[tuple[LogPolicy, str]], node_id: int, name: str
 ) -> None:
-    """Store which policies an output of a node matched; log those with an action, once each."""
+    """Store which policies an output of a node matched.
+
+    Those with an action are logged, once each.
+    """
     for policy, line in matched:
         if policy.name is not None:
             trial_rows.update(tx, row.trial_id, log_policy_matched=policy.name)

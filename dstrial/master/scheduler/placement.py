@@ -38,7 +38,9 @@ def place(
     *,
     is_on_one_node: bool = False,
 ) -> list[int] | None:
-    """Return the slots for an allocation, in the order of its ranks; None if it has to wait.
+    """Return the slots for an allocation; None if it has to wait.
+
+    They are in the order of its ranks.
 
     Args:
         num_slots: how many it needs, at least 1.

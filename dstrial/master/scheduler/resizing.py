@@ -1,4 +1,7 @@
-"""Asks trials to go on with another number of slots, as :mod:`~dstrial.master.scheduler.elasticity` decides."""
+"""Asks trials to go on with another number of slots.
+
+:mod:`~dstrial.master.scheduler.elasticity` decides which.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +113,9 @@ class Resizing:
     def choices(
         self, connection: Connection, row: WaitingTrial, capacity: Capacity, *, at_most: int | None
     ) -> tuple[int, ...]:
-        """Return with how many slots a waiting trial can begin, the best first; none for its own number alone.
+        """Return with how many slots a waiting trial can begin, the best first.
+
+        None for its own number alone.
 
         Args:
             connection: to read by.
@@ -143,7 +148,9 @@ class Resizing:
         capacity: Capacity,
         soon: Collection[int],
     ) -> None:
-        """Ask trials of a lower priority to stop, where the first in the queue fits then and they go on with fewer slots.
+        """Ask trials of a lower priority to stop, to let the first in the queue begin.
+
+        Only where it fits then and they go on with fewer slots.
 
         Args:
             connection: to read by.
@@ -173,7 +180,10 @@ class Resizing:
             )
 
     def leave_drained(self, connection: Connection, capacity: Capacity) -> None:
-        """Ask a trial to stop whose slots are being drained, and which can go on elsewhere."""
+        """Ask a trial to stop whose slots are being drained.
+
+        It is one which can go on elsewhere.
+        """
         for row in rows.resizable_trials(connection):
             if capacity.drained.isdisjoint(json.loads(row.slots)):
                 continue
@@ -183,7 +193,10 @@ class Resizing:
                 return  # the next one is asked once this one has what it takes
 
     def change_sizes(self, connection: Connection, capacity: Capacity) -> None:
-        """Let one trial at most take what is free, and those give back slots that were not worth it; nobody waits."""
+        """Let one trial at most take what is free; nobody waits.
+
+        Those whose slots were not worth it give them back.
+        """
         for row in self.give_back(connection):
             if not _may_change(row):
                 continue
@@ -205,7 +218,10 @@ class Resizing:
                 return
 
     def give_back(self, connection: Connection) -> list[rows.ResizableTrial]:
-        """Have trials give back slots that were not worth it, each at its next checkpoint; return the others."""
+        """Have trials give back slots that were not worth it.
+
+        Each does at its next checkpoint. Returns the others.
+        """
         others = []
         for row in rows.resizable_trials(connection):
             elasticity = _elasticity(row.section, row.slots_per_trial)
@@ -226,9 +242,10 @@ class Resizing:
         used_by: Mapping[int, int],
         off: frozenset[int],
     ) -> dict[int, Growth]:
-        """Return what trials ask an engine with a queue for that would go on with more slots; nobody waits.
+        """Return what trials ask an engine for that would go on with more slots.
 
-        :meth:`grow` follows when it has lent them. Beyond what it asks for one trial grows at a time, the most urgent first.
+        The engine has a queue; nobody waits. :meth:`grow` follows when it has lent them. Beyond what it asks for one trial grows
+        at a time, the most urgent first.
 
         Args:
             connection: to read by.
@@ -267,7 +284,10 @@ class Resizing:
         return found
 
     def grow(self, trial_id: int, num_slots: int, *, is_move: bool = False) -> None:
-        """Ask a trial to stop for which an engine has more slots; nothing happens to one that stops already."""
+        """Ask a trial to stop for which an engine has more slots.
+
+        Nothing happens to one that stops already.
+        """
         how = ", for which it gives back those that it has" if is_move else ""
         self._ask(trial_id, f"it grows to {num_slots} slots, which are there for it{how}")
 
@@ -280,7 +300,10 @@ class Resizing:
     def _at_next_checkpoint(
         self, connection: Connection, row: rows.ResizableTrial, elasticity: Elasticity
     ) -> bool:
-        """Say whether a trial has just saved a checkpoint, or saves none from time to time."""
+        """Say whether a trial has just saved a checkpoint.
+
+        Or whether it saves none from time to time.
+        """
         latest = checkpoint_rows.latest_completed(connection, row.trial_id)
         if latest is None:
             return False
@@ -333,7 +356,10 @@ class Resizing:
     def _choices(
         self, connection: Connection, trial_id: int, experiment_id: int, at_least: int, at_most: int
     ) -> _Known:
-        """Return what ``resume`` says, and ask it again only for another checkpoint, config or bound."""
+        """Return what ``resume`` says.
+
+        It is asked again only for another checkpoint, config or bound.
+        """
         latest = checkpoint_rows.latest_completed(connection, trial_id)
         text = experiment_rows.require(connection, experiment_id).config
         unusable = rows.unusable_counts(connection, trial_id)
@@ -362,7 +388,9 @@ class Resizing:
 
 
 def note_slots(tx: Transaction, allocation: Allocation, num_slots: int, num_wanted: int) -> None:
-    """Say in a trial's log, and mark in its metrics, that it goes on with another number of slots.
+    """Say that a trial goes on with another number of slots.
+
+    It is said in its log, and marked in its metrics.
 
     Args:
         tx: the write that gives it the slots.
@@ -400,7 +428,10 @@ def note_slots(tx: Transaction, allocation: Allocation, num_slots: int, num_want
 
 
 def _may_change(row: rows.ResizableTrial) -> bool:
-    """Say whether a trial could have more slots, or may have to give some back or leave them."""
+    """Say whether a trial could have more slots, or may have to lose some.
+
+    It may have to give some back or to leave them.
+    """
     elasticity = _elasticity(row.section, row.slots_per_trial)
     return elasticity.is_measured or len(json.loads(row.slots)) < row.slots_per_trial
 

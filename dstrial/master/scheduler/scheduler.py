@@ -410,7 +410,10 @@ class Scheduler:
         self._database.write(add)
 
     def _leave_if_due(self, row: Allocation, run: RunRef) -> None:
-        """Ask to save a checkpoint and end what has its slots not for long; it goes on elsewhere."""
+        """Ask to save a checkpoint and end what has its slots not for long.
+
+        It goes on elsewhere.
+        """
         if row.preempt_us is None and row.kill_us is None:
             why = self._backend.why_leaving(run)
             if why is not None:
@@ -661,9 +664,10 @@ class Scheduler:
         *,
         is_alone: bool,
     ) -> Waiting:
-        """Return a waiting trial with the numbers of slots that it can begin with, where it has a choice.
+        """Return a waiting trial with the numbers of slots that it can begin with.
 
-        One for which nobody else waits takes what is there, up to ``max_slots``; of an engine's what it has got already.
+        It has them where it has a choice. One for which nobody else waits takes what is there, up to ``max_slots``; of an
+        engine's what it has got already.
         """
         there = self._backend.lent(row.id)
         at_most = (None if is_alone else 0) if there is None else there.num_slots
@@ -684,7 +688,10 @@ class Scheduler:
         live: list[Allocation],
         capacity: Capacity,
     ) -> None:
-        """Let running trials make room for who waits, leave drained slots, or take what is free."""
+        """Let running trials make room, leave drained slots, or take what is free.
+
+        They make room for who waits.
+        """
         most = {node: len(slots) for node, slots in by_node(capacity.enabled).items()}
         first = next((one for one in waiting if waits_for_others(one, most, capacity.used_by)), None)
         ending = [row for row in live if row.preempt_us is not None or row.kill_us is not None]
@@ -909,7 +916,10 @@ class Scheduler:
 def _capacity(
     live: Sequence[Allocation], enabled: set[int], absent: set[int], off: Mapping[int, bool]
 ) -> Capacity:
-    """Return the slots of a look: ``off`` are those that are switched off, and whether what runs there may finish."""
+    """Return the slots of a look.
+
+    ``off`` are those that are switched off, and whether what runs there may finish.
+    """
     in_use: set[int] = set()
     used_by: dict[int, int] = {}
     for holder in live:
@@ -942,13 +952,19 @@ def _is_single_node(connection: Connection, experiment_id: int) -> bool:
 
 
 def _add_parts(tx: Transaction, allocation_id: str, slots: Sequence[int]) -> None:
-    """Store which nodes but the master's own an allocation has, in the order of its ranks."""
+    """Store which nodes but the master's own an allocation has.
+
+    They are in the order of its ranks.
+    """
     others = dict.fromkeys(nodes.node_of(slot_id) for slot_id in slots)
     nodes.insert_parts(tx, allocation_id, [node_id for node_id in others if node_id != nodes.OWN_NODE])
 
 
 def _explained(directory: Path, exit_: AllocationExit) -> tuple[AllocationExit, str | None]:
-    """Return a failed exit with what the output in a directory says of it, and its traceback."""
+    """Return a failed exit with what the output in a directory says of it.
+
+    Its traceback comes with it.
+    """
     traceback = first_traceback(printed(directory))
     if traceback is None or is_of_launcher(traceback):
         explanation = explain_rank(printed(directory))

@@ -18,8 +18,8 @@ from dstrial.file_writes import replace_file
 from dstrial.master.backends import Backend, RunRef
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Database, Transaction
-from dstrial.master.store.observe import STOPPED_SUPERVISOR_NAME
 from dstrial.master.store.reports.logs import add_master_line
+from dstrial.master.store.views.observe import STOPPED_SUPERVISOR_NAME
 
 logger = logging.getLogger("dstrial.master.scheduler")
 

@@ -1,4 +1,7 @@
-"""What a back end is told of those that wait, where it asks an engine for their slots."""
+"""What a back end is told of those that wait.
+
+It is told where it asks an engine for their slots.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ def wishes_of(
     describe: Callable[[Key], tuple[str, Mapping[str, Any]]],
     moving: Collection[Key] = (),
 ) -> Iterator[Wish]:
-    """Return who may ask for slots now: nobody whose experiment would have more than its ``max_slots``. Pure.
+    """Return who may ask for slots now. Pure.
+
+    Nobody whose experiment would have more than its ``max_slots``.
 
     Args:
         waiting: the most urgent first.
@@ -58,7 +63,10 @@ def wishes_of(
 def growth_of(
     growing: Mapping[int, Growth], describe: Callable[[Key], tuple[str, Mapping[str, Any]]]
 ) -> Iterator[Wish]:
-    """Return what trials that run ask for besides: as many slots as they would go on with. Pure."""
+    """Return what trials that run ask for besides. Pure.
+
+    That is as many slots as they would go on with.
+    """
     for key, growth in growing.items():
         if growth.is_move:
             continue
@@ -85,7 +93,10 @@ def begins_of(waiting: Sequence[Waiting], answer: Answer) -> list[tuple[Key, lis
 
 
 def describe(connection: Connection, key: Key) -> tuple[str, Mapping[str, Any]]:
-    """Return what a job for a trial or command is called, and the config that says how it is asked for."""
+    """Return what a job for a trial or command is called, and its config.
+
+    The config says how it is asked for.
+    """
     if isinstance(key, str):
         command = commands.require(connection, key)
         return f"task {key} ({visible_line(command.description)})", json.loads(command.config)
@@ -98,7 +109,10 @@ def describe(connection: Connection, key: Key) -> tuple[str, Mapping[str, Any]]:
 
 
 def write_answer(database: Database, answer: Answer) -> None:
-    """Put what an engine says into the logs of those that wait, and end who can never begin."""
+    """Put what an engine says into the logs of those that wait.
+
+    And end who can never begin.
+    """
     if not answer.told and not answer.refused:
         return
 

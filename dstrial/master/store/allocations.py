@@ -323,7 +323,10 @@ def uses(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[
 
 
 def busy(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[tuple[int, int, int | None]]:
-    """Return (slots, start, end) of every allocation with slots that lived for some of a time; also of deleted ones."""
+    """Return (slots, start, end) of every allocation that lived for some of a time.
+
+    Those with slots, also deleted ones.
+    """
     rows = connection.execute(
         "SELECT json_array_length(slots) AS num_slots, start_us, end_us FROM allocations "
         "WHERE start_us < :before AND (end_us IS NULL OR end_us > :after) AND slots != '[]' "

@@ -176,7 +176,10 @@ def listing(connection: sqlite3.Connection, kind: CommandKind, now: int) -> list
 
 
 def newest(connection: sqlite3.Connection, limit: int) -> list[CommandInfo]:
-    """Return the commands of all kinds that started last, the newest first, and all that have not ended."""
+    """Return the commands of all kinds that started last, the newest first.
+
+    Also all that have not ended.
+    """
     return fetch_all(
         CommandInfo,
         connection,

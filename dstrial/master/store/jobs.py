@@ -188,6 +188,9 @@ def disable_slot(tx: Transaction, slot_id: int, *, drain: bool, reason: str) -> 
 
 
 def enable_slot(tx: Transaction, slot_id: int) -> None:
-    """Switch a slot on again; by ``agent_key`` all that were switched off with their node."""
+    """Switch a slot on again.
+
+    By ``agent_key`` all that were switched off with their node.
+    """
     tx.execute("DELETE FROM disabled_slots WHERE slot_id = ?", (slot_id,))
     tx.publish("scheduler")

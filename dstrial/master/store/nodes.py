@@ -92,7 +92,9 @@ def update_part(tx: Transaction, allocation_id: str, node_id: int, **columns: An
 def advance_log(
     tx: Transaction, allocation_id: str, node_id: int, before: int, after: int, num_lines: int
 ) -> bool:
-    """Store how far a node's log is taken in, and say whether it was where ``before`` says.
+    """Store how far a node's log is taken in.
+
+    Says whether it was where ``before`` says.
 
     ``before`` and ``after`` are bytes, and ``num_lines`` lie between them.
     """

@@ -217,7 +217,10 @@ def delete(tx: Transaction, project_id: int) -> None:
 
 
 def recent_of(connection: sqlite3.Connection, user_id: int, limit: int) -> list[ProjectInfo]:
-    """Return the projects that a user looked at or put an experiment into last, the latest first."""
+    """Return the projects that a user was at last, the latest first.
+
+    The user looked at them or put an experiment into them.
+    """
     rows = connection.execute(
         "SELECT project_id FROM (SELECT project_id, start_us AS at_us FROM experiments WHERE owner_id = :user "
         "UNION ALL SELECT project_id, viewed_us FROM project_views WHERE user_id = :user) "

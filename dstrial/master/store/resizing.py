@@ -19,7 +19,9 @@ ORDER BY e.priority, e.queue_position, a.trial_id
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResizableTrial:
-    """A trial that trains and may be asked to stop, with what its experiment says of slots.
+    """A trial that trains and may be asked to stop.
+
+    It comes with what its experiment says of slots.
 
     Attributes:
         slots: JSON list of ids.
@@ -41,7 +43,10 @@ class ResizableTrial:
 
 
 def resizable_trials(connection: sqlite3.Connection) -> list[ResizableTrial]:
-    """Return the trials that can be asked to stop with a checkpoint, the most urgent first."""
+    """Return the trials that can be asked to stop, the most urgent first.
+
+    They stop with a checkpoint.
+    """
     return fetch_all(ResizableTrial, connection, _RESIZABLE)
 
 
@@ -94,10 +99,10 @@ def slots_of_run_before(connection: sqlite3.Connection, trial_id: int, run_id: i
 
 
 def unusable_counts(connection: sqlite3.Connection, trial_id: int) -> frozenset[int]:
-    """Return the numbers of slots with which a trial has never trained, since its own code gave sizes that do not fit them.
+    """Return the numbers of slots with which a trial has never trained.
 
-    What a trial's code gives DeepSpeed by itself is known only when it runs. One that has not trained with any number yet has
-    another problem.
+    It has not since its own code gave sizes that do not fit them. What a trial's code gives DeepSpeed by itself is known only
+    when it runs. One that has not trained with any number yet has another problem.
     """
     rows = connection.execute(
         "SELECT json_array_length(slots) AS count FROM allocations WHERE trial_id = :trial_id GROUP BY count "

@@ -33,7 +33,9 @@ def of_user(connection: sqlite3.Connection, user_id: int) -> list[Setting]:
 
 
 def store(tx: Transaction, user_id: int, settings: Sequence[Setting]) -> None:
-    """Keep settings of a user in place of those of the same page and key; an empty value is none.
+    """Keep settings of a user in place of those of the same page and key.
+
+    An empty value is none.
 
     Raises:
         InvalidError: all of the user's together would be more than ``MAX_BYTES``.

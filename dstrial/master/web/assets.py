@@ -1,4 +1,7 @@
-"""The files of the page: our modules and style, and the libraries that were put beside them."""
+"""The files of the page.
+
+These are our modules and style, and the libraries that were put beside them.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,10 @@ def are_there() -> bool:
 
 
 def names() -> list[str]:
-    """Return the paths of all files below ``static`` and ``vendor``, as the page asks for them."""
+    """Return the paths of all files below ``static`` and ``vendor``.
+
+    They are paths as the page asks for them.
+    """
     own = (path.relative_to(STATIC) for path in STATIC.rglob("*") if path.suffix in _TYPES)
     return sorted(str(path) for path in own) + [f"vendor/{name}" for name in LIBRARIES]
 
@@ -62,7 +68,10 @@ def _read(path: Path, _mtime_ns: int) -> Asset:
 
 
 async def get_asset(request: ApiRequest) -> Response:
-    """``GET /page/assets/NAME``: a file; the browser asks each time whether it has changed."""
+    """``GET /page/assets/NAME``: a file.
+
+    The browser asks each time whether it has changed.
+    """
     name = "/".join(str(part) for part in request.path_params.values())
     asset = await request.services.run(functools.partial(find, name))
     if asset is None:

@@ -1,4 +1,7 @@
-"""What the page shows of the cluster: nodes, who uses which slot, the queue with its reasons, use over time, webhooks."""
+"""What the page shows of the cluster.
+
+That is nodes, who uses which slot, the queue with its reasons, use over time, webhooks.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,9 @@ def why_waiting(wanted: int, num_waiting: int, num_ahead: int, there: Room) -> s
 def usage(
     spans: Sequence[tuple[int, int, int | None]], after_us: int, before_us: int, num: int
 ) -> list[float]:
-    """Return the mean number of slots in use in each of ``num`` equal parts of a time. Pure.
+    """Return the mean number of slots in use in each part of a time. Pure.
+
+    The time has ``num`` equal parts.
 
     Args:
         spans: slots, start and end (None: not yet), microseconds.
@@ -214,9 +219,10 @@ async def get_cluster(request: ApiRequest) -> Json:
 
 
 async def get_usage(request: ApiRequest) -> Json:
-    """``GET /page/cluster/usage?hours=…``: the mean number of slots in use in each part of the last hours.
+    """``GET /page/cluster/usage?hours=…``: the mean number of slots in use.
 
-    ``times`` are milliseconds since 1970, UTC, in the middle of each part; ``slots`` is how many there are now.
+    There is one number for each part of the last hours. ``times`` are milliseconds since 1970, UTC, in the middle of each part;
+    ``slots`` is how many there are now.
     """
     services = request.services
     hours = min(max(request.query_int("hours") or 24, 1), _MAX_HOURS)
@@ -251,7 +257,10 @@ def webhook_json(webhook: webhook_rows.Webhook) -> Json:
 
 
 async def get_webhooks(request: ApiRequest) -> Json:
-    """``GET /page/webhooks``: those that the user sees, without what of their addresses may be secret."""
+    """``GET /page/webhooks``: those that the user sees.
+
+    They come without what of their addresses may be secret.
+    """
     user = request.user
 
     def read(connection: Connection) -> list[Json]:

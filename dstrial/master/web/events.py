@@ -1,4 +1,7 @@
-"""What the page is told while it is open: which experiments, trials and logs have changed."""
+"""What the page is told while it is open.
+
+It is told which experiments, trials and logs have changed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What the tabs of an experiment show beside its curves: rungs, checkpoints, config with origins, files of its code."""
+"""What the tabs of an experiment show beside its curves.
+
+They show rungs, checkpoints, config with origins, files of its code.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,9 @@ from dstrial.master.http.serializers import as_data
 from dstrial.master.lifecycle.checkpoint_audit import audit_one
 from dstrial.master.lifecycle.storages import root_of
 from dstrial.master.services import Services
-from dstrial.master.store import checkpoint_overviews, experiments, trials
+from dstrial.master.store import experiments, trials
 from dstrial.master.store.database import Connection
+from dstrial.master.store.views import checkpoint_overviews
 from dstrial.master.web import model_files, rungs
 
 _MAX_VALUES = 5000
@@ -68,7 +72,10 @@ def _read_rungs(connection: Connection, experiment_id: int) -> Json:
 
 
 async def get_rungs(request: ApiRequest) -> Json:
-    """``GET /page/experiments/N/rungs``: who got how far in a search by halving; no brackets for other searchers."""
+    """``GET /page/experiments/N/rungs``: who got how far in a search by halving.
+
+    There are no brackets for other searchers.
+    """
     return await request.services.read(_read_rungs, request.path_params["experiment_id"])
 
 
@@ -99,7 +106,10 @@ def _checkpoint(row: checkpoint_overviews.CheckpointOverview) -> Json:
 
 
 async def get_checkpoints(request: ApiRequest) -> Json:
-    """``GET /page/experiments/N/checkpoints``: its checkpoints, the newest first; ``more`` if not all are told."""
+    """``GET /page/experiments/N/checkpoints``: its checkpoints, the newest first.
+
+    ``more`` if not all are told.
+    """
 
     def read(connection: Connection) -> list[checkpoint_overviews.CheckpointOverview]:
         experiment_id = request.path_params["experiment_id"]
@@ -143,7 +153,10 @@ def _look(services: Services, uuid: str) -> Json:
 
 
 async def get_look(request: ApiRequest) -> Json:
-    """``GET /page/checkpoints/UUID/look``: whether files, sizes and manifest are as registered; reads no weights."""
+    """``GET /page/checkpoints/UUID/look``: whether it is as registered.
+
+    Looks at files, sizes and manifest; reads no weights.
+    """
     services, uuid = request.services, request.path_params["uuid"]
     return await services.run(lambda: _look(services, uuid))
 
@@ -196,10 +209,11 @@ def _explained(services: Services, row: experiments.Experiment, tgz: bytes) -> J
 
 
 async def get_config(request: ApiRequest) -> Json:
-    """``GET /page/experiments/N/config``: the submitted YAML, and the effective config with where each value comes from.
+    """``GET /page/experiments/N/config``: the config, as submitted and in effect.
 
-    ``values`` are those of the experiment config, ``deepspeed`` has what ``dstrial check --explain`` prints of each
-    DeepSpeed config; ``problem`` says why there are none, as where the config is possible no more.
+    The submitted one is YAML; the effective one says where each value comes from. ``values`` are those of the experiment config,
+    ``deepspeed`` has what ``dstrial check --explain`` prints of each DeepSpeed config; ``problem`` says why there are none, as
+    where the config is possible no more.
     """
     services, experiment_id = request.services, request.path_params["experiment_id"]
     row = await services.read(experiments.require, experiment_id)
@@ -208,13 +222,19 @@ async def get_config(request: ApiRequest) -> Json:
 
 
 async def get_files(request: ApiRequest) -> Json:
-    """``GET /page/experiments/N/files``: path and size of each file of the model definition."""
+    """``GET /page/experiments/N/files``: the files of the model definition.
+
+    Each has its path and size.
+    """
     tgz = await request.services.read(experiments.model_definition, request.path_params["experiment_id"])
     return await request.services.check(lambda: model_files.listed(tgz))
 
 
 async def get_file(request: ApiRequest) -> Json:
-    """``GET /page/experiments/N/file?path=…``: the text of a file of the model definition, or its first MiB."""
+    """``GET /page/experiments/N/file?path=…``: a file of the model definition.
+
+    It is the file's text, or its first MiB.
+    """
     path = request.query("path") or ""
     tgz = await request.services.read(experiments.model_definition, request.path_params["experiment_id"])
     found = await request.services.check(lambda: model_files.shown_file(tgz, path))

@@ -1,4 +1,7 @@
-"""Logs as the page shows them: pages of lines in both directions, one line whole, and all of it as a file."""
+"""Logs as the page shows them.
+
+There are pages of lines in both directions, one line whole, and all of it as a file.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,11 @@ from starlette.responses import StreamingResponse
 from dstrial.errors import RequestError
 from dstrial.master.clock import now_us
 from dstrial.master.http.router import USER, ApiRequest, route
-from dstrial.master.store import overviews, tasks
+from dstrial.master.store import tasks
 from dstrial.master.store.database import Connection
 from dstrial.master.store.reports import log_pages, logs
 from dstrial.master.store.reports.log_pages import LogOf, PageFilter
+from dstrial.master.store.views import overviews
 from dstrial.visible_text import visible_line
 
 _LINES = 200
@@ -85,11 +89,11 @@ def _line_json(line: log_pages.ShownLine) -> dict[str, Any]:
 
 
 async def get_page(request: ApiRequest) -> dict[str, Any]:
-    """``GET /page/logs?trial=…``: lines of a log, the newest, or the nearest ``before`` or ``after`` an id.
+    """``GET /page/logs?trial=…``: lines of a log.
 
-    ``level``, ``rank`` (any number of them, -1 for lines of none) and ``text`` leave others out. One request looks through
-    a bounded number of lines: ``searchedTo`` is the id from which to go on, null where there is nothing more; ``last``
-    is the newest line's.
+    They are the newest, or the nearest ``before`` or ``after`` an id. ``level``, ``rank`` (any number of them, -1 for lines of
+    none) and ``text`` leave others out. One request looks through a bounded number of lines: ``searchedTo`` is the id from which
+    to go on, null where there is nothing more; ``last`` is the newest line's.
     """
     wanted = _asked_lines(request)
     log = await _asked_log(request)
@@ -114,9 +118,9 @@ def _extent(connection: Connection, log: LogOf, is_counted: bool) -> dict[str, A
 
 
 async def get_extent(request: ApiRequest) -> dict[str, Any]:
-    """``GET /page/logs/extent?trial=…``: how long a log is, which ranks are in it, and whether more can come.
+    """``GET /page/logs/extent?trial=…``: how long a log is, and of which ranks.
 
-    With ``count=true`` also how many ``lines`` it has, which takes longer.
+    And whether more can come. With ``count=true`` also how many ``lines`` it has, which takes longer.
     """
     log = await _asked_log(request)
     is_counted = bool(request.query_flag("count"))
@@ -142,7 +146,10 @@ def _name(log: LogOf) -> str:
 
 
 async def get_line(request: ApiRequest) -> StreamingResponse:
-    """``GET /page/logs/line?trial=…&id=…``: a line as it was printed, however long, as a file."""
+    """``GET /page/logs/line?trial=…&id=…``: a line as it was printed, as a file.
+
+    It is whole, however long.
+    """
     log = await _asked_log(request)
     line_id = _asked_id(request, "id")
     if line_id is None:
@@ -160,7 +167,10 @@ async def get_line(request: ApiRequest) -> StreamingResponse:
 
 
 async def get_file(request: ApiRequest) -> StreamingResponse:
-    """``GET /page/logs/file?trial=…``: a whole log as a file, as ``det trial logs`` prints it."""
+    """``GET /page/logs/file?trial=…``: a whole log as a file.
+
+    It is as ``det trial logs`` prints it.
+    """
     log = await _asked_log(request)
     services = request.services
     # Up to here: a log that grows on has an end, too.

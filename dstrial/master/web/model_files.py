@@ -1,4 +1,7 @@
-"""The files of a model definition, as the page shows them: a list, and the text of one."""
+"""The files of a model definition, as the page shows them.
+
+These are a list, and the text of one.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ Json: TypeAlias = dict[str, Any]
 
 
 def listed(tgz: bytes) -> Json:
-    """Return path, size and digest of every file by path; ``more`` if there are more than are told.
+    """Return path, size and digest of every file by path.
+
+    ``more`` if there are more than are told.
 
     Raises:
         RequestError: it cannot be read.

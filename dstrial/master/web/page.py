@@ -1,4 +1,7 @@
-"""The documents of the page: the page itself, the login, and what stands where a task's service does not answer yet."""
+"""The documents of the page.
+
+These are the page itself, the login, and what stands where a task's service does not answer yet.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,10 @@ def render(name: str, status: int = 200, **values: Any) -> Response:
 
 
 async def show_page(_request: ApiRequest) -> Response:
-    """``GET /`` and where Determined's own links lead: the page, which finds out by its address what to show."""
+    """``GET /`` and where Determined's own links lead: the page.
+
+    It finds out by its address what to show.
+    """
     if not assets.are_there():
         return render("message.html", 503, text=assets.MISSING)
     return render(

@@ -87,7 +87,10 @@ def _rungs(
 
 
 def _outcome(idx: int, top: int, value: float, reached: int, is_stopped: bool) -> str:
-    """Say what became of a trial at a rung; the worst value is that of one that ended by a failure."""
+    """Say what became of a trial at a rung.
+
+    The worst value is that of one that ended by a failure.
+    """
     if reached > idx or not is_stopped:
         return "went on"
     if value == _WORST:

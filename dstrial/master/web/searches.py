@@ -1,7 +1,8 @@
-"""What the page shows of searches of dsat: found by the labels of their experiments, with the report where the master has it.
+"""What the page shows of searches of dsat.
 
-A search's own files lie with who started it. The master has each configuration's metrics, and once a search has ended its report,
-which dsat leaves in the notes of an experiment.
+They are found by the labels of their experiments, with the report where the master has it. A search's own files lie with who
+started it. The master has each configuration's metrics, and once a search has ended its report, which dsat leaves in the notes of
+an experiment.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from dstrial.errors import RequestError
 from dstrial.master.clock import format_us
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import time_or_none
-from dstrial.master.store import searches
 from dstrial.master.store.database import Connection
-from dstrial.master.store.searches import LabelledExperiment, Measurement
+from dstrial.master.store.views import searches
+from dstrial.master.store.views.searches import LabelledExperiment, Measurement
 
 _LABEL = re.compile(r"dsat-([0-9a-f]{8})-(?:(\d+)|worker-(\d+)|(results)|(full))$", re.ASCII)
 _NAME = re.compile(r" \(dsat (?:trial \d+|worker \d+|results)\)$", re.ASCII)
@@ -68,7 +69,10 @@ def search_of(label: str) -> str | None:
 
 
 def document_of(notes: str) -> Json | None:
-    """Return the report in the notes of an experiment; None where there is none, or somebody has edited it. Pure."""
+    """Return the report in the notes of an experiment. Pure.
+
+    None where there is none, or somebody has edited it.
+    """
     if not notes.startswith(_NOTES_BEGIN):
         return None
     try:
@@ -126,7 +130,10 @@ def pareto(rows: Iterable[Mapping[str, Any]]) -> list[int]:
 
 
 def live_rows(experiments: Sequence[LabelledExperiment], found: Sequence[Measurement]) -> list[Json]:
-    """Return a line for each configuration, from what trials have reported so far. Pure."""
+    """Return a line for each configuration. Pure.
+
+    It is made from what trials have reported so far.
+    """
     rows: dict[int, Json] = {}
     by_experiment: dict[int, list[Measurement]] = {}
     for one in found:
@@ -207,7 +214,10 @@ def _groups(rows: Sequence[LabelledExperiment]) -> dict[str, list[LabelledExperi
 
 
 async def get_searches(request: ApiRequest) -> Json:
-    """``GET /page/searches``: the searches that the experiments of this master belong to, the newest first."""
+    """``GET /page/searches``: the searches of this master, the newest first.
+
+    They are those that its experiments belong to.
+    """
     rows = await request.services.read(searches.labelled)
     found = [
         {**_facts(search_id, own), "hasReport": any("report.json" in row.notes for row in own)}
@@ -236,7 +246,10 @@ def _read(connection: Connection, search_id: str) -> Json:
 
 
 async def get_search(request: ApiRequest) -> Json:
-    """``GET /page/searches/ID``: a search's configurations and, once it has ended, its report."""
+    """``GET /page/searches/ID``: a search's configurations.
+
+    Once it has ended, also its report.
+    """
     search_id = request.path_params["search_id"]
     found: Json = await request.services.read(_read, search_id)
     return found

@@ -1,4 +1,7 @@
-"""What the page draws of one trial by its ranks, and of several trials side by side."""
+"""What the page draws of one trial by its ranks, and of several trials.
+
+Several are drawn side by side.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,11 @@ from dstrial.master.clock import format_us
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import as_data
 from dstrial.master.services import Services
-from dstrial.master.store import experiments, overviews
+from dstrial.master.store import experiments
 from dstrial.master.store.database import Connection
 from dstrial.master.store.reports import instruments
 from dstrial.master.store.reports.downsample import downsample
+from dstrial.master.store.views import overviews
 from dstrial.master.web.views import Json, finite, metrics_json, trial_json
 
 MAX_COMPARED = 100
@@ -47,7 +51,10 @@ def _newest(connection: Connection, trial_id: int) -> Json:
 
 
 async def get_instruments(request: ApiRequest) -> Json:
-    """``GET /page/trials/N/instruments``: the newest report of a trial's instruments, also by rank."""
+    """``GET /page/trials/N/instruments``: the newest report of its instruments.
+
+    Also by rank.
+    """
     found: Json = await request.services.read(_newest, request.path_params["trial_id"])
     return found
 
@@ -88,9 +95,9 @@ def _curves(
 
 
 async def get_rank_curves(request: ApiRequest) -> Json:
-    """``GET /page/trials/N/instruments/series?name=…``: an instrument over a trial, a curve for each rank.
+    """``GET /page/trials/N/instruments/series?name=…``: an instrument over a trial.
 
-    Of more than 64 ranks those with the largest newest values; ``ranks`` says how many there are.
+    There is a curve for each rank. Of more than 64 ranks those with the largest newest values; ``ranks`` says how many there are.
     """
     name = request.query("name")
     if not name:
@@ -139,7 +146,10 @@ def _compared(
 
 
 async def get_compared(request: ApiRequest) -> Json:
-    """``GET /page/compare?trials=…&experiments=…``: trials side by side; an experiment stands for its best trial."""
+    """``GET /page/compare?trials=…&experiments=…``: trials side by side.
+
+    An experiment stands for its best trial.
+    """
     trials, found = request.query_ints("trials"), request.query_ints("experiments")
     if not 1 <= len(trials) + len(found) <= MAX_COMPARED:
         raise RequestError(

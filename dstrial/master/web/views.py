@@ -15,10 +15,11 @@ from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import as_data, shown_config, time_or_none
 from dstrial.master.services import Services
-from dstrial.master.store import allocations, experiments, overviews
+from dstrial.master.store import allocations, experiments
 from dstrial.master.store.database import Connection
-from dstrial.master.store.observe import stall_in
 from dstrial.master.store.reports.downsample import downsample
+from dstrial.master.store.views import overviews
+from dstrial.master.store.views.observe import stall_in
 
 MAX_POINTS = 2000
 """Most points of one curve."""
@@ -110,7 +111,10 @@ def metrics_json(found: list[tuple[str, str]]) -> Json:
 
 
 async def get_session(request: ApiRequest) -> Json:
-    """``GET /page/session``: who is logged in where, and what is wrong with the database."""
+    """``GET /page/session``: who is logged in where.
+
+    And what is wrong with the database.
+    """
     services = request.services
     return {
         "user": request.user.username,
@@ -147,7 +151,10 @@ def _sparklines(connection: Connection, ids: list[int]) -> Json:
 
 
 async def get_sparklines(request: ApiRequest) -> Json:
-    """``GET /page/sparklines?ids=…``: the searcher's metric of each experiment's best trial, in few points."""
+    """``GET /page/sparklines?ids=…``: the searcher's metric of experiments.
+
+    It is that of each one's best trial, in few points.
+    """
     ids = request.query_ints("ids")[:200]
     return {"sparklines": await request.services.read(_sparklines, ids) if ids else {}}
 
@@ -172,7 +179,10 @@ def _read_experiment(services: Services, connection: Connection, experiment_id: 
 
 
 async def get_experiment(request: ApiRequest) -> Json:
-    """``GET /page/experiments/N``: an experiment with its config, and which metrics its trials have."""
+    """``GET /page/experiments/N``: an experiment with its config.
+
+    And which metrics its trials have.
+    """
     services = request.services
     found: Json = await services.read(
         lambda connection: _read_experiment(services, connection, request.path_params["experiment_id"])
@@ -228,7 +238,10 @@ def _read_trial(services: Services, connection: Connection, trial_id: int) -> Js
 
 
 async def get_trial(request: ApiRequest) -> Json:
-    """``GET /page/trials/N``: a trial, its experiment, its runs on slots, and which metrics it has."""
+    """``GET /page/trials/N``: a trial.
+
+    With its experiment, its runs on slots, and which metrics it has.
+    """
     services = request.services
     found: Json = await services.read(
         lambda connection: _read_trial(services, connection, request.path_params["trial_id"])
@@ -267,10 +280,11 @@ def _series(connection: Connection, wanted: _Wanted) -> list[Json]:
 
 
 async def get_series(request: ApiRequest) -> Json:
-    """``GET /page/series?trials=…&group=…&name=…&points=…&after=…``: curves of a metric, one for each trial.
+    """``GET /page/series?trials=…&group=…&name=…``: curves of a metric.
 
-    ``batches``, ``times`` (milliseconds since 1970, UTC) and ``values`` have a value for each point that is kept, of
-    ``points`` that there are; NaN and infinities are words. ``after`` leaves out what is not beyond that batch.
+    There is one for each trial; ``&points=…&after=…`` may follow. ``batches``, ``times`` (milliseconds since
+    1970, UTC) and ``values`` have a value for each point that is kept, of ``points`` that there are; NaN and infinities are
+    words. ``after`` leaves out what is not beyond that batch.
     """
     trials = request.query_ints("trials")
     if not 1 <= len(trials) <= _MAX_TRIALS:
@@ -290,7 +304,10 @@ async def get_series(request: ApiRequest) -> Json:
 
 
 async def get_names(request: ApiRequest) -> Json:
-    """``GET /page/metrics?trials=…&text=…``: which metrics some trials have; with ``text`` those whose names have it."""
+    """``GET /page/metrics?trials=…&text=…``: which metrics some trials have.
+
+    With ``text`` those whose names have it.
+    """
     found = await request.services.read(
         lambda connection: overviews.metric_names(
             connection, trial_ids=request.query_ints("trials"), text=(request.query("text") or "")[:200]

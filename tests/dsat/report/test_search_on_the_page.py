@@ -16,7 +16,7 @@ from dstrial.dsat.methods.base import ReportFacts
 from dstrial.dsat.report.document import SearchFacts, report_document
 from dstrial.dsat.worker.messages import TaskQueue, TaskResult
 from dstrial.dsat.worker.transport import notes_of
-from dstrial.master.store.searches import LabelledExperiment, Measurement
+from dstrial.master.store.views.searches import LabelledExperiment, Measurement
 from dstrial.master.web import searches
 
 

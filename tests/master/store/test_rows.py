@@ -16,7 +16,6 @@ from dstrial.master.store import (
     commands,
     experiments,
     jobs,
-    listings,
     models,
     projects,
     tasks,
@@ -28,6 +27,7 @@ from dstrial.master.store import (
 )
 from dstrial.master.store.database import Database, fetch_all, fetch_one
 from dstrial.master.store.reports import logs, metrics
+from dstrial.master.store.views import listings
 
 TABLES = {
     "allocations": allocations.Allocation,

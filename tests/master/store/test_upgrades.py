@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from dstrial.errors import MasterError
-from dstrial.master.store import background_jobs, experiments, listings, projects
+from dstrial.master.store import background_jobs, experiments, projects
 from dstrial.master.store.database import SCHEMA_VERSION, Database
 from dstrial.master.store.file import copies
 from dstrial.master.store.file.restoring import bring_back
+from dstrial.master.store.views import listings
 
 OLD = Path(__file__).with_name("schema_1.sql")
 CONTENT = """

@@ -1,1 +1,4 @@
-"""Allocations on other machines, over one connection each, by ssh or a step of Slurm."""
+"""Allocations on other machines, over one connection each.
+
+It is one by ssh or a step of Slurm.
+"""

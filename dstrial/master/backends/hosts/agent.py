@@ -1,10 +1,10 @@
-"""Runs allocations on a host, for a master on another machine: the other end of :mod:`~dstrial.master.backends.hosts.link`.
+"""Runs allocations on a host, for a master on another machine.
 
-``python -m dstrial.master.backends.hosts.agent`` reads requests, a line of JSON each, and answers by lines. Each allocation has a
-supervisor of its own, as on the master's machine, which outlives this process: when the connection ends, because the master has
-ended, trials go on, keep what they print and how they end, and the next master asks for it. When nothing is heard for ``LEASE_S``
-on a connection that is still open, the cable is cut and the trial begins again elsewhere: then all that runs here is killed. Not
-meant to be typed.
+It is the other end of :mod:`~dstrial.master.backends.hosts.link`. ``python -m dstrial.master.backends.hosts.agent`` reads
+requests, a line of JSON each, and answers by lines. Each allocation has a supervisor of its own, as on the master's machine,
+which outlives this process: when the connection ends, because the master has ended, trials go on, keep what they print and how
+they end, and the next master asks for it. When nothing is heard for ``LEASE_S`` on a connection that is still open, the cable is
+cut and the trial begins again elsewhere: then all that runs here is killed. Not meant to be typed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ class _Run:
 
 
 class _Line:
-    """The way back: one JSON line after another, from any thread; waits while nobody reads."""
+    """The way back: one JSON line after another, from any thread.
+
+    It waits while nobody reads.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -148,7 +151,10 @@ class Agent:
             self._fork_servers.close()
 
     def _take_over(self) -> None:
-        """End an agent of an earlier connection, which would kill by its lease what this one keeps."""
+        """End an agent of an earlier connection.
+
+        It would kill by its lease what this one keeps.
+        """
         record = self._directory / f"agent{self._place}.json"
         with contextlib.suppress(OSError, ValueError, KeyError):
             last = json.loads(record.read_text(encoding="utf-8"))
@@ -162,10 +168,10 @@ class Agent:
         replace_file(record, json.dumps(own), is_private=True)
 
     def _start_guardian(self) -> int:
-        """Start a process that ends what runs here if this one is killed, and return its pid.
+        """Start a process that ends what runs here if this one is killed.
 
-        Slurm kills what it knows of a job's steps when it takes a node away. With some settings that is not all: supervisors are
-        no children of a step.
+        Returns its pid. Slurm kills what it knows of a job's steps when it takes a node away. With some settings that is not all:
+        supervisors are no children of a step.
         """
         read_end, self._guard = os.pipe()
         told, tell = os.pipe()
@@ -186,7 +192,10 @@ class Agent:
         return pid
 
     def _watch_agent(self, read_end: int) -> None:
-        """Wait until the agent has ended; without a word of it all that runs here is killed."""
+        """Wait until the agent has ended.
+
+        Without a word of it all that runs here is killed.
+        """
         os.setsid()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
@@ -274,7 +283,10 @@ class Agent:
         os._exit(0)
 
     def be_asked_to_leave(self, *_: Any) -> None:
-        """Tell the master of a SIGTERM: Slurm sends it some time before it takes the node away."""
+        """Tell the master of a SIGTERM.
+
+        Slurm sends it some time before it takes the node away.
+        """
         why = "SIGTERM has come, as when it is preempted, cancelled or out of time"
         threading.Thread(target=self._line.say, args=({"leaving": why},), daemon=True).start()
 
@@ -417,7 +429,10 @@ class Agent:
 
 
 def _slots_of(wanted: list[int]) -> tuple[Slot, ...]:
-    """Return this host's devices with these numbers; CPU slots where there are no devices."""
+    """Return this host's devices with these numbers.
+
+    They are CPU slots where there are no devices.
+    """
     found = {slot.id: slot for slot in find_slots()}
     if all(slot.kind == "cpu" for slot in found.values()):
         found = {slot.id: slot for slot in find_slots(max(wanted, default=-1) + 1)}
@@ -456,7 +471,10 @@ def _is_consequence(directory: Path) -> bool:
 
 
 def _remove_old(tracebacks: Path) -> None:
-    """Delete tracebacks of trials that nobody has trained for a month; their names are in the trials' logs."""
+    """Delete tracebacks of trials that nobody has trained for a month.
+
+    Their names are in the trials' logs.
+    """
     with contextlib.suppress(OSError):
         for path in tracebacks.iterdir():
             if path.stat().st_mtime < time.time() - _TRACEBACKS_LAST_S:

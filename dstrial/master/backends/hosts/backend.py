@@ -1,4 +1,7 @@
-"""Allocations on the hosts of a hostfile, beside the master's own machine for what has no slots."""
+"""Allocations on the hosts of a hostfile.
+
+What has no slots runs beside them, on the master's own machine.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,9 @@ def shown_hosts(state_dir: Path) -> list[ShownHost]:
 
 
 class LinkedBackend(abc.ABC):
-    """Runs what has slots on machines to which there are links, and what has none on the master's own.
+    """Runs what has slots on machines to which there are links.
+
+    What has none runs on the master's own.
 
     Args:
         local: runs what has no slots.
@@ -134,7 +139,10 @@ class LinkedBackend(abc.ABC):
         return run.directory if share == run.shares[0] else run.directory / f"node-{share.node_id}"
 
     def _parts(self, run: RunRef) -> list[tuple[Share, HostLink | None, RemoteRun | None]]:
-        """Return each share with what its host says; what another master has sent is asked for."""
+        """Return each share with what its host says.
+
+        What another master has sent is asked for.
+        """
         found: list[tuple[Share, HostLink | None, RemoteRun | None]] = []
         for share in run.shares:
             link = self._link_to(run, share)
@@ -332,7 +340,10 @@ class HostsBackend(LinkedBackend):
 
 
 def _is_consequence(exit_: NodeExit, part: RemoteRun | None) -> bool:
-    """Say whether a part has failed because another one had, though it may have been heard of first."""
+    """Say whether a part has failed because another one had.
+
+    It may have been heard of first all the same.
+    """
     return exit_.cause == "preempted" or (part is not None and part.is_consequence)
 
 

@@ -1,8 +1,9 @@
-"""The master's end of the connection to a host: keeps it, and knows what runs there.
+"""The master's end of the connection to a host.
 
-A thread a host connects, makes the connection an agent (:mod:`~dstrial.master.backends.hosts.agent`), and connects again when it
-ends. What the agent says of an allocation is copied into a directory of this machine, in which the scheduler reads as in that of
-an allocation of its own. The scheduler's thread changes what is wanted and never waits for a host.
+It keeps the connection, and knows what runs there. A thread a host connects, makes the connection an agent
+(:mod:`~dstrial.master.backends.hosts.agent`), and connects again when it ends. What the agent says of an allocation is copied
+into a directory of this machine, in which the scheduler reads as in that of an allocation of its own. The scheduler's thread
+changes what is wanted and never waits for a host.
 """
 
 from __future__ import annotations
@@ -111,7 +112,10 @@ class RemoteRun:
 
 
 class _Feeder:
-    """Writes to a connection in a thread of its own: one that is stuck holds up nobody."""
+    """Writes to a connection in a thread of its own.
+
+    One that is stuck holds up nobody.
+    """
 
     def __init__(self, connection: HostConnection) -> None:
         self._items: queue.SimpleQueue[tuple[Mapping[str, Any], bytes] | None] = queue.SimpleQueue()
@@ -317,11 +321,17 @@ class HostLink:
             return f"{self.host.name} is {self._why_down}"
 
     def why_leaving(self) -> str | None:
-        """Return why the host will soon be taken from us, as far as its agent has heard; None if it stays."""
+        """Return why the host will soon be taken from us; None if it stays.
+
+        That is as far as its agent has heard.
+        """
         return self._leaves
 
     def lose_all(self, why: str) -> None:
-        """Count as lost what runs there, for the host is ours no more and nothing of it is left."""
+        """Count as lost what runs there.
+
+        The host is ours no more, and nothing of it is left.
+        """
         with self._lock:
             self._is_given_back = True
             for run in self._runs.values():
@@ -330,7 +340,10 @@ class HostLink:
                     self._ended(run, NodeExit(self.node_id, _KILLED, 9, "lost", why), why)
 
     def _lose_if_late(self, run: RemoteRun) -> None:
-        """Count as lost what a host that is down runs, once that has ended there by its lease."""
+        """Count as lost what a host that is down runs.
+
+        It is lost once it has ended there by its lease.
+        """
         since_s = run.unheard_s
         if run.exit is None and since_s is not None and self._why_down is not None:
             limit_s = LEASE_S - LOST_S + _MARGIN_S if run.handle is not None else _FOUND_AGAIN_S

@@ -1,7 +1,8 @@
-"""TCP connections through the lines of another connection: a trial's requests on their way to its master.
+"""TCP connections through the lines of another connection.
 
-Either end of a tunnel has a socket for each stream. What is read from it becomes a frame with a number, and what arrives for the
-number is written to it. Nothing listens but the loopback address of the trial's host.
+They are a trial's requests on their way to its master. Either end of a tunnel has a socket for each stream. What is read from it
+becomes a frame with a number, and what arrives for the number is written to it. Nothing listens but the loopback address of the
+trial's host.
 """
 
 from __future__ import annotations
@@ -119,7 +120,9 @@ class _Stream:
 
 
 def account_of(peer: tuple[str, int], here: tuple[str, int]) -> int | None:
-    """Return the user id of the process at the other end of an IPv4 loopback connection.
+    """Return the user id of the other end of an IPv4 loopback connection.
+
+    It is that of the process there.
 
     Source: proc_net_tcp.rst of the kernel's documentation: addresses as hexadecimal words of this machine's byte order, the
     state, and the user id as the eighth field.

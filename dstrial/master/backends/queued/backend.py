@@ -1,8 +1,8 @@
-"""Allocations in jobs of an engine that has a queue of its own: one job for each trial that wants to run.
+"""Allocations in jobs of an engine that has a queue of its own.
 
-A thread of its own asks the engine, and may wait for its answers; the scheduler's thread says what is wanted and takes what there
-is. A job that runs is some nodes with a link to each, for its trial alone, which begins there again after a failure. It is given
-back when its trial is over, or can use it no more.
+There is one job for each trial that wants to run. A thread of its own asks the engine, and may wait for its answers; the
+scheduler's thread says what is wanted and takes what there is. A job that runs is some nodes with a link to each, for its trial
+alone, which begins there again after a failure. It is given back when its trial is over, or can use it no more.
 """
 
 from __future__ import annotations
@@ -132,7 +132,9 @@ class _Held:
 
 
 class QueuedBackend(LinkedBackend):
-    """Runs what has slots in jobs of an engine, and what has none on the master's own machine.
+    """Runs what has slots in jobs of an engine.
+
+    What has none runs on the master's own machine.
 
     Args:
         local: runs what has no slots.
@@ -333,7 +335,10 @@ class QueuedBackend(LinkedBackend):
         return super().observe(run)
 
     def find(self, run: RunRef) -> SupervisorHandle | None:
-        """Return the first node's supervisor, once it is known; which job it is in is noted."""
+        """Return the first node's supervisor, once it is known.
+
+        Which job it is in is noted.
+        """
         if not run.is_on_own_node:
             with self._lock:
                 self._job_id(run)
@@ -375,7 +380,10 @@ class QueuedBackend(LinkedBackend):
     # Jobs and what runs in them; all of it under the lock
 
     def _job_id(self, run: RunRef) -> str | None:
-        """Return the job that a run is in; what an earlier master has begun says so in its directory."""
+        """Return the job that a run is in.
+
+        What an earlier master has begun says so in its directory.
+        """
         if run.allocation_id not in self._job_of:
             job_id: str | None = None
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -410,7 +418,10 @@ class QueuedBackend(LinkedBackend):
         return f"{self._lender.called(job_id)} has ended" if job_id else "its job is not known"
 
     def _slots_for(self, name: str, wish: Wish) -> list[int] | None:
-        """Return slots of a job that runs for a wish, in the order of its ranks; None while there is none."""
+        """Return slots of a job that runs for a wish; None while there is none.
+
+        They are in the order of its ranks.
+        """
         for held in sorted(self._held.values(), key=_Held.num_slots, reverse=True):
             if held.job.key == name and held.end is None and held.job.state == "running":
                 if held.job.id in self._job_of.values() or held.why_leaving() is not None:
@@ -424,7 +435,9 @@ class QueuedBackend(LinkedBackend):
         return None
 
     def _usable(self, held: _Held, wish: Wish, *, only_up: bool) -> dict[int, int] | None:
-        """Return how many slots of each part a wish may use; fewer than it asks for, where it goes on with them and no more come.
+        """Return how many slots of each part a wish may use.
+
+        They are fewer than it asks for, where it goes on with them and no more come.
 
         Args:
             held: the job.
@@ -563,7 +576,10 @@ class QueuedBackend(LinkedBackend):
             self._tell_scheduler()
 
     def _without_given_back(self, jobs: Sequence[EngineJob]) -> list[EngineJob]:
-        """Leave out jobs that were given back; what the engine has not understood it is told again."""
+        """Leave out jobs that were given back.
+
+        What the engine has not understood it is told again.
+        """
         shown = {job.id for job in jobs}
         self._given_back_s = {job_id: at_s for job_id, at_s in self._given_back_s.items() if job_id in shown}
         for job in jobs:
@@ -768,7 +784,9 @@ class QueuedBackend(LinkedBackend):
             self._jobs[job_id] = EngineJob(job_id, name, "pending", text)
 
     def _submit(self, request: JobRequest, wish: Wish) -> tuple[str, int]:
-        """Ask for a job, with fewer slots where more are refused and it goes on with them; return its id, and how many.
+        """Ask for a job; return its id, and how many slots it is for.
+
+        They are fewer where more are refused and it goes on with them.
 
         Raises:
             EngineRefusedError: the reason of the first refusal.
@@ -874,7 +892,10 @@ class QueuedBackend(LinkedBackend):
 
 
 def _may_come(link: HostLink) -> bool:
-    """Say whether a node answers, or may do so soon: it has not been tried long enough, or is connected again."""
+    """Say whether a node answers, or may do so soon.
+
+    So it may when it has not been tried long enough, or is connected again.
+    """
     return not link.has_tried.is_set() or link.why_lost() is None
 
 

@@ -1,4 +1,7 @@
-"""Nodes that the master's own links have lost, which their engine may take for well for minutes; pure."""
+"""Nodes that the master's own links have lost; pure.
+
+Their engine may take them for well for minutes.
+"""
 
 from __future__ import annotations
 

@@ -127,5 +127,8 @@ def free_indices(num: int, taken: Collection[int]) -> list[int]:
 
 
 def key_text(key: int | str) -> str:
-    """Return what an engine's job is found again by: for a trial's number, or a command's task id."""
+    """Return what an engine's job is found again by.
+
+    ``key`` is a trial's number, or a command's task id.
+    """
     return f"command-{key}" if isinstance(key, str) else f"trial-{key}"

@@ -1,7 +1,8 @@
-"""Ray as an engine: a placement group for each job, one bundle for each node's share.
+"""Ray as an engine: a placement group for each job.
 
-The group belongs to the cluster, and outlives the master. Ray never refuses one that it could not place, and moves what it had
-reserved on a node that dies to another; so both are decided here, by what Ray says of its nodes.
+It has one bundle for each node's share. The group belongs to the cluster, and outlives the master. Ray never refuses one that it
+could not place, and moves what it had reserved on a node that dies to another; so both are decided here, by what Ray says of its
+nodes.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ class RayEngine:
         self._num_free = 0
 
     def capacity(self) -> Mapping[str, int]:
-        """Return the accelerators of each node that is up; processor cores where no node has any."""
+        """Return the accelerators of each node that is up.
+
+        They are processor cores where no node has any.
+        """
         nodes = usable(parse_nodes(self._bridge.ask("look")))
         kind = slot_kind(nodes, os.environ)
         return {node.name: node.num_slots(kind) for node in nodes if node.num_slots(kind)}
@@ -106,7 +110,10 @@ class RayEngine:
         return min(max(self._num_free // max(num_slots, 1), 1), MOST_PENDING)
 
     def jobs(self) -> Sequence[EngineJob]:
-        """Return the placement groups of this master; one that has lost a node is over, and keeps its other nodes."""
+        """Return the placement groups of this master.
+
+        One that has lost a node is over, and keeps its other nodes.
+        """
         seen = self._bridge.ask("look")
         nodes = parse_nodes(seen)
         self._num_free = num_free(nodes, slot_kind(usable(nodes), os.environ))
@@ -118,7 +125,10 @@ class RayEngine:
         return found
 
     def cancel(self, job_id: str) -> None:
-        """Remove a placement group; what its actors have started on the nodes ends with them."""
+        """Remove a placement group.
+
+        What its actors have started on the nodes ends with them.
+        """
         self._bridge.ask("remove", id=job_id)
 
     def transport(self, job_id: str) -> Transport:
@@ -138,7 +148,10 @@ def usable(nodes: Sequence[RayNode]) -> list[RayNode]:
 
 
 def slot_kind(nodes: Sequence[RayNode], environ: Mapping[str, str]) -> str:
-    """Return what slots are there, in Ray's word: GPUs where a node has some, and ``DS_ACCELERATOR`` is not ``cpu``."""
+    """Return what slots are there, in Ray's word.
+
+    They are GPUs where a node has some, and ``DS_ACCELERATOR`` is not ``cpu``.
+    """
     has_gpus = any(node.num_slots(GPU) for node in nodes) and environ.get("DS_ACCELERATOR") != "cpu"
     return GPU if has_gpus else CPU
 
@@ -146,7 +159,10 @@ def slot_kind(nodes: Sequence[RayNode], environ: Mapping[str, str]) -> str:
 def spare_slots(
     nodes: Sequence[RayNode], groups: Sequence[RayGroup], cluster_id: str, kind: str
 ) -> Mapping[str, int]:
-    """Return the slots of each node that nobody has reserved; none while a placement group of another master's waits. Pure."""
+    """Return the slots of each node that nobody has reserved. Pure.
+
+    There are none while a placement group of another master's waits.
+    """
     if any(
         group.state in ("PENDING", "RESCHEDULING") and key_of(group.name, cluster_id) is None
         for group in groups

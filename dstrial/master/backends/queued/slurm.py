@@ -93,7 +93,10 @@ class SlurmEngine:
         return {name: min(count, MOST_SLOTS) for name, count in found.items()}
 
     def spare(self) -> Mapping[str, int]:
-        """Return the tasks, or GPUs, that no job has; none while a job of another's waits for nodes."""
+        """Return the tasks, or GPUs, that no job has.
+
+        There are none while a job of another's waits for nodes.
+        """
         code, output, errors = client.run_slurm(list(WAITING))
         if code:
             raise ConnectionError(client.why_away(errors or output, "squeue", code))
@@ -141,7 +144,10 @@ class SlurmEngine:
             raise EngineRefusedError(str(error)) from error
 
     def most_pending(self, num_slots: int) -> int:
-        """Return as many as other users of a cluster bear with; Slurm has an order of its own."""
+        """Return as many as other users of a cluster bear with.
+
+        Slurm has an order of its own.
+        """
         del num_slots
         return MOST_PENDING
 
@@ -201,7 +207,10 @@ class SlurmEngine:
         self._parts.pop(job_id, None)
 
     def transport(self, job_id: str) -> Transport:
-        """Return how programs are started in a job: as steps of it, each with the devices of its slots."""
+        """Return how programs are started in a job.
+
+        They are steps of it, each with the devices of its slots.
+        """
         parts = self._parts.get(job_id, ()) if self._wants_devices else ()
         return SrunTransport(int(job_id), devices={part.host: part.num_slots for part in parts})
 
@@ -228,7 +237,10 @@ def state_of(job: QueuedJob) -> JobState:
 
 
 def text_of_unbegun(job: QueuedJob, directory: Path) -> str:
-    """Say how a job is that has written nothing; most likely why, where its script could not be begun. Pure."""
+    """Say how a job is that has written nothing. Pure.
+
+    Also most likely why, where its script could not be begun.
+    """
     if job.state != "FAILED" or not job.nodes:
         return job.text
     return (
@@ -321,7 +333,10 @@ def check_slurm(settings: Mapping[str, object], directory: Path, tell: Callable[
 
 
 def wants_devices(settings: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> bool:
-    """Say whether slots are GPUs: where options or the partition have some, and ``DS_ACCELERATOR`` is not ``cpu``."""
+    """Say whether slots are GPUs.
+
+    They are where options or the partition have some, and ``DS_ACCELERATOR`` is not ``cpu``.
+    """
     if environ.get("DS_ACCELERATOR") == "cpu":
         return False
     options = sbatch_args(settings, [], "the master's settings")

@@ -87,7 +87,10 @@ def is_kept_since(database: Path, kind: str) -> bool:
 
 
 def find_same(database: Path, kind: str, made: Description, copy: Path) -> Path | None:
-    """Return another copy of this kind with the same content as one that was just made, None without one."""
+    """Return another copy of this kind with the same content; None without one.
+
+    The content is that of a copy that was just made.
+    """
     for other in list_copies(database):
         if other.path == copy or not other.path.name.startswith(f"{kind}-"):
             continue

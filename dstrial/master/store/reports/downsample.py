@@ -1,6 +1,7 @@
-"""Which points of a long series are drawn, such that it looks like the whole; pure.
+"""Which points of a long series are drawn; pure.
 
-Never reads a database, and never makes up a point: what is chosen are places in the series.
+They are such that it looks like the whole. Never reads a database, and never makes up a point: what is chosen are places in the
+series.
 """
 
 from __future__ import annotations

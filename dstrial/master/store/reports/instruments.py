@@ -1,4 +1,7 @@
-"""What the ranks of a trial measured of themselves, as it reported that: the newest report, and curves by rank."""
+"""What the ranks of a trial measured of themselves, as it reported that.
+
+There are the newest report, and curves by rank.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,10 @@ def newest(connection: sqlite3.Connection, trial_id: int) -> Instruments | None:
 def by_rank(
     connection: sqlite3.Connection, trial_id: int, name: str
 ) -> tuple[list[int], list[int], list[list[float | None]]]:
-    """Return batches, times in microseconds, and for each the ranks' values of an instrument, by batch."""
+    """Return the ranks' values of an instrument, by batch.
+
+    That is batches, times in microseconds, and for each the values.
+    """
     steps: list[int] = []
     times: list[int] = []
     values: list[list[float | None]] = []

@@ -1,4 +1,7 @@
-"""Pages of a log as the page shows it: some lines before or behind a place, cut to what can be looked at."""
+"""Pages of a log as the page shows it.
+
+A page has some lines before or behind a place, cut to what can be looked at.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ _SAMPLE = 5000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogOf:
-    """Whose log: a trial's, which all of its tasks share, or that of a task without one."""
+    """Whose log it is.
+
+    It is a trial's, which all of its tasks share, or that of a task without one.
+    """
 
     trial_id: int | None = None
     task_id: str | None = None
@@ -177,7 +183,10 @@ def _id_at(
 
 
 def extent(connection: sqlite3.Connection, log: LogOf, *, is_counted: bool) -> LogExtent:
-    """Return how long a log is; counting takes longer than all else, as it looks at every line's place."""
+    """Return how long a log is.
+
+    Counting takes longer than all else, as it looks at every line's place.
+    """
     where = f"FROM logs WHERE {log.condition}"
     ends = [
         connection.execute(f"SELECT {end}(id) {where}", (log.value,)).fetchone()[0] for end in ("MIN", "MAX")
@@ -187,7 +196,10 @@ def extent(connection: sqlite3.Connection, log: LogOf, *, is_counted: bool) -> L
 
 
 def some_ranks(connection: sqlite3.Connection, log: LogOf) -> list[int]:
-    """Return the ranks of some lines at the beginning and of some at the end; -1 for lines of no rank."""
+    """Return the ranks of some lines at the beginning and of some at the end.
+
+    -1 stands for lines of no rank.
+    """
     part = f"SELECT rank FROM logs WHERE {log.condition} ORDER BY id {{}} LIMIT {_SAMPLE}"  # noqa: S608 - constants
     rows = connection.execute(
         f"SELECT DISTINCT COALESCE(rank, -1) AS rank FROM (SELECT * FROM ({part.format('ASC')}) "  # noqa: S608 - constants
@@ -198,7 +210,10 @@ def some_ranks(connection: sqlite3.Connection, log: LogOf) -> list[int]:
 
 
 def whole_line(connection: sqlite3.Connection, log: LogOf, line_id: int) -> bytes | None:
-    """Return a line as it was printed, UTF-8, None if there is no such line of this log."""
+    """Return a line as it was printed, UTF-8.
+
+    None if there is no such line of this log.
+    """
     # In one piece: each part of a long text would read all that is before it again.
     row = connection.execute(
         f"SELECT CAST(log AS BLOB) AS log FROM logs WHERE {log.condition} AND id = ?",  # noqa: S608 - constants

@@ -242,9 +242,9 @@ _DAYS = "COALESCE(trials.log_retention_days, experiments.log_retention_days, :de
 
 
 def days_left(connection: sqlite3.Connection, trial_id: int, default_days: int | None) -> int:
-    """Return for how many days more the logs of a trial that exists are kept, -1 for ever.
+    """Return for how many days more a trial's logs are kept, -1 for ever.
 
-    They are counted from its end; before it, all are left. ``default_days`` is as :func:`forget_old` has it.
+    The trial exists. They are counted from its end; before it, all are left. ``default_days`` is as :func:`forget_old` has it.
     """
     row = connection.execute(
         f"SELECT {_DAYS} AS days, trials.end_us FROM trials "  # noqa: S608 - a constant

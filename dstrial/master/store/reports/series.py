@@ -1,7 +1,7 @@
-"""Series of metrics over the batches of a trial, reduced to the points that are drawn.
+"""Series of metrics over the batches of a trial.
 
-SQLite takes the values out of the reports: to make objects of all the other metrics in each report would hold up every
-request meanwhile, and a report may have ten thousand.
+They are reduced to the points that are drawn. SQLite takes the values out of the reports: to make objects of all the other
+metrics in each report would hold up every request meanwhile, and a report may have ten thousand.
 """
 
 from __future__ import annotations
@@ -68,9 +68,10 @@ def points(
     max_points: int,
     window: Window,
 ) -> list[Point]:
-    """Return the series of some metrics of a trial, by batch, each of at most ``max_points``.
+    """Return the series of some metrics of a trial, by batch.
 
-    A point has the values of those series that it is a point of. Archived reports and those of no batch are left out.
+    Each has at most ``max_points``. A point has the values of those series that it is a point of. Archived reports and those of
+    no batch are left out.
     """
     rows = _rows(connection, trial_id, group, names, window)
     steps = [row[0] for row in rows]
@@ -120,9 +121,10 @@ def _rows(
 
 
 def value_of(name: str) -> tuple[str, tuple[str, ...]]:
-    """Return an SQL expression for a metric of a report ``m`` that may be a number, and its parameters.
+    """Return an SQL expression for a metric of a report, and its parameters.
 
-    It finds nothing of a name with a zero byte, at which texts of SQLite's JSON functions end.
+    The report is ``m``, and the metric may be a number. It finds nothing of a name with a zero byte, at which texts of SQLite's
+    JSON functions end.
     """
     if _PLAIN_NAME.fullmatch(name):
         path = f'$."{name}"'
@@ -144,7 +146,10 @@ def last_report_id(connection: sqlite3.Connection) -> int:
 def batches(
     connection: sqlite3.Connection, trial_ids: Sequence[int], group: str, name: str, after_id: int
 ) -> set[int]:
-    """Return at which batches some trials reported a metric, of reports after ``after_id``."""
+    """Return at which batches some trials reported a metric.
+
+    Of reports after ``after_id``.
+    """
     value, parameters = value_of(name)
     marks = ", ".join("?" * len(trial_ids))
     rows = connection.execute(
@@ -163,7 +168,10 @@ def nearest(
     steps: int,
     margin: int,
 ) -> dict[int, tuple[int, float]]:
-    """Return each trial's (batch, value) of a metric that is nearest to a batch, at most ``margin`` from it."""
+    """Return each trial's (batch, value) of a metric that is nearest to a batch.
+
+    It is at most ``margin`` from it.
+    """
     value, parameters = value_of(name)
     marks = ", ".join("?" * len(trial_ids))
     rows = connection.execute(

@@ -1,7 +1,7 @@
-"""System metrics among a trial's reports: which belong to no batch, and what series are in them.
+"""System metrics among a trial's reports, and what series are in them.
 
-Determined's profiler reports five groups, each as ``{agent: {metric: number}}`` or, of a device or a disk, ``{agent: {label:
-{metric: number}}}`` (Determined 0.38.1 ``core/_profiler.py``).
+System metrics are reports which belong to no batch. Determined's profiler reports five groups, each as ``{agent: {metric:
+number}}`` or, of a device or a disk, ``{agent: {label: {metric: number}}}`` (Determined 0.38.1 ``core/_profiler.py``).
 """
 
 from __future__ import annotations
@@ -76,7 +76,10 @@ def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def report_ids(connection: sqlite3.Connection, trial_id: int, after_id: int) -> list[int]:
-    """Return the ids of a trial's reports of system metrics behind one of them, 0 for all, in order."""
+    """Return the ids of a trial's reports of system metrics, in order.
+
+    They are those behind one of them, 0 for all.
+    """
     marks = ", ".join("?" * len(GROUPS))
     rows = connection.execute(
         f"SELECT id FROM metrics WHERE trial_id = ? AND group_name IN ({marks}) AND steps < 0 AND id > ? "  # noqa: S608 - marks only

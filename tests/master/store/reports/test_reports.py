@@ -17,11 +17,11 @@ from dstrial.master.backends import AllocationExit, SupervisorHandle
 from dstrial.master.lifecycle import allocations, experiments, trials
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
-from dstrial.master.store import listings
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.store.errors import ConflictError, InvalidError
 from dstrial.master.store.reports import logs, metric_summaries, metrics, system_metrics
+from dstrial.master.store.views import listings
 
 CONFIG = """
 entrypoint: python3 train.py

@@ -1,4 +1,7 @@
-"""What the page shows of experiments, trials and their metrics: small rows, read in one query each."""
+"""What the page shows of experiments, trials and their metrics.
+
+These are small rows, read in one query each.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,10 @@ MAX_METRICS = 2000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExperimentOverview:
-    """A line of the list of experiments; ``hyperparameters`` is that part of the config, JSON."""
+    """A line of the list of experiments.
+
+    ``hyperparameters`` is that part of the config, JSON.
+    """
 
     id: int
     name: str
@@ -151,7 +157,10 @@ def some_trials(connection: sqlite3.Connection, ids: Sequence[int]) -> list[Tria
 
 
 def records_per_epoch(connection: sqlite3.Connection, experiment_id: int) -> int | None:
-    """Return how many records an epoch of an experiment has, None where its config does not say."""
+    """Return how many records an epoch of an experiment has.
+
+    None where its config does not say.
+    """
     row = connection.execute(
         "SELECT json_extract(config, '$.records_per_epoch') AS number FROM experiments WHERE id = ?",
         (experiment_id,),
@@ -170,10 +179,10 @@ def metric_names(
     trial_ids: Sequence[int] = (),
     text: str = "",
 ) -> list[tuple[str, str]]:
-    """Return (group, name) of the numbers that an experiment's trials, or some trials, have reported, in order.
+    """Return (group, name) of the numbers that trials have reported, in order.
 
-    One more than ``MAX_METRICS`` where there are more. With ``text`` only those whose name or group has it,
-    upper and lower case alike.
+    The trials are an experiment's, or some. One more than ``MAX_METRICS`` where there are more. With ``text`` only those whose
+    name or group has it, upper and lower case alike.
     """
     where = "t.experiment_id = ?" if experiment_id is not None else "t.id IN (SELECT value FROM json_each(?))"
     values: list[object] = [experiment_id if experiment_id is not None else json.dumps(list(trial_ids))]
@@ -191,7 +200,10 @@ def metric_names(
 def series(
     connection: sqlite3.Connection, trial_id: int, group: str, name: str, *, after: int = -1
 ) -> tuple[list[int], list[int], list[float]]:
-    """Return batches, times in microseconds and values of a metric of a trial beyond a batch, by batch."""
+    """Return a metric of a trial beyond a batch, by batch.
+
+    That is batches, times in microseconds and values.
+    """
     value, parameters = value_of(name)
     rows = connection.execute(
         f"SELECT m.steps, m.end_us, {value} AS value FROM metrics m WHERE m.trial_id = ? AND m.group_name = ? "  # noqa: S608 - an expression with marks

@@ -1,4 +1,7 @@
-"""What the page shows of an experiment's checkpoints: small rows, without configs and lists of files."""
+"""What the page shows of an experiment's checkpoints.
+
+These are small rows, without configs and lists of files.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,10 @@ class CheckpointOverview:
 
 
 def checkpoints(connection: sqlite3.Connection, experiment_id: int) -> list[CheckpointOverview]:
-    """Return an experiment's checkpoints, the newest first; one more than ``MAX_CHECKPOINTS`` where there are more."""
+    """Return an experiment's checkpoints, the newest first.
+
+    One more than ``MAX_CHECKPOINTS`` where there are more.
+    """
     return fetch_all(
         CheckpointOverview,
         connection,

@@ -1,4 +1,7 @@
-"""Experiments that dsat has submitted for its searches: found by their labels, with what their trials have reported."""
+"""Experiments that dsat has submitted for its searches.
+
+They are found by their labels, with what their trials have reported.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,10 @@ def labelled(connection: sqlite3.Connection, search_id: str = "") -> list[Labell
 
 
 def measurements(connection: sqlite3.Connection, search_id: str, limit: int) -> list[Measurement]:
-    """Return what a search's trials and workers have reported, by experiment, in order."""
+    """Return what a search's trials and workers have reported.
+
+    By experiment, in order.
+    """
     return fetch_all(
         Measurement,
         connection,

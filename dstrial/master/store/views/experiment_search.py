@@ -1,6 +1,7 @@
-"""Experiments as a search looks at them, and what the metrics and hyperparameters of a project are.
+"""Experiments as a search looks at them, and what names a project has.
 
-A search reads every experiment of a project, so that it reads of each no more than it is asked about.
+The names are those of its metrics and hyperparameters. A search reads every experiment of a project, so that it reads of each no
+more than it is asked about.
 """
 
 from __future__ import annotations
@@ -138,9 +139,9 @@ SUMMARIES = ("last", "max", "mean", "min")
 
 
 def metric_ranges(connection: sqlite3.Connection, project_id: int) -> list[MetricRange]:
-    """Return the ranges of the metrics of the best trial of each experiment of a project.
+    """Return the ranges of the metrics of a project's experiments.
 
-    NaN and infinities are no part of a range.
+    They are those of the best trial of each experiment. NaN and infinities are no part of a range.
     """
     values = ", ".join(f"json_extract(s.summary, '$.{summary}') AS {summary}_" for summary in SUMMARIES)
     ranges = ", ".join(
@@ -164,7 +165,10 @@ def metric_ranges(connection: sqlite3.Connection, project_id: int) -> list[Metri
 
 
 def best_metric_range(connection: sqlite3.Connection, project_id: int) -> tuple[float, float] | None:
-    """Return the range of the searchers' metric over a project's experiments, None without any."""
+    """Return the range of the searchers' metric over a project's experiments.
+
+    None without any.
+    """
     row = connection.execute(
         "SELECT MIN(best_metric) AS low, MAX(best_metric) AS high FROM experiments "
         "WHERE project_id = ? AND ABS(best_metric) < 9e999",
@@ -174,7 +178,10 @@ def best_metric_range(connection: sqlite3.Connection, project_id: int) -> tuple[
 
 
 def hyperparameters_of_project(connection: sqlite3.Connection, project_id: int) -> Iterator[object]:
-    """Yield the hyperparameters of each experiment's config of a project, equal ones once."""
+    """Yield the hyperparameters of each experiment's config of a project.
+
+    Equal ones come once.
+    """
     for row in connection.execute(
         "SELECT DISTINCT json_extract(config, '$.hyperparameters') AS found FROM experiments WHERE project_id = ?",
         (project_id,),
@@ -192,7 +199,10 @@ def hparams_of_project(connection: sqlite3.Connection, project_id: int) -> Itera
 
 
 def popular_labels(connection: sqlite3.Connection, project_id: int | None) -> list[str]:
-    """Return the labels of the experiments of a project, or of all, the most used first."""
+    """Return the labels of experiments, the most used first.
+
+    The experiments are those of a project, or all.
+    """
     rows = connection.execute(
         "SELECT j.value AS label FROM experiments e, json_each(e.labels) j "
         "WHERE :project IS NULL OR e.project_id = :project GROUP BY j.value ORDER BY COUNT(*) DESC, j.value",

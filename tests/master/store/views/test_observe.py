@@ -6,7 +6,7 @@ import pytest
 
 from dstrial.master.state_directory import StateDirectory
 from dstrial.master.store.database import Database, Transaction
-from dstrial.master.store.observe import Stalled, experiment_view, last_log_id, new_log_rows, stalled
+from dstrial.master.store.views.observe import Stalled, experiment_view, last_log_id, new_log_rows, stalled
 
 
 @pytest.fixture

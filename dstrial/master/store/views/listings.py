@@ -265,7 +265,10 @@ def list_experiments(
 
 
 def experiments_of(connection: sqlite3.Connection, ids: Sequence[int]) -> list[ListedExperiment]:
-    """Return experiments by their numbers, in the order of these; those that are gone are left out."""
+    """Return experiments by their numbers, in the order of these.
+
+    Those that are gone are left out.
+    """
     found: dict[int, ListedExperiment] = {}
     for start in range(0, len(ids), _IDS_AT_ONCE):
         rows = list_experiments(connection, ExperimentFilter(ids=ids[start : start + _IDS_AT_ONCE]))

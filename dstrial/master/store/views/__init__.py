@@ -1,0 +1,1 @@
+"""What is only read, of rows of several kinds: lists, searches, overviews."""
