@@ -15,8 +15,11 @@ from dstrial.errors import LaunchError
 from dstrial.slurm.job import Job, parse_job
 
 _TIMEOUT_S = 30.0
-_PARTITION = "Name one that `sinfo` lists (--sbatch-arg=--partition=NAME, or slurm.sbatch_args)."
-_ACCOUNT = "Name an account that may use the partition (--sbatch-arg=--account=NAME); `sacctmgr show assoc` lists them."
+_PARTITION = "Name one that `sinfo` lists (--partition=NAME in slurm.sbatch_args, or behind --sbatch-arg=)."
+_ACCOUNT = (
+    "Name an account that may use the partition (--account=NAME in slurm.sbatch_args, or behind --sbatch-arg=); "
+    "`sacctmgr show assoc` lists them."
+)
 _TOO_LARGE = "Ask for fewer slots, fewer on one node, or another partition: none has so much (`sinfo -o '%P %D %c %G'`)."
 _NODES = "Ask for fewer nodes: the partition has fewer, or lets a job have fewer (`sinfo -o '%P %D'`)."
 _WAIT = "Wait until it is back, or ask who runs the cluster; `scontrol ping` says how it is."
@@ -25,7 +28,7 @@ _FIXES = (
     ("invalid partition", _PARTITION),
     ("no partition specified", _PARTITION),
     ("invalid account", _ACCOUNT),
-    ("invalid qos", "Name one that your account has (--sbatch-arg=--qos=NAME); `sacctmgr show assoc` lists them."),
+    ("invalid qos", "Name one that your account has (--qos=NAME); `sacctmgr show assoc` lists them."),
     ("node configuration is not available", _TOO_LARGE),
     ("node count specification invalid", _NODES),
     ("more processors requested than permitted", "Ask for fewer slots, or another partition (`sinfo -o '%P %D %c'`)."),

@@ -122,8 +122,10 @@ async def _refuse_what_never_starts(
     Raises:
         ConfigError: with what the engine says.
     """
+    if services.engine is None:
+        return
     wish = wish_of_config(submission.config, services.backend.nodes(), may_wait=may_wait)
-    if services.engine is None or wish is None:
+    if wish is None:
         return
     # In a thread of its own kind: it may take seconds, and the others are for what takes none.
     refusals = await asyncio.to_thread(services.backend.why_never, wish)
