@@ -18,8 +18,11 @@ from dstrial.errors import LaunchError
 from dstrial.slurm.job import Job, parse_job
 
 _TIMEOUT_S = 30.0
-_PARTITION = "Name one that `sinfo` lists (--sbatch-arg=--partition=NAME, or slurm.sbatch_args)."
-_ACCOUNT = "Name an account that may use the partition (--sbatch-arg=--account=NAME); `sacctmgr show assoc` lists them."
+_PARTITION = "Name one that `sinfo` lists (--partition=NAME in slurm.sbatch_args, or behind --sbatch-arg=)."
+_ACCOUNT = (
+    "Name an account that may use the partition (--account=NAME in slurm.sbatch_args, or behind --sbatch-arg=); "
+    "`sacctmgr show assoc` lists them."
+)
 _TOO_LARGE = "Ask for fewer slots, fewer on one node, or another partition: none has so much (`sinfo -o '%P %D %c %G'`)."
 _NODES = "Ask for fewer nodes: the partition has fewer, or lets a job have fewer (`sinfo -o '%P %D'`)."
 _WAIT = "Wait until it is back, or ask who runs the cluster; `scontrol ping` says how it is."
@@ -28,7 +31,7 @@ _FIXES = (
     ("invalid partition", _PARTITION),
     ("no partition specified", _PARTITION),
     ("invalid account", _ACCOUNT),
-    ("invalid qos", "Name one that your account has (--sbatch-arg=--qos=NAME); `sacctmgr show assoc` lists them."),
+    ("invalid qos", "Name one that your account has (--qos=NAME); `sacctmgr show assoc` lists them."),
     ("node configuration is not available", _TOO_LARGE),
     ("node count specification invalid", _NODES),
     ("more processors requested than permitted", "Ask for fewer slots, or another partition (`sinfo -o '%P %D %c'`)."),
@@ -61,9 +64,20 @@ _NOT_YET = (
     "memory specification can not be satisfied",
     "generic resource",
 )
+# What may be otherwise when the job is really asked for, or is only waited for in the queue.
+_FOR_NOW = (
+    "required partition not available",
+    "required node not available",
+    "requested nodes are busy",
+    "violates accounting/qos policy",
+    "temporarily unable",
+)
+_LOOK_S = 10.0
+"""For so long Slurm may look at a job before it is submitted, and then at its nodes, seconds."""
 PATIENCE_S = 60.0
 """For so long Slurm is asked again where it does not answer, and as long once more until it knows its nodes, seconds."""
 _AGAIN_S = 2.0
+_NODE_STATES = ("sinfo", "--noheader", "--Node", "-o", "%T")
 T = TypeVar("T")
 
 
@@ -207,8 +221,12 @@ def has_unknown_nodes() -> bool:
 
     They do within seconds, or are down later.
     """
-    _, output, _ = run_slurm(["sinfo", "--noheader", "--Node", "-o", "%T"])
-    return any(line.strip().lower().startswith("unknown") for line in output.splitlines())
+    _, output, _ = run_slurm(list(_NODE_STATES))
+    return _has_unknown(output)
+
+
+def _has_unknown(states: str) -> bool:
+    return any(line.strip().lower().startswith("unknown") for line in states.splitlines())
 
 
 def queued_as(text: str, script: str) -> frozenset[int]:
@@ -235,6 +253,32 @@ def test(script: Path) -> None:
         raise LaunchError(refused(errors or output, str(script)))
 
 
+def why_never(script: Path) -> tuple[str, str] | None:
+    """Return what sbatch says of a batch script that Slurm will never start, and what to do; None where it may.
+
+    Raises:
+        ConnectionError: Slurm does not answer, or does not know its nodes yet.
+    """
+    code, output, errors = run_slurm(["sbatch", "--test-only", str(script)], timeout_s=_LOOK_S)
+    text = errors or output
+    said = text.lower()
+    if code < 0 or code == 127 or (code and is_away(said)):
+        raise ConnectionError(why_away(text, "sbatch", code))
+    if not is_refusal(code, said):
+        return None
+    if is_not_yet(said):
+        code, nodes, errors = run_slurm(list(_NODE_STATES), timeout_s=_LOOK_S)
+        if code or _has_unknown(nodes):
+            raise ConnectionError(why_away(errors, "sinfo", code) if code else "its nodes are not known yet")
+    return words_of(text), fix_for(said) or "Correct it, or ask who runs the cluster."
+
+
+def is_refusal(code: int, said: str) -> bool:
+    """Say whether ``sbatch --test-only`` has refused a job for good, by its exit code and its words. Pure."""
+    words = said.lower()
+    return (code != 0 or _IMPOSSIBLE in words) and not any(one in words for one in _FOR_NOW)
+
+
 def is_away(said: str) -> bool:
     """Say whether a command's words mean that Slurm itself does not answer. Pure."""
     return any(words in said.lower() for words in _AWAY)
@@ -248,10 +292,19 @@ def why_away(said: str, command: str, code: int) -> str:
 
 def refused(errors: str, script: str) -> str:
     """Return why sbatch has refused a script, as an error's text. Pure."""
+    said = words_of(errors)
+    return f"Slurm does not take the job; sbatch says: {said}. {fix_for(said) or f'Look at {script}.'}"
+
+
+def words_of(errors: str) -> str:
+    """Return what sbatch has printed, in one line. Pure."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    said = "; ".join(re.sub(r"^(sbatch: )?(error: )?", "", line) for line in lines) or "nothing"
-    fix = next((fix for words, fix in _FIXES if words in said.lower()), f"Look at {script}.")
-    return f"Slurm does not take the job; sbatch says: {said}. {fix}"
+    return "; ".join(re.sub(r"^(sbatch: )?(error: )?", "", line) for line in lines) or "nothing"
+
+
+def fix_for(said: str) -> str | None:
+    """Return what to do about what sbatch says; None where that is not known. Pure."""
+    return next((fix for words, fix in _FIXES if words in said.lower()), None)
 
 
 def job_of(job_id: int) -> Job | None:

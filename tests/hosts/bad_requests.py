@@ -37,12 +37,18 @@ def refused_at_submission(master: MasterOnHosts) -> list[str]:
     Raises:
         AssertionError: a master has taken one, or says something else, or twice.
     """
-    said = []
-    for changes, text in _REFUSED:
-        done = master.command("det", "experiment", "create", *master.write(changes))
-        assert done.returncode != 0, done.stdout
-        assert done.stdout.count(text) == 1, done.stdout
-        said.append(done.stdout.strip())
-    listed = master.det("experiment", "list", "--csv").strip().splitlines()
-    assert len(listed) == 1, "the line of titles"
-    return said
+    return [refused(master, changes, text) for changes, text in _REFUSED]
+
+
+def refused(master: MasterOnHosts, changes: Mapping[str, Any], text: str) -> str:
+    """Submit an experiment; return what ``det`` prints.
+
+    Raises:
+        AssertionError: the master has taken it, or does not say a text of it once.
+    """
+    before = master.det("experiment", "list", "--csv")
+    done = master.command("det", "experiment", "create", *master.write(changes))
+    assert done.returncode != 0, done.stdout
+    assert done.stdout.count(text) == 1, done.stdout
+    assert master.det("experiment", "list", "--csv") == before
+    return done.stdout.strip()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from bad_requests import refused as refused_by_master
 from bad_requests import refused_at_submission
 from master_on_hosts import CONFIG, MasterOnHosts, wait_until
 from ray_cluster import RayCluster, ray_cluster, wait_until_nothing_is_left
@@ -62,6 +63,12 @@ def test_what_can_never_fit_is_refused_and_what_waits_says_for_what(master: Mast
     assert refused.returncode != 0
     assert "slots_per_trial" in refused.stdout
     assert "3" in refused.stdout
+    changes = {"resources": {"slots_per_trial": 2, "is_single_node": True}}
+    print(
+        refused_by_master(
+            master, changes, "expected at most 1, which the nodes of the Ray cluster have on one node"
+        )
+    )
 
     first = master.create(_HOLDS_ALL)
     (trial,) = master.wait_for_trials(first, 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_requests import refused_at_submission
+from bad_requests import refused, refused_at_submission
 from master_on_hosts import CONFIG, MasterOnHosts, wait_until
 from slurm_cluster import SlurmCluster, slurm_cluster
 
@@ -56,19 +56,18 @@ def test_what_waits_says_for_which_job_and_why_and_what_never_fits_is_refused(
     assert said.returncode == 0, said.stdout
     # Six slots are all that there are.
     assert "slots:    6 cpu" in said.stdout
-    refused = master.command(
-        "det", "experiment", "create", *master.write({"resources": {"slots_per_trial": 7}})
-    )
-    assert refused.returncode != 0
-    assert "slots_per_trial" in refused.stdout
-    assert "6" in refused.stdout
+    refused(master, {"resources": {"slots_per_trial": 7}}, "at most 6, the slots of this master")
     # No node has three processors: only Slurm knows, and says so when it is asked.
-    never = master.create(
-        {"resources": {"slots_per_trial": 3}, "slurm": {"sbatch_args": ["--nodes=1", "--ntasks=3"]}}
-    )
-    master.wait_for_state(never, ("ERROR",))
-    (trial,) = master.trials(never)
-    assert "node configuration is not available" in master.log(trial["id"])
+    three = {"resources": {"slots_per_trial": 3, "is_single_node": True}}
+    for changes, text in (
+        (
+            {**three, "slurm": {"sbatch_args": ["--nodes=1", "--ntasks=3"]}},
+            'slurm.sbatch_args is ["--nodes=1", "--ntasks=3"]; expected options with which Slurm takes a job of 3 slots; '
+            "sbatch says: allocation failure: Requested node configuration is not available. Ask for fewer slots",
+        ),
+        (three, "resources.slots_per_trial is 3; expected a job that Slurm takes; sbatch says: allocation"),
+    ):
+        print(refused(master, changes, text))
 
     waits = master.create({})
     (trial,) = master.wait_for_trials(waits, 1)
@@ -285,6 +284,9 @@ def test_a_controller_that_is_away_is_told_of_and_waited_for(
         assert "contact slurm controller" in master.command("dstrial", "status").stdout
     finally:
         cluster.start_controller()
+    # One that does not know its nodes yet refuses what it could have, and is not believed.
+    all_nodes = master.create({"resources": {"slots_per_trial": 6}})
+    master.det("experiment", "kill", str(all_nodes))
     master.wait_for_state(experiment, ("COMPLETED",), within_s=180)
     assert master.log(trial["id"]).count("waiting for Slurm: ") == 1
 
@@ -315,18 +317,38 @@ def test_what_an_experiment_cannot_have_is_told_once_and_queues_nothing(
     print("\n".join(refused_at_submission(master)))
     before = cluster.run("squeue", "-h", "--states=all", "-o", "%i").stdout
     for option, text in (
-        ("--partition=nope", "sbatch says: invalid partition specified: nope"),
+        ("--partition=nope", "a job of 1 slot; sbatch says: invalid partition specified: nope; "),
         ("--gres=gpu:1", "Ask for accelerators that the partition has"),
         ("--frobnicate", "Correct slurm.sbatch_args"),
-        ("--array=1-3", "expected none of these, by which the master finds its jobs"),
+        ("--array=1-3", "expected none of --array=1-3, by which the master finds its jobs. Leave them out."),
+        ("partition=low", "slurm.sbatch_args[0] is 'partition=low'; expected an option of sbatch"),
     ):
-        experiment = master.create({"slurm": {"sbatch_args": [option]}})
-        master.wait_for_state(experiment, ("ERROR",))
-        (trial,) = master.trials(experiment)
-        (line,) = [line for line in master.log(trial["id"]).splitlines() if "it can never start: " in line]
-        print(line)
-        assert text in line
+        said = refused(master, {"slurm": {"sbatch_args": [option]}}, text)
+        print(said)
+        line = (master.place / "exp.yaml").read_text().splitlines().index("slurm:") + 1
+        assert re.search(rf"experiment config:({line}|{line + 1}): slurm\.sbatch_args", said)
+    # What is written is not left there.
+    assert list((master.place / "state" / "slurm").glob("check-*")) == []
+
+    # Only known later: the trial ends with the same words.
+    cluster.run("scontrol", "create", "PartitionName=soon", "Nodes=host[1-3]")
+    files = master.write({"slurm": {"sbatch_args": ["--partition=soon"]}})
+    created = master.det("experiment", "create", "--paused", *files)
+    experiment = int(created.split("Created experiment ")[1].split()[0])
+    cluster.run("scontrol", "delete", "PartitionName=soon")
+    master.det("experiment", "activate", str(experiment))
+    master.wait_for_state(experiment, ("ERROR",))
+    (trial,) = master.trials(experiment)
+    (last,) = [line for line in master.log(trial["id"]).splitlines() if "it can never start: " in line]
+    print(last)
+    assert "sbatch says: invalid partition specified: soon" in last
     assert cluster.run("squeue", "-h", "--states=all", "-o", "%i").stdout == before
+
+    # Gone on with another partition, it says so before it begins.
+    words = ["--config", "slurm.sbatch_args=[--partition=nope]"]
+    said = master.command("det", "experiment", "continue", str(experiment), *words).stdout
+    assert "sbatch says: invalid partition specified: nope" in said
+    assert master.state(experiment) == "STATE_ERROR"
 
 
 def test_nodes_that_cannot_run_it_are_named_with_what_to_do(

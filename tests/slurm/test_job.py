@@ -82,6 +82,6 @@ def test_a_refusal_keeps_what_sbatch_said_and_adds_what_to_do() -> None:
     )
     assert text == (
         "Slurm does not take the job; sbatch says: invalid partition specified: nope; Batch job submission failed: Invalid "
-        "partition name specified. Name one that `sinfo` lists (--sbatch-arg=--partition=NAME, or slurm.sbatch_args)."
+        "partition name specified. Name one that `sinfo` lists (--partition=NAME in slurm.sbatch_args, or behind --sbatch-arg=)."
     )
     assert refused("", "/w/sbatch.sh").endswith("sbatch says: nothing. Look at /w/sbatch.sh.")

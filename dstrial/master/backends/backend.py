@@ -179,6 +179,25 @@ class Wish:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a job could never be had, as a problem of the experiment's config.
+
+    Attributes:
+        key: dotted, where that stands in the config.
+        got: what stands there, as a person reads it.
+        expected: what would be taken, without a full stop.
+        fix: one imperative sentence.
+        is_for_nodes: whether it is so because no nodes are there for it, which others that come may change.
+    """
+
+    key: str
+    got: str
+    expected: str
+    fix: str
+    is_for_nodes: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
     """What a back end has got for those that wait.
 
@@ -209,7 +228,8 @@ class Lent:
 class Backend(Protocol):
     """Runs allocations.
 
-    All methods are called by the scheduler's thread, ``nodes`` and ``job_text`` by any. None of them waits for another machine.
+    All methods are called by the scheduler's thread, ``nodes``, ``job_text`` and ``why_never`` by any. None of them but ``why_never``
+    waits for another machine.
     """
 
     def nodes(self) -> tuple[Node, ...]:
@@ -226,6 +246,12 @@ class Backend(Protocol):
         Args:
             wishes: who waits, the most urgent first.
             kept: who runs.
+        """
+
+    def why_never(self, wish: Wish) -> Sequence[Refusal]:
+        """Return why an engine would never start what nobody has asked for yet; nothing where it may, or that is not known.
+
+        May wait some seconds for the engine.
         """
 
     def job_text(self, key: Key) -> str:

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 from dstrial.errors import MasterError
 from dstrial.hosts.transport import Transport
+from dstrial.master.backends.backend import Refusal
 
 JobState = Literal["pending", "running", "leaving", "ended"]
 """Of an engine's job: it waits; it has its nodes; it was asked to give them back soon; it has none any more."""
@@ -87,6 +88,8 @@ class Engine(Protocol):
 
     One thread calls it, and may wait some seconds for each answer; it is never the scheduler's.
 
+    ``why_never`` alone is called by any thread.
+
     Attributes:
         name: as its users write it, ``Slurm``.
     """
@@ -115,6 +118,14 @@ class Engine(Protocol):
 
     def called(self, job_id: str) -> str:
         """Return what people call a job, ``job 12`` for example."""
+        ...
+
+    def why_never(self, request: JobRequest) -> Sequence[Refusal]:
+        """Return why a job could never be had that nobody asks for yet; nothing where it may be had.
+
+        Raises:
+            OSError: the engine does not answer, or cannot say it now.
+        """
         ...
 
     def submit(self, request: JobRequest) -> str:

@@ -460,6 +460,11 @@ class LocalBackend:
     def request(self, wishes: Iterable[Wish], kept: Collection[Key]) -> None:
         """Return None: this machine is there for whoever is next."""
 
+    def why_never(self, wish: Wish) -> tuple[()]:
+        """Return nothing: there is no engine."""
+        del wish
+        return ()
+
     def lent(self, key: Key) -> None:
         """Return nothing: this machine is nobody's."""
 

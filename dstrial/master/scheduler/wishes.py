@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dstrial.master.backends.backend import Answer, Key, Wish
+from dstrial.master.backends.backend import Answer, Key, Node, Wish
 from dstrial.master.lifecycle import commands as life
 from dstrial.master.lifecycle import endings
 from dstrial.master.scheduler.elasticity import Growth
@@ -58,6 +58,29 @@ def wishes_of(
             is_move=one.key in moving,
             fewer=tuple(count for count in one.choices if count < one.num_slots),
         )
+
+
+def wish_of_config(config: Mapping[str, Any], nodes: Iterable[Node], *, may_wait: bool) -> Wish | None:
+    """Return what a trial of a config that is only submitted will ask for; None where it needs no slots. Pure.
+
+    Args:
+        config: complete.
+        nodes: of the back end.
+        may_wait: whether it is taken though it needs more than there is now.
+    """
+    resources = config["resources"]
+    num_slots = resources["slots_per_trial"]
+    if num_slots == 0:
+        return None
+    largest = max((len(node.slots) for node in nodes), default=0)
+    return Wish(
+        key="",
+        num_slots=num_slots,
+        is_on_one_node=num_slots > largest and bool(resources.get("is_single_node")),
+        kept_off=frozenset(),
+        describe=lambda: (str(config.get("name")), config),
+        has_run=may_wait,
+    )
 
 
 def growth_of(

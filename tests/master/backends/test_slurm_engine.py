@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from dstrial.errors import ConfigError
+from dstrial.master.backends.backend import Refusal
 from dstrial.master.backends.engine import EngineRefusedError, JobRequest, Part
 from dstrial.master.backends.queued.slurm import (
     parts_of,
+    refusal_of,
     script_of,
     state_of,
     text_of_unbegun,
@@ -105,3 +107,26 @@ def test_slots_are_devices_where_options_ask_for_some() -> None:
     assert wants_devices({"sbatch_args": ["--gres=gpu:2"]}, {})
     assert wants_devices({"gpu_type": "a100"}, {})
     assert not wants_devices({"gpu_type": "a100"}, {"DS_ACCELERATOR": "cpu"})
+
+
+def test_what_sbatch_refuses_is_a_problem_of_the_key_that_asks_for_it() -> None:
+    no_nodes = "allocation failure: Requested node configuration is not available"
+    options = {"sbatch_args": ["--partition=nope"]}
+    found = refusal_of(
+        JobRequest("check", "t", 1, settings=options), "invalid partition specified: nope", "Fix."
+    )
+    assert found == Refusal(
+        "slurm.sbatch_args",
+        '["--partition=nope"]',
+        "options with which Slurm takes a job of 1 slot; sbatch says: invalid partition specified: nope",
+        "Fix.",
+    )
+    for settings, said, key, got in (
+        (options, no_nodes, "slurm.sbatch_args", '["--partition=nope"]'),
+        ({}, no_nodes, "resources.slots_per_trial", "3"),
+        ({"gpu_type": "x9"}, "Invalid generic resource", "slurm", '{"gpu_type": "x9"}'),
+        ({}, "invalid partition specified: low", "slurm.sbatch_args", "not given"),
+    ):
+        found = refusal_of(JobRequest("check", "t", 3, settings=settings), said, "Fix.")
+        assert (found.key, found.got) == (key, got)
+        assert found.is_for_nodes == ("partition" not in said)

@@ -321,6 +321,11 @@ class HostsBackend(LinkedBackend):
     def request(self, wishes: Iterable[Wish], kept: Collection[Key]) -> None:
         """Return None: hosts are there for whoever is next."""
 
+    def why_never(self, wish: Wish) -> tuple[()]:
+        """Return nothing: there is no engine."""
+        del wish
+        return ()
+
     def job_text(self, key: Key) -> str:
         """Return nothing: there are no jobs but ours."""
         del key

@@ -24,6 +24,7 @@ from dstrial.master.backends.backend import (
     Key,
     Lent,
     Node,
+    Refusal,
     RunRef,
     Share,
     SupervisorHandle,
@@ -76,6 +77,8 @@ _SPARE_ASKED_S = 30.0
 """For so long after the scheduler's question it is looked what nobody uses."""
 _REFUSED_AGAIN_S = 30.0
 """After so long an engine is asked again for who has run before, and was refused."""
+_UNHEARD_S = 60.0
+"""For so long an engine that did not answer is not asked about what is only submitted, seconds."""
 _CLOSE_S = 15.0
 
 
@@ -204,6 +207,7 @@ class QueuedBackend(LinkedBackend):
         self._why_away: str | None = f"{lender.name} has not been asked yet"
         self._is_known = False
         self._back_s = -_SETTLE_S
+        self._unheard_s = -_UNHEARD_S  # When it has last not answered whether it could ever start something.
         self._changed_s = time.monotonic()
         self._wake = threading.Event()
         self._is_closing = threading.Event()
@@ -259,6 +263,26 @@ class QueuedBackend(LinkedBackend):
                 if text and self._told.get(name) != text:
                     self._told[name] = told[wish.key] = text
         return Answer(slots, refused, told)
+
+    def why_never(self, wish: Wish) -> Sequence[Refusal]:
+        """Return why the engine would never start it; an engine that is away is waited for, so nothing is said then.
+
+        What has run before waits for nodes that are gone now.
+        """
+        with self._lock:
+            now_s = time.monotonic()
+            if self._why_away is not None or now_s < max(
+                self._back_s + _SETTLE_S, self._unheard_s + _UNHEARD_S
+            ):
+                return ()
+        try:
+            found = self._lender.why_never(self._job_request("check", wish, frozenset()))
+        except OSError as error:
+            logger.info("%s was not heard about what was submitted: %s", self._lender.name, error)
+            with self._lock:
+                self._unheard_s = time.monotonic()
+            return ()
+        return [one for one in found if not (one.is_for_nodes and wish.has_run)]
 
     def job_text(self, key: Key) -> str:
         """Return how the job is that was asked for, or that it runs in."""
@@ -746,17 +770,7 @@ class QueuedBackend(LinkedBackend):
         self._lender.cancel(job_id)
 
     def _ask_for(self, name: str, wish: Wish) -> None:
-        title, config = wish.describe()
-        settings = config.get(self._section)
-        request = JobRequest(
-            key=name,
-            title=title,
-            num_slots=wish.num_slots,
-            is_on_one_node=wish.is_on_one_node,
-            kept_off=self._kept_off(wish),
-            wants_devices=self._wants_devices,
-            settings=settings if isinstance(settings, Mapping) else {},
-        )
+        request = self._job_request(name, wish, self._kept_off(wish))
         try:
             job_id, num_slots = self._submit(request, wish)
         except EngineRefusedError as error:
@@ -780,8 +794,21 @@ class QueuedBackend(LinkedBackend):
             self._later_s.pop(name, None)
             self._why_later.pop(name, None)
             self._asked[job_id] = (wish.num_slots, wish.is_on_one_node, wish.kept_off)
-            text = asked_text(self._lender.called(job_id), self._lender.name, num_slots, wish, title)
+            text = asked_text(self._lender.called(job_id), self._lender.name, num_slots, wish, request.title)
             self._jobs[job_id] = EngineJob(job_id, name, "pending", text)
+
+    def _job_request(self, name: str, wish: Wish, kept_off: frozenset[str]) -> JobRequest:
+        title, config = wish.describe()
+        settings = config.get(self._section)
+        return JobRequest(
+            key=name,
+            title=title,
+            num_slots=wish.num_slots,
+            is_on_one_node=wish.is_on_one_node,
+            kept_off=kept_off,
+            wants_devices=self._wants_devices,
+            settings=settings if isinstance(settings, Mapping) else {},
+        )
 
     def _submit(self, request: JobRequest, wish: Wish) -> tuple[str, int]:
         """Ask for a job; return its id, and how many slots it is for.

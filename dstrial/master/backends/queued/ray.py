@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dstrial.errors import MasterError
 from dstrial.hosts.ray import RayTransport
 from dstrial.hosts.transport import Transport
+from dstrial.master.backends.backend import Refusal
 from dstrial.master.backends.engine import EngineJob, EngineRefusedError, JobRequest, Part
 from dstrial.master.backends.queued.plan import MOST_PENDING
 from dstrial.ray.client import BridgeClient, RayRefusedError, require_ray
@@ -50,6 +51,7 @@ class RayEngine:
         self._bridge = BridgeClient(address)
         self._cluster_id = cluster_id
         self._num_free = 0
+        self._nodes: Sequence[RayNode] = ()  # By the last look; any thread reads it.
 
     def capacity(self) -> Mapping[str, int]:
         """Return the accelerators of each node that is up.
@@ -86,6 +88,11 @@ class RayEngine:
             ) from None
         return slot_kind(nodes, os.environ) == GPU
 
+    def why_never(self, request: JobRequest) -> Sequence[Refusal]:
+        """Say by the last look what the nodes do not have; Ray itself is not asked."""
+        nodes = self._nodes
+        return refusals_of(request, nodes) if nodes else ()
+
     def submit(self, request: JobRequest) -> str:
         """Make a placement group."""
         nodes = usable(parse_nodes(self._bridge.ask("look")))
@@ -116,7 +123,8 @@ class RayEngine:
         """
         seen = self._bridge.ask("look")
         nodes = parse_nodes(seen)
-        self._num_free = num_free(nodes, slot_kind(usable(nodes), os.environ))
+        self._nodes = usable(nodes)
+        self._num_free = num_free(nodes, slot_kind(self._nodes, os.environ))
         found = []
         for group in parse_groups(seen):
             key = key_of(group.name, self._cluster_id)
@@ -221,15 +229,10 @@ def bundles_for(request: JobRequest, nodes: Sequence[RayNode]) -> list[dict[str,
     """
     kind = GPU if request.wants_devices else CPU
     allowed = [node for node in nodes if node.name not in request.kept_off]
-    shares = choose_shares(
-        request.num_slots,
-        [node.num_slots(kind) for node in allowed],
-        is_on_one_node=request.is_on_one_node,
-    )
+    counts = [node.num_slots(kind) for node in allowed]
+    shares = choose_shares(request.num_slots, counts, is_on_one_node=request.is_on_one_node)
     if shares is None:
-        where = "on one node" if request.is_on_one_node else "on all nodes together"
-        counts = [node.num_slots(kind) for node in allowed]
-        count = max(counts, default=0) if request.is_on_one_node else sum(counts)
+        count, where = _most(counts, is_on_one_node=request.is_on_one_node)
         kept_off = f"; {', '.join(sorted(request.kept_off))} must not be used" if request.kept_off else ""
         raise EngineRefusedError(
             f"{request.key} asks Ray for {_slots(request.num_slots, kind)} {where}; expected at most {count}, which is what the "
@@ -237,6 +240,32 @@ def bundles_for(request: JobRequest, nodes: Sequence[RayNode]) -> list[dict[str,
             "start Ray on more nodes."
         )
     return [{kind: float(count)} for count in shares]
+
+
+def refusals_of(request: JobRequest, nodes: Sequence[RayNode]) -> list[Refusal]:
+    """Return what the nodes do not have, as a problem of the experiment's config. Pure.
+
+    Args:
+        request: what would be wanted.
+        nodes: that take what is new.
+    """
+    kind = GPU if request.wants_devices else CPU
+    counts = [node.num_slots(kind) for node in nodes]
+    if choose_shares(request.num_slots, counts, is_on_one_node=request.is_on_one_node) is not None:
+        return []
+    most, where = _most(counts, is_on_one_node=request.is_on_one_node)
+    expected = f"at most {most}, which the nodes of the Ray cluster have {where} ({_amounts(nodes, kind)})"
+    fix = "Lower it, or start Ray on more nodes."
+    return [
+        Refusal("resources.slots_per_trial", str(request.num_slots), expected, fix, is_for_nodes=True),
+    ]
+
+
+def _most(counts: Sequence[int], *, is_on_one_node: bool) -> tuple[int, str]:
+    """Return how many slots a job may have at most, and where."""
+    return (
+        (max(counts, default=0), "on one node") if is_on_one_node else (sum(counts), "on all nodes together")
+    )
 
 
 def job_of(group: RayGroup, key: str, nodes: Sequence[RayNode]) -> EngineJob:

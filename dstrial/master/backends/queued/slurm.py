@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from dstrial.config.diagnostics import render
 from dstrial.errors import ConfigError, LaunchError
 from dstrial.hosts.srun import SrunTransport
 from dstrial.hosts.transport import Transport
+from dstrial.master.backends.backend import Refusal
 from dstrial.master.backends.engine import EngineJob, EngineRefusedError, JobRequest, JobState, Part
 from dstrial.master.backends.queued.plan import MOST_PENDING
 from dstrial.master.store.nodes import MOST_SLOTS
@@ -41,6 +44,8 @@ from dstrial.slurm.squeue import (
 
 COMMANDS = ("sbatch", "squeue", "scancel", "srun", "sinfo")
 _ALIVE_PERIOD_S = 60.0
+_EXPERIMENT = "the experiment's config"
+_OPTIONS = "slurm.sbatch_args"
 _SHARED_S = 60.0
 """How long a job that runs may take to be seen in the master's directory, seconds."""
 
@@ -119,6 +124,32 @@ class SlurmEngine:
     def _cpus_per_task(self, options: Sequence[str]) -> int:
         per_task = value_of(options, "--cpus-per-task", "-c") or "1"
         return int(per_task) if per_task.isdecimal() else 1
+
+    def why_never(self, request: JobRequest) -> Sequence[Refusal]:
+        """Have sbatch look at the job's script, without a job; it needs nothing of the engine's that changes.
+
+        Raises:
+            ConnectionError: Slurm does not answer, or does not know its nodes yet.
+        """
+        name = f"{request.key}{self._mark}"
+        try:
+            text = script_of(request, self._settings, name, self._directory, self._state_dir)
+        except ConfigError as error:
+            return [
+                Refusal(one.where.removeprefix(f"{_EXPERIMENT}: "), one.got, one.expected, one.fix)
+                for one in error.problems
+            ]
+        except EngineRefusedError:
+            refused = ", ".join(refused_options(sbatch_args(request.settings, [], _EXPERIMENT)))
+            expected = f"none of {refused}, by which the master finds its jobs"
+            return [Refusal(_OPTIONS, render(request.settings["sbatch_args"]), expected, "Leave them out.")]
+        with tempfile.NamedTemporaryFile(
+            "w", dir=self._directory, prefix="check-", suffix=".sh", encoding="utf-8"
+        ) as script:
+            script.write(text)
+            script.flush()
+            found = client.why_never(Path(script.name))
+        return [] if found is None else [refusal_of(request, *found)]
 
     def submit(self, request: JobRequest) -> str:
         """Queue a job that holds nodes, and return its number.
@@ -262,6 +293,26 @@ def parts_of(text: str) -> tuple[Part, ...]:
     return tuple(Part(name, count) for name, count in zip(names, counts, strict=True))
 
 
+def refusal_of(request: JobRequest, said: str, fix: str) -> Refusal:
+    """Return what sbatch says of a job as a problem of the experiment's config. Pure.
+
+    Args:
+        request: what was asked for.
+        said: by sbatch, in one line.
+        fix: what to do.
+    """
+    slots = f"{request.num_slots} slot{'s' if request.num_slots != 1 else ''}"
+    options = request.settings.get("sbatch_args")
+    is_for_nodes = client.is_not_yet(said)
+    key, got = _OPTIONS, render(options) if options else "not given"
+    expected = f"options with which Slurm takes a job of {slots}"
+    if request.settings and not options:
+        key, got = "slurm", render(request.settings)
+    elif is_for_nodes and not options:
+        key, got, expected = "resources.slots_per_trial", str(request.num_slots), "a job that Slurm takes"
+    return Refusal(key, got, f"{expected}; sbatch says: {said}", fix, is_for_nodes)
+
+
 def script_of(
     request: JobRequest, settings: Mapping[str, object], name: str, directory: Path, state_dir: Path
 ) -> str:
@@ -279,7 +330,7 @@ def script_of(
         EngineRefusedError: one of them would make another job of it.
     """
     own = sbatch_args(settings, [], "the master's settings")
-    options = [*own, *sbatch_args(request.settings, [], "the experiment's config")]
+    options = [*own, *sbatch_args(request.settings, [], _EXPERIMENT)]
     refused = refused_options(options)
     if refused:
         raise EngineRefusedError(
@@ -292,7 +343,7 @@ def script_of(
         options,
         request.num_slots,
         wants_devices=request.wants_devices,
-        where="the experiment's config",
+        where=_EXPERIMENT,
     )
     if request.is_on_one_node and not any(line.startswith("--nodes") for line in lines):
         lines.append("--nodes=1")

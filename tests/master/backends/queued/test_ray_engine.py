@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dstrial.errors import MasterError
+from dstrial.master.backends.backend import Refusal
 from dstrial.master.backends.engine import EngineJob, EngineRefusedError, JobRequest, Part
 from dstrial.master.backends.queued.ray import (
     RayEngine,
@@ -14,6 +15,7 @@ from dstrial.master.backends.queued.ray import (
     job_of,
     key_of,
     num_free,
+    refusals_of,
     slot_kind,
     spare_slots,
     usable,
@@ -42,6 +44,19 @@ def test_a_bundle_for_each_share_of_cores_or_accelerators() -> None:
     assert bundles_for(JobRequest("trial-1", "", 4, wants_devices=True), [*TWO, node("gpu1")]) == [
         {"GPU": 4.0}
     ]
+
+
+def test_what_is_only_submitted_is_refused_with_the_key_that_asks_for_it() -> None:
+    assert refusals_of(JobRequest("check", "", 4), TWO) == []
+    expected = "at most 2, which the nodes of the Ray cluster have on one node (a 2, b 2)"
+    assert refusals_of(JobRequest("check", "", 3, is_on_one_node=True), TWO) == [
+        Refusal("resources.slots_per_trial", "3", expected, "Lower it, or start Ray on more nodes.", True)
+    ]
+    (of_all,) = refusals_of(JobRequest("check", "", 5), TWO)
+    assert (
+        of_all.expected
+        == "at most 4, which the nodes of the Ray cluster have on all nodes together (a 2, b 2)"
+    )
 
 
 def test_what_the_nodes_do_not_have_is_refused_with_what_they_have() -> None:
