@@ -30,9 +30,11 @@ class Backend(Protocol):
 
     Attributes:
         keeps_deadlines: whether a trial is ended at its ``deadline_s`` where it runs; the driver then only steps in much later.
+        shows_reports: whether others can see there what :meth:`publish` is given.
     """
 
     keeps_deadlines: bool
+    shows_reports: bool
 
     @property
     def num_parallel(self) -> int:
@@ -61,6 +63,16 @@ class Backend(Protocol):
 
     def kill(self, trial_id: int) -> None:
         """End a trial at once and forget it."""
+
+    def publish(self, report: Mapping[str, Any]) -> bool:
+        """Show the search's report so far, in place of the last one; waits for nobody.
+
+        Args:
+            report: JSON values.
+
+        Returns:
+            Whether nothing is left to do; False where it may be tried again.
+        """
 
     def finish(self, results: Mapping[str, str]) -> None:
         """Take that the search is over; this or :meth:`close` ends what still runs.

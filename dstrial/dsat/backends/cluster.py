@@ -20,7 +20,7 @@ from dstrial.dsat.backends.trial_spec import TrialSpec, results_config
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.outcome import Failure, FailureKind
 from dstrial.dsat.worker.messages import TaskQueue
-from dstrial.dsat.worker.transport import is_outage, notes_of
+from dstrial.dsat.worker.transport import are_orders, is_outage, notes_of
 from dstrial.errors import DstrialError
 
 logger = logging.getLogger("dstrial.dsat")
@@ -54,6 +54,7 @@ class ClusterBackend:
     """
 
     keeps_deadlines = False
+    shows_reports = True
 
     def __init__(
         self,
@@ -68,6 +69,8 @@ class ClusterBackend:
         self._ended: list[Ended] = []
         self._next_poll_s = 0.0
         self._is_outage = False
+        # Whose notes have the report so far: the first experiment that this process has submitted or found.
+        self._shown_by: Experiment | None = None
         try:
             self._client = Determined()
             self._session = self._client._session
@@ -118,6 +121,7 @@ class ClusterBackend:
         if experiment is None:
             return {}
         self._submitted[spec.trial_id] = Submitted(experiment, spec.label)
+        self._shown_by = self._shown_by or experiment
         return {"experiment_id": experiment.id}
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
@@ -127,6 +131,7 @@ class ClusterBackend:
         if experiment is None:
             return False
         self._submitted[spec.trial_id] = Submitted(experiment, spec.label)
+        self._shown_by = self._shown_by or experiment
         return True
 
     def poll(self) -> list[Ended]:
@@ -154,6 +159,31 @@ class ClusterBackend:
         submitted = self._submitted.pop(trial_id, None)
         if submitted is not None:
             self.kill_experiment(submitted.experiment)
+
+    def publish(self, report: Mapping[str, Any]) -> bool:
+        """Put the report into the notes of a trial's experiment, unless a person has written there."""
+        experiment = self._shown_by
+        if experiment is None:
+            return True
+        is_asked = False
+        with self.tolerate_outage():
+            experiment.reload()
+            is_asked = True
+        if not is_asked or (experiment.notes and not are_orders(experiment.notes)):
+            return is_asked
+        return self.publish_notes(experiment, notes_of(TaskQueue(report=report)))
+
+    def publish_notes(self, experiment: Experiment, notes: str) -> bool:
+        """Replace notes if the master is there, and does not refuse; whether nothing is left to do."""
+        is_said = False
+        try:
+            with self.tolerate_outage():
+                experiment.set_notes(notes)
+                is_said = True
+        except errors.APIException as error:
+            logger.warning("the master refuses the report of the search so far (%s)", error)
+            return True
+        return is_said
 
     def finish(self, results: Mapping[str, str]) -> None:
         """Submit an experiment without slots that keeps the files, once trials have ended."""

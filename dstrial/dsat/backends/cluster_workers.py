@@ -42,6 +42,8 @@ class ClusterPlacement:
         search_id: of the search.
     """
 
+    shows_reports = True
+
     def __init__(self, settings: SearchConfig, master: ClusterBackend, search_id: str) -> None:
         self._settings = settings
         self._master = master
@@ -91,6 +93,10 @@ class ClusterPlacement:
         experiment = self._seen[worker].experiment
         notes = notes_of(book)
         self._master.retry_until_available(lambda: experiment.set_notes(notes))
+
+    def publish(self, worker: int, book: TaskQueue) -> bool:
+        """Replace the experiment's notes, if the master is there."""
+        return self._master.publish_notes(self._seen[worker].experiment, notes_of(book))
 
     def results(self, worker: int) -> list[TaskResult]:
         """Return the rows of metrics that have been read."""

@@ -55,6 +55,7 @@ class LocalBackend:
     """
 
     keeps_deadlines = False
+    shows_reports = False
 
     def __init__(self, settings: SearchConfig, record: SearchRecord) -> None:
         self._settings = settings
@@ -130,6 +131,11 @@ class LocalBackend:
         if running is not None:
             running.end()
 
+    def publish(self, report: Mapping[str, Any]) -> bool:
+        """Do nothing: nobody looks on here."""
+        del report
+        return True
+
     def finish(self, results: Mapping[str, str]) -> None:
         """Do nothing: the search's directory is on this machine."""
 
@@ -148,6 +154,8 @@ class LocalPlacement:
         settings: of the search.
         record: where workers keep their files.
     """
+
+    shows_reports = False
 
     def __init__(self, settings: SearchConfig, record: SearchRecord) -> None:
         self._settings = settings
@@ -208,6 +216,11 @@ class LocalPlacement:
     def send(self, worker: int, book: TaskQueue) -> None:
         """Replace the file of orders."""
         write_json_atomically(self._record.worker_path(worker) / ORDERS_NAME, book.to_json(), sync=False)
+
+    def publish(self, worker: int, book: TaskQueue) -> bool:
+        """Do nothing: nobody looks on here."""
+        del worker, book
+        return True
 
     def results(self, worker: int) -> list[TaskResult]:
         """Read the file of answers."""

@@ -46,7 +46,13 @@ class WorkerExit:
 
 
 class WorkerPlacement(Protocol):
-    """Where workers run. Workers are numbered from 1."""
+    """Where workers run. Workers are numbered from 1.
+
+    Attributes:
+        shows_reports: whether others can see the report in what is published.
+    """
+
+    shows_reports: bool
 
     @property
     def num_parallel(self) -> int:
@@ -63,6 +69,9 @@ class WorkerPlacement(Protocol):
 
     def send(self, worker: int, book: TaskQueue) -> None:
         """Say something to a worker."""
+
+    def publish(self, worker: int, book: TaskQueue) -> bool:
+        """Say something to a worker for the sake of who looks on, unless that needs waiting; whether it is said."""
 
     def results(self, worker: int) -> list[TaskResult]:
         """Return all its answers so far."""
@@ -111,6 +120,8 @@ class WorkerBackend:
         self._has_looked = False
         self._ended: list[Ended] = []
         self._ordered_again: set[int] = set()
+        self._report: Mapping[str, Any] | None = None
+        self.shows_reports = place.shows_reports
 
     @property
     def num_parallel(self) -> int:
@@ -175,6 +186,12 @@ class WorkerBackend:
         if worker is not None:
             del self._workers[worker.number]
             self._place.kill(worker.number)
+
+    def publish(self, report: Mapping[str, Any]) -> bool:
+        """Put the report beside the orders of a worker."""
+        self._report = report
+        worker = min(self._workers, default=None)
+        return worker is None or self._place.publish(worker, self._book(self._workers[worker]))
 
     def finish(self, results: Mapping[str, str]) -> None:
         """Let the workers end; the first one keeps the search's files."""
@@ -249,7 +266,8 @@ class WorkerBackend:
             self._place.kill(worker.number)
 
     def _book(self, worker: _Worker, *more: Task) -> TaskQueue:
-        return TaskQueue((*(worker.orders[number] for number in sorted(worker.orders)), *more))
+        orders = (*(worker.orders[number] for number in sorted(worker.orders)), *more)
+        return TaskQueue(orders, report=self._report if worker.number == min(self._workers) else None)
 
     def _look(self) -> None:
         """Find the workers that an earlier process of this search has left, once."""

@@ -24,6 +24,7 @@ from dstrial.dsat.core.outcome import (
 )
 from dstrial.dsat.driver.deadlines import deadline_of, longest_s, ordered_spec
 from dstrial.dsat.driver.disk_full import DISK_FULL_ERRORS, DiskFullQueue
+from dstrial.dsat.driver.live_report import LiveReport
 from dstrial.dsat.driver.normalize import caveats, normalized
 from dstrial.dsat.driver.outputs import SearchFiles
 from dstrial.dsat.methods.base import Action, ConfigSearch, Finish, Measure, Note, Skip
@@ -74,6 +75,7 @@ class Driver:
         self._signals: list[signal.Signals] = []
         self._disk_full_queue = DiskFullQueue(record, print_line, lambda: bool(self._signals), poll_s)
         self._files = SearchFiles(settings, record, print_line)
+        self._live_report = LiveReport(self._report_so_far)
         self._end: Finish | None = None
         self._is_cleared = False
         self._described_s = 0.0
@@ -103,6 +105,10 @@ class Driver:
             )
             if isinstance(end, Finish) and not self._is_cleared:
                 self._clear(handles)
+            elif (
+                isinstance(end, signal.Signals) and self._backend is not None and self._backend.shows_reports
+            ):
+                self._backend.publish(self._report_so_far(f"interrupted by {end.name}"))
         finally:
             if self._backend is not None:
                 self._backend.close()
@@ -154,6 +160,7 @@ class Driver:
                         self._take(ended)
             if self._end is not None:
                 return self._end
+            self._live_report.publish_if_due(backend)
             self._show(list(self.trials.values()))
             time.sleep(self._poll_s)
 
@@ -188,6 +195,7 @@ class Driver:
 
     def _apply(self, actions: list[Action], *, is_replay: bool = False) -> None:
         for action in actions:
+            self._live_report.note_news()
             if isinstance(action, Measure):
                 self._open[action.trial_id] = action
                 description = self._settings.space.describe(action.candidate)
@@ -249,6 +257,7 @@ class Driver:
 
     def _settle(self, trial_id: int, outcome: Outcome, seconds: float | None, *, is_replay: bool) -> None:
         del self._open[trial_id]
+        self._live_report.note_news()
         self.trials[trial_id] = dataclasses.replace(self.trials[trial_id], outcome=outcome, seconds=seconds)
         actions = self._method.on_result(trial_id, outcome)
         if isinstance(outcome, Measured) and self._settings.flags.metric == "FLOPS_per_gpu":
@@ -286,6 +295,10 @@ class Driver:
     def deadline_s(self, measure: Measure) -> float:
         """Return how long a trial may run; see ``deadlines.deadline_of``."""
         return deadline_of(measure, list(self.trials.values()), self._settings.flags.trial_timeout)
+
+    def _report_so_far(self, reason: str = "") -> dict[str, Any]:
+        facts = self._method.report_facts()
+        return self._files.live_report(facts, self._notes, list(self.trials.values()), reason)
 
     def _write_files(self) -> None:
         self._files.write(self._method.snapshot(), list(self.trials.values()))

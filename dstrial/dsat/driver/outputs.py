@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.journal import SearchRecord
 from dstrial.dsat.core.outcome import Measured, TrialResult, best_of
 from dstrial.dsat.methods.base import Finish, ReportFacts
-from dstrial.dsat.report.document import SearchFacts
+from dstrial.dsat.report.document import SearchFacts, live_document, report_document
 from dstrial.dsat.report.files import REPORT_NAMES, write_report
 from dstrial.dsat.space.space import Space
 from dstrial.file_writes import replace_file
@@ -66,20 +67,42 @@ class SearchFiles:
             notes: what the method and the measurements have told.
             trials: every trial so far.
         """
-        facts = SearchFacts(
-            name=self._settings.experiment.name or self._settings.output.name,
-            method=self._settings.method,
-            metric=self._settings.flags.metric,
-            reason=end.reason if isinstance(end, Finish) else f"interrupted by {end.name}",
-            is_finished=isinstance(end, Finish),
-            num_slots=self._settings.num_slots,
-            predicted=predicted,
-            notes=(*self._settings.warnings, *notes),
-        )
+        reason = end.reason if isinstance(end, Finish) else f"interrupted by {end.name}"
+        facts = self._facts(reason, predicted, notes, is_finished=isinstance(end, Finish))
+        if isinstance(end, Finish):
+            facts = dataclasses.replace(facts, is_failure=end.is_failure)
         try:
             write_report(self._record.path, facts, self._settings.space, trials)
         except OSError as error:
             self._print_line(f"the report cannot be written ({error}); expected room on the disk")
+
+    def live_report(
+        self, predicted: ReportFacts, notes: Sequence[str], trials: Sequence[TrialResult], reason: str = ""
+    ) -> dict[str, Any]:
+        """Return what others may see of the report while the search goes on.
+
+        Args:
+            predicted: what the method says beyond the measurements.
+            notes: what the method and the measurements have told.
+            trials: every trial so far.
+            reason: what has interrupted it; empty if it goes on.
+        """
+        facts = self._facts(reason, predicted, notes, is_finished=False)
+        return live_document(report_document(facts, self._settings.space, trials))
+
+    def _facts(
+        self, reason: str, predicted: ReportFacts, notes: Sequence[str], *, is_finished: bool
+    ) -> SearchFacts:
+        return SearchFacts(
+            name=self._settings.experiment.name or self._settings.output.name,
+            method=self._settings.method,
+            metric=self._settings.flags.metric,
+            reason=reason,
+            is_finished=is_finished,
+            num_slots=self._settings.num_slots,
+            predicted=predicted,
+            notes=(*self._settings.warnings, *notes),
+        )
 
     def read(self) -> dict[str, str]:
         """Return the files that outlast the search and exist: name -> text."""

@@ -38,6 +38,28 @@ UNITS = {
     "backward": "µs",
 }
 _NUM_RUNNERS_UP = 3
+# What stands in a report while the search goes on: it is sent again with every result, and others may read it.
+_LIVE_FACTS = (
+    *(
+        "format",
+        "name",
+        "method",
+        "metric",
+        "unit",
+        "smaller_is_better",
+        "reason",
+        "is_finished",
+        "is_failure",
+        "num_slots",
+    ),
+    *("notes", "best", "own", "gain", "is_gain_certain", "pareto"),
+)
+_LIVE_ROW = (
+    *("trial_id", "description", "is_own", "state", "why", "seconds", "value", "throughput", "step_s"),
+    *("memory_bytes", "predicted", "experiment"),
+)
+_MOST_LIVE_ROWS = 200
+_LONGEST_LIVE_TEXT = 500
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,6 +75,7 @@ class SearchFacts:
         num_slots: ranks of a trial.
         predicted: what the method says beyond the measurements.
         notes: sentences that a person should know.
+        is_failure: whether an error has ended it.
     """
 
     name: str
@@ -63,6 +86,7 @@ class SearchFacts:
     num_slots: int
     predicted: ReportFacts = dataclasses.field(default_factory=ReportFacts)
     notes: tuple[str, ...] = ()
+    is_failure: bool = False
 
 
 def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResult]) -> dict[str, Any]:
@@ -91,6 +115,7 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
         "smaller_is_better": smaller_is_better(metric),
         "reason": facts.reason,
         "is_finished": facts.is_finished,
+        "is_failure": facts.is_failure,
         "num_slots": facts.num_slots,
         "notes": _notes(facts, space, trials),
         "model": model_facts(trials),
@@ -113,6 +138,31 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
         "left": [dict(one) for one in predicted.left][:5],
         "trials": rows,
     }
+
+
+def live_document(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the small part of a report that is shown while the search goes on; without configs, which may hold secrets.
+
+    Args:
+        document: the report of now.
+    """
+    kept = {*document["pareto"], document["best"], document["own"]}
+    newest = document["trials"][-_MOST_LIVE_ROWS:]
+    rows = [row for row in document["trials"][: -len(newest) or None] if row["trial_id"] in kept]
+    found = []
+    for row in (*rows, *newest):
+        failure = row.get("failure")
+        found.append(
+            {
+                **{name: row[name] for name in _LIVE_ROW if row[name] is not None},
+                **(
+                    {}
+                    if failure is None
+                    else {"failure": {"message": failure["message"][:_LONGEST_LIVE_TEXT]}}
+                ),
+            }
+        )
+    return {**{name: document[name] for name in _LIVE_FACTS}, "trials": found}
 
 
 def _notes(facts: SearchFacts, space: Space, trials: Sequence[TrialResult]) -> list[str]:
@@ -152,6 +202,7 @@ def _row(trial: TrialResult, metric: str, forecast: Mapping[str, Any] | None) ->
         "settings": dict(trial.candidate.settings),
         "why": trial.why,
         "seconds": trial.seconds,
+        "experiment": trial.handle.get("experiment_id"),
         "state": "running"
         if outcome is None
         else (outcome.kind.value if isinstance(outcome, Failure) else "measured"),

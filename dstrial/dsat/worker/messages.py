@@ -39,22 +39,27 @@ class TaskQueue:
         orders: those without a known answer, by number.
         results: once the search is over, files to keep in a checkpoint, name -> text; None while it goes on. What is
             being measured is then ended.
+        report: of the search so far, JSON values for whoever looks on; None if there is none. Workers do not read it.
     """
 
     orders: tuple[Task, ...] = ()
     results: Mapping[str, str] | None = None
+    report: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
         return {
             "orders": [dataclasses.asdict(order) for order in self.orders],
             "results": None if self.results is None else dict(self.results),
+            **({} if self.report is None else {"report": dict(self.report)}),
         }
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> TaskQueue:
         """Return what :meth:`to_json` was called on."""
-        return cls(tuple(Task(**order) for order in fields["orders"]), fields["results"])
+        return cls(
+            tuple(Task(**order) for order in fields["orders"]), fields["results"], fields.get("report")
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -218,6 +218,11 @@ def notes_of(book: TaskQueue) -> str:
     return _NOTES_BEGIN + json.dumps(book.to_json())
 
 
+def are_orders(notes: str) -> bool:
+    """Say whether notes are those of :func:`notes_of`, not of a person."""
+    return notes.startswith(_NOTES_BEGIN)
+
+
 def book_from_notes(notes: str) -> TaskQueue:
     """Return what :func:`notes_of` was called on; an empty book for other notes.
 

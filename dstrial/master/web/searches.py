@@ -1,8 +1,8 @@
 """What the page shows of searches of dsat.
 
 They are found by the labels of their experiments, with the report where the master has it. A search's own files lie with who
-started it. The master has each configuration's metrics, and once a search has ended its report, which dsat leaves in the notes of
-an experiment.
+started it. The master has each configuration's metrics, and the report, which dsat leaves in the notes of an experiment: a small
+one while the search goes on, the whole one once it has ended.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ROW = (
         "step_s",
         "memory_bytes",
     ),
-    *("predicted", "failure"),
+    *("predicted", "failure", "experiment"),
 )
 _FACTS = (
     *(
@@ -50,6 +50,7 @@ _FACTS = (
         "smaller_is_better",
         "reason",
         "is_finished",
+        "is_failure",
         "num_slots",
         "notes",
         "best",
@@ -68,16 +69,21 @@ def search_of(label: str) -> str | None:
     return None if found is None else found[1]
 
 
-def document_of(notes: str) -> Json | None:
+def document_of(notes: str, *, is_live: bool = False) -> Json | None:
     """Return the report in the notes of an experiment. Pure.
 
     None where there is none, or somebody has edited it.
+
+    Args:
+        notes: of the experiment.
+        is_live: look for the one of a search that goes on, not for that of its end.
     """
     if not notes.startswith(_NOTES_BEGIN):
         return None
     try:
-        text = (json.loads(notes.removeprefix(_NOTES_BEGIN)).get("results") or {}).get("report.json")
-        found = json.loads(text) if isinstance(text, str) else None
+        fields = json.loads(notes.removeprefix(_NOTES_BEGIN))
+        text = (fields.get("results") or {}).get("report.json")
+        found = fields.get("report") if is_live else json.loads(text) if isinstance(text, str) else None
     except (ValueError, AttributeError):
         return None
     if not isinstance(found, dict) or not isinstance(found.get("trials"), list):
@@ -183,6 +189,36 @@ def live_rows(experiments: Sequence[LabelledExperiment], found: Sequence[Measure
     return list(rows.values())
 
 
+def merged_rows(
+    told: Sequence[Json], live: Sequence[Json], experiments: Iterable[int], *, is_over: bool
+) -> list[Json]:
+    """Return a report's rows, with what the master has heard since. Pure.
+
+    Args:
+        told: rows of the report.
+        live: what trials have reported, see :func:`live_rows`.
+        experiments: of the search.
+        is_over: whether nothing of it runs any more.
+    """
+    heard = {row["trial_id"]: row for row in live}
+    own = set(experiments)
+    rows = []
+    for row in told:
+        news = heard.pop(row["trial_id"], None)
+        place = news["experiment"] if news is not None else row["experiment"]
+        # Notes can be edited: only what is an experiment of this search is led to.
+        row = {**row, "experiment": place if isinstance(place, int) and place in own else None}
+        if row["state"] == "running":
+            row["state"] = "not measured" if is_over else "running"
+            if news is not None:
+                row |= {
+                    name: value for name, value in news.items() if value is not None and name != "description"
+                }
+        rows.append(row)
+    # A worker's answers without a trial's number are in the report a moment later, by theirs.
+    return rows + [row for number, row in heard.items() if number > 0]
+
+
 def _facts(search_id: str, rows: Sequence[LabelledExperiment]) -> Json:
     first = rows[0]
     is_over = all(row.state in _ENDED for row in rows)
@@ -233,16 +269,20 @@ def _read(connection: Connection, search_id: str) -> Json:
             404, f"search {search_id[:80]!r} is not found; expected one that has experiments on this master."
         )
     rows = live_rows(own, searches.measurements(connection, search_id, _MAX_ROWS))
-    document = next((found for row in reversed(own) if (found := document_of(row.notes)) is not None), None)
-    experiments = {row["trial_id"]: row["experiment"] for row in rows}
+    facts = _facts(search_id, own)
+    documents = [document_of(row.notes, is_live=is_live) for row in own for is_live in (True, False)]
+    # A search that goes on after its end, with a larger budget for example, knows more than the report of that end.
+    document = max(
+        (one for one in documents if one is not None),
+        key=lambda one: (len(one["trials"]), one["is_finished"] is True),
+        default=None,
+    )
+    front = None
     if document is not None:
-        rows = [{**row, "experiment": experiments.get(row["trial_id"])} for row in document.pop("trials")]
-    return {
-        "search": _facts(search_id, own),
-        "report": document,
-        "trials": rows,
-        "pareto": pareto(rows) if document is None else document["pareto"] or pareto(rows),
-    }
+        told = document.pop("trials")
+        front = document["pareto"] if document["is_finished"] else None
+        rows = merged_rows(told, rows, facts["experiments"], is_over=facts["state"] == "ended")
+    return {"search": facts, "report": document, "trials": rows, "pareto": front or pareto(rows)}
 
 
 async def get_search(request: ApiRequest) -> Json:

@@ -42,6 +42,11 @@ class FormulaBackend:
 
     num_parallel = 2
     keeps_deadlines = False
+    shows_reports = True
+
+    def publish(self, report: Mapping[str, Any]) -> bool:
+        self.world.setdefault("shown", []).append(json.loads(json.dumps(report)))
+        return not self.world.get("is_away")
 
     def finish(self, results: Mapping[str, str]) -> None:
         self._live()
@@ -143,7 +148,7 @@ def _run(
 ) -> tuple[SearchStatus, Driver, list[str]]:
     record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
     told: list[str] = []
-    signals: list[signal.Signals] = world.get("signals") or []
+    signals: list[signal.Signals] = world.get("signals", [])
     with record.lock():
         method = search_method(settings.method, settings.space, settings.options, Filters(settings.space))
         backend = FormulaBackend(world, die_at)
@@ -211,6 +216,49 @@ def test_a_trial_that_found_no_room_on_the_disk_is_measured_when_there_is_some(
     }
     assert sum("finds no room on the disk (No space left on device)" in line for line in told) == 1
     assert all("NO_ROOM" not in json.dumps(event) for event in _events(settings))
+
+
+def test_the_report_so_far_is_shown_where_trials_run_once_for_all_news_of_a_while(
+    experiment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = _settings(experiment, "--max-trials", "6")
+    rare: dict[str, Any] = {"started": {}}
+    monkeypatch.setattr("dstrial.dsat.driver.live_report._PERIOD_S", 1e9)
+    _run(settings, rare)
+    (shown,) = rare["shown"]
+    assert "running" in [row["state"] for row in shown["trials"]]
+    shutil.rmtree(settings.output)
+
+    monkeypatch.setattr("dstrial.dsat.driver.live_report._PERIOD_S", 0.0)
+    monkeypatch.setattr("dstrial.dsat.driver.live_report._LEAST_PAUSES", 0.0)
+    often: dict[str, Any] = {"started": {}}
+    _, driver, _ = _run(settings, often)
+    measured = [sum(row["state"] == "measured" for row in one["trials"]) for one in often["shown"]]
+    assert measured == sorted(measured)
+    assert measured[0] < measured[-1]
+    assert not any(one["is_finished"] or one["reason"] for one in often["shown"])
+    best = often["shown"][-1]["best"]
+    assert best in driver.trials
+    shutil.rmtree(settings.output)
+
+    # What did not get there is tried again, without news.
+    away: dict[str, Any] = {"started": {}, "is_away": True, "hangs": 1.0, "signals": []}
+    monkeypatch.setattr(FormulaBackend, "poll", _interrupted_after(5))
+    end, _, _ = _run(settings, away)
+    assert end.stopped_by is signal.SIGINT
+    *so_far, last = away["shown"]
+    assert len(so_far) >= 3
+    assert last["reason"] == "interrupted by SIGINT"
+
+
+def _interrupted_after(num_polls: int) -> Any:
+    def poll(self: FormulaBackend) -> list[Ended]:
+        self.world["polls"] = self.world.get("polls", 0) + 1
+        if self.world["polls"] == num_polls:
+            self.world["signals"].append(signal.SIGINT)
+        return []
+
+    return poll
 
 
 def test_what_a_finished_search_has_left_running_is_ended_by_the_same_command(experiment: Path) -> None:

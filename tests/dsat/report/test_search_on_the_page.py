@@ -13,7 +13,7 @@ from surfaces import play, space, surface
 from dstrial.dsat.backends import trial_spec
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, TrialResult
 from dstrial.dsat.methods.base import ReportFacts
-from dstrial.dsat.report.document import SearchFacts, report_document
+from dstrial.dsat.report.document import SearchFacts, live_document, report_document
 from dstrial.dsat.worker.messages import TaskQueue, TaskResult
 from dstrial.dsat.worker.transport import notes_of
 from dstrial.master.store.views.searches import LabelledExperiment, Measurement
@@ -94,6 +94,84 @@ def test_the_report_that_a_search_leaves_in_notes_is_read_whole() -> None:
         notes_of(TaskQueue(results={"report.json": "["})),
     ):
         assert searches.document_of(broken) is None
+
+
+def test_the_report_so_far_is_read_too_and_is_small_and_without_configs() -> None:
+    searched = space()
+    played = play("asha", searched, outcome_of=surface, max_trials=16).outcomes.values()
+    ended = [
+        TrialResult(
+            one.trial_id,
+            one.candidate,
+            searched.describe(one.candidate),
+            one.why,
+            outcome,
+            handle={"worker": 1, "experiment_id": 4},
+        )
+        for one, outcome in played
+    ]
+    trials = [*ended[:-1], dataclasses.replace(ended[-1], outcome=None)]
+    facts = SearchFacts(
+        name="gpt",
+        method="asha",
+        metric="throughput",
+        reason="",
+        is_finished=False,
+        num_slots=8,
+        predicted=ReportFacts(forecasts={trials[-1].trial_id: {"median_s": 0.1}}),
+        notes=("a note",),
+    )
+    document = json.loads(json.dumps(live_document(report_document(facts, searched, trials))))
+    notes = notes_of(TaskQueue(report=document))
+
+    shown = searches.document_of(notes, is_live=True)
+
+    assert searches.document_of(notes) is None  # It is no report of an end.
+    assert shown is not None
+    assert set(searches._FACTS) <= set(document)
+    assert (shown["is_finished"], shown["notes"]) == (False, document["notes"])
+    assert [row["trial_id"] for row in shown["trials"]] == [one.trial_id for one in trials]
+    assert [row["experiment"] for row in shown["trials"]] == [4] * len(trials)
+    assert shown["trials"][-1]["state"] == "running"
+    assert shown["trials"][-1]["predicted"]["step_s"] == 0.1
+    assert searches.pareto(shown["trials"]) == document["pareto"]
+    for row in document["trials"]:
+        assert "settings" not in row  # They may hold secrets, as configs do.
+    assert "best_config" not in document
+    # However many trials there are, a worker reads little with its orders.
+    row = {**document["trials"][0], **dict.fromkeys(("predicted", "seconds", "why"))}
+    many = [{**row, "trial_id": number} for number in range(1, 1001)]
+    whole = {**document, "pareto": [3], "best": 2, "own": 1, "trials": many}
+    numbers = [one["trial_id"] for one in live_document(whole)["trials"]]
+    assert numbers == [1, 2, 3, *range(801, 1001)]
+
+
+def test_what_the_master_has_heard_since_is_put_into_a_report() -> None:
+    def row(number: int, **fields: object) -> dict[str, object]:
+        return {**dict.fromkeys(searches._ROW), "trial_id": number, **fields}
+
+    told = [
+        row(1, state="measured", value=5.0, experiment=1),
+        row(2, state="running", description="told", predicted={"step_s": 0.1}),
+        row(3, state="running", experiment="../../elsewhere"),
+        row(4, state="running", experiment=99),
+    ]
+    heard = [
+        row(2, state="measured", value=7.0, experiment=2, description="heard"),
+        row(5, state="running", experiment=5),
+        row(-1, state="measured"),
+    ]
+    found = searches.merged_rows(told, heard, [1, 2, 5], is_over=False)
+    assert [(one["trial_id"], one["state"], one["value"], one["experiment"]) for one in found] == [
+        (1, "measured", 5.0, 1),
+        (2, "measured", 7.0, 2),
+        (3, "running", None, None),
+        (4, "running", None, None),
+        (5, "running", None, 5),
+    ]
+    assert (found[1]["description"], found[1]["predicted"]) == ("told", {"step_s": 0.1})
+    over = searches.merged_rows(told, heard, [1, 2, 5], is_over=True)
+    assert [one["state"] for one in over[2:4]] == ["not measured"] * 2
 
 
 def test_answers_of_workers_and_measurements_of_trials_become_lines() -> None:

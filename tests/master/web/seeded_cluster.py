@@ -106,6 +106,9 @@ def add_webhook(tx: Transaction, name: str, url: str = SECRET_URL) -> int:
     return webhooks.create(tx, Webhook(name, url, "DEFAULT", "WORKSPACE", None, triggers))
 
 
+NOTES_BEGIN = "Orders of dsat to its worker (JSON; do not edit):\n"
+
+
 def add_search(tx: Transaction, *, has_report: bool = False, search_id: str = "0a1b2c3d") -> str:
     """Add a search of dsat as a master knows it: three trials, one worker and, once it has ended, its report."""
     numbers = {"latency": 2e5, "throughput": 40.0, "peak_memory_bytes": 3e9}
@@ -173,6 +176,6 @@ def add_search(tx: Transaction, *, has_report: bool = False, search_id: str = "0
             **{"gain": 1.0, "is_gain_certain": True, "pareto": [1, 2], "trials": rows},
         }
         results = {"orders": [], "results": {"report.json": json.dumps(document)}}
-        notes = "Orders of dsat to its worker (JSON; do not edit):\n" + json.dumps(results)
+        notes = NOTES_BEGIN + json.dumps(results)
         submit(f"dsat-{search_id}-results", "gpt (dsat results)", "dsat predict: keeps", "COMPLETED", notes)
     return search_id

@@ -138,6 +138,73 @@ def test_a_range_marked_on_an_axis_keeps_trials_and_stays_in_the_address(
     assert "ranges=" not in browser.page.url
 
 
+def tab_to(browser: Browser, name: str) -> None:
+    """Press Tab until what has this name has the focus."""
+    for _ in range(60):
+        browser.page.keyboard.press("Tab")
+        named = "document.activeElement.getAttribute('aria-label') ?? document.activeElement.textContent"
+        if browser.page.evaluate(named) == name:
+            return
+    raise AssertionError(f"Tab does not come to {name!r}")
+
+
+def kept(browser: Browser) -> list[list[str]]:
+    """Return the rows of the trials that parallel coordinates keep."""
+    data = saved(browser, browser.page.get_by_label("CSV of parallel coordinates")).decode()
+    return list(csv.reader(io.StringIO(data)))[1:]
+
+
+def test_a_range_is_chosen_and_given_back_by_the_keyboard_alone(
+    open_browser: Callable[..., Browser], seeded: Seeded
+) -> None:
+    browser = open_browser()
+    press = browser.page.keyboard.press
+    browser.open(tab(seeded.search, "hyperparameters"), "canvas")
+    everything = kept(browser)
+    browser.page.focus("h1")
+    tab_to(browser, "Ranges")
+    press("Enter")
+    tab_to(browser, "loss at most")
+    focused = browser.page.locator(":focus")
+    assert focused.evaluate("(one) => getComputedStyle(one).outlineStyle") != "none"
+    for _ in range(6):
+        press("PageDown")
+    press("ArrowDown")
+    browser.until("location.search.includes('ranges=loss%3A0.000%3A0.')")
+    limit = float(focused.get_attribute("aria-valuetext"))
+    rows = kept(browser)
+    assert 1 < len(rows) < 30
+    assert rows == [row for row in everything if float(row[4]) <= limit * 1.001]
+    assert f"{len(rows)} of 30 trials" in browser.text(".ranges [role=status]")
+    label = browser.page.locator("canvas").first.get_attribute("aria-label")
+    assert f"{len(rows)} within the marked ranges" in label
+    # What a mouse would have left in the address filters the same.
+    browser.page.reload()
+    browser.until("document.body.innerText.includes('of 30 trials')")
+    assert kept(browser) == rows
+
+    browser.page.focus("h1")
+    tab_to(browser, "Ranges")
+    press("Enter")
+    tab_to(browser, "optimizer at least")
+    focused = browser.page.locator(":focus")
+    assert focused.get_attribute("aria-valuetext") == "adam"
+    press("End")  # One end stops at the other.
+    tab_to(browser, "optimizer at most")
+    press("Home")
+    browser.until("location.search.includes('optimizer')")
+    last = browser.page.locator(":focus").get_attribute("aria-valuetext")
+    assert last != "adam"
+    assert kept(browser) == [row for row in rows if row[3] == last]
+    tab_to(browser, "optimizer at least")  # Taking the file has taken the focus.
+    press("Delete")
+    browser.until("!location.search.includes('optimizer')")
+    tab_to(browser, "loss at least")
+    press("Escape")
+    browser.until("!location.search.includes('ranges')")
+    assert kept(browser) == everything
+
+
 def seeded_best(browser: Browser, seeded: Seeded) -> float:
     with browser.master.services.database.read() as connection:
         return float(

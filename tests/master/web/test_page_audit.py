@@ -70,6 +70,9 @@ def ids(seeded_master: Master) -> dict[str, Any]:
 def settle(browser: Browser, path: str) -> None:
     browser.open(path, SETTLED)
     browser.until("!document.querySelector('.loading')")
+    browser.page.evaluate(
+        "document.querySelectorAll('details.ranges').forEach((one) => { one.open = true; })"
+    )
     browser.page.wait_for_timeout(
         200
     )  # For what is drawn after it was loaded; what is missing then is not looked at.

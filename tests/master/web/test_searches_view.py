@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
 from browsing import Browser
-from seeded_cluster import add_search
+from seeded_cluster import NOTES_BEGIN, add_search
 from serving import Master
 
 pytestmark = pytest.mark.process
 
-LIVE, ENDED = "0a1b2c3d", "11111111"
+LIVE, ENDED, TOLD, FAILED = "0a1b2c3d", "11111111", "22222222", "33333333"
 CURVES = "[...document.querySelectorAll('.plot')].map((one) => one.getAttribute('aria-label'))"
 
 
@@ -32,7 +33,7 @@ def test_a_running_search_is_drawn_from_what_its_trials_have_reported(
     assert "3 of 5 configurations measured" in browser.text(".facts")
     assert "zero 2, <b>4 x 8</b>" in browser.text("tbody tr.best")
     assert "order 2 of worker 1" in browser.text("tbody")
-    assert "in the report of the search" in browser.text("main")  # What is not here is said.
+    assert "nothing yet of the search itself" in browser.text("main")  # What is not here is said.
     # Three measured ones and the line of those beaten by none; nothing was predicted.
     assert browser.page.evaluate(CURVES) == [
         "Records per second against memory over GiB of a device: 4 curves"
@@ -58,6 +59,80 @@ def test_a_running_search_is_drawn_from_what_its_trials_have_reported(
     assert browser.page.evaluate("window.isSame")
 
 
+def test_a_running_search_that_tells_of_itself_has_predictions_and_a_front_that_grow(
+    open_browser: Callable[..., Browser], seeded_master: Master
+) -> None:
+    def fill(tx):
+        add_search(tx, search_id=TOLD)
+        return tx.execute(
+            "SELECT id FROM experiments WHERE labels LIKE ?", (f"%dsat-{TOLD}-worker-1%",)
+        ).fetchone()[0]
+
+    worker = seeded_master.services.database.write(fill)
+
+    def tell(num_measured: int) -> None:
+        rows = [
+            {
+                "trial_id": number,
+                "description": f"zero {number}, <b>4 x 8</b>",
+                "experiment": worker,
+                "predicted": {"step_s": 0.19 * number},
+                "state": "running",
+                **(
+                    {
+                        "state": "measured",
+                        "value": 10.0 * number,
+                        "throughput": 10.0 * number,
+                        "step_s": 0.2 * number,
+                        "memory_bytes": 1e9 * number,
+                    }
+                    if number <= num_measured
+                    else {}
+                ),
+            }
+            for number in range(11, 14)
+        ]
+        report = {
+            **{"name": "gpt", "method": "predict", "metric": "throughput", "unit": "records/s"},
+            **{
+                "smaller_is_better": False,
+                "reason": "",
+                "is_finished": False,
+                "notes": ["so far"],
+                "best": 11,
+            },
+            **{"own": 11, "gain": None, "is_gain_certain": False, "pareto": [11], "trials": rows},
+        }
+        notes = NOTES_BEGIN + json.dumps({"orders": [], "results": None, "report": report})
+
+        def write(tx):
+            tx.execute("UPDATE experiments SET notes = ? WHERE id = ?", (notes, worker))
+            tx.publish(f"experiment:{worker}")
+
+        seeded_master.services.database.write(write)
+
+    tell(11)
+    browser = open_browser()
+    browser.open(f"/det/searches/{TOLD}", "tbody tr.best")
+    assert "so far" in browser.text("main ul")
+    assert "running" in browser.text(".facts")
+    # What launched trials have reported is beside what the search tells of.
+    assert "3 of 6 configurations measured" in browser.text(".facts")
+    curves = [
+        "Records per second against memory over GiB of a device: 4 curves",
+        "Measured ms of a step against predicted over predicted ms: 2 curves",
+    ]
+    assert browser.page.evaluate(CURVES) == curves
+    browser.page.evaluate("window.isSame = true")
+    tell(13)
+    browser.until("document.querySelector('.facts').textContent.includes('5 of 6 configurations measured')")
+    grown = [one.replace("4 curves", "6 curves").replace("2 curves", "4 curves") for one in curves]
+    assert browser.page.evaluate(CURVES) == grown
+    assert "zero 13" in browser.text("tbody tr.best")
+    assert browser.page.get_attribute("tbody tr.best a", "href") == f"/det/experiments/{worker}"
+    assert browser.page.evaluate("window.isSame")
+
+
 def test_an_ended_search_has_its_report_with_predictions_and_runs_nothing_of_it(
     open_browser: Callable[..., Browser],
 ) -> None:
@@ -75,6 +150,25 @@ def test_an_ended_search_has_its_report_with_predictions_and_runs_nothing_of_it(
     href = browser.page.get_attribute("tbody tr.best a", "href")
     assert href is not None
     assert href.startswith("/det/experiments/")
+
+
+def test_a_search_that_an_error_has_ended_is_not_called_completed(
+    open_browser: Callable[..., Browser], seeded_master: Master
+) -> None:
+    def fill(tx):
+        add_search(tx, search_id=FAILED, has_report=True)
+        told = r"\"is_finished\": true"
+        tx.execute(
+            "UPDATE experiments SET notes = REPLACE(notes, ?, ?) WHERE labels LIKE ?",
+            (told, told + r", \"is_failure\": true", f"%dsat-{FAILED}-results%"),
+        )
+
+    seeded_master.services.database.write(fill)
+    browser = open_browser()
+    browser.open(f"/det/searches/{FAILED}", "tbody tr.best")
+    assert browser.text(".facts .state") == "error"
+    browser.open(f"/det/searches/{ENDED}", "tbody tr.best")
+    assert browser.text(".facts .state") == "completed"
 
 
 def test_an_unknown_search_is_said_to_be_none(open_browser: Callable[..., Browser]) -> None:

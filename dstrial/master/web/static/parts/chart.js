@@ -12,6 +12,7 @@ import { csv, download, number } from "../format.js";
  * @property {number[]} xs ascending
  * @property {number[]} ys may hold NaN and infinities
  * @property {boolean} [isBest]
+ * @property {boolean} [isGuide] a line to compare points with, none of its own
  * @property {string} [href] where a click leads
  *
  * @typedef {{ x: number, text: string }} Mark a line across the chart
@@ -67,8 +68,8 @@ function nearest(xs, x) {
   return Math.abs(xs[low] - x) <= Math.abs(xs[high] - x) ? low : high;
 }
 
-/** @param {Curve[]} curves @param {boolean} isLog @returns {{ x: [number, number], y: [number, number] }} */
-function extents(curves, isLog, xRange = /** @type {[number, number] | null} */ (null)) {
+/** @param {Curve[]} curves @param {boolean} isLog @param {[number, number] | null} [xRange] that is shown @param {boolean} [isScatter] @returns {{ x: [number, number], y: [number, number] }} */
+function extents(curves, isLog, xRange = /** @type {[number, number] | null} */ (null), isScatter = false) {
   let [left, right, low, high] = [Infinity, -Infinity, Infinity, -Infinity];
   for (const { xs, ys } of curves) {
     for (let idx = 0; idx < xs.length; idx += 1) {
@@ -84,7 +85,8 @@ function extents(curves, isLog, xRange = /** @type {[number, number] | null} */ 
   }
   if (!Number.isFinite(left)) [left, right] = [0, 1];
   if (!Number.isFinite(low)) [low, high] = isLog ? [0.1, 1] : [0, 1];
-  if (left === right) right = left + 1;
+  const around = isScatter ? Math.abs(left) * 0.1 || 1 : 0; // One point stands in the middle, a curve begins at the left.
+  if (left === right) [left, right] = around ? [left - around, right + around] : [left, left + 1];
   if (isLog) return { x: [left, right], y: low === high ? [low / 2, high * 2] : [low / 1.1, high * 1.1] };
   const margin = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
   return { x: [left, right], y: [low - margin, high + margin] };
@@ -162,7 +164,7 @@ export function Chart(props) {
     const isMany = all.length > 12;
     /** @param {CanvasRenderingContext2D} on @param {Curve} curve @param {number} idx @param {boolean} isMarked */
     const stroke = (on, curve, idx, isMarked) => {
-      on.strokeStyle = on.fillStyle = curve.isBest ? styled("--best") : colour(idx);
+      on.strokeStyle = on.fillStyle = curve.isGuide ? styled("--muted") : curve.isBest ? styled("--best") : colour(idx);
       on.globalAlpha = isMarked || curve.isBest ? 1 : isMany ? 0.5 : 0.9;
       on.lineWidth = (isMarked || curve.isBest ? 2.6 : isMany ? 1 : 1.6) * devicePixelRatio;
       on.beginPath();
@@ -180,7 +182,7 @@ export function Chart(props) {
         drawn += 1;
       }
       on.stroke();
-      if (!drawn || drawn >= 25) return;
+      if (!drawn || drawn >= 25 || curve.isGuide) return;
       for (let point = 0; point < xs.length; point += 1) {
         const y = ys[point];
         if (!Number.isFinite(y) || (log && y <= 0)) continue;
@@ -223,7 +225,7 @@ export function Chart(props) {
     let found = null;
     let least = HOVER_PX;
     for (const curve of now.current.curves) {
-      if (!curve.xs.length) continue;
+      if (!curve.xs.length || curve.isGuide) continue;
       const idx = nearest(curve.xs, x);
       const y = curve.ys[idx];
       if (!Number.isFinite(y) || (now.current.isLog && y <= 0)) continue;
@@ -291,7 +293,7 @@ export function Chart(props) {
   function rescale() {
     const u = plot.current;
     if (!u) return;
-    const { x, y } = extents(now.current.curves, now.current.isLog, zoom.current);
+    const { x, y } = extents(now.current.curves, now.current.isLog, zoom.current, props.isScatter);
     if (props.isFromZero) y[0] = 0;
     const margin = props.isScatter ? (x[1] - x[0]) * 0.04 : 0;
     const [min, max] = zoom.current ?? [x[0] - margin, x[1] + margin];

@@ -1,4 +1,4 @@
-// Searches of dsat: what each configuration has measured, and the report of a search that has ended.
+// Searches of dsat: what each configuration has measured, and its report: a small one while it runs, the whole one once it has ended.
 
 import { html, useMemo } from "htm/preact/standalone";
 import { get } from "../api.js";
@@ -62,7 +62,7 @@ function Search({ id }) {
   const trials = useMemo(() => (data?.trials ?? []).map((/** @type {any} */ row) => ({ ...row, id: row.trial_id })), [data]);
   const isSmaller = report ? report.smaller_is_better : search?.smallerIsBetter;
   const best = useMemo(() => {
-    if (report) return report.best;
+    if (report?.is_finished) return report.best;
     const known = trials.filter((/** @type {any} */ row) => typeof row.value === "number");
     known.sort((/** @type {any} */ a, /** @type {any} */ b) => (isSmaller ? a.value - b.value : b.value - a.value));
     return known[0]?.trial_id ?? null;
@@ -71,14 +71,14 @@ function Search({ id }) {
     const known = trials.filter((/** @type {any} */ row) => row.memory_bytes && row.throughput);
     const front = (data?.pareto ?? []).map((/** @type {number} */ one) => known.find((/** @type {any} */ row) => row.trial_id === one)).filter(Boolean);
     const place = (/** @type {any} */ row) => /** @type {[number, number]} */ ([row.memory_bytes / 2 ** 30, row.throughput]);
-    return [...points(known, place, best), { id: "front", label: "beaten by none", xs: front.map((/** @type {any} */ row) => place(row)[0]), ys: front.map((/** @type {any} */ row) => place(row)[1]) }];
+    return [...points(known, place, best), { id: "front", label: "beaten by none", isGuide: true, xs: front.map((/** @type {any} */ row) => place(row)[0]), ys: front.map((/** @type {any} */ row) => place(row)[1]) }];
   }, [trials, best, data]);
   const predicted = useMemo(() => {
     const known = trials.filter((/** @type {any} */ row) => row.predicted?.step_s && row.step_s);
     if (!known.length) return [];
     const all = known.flatMap((/** @type {any} */ row) => [row.predicted.step_s * 1000, row.step_s * 1000]);
     const ends = [Math.min(...all), Math.max(...all)];
-    return [...points(known, (row) => [row.predicted.step_s * 1000, row.step_s * 1000], best), { id: "same", label: "as predicted", xs: ends, ys: ends }];
+    return [...points(known, (row) => [row.predicted.step_s * 1000, row.step_s * 1000], best), { id: "same", label: "as predicted", isGuide: true, xs: ends, ys: ends }];
   }, [trials, best]);
   const front = useMemo(() => new Set(data?.pareto ?? []), [data]);
   const columns = useMemo(
@@ -104,16 +104,18 @@ function Search({ id }) {
     <h1 tabindex="-1">${report?.name ?? search.name} <span class="muted">search ${id}</span></h1>
     <${Problem} error=${error} />
     <div class="facts">
-      <${State} state=${search.state === "running" ? "RUNNING" : "COMPLETED"} />
+      <${State} state=${search.state === "running" ? "RUNNING" : report?.is_failure ? "ERROR" : report && !report.is_finished ? "CANCELED" : "COMPLETED"} />
       <span>${report?.method ?? search.method}, for ${metric}</span>
       <span>${measured} of ${trials.length} ${trials.length === 1 ? "configuration" : "configurations"} measured</span>
-      ${report && typeof report.gain === "number" && html`<span><b>${(100 * report.gain).toFixed(1)} %</b> better than its own configuration${report.is_gain_certain ? "" : ", which may be chance"}</span>`}
+      ${report && report.best !== null && report.best === report.own && html`<span>its own configuration is the best${report.is_finished ? "" : " so far"}</span>`}
+      ${report && typeof report.gain === "number" && report.best !== report.own && html`<span><b>${(100 * report.gain).toFixed(1)} %</b> better than its own configuration${report.is_gain_certain ? "" : ", which may be chance"}</span>`}
       <span>by ${search.user}, <${Time} at=${search.start} />, ${duration(secondsBetween(search.start, search.end))}</span>
       ${search.full && html`<span>trained as <a href=${`/det/experiments/${search.full}`}>experiment ${search.full}</a></span>`}
     </div>
     ${report?.reason && html`<p>${report.reason}</p>`}
     ${report?.notes?.length > 0 && html`<ul>${report.notes.map((/** @type {string} */ note) => html`<li>${note}</li>`)}</ul>`}
-    ${!report && html`<p class="muted">The master has what was measured. Predictions, notes and what each living worker's order was are in the report of the search, which stands in its directory and here once it has ended.</p>`}
+    ${!report && html`<p class="muted">The master has what was measured, and nothing yet of the search itself: predictions, notes, and which configuration each order of a living worker is of.</p>`}
+    ${report && !report.is_finished && !report.reason && search.state !== "running" && html`<p class="muted">Nothing of this search runs any more, and it has not said how it ended: this is what it had told last. The same command goes on with it.</p>`}
     <div class="charts">
       <${Chart} title="Records per second against memory" xLabel="GiB of a device" curves=${pareto} isScatter onOpen=${navigate} height=${300} />
       ${predicted.length > 0 && html`<${Chart} title="Measured ms of a step against predicted" xLabel="predicted ms" curves=${predicted} isScatter onOpen=${navigate} height=${300} />`}

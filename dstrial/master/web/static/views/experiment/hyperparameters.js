@@ -47,7 +47,7 @@ export function Hyperparameters({ id, experiment, trials }) {
         ${ordered.map((axis) => html`<label><input type="checkbox" checked=${names.includes(axis.name)} onChange=${() =>
           setChosen((names.includes(axis.name) ? names.filter((one) => one !== axis.name) : [...names, axis.name]).map(encodeName).join("~"))} /> ${axis.name}</label>`)}
       </div></details>
-      <span class="muted">Drag along an axis to keep a range; click it to let it go. Click a line to open its trial.</span>
+      <span class="muted">Drag along an axis to keep a range; click it to let it go. By keyboard: Ranges, below the drawing. Click a line to open its trial.</span>
       ${numKnown < points.length && html`<span class="muted">${points.length - numKnown} of ${points.length} trials have no finite ${metric}.</span>`}
     </div>
     <${Parallel} points=${points} axes=${drawn} metric=${metric} merit=${merit} best=${best} highlight=${highlight} ranges=${ranges}

@@ -1,10 +1,11 @@
-// Parallel coordinates: a line for each trial over an axis for each hyperparameter; a range of an axis, marked by dragging, keeps trials.
+// Parallel coordinates: a line for each trial over an axis for each hyperparameter; a range of an axis, marked by dragging or by sliders, keeps trials.
 
 import { html, useMemo, useRef, useState } from "htm/preact/standalone";
 import { number, plain } from "../../format.js";
 import { axisOf, labelAt, ticksOf } from "../../hp_space.js";
 import { Drawing, fitted, rampColour, Tip } from "../../parts/canvas.js";
 import { styled } from "../../parts/chart.js";
+import { RangeSliders } from "./ranges.js";
 
 /** @typedef {import("../../hp_space.js").Axis} Axis */
 /** @typedef {import("../../hp_space.js").Point} Point */
@@ -222,9 +223,10 @@ export function Parallel({ points, axes, metric, merit, best, highlight, ranges,
   <//>
   ${Object.keys(ranges).length > 0 && html`<p class="tools">${Object.entries(ranges).map(([name, [low, high]]) => {
     const axis = axes.find((one) => one.name === name);
-    return axis && html`<span class="label">${name}: ${labelAt(axis, low)} to ${labelAt(axis, high)}
+    return axis && html`<span class="label">${name}: ${[...new Set([labelAt(axis, low), labelAt(axis, high)])].join(" to ")}
       <button class="plain" aria-label=${`Remove the range of ${name}`} onClick=${() => onRanges(Object.fromEntries(Object.entries(ranges).filter(([one]) => one !== name)))}>×</button></span>`;
-  })} <span class="muted">${kept} of ${points.length} trials</span></p>`}`;
+  })} <span class="muted">${kept} of ${points.length} trials</span></p>`}
+  <${RangeSliders} axes=${axes} ranges=${ranges} onRanges=${onRanges} status=${`${kept} of ${points.length} trials are within the ranges.`} />`;
 }
 
 /** @param {unknown} value @returns {unknown} for a cell of a CSV file */
