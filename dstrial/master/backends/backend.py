@@ -228,8 +228,8 @@ class Lent:
 class Backend(Protocol):
     """Runs allocations.
 
-    All methods are called by the scheduler's thread, ``nodes``, ``job_text`` and ``why_never`` by any. None of them but ``why_never``
-    waits for another machine.
+    All methods are called by the scheduler's thread, ``nodes``, ``job_text`` and ``why_never`` by any.
+    None of them but ``why_never`` waits for another machine.
     """
 
     def nodes(self) -> tuple[Node, ...]:
