@@ -308,10 +308,7 @@ async def stream_batches(request: ApiRequest) -> NdjsonResponse:
 
 
 async def stream_sample(request: ApiRequest) -> NdjsonResponse:
-    """``GET …/metrics-stream/trials-sample``: the series of the best trials.
-
-    What is new of them follows.
-    """
+    """``GET …/metrics-stream/trials-sample``: best trials, then what is new."""
     experiment, group, name, period_s = await _asked(request)
     services = request.services
     max_trials = min(_count(request, "maxTrials") or _DEFAULT_SAMPLE_TRIALS, _MAX_TRIALS)
