@@ -254,7 +254,9 @@ def test(script: Path) -> None:
 
 
 def why_never(script: Path) -> tuple[str, str] | None:
-    """Return what sbatch says of a batch script that Slurm will never start, and what to do; None where it may.
+    """Return what sbatch says of a script that Slurm never starts, and what to do.
+
+    None where it may.
 
     Raises:
         ConnectionError: Slurm does not answer, or does not know its nodes yet.
@@ -274,7 +276,10 @@ def why_never(script: Path) -> tuple[str, str] | None:
 
 
 def is_refusal(code: int, said: str) -> bool:
-    """Say whether ``sbatch --test-only`` has refused a job for good, by its exit code and its words. Pure."""
+    """Say whether ``sbatch --test-only`` has refused a job for good. Pure.
+
+    By its exit code and its words.
+    """
     words = said.lower()
     return (code != 0 or _IMPOSSIBLE in words) and not any(one in words for one in _FOR_NOW)
 

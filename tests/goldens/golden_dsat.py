@@ -53,6 +53,7 @@ class _Answering:
 
     num_parallel = 2
     keeps_deadlines = False
+    shows_reports = False
 
     def __init__(self, outcome_of: Callable[[int], Outcome]) -> None:
         self._outcome_of = outcome_of

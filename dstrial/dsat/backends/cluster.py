@@ -161,7 +161,10 @@ class ClusterBackend:
             self.kill_experiment(submitted.experiment)
 
     def publish(self, report: Mapping[str, Any]) -> bool:
-        """Put the report into the notes of a trial's experiment, unless a person has written there."""
+        """Put the report into the notes of a trial's experiment.
+
+        Not where a person has written there.
+        """
         experiment = self._shown_by
         if experiment is None:
             return True
@@ -174,7 +177,10 @@ class ClusterBackend:
         return self.publish_notes(experiment, notes_of(TaskQueue(report=report)))
 
     def publish_notes(self, experiment: Experiment, notes: str) -> bool:
-        """Replace notes if the master is there, and does not refuse; whether nothing is left to do."""
+        """Replace notes if the master is there, and does not refuse.
+
+        Returns whether nothing is left to do.
+        """
         is_said = False
         try:
             with self.tolerate_outage():

@@ -71,7 +71,10 @@ class WorkerPlacement(Protocol):
         """Say something to a worker."""
 
     def publish(self, worker: int, book: TaskQueue) -> bool:
-        """Say something to a worker for the sake of who looks on, unless that needs waiting; whether it is said."""
+        """Say something to a worker for who looks on, unless that means waiting.
+
+        Returns whether it is said.
+        """
 
     def results(self, worker: int) -> list[TaskResult]:
         """Return all its answers so far."""

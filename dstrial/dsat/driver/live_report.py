@@ -1,4 +1,7 @@
-"""Show a search's report where its trials run, while it goes on: when there is news, and not too often."""
+"""Show a search's report where its trials run, while it goes on.
+
+When there is news, and not too often.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ class LiveReport:
         self._has_news = True
 
     def publish_if_due(self, backend: Backend) -> None:
-        """Publish the report if there is news; what does not get there is tried again later."""
+        """Publish the report if there is news.
+
+        What does not get there is tried again later.
+        """
         began_s = time.monotonic()
         if not backend.shows_reports or not self._has_news or began_s < self._next_s:
             return

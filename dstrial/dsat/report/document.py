@@ -141,7 +141,9 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
 
 
 def live_document(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the small part of a report that is shown while the search goes on; without configs, which may hold secrets.
+    """Return the small part of a report that is shown while the search goes on.
+
+    It is without configs, which may hold secrets.
 
     Args:
         document: the report of now.

@@ -112,7 +112,7 @@ def checked(
 async def _refuse_what_never_starts(
     services: Services, submission: Submission, lines: Lines, *, may_wait: bool
 ) -> None:
-    """Refuse a config whose trials the engine that is asked for nodes would never start.
+    """Refuse a config whose trials the engine would never start.
 
     Args:
         services: of the running master.

@@ -249,7 +249,9 @@ class Backend(Protocol):
         """
 
     def why_never(self, wish: Wish) -> Sequence[Refusal]:
-        """Return why an engine would never start what nobody has asked for yet; nothing where it may, or that is not known.
+        """Return why an engine would never start what nobody has asked for yet.
+
+        Nothing where it may, or that is not known.
 
         May wait some seconds for the engine.
         """

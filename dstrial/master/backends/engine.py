@@ -121,7 +121,9 @@ class Engine(Protocol):
         ...
 
     def why_never(self, request: JobRequest) -> Sequence[Refusal]:
-        """Return why a job could never be had that nobody asks for yet; nothing where it may be had.
+        """Return why a job could never be had that nobody asks for yet.
+
+        Nothing where it may be had.
 
         Raises:
             OSError: the engine does not answer, or cannot say it now.

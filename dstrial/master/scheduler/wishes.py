@@ -61,7 +61,9 @@ def wishes_of(
 
 
 def wish_of_config(config: Mapping[str, Any], nodes: Iterable[Node], *, may_wait: bool) -> Wish | None:
-    """Return what a trial of a config that is only submitted will ask for; None where it needs no slots. Pure.
+    """Return what a trial of a config that is only submitted will ask for. Pure.
+
+    None where it needs no slots.
 
     Args:
         config: complete.

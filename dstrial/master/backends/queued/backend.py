@@ -265,7 +265,9 @@ class QueuedBackend(LinkedBackend):
         return Answer(slots, refused, told)
 
     def why_never(self, wish: Wish) -> Sequence[Refusal]:
-        """Return why the engine would never start it; an engine that is away is waited for, so nothing is said then.
+        """Return why the engine would never start it.
+
+        An engine that is away is waited for, so nothing is said then.
 
         What has run before waits for nodes that are gone now.
         """

@@ -243,7 +243,7 @@ def bundles_for(request: JobRequest, nodes: Sequence[RayNode]) -> list[dict[str,
 
 
 def refusals_of(request: JobRequest, nodes: Sequence[RayNode]) -> list[Refusal]:
-    """Return what the nodes do not have, as a problem of the experiment's config. Pure.
+    """Return what the nodes lack, as a problem of the experiment's config. Pure.
 
     Args:
         request: what would be wanted.

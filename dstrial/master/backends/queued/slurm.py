@@ -126,7 +126,9 @@ class SlurmEngine:
         return int(per_task) if per_task.isdecimal() else 1
 
     def why_never(self, request: JobRequest) -> Sequence[Refusal]:
-        """Have sbatch look at the job's script, without a job; it needs nothing of the engine's that changes.
+        """Have sbatch look at the job's script, without a job.
+
+        It needs nothing of the engine's that changes.
 
         Raises:
             ConnectionError: Slurm does not answer, or does not know its nodes yet.
