@@ -37,6 +37,7 @@ _COMMUNICATION = re.compile(
 _BAD_CONFIG = re.compile(
     r"ConfigError|pydantic[\w.]*ValidationError|ValidationError: \d+ validation error|DeepSpeedConfigError|"
     r"Check batch related parameters|dstrial\.launch: .*; expected|"
+    r"DataError: the training loader has [1-9]\d* records; expected at least one batch|"
     r"Unable to JIT load the \w+ op|CUDAMismatchException|Ninja is required to load"
 )
 _NUMERIC = re.compile(r"FloatingPointError|loss scale already at minimum|NumericError|[Ll]oss is (nan|inf)")

@@ -55,6 +55,14 @@ _FRAME = (
             "hardware/software issue. None",
             FailureKind.BAD_CONFIG,
         ),
+        (
+            "dstrial.errors.DataError: the training loader has 1437 records; expected at least one batch of 4096 (2048 per",
+            FailureKind.BAD_CONFIG,
+        ),
+        (
+            "dstrial.errors.DataError: the training loader has 0 records; expected at least one batch of 32 (32 per",
+            FailureKind.USER_ERROR,
+        ),
         ("ModuleNotFoundError: No module named 'mine'", FailureKind.USER_ERROR),
         ('  File "/home/me/model_def.py", line 3\nAssertionError: my own', FailureKind.USER_ERROR),
         (
