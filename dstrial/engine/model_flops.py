@@ -6,6 +6,7 @@ formula, and where a compiler or a fused kernel hides operations from torch's di
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable
@@ -66,8 +67,12 @@ class FlopCounter(FlopCounterMode):
 
     def __init__(self) -> None:
         super().__init__(display=False)
+        # Torch follows modules by hooks on what they take, at which `torch.autograd.grad` of a leaf fails.
+        self.mod_tracker = contextlib.nullcontext()
         self.total = 0.0
-        self.recomputed = 0.0
+        # What each backward pass computed with gradients recorded, and whether it computed anything without.
+        self._recorded: dict[int, float] = {}
+        self._plain: set[int] = set()
         self._unknown: dict[str, None] = {}
         self._is_paused = False
         self.on_result: Callable[[Any, Any], None] | None = None
@@ -90,6 +95,9 @@ class FlopCounter(FlopCounterMode):
             self.on_result(out, (args, kwargs))
         if self._is_paused:
             return out
+        backward_pass = torch._C._current_graph_task_id()
+        if backward_pass != -1 and not torch.is_grad_enabled():
+            self._plain.add(backward_pass)
         formula = self.flop_registry.get(func_packet)
         if formula is None:
             namespace = str(getattr(func_packet, "_qualified_op_name", "kernel::")).partition("::")[0]
@@ -102,10 +110,18 @@ class FlopCounter(FlopCounterMode):
             self._unknown[f"{func_packet} cannot be counted ({type(error).__name__})"] = None
             return out
         self.total += flops
-        # Forward operations record gradients; inside a backward pass they are computed again.
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
-            self.recomputed += flops
+        if backward_pass != -1 and torch.is_grad_enabled():
+            self._recorded[backward_pass] = self._recorded.get(backward_pass, 0.0) + flops
         return out
+
+    @property
+    def recomputed(self) -> float:
+        """What backward passes computed a second time.
+
+        Forward operations record gradients, those of a backward pass do not, unless all of it does (``create_graph=True``): then
+        what is computed again is not told apart, and counts as the model's.
+        """
+        return sum(flops for task, flops in self._recorded.items() if task in self._plain)
 
     @property
     def count(self) -> FlopCount:

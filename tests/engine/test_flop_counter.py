@@ -52,6 +52,30 @@ def test_recomputation_is_told_apart(is_reentrant: bool) -> None:
     assert counter.count.total == counter.count.model + counter.count.recomputed
 
 
+def test_gradients_that_are_differentiated_again_are_the_models() -> None:
+    model = layers()
+    with FlopCounter() as counter:
+        model(torch.randn(RECORDS, WIDTH)).pow(2).sum().backward(create_graph=True)
+
+    assert counter.count.recomputed == 0
+    assert counter.count.total == (3 + 3 + 2) * ONE_LAYER
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradients_of_what_a_module_takes_may_be_asked_for(create_graph: bool) -> None:
+    """As penalties on gradients, forces and equations do; torch's own counter fails there."""
+    model, records = layers(), torch.randn(RECORDS, WIDTH, requires_grad=True)
+    with FlopCounter() as counter:
+        (slope,) = torch.autograd.grad(model(records).pow(2).sum(), records, create_graph=create_graph)
+        if create_graph:
+            slope.pow(2).sum().backward()
+
+    (expected,) = torch.autograd.grad(model(records).pow(2).sum(), records)
+    assert torch.equal(slope, expected)
+    assert counter.count.recomputed == 0
+    assert counter.count.total >= (3 + 3) * ONE_LAYER
+
+
 def test_an_operation_without_a_formula_makes_the_count_unknown_and_is_named(hidden_square: Any) -> None:
     with FlopCounter() as counter:
         hidden_square(torch.ones(4, 4))

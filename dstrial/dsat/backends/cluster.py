@@ -169,9 +169,16 @@ class ClusterBackend:
         if experiment is None:
             return True
         is_asked = False
-        with self.tolerate_outage():
-            experiment.reload()
-            is_asked = True
+        try:
+            with self.tolerate_outage():
+                experiment.reload()
+                is_asked = True
+        except errors.NotFoundException:
+            self._shown_by = None  # Somebody has deleted it; the next one that is submitted has the report.
+            return True
+        except errors.BadRequestException as error:
+            logger.warning("the master does not show the experiment with the report so far (%s)", error)
+            return True
         if not is_asked or (experiment.notes and not are_orders(experiment.notes)):
             return is_asked
         return self.publish_notes(experiment, notes_of(TaskQueue(report=report)))
@@ -186,7 +193,7 @@ class ClusterBackend:
             with self.tolerate_outage():
                 experiment.set_notes(notes)
                 is_said = True
-        except errors.APIException as error:
+        except errors.BadRequestException as error:
             logger.warning("the master refuses the report of the search so far (%s)", error)
             return True
         return is_said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -88,7 +89,8 @@ class SearchFiles:
             reason: what has interrupted it; empty if it goes on.
         """
         facts = self._facts(reason, predicted, notes, is_finished=False)
-        return live_document(report_document(facts, self._settings.space, trials))
+        report = live_document(report_document(facts, self._settings.space, trials))
+        return {**report, "told_s": time.time()}  # of several, which were left behind, the newest counts
 
     def _facts(
         self, reason: str, predicted: ReportFacts, notes: Sequence[str], *, is_finished: bool

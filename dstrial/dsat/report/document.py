@@ -164,7 +164,8 @@ def live_document(document: Mapping[str, Any]) -> dict[str, Any]:
                 ),
             }
         )
-    return {**{name: document[name] for name in _LIVE_FACTS}, "trials": found}
+    facts = {name: document[name] for name in _LIVE_FACTS}
+    return {**facts, "num_trials": len(document["trials"]), "trials": found}
 
 
 def _notes(facts: SearchFacts, space: Space, trials: Sequence[TrialResult]) -> list[str]:

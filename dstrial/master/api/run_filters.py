@@ -23,6 +23,9 @@ HPARAM, METADATA = "hp", "metadata"
 
 _MAX_DEPTH = 20
 _MAX_CHARS = 2**16
+_MAX_FIELDS = 200
+"""So many fields of a filter are looked at for each row."""
+_MAX_SORT = 20
 
 
 def wanted_by(text: str | None, table: Table[Row]) -> Callable[[Row], bool]:
@@ -43,6 +46,8 @@ def wanted_by(text: str | None, table: Table[Row]) -> Callable[[Row], bool]:
         raise _wrong(table, text, f"JSON ({error})") from error
     if not isinstance(tree, dict):
         raise _wrong(table, text, "an object with filterGroup")
+    if text.count('"field"') > _MAX_FIELDS:
+        raise _wrong(table, text, f"at most {_MAX_FIELDS} fields")
     group = tree.get("filterGroup")
     matches = None if group is None else _node(group, 0, table)
     shows_archived = bool(tree.get("showArchived"))
@@ -53,7 +58,10 @@ def _node(node: Any, depth: int, table: Table[Row]) -> Callable[[Row], bool]:
     if not isinstance(node, dict) or depth > _MAX_DEPTH:
         raise _wrong(table, node, f"groups and fields, at most {_MAX_DEPTH} deep")
     if node.get("kind") == "group":
-        children = [_node(child, depth + 1, table) for child in node.get("children") or []]
+        given = node.get("children") or []
+        if not isinstance(given, list):
+            raise _wrong(table, given, "a list of children")
+        children = [_node(child, depth + 1, table) for child in given]
         if node.get("conjunction") not in ("and", "or"):
             raise _wrong(table, node.get("conjunction"), "the conjunction and, or or")
         if not children:
@@ -102,7 +110,8 @@ def column_kinds(text: str | None, sort: str | None, table: Table[Row]) -> set[s
     while pending:
         node = pending.pop()
         if isinstance(node, dict):
-            pending += node.get("children") or []
+            children = node.get("children")
+            pending += children if isinstance(children, list) else []
             names.append(str(node.get("columnName")))
     return {name.partition(".")[0] for name in names if "." in name and name not in table.columns}
 
@@ -162,14 +171,18 @@ def in_order(rows: list[Row], text: str | None, table: Table[Row]) -> list[Row]:
     Raises:
         RequestError: 400, it is no such order.
     """
-    for part in reversed([part for part in (text or "").split(",") if part]):
+    parts = [part for part in (text or "").split(",") if part]
+    if len(parts) > _MAX_SORT:
+        raise _wrong(table, f"{len(parts)} columns in sort", f"at most {_MAX_SORT}")
+    for part in reversed(parts):
         name, _, direction = part.partition("=")
         if direction not in ("asc", "desc"):
             raise _wrong(table, part, "COLUMN=asc or COLUMN=desc")
         find = _column(name, table)
-        known = [row for row in rows if not _is_empty(find(row))]
-        unknown = [row for row in rows if _is_empty(find(row))]
-        rows = sorted(known, key=lambda row: _key(find(row)), reverse=direction == "desc") + unknown
+        found = [(find(row), row) for row in rows]
+        known = [(_key(value), row) for value, row in found if not _is_empty(value)]
+        known.sort(key=lambda pair: pair[0], reverse=direction == "desc")
+        rows = [row for _, row in known] + [row for value, row in found if _is_empty(value)]
     return rows
 
 

@@ -85,6 +85,15 @@ async def identify(services: Services, headers: Headers, method: str) -> Identit
     return identity
 
 
+async def is_known(services: Services, headers: Headers, method: str) -> bool:
+    """Say whether a request would still be taken by :func:`identify`."""
+    try:
+        await identify(services, headers, method)
+    except RequestError:
+        return False
+    return True
+
+
 def require_owner(user: User, owner_id: int, what: str) -> None:
     """Refuse (403) whoever is neither the owner of a thing nor an administrator.
 

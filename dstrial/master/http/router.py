@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import enum
+import functools
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from dstrial.master.http.errors import Problem, error_response, status_and_text
 from dstrial.master.http.fields import Fields, camel, shown
 from dstrial.master.http.messages import to_json
 from dstrial.master.http.peers import Peer, peer_of_scope
+from dstrial.master.http.streams import NdjsonResponse
 from dstrial.master.store.tokens import AllocationIdentity, Identity, User
 
 if TYPE_CHECKING:
@@ -486,7 +488,10 @@ class Api:
         await _check_access(request)
         if found.method != "GET":
             request.content = await _read_body(headers, receive, found.max_body_bytes)
-        return _response(await found.handler(request))
+        response = _response(await found.handler(request))
+        if isinstance(response, NdjsonResponse) and found.access not in (Access.OWNER, Access.PUBLIC):
+            response.is_still_known = functools.partial(guard.is_known, self._services, headers, found.method)
+        return response
 
     def _find(self, scope: Scope) -> tuple[Route, list[tuple[tuple[str, str], str]]]:
         """The route, and each parameter's name and kind with its text."""

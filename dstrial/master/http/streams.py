@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from starlette.responses import Response
@@ -18,6 +18,8 @@ from dstrial.master.store.database import SqlError
 from dstrial.master.store.errors import StoreError
 
 logger = logging.getLogger(__name__)
+
+_ASK_AGAIN_S = 5.0
 
 Item: TypeAlias = "Mapping[str, Any] | Sequence[Mapping[str, Any]]"
 
@@ -33,9 +35,15 @@ def ndjson(items: AsyncIterator[Item]) -> NdjsonResponse:
 
 
 class NdjsonResponse(Response):
-    """Sends the lines of :func:`ndjson`, and ends at once when the client has gone."""
+    """Sends the lines of :func:`ndjson`, and ends at once when the client has gone.
+
+    Attributes:
+        is_still_known: asked every few seconds; the stream ends where who asked for it is not known any more. None for what
+            anybody may ask for.
+    """
 
     media_type = "application/json"
+    is_still_known: Callable[[], Awaitable[bool]] | None = None
 
     def __init__(self, items: AsyncIterator[Item]) -> None:
         self.status_code = 200
@@ -54,16 +62,24 @@ class NdjsonResponse(Response):
         """Send the stream."""
         sending = asyncio.ensure_future(self._send(send))
         leaving = asyncio.ensure_future(_until_gone(receive))
+        tasks = {sending, leaving}
+        if self.is_still_known is not None:
+            tasks.add(asyncio.ensure_future(_until_unknown(self.is_still_known)))
         try:
-            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            is_unknown = not sending.done() and not leaving.done()
         finally:
-            for task in (sending, leaving):
+            for task in tasks:
                 if not task.done():
                     task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await leaving
+            for task in tasks - {sending}:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
             with contextlib.suppress(asyncio.CancelledError, OSError):
                 await sending
+        if is_unknown:
+            with contextlib.suppress(OSError):
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -106,6 +122,12 @@ class EventStream(NdjsonResponse):
             body = b": still here\n\n" if item is None else b"data: " + to_json(item) + b"\n\n"
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _until_unknown(is_still_known: Callable[[], Awaitable[bool]]) -> None:
+    """Return once who asked is not known any more: logged out, switched off, or its token is revoked."""
+    while await is_still_known():
+        await asyncio.sleep(_ASK_AGAIN_S)
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -21,7 +21,7 @@ from dstrial.master.store.database import Connection
 from dstrial.master.store.views import searches
 from dstrial.master.store.views.searches import LabelledExperiment, Measurement
 
-_LABEL = re.compile(r"dsat-([0-9a-f]{8})-(?:(\d+)|worker-(\d+)|(results)|(full))$", re.ASCII)
+_LABEL = re.compile(r"dsat-([0-9a-f]{8})-(?:(\d{1,9})|worker-(\d{1,9})|(results)|(full))$", re.ASCII)
 _NAME = re.compile(r" \(dsat (?:trial \d+|worker \d+|results)\)$", re.ASCII)
 _NOTES_BEGIN = "Orders of dsat to its worker (JSON; do not edit):\n"
 _MAX_ROWS = 20_000
@@ -84,20 +84,39 @@ def document_of(notes: str, *, is_live: bool = False) -> Json | None:
         fields = json.loads(notes.removeprefix(_NOTES_BEGIN))
         text = (fields.get("results") or {}).get("report.json")
         found = fields.get("report") if is_live else json.loads(text) if isinstance(text, str) else None
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return None
     if not isinstance(found, dict) or not isinstance(found.get("trials"), list):
         return None
-    rows = [row for row in found["trials"] if isinstance(row, dict) and "trial_id" in row]
+    rows = [row for row in found["trials"] if isinstance(row, dict) and _is_number(row.get("trial_id"))]
+    facts = {name: found.get(name) for name in _FACTS}
+    for name, is_right in _LISTS:
+        given = facts[name]
+        facts[name] = [one for one in given if is_right(one)] if isinstance(given, list) else []
+    counted = found.get("num_trials")
     return {
-        **{name: found.get(name) for name in _FACTS},
+        **facts,
+        # A report of a search that goes on leaves rows out, and may have been left behind by who began the search.
+        "num_trials": counted if _is_number(counted) else len(rows),
+        "told_s": _finite(found.get("told_s")) or 0.0,
         "trials": [{name: row.get(name) for name in _ROW} for row in rows],
     }
 
 
+def _is_number(value: object) -> bool:
+    """Say whether this is a number of a trial: one that a row of the database could have."""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**31
+
+
+_LISTS = (("notes", lambda one: isinstance(one, str)), ("pareto", _is_number))
+
+
 def _finite(value: object) -> float | None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]  # a number, see above
+    try:
+        return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]  # a number, see above
+    except OverflowError:
+        return None
 
 
 def measured_row(metrics: Mapping[str, Any], metric: str) -> Json:
@@ -170,7 +189,9 @@ def live_rows(experiments: Sequence[LabelledExperiment], found: Sequence[Measure
                 continue
             try:
                 answer = json.loads(metrics["answer"])
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, RecursionError):
+                continue
+            if not isinstance(answer, dict):
                 continue
             next_id -= 1  # Which configuration an answer is of, only the search's own files say.
             failure = answer.get("failure")
@@ -254,12 +275,29 @@ async def get_searches(request: ApiRequest) -> Json:
 
     They are those that its experiments belong to.
     """
-    rows = await request.services.read(searches.labelled)
-    found = [
-        {**_facts(search_id, own), "hasReport": any("report.json" in row.notes for row in own)}
-        for search_id, own in _groups(rows).items()
-    ]
+
+    def read(connection: Connection) -> list[Json]:
+        return [
+            {**_facts(search_id, own), "hasReport": any("report.json" in row.notes for row in own)}
+            for search_id, own in _groups(searches.labelled(connection)).items()
+        ]
+
+    found = await request.services.read(read)
     return {"searches": sorted(found, key=lambda one: -one["experiments"][0])}
+
+
+def newest_document(experiments: Iterable[LabelledExperiment]) -> Json | None:
+    """Return the report that knows most of a search; None where there is none. Pure.
+
+    A search that goes on after its end, with a larger budget for example, knows more than the report of that end. One that is
+    taken up again leaves the report of its interruption with another experiment.
+    """
+    documents = [document_of(row.notes, is_live=is_live) for row in experiments for is_live in (True, False)]
+    return max(
+        (one for one in documents if one is not None),
+        key=lambda one: (one["num_trials"], one["is_finished"] is True, one["told_s"]),
+        default=None,
+    )
 
 
 def _read(connection: Connection, search_id: str) -> Json:
@@ -270,16 +308,11 @@ def _read(connection: Connection, search_id: str) -> Json:
         )
     rows = live_rows(own, searches.measurements(connection, search_id, _MAX_ROWS))
     facts = _facts(search_id, own)
-    documents = [document_of(row.notes, is_live=is_live) for row in own for is_live in (True, False)]
-    # A search that goes on after its end, with a larger budget for example, knows more than the report of that end.
-    document = max(
-        (one for one in documents if one is not None),
-        key=lambda one: (len(one["trials"]), one["is_finished"] is True),
-        default=None,
-    )
+    document = newest_document(own)
     front = None
     if document is not None:
         told = document.pop("trials")
+        del document["num_trials"], document["told_s"]
         front = document["pareto"] if document["is_finished"] else None
         rows = merged_rows(told, rows, facts["experiments"], is_over=facts["state"] == "ended")
     return {"search": facts, "report": document, "trials": rows, "pareto": front or pareto(rows)}

@@ -130,12 +130,13 @@ async def get_session(request: ApiRequest) -> Json:
 
 async def get_experiments(request: ApiRequest) -> Json:
     """``GET /page/experiments?ids=…``: all experiments, or some, the newest first."""
-    services = request.services
-    rows = await services.read(overviews.experiments, request.query_ints("ids"))
-    return {
-        "experiments": [_experiment(row, services.secret_names) for row in rows],
-        "now": format_us(now_us()),
-    }
+    services, ids = request.services, request.query_ints("ids")
+
+    def read(connection: Connection) -> list[Json]:
+        """Make the answer here and not in the loop, which others wait for."""
+        return [_experiment(row, services.secret_names) for row in overviews.experiments(connection, ids)]
+
+    return {"experiments": await services.read(read), "now": format_us(now_us())}
 
 
 def _sparklines(connection: Connection, ids: list[int]) -> Json:
@@ -192,11 +193,15 @@ async def get_experiment(request: ApiRequest) -> Json:
 
 async def get_trials(request: ApiRequest) -> Json:
     """``GET /page/experiments/N/trials?ids=…``: its trials, or some of them."""
-    services = request.services
-    rows = await services.read(
-        overviews.trials, request.path_params["experiment_id"], request.query_ints("ids")
-    )
-    return {"trials": [trial_json(row, services.secret_names) for row in rows]}
+    services, ids = request.services, request.query_ints("ids")
+    experiment_id = request.path_params["experiment_id"]
+
+    def read(connection: Connection) -> list[Json]:
+        """Make the answer here and not in the loop, which others wait for."""
+        found = overviews.trials(connection, experiment_id, ids)
+        return [trial_json(row, services.secret_names) for row in found]
+
+    return {"trials": await services.read(read)}
 
 
 def _stall(connection: Connection, trial_id: int) -> str:

@@ -207,3 +207,43 @@ def test_answers_of_workers_and_measurements_of_trials_become_lines() -> None:
     assert found[1]["why"] == "no memory <b>"
     assert found[2]["description"] == "zero 1, 4 x 8"
     assert found[2]["value"] == 40.0
+
+
+def report(**changes: object) -> dict[str, object]:
+    facts = dict.fromkeys(searches._FACTS)
+    return {**facts, "is_finished": False, "notes": [], "pareto": [], "trials": [], **changes}
+
+
+def test_notes_and_answers_that_anybody_may_have_written_are_read_or_left_out() -> None:
+    """A label makes an experiment part of a search, and any user may give one."""
+    for label in (f"dsat-0a1b2c3d-{'9' * 30}", f"dsat-0a1b2c3d-{'1' * 5000}"):
+        assert searches.search_of(label) is None
+    deep = "Orders of dsat to its worker (JSON; do not edit):\n" + '{"report": ' + "[" * 100_000
+    assert searches.document_of(deep, is_live=True) is None
+    rows = [{"trial_id": number} for number in (1, [1], True, 2**63, None, "2")]
+    wrong = notes_of(TaskQueue(report=report(notes="text", pareto={"a": 1}, num_trials="7", trials=rows)))
+    found = searches.document_of(wrong, is_live=True)
+    assert found is not None
+    assert [row["trial_id"] for row in found["trials"]] == [1]
+    assert (found["notes"], found["pareto"], found["num_trials"], found["told_s"]) == ([], [], 1, 0.0)
+    answers = [
+        Measurement(1, 1, "dsat", number, json.dumps({"answer": text, "latency": 10**400}))
+        for number, text in enumerate(("[1]", "[" * 100_000, "3", '{"seconds": 1}'))
+    ]
+    assert len(searches.live_rows([experiment(1, "dsat-0a1b2c3d-worker-1")], answers)) == 1
+
+
+def test_of_reports_that_were_left_behind_the_newest_counts() -> None:
+    def told(number: int, **changes: object) -> LabelledExperiment:
+        notes = notes_of(TaskQueue(report=report(**changes)))
+        return experiment(number, f"dsat-0a1b2c3d-{number}", notes=notes)
+
+    rows = [{"trial_id": 1}]
+    old = told(1, reason="interrupted by SIGINT", trials=rows, num_trials=300, told_s=10.0)
+    new = told(2, reason="", trials=rows, num_trials=300, told_s=20.0)
+    short = told(3, reason="short", trials=rows * 2, num_trials=200, told_s=30.0)
+    for own in ([old, new, short], [short, new, old]):
+        found = searches.newest_document(own)
+        assert found is not None
+        assert found["reason"] == ""
+    assert searches.newest_document([experiment(4, "dsat-0a1b2c3d-4")]) is None

@@ -153,6 +153,9 @@ def test_an_experiment_comes_with_its_best_trial_and_without_its_secrets(session
         {"limit": -3},
         {"projectId": "x"},
         {"filter": 3},
+        {"filter": json.dumps({"filterGroup": {**group("and"), "children": 5}})},
+        {"filter": json.dumps({"filterGroup": group("or", *[field("name", "=", "x")] * 201)})},
+        {"sort": ",".join(["hp.lr=asc"] * 21)},
     ],
 )
 def test_a_search_that_makes_no_sense_is_refused(served: Master, body: dict[str, Any]) -> None:
@@ -242,6 +245,11 @@ def _experiments(session: api.Session, text: str, sort: str) -> int:
 def _runs(session: api.Session, text: str, sort: str) -> int:
     body = bindings.v1SearchRunsRequest(filter=text, sort=sort)
     return len(bindings.post_SearchRuns(session, body=body).runs)
+
+
+def test_a_field_of_a_filter_has_no_children_whatever_it_says(served: Master) -> None:
+    body = {"filter": json.dumps({"filterGroup": {**field("name", "=", "x"), "children": 5}})}
+    assert served.send("POST", "/api/v1/experiments-search", body, token="determined").status == 200
 
 
 @pytest.mark.parametrize(("kind", "ask"), [(EXPERIMENTS, _experiments), (RUNS, _runs)])

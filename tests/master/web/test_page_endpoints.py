@@ -140,3 +140,18 @@ def test_events_tell_what_has_changed_and_which_master_it_is(
     assert next_event(events) == {"topics": [f"experiment:{experiment}"]}
     seeded_master.services.pubsub.publish(["tokens", *(f"trial:{number}" for number in range(1000))])
     assert next_event(events) == {"all": True}
+
+
+def test_events_end_for_who_has_logged_out(fresh_master: Master) -> None:
+    token = fresh_master.tokens["other"]
+    connection = http.client.HTTPConnection("127.0.0.1", fresh_master.port, timeout=30)
+    try:
+        headers = {"Host": "localhost", "Authorization": f"Bearer {token}"}
+        connection.request("GET", "/page/events", headers=headers)
+        answer = connection.getresponse()
+        assert next_event(answer) == {"master": fresh_master.services.master_id}
+        assert fresh_master.send("POST", "/api/v1/auth/logout", token=token).status == 200
+        # Nothing happens that would be told, and no sign of life is due.
+        assert answer.read() in (b"", b"\n"), "it ends by itself"
+    finally:
+        connection.close()
