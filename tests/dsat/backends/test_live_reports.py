@@ -1,0 +1,70 @@
+"""A report of a search that goes on is never the end of the search."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from dstrial.dsat.backends.cluster import ClusterBackend
+from dstrial.dsat.config import SearchConfig
+from dstrial.dsat.worker.transport import are_orders
+
+sys.path.append(str(Path(__file__).parents[2] / "master"))
+from serving import Master, serving
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[Master]:
+    with serving(tmp_path) as served:
+        yield served
+
+
+@pytest.fixture
+def backend(master: Master, monkeypatch: pytest.MonkeyPatch) -> ClusterBackend:
+    """Return one that has submitted experiment 1."""
+    monkeypatch.setenv("DET_MASTER", master.address)
+    monkeypatch.setenv("DET_USER", "determined")
+    monkeypatch.setenv("DET_USER_TOKEN", master.tokens["determined"])
+    settings: Any = types.SimpleNamespace(experiment=types.SimpleNamespace(raw={}), num_slots=1)
+    made = ClusterBackend(cast(SearchConfig, settings))
+    made._shown_by = made._client.get_experiment(1)
+    return made
+
+
+def notes_of(master: Master, experiment: int) -> str:
+    return str(master.get(f"/api/v1/experiments/{experiment}").json["experiment"].get("notes") or "")
+
+
+def test_a_report_stands_in_the_notes_and_a_persons_notes_are_left_alone(
+    backend: ClusterBackend, master: Master
+) -> None:
+    assert backend.publish({"trials": [1]})
+    assert are_orders(notes_of(master, 1))
+    master.send("PATCH", "/api/v1/experiments/1", {"notes": "mine"}, token="determined")
+    assert backend.publish({"trials": [1, 2]})
+    assert notes_of(master, 1) == "mine"
+
+
+def test_an_experiment_that_somebody_has_deleted_ends_no_search(
+    backend: ClusterBackend, master: Master
+) -> None:
+    def delete(tx: Any) -> None:
+        tx.execute("PRAGMA defer_foreign_keys = ON")
+        for table in ("checkpoints", "allocations", "metrics"):
+            tx.execute(
+                f"DELETE FROM {table} WHERE trial_id IN (SELECT id FROM trials WHERE experiment_id = 1)"
+            )
+        tx.execute("DELETE FROM trials WHERE experiment_id = 1")
+        tx.execute("DELETE FROM experiments WHERE id = 1")
+
+    master.services.database.write(delete)
+    assert backend.publish({"trials": [1]})
+    assert backend.publish({"trials": [1]}), "nothing is left to do, nor asked again"
+    assert backend._shown_by is None
