@@ -68,7 +68,7 @@ class FlopCounter(FlopCounterMode):
     def __init__(self) -> None:
         super().__init__(display=False)
         # Torch follows modules by hooks on what they take, at which `torch.autograd.grad` of a leaf fails.
-        self.mod_tracker = contextlib.nullcontext()
+        self.mod_tracker = contextlib.nullcontext()  # type: ignore[assignment]  # entered and left, never asked
         self.total = 0.0
         # What each backward pass computed with gradients recorded, and whether it computed anything without.
         self._recorded: dict[int, float] = {}
