@@ -454,7 +454,9 @@ def _stage(span: rows.RunSpan) -> Stage:
     return Stage(
         span.num_slots,
         span.steps_at_start,
+        span.start_us / 1e6,
         None if span.preempt_us is None else span.preempt_us / 1e6,
+        None if span.end_us is None else span.end_us / 1e6,
         span.num_reports,
         point(span.first_steps, span.first_us),
         point(span.last_steps, span.last_us),

@@ -55,7 +55,9 @@ class RunSpan:
     """A run of a trial, and how far its training reports reach.
 
     Attributes:
+        start_us: when it began.
         preempt_us: when it was asked to stop; None if it was not.
+        end_us: when it ended; None while it runs.
         num_reports: training reports; the four fields behind it are None without one.
         first_steps: batches at the first.
         last_steps: batches at the last.
@@ -66,7 +68,9 @@ class RunSpan:
     run_id: int
     num_slots: int
     steps_at_start: int
+    start_us: int
     preempt_us: int | None
+    end_us: int | None
     num_reports: int
     first_steps: int | None
     last_steps: int | None
@@ -79,7 +83,7 @@ def run_spans(connection: sqlite3.Connection, trial_id: int) -> list[RunSpan]:
     return fetch_all(
         RunSpan,
         connection,
-        "SELECT a.run_id, json_array_length(a.slots) AS num_slots, a.steps_at_start, a.preempt_us, "
+        "SELECT a.run_id, json_array_length(a.slots) AS num_slots, a.steps_at_start, a.start_us, a.preempt_us, a.end_us, "
         "COALESCE(m.num_reports, 0) AS num_reports, m.first_steps, m.last_steps, m.first_us, m.last_us "
         "FROM allocations a LEFT JOIN (SELECT run_id, COUNT(*) AS num_reports, MIN(steps) AS first_steps, "
         "MAX(steps) AS last_steps, MIN(end_us) AS first_us, MAX(end_us) AS last_us FROM metrics "
