@@ -1,4 +1,7 @@
-"""Each report has a step of W&B's own, which takes none below those that it has seen, and merges what has the same."""
+"""Each batch has a row of its own at W&B.
+
+W&B takes no step below those that it has seen, and merges what has the same step.
+"""
 
 from __future__ import annotations
 

@@ -313,8 +313,8 @@ def not_worth(stages: Sequence[Stage], period_s: float) -> Verdict | None:
     It is judged by what the trial has measured; None if more were worth it.
 
     More slots are worth it if within ``period_s`` they save more time than the change to them took. They are judged once they
-    have been measured for as long as the change took. It takes what the trial needs to stop, and to begin until its first batch;
-    what lies between (a pause, a queue, a master that is down) is no matter of its slots.
+    have been measured for as long as the change took. It takes what the trial needs to stop, and to begin
+    until its first batch; what lies between (a pause, a queue, a master that is down) is no matter of slots.
 
     Args:
         stages: the trial's runs, in order.
