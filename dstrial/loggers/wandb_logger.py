@@ -44,7 +44,8 @@ class WandbLogger:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
         self._run: Any = None
-        self._step = 0
+        self._step = -1  # of the last report
+        self._batch: int | None = None  # of the last report
         self._directory = Path()
 
     def begin(self, run: LoggedRun) -> str:
@@ -66,7 +67,7 @@ class WandbLogger:
             self._say_offline(f"the server cannot be used ({' '.join(str(error).split())[:200]})")
             wandb.teardown()  # which has taken the run's id
             self._run = self._init(wandb, run, "offline")
-        self._step = int(self._run.step)
+        self._step = int(self._run.step) - 1  # the run's is the next one that is free
         for group in ("training", "validation"):
             self._run.define_metric(f"{group}/*", step_metric="batches")
         if self._run.offline:
@@ -81,7 +82,9 @@ class WandbLogger:
             row: dict[str, Any] = {"batches": report.batches_trained, **report.named()}
             if report.epochs is not None:
                 row["epochs"] = report.epochs
-            self._step = max(self._step, report.batches_trained)
+            if report.batches_trained != self._batch:  # the groups of one batch share a row
+                self._batch = report.batches_trained
+                self._step = max(self._step + 1, report.batches_trained)
             self._run.log(row, step=self._step)
 
     def end(self, state: FinalState) -> None:

@@ -14,7 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dstrial.master.scheduler.placement import by_node, could_ever_fit, place
 from dstrial.master.scheduler.queue import Waiting, assignments
 
-_LEAST_REPORTS = 3
+LEAST_REPORTS = 3
+"""Training reports of a run from which is known how long a batch takes."""
 _UNMEASURED_PERIODS = 3
 
 
@@ -231,15 +232,19 @@ class Stage:
     Attributes:
         num_slots: its slots.
         steps_at_start: batches at its checkpoint.
+        start_s: when it began.
         asked_s: when it was asked to stop; None if it was not.
-        num_reports: training reports.
+        end_s: when it ended; None while it runs.
+        num_reports: training reports; ``LEAST_REPORTS`` for more.
         first: batch and time of the first; None without one.
         last: batch and time of the last.
     """
 
     num_slots: int
     steps_at_start: int
+    start_s: float
     asked_s: float | None
+    end_s: float | None
     num_reports: int
     first: tuple[int, float] | None
     last: tuple[int, float] | None
@@ -250,7 +255,7 @@ class Stage:
 
         None where they do not tell.
         """
-        if self.first is None or self.last is None or self.num_reports < _LEAST_REPORTS:
+        if self.first is None or self.last is None or self.num_reports < LEAST_REPORTS:
             return None
         batches = self.last[0] - self.first[0]
         return (self.last[1] - self.first[1]) / batches if batches > 0 else None
@@ -308,7 +313,8 @@ def not_worth(stages: Sequence[Stage], period_s: float) -> Verdict | None:
     It is judged by what the trial has measured; None if more were worth it.
 
     More slots are worth it if within ``period_s`` they save more time than the change to them took. They are judged once they
-    have been measured for as long as the change took.
+    have been measured for as long as the change took. It takes what the trial needs to stop, and to begin
+    until its first batch; what lies between (a pause, a queue, a master that is down) is no matter of slots.
 
     Args:
         stages: the trial's runs, in order.
@@ -322,7 +328,9 @@ def not_worth(stages: Sequence[Stage], period_s: float) -> Verdict | None:
         if old_s is None or new_s is None:
             continue
         first_batch, first_s = after.first
-        cost_s = max(first_s - before.asked_s - (first_batch - after.steps_at_start) * new_s, 0.0)
+        between_s = 0.0 if before.end_s is None else max(after.start_s - before.end_s, 0.0)
+        start_and_stop_s = first_s - before.asked_s - between_s
+        cost_s = max(start_and_stop_s - (first_batch - after.steps_at_start) * new_s, 0.0)
         if after.measured_s < cost_s:
             continue
         is_least = found is None or before.num_slots < found.num_slots

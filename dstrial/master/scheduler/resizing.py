@@ -17,6 +17,7 @@ from dstrial.master.backends.backend import Key, Lent
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import endings, resume
 from dstrial.master.scheduler.elasticity import (
+    LEAST_REPORTS,
     Growth,
     Running,
     Stage,
@@ -85,13 +86,30 @@ class _Known:
     saves: bool
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Measured:
+    """What a trial has measured.
+
+    Attributes:
+        read_s: when it was read, by the monotonic clock.
+        allocation_id: what ran then; None for nothing. With another one it is read again.
+        spans: its runs, of which only the last one may still change.
+        stages: the same.
+    """
+
+    read_s: float
+    allocation_id: str | None
+    spans: Sequence[rows.RunSpan]
+    stages: Sequence[Stage]
+
+
 class Resizing:
     """Which trials change their slots. Called by the scheduler's thread."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._known: dict[int, _Known] = {}
-        self._judged: dict[int, tuple[float, Verdict | None]] = {}
+        self._measured: dict[int, _Measured] = {}
         # The newest checkpoint when a change was wished for, by allocation: it follows the next one.
         self._wished: dict[str, str] = {}
         self._looked_s = -_LOOK_S
@@ -107,7 +125,8 @@ class Resizing:
         }
         if len(self._known) > _MOST_KNOWN:
             self._known.clear()
-            self._judged.clear()
+        if len(self._measured) > _MOST_KNOWN:
+            self._measured.clear()
         return any(_may_change(one) for one in found)
 
     def choices(
@@ -198,14 +217,12 @@ class Resizing:
         Those whose slots were not worth it give them back.
         """
         for row in self.give_back(connection):
-            if not _may_change(row):
-                continue
             elasticity = _elasticity(row.section, row.slots_per_trial)
             num_slots = len(json.loads(row.slots))
-            verdict = self._verdict(connection, row.trial_id, elasticity)
-            if not self._is_due(connection, row, elasticity) or not capacity.is_settled:
-                continue
+            verdict = self._verdict(connection, row.trial_id, elasticity, row.allocation_id)
             most = elasticity.at_most if verdict is None else min(elasticity.at_most, verdict.num_slots)
+            if num_slots >= most or not capacity.is_settled or not self._is_due(connection, row, elasticity):
+                continue
             one = self._running(connection, row, at_most=most)
             if one is None:
                 continue
@@ -226,7 +243,7 @@ class Resizing:
         for row in rows.resizable_trials(connection):
             elasticity = _elasticity(row.section, row.slots_per_trial)
             num_slots = len(json.loads(row.slots))
-            verdict = self._verdict(connection, row.trial_id, elasticity)
+            verdict = self._verdict(connection, row.trial_id, elasticity, row.allocation_id)
             if verdict is None or num_slots <= verdict.num_slots:
                 others.append(row)
             elif self._at_next_checkpoint(connection, row, elasticity):
@@ -261,7 +278,7 @@ class Resizing:
             num_slots = len(json.loads(row.slots))
             if num_slots >= elasticity.at_most or not self._is_due(connection, row, elasticity):
                 continue
-            verdict = self._verdict(connection, row.trial_id, elasticity)
+            verdict = self._verdict(connection, row.trial_id, elasticity, row.allocation_id)
             most = elasticity.at_most if verdict is None else min(elasticity.at_most, verdict.num_slots)
             one = self._running(connection, row, at_most=most)
             there = lent(row.trial_id)
@@ -295,7 +312,9 @@ class Resizing:
         for_s = (now_us() - row.start_us) / 1e6
         if for_s < elasticity.period_s or not elasticity.is_measured:
             return for_s >= elasticity.period_s
-        return is_due_to_grow(self._stages(connection, row.trial_id), for_s, elasticity.period_s)
+        return is_due_to_grow(
+            self._stages(connection, row.trial_id, row.allocation_id), for_s, elasticity.period_s
+        )
 
     def _at_next_checkpoint(
         self, connection: Connection, row: rows.ResizableTrial, elasticity: Elasticity
@@ -372,19 +391,30 @@ class Resizing:
             known = self._known[trial_id] = _Known(key, found, _saves(config))
         return known
 
-    def _verdict(self, connection: Connection, trial_id: int, elasticity: Elasticity) -> Verdict | None:
-        """Return which number of slots has proved enough; asked again after some seconds."""
+    def _verdict(
+        self, connection: Connection, trial_id: int, elasticity: Elasticity, allocation_id: str | None = None
+    ) -> Verdict | None:
+        """Return which number of slots has proved enough, for what runs or for a trial that waits."""
         if not elasticity.is_measured:
             return None
-        known = self._judged.get(trial_id)
-        if known is None or time.monotonic() > known[0] + _JUDGE_S:
-            found = not_worth(self._stages(connection, trial_id), elasticity.period_s)
-            known = self._judged[trial_id] = (time.monotonic(), found)
-        return known[1]
+        return not_worth(self._stages(connection, trial_id, allocation_id), elasticity.period_s)
 
-    @staticmethod
-    def _stages(connection: Connection, trial_id: int) -> list[Stage]:
-        return [_stage(span) for span in rows.run_spans(connection, trial_id)]
+    def _stages(self, connection: Connection, trial_id: int, allocation_id: str | None) -> Sequence[Stage]:
+        """Return what a trial has measured.
+
+        The run that goes on is read again after some seconds, those before it never.
+        """
+        known = self._measured.get(trial_id)
+        is_same = known is not None and known.allocation_id == allocation_id
+        if known is not None and is_same and time.monotonic() < known.read_s + _JUDGE_S:
+            return known.stages
+        done = [] if known is None else known.spans[:-1]
+        after_run = done[-1].run_id if done else 0
+        found = rows.run_spans(connection, trial_id, count_to=LEAST_REPORTS, after_run=after_run)
+        spans = [*done, *found]
+        stages = [_stage(span) for span in spans]
+        self._measured[trial_id] = _Measured(time.monotonic(), allocation_id, spans, stages)
+        return stages
 
 
 def note_slots(tx: Transaction, allocation: Allocation, num_slots: int, num_wanted: int) -> None:
@@ -454,7 +484,9 @@ def _stage(span: rows.RunSpan) -> Stage:
     return Stage(
         span.num_slots,
         span.steps_at_start,
+        span.start_us / 1e6,
         None if span.preempt_us is None else span.preempt_us / 1e6,
+        None if span.end_us is None else span.end_us / 1e6,
         span.num_reports,
         point(span.first_steps, span.first_us),
         point(span.last_steps, span.last_us),

@@ -139,11 +139,18 @@ def test_a_trial_of_one_node_grows_on_one_node_only() -> None:
 
 
 def stage(
-    num_slots: int, start: int, first_s: float, batch_s: float, asked_s: float | None = None, num: int = 10
+    num_slots: int,
+    start: int,
+    first_s: float,
+    batch_s: float,
+    asked_s: float | None = None,
+    num: int = 10,
+    *,
+    start_s: float = 0.0,
+    end_s: float | None = None,
 ) -> Stage:
-    return Stage(
-        num_slots, start, asked_s, num, (start + 1, first_s), (start + num, first_s + (num - 1) * batch_s)
-    )
+    first, last = (start + 1, first_s), (start + num, first_s + (num - 1) * batch_s)
+    return Stage(num_slots, start, start_s, asked_s, end_s, num, first, last)
 
 
 def test_more_slots_are_worth_what_they_save_until_the_next_change() -> None:
@@ -168,11 +175,23 @@ def test_nothing_is_judged_that_was_not_measured_long_enough() -> None:
 
     assert not_worth([before, stage(4, 10, first_s=121.0, batch_s=1.0, num=10)], 600.0) is None, "9 s of 20"
     assert not_worth([before, stage(4, 10, first_s=121.0, batch_s=1.0, num=30)], 600.0) is not None
-    assert not_worth([before, Stage(4, 10, None, 0, None, None)], 600.0) is None
+    assert not_worth([before, Stage(4, 10, 0.0, None, None, 0, None, None)], 600.0) is None
     assert not_worth([stage(2, 0, 0.0, 1.0, None), stage(4, 10, 121.0, 9.0)], 600.0) is None, (
         "a failure, no change"
     )
     assert not_worth([stage(4, 0, 0.0, 1.0, 10.0), stage(2, 10, 12.0, 9.0)], 600.0) is None, "it shrank"
+
+
+def test_what_lies_between_a_stop_and_the_next_beginning_is_no_cost_of_slots() -> None:
+    # Paused for two hours: 8 s until it has stopped, and 12 s from its beginning to the first batch.
+    before = stage(2, 0, first_s=0.0, batch_s=10.0, asked_s=100.0, end_s=108.0)
+    faster = stage(4, 10, first_s=7325.0, batch_s=5.0, num=3000, start_s=7308.0)
+
+    assert not_worth([before, faster], period_s=600.0) is None, "twice as fast"
+    assert not_worth([before, faster], period_s=30.0) is None
+    verdict = not_worth([before, faster], period_s=19.0)
+    assert verdict is not None
+    assert verdict.cost_s == 20.0
 
 
 def asked(
@@ -248,7 +267,7 @@ def test_who_has_less_than_it_asks_for_gives_its_job_back_where_only_its_own_slo
 
 def test_what_a_trial_has_is_measured_before_it_takes_more() -> None:
     def stage(num_reports: int) -> Stage:
-        return Stage(1, 0, None, num_reports, (5, 2.0), (5 * num_reports, 2.0 * num_reports))
+        return Stage(1, 0, 0.0, None, None, num_reports, (5, 2.0), (5 * num_reports, 2.0 * num_reports))
 
     assert not is_due_to_grow([stage(3)], 9.0, 10.0)
     assert is_due_to_grow([stage(3)], 10.0, 10.0)
