@@ -249,7 +249,11 @@ class QueuedBackend(LinkedBackend):
             for known in (self._later_s, self._grows_later_s, self._why_later):
                 for name in known.keys() - self._wishes.keys():
                     del known[name]
+            # What nobody has heard must not end who waits again some days later.
             there = {*self._wishes, *map(key_text, kept)}
+            for heard in (self._refused, self._failures):
+                for name in heard.keys() - there:
+                    del heard[name]
             leaving = {job.key for job in self._jobs.values() if job.state == "leaving"}
             now_s = self._requested_s = time.monotonic()
             for name in there:

@@ -13,7 +13,7 @@ from waiting import wait_for
 
 from dstrial.errors import DstrialError, MasterError
 from dstrial.hosts.transport import Refusal
-from dstrial.master.backends.backend import RunRef, Share, SlotsGoneError
+from dstrial.master.backends.backend import RunRef, Share, SlotsGoneError, Wish
 from dstrial.master.backends.engine import EngineJob, EngineRefusedError, JobRequest, JobState, Part
 from dstrial.master.backends.fork_servers import ForkServers, ForkSettings
 from dstrial.master.backends.hosts.link import AgentSettings
@@ -174,3 +174,17 @@ def test_a_job_that_has_ended_before_something_begins_in_it_is_a_loss(made: Made
     exit_ = failed_start(raised.value)
     assert exit_.was_lost, "it counts as no restart"
     assert not failed_start(MasterError("no such entrypoint")).was_lost
+
+
+def test_a_refusal_that_nobody_has_heard_ends_nobody_later(made: Made) -> None:
+    wish = Wish(7, 1, False, frozenset(), lambda: ("a trial", {}))
+    begin(made)
+    made.told.clear()
+    made.backend.request([wish], [])
+    wait_for(lambda: made.engine.num_asked)
+    assert made.told.wait(30)
+    made.backend.request((), [])  # It is paused.
+    assert made.backend.request([wish], []).refused == {}
+    made.told.clear()
+    assert made.told.wait(30)
+    assert made.backend.request([wish], []).refused == {7: "none is to be had"}
