@@ -27,6 +27,8 @@ LONELY_LOOKS = 5
 """So many looks in a row must find that, half a minute apart."""
 NOTICE_S = (30, 120)
 """How long before its time limit a job is told at least and at most, seconds; Slurm may do it up to a minute earlier."""
+OF_CLUSTERS = ("--clusters", "--cluster", "-M")
+"""Options that give a job to another cluster, where no other command of ours looks for it."""
 _DEVICES = (
     "--gres",
     "--gpus",
@@ -251,7 +253,7 @@ def holding_script(
         "lonely=0",
         f'while [ "$lonely" -lt {LONELY_LOOKS} ]; do',
         "    sleep 30 & wait $!",
-        f"    if seen=$(find . -maxdepth 1 -name {ALIVE_NAME} -mmin -{LONELY_MINUTES}) && [ -z \"$seen\" ]; then",
+        f'    if seen=$(find . -maxdepth 1 -name {ALIVE_NAME} -mmin -{LONELY_MINUTES}) && [ -z "$seen" ]; then',
         "        lonely=$((lonely + 1))",
         "    else",
         "        lonely=0",
