@@ -149,8 +149,13 @@ def _submitted(submission: Submission, tell: Callable[[str], object]) -> tuple[i
         ) from error
     try:
         job_id = client.submit_patiently(script, tell)
-    except BaseException:
-        _remove(made)
+    except LaunchError as error:
+        if not client.is_away(str(error)):
+            _remove(made)
+            raise
+        raise LaunchError(f"{error} {_unknown_text(path)}") from error
+    except BaseException:  # Ctrl-C, most likely
+        tell(_unknown_text(path))
         raise
     write_json_atomically(RunDirectory(path).slurm_job_path, {"job_id": job_id})
     job: Job | None = None
@@ -166,6 +171,11 @@ def _submitted(submission: Submission, tell: Callable[[str], object]) -> tuple[i
     if submission.has_own_output and job is not None and job.output:
         return job_id, Path(job.output.replace("%%", "%"))
     return job_id, path / LOG_NAME
+
+
+def _unknown_text(path: Path) -> str:
+    """Say what to do where Slurm may have taken a job and has not said so."""
+    return f"A job may be queued all the same, and keeps {path}; `squeue --me` shows it, `scancel` ends it."
 
 
 def _remove(made: Sequence[Path]) -> None:

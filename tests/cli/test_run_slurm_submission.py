@@ -56,6 +56,26 @@ def test_a_refused_job_leaves_no_directory(run: Run, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("sbatch", "expected"),
+    [
+        pytest.param(
+            "echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1", 1, id="unanswered"
+        ),
+        pytest.param("kill -INT $PPID; exec sleep 30", 130, id="ctrl-c"),
+    ],
+)
+def test_a_job_that_may_be_queued_keeps_its_directory(
+    run: Run, tmp_path: Path, sbatch: str, expected: int
+) -> None:
+    code, out, errors = run(sbatch)
+    assert code == expected, errors
+    (script,) = tmp_path.glob("runs/small/*/sbatch.sh")
+    assert (
+        f"A job may be queued all the same, and keeps {script.parent}; `squeue --me` shows it" in out + errors
+    )
+
+
 @pytest.mark.parametrize("option", ["--clusters=far", "-Mfar"])
 def test_another_cluster_is_refused_before_anything_is_queued(run: Run, tmp_path: Path, option: str) -> None:
     code, _, errors = run("echo '123;far'", f"--sbatch-arg={option}")
