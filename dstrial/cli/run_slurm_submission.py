@@ -19,7 +19,7 @@ from pathlib import Path
 
 from dstrial.cli.streams import LossTolerantStream
 from dstrial.config import ExperimentConfig
-from dstrial.errors import LaunchError
+from dstrial.errors import ConfigError, ConfigProblem, LaunchError
 from dstrial.local.json_files import write_json_atomically
 from dstrial.local.run_directory import (
     RunDirectory,
@@ -33,6 +33,7 @@ from dstrial.slurm import client
 from dstrial.slurm.job import NEVER, Job, explained
 from dstrial.slurm.script import (
     LOG_NAME,
+    OF_CLUSTERS,
     SCRIPT_NAME,
     asks_for_devices,
     batch_script,
@@ -80,6 +81,15 @@ def prepare(
     where = str(experiment.path)
     settings = experiment.raw.get("slurm") or {}
     options = sbatch_args(settings, args.sbatch_arg, where)
+    cluster = value_of(options, *OF_CLUSTERS)
+    if cluster is not None:
+        problem = ConfigProblem(
+            f"{where}: slurm.sbatch_args, or --sbatch-arg",
+            f"--clusters={cluster}",
+            "a job of this machine's cluster, where squeue and scancel look for it",
+            "Leave it out, or submit the run on a machine of that cluster.",
+        )
+        raise ConfigError([problem])
     if not args.print_sbatch:
         client.require_slurm("sbatch", "scontrol", "scancel", "srun")
     environ = {**os.environ, **experiment.environment_variables}
@@ -139,8 +149,13 @@ def _submitted(submission: Submission, tell: Callable[[str], object]) -> tuple[i
         ) from error
     try:
         job_id = client.submit_patiently(script, tell)
-    except BaseException:
-        _remove(made)
+    except LaunchError as error:
+        if not client.is_away(str(error)):
+            _remove(made)
+            raise
+        raise LaunchError(f"{error} {_unknown_text(path)}") from error
+    except BaseException:  # Ctrl-C, most likely
+        tell(_unknown_text(path))
         raise
     write_json_atomically(RunDirectory(path).slurm_job_path, {"job_id": job_id})
     job: Job | None = None
@@ -156,6 +171,11 @@ def _submitted(submission: Submission, tell: Callable[[str], object]) -> tuple[i
     if submission.has_own_output and job is not None and job.output:
         return job_id, Path(job.output.replace("%%", "%"))
     return job_id, path / LOG_NAME
+
+
+def _unknown_text(path: Path) -> str:
+    """Say what to do where Slurm may have taken a job and has not said so."""
+    return f"A job may be queued all the same, and keeps {path}; `squeue --me` shows it, `scancel` ends it."
 
 
 def _remove(made: Sequence[Path]) -> None:

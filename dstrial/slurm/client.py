@@ -129,16 +129,24 @@ def submit(script: Path) -> int:
     """Queue a batch script, and return the job's number.
 
     Raises:
-        LaunchError: Slurm refuses it, or would never start it, with what it says.
+        LaunchError: Slurm refuses it, would never start it, or has given it to another cluster, with what it says.
     """
     # Without this a job that no partition could ever hold waits for ever, where Slurm does not enforce limits.
     _, output, errors = run_slurm(["sbatch", "--test-only", str(script)], timeout_s=2 * _TIMEOUT_S)
     if _IMPOSSIBLE in f"{output}{errors}".lower():
         raise LaunchError(refused(errors or output, str(script)))
     code, output, errors = run_slurm(["sbatch", "--parsable", str(script)], timeout_s=2 * _TIMEOUT_S)
-    number = output.strip().partition(";")[0]
+    number, _, cluster = output.strip().partition(";")
     if code or not number.isdecimal():
         raise LaunchError(refused(errors or output, str(script)))
+    if cluster and cluster != os.environ.get("SLURM_CLUSTERS"):  # Which squeue and the others ask, too.
+        words = ["scancel", f"--clusters={cluster}", number]
+        code, _, _ = run_slurm(words)
+        raise LaunchError(
+            f"Slurm has given job {number} to cluster {cluster}; expected the cluster of this machine, where squeue and scancel "
+            "look for it. Leave out --clusters, and unset SBATCH_CLUSTERS. "
+            + (f"`{' '.join(words)}` ends the job." if code else "The job is cancelled.")
+        )
     return int(number)
 
 

@@ -23,8 +23,12 @@ ALIVE_NAME = "alive"
 """File that a master touches while it lives."""
 LONELY_MINUTES = 60
 """After so long without its master a holding job ends by itself."""
+LONELY_LOOKS = 5
+"""So many looks in a row must find that, half a minute apart."""
 NOTICE_S = (30, 120)
 """How long before its time limit a job is told at least and at most, seconds; Slurm may do it up to a minute earlier."""
+OF_CLUSTERS = ("--clusters", "--cluster", "-M")
+"""Options that give a job to another cluster, where no other command of ours looks for it."""
 _DEVICES = (
     "--gres",
     "--gpus",
@@ -245,9 +249,15 @@ def holding_script(
         f'mv "$SLURM_JOB_ID{NODES_SUFFIX}.new" "$SLURM_JOB_ID{NODES_SUFFIX}"',
         "# A SIGTERM of Slurm's gives the trial time to save; one of the master's ends the job.",
         f"trap '[ -e \"$SLURM_JOB_ID{GIVEN_BACK_SUFFIX}\" ] && exit 0' TERM",
-        "# Without its master it holds nodes for nobody.",
-        f'while [ -n "$(find {ALIVE_NAME} -mmin -{LONELY_MINUTES})" ]; do',
+        "# Without its master it holds nodes for nobody. A look that fails, at a file system that is away, says nothing of that.",
+        "lonely=0",
+        f'while [ "$lonely" -lt {LONELY_LOOKS} ]; do',
         "    sleep 30 & wait $!",
+        f'    if seen=$(find . -maxdepth 1 -name {ALIVE_NAME} -mmin -{LONELY_MINUTES}) && [ -z "$seen" ]; then',
+        "        lonely=$((lonely + 1))",
+        "    else",
+        "        lonely=0",
+        "    fi",
         "done",
         f'echo "nothing was heard of the master for {LONELY_MINUTES} minutes: the job ends"',
     ]

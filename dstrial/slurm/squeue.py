@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 from dstrial.slurm.job import WAITING_STATES, explained
-from dstrial.slurm.script import notice_s
+from dstrial.slurm.script import OF_CLUSTERS, notice_s
 
 _FIELDS = ("JobID", "State", "Reason", "PreemptTime", "TimeLeft", "TimeLimit", "NodeList", "Name")
 SQUEUE = ("squeue", "--noheader", "--me", "--states=all", "-O", ",".join(f"{name}:|" for name in _FIELDS))
@@ -202,10 +202,13 @@ def others_wait(text: str, mark: str) -> bool:
 
 
 def refused_options(options: Sequence[str]) -> list[str]:
-    """Return options that would make another job of one that only holds nodes."""
+    """Return options that would make another job of one that only holds nodes.
+
+    Also those with which it would be where nobody looks.
+    """
     mine = (
         "--job-name", "-J", "--array", "-a", "--wrap", "--chdir", "-D", "--output", "-o", "--requeue",
-        "--wait", "-W", "--parsable", "--test-only",
+        "--wait", "-W", "--parsable", "--test-only", *OF_CLUSTERS,
     )  # fmt: skip
     names = [option.partition("=")[0].partition(" ")[0] for option in options]
     return [

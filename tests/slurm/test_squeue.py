@@ -91,6 +91,11 @@ def test_options_that_would_make_another_job_of_it() -> None:
     assert refused_options(options) == ["--job-name=mine", "-Jmine", "--array=1-3", "--output x"]
 
 
+def test_options_that_would_give_it_to_another_cluster() -> None:
+    options = ["--clusters=far", "-M far", "-Mfar", "--cluster-constraint=x", "--mem=4G"]
+    assert refused_options(options) == ["--clusters=far", "-M far", "-Mfar"]
+
+
 def test_a_controller_that_is_away_is_told_from_a_refusal() -> None:
     said = "squeue: error: slurm_load_jobs: Unable to contact slurm controller (connect failure)"
     assert is_away(said)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
+from dstrial.errors import MasterError
 from dstrial.master.backends.devices import Slot
 from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.store.allocations import Allocation
@@ -147,6 +148,13 @@ class Note:
     tells_progress: bool = False
 
 
+class SlotsGoneError(MasterError):
+    """Slots are gone that were there when an allocation was given them.
+
+    It has lost them before it began, and is at no fault.
+    """
+
+
 Key: TypeAlias = int | str
 """What wants slots: a trial's number, or a command's task id."""
 
@@ -275,6 +283,7 @@ class Backend(Protocol):
             Its supervisor; None where :meth:`find` has it later.
 
         Raises:
+            SlotsGoneError: its slots are not there any more.
             DstrialError: it cannot be started; a node's refusal that is heard later is an exit.
         """
 

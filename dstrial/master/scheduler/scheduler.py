@@ -25,7 +25,7 @@ from dstrial.errors import DstrialError, MasterError
 from dstrial.master import backends
 from dstrial.master.advice import text_of
 from dstrial.master.backends import AllocationExit, AllocationRequest, RunRef, run_of
-from dstrial.master.backends.backend import Key, Output
+from dstrial.master.backends.backend import Key, Output, SlotsGoneError
 from dstrial.master.backends.failures import explain_failure, explain_rank, first_traceback, is_of_launcher
 from dstrial.master.backends.log_file import CHUNK_BYTES, printed, read_lines
 from dstrial.master.clock import now_us
@@ -838,7 +838,7 @@ class Scheduler:
         try:
             handle = self._backend.submit(request(), run)
         except (DstrialError, OSError) as error:
-            self._end(row, run, _failed_start(text_of(error)))
+            self._end(row, run, failed_start(error))
             return
         if handle is not None:
             self._started(row, run)
@@ -1006,5 +1006,10 @@ def _new_tokens() -> tuple[dict[str, str], dict[str, str]]:
     return tokens, {kind: hashlib.sha256(token.encode()).hexdigest() for kind, token in tokens.items()}
 
 
-def _failed_start(reason: str) -> AllocationExit:
-    return AllocationExit(1, None, now_us(), f"could not be started: {reason}", False)
+def failed_start(error: Exception) -> AllocationExit:
+    """Return the exit of an allocation that could not be started.
+
+    One whose slots were gone is lost, which counts as no restart.
+    """
+    was_lost = isinstance(error, SlotsGoneError)
+    return AllocationExit(1, None, now_us(), f"could not be started: {text_of(error)}", was_lost)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from dstrial.errors import ConfigError
 from dstrial.master.backends.backend import Refusal
 from dstrial.master.backends.engine import EngineRefusedError, JobRequest, Part
 from dstrial.master.backends.queued.slurm import (
+    SlurmEngine,
     parts_of,
     refusal_of,
     script_of,
@@ -130,3 +132,18 @@ def test_what_sbatch_refuses_is_a_problem_of_the_key_that_asks_for_it() -> None:
         found = refusal_of(JobRequest("check", "t", 3, settings=settings), said, "Fix.")
         assert (found.key, found.got) == (key, got)
         assert found.is_for_nodes == ("partition" not in said)
+
+
+@pytest.mark.parametrize("ask", [SlurmEngine.capacity, SlurmEngine.spare, SlurmEngine.jobs])
+def test_jobs_are_shown_that_their_master_lives_while_slurm_is_away(
+    ask: Callable[[SlurmEngine], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command in ("sinfo", "squeue"):
+        path = tmp_path / command
+        path.write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    engine = SlurmEngine(tmp_path / "slurm", tmp_path, "1f2a3b4c", {}, wants_devices=False)
+    with pytest.raises(ConnectionError, match="Unable to contact"):
+        ask(engine)
+    assert (tmp_path / "slurm" / "alive").exists()

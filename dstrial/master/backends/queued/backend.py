@@ -27,6 +27,7 @@ from dstrial.master.backends.backend import (
     Refusal,
     RunRef,
     Share,
+    SlotsGoneError,
     SupervisorHandle,
     Wish,
 )
@@ -184,6 +185,7 @@ class QueuedBackend(LinkedBackend):
         self._nodes: tuple[Node, ...] = ()
         self._jobs: dict[str, EngineJob] = {}
         self._useless: set[str] = set()
+        self._going: frozenset[str] = frozenset()  # What is just being given back.
         self._left: frozenset[str] = frozenset()  # Who waits with us, because others wait with the engine.
         self._given_back_s: dict[str, float] = {}  # When a job was given back that the engine may still show.
         self._asked: dict[str, tuple[int, bool, frozenset[int]]] = {}
@@ -247,9 +249,14 @@ class QueuedBackend(LinkedBackend):
             for known in (self._later_s, self._grows_later_s, self._why_later):
                 for name in known.keys() - self._wishes.keys():
                     del known[name]
+            # What nobody has heard must not end who waits again some days later.
+            there = {*self._wishes, *map(key_text, kept)}
+            for heard in (self._refused, self._failures):
+                for name in heard.keys() - there:
+                    del heard[name]
             leaving = {job.key for job in self._jobs.values() if job.state == "leaving"}
             now_s = self._requested_s = time.monotonic()
-            for name in (*self._wishes, *map(key_text, kept)):
+            for name in there:
                 self._named_s[name] = now_s
             for name, wish in self._wishes.items():
                 if name in self._refused and not wish.is_growth:
@@ -309,7 +316,7 @@ class QueuedBackend(LinkedBackend):
             spare = {self._node_ids[host]: count for host, count in self._spare.items()}
             most = 0
             for held in self._held.values():
-                if held.job.key != name or held.end is not None or held.why_leaving() is not None:
+                if held.job.key != name or self._is_gone(held) or held.why_leaving() is not None:
                     continue
                 most = max(
                     most,
@@ -334,20 +341,26 @@ class QueuedBackend(LinkedBackend):
             return None if held is None else held.why_leaving()
 
     def submit(self, request: AllocationRequest, run: RunRef) -> SupervisorHandle | None:
-        """Begin it in its job, and note in which one that is."""
+        """Begin it in its job, and note in which one that is.
+
+        Raises:
+            SlotsGoneError: the job has ended since it was given to it.
+            MasterError: it cannot be started.
+        """
         if not run.is_on_own_node:
             with self._lock:
                 held = self._holder_of(run.shares)
-                if held is not None:
-                    held.was_used = True
-                    self._job_of[run.allocation_id] = held.job.id
-                    self._failures.pop(held.job.key, None)
-                    record = {
-                        "job": held.job.id,
-                        "shares": [[one.node_id, list(one.slots)] for one in held.shares],
-                    }
-                    run.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-                    replace_file(run.directory / _JOB_NAME, json.dumps(record), is_private=True)
+                if held is None:
+                    raise SlotsGoneError(f"its job of {self._lender.name} has ended before it began there")
+                held.was_used = True
+                self._job_of[run.allocation_id] = held.job.id
+                self._failures.pop(held.job.key, None)
+                record = {
+                    "job": held.job.id,
+                    "shares": [[one.node_id, list(one.slots)] for one in held.shares],
+                }
+                run.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                replace_file(run.directory / _JOB_NAME, json.dumps(record), is_private=True)
         return super().submit(request, run)
 
     def observe(self, run: RunRef) -> AllocationExit | None:
@@ -428,9 +441,14 @@ class QueuedBackend(LinkedBackend):
     def _holder_of(self, shares: Sequence[Share]) -> _Held | None:
         wanted = {slot_id for share in shares for slot_id in share.slots}
         for held in self._held.values():
-            if held.end is None and wanted <= {slot_id for share in held.shares for slot_id in share.slots}:
+            slots = {slot_id for share in held.shares for slot_id in share.slots}
+            if not self._is_gone(held) and wanted <= slots:
                 return held
         return None
+
+    def _is_gone(self, held: _Held) -> bool:
+        """Say whether nothing can begin in a job any more."""
+        return held.end is not None or held.job.id in self._going
 
     def _link_to(self, run: RunRef, share: Share) -> HostLink | None:
         with self._lock:
@@ -449,7 +467,7 @@ class QueuedBackend(LinkedBackend):
         They are in the order of its ranks.
         """
         for held in sorted(self._held.values(), key=_Held.num_slots, reverse=True):
-            if held.job.key == name and held.end is None and held.job.state == "running":
+            if held.job.key == name and not self._is_gone(held) and held.job.state == "running":
                 if held.job.id in self._job_of.values() or held.why_leaving() is not None:
                     continue
                 if self._why_unwanted(held, wish) is not None:
@@ -579,14 +597,18 @@ class QueuedBackend(LinkedBackend):
             self._spare = spare
             self._is_known = True
             todo = self._plan()
+            self._going = frozenset(job_id for job_id, _ in todo.given_back)
             wishes = dict(self._wishes)
         if was_away:
             self._back_s = time.monotonic()
-        for job in jobs:
-            if job.has_rest:
-                self._lender.cancel(job.id)
-        for job_id, why in todo.given_back:
-            self._give_back(job_id, why)
+        try:
+            for job in jobs:
+                if job.has_rest:
+                    self._lender.cancel(job.id)
+            for job_id, why in todo.given_back:
+                self._give_back(job_id, why)
+        finally:
+            self._going = frozenset()  # What was not reached is planned anew.
         for name in todo.asked_for:
             self._ask_for(name, wishes[name])
         with self._lock:  # Only now: one that has just begun answers, and does not know its nodes yet.
@@ -751,6 +773,8 @@ class QueuedBackend(LinkedBackend):
     def _give_back(self, job_id: str, why: str) -> None:
         """Give a job back; nodes that were of no use are not asked for again soon."""
         with self._lock:
+            if job_id in self._job_of.values():  # Of an earlier master's, and found only now.
+                return
             held = self._held.get(job_id)
             job = self._jobs.pop(job_id, None)
             self._asked.pop(job_id, None)
@@ -861,6 +885,7 @@ class QueuedBackend(LinkedBackend):
         with self._lock:
             in_use = set(self._job_of.values())
             over = [job.id for job in self._jobs.values() if job.id not in in_use and job.state != "ended"]
+            self._going = frozenset(over)
         for job_id in over:
             self._give_back(job_id, "the master ends")
 

@@ -88,6 +88,7 @@ class SlurmEngine:
         Raises:
             ConnectionError: Slurm does not answer.
         """
+        self._touch()  # Also while Slurm is away: the jobs go on, and the master lives.
         code, output, errors = client.run_slurm(list(SINFO))
         if code:
             raise ConnectionError(client.why_away(errors or output, "sinfo", code))
@@ -102,6 +103,7 @@ class SlurmEngine:
 
         There are none while a job of another's waits for nodes.
         """
+        self._touch()
         code, output, errors = client.run_slurm(list(WAITING))
         if code:
             raise ConnectionError(client.why_away(errors or output, "squeue", code))

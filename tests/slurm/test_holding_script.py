@@ -1,0 +1,91 @@
+"""The script of a job that holds nodes, run by a shell: when it ends by itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dstrial.slurm.script import ALIVE_NAME, LONELY_LOOKS, holding_script
+
+pytestmark = pytest.mark.process
+
+_FIND = """#!/bin/bash
+# Its n-th look is the n-th line of the file `looks`, or the last one.
+echo >> looked
+number=$(wc -l < looked)
+case "$(head -n "$number" looks | tail -n 1)" in
+    fails) echo "find: '.': Stale file handle" >&2; exit 1 ;;
+    seen) echo alive ;;
+esac
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Return a directory in which half a minute is short."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    write_command(commands / "sleep", "#!/bin/bash\nexec /bin/sleep 0.01\n")
+    directory = tmp_path / "a place"
+    directory.mkdir()
+    return directory
+
+
+def write_command(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def begun(place: Path) -> subprocess.Popen[str]:
+    text = holding_script(
+        name="trial-7@1f2a3b4c", title="t", request=[], options=[], directory=place, state_dir=place
+    )
+    environ = {
+        **os.environ,
+        "PATH": f"{place.parent / 'bin'}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "12",
+        "SLURM_JOB_NODELIST": "host1",
+        "SLURM_TASKS_PER_NODE": "2",
+    }
+    return subprocess.Popen(["bash", "-c", text], env=environ, stdout=subprocess.PIPE, text=True)
+
+
+def num_looks(place: Path, looks: list[str]) -> int:
+    """Return after how many looks the job ends."""
+    write_command(place.parent / "bin" / "find", _FIND)
+    (place / "looks").write_text("".join(f"{look}\n" for look in looks))
+    with begun(place) as process:
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert said == "nothing was heard of the master for 60 minutes: the job ends\n"
+    return len((place / "looked").read_text())
+
+
+def test_looks_that_fail_end_no_job(place: Path) -> None:
+    assert num_looks(place, [*["fails"] * 20, "none"]) == 20 + LONELY_LOOKS
+
+
+def test_only_looks_in_a_row_end_a_job(place: Path) -> None:
+    almost = ["none"] * (LONELY_LOOKS - 1)
+    looks = [*almost, "seen", *almost, "fails", "none"]
+    assert num_looks(place, looks) == 2 * LONELY_LOOKS + LONELY_LOOKS
+
+
+def test_it_stays_while_its_master_lives_and_ends_an_hour_later(place: Path) -> None:
+    alive = place / ALIVE_NAME
+    alive.touch()
+    with begun(place) as process:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        an_hour_ago = alive.stat().st_mtime - 3660
+        os.utime(alive, (an_hour_ago, an_hour_ago))
+        assert process.wait(60) == 0
+    assert (place / "12.nodes").read_text() == "host1 2\n"
+
+
+def test_it_ends_without_the_file_of_its_master(place: Path) -> None:
+    with begun(place) as process:
+        assert process.wait(60) == 0

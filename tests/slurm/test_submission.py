@@ -1,0 +1,50 @@
+"""What is made of sbatch's answers, which a script of ours gives in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dstrial.errors import LaunchError
+from dstrial.slurm import client
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Return what puts a command of that name before Slurm's."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for name in ("SLURM_CLUSTERS", "SBATCH_CLUSTERS"):
+        monkeypatch.delenv(name, raising=False)
+
+    def write(name: str, body: str) -> None:
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\ncd {tmp_path}\n{body}\n")
+        path.chmod(0o755)
+
+    return write
+
+
+def test_a_job_of_another_cluster_is_none_of_ours(
+    command: Callable[[str, str], None], tmp_path: Path
+) -> None:
+    command("sbatch", "echo '123;far'")
+    command("scancel", 'echo "$@" > cancelled')
+    with pytest.raises(LaunchError, match=r"has given job 123 to cluster far; .* The job is cancelled\."):
+        client.submit(Path("/x.sh"))
+    assert (tmp_path / "cancelled").read_text() == "--clusters=far 123\n"
+    command("scancel", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    with pytest.raises(LaunchError, match="`scancel --clusters=far 123` ends the job") as raised:
+        client.submit(Path("/x.sh"))
+    assert not client.is_away(str(raised.value)), "it would be asked again"
+
+
+def test_a_job_of_the_cluster_that_all_commands_mean_is_ours(
+    command: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command("sbatch", "echo '123;near'")
+    monkeypatch.setenv("SLURM_CLUSTERS", "near")
+    assert client.submit(Path("/x.sh")) == 123
