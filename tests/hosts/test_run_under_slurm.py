@@ -7,32 +7,16 @@ import json
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from slurm_cluster import SlurmCluster, slurm_cluster
+from slurm_run import CONFIG, ENVIRON, TWO_NODES, SlurmRun, run_directory
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
-_ENVIRON = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": "", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-_TWO_NODES = ("--sbatch-arg=--nodes=2", "--sbatch-arg=--ntasks-per-node=1")
-_PATIENCE = 2.0  # times what a test asks for, where other tests keep the processors busy
-_CONFIG: dict[str, Any] = {
-    "name": "small",
-    "entrypoint": "small_trial:SmallTrial",
-    "resources": {"slots_per_trial": 2},
-    "searcher": {"name": "single", "metric": "zero", "max_length": {"batches": 20}},
-    "hyperparameters": {"zero_stage": 1, "pause_s": 0.0},
-    "scheduling_unit": 5,
-    "min_validation_period": {"batches": 1000},
-    "min_checkpoint_period": {"batches": 10},
-    "max_restarts": 2,
-}
 
 
 @pytest.fixture(scope="module")
@@ -48,74 +32,10 @@ def place(tmp_path: Path, cluster: SlurmCluster) -> Iterator[Path]:
     place.mkdir()
     for name in ("small_trial.py", "small_pipeline.py"):
         shutil.copy(Path(__file__).parent / name, place)
-    (place / "exp.yaml").write_text(yaml.safe_dump(_CONFIG))
+    (place / "exp.yaml").write_text(yaml.safe_dump(CONFIG))
     yield place
     cluster.run("scancel", "--user=root")
     cluster.wait_for_idle(3, timeout=60)
-
-
-class _Run:
-    """``dstrial run --slurm`` on the first node, which stands for a login node."""
-
-    def __init__(
-        self,
-        cluster: SlurmCluster,
-        place: Path,
-        *flags: str,
-        batches: int = 20,
-        pause_s: float = 0.0,
-        more: Mapping[str, str] | None = None,
-    ) -> None:
-        self._cluster, self._log = cluster, place / "printed.log"
-        settings = [
-            "--config",
-            f"searcher.max_length.batches={batches}",
-            "--config",
-            f"hyperparameters.pause_s={pause_s}",
-        ]
-        words = ["run", "exp.yaml", ".", "--slurm", *settings, *flags]
-        with self._log.open("wb") as log:
-            self.process = cluster.machines[1].popen(
-                [sys.executable, "-m", "dstrial", *words],
-                cwd=place,
-                env={**cluster.env, **_ENVIRON, **(more or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-
-    @property
-    def text(self) -> str:
-        return self._log.read_text(errors="replace")
-
-    @property
-    def job_id(self) -> int:
-        return int(re.findall(r"job (\d+): queued", self.text)[0])
-
-    def wait_for(self, words: str, within_s: float = 90.0) -> None:
-        give_up_at_s = time.monotonic() + _PATIENCE * within_s
-        while words not in self.text:
-            assert time.monotonic() < give_up_at_s, f"{words!r} is not in:\n{self.text}"
-            assert self.process.poll() is None, f"it ended without {words!r}:\n{self.text}"
-            time.sleep(0.1)
-
-    def interrupt(self) -> None:
-        """Send it SIGINT, past nsenter, which is the test's own process."""
-        machine = self._cluster.machines[1]
-        (pid,) = (
-            pid
-            for pid, line in machine.processes().items()
-            if "dstrial run exp.yaml" in line and "--run-dir" not in line
-        )
-        machine.signal(pid, signal.SIGINT)
-
-    def end(self, within_s: float = 120.0) -> tuple[int, str]:
-        try:
-            code = self.process.wait(_PATIENCE * within_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise AssertionError(f"it has not ended in {within_s} s:\n{self.text}") from None
-        return code, self.text
 
 
 def _batches(text: str) -> list[int]:
@@ -124,11 +44,6 @@ def _batches(text: str) -> list[int]:
 
 def _losses(text: str) -> list[str]:
     return re.findall(r"batch \d+ loss 0x\S+", text)
-
-
-def _run_directory(place: Path) -> Path:
-    (found,) = (place / "runs" / "small").iterdir()
-    return found
 
 
 @pytest.mark.parametrize(
@@ -143,10 +58,10 @@ def _run_directory(place: Path) -> Path:
 )
 def test_two_nodes_compute_the_bits_of_one(cluster: SlurmCluster, place: Path, settings: list[str]) -> None:
     overrides = [word for setting in settings for word in ("--config", setting)]
-    code, two = _Run(cluster, place, *overrides, *_TWO_NODES).end()
+    code, two = SlurmRun(cluster, place, *overrides, *TWO_NODES).end()
     assert code == 0, two
     assert "rank 1 at 10.77.0.12" in two
-    code, one = _Run(cluster, place, *overrides, "--sbatch-arg=--nodes=1").end()
+    code, one = SlurmRun(cluster, place, *overrides, "--sbatch-arg=--nodes=1").end()
     assert code == 0, one
     assert "ranks 0 to 1 at" in one
     assert len(_losses(one)) == 4
@@ -154,12 +69,12 @@ def test_two_nodes_compute_the_bits_of_one(cluster: SlurmCluster, place: Path, s
 
 
 def test_the_script_is_shown_and_is_what_is_submitted(cluster: SlurmCluster, place: Path) -> None:
-    code, shown = _Run(cluster, place, "--print-sbatch", *_TWO_NODES).end()
+    code, shown = SlurmRun(cluster, place, "--print-sbatch", *TWO_NODES).end()
     assert code == 0, shown
     assert not (place / "runs").exists(), "showing leaves nothing"
-    code, text = _Run(cluster, place, *_TWO_NODES).end()
+    code, text = SlurmRun(cluster, place, *TWO_NODES).end()
     assert code == 0, text
-    directory = _run_directory(place)
+    directory = run_directory(place)
     submitted = (directory / "sbatch.sh").read_text()
     own = re.compile(r"runs/small/\w+-\w+")
     assert own.sub("RUN", shown) == own.sub("RUN", submitted).replace(" --print-sbatch", "")
@@ -173,7 +88,7 @@ def _job_of(text: str) -> int:
 
 
 def test_a_preempted_job_goes_on_from_where_it_was(cluster: SlurmCluster, place: Path) -> None:
-    run = _Run(cluster, place, *_TWO_NODES, batches=50, pause_s=0.2)
+    run = SlurmRun(cluster, place, *TWO_NODES, batches=50, pause_s=0.2)
     run.wait_for("batch 15 loss")
     urgent = cluster.popen(["srun", "-p", "high", "-N3", "-n6", "sleep", "2"])
     code, text = run.end()
@@ -188,7 +103,7 @@ def test_a_preempted_job_goes_on_from_where_it_was(cluster: SlurmCluster, place:
 
 
 def test_a_job_out_of_time_is_saved_and_queued_again(cluster: SlurmCluster, place: Path) -> None:
-    run = _Run(cluster, place, *_TWO_NODES, "--sbatch-arg=--time=2", batches=2000, pause_s=0.2)
+    run = SlurmRun(cluster, place, *TWO_NODES, "--sbatch-arg=--time=2", batches=2000, pause_s=0.2)
     run.wait_for("is queued again, because its time is over", within_s=150)
     run.wait_for("resuming from checkpoint", within_s=60)
     run.wait_for("INFO: resumed from checkpoint", within_s=60)
@@ -206,7 +121,7 @@ def test_a_job_without_a_checkpoint_in_its_time_is_not_started_for_ever(
     cluster: SlurmCluster, place: Path
 ) -> None:
     # Its first batch takes longer than it is given to stop, whenever the signal comes.
-    run = _Run(cluster, place, "--config", "preemption_timeout=3", batches=2, pause_s=600.0)
+    run = SlurmRun(cluster, place, "--config", "preemption_timeout=3", batches=2, pause_s=600.0)
     run.wait_for("training the first batch")
     # What Slurm sends by --signal.
     cluster.run("scancel", "--signal=USR1", "--batch", str(run.job_id))
@@ -219,7 +134,7 @@ def test_a_job_without_a_checkpoint_in_its_time_is_not_started_for_ever(
 def test_a_cancelled_job_is_saved_and_stays_so_until_it_is_resumed(
     cluster: SlurmCluster, place: Path
 ) -> None:
-    run = _Run(cluster, place, *_TWO_NODES, batches=40, pause_s=0.2)
+    run = SlurmRun(cluster, place, *TWO_NODES, batches=40, pause_s=0.2)
     run.wait_for("batch 15 loss")
     cluster.run("scancel", str(run.job_id))
     code, text = run.end()
@@ -228,14 +143,14 @@ def test_a_cancelled_job_is_saved_and_stays_so_until_it_is_resumed(
     assert f"job {run.job_id}: cancelled" in text
     last = _batches(text)[-1]
 
-    code, text = _Run(cluster, place, *_TWO_NODES, "--resume", "latest", batches=40).end()
+    code, text = SlurmRun(cluster, place, *TWO_NODES, "--resume", "latest", batches=40).end()
     assert code == 0, text
     assert _batches(text) == list(range(last + 5, 41, 5))
     assert len(list((place / "runs" / "small").iterdir())) == 1, "the same run goes on"
 
 
 def test_a_node_that_is_cut_off_is_named_and_the_rest_goes_on(cluster: SlurmCluster, place: Path) -> None:
-    run = _Run(cluster, place, *_TWO_NODES, batches=60, pause_s=0.2)
+    run = SlurmRun(cluster, place, *TWO_NODES, batches=60, pause_s=0.2)
     run.wait_for("batch 15 loss")
     cluster.machines[2].cut()
     try:
@@ -246,7 +161,7 @@ def test_a_node_that_is_cut_off_is_named_and_the_rest_goes_on(cluster: SlurmClus
         cluster.machines[2].heal()
     assert code == 0, text
     # Slurm ends the job with its node later, and starts it again on two nodes: from a checkpoint of the stop.
-    lines = (_run_directory(place) / "metrics.jsonl").read_text().splitlines()
+    lines = (run_directory(place) / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if row["group"] == "training"]
     assert [row["steps_completed"] for row in rows] == list(range(5, 61, 5)), text
     sizes = {
@@ -257,7 +172,7 @@ def test_a_node_that_is_cut_off_is_named_and_the_rest_goes_on(cluster: SlurmClus
 
 def test_nodes_with_different_numbers_of_tasks(cluster: SlurmCluster, place: Path) -> None:
     settings = ["--config", "hyperparameters.micro_batch_size=4"]
-    code, text = _Run(cluster, place, *settings, "--slots", "3").end()
+    code, text = SlurmRun(cluster, place, *settings, "--slots", "3").end()
     assert code == 0, text
     assert "ranks 0 to 1 at" in text
     assert "rank 2 at" in text
@@ -265,13 +180,13 @@ def test_nodes_with_different_numbers_of_tasks(cluster: SlurmCluster, place: Pat
 
 def test_in_an_allocation_no_job_is_submitted(cluster: SlurmCluster, place: Path) -> None:
     command = [sys.executable, "-m", "dstrial", "run", "exp.yaml", ".", "--slurm"]
-    done = cluster.run("salloc", "-N2", "--ntasks-per-node=1", *command, cwd=place, env=_ENVIRON, timeout=100)
+    done = cluster.run("salloc", "-N2", "--ntasks-per-node=1", *command, cwd=place, env=ENVIRON, timeout=100)
     assert "state:         completed at batch 20 of 20" in done.stdout
     assert "rank 1 at 10.77.0.12" in done.stdout
-    assert not list(_run_directory(place).glob("sbatch.sh"))
+    assert not list(run_directory(place).glob("sbatch.sh"))
     # One of several tasks is told so.
     command = ["srun", "-n2", *command]
-    done = cluster.run("salloc", "-n2", *command, cwd=place, env=_ENVIRON, timeout=60)
+    done = cluster.run("salloc", "-n2", *command, cwd=place, env=ENVIRON, timeout=60)
     assert "this is one of 2 tasks of srun" in done.stdout
 
 
@@ -292,7 +207,7 @@ def test_in_an_allocation_no_job_is_submitted(cluster: SlurmCluster, place: Path
 def test_what_cannot_be_is_refused_before_anything_is_queued(
     cluster: SlurmCluster, place: Path, flags: tuple[str, ...], said: str
 ) -> None:
-    code, text = _Run(cluster, place, *flags).end(30)
+    code, text = SlurmRun(cluster, place, *flags).end(30)
     assert code == 1, text
     assert said in text
     assert cluster.run("squeue", "-h").stdout == ""
@@ -305,7 +220,7 @@ def test_a_controller_that_is_started_again_is_asked_again_before_a_refusal_is_b
     cluster.machines[3].cut()
     try:
         cluster.end_controller()
-        run = _Run(cluster, place, "--slots", "6", "--config", "hyperparameters.micro_batch_size=2")
+        run = SlurmRun(cluster, place, "--slots", "6", "--config", "hyperparameters.micro_batch_size=2")
         run.wait_for("Slurm is asked again for up to 60 s: Slurm does not answer; squeue says: ")
         assert "contact slurm controller" in run.text.lower()
         assert "queued" not in run.text
@@ -320,28 +235,30 @@ def test_a_controller_that_is_started_again_is_asked_again_before_a_refusal_is_b
     assert code == 0, text
     assert text.count("Slurm is asked again") == 1
     jobs = cluster.run("squeue", "-h", "--states=all", "-o", "%o").stdout.splitlines()
-    assert jobs.count(f"{_run_directory(place)}/sbatch.sh") == 1, "one job"
+    assert jobs.count(f"{run_directory(place)}/sbatch.sh") == 1, "one job"
 
 
 def test_a_machine_without_slurm_says_so(cluster: SlurmCluster, place: Path) -> None:
     words = ["env", f"PATH={place}", sys.executable, "-m", "dstrial", "run", "exp.yaml", ".", "--slurm"]
-    done = cluster.run(*words, cwd=place, env=_ENVIRON)
+    done = cluster.run(*words, cwd=place, env=ENVIRON)
     code, text = done.returncode, done.stdout
     assert code == 1
     assert "sbatch, scontrol, scancel, srun of Slurm is not on PATH" in text
 
 
 def test_nodes_without_this_python_or_this_directory_say_so(cluster: SlurmCluster, place: Path) -> None:
-    code, text = _Run(cluster, place, "--python", "/opt/nowhere/bin/python", "--sbatch-arg=-w host2").end(60)
+    code, text = SlurmRun(cluster, place, "--python", "/opt/nowhere/bin/python", "--sbatch-arg=-w host2").end(
+        60
+    )
     assert code == 127, text
     assert "host2 has no Python at /opt/nowhere/bin/python" in text
 
     cluster.machines[2].hide(place)
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: cluster.machines[2].run(["umount", str(place)], cwd="/"))
-        code, text = _Run(cluster, place, "--sbatch-arg=-w host2").end(60)
+        code, text = SlurmRun(cluster, place, "--sbatch-arg=-w host2").end(60)
         assert code != 0
         assert "host2 does not see this directory" in text, text
-        code, text = _Run(cluster, place, *_TWO_NODES, "--sbatch-arg=-w host1,host2").end(60)
+        code, text = SlurmRun(cluster, place, *TWO_NODES, "--sbatch-arg=-w host1,host2").end(60)
         assert code != 0
         assert "runs/small than on host1" in text, text
