@@ -82,9 +82,8 @@ class WandbLogger:
             row: dict[str, Any] = {"batches": report.batches_trained, **report.named()}
             if report.epochs is not None:
                 row["epochs"] = report.epochs
-            if report.batches_trained != self._batch:  # the groups of one batch share a row
-                self._batch = report.batches_trained
-                self._step = max(self._step + 1, report.batches_trained)
+            self._step = next_step(self._step, self._batch, report.batches_trained)
+            self._batch = report.batches_trained
             self._run.log(row, step=self._step)
 
     def end(self, state: FinalState) -> None:
@@ -141,3 +140,16 @@ def _has_key() -> bool:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host or "") is not None
     except (OSError, netrc.NetrcParseError):
         return False
+
+
+def next_step(step: int, before: int | None, batch: int) -> int:
+    """Return the step of a report: its batch, or the next that is free. Pure.
+
+    W&B takes no step below those that it has seen, and merges what has the same step.
+
+    Args:
+        step: of the report before, or the last that W&B has seen.
+        before: batch of that report; None for none.
+        batch: of this report. Reports of one batch share a row.
+    """
+    return step if batch == before else max(step + 1, batch)
