@@ -62,7 +62,7 @@ def test_a_refused_job_leaves_no_directory(run: Run, tmp_path: Path) -> None:
         pytest.param(
             "echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1", 1, id="unanswered"
         ),
-        pytest.param("kill -INT $PPID; exec sleep 30", 130, id="ctrl-c"),
+        pytest.param("kill -INT $PPID; exit 130", 130, id="ctrl-c"),
     ],
 )
 def test_a_job_that_may_be_queued_keeps_its_directory(
