@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from browsing import Browser
 from seeded import add_experiment
+from seeded_trials import add_metric
 from serving import Master
+
+from dstrial.master.clock import now_us
+from dstrial.master.store.database import Transaction
 
 pytestmark = pytest.mark.process
 
@@ -68,6 +75,101 @@ def test_a_change_is_shown_without_loading_the_page_again(
     seeded_master.services.database.write(lambda tx: add_experiment(tx, name="appears later"))
     browser.until("document.querySelectorAll('tbody tr[data-idx]').length === 1")
     assert browser.page.evaluate("window.isSame")
+
+
+def test_curves_of_the_list_come_also_where_its_rows_change_before_the_answer(
+    open_browser: Callable[..., Browser], search: int
+) -> None:
+    browser = open_browser()
+    held: list[Any] = []
+    is_held = True
+    browser.page.route(
+        "**/page/sparklines?*", lambda route: held.append(route) if is_held else route.continue_()
+    )
+    with browser.page.expect_request("**/page/sparklines?*"):
+        browser.open("/", "tbody tr[data-idx]")
+    browser.page.fill("input[type=search]", "label:long")
+    browser.until("document.querySelectorAll('tbody tr[data-idx]').length === 4")
+    is_held = False
+    for route in held:
+        route.continue_()
+    browser.until("document.querySelectorAll('tbody tr[data-idx] svg.spark').length === 4")
+
+
+def new_trial(tx: Transaction, experiment: int) -> None:
+    """Add a trial that has not reported anything yet."""
+    task = str(uuid.uuid4())
+    trial = tx.execute(
+        "INSERT INTO trials (experiment_id, request_id, state, hparams, seed, task_id, run_id, start_us) "
+        "VALUES (?, ?, 'ACTIVE', '{}', 1, ?, 1, ?)",
+        (experiment, str(uuid.uuid4()), task, now_us()),
+    ).lastrowid
+    tx.execute("INSERT INTO tasks VALUES (?, 'TRIAL', ?, ?, ?, NULL)", (task, experiment, trial, now_us()))
+    tx.publish(f"experiment:{experiment}")
+
+
+def test_curves_go_on_while_a_search_makes_trials(
+    open_browser: Callable[..., Browser], seeded_master: Master
+) -> None:
+    database = seeded_master.services.database
+    experiment = database.write(lambda tx: add_experiment(tx, name="grows", state="ACTIVE", num_trials=2))
+    (row,) = seeded_master.rows("SELECT MIN(id) AS id FROM trials WHERE experiment_id = ?", experiment)
+    browser = open_browser()
+    browser.open(f"/det/experiments/{experiment}/overview", ".chart")
+    browser.until("document.querySelector('.plot').getAttribute('aria-label').includes('2 curves')")
+    database.write(lambda tx: add_metric(tx, row["id"], "validation", [(500, {"loss": 0.015625})]))
+    for _ in range(20):  # As often as a change is shown.
+        database.write(lambda tx: new_trial(tx, experiment))
+        browser.page.wait_for_timeout(700)
+        with browser.page.expect_download() as download:
+            browser.page.click(".chart button:has-text('CSV')")
+        if ",500,0.015625" in Path(download.value.path()).read_text():
+            return
+    pytest.fail("A curve was not asked for again while its search made trials.")
+
+
+def test_a_curve_that_could_not_be_had_is_asked_for_again(
+    open_browser: Callable[..., Browser], search: int
+) -> None:
+    browser = open_browser()
+    asked: list[str] = []
+
+    def answer(route: Any) -> None:
+        asked.append(route.request.url)
+        if len(asked) == 1:
+            route.fulfill(status=500, body="broken")
+        else:
+            route.continue_()
+
+    browser.page.route("**/page/series?*", answer)
+    browser.open(f"/det/experiments/{search}/overview", ".chart")
+    browser.until("document.querySelector('.plot').getAttribute('aria-label').includes('16 curves')")
+    assert asked[0] == asked[1]
+    browser.until("!document.querySelector('main').innerText.includes('broken')")
+    browser.forgive("500")
+
+
+def test_a_part_of_a_chart_is_let_go_of_when_its_axis_is_another_one(
+    open_browser: Callable[..., Browser], search: int
+) -> None:
+    browser = open_browser()
+    browser.open(f"/det/experiments/{search}/overview", ".chart")
+    browser.until("document.querySelector('.plot').getAttribute('aria-label').includes('16 curves')")
+    box = browser.page.locator(".plot .u-over").bounding_box()
+    browser.page.mouse.move(box["x"] + 300, box["y"] + 50)
+    browser.page.mouse.down()
+    browser.page.mouse.move(box["x"] + 600, box["y"] + 60, steps=5)
+    browser.page.mouse.up()
+    browser.page.wait_for_selector(".chart button:has-text('Whole')")
+    browser.page.select_option("label:has-text('Over') select", "epochs")
+    browser.until("!document.querySelector('.chart .tools').innerText.includes('Whole')")
+    # All of it is there: at its right end is the end of a curve.
+    for down in range(10, int(box["height"]), 20):
+        browser.page.mouse.move(box["x"] + box["width"] - 3, box["y"] + down)
+        browser.page.wait_for_timeout(50)
+        if browser.page.locator(".chart .tip").count():
+            break
+    assert "epochs 5:" in browser.text(".chart .tip")
 
 
 def test_ten_thousand_trials_are_listed_filtered_and_drawn_in_part(

@@ -6,12 +6,15 @@ import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from browsing import Browser
 from seeded import add_experiment
 from seeded_trials import add_lines, add_task, task_of, trials_of
 from serving import Master, serving
+
+from dstrial.master.store.reports import log_pages
 
 pytestmark = pytest.mark.process
 
@@ -128,6 +131,28 @@ def test_lines_are_filtered_by_level_rank_and_text_on_the_master(open_browser: O
     browser.page.fill("input[aria-label='Only lines with']", "nowhere")
     browser.page.click("button:has-text('Show all lines')")
     browser.until(f"{NUM_LINES} > 100 && {AT_END}")
+
+
+def test_lines_that_come_while_the_newest_are_searched_for_are_shown(
+    open_browser: Open, seeded_master: Master, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_pages, "MAX_SEARCHED", 100)
+    log = new_log(seeded_master, (0, None, "wanted 1"), *((0, None, f"other {idx}") for idx in range(350)))
+    browser = open_browser()
+    asked: list[str] = []
+
+    def answer(route: Any) -> None:
+        asked.append(route.request.url)
+        if len(asked) == 3:
+            log.add((0, None, "wanted 2"))
+        route.continue_()
+
+    browser.page.route(re.compile(r"/page/logs\?.*text=wanted"), answer)
+    browser.open(f"/det/trials/{log.trial}/logs?find=wanted", ".line")
+    assert ["before=" in url for url in asked[:3]] == [False, True, True]
+    log.add((0, None, "wanted 3"))
+    browser.until(has("wanted 3"))
+    assert browser.texts(".line .said") == ["wanted 1", "wanted 2", "wanted 3"]
 
 
 def test_text_of_programs_is_shown_and_never_obeyed(open_browser: Open, seeded_master: Master) -> None:

@@ -1,7 +1,9 @@
-"""Modules of the page that compute and draw nothing, run by node: differences of texts, importance, axes."""
+"""Modules of the page that compute and draw nothing, run by node: differences of texts, importance, axes, CSV."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import random
@@ -160,3 +162,13 @@ def test_axes_are_linear_logarithmic_or_categorical() -> None:
         ["rare", "linear", 0.5],
         ["wide", "linear", 1],
     ]
+
+
+def test_nothing_that_a_spreadsheet_would_compute_is_written_as_csv() -> None:
+    given = ["=1+1", ["=1+1"], ["@x", 2], " =1+1", "\t=1+1", "\r=1+1", "\n+x"]
+    kept = ["-1.5", " -1.5", "-Infinity", -1.5, [1, -2], ["a", "=b"], "a=b", None, True, ""]
+    text = run("format.js", "answer = own.csv(given.map((one) => [one, 0]));", given + kept)
+    cells = [row[0] for row in csv.reader(io.StringIO(text, newline=""))]
+    written = ["=1+1", "=1+1", "@x,2", " =1+1", "\t=1+1", "\r=1+1", "\n+x"]
+    assert cells[:7] == [f"'{one}" for one in written]
+    assert cells[7:] == ["-1.5", " -1.5", "-Infinity", "-1.5", "1,-2", "a,=b", "a=b", "", "true", ""]

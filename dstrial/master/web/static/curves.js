@@ -14,6 +14,8 @@ const POINTS = 1000;
 /** Of all curves together: more are not told apart, and make everything slow. */
 const MOST_POINTS = 300_000;
 const GAP_MS = 1500;
+/** Of the gap, while the answers are errors. */
+const MOST_DOUBLINGS = 5;
 
 /** @param {any} one as the master sends it @returns {Series} */
 function read(one) {
@@ -29,19 +31,30 @@ export function useCurves(trials, metric) {
   const [found, setFound] = useState(/** @type {Map<number, Series>} */ (new Map()));
   const [isLoading, setLoading] = useState(true);
   const [error, setError] = useState(/** @type {Error | null} */ (null));
-  const dirty = useRef(/** @type {Set<number>} */ (new Set()));
+  const wanted = useRef(trials);
+  wanted.current = trials;
+  const look = useRef(() => {});
   const key = trials.join(",");
   const group = metric.slice(0, metric.indexOf("."));
   const name = metric.slice(metric.indexOf(".") + 1);
-  useEffect(() => setFound(new Map()), [metric]);
+  // Of one metric, however often its trials change: a search that makes some all the time would never let a load end.
   useEffect(() => {
     const abort = new AbortController();
+    /** Those that were asked for. @type {Set<number>} */
+    const known = new Set();
+    /** Those of them that have changed since. @type {Set<number>} */
+    const dirty = new Set();
+    let isBusy = false;
+    let isDue = false;
     let timer = 0;
+    let failures = 0;
+    setFound(new Map());
     /** @param {number[]} ids */
     async function load(ids) {
-      const points = Math.max(200, Math.min(POINTS, Math.round(MOST_POINTS / trials.length)));
+      const points = Math.max(200, Math.min(POINTS, Math.round(MOST_POINTS / wanted.current.length)));
       for (let start = 0, count = AT_FIRST; start < ids.length; start += count, count = AT_ONCE) {
         const part = ids.slice(start, start + count);
+        part.forEach((id) => dirty.delete(id));
         const { series } = await get("/page/series", { trials: part, group, name, points }, abort.signal);
         setFound((before) => {
           const now = new Map(before);
@@ -50,48 +63,60 @@ export function useCurves(trials, metric) {
         });
       }
     }
-    async function run(/** @type {number[]} */ ids) {
+    async function run() {
+      const ids = wanted.current.filter((id) => !known.has(id) || (isDue && dirty.has(id)));
+      setLoading(ids.some((id) => !known.has(id)));
+      ids.forEach((id) => known.add(id));
+      isDue = false;
+      if (!ids.length) return;
+      isBusy = true;
       try {
         await load(ids);
+        failures = 0;
         setError(null);
       } catch (problem) {
-        if (!abort.signal.aborted) setError(/** @type {Error} */ (problem));
+        if (abort.signal.aborted) return;
+        failures += 1;
+        isDue = false;
+        ids.forEach((id) => dirty.add(id));
+        setError(/** @type {Error} */ (problem));
       }
-      if (abort.signal.aborted) return;
+      isBusy = false;
       setLoading(false);
-      timer = 0;
       plan();
     }
+    /** New ones are asked for at once, those that have changed after a while, which new ones do not make longer. */
     function plan() {
-      if (timer || !dirty.current.size) return;
-      timer = window.setTimeout(() => {
-        const ids = [...dirty.current];
-        dirty.current = new Set();
-        run(ids);
-      }, GAP_MS);
+      if (isBusy) return;
+      if (!timer && !isDue && wanted.current.some((id) => dirty.has(id)))
+        timer = window.setTimeout(() => {
+          timer = 0;
+          isDue = true;
+          plan();
+        }, GAP_MS * 2 ** Math.min(failures, MOST_DOUBLINGS));
+      run();
     }
-    const own = new Set(trials);
-    dirty.current = new Set();
-    timer = -1;
-    setLoading(true);
-    run(metric ? trials.filter((id) => !found.has(id) || metric !== shown.current) : []);
-    shown.current = metric;
+    look.current = metric ? plan : () => setLoading(false);
     const end = subscribe((change) => {
-      if (change === null) own.forEach((id) => dirty.current.add(id));
-      else
+      if (change === null) {
+        known.forEach((id) => dirty.add(id));
+        failures = 0; // The master answers again.
+        window.clearTimeout(timer);
+        timer = 0;
+      } else
         for (const topic of change) {
           const [kind, id] = topic.split(":");
-          if ((kind === "metrics" || kind === "trial") && own.has(Number(id))) dirty.current.add(Number(id));
+          if ((kind === "metrics" || kind === "trial") && known.has(Number(id))) dirty.add(Number(id));
         }
-      plan();
+      look.current();
     });
     return () => {
       abort.abort();
       window.clearTimeout(timer);
       end();
     };
-  }, [key, metric]);
-  const shown = useRef("");
+  }, [metric]);
+  useEffect(() => look.current(), [key, metric]);
   return { series: found, isLoading, error };
 }
 

@@ -101,7 +101,8 @@ export function download(name, content, type = "text/csv") {
 export function csv(rows) {
   const cell = (/** @type {unknown} */ value) => {
     let text = value === null || value === undefined ? "" : String(value);
-    if (typeof value === "string" && /^[=+\-@\t\r]/.test(text) && Number.isNaN(Number(text))) text = `'${text}`;
+    // By what is written: a list begins as its first element does.
+    if (typeof value !== "number" && /^(\s*[=+\-@]|[\t\r])/.test(text) && Number.isNaN(Number(text))) text = `'${text}`;
     return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
   };
   return rows.map((row) => row.map(cell).join(",")).join("\r\n") + "\r\n";

@@ -238,6 +238,11 @@ export function Chart(props) {
     return found;
   }
 
+  // A part that was chosen is in the units of its axis; let go of before the plot with the other one is made.
+  useEffect(() => {
+    zoom.current = null;
+    setZoomed(false);
+  }, [xLabel]);
   useEffect(() => {
     const box = /** @type {HTMLDivElement} */ (place.current);
     const axis = { stroke: () => styled("--text"), grid: { stroke: () => styled("--line"), width: 1 }, ticks: { stroke: () => styled("--line"), width: 1 }, font: "12px system-ui, sans-serif" };

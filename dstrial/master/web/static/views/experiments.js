@@ -60,15 +60,19 @@ function hyperparameters(row) {
 function useSparklines({ rows }) {
   const [found, setFound] = useState(/** @type {Record<string, any>} */ ({}));
   const asked = useRef(new Map());
+  const asking = useRef(/** @type {AbortController | null} */ (null));
+  useEffect(() => () => asking.current?.abort(), []);
   useEffect(() => {
+    if (asking.current) return; // Answers come for rows that have changed, too; what is new is asked for after them.
     const wanted = rows.filter((row) => row.bestTrial && asked.current.get(row.id) !== `${row.best} ${row.progress}`).slice(0, 100);
-    if (!wanted.length) return undefined;
+    if (!wanted.length) return;
     const abort = new AbortController();
+    asking.current = abort;
     for (const row of wanted) asked.current.set(row.id, `${row.best} ${row.progress}`);
     get("/page/sparklines", { ids: wanted.map((row) => row.id) }, abort.signal)
+      .finally(() => (asking.current = null))
       .then(({ sparklines }) => setFound((before) => ({ ...before, ...sparklines })))
       .catch(() => wanted.forEach((row) => asked.current.delete(row.id)));
-    return () => abort.abort();
   }, [rows, found]);
   return found;
 }

@@ -74,11 +74,14 @@ export class Feed {
    */
   async search(from, limit) {
     const word = "after" in from ? "after" : "before";
+    let last = 0;
     for (let place = from; ; ) {
       const found = await get("/page/logs", { ...this.wanted, ...place, limit }, this.abort.signal);
+      // What came after the first answer is behind where a search backwards began.
+      last = word === "after" ? found.last : last || found.last;
       if (found.lines.length || found.searchedTo === null) {
         if (this.part.searching !== null) this.change({ searching: null });
-        return found;
+        return { ...found, last };
       }
       this.change({ searching: found.searchedTo });
       place = { [word]: found.searchedTo };
