@@ -273,9 +273,9 @@ def _run_cut(stage: SlurmStage) -> Row:
     began_s = time.monotonic()
     host.cut()
     try:
-        run.wait_for(f"{host.name} (rank 1, last seen at batch")
+        run.wait_for(" is lost: ")
         seconds = {"named": since(began_s)}
-        line = _line(run.text, f"{host.name} (rank 1, last seen at batch")
+        line = _line(run.text, " is lost: ")
         run.wait_for(f"INFO: {RESUMED}")
         seconds["the rest goes on"] = since(began_s)
         # Where Slurm ends the job for its node it is queued again, and waits for two.
