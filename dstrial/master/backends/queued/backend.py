@@ -464,8 +464,10 @@ class QueuedBackend(LinkedBackend):
     def _slots_for(self, name: str, wish: Wish) -> list[int] | None:
         """Return slots of a job that runs for a wish; None while there is none.
 
-        They are in the order of its ranks.
+        They are in the order of its ranks. Of several jobs that with the most counts: the one that a trial leaves to grow may have
+        lost nodes, and be as large by its name.
         """
+        found: list[int] | None = None
         for held in sorted(self._held.values(), key=_Held.num_slots, reverse=True):
             if held.job.key == name and not self._is_gone(held) and held.job.state == "running":
                 if held.job.id in self._job_of.values() or held.why_leaving() is not None:
@@ -473,10 +475,10 @@ class QueuedBackend(LinkedBackend):
                 if self._why_unwanted(held, wish) is not None:
                     continue
                 counts = self._usable(held, wish, only_up=True)
-                if counts is not None:
+                if counts is not None and (found is None or sum(counts.values()) > len(found)):
                     shares = held.shares
-                    return [slot for part, count in counts.items() for slot in shares[part].slots[:count]]
-        return None
+                    found = [slot for part, count in counts.items() for slot in shares[part].slots[:count]]
+        return found
 
     def _usable(self, held: _Held, wish: Wish, *, only_up: bool) -> dict[int, int] | None:
         """Return how many slots of each part a wish may use.
