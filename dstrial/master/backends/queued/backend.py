@@ -464,8 +464,8 @@ class QueuedBackend(LinkedBackend):
     def _slots_for(self, name: str, wish: Wish) -> list[int] | None:
         """Return slots of a job that runs for a wish; None while there is none.
 
-        They are in the order of its ranks. Of several jobs that with the most counts: the one that a trial leaves to grow may have
-        lost nodes, and be as large by its name.
+        They are in the order of its ranks. Of several jobs that with the most counts: the one that a trial
+        leaves to grow may have lost nodes, and be as large by its name.
         """
         found: list[int] | None = None
         for held in sorted(self._held.values(), key=_Held.num_slots, reverse=True):
