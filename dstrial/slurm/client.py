@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from dstrial.errors import LaunchError
+from dstrial.errors import LaunchError, NodesUnknownError
 from dstrial.slurm.job import Job, parse_job
 
 _TIMEOUT_S = 30.0
@@ -129,13 +129,14 @@ def submit(script: Path) -> int:
     """Queue a batch script, and return the job's number.
 
     Raises:
+        NodesUnknownError: Slurm refuses it, and does not know all its nodes yet.
         LaunchError: Slurm refuses it, would never start it, or has given it to another cluster, with what it says.
     """
     # Without this a job that no partition could ever hold waits for ever, where Slurm does not enforce limits.
-    _, output, errors = run_slurm(["sbatch", "--test-only", str(script)], timeout_s=2 * _TIMEOUT_S)
+    _, output, errors = _ask_sbatch("--test-only", script)
     if _IMPOSSIBLE in f"{output}{errors}".lower():
         raise LaunchError(refused(errors or output, str(script)))
-    code, output, errors = run_slurm(["sbatch", "--parsable", str(script)], timeout_s=2 * _TIMEOUT_S)
+    code, output, errors = _ask_sbatch("--parsable", script)
     number, _, cluster = output.strip().partition(";")
     if code or not number.isdecimal():
         raise LaunchError(refused(errors or output, str(script)))
@@ -200,7 +201,7 @@ def patiently(ask: Callable[[], T], tell: Callable[[str], object]) -> T:
             if was_away and not is_away(str(error)):  # Its nodes are given as long to register.
                 give_up_at_s = time.monotonic() + PATIENCE_S
             was_away = is_away(str(error))
-            if time.monotonic() >= give_up_at_s or not is_transient(str(error)):
+            if time.monotonic() >= give_up_at_s or not is_transient(error):
                 raise
             if not is_told:
                 tell(f"Slurm is asked again for up to {PATIENCE_S:g} s: {error}")
@@ -208,12 +209,30 @@ def patiently(ask: Callable[[], T], tell: Callable[[str], object]) -> T:
         time.sleep(_AGAIN_S)
 
 
-def is_transient(said: str) -> bool:
+def is_transient(error: LaunchError) -> bool:
     """Say whether Slurm may take soon what it refuses now.
 
     It may when it is away, or does not know its nodes yet.
     """
-    return is_away(said) or (is_not_yet(said) and has_unknown_nodes())
+    return isinstance(error, NodesUnknownError) or is_away(str(error))
+
+
+def _ask_sbatch(option: str, script: Path, timeout_s: float = 2 * _TIMEOUT_S) -> tuple[int, str, str]:
+    """Run sbatch; return its exit code, output and errors.
+
+    A refusal that a controller without its nodes gives, too, counts where all nodes had registered before it was asked.
+
+    Raises:
+        NodesUnknownError: they have not.
+    """
+    has_looked = False
+    while True:
+        code, output, errors = run_slurm(["sbatch", option, str(script)], timeout_s=timeout_s)
+        if has_looked or not is_not_yet(f"{output}{errors}"):
+            return code, output, errors
+        if has_unknown_nodes(timeout_s):
+            raise NodesUnknownError(refused(errors or output, str(script)))
+        has_looked = True  # The last of them may have registered after the refusal.
 
 
 def is_not_yet(said: str) -> bool:
@@ -224,17 +243,13 @@ def is_not_yet(said: str) -> bool:
     return any(words in said.lower() for words in _NOT_YET)
 
 
-def has_unknown_nodes() -> bool:
-    """Say whether nodes have not registered since Slurm's controller began.
+def has_unknown_nodes(timeout_s: float = _TIMEOUT_S) -> bool:
+    """Say whether nodes have not registered since Slurm's controller began, or cannot be asked for.
 
     They do within seconds, or are down later.
     """
-    _, output, _ = run_slurm(list(_NODE_STATES))
-    return _has_unknown(output)
-
-
-def _has_unknown(states: str) -> bool:
-    return any(line.strip().lower().startswith("unknown") for line in states.splitlines())
+    code, output, _ = run_slurm(list(_NODE_STATES), timeout_s=timeout_s)
+    return code != 0 or any(line.strip().lower().startswith("unknown") for line in output.splitlines())
 
 
 def queued_as(text: str, script: str) -> frozenset[int]:
@@ -254,9 +269,10 @@ def test(script: Path) -> None:
     """Look whether Slurm would take a batch script; nothing is queued.
 
     Raises:
+        NodesUnknownError: it would not, and does not know all its nodes yet.
         LaunchError: it would not, with what it says.
     """
-    code, output, errors = run_slurm(["sbatch", "--test-only", str(script)], timeout_s=2 * _TIMEOUT_S)
+    code, output, errors = _ask_sbatch("--test-only", script)
     if code:
         raise LaunchError(refused(errors or output, str(script)))
 
@@ -269,17 +285,16 @@ def why_never(script: Path) -> tuple[str, str] | None:
     Raises:
         ConnectionError: Slurm does not answer, or does not know its nodes yet.
     """
-    code, output, errors = run_slurm(["sbatch", "--test-only", str(script)], timeout_s=_LOOK_S)
+    try:
+        code, output, errors = _ask_sbatch("--test-only", script, _LOOK_S)
+    except NodesUnknownError as error:
+        raise ConnectionError("its nodes are not known yet") from error
     text = errors or output
     said = text.lower()
     if code < 0 or code == 127 or (code and is_away(said)):
         raise ConnectionError(why_away(text, "sbatch", code))
     if not is_refusal(code, said):
         return None
-    if is_not_yet(said):
-        code, nodes, errors = run_slurm(list(_NODE_STATES), timeout_s=_LOOK_S)
-        if code or _has_unknown(nodes):
-            raise ConnectionError(why_away(errors, "sinfo", code) if code else "its nodes are not known yet")
     return words_of(text), fix_for(said) or "Correct it, or ask who runs the cluster."
 
 

@@ -24,6 +24,7 @@ from machines import missing as missing_machines
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "squeue", "scancel", "sinfo")
 _READY_S = 20.0
+_HEARD_S = 90.0
 _SBIN = "/usr/sbin:/sbin"
 _CONFIG = """
 ClusterName=test
@@ -155,6 +156,27 @@ class SlurmCluster:
     def start_controller(self) -> None:
         """Start it again, with the jobs that it had."""
         self._do(self.machines[1], "slurmctld")
+
+    def heal(self, number: int) -> None:
+        """Put a machine's cable back, and have its slurmd say at once that it is there.
+
+        A node that is down is not asked by the controller: by itself it registers within a minute or two, sooner on SIGHUP.
+        """
+        machine = self.machines[number]
+        machine.heal()
+        give_up_at_s = time.monotonic() + _HEARD_S
+        while (state := self._state_of(machine)).endswith("*") or state in ("down", "unknown", ""):
+            assert time.monotonic() < give_up_at_s, self.run("sinfo", "-N").stdout
+            pid = machine.find("slurmd -N")
+            assert pid is not None, machine.processes()
+            machine.signal(pid, signal.SIGHUP)
+            ask_again_at_s = time.monotonic() + 5.0
+            while time.monotonic() < ask_again_at_s and self._state_of(machine) == state:
+                time.sleep(0.2)
+
+    def _state_of(self, machine: Machine) -> str:
+        """Return what Slurm calls a node's state; a star says that the node does not answer."""
+        return self.run("sinfo", "-h", "-N", "-n", machine.name, "-p", "low", "-o", "%T").stdout.strip()
 
     def run(
         self, *words: str, timeout: float = 60.0, cwd: Path | None = None, env: dict[str, str] | None = None

@@ -57,7 +57,7 @@ def test_a_trial_goes_on_with_the_node_that_is_left_and_moves_to_a_larger_job_la
         assert "goes on from its checkpoint with 1, the most that there are for it" in log
         assert set(re.findall(r"job (\d+)", log)) == {re.findall(r"job (\d+)", log)[0]}, "no other job"
     finally:
-        cluster.machines[3].heal()
+        cluster.heal(3)
     grown_s = master.wait_for_log(
         trial["id"], "it grows to 2 slots, which are there for it", "with 2 slots, after 1", within_s=180
     )
@@ -164,7 +164,7 @@ def test_a_node_that_is_cut_is_shown_as_lost_before_slurm_says_so(tmp_path: Path
         assert said.removesuffix("*") in ("mixed", "allocated", "completing"), said
         assert "host3 is silent" in master.command("dstrial", "status").stdout
         assert _enabled(master) == {"host1": True, "host2": True, "host3": False}
-        cluster.machines[3].heal()
+        cluster.heal(3)
         wait_until(lambda: _enabled(master)["host3"], 90, lambda: str(_enabled(master)))
         master.det("experiment", "kill", str(experiment))
         master.wait_for_state(experiment, ("CANCELED",))

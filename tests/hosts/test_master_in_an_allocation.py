@@ -84,7 +84,7 @@ def test_a_search_uses_all_nodes_and_goes_on_without_one_that_is_cut_off(
         master.wait_for_log(on_third, "host3 (rank 0) is lost", within_s=30)
         master.wait_for_state(experiment, ("COMPLETED",), within_s=150)
     finally:
-        cluster.machines[3].heal()
+        cluster.heal(3)
     log = master.log(on_third)
     assert "resumed from checkpoint" in log
     assert [trial["# of Batches"] for trial in master.trials(experiment)] == ["60"] * 4

@@ -186,7 +186,7 @@ def test_a_search_of_eight_trials_ends_right_though_a_node_dies_in_its_middle(
         master.wait_for_log(lost, "host2 (rank 0) is lost", within_s=60)
         master.wait_for_state(experiment, ("COMPLETED",), within_s=300)
     finally:
-        cluster.machines[2].heal()
+        cluster.heal(2)
     assert [trial["# of Batches"] for trial in master.trials(experiment)] == ["30"] * 8
     assert numbers_of(master, lost)[-1] == 30
     assert "resumed from checkpoint" in master.log(lost)

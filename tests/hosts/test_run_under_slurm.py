@@ -158,7 +158,7 @@ def test_a_node_that_is_cut_off_is_named_and_the_rest_goes_on(cluster: SlurmClus
         run.wait_for("restart 1 of 2 on host1, from checkpoint", within_s=60)
         code, text = run.end()
     finally:
-        cluster.machines[2].heal()
+        cluster.heal(2)
     assert code == 0, text
     # Slurm ends the job with its node later, and starts it again on two nodes: from a checkpoint of the stop.
     lines = (run_directory(place) / "metrics.jsonl").read_text().splitlines()
@@ -229,8 +229,7 @@ def test_a_controller_that_is_started_again_is_asked_again_before_a_refusal_is_b
         refused = cluster.run("sbatch", "--test-only", "--ntasks=6", "--wrap=true").stdout
         assert "Requested node configuration is not available" in refused
     finally:
-        cluster.machines[3].heal()
-    # A node that was down meanwhile is asked again by the controller when it likes.
+        cluster.heal(3)
     code, text = run.end()
     assert code == 0, text
     assert text.count("Slurm is asked again") == 1

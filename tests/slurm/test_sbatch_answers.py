@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrial.errors import LaunchError
+from dstrial.errors import LaunchError, NodesUnknownError
 from dstrial.slurm import client
 
 pytestmark = pytest.mark.process
@@ -48,3 +48,38 @@ def test_a_job_of_the_cluster_that_all_commands_mean_is_ours(
     command("sbatch", "echo '123;near'")
     monkeypatch.setenv("SLURM_CLUSTERS", "near")
     assert client.submit(Path("/x.sh")) == 123
+
+
+_NOT_AVAILABLE = "sbatch: error: allocation failure: Requested node configuration is not available"
+
+
+def test_a_refusal_counts_where_all_nodes_had_registered_before_it_was_asked(
+    command: Callable[[str, str], None], tmp_path: Path
+) -> None:
+    # The last node registers between the refusal and the look at nodes.
+    command("sbatch", f"[ -e known ] && echo 7 || {{ echo '{_NOT_AVAILABLE}' >&2; exit 1; }}")
+    command("sinfo", "touch known; echo idle")
+    assert client.submit(Path("/x.sh")) == 7
+    (tmp_path / "known").unlink()
+    client.test(Path("/x.sh"))
+    (tmp_path / "known").unlink()
+    assert client.why_never(Path("/x.sh")) is None
+
+    command("sbatch", f"echo asked >> asked; echo '{_NOT_AVAILABLE}' >&2; exit 1")
+    with pytest.raises(LaunchError, match="Ask for fewer slots") as raised:
+        client.submit(Path("/x.sh"))
+    assert not client.is_transient(raised.value)
+    assert (tmp_path / "asked").read_text().count("asked") == 2
+
+
+@pytest.mark.parametrize("nodes", ["echo idle; echo 'unknown*'", "echo 'Unable to contact' >&2; exit 1"])
+def test_a_refusal_does_not_count_while_nodes_are_not_known(
+    command: Callable[[str, str], None], nodes: str
+) -> None:
+    command("sbatch", f"echo '{_NOT_AVAILABLE}' >&2; exit 1")
+    command("sinfo", nodes)
+    with pytest.raises(NodesUnknownError) as raised:
+        client.submit(Path("/x.sh"))
+    assert client.is_transient(raised.value)
+    with pytest.raises(ConnectionError, match="its nodes are not known yet"):
+        client.why_never(Path("/x.sh"))

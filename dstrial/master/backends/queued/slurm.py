@@ -174,7 +174,7 @@ class SlurmEngine:
         try:
             return str(client.submit(script))
         except LaunchError as error:
-            if client.is_transient(str(error)):
+            if client.is_transient(error):
                 raise ConnectionError(str(error)) from error
             raise EngineRefusedError(str(error)) from error
 
