@@ -286,6 +286,8 @@ def _reset_modules(program: Program, origin: Origin) -> None:
         sys.modules["torch"].default_generator.seed()
     process = sys.modules.get("multiprocessing.process")
     if process is not None:
+        # From where a spawned process finds the script of this one.
+        process.ORIGINAL_DIR = str(Path.cwd())  # type: ignore[attr-defined]
         current = process.current_process()
         current.authkey = os.urandom(32)
         current._config.pop("tempdir", None)

@@ -50,6 +50,7 @@ print(json.dumps({
     "num_threads": len(os.listdir("/proc/self/task")),
     "parent": os.getppid(),
     "process": multiprocessing.current_process().name,
+    "found_from": multiprocessing.process.ORIGINAL_DIR,
     "spec": getattr(sys.modules["__main__"].__spec__, "name", None),
     "wakeup": signal.set_wakeup_fd(-1),
     "stdin": os.read(0, 10).decode(),
