@@ -130,7 +130,10 @@ class ElasticRun:
         again = max(last.batch - first.batch + 1, 0)
         lost_s = first.time_s - last.time_s - batch_s * max(first.batch - last.batch, 0)
         waited_s = first.time_s - began_s
-        print(f"{what}: from {before} to {after} slots in {waited_s:.0f} s, at batch {first.batch}", file=sys.stderr)
+        print(
+            f"{what}: from {before} to {after} slots in {waited_s:.0f} s, at batch {first.batch}",
+            file=sys.stderr,
+        )
         self._changes.append(Change(what, before, after, waited_s, lost_s, again))
 
     def end(self) -> Outcome:
