@@ -143,7 +143,10 @@ class LaunchError(DstrialError):
 
 
 class NodesUnknownError(LaunchError):
-    """Slurm refuses a job while nodes have not registered with its controller; it may take it soon."""
+    """Slurm refuses a job while some of its nodes have not registered.
+
+    It may take it soon.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

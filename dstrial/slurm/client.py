@@ -244,9 +244,9 @@ def is_not_yet(said: str) -> bool:
 
 
 def has_unknown_nodes(timeout_s: float = _TIMEOUT_S) -> bool:
-    """Say whether nodes have not registered since Slurm's controller began, or cannot be asked for.
+    """Say whether nodes have not registered since Slurm's controller began.
 
-    They do within seconds, or are down later.
+    They do within seconds, or are down later. True also where nodes cannot be asked for.
     """
     code, output, _ = run_slurm(list(_NODE_STATES), timeout_s=timeout_s)
     return code != 0 or any(line.strip().lower().startswith("unknown") for line in output.splitlines())

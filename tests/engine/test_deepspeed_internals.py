@@ -22,7 +22,7 @@ import torch
 from packaging.version import Version
 
 import dstrial
-from dstrial.engine.checkpoint_reader.allowed_classes import LISTED
+from dstrial.engine.checkpoint_reader.safe_load import LISTED
 from dstrial.engine.deepspeed_internals import PUBLIC_MODULES, engines, optimizers, process
 from dstrial.resume.metadata import EngineRecord
 from dstrial.trial.model_parallel_unit import ModelParallelUnit

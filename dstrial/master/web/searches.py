@@ -104,7 +104,7 @@ def document_of(notes: str, *, is_live: bool = False) -> Json | None:
 
 
 def _is_number(value: object) -> bool:
-    """Say whether this is a number of a trial: one that a row of the database could have."""
+    """Say whether this is a number that a row of a trial could have."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**31
 
 

@@ -18,8 +18,7 @@ from dstrial.master.backends.backend import Refusal
 from dstrial.master.backends.engine import EngineJob, EngineRefusedError, JobRequest, Part
 from dstrial.master.backends.queued.plan import MOST_PENDING
 from dstrial.ray.client import BridgeClient, RayRefusedError, require_ray
-from dstrial.ray.cluster import CPU, GPU, RayGroup, RayNode, parse_groups, parse_nodes
-from dstrial.ray.shares import choose_shares
+from dstrial.ray.cluster import CPU, GPU, RayGroup, RayNode, choose_shares, parse_groups, parse_nodes
 from dstrial.visible_text import visible_line
 
 _PREFIX = "dstrial"
