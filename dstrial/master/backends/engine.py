@@ -29,6 +29,10 @@ class EngineRefusedError(MasterError):
     """
 
 
+class EngineFullError(EngineRefusedError):
+    """An engine takes no more jobs for now; it is asked again."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobRequest:
     """What an engine is asked for.
@@ -135,6 +139,7 @@ class Engine(Protocol):
 
         Raises:
             EngineRefusedError: it is refused, or could never be had.
+            EngineFullError: it is refused for those that wait or run already.
             ConnectionError: the engine does not answer.
         """
         ...

@@ -32,7 +32,7 @@ from dstrial.master.backends.backend import (
     Wish,
 )
 from dstrial.master.backends.devices import Slot, SlotKind
-from dstrial.master.backends.engine import Engine, EngineJob, EngineRefusedError, JobRequest
+from dstrial.master.backends.engine import Engine, EngineFullError, EngineJob, EngineRefusedError, JobRequest
 from dstrial.master.backends.hosts.backend import LinkedBackend
 from dstrial.master.backends.hosts.link import AgentSettings, HostLink
 from dstrial.master.backends.local import LocalBackend
@@ -808,8 +808,8 @@ class QueuedBackend(LinkedBackend):
             with self._lock:
                 if wish.is_growth:
                     self._grows_later_s[name] = time.monotonic() + _REFUSED_AGAIN_S
-                elif wish.has_run:
-                    # Nodes are down that it had: it has a checkpoint, and waits for them.
+                elif wish.has_run or isinstance(error, EngineFullError):
+                    # Nodes are down that it had, and it has a checkpoint; or its user has too many jobs.
                     self._later_s[name] = time.monotonic() + _REFUSED_AGAIN_S
                     self._why_later[name] = (
                         f"{self._lender.name} has nothing for it now, and is asked again: {error}"
@@ -853,6 +853,8 @@ class QueuedBackend(LinkedBackend):
                     job_id = self._lender.submit(
                         dataclasses.replace(request, num_slots=count, kept_off=kept_off)
                     )
+                except EngineFullError:
+                    raise
                 except EngineRefusedError as error:
                     first = first or error
                     continue

@@ -14,7 +14,14 @@ from dstrial.errors import ConfigError, LaunchError
 from dstrial.hosts.srun import SrunTransport
 from dstrial.hosts.transport import Transport
 from dstrial.master.backends.backend import Refusal
-from dstrial.master.backends.engine import EngineJob, EngineRefusedError, JobRequest, JobState, Part
+from dstrial.master.backends.engine import (
+    EngineFullError,
+    EngineJob,
+    EngineRefusedError,
+    JobRequest,
+    JobState,
+    Part,
+)
 from dstrial.master.backends.queued.plan import MOST_PENDING
 from dstrial.master.store.nodes import MOST_SLOTS
 from dstrial.slurm import client
@@ -160,6 +167,7 @@ class SlurmEngine:
 
         Raises:
             EngineRefusedError: Slurm refuses it, or could never start it.
+            EngineFullError: its user has as many jobs in the queue as may be there.
             ConnectionError: Slurm does not answer.
         """
         self._touch()
@@ -176,6 +184,8 @@ class SlurmEngine:
         except LaunchError as error:
             if client.is_transient(error):
                 raise ConnectionError(str(error)) from error
+            if client.is_full(str(error)):
+                raise EngineFullError(str(error)) from error
             raise EngineRefusedError(str(error)) from error
 
     def most_pending(self, num_slots: int) -> int:
@@ -298,11 +308,11 @@ def parts_of(text: str) -> tuple[Part, ...]:
 
 
 def refusal_of(request: JobRequest, said: str, fix: str) -> Refusal:
-    """Return what sbatch says of a job as a problem of the experiment's config. Pure.
+    """Return what Slurm says of a job as a problem of the experiment's config. Pure.
 
     Args:
         request: what was asked for.
-        said: by sbatch, in one line.
+        said: by Slurm, in one line, with the command that has said it.
         fix: what to do.
     """
     slots = f"{request.num_slots} slot{'s' if request.num_slots != 1 else ''}"
@@ -314,7 +324,7 @@ def refusal_of(request: JobRequest, said: str, fix: str) -> Refusal:
         key, got = "slurm", render(request.settings)
     elif is_for_nodes and not options:
         key, got, expected = "resources.slots_per_trial", str(request.num_slots), "a job that Slurm takes"
-    return Refusal(key, got, f"{expected}; sbatch says: {said}", fix, is_for_nodes)
+    return Refusal(key, got, f"{expected}; {said}", fix, is_for_nodes)
 
 
 def script_of(

@@ -14,7 +14,14 @@ from waiting import wait_for
 from dstrial.errors import DstrialError, MasterError
 from dstrial.hosts.transport import Refusal
 from dstrial.master.backends.backend import RunRef, Share, SlotsGoneError, Wish
-from dstrial.master.backends.engine import EngineJob, EngineRefusedError, JobRequest, JobState, Part
+from dstrial.master.backends.engine import (
+    EngineFullError,
+    EngineJob,
+    EngineRefusedError,
+    JobRequest,
+    JobState,
+    Part,
+)
 from dstrial.master.backends.fork_servers import ForkServers, ForkSettings
 from dstrial.master.backends.hosts.link import AgentSettings
 from dstrial.master.backends.local import LocalBackend
@@ -50,6 +57,7 @@ class InMemory:
     job_ids: tuple[str, ...] = ()
     state: JobState = "running"
     refusal: str | None = None
+    is_full: bool = False
     num_asked: int = 0
     on_cancel: Callable[[str], None] = lambda _: None
     cancelled: list[str] = dataclasses.field(default_factory=list)
@@ -71,6 +79,8 @@ class InMemory:
     def submit(self, request: JobRequest) -> str:
         del request
         self.num_asked += 1
+        if self.is_full:
+            raise EngineFullError("two jobs wait already")
         raise EngineRefusedError(self.refusal or "none is to be had")
 
     def most_pending(self, num_slots: int) -> int:
@@ -188,3 +198,12 @@ def test_a_refusal_that_nobody_has_heard_ends_nobody_later(made: Made) -> None:
     made.told.clear()
     assert made.told.wait(30)
     assert made.backend.request([wish], []).refused == {7: "none is to be had"}
+
+
+def test_who_is_refused_for_those_who_wait_already_waits_too(made: Made) -> None:
+    wish = Wish(7, 1, False, frozenset(), lambda: ("a trial", {}))
+    made.engine.is_full = True
+    begin(made)
+    made.backend.request([wish], [])
+    wait_for(lambda: made.backend.job_text(7).endswith("is asked again: two jobs wait already"))
+    assert made.backend.request([wish], []).refused == {}
