@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_requests import refused, refused_at_submission
+from bad_requests import refused, refused_at_submission, refused_command
 from master_on_hosts import CONFIG, MasterOnHosts, wait_until
 from slurm_cluster import SlurmCluster, slurm_cluster
 
@@ -327,6 +328,21 @@ def test_what_an_experiment_cannot_have_is_told_once_and_queues_nothing(
         print(said)
         line = (master.place / "exp.yaml").read_text().splitlines().index("slurm:") + 1
         assert re.search(rf"experiment config:({line}|{line + 1}): slurm\.sbatch_args", said)
+    for resources, sbatch_args, text in (
+        (
+            {"slots": 1},
+            ["--partition=nope"],
+            "a job of 1 slot; sbatch says: invalid partition specified: nope; ",
+        ),
+        ({"slots": 2}, ["--mem=90G"], "a job of 2 slots; sbatch says: "),
+        (
+            {"slots": 1},
+            ["--array=1-3"],
+            "expected none of --array=1-3, by which the master finds its jobs. Leave",
+        ),
+    ):
+        config = {"resources": resources, "slurm": {"sbatch_args": sbatch_args}}
+        print(refused_command(master, config, "Command config: slurm.sbatch_args is ", text))
     # What is written is not left there.
     assert list((master.place / "state" / "slurm").glob("check-*")) == []
 
@@ -350,6 +366,15 @@ def test_what_an_experiment_cannot_have_is_told_once_and_queues_nothing(
     said = master.command("det", "experiment", "continue", str(experiment), *words).stdout
     assert "sbatch says: invalid partition specified: nope" in said
     assert master.state(experiment) == "STATE_ERROR"
+
+    # A TensorBoard with slots is a command, too.
+    config = ["--config", "resources.slots=1", "--config", "slurm.sbatch_args=[--partition=nope]"]
+    said = master.command("det", "tensorboard", "start", "--no-browser", *config, str(experiment)).stdout
+    assert (
+        said.count('TensorBoard config: slurm.sbatch_args is ["--partition=nope"]; expected options with')
+        == 1
+    )
+    assert json.loads(master.det("tensorboard", "list", "--json")) == []
 
 
 def test_nodes_that_cannot_run_it_are_named_with_what_to_do(

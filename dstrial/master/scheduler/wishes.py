@@ -85,6 +85,26 @@ def wish_of_config(config: Mapping[str, Any], nodes: Iterable[Node], *, may_wait
     )
 
 
+def wish_of_command(config: Mapping[str, Any]) -> Wish | None:
+    """Return what a command that is only submitted will ask for. Pure.
+
+    None where it needs no slots.
+
+    Args:
+        config: complete.
+    """
+    num_slots = config["resources"]["slots"]
+    if num_slots == 0:
+        return None
+    return Wish(
+        key="",
+        num_slots=num_slots,
+        is_on_one_node=True,
+        kept_off=frozenset(),
+        describe=lambda: (str(config["description"]), config),
+    )
+
+
 def growth_of(
     growing: Mapping[int, Growth], describe: Callable[[Key], tuple[str, Mapping[str, Any]]]
 ) -> Iterator[Wish]:
