@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from dstrial.errors import LaunchError, NodesUnknownError
+from dstrial.errors import LaunchError, NodesDownError, NodesUnknownError
 from dstrial.slurm import limits
 from dstrial.slurm.job import Job, parse_job
+from dstrial.slurm.room import NODES, missing_nodes, parse_room
 from dstrial.slurm.script import options_of, value_of
 
 _TIMEOUT_S = 30.0
@@ -141,17 +142,29 @@ def run_slurm(
     return done.returncode, done.stdout, done.stderr
 
 
-def submit(script: Path) -> int:
+def submit(script: Path, *, may_wait: bool = False) -> int:
     """Queue a batch script, and return the job's number.
+
+    Args:
+        script: of the job.
+        may_wait: whether it is queued though nodes that it needs are down or drained.
 
     Raises:
         NodesUnknownError: Slurm refuses it, and does not know all its nodes yet.
+        NodesDownError: nodes that it needs are down or drained.
         LaunchError: Slurm refuses it, would never start it, or has given it to another cluster, with what it says.
     """
     # Without this a job that no partition could ever hold waits for ever, where Slurm does not enforce limits.
     _, output, errors = _ask_sbatch("--test-only", script)
     if _IMPOSSIBLE in f"{output}{errors}".lower():
-        raise LaunchError(refused(errors or output, str(script)))
+        down = _nodes_down(script)
+        if not down:
+            raise LaunchError(refused(errors or output, str(script)))
+        if not may_wait:
+            raise NodesDownError(
+                f"the job needs nodes that are down or drained ({', '.join(down)}); expected enough that are up. Wait until they "
+                "are back (`sinfo -R` says why they are not), or ask for fewer slots."
+            )
     over = _over_limits(script, f"{output}{errors}")
     if over is not None:
         raise LaunchError(f"Slurm would never start the job; {over}. {_LIMITS}")
@@ -194,7 +207,7 @@ def submit_patiently(script: Path, tell: Callable[[str], object]) -> int:
         if before is None:  # of the run that goes on, most likely ended
             before = there
         # An answer to an earlier question may have been lost.
-        return max(there - before) if there - before else submit(script)
+        return max(there - before) if there - before else submit(script, may_wait=True)
 
     return patiently(ask, tell)
 
@@ -292,8 +305,27 @@ def test(script: Path) -> None:
         LaunchError: it would not, with what it says.
     """
     code, output, errors = _ask_sbatch("--test-only", script)
-    if code:
+    if code and not (_IMPOSSIBLE in f"{output}{errors}".lower() and _nodes_down(script)):
         raise LaunchError(refused(errors or output, str(script)))
+
+
+def _nodes_down(script: Path) -> list[str]:
+    """Return the nodes that are down or drained, if a job that Slurm calls impossible waits for some of them."""
+    code, output, _ = run_slurm(list(NODES), timeout_s=_LOOK_S)
+    if code:
+        return []
+    options = _options_in(script)
+    # sbatch takes the environment before the script.
+    partitions = os.environ.get("SBATCH_PARTITION") or value_of(options, "--partition", "-p")
+    return missing_nodes(options, parse_room(output, partitions))
+
+
+def _options_in(script: Path) -> list[str]:
+    """Return the options of a script; none where it cannot be read, of which sbatch tells."""
+    try:
+        return options_of(script.read_text(encoding="utf-8"))
+    except OSError:
+        return []
 
 
 def _over_limits(script: Path, said: str) -> str | None:
@@ -313,7 +345,7 @@ def _over_limits(script: Path, said: str) -> str | None:
         code, output, _ = run_slurm(words, timeout_s=_LOOK_S)
         return "" if code else output  # There is no accounting, it is away, or keeps it from us.
 
-    options = options_of(script.read_text(encoding="utf-8"))
+    options = _options_in(script)
     user = pwd.getpwuid(os.getuid()).pw_name
     # sbatch takes the environment before the script.
     account = os.environ.get("SBATCH_ACCOUNT") or value_of(options, "--account", "-A")
@@ -350,6 +382,8 @@ def why_never(script: Path) -> tuple[str, str] | None:
     said = text.lower()
     if code < 0 or code == 127 or (code and is_away(said)):
         raise ConnectionError(why_away(text, "sbatch", code))
+    if _IMPOSSIBLE in said and _nodes_down(script):
+        return None
     if is_refusal(code, said):
         fix = fix_for(said) or "Correct it, or ask who runs the cluster."
         return f"sbatch says: {words_of(text)}", fix

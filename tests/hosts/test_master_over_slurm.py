@@ -88,6 +88,39 @@ def test_what_waits_says_for_which_job_and_why_and_what_never_fits_is_refused(
     assert f"job {det_job}:" not in master.command("dstrial", "status").stdout
 
 
+def test_what_needs_a_node_that_is_drained_or_switched_off_waits_for_it(
+    cluster: SlurmCluster, master: MasterOnHosts
+) -> None:
+    six = {
+        "resources": {"slots_per_trial": 6},
+        "hyperparameters": {**CONFIG["hyperparameters"], "micro_batch_size": 1},
+    }
+    cluster.run("scontrol", "update", "NodeName=host3", "State=drain", "Reason=test")
+    try:
+        said = master.up()
+        assert said.returncode == 0, said.stdout
+        refused(master, {"resources": {"slots_per_trial": 7}}, "at most 6, the slots of this master")
+        # Not even with the node that is drained.
+        refused(
+            master, {**six, "slurm": {"sbatch_args": ["--mem=90G"]}}, "Requested node configuration is not"
+        )
+        waits = master.create(six)
+        (trial,) = master.wait_for_trials(waits, 1)
+        master.wait_for_log(
+            trial["id"], "UnavailableNodes:host3: waits for nodes that are down, drained or reserved)"
+        )
+    finally:
+        cluster.run("scontrol", "update", "NodeName=host3", "State=resume")
+    master.wait_for_state(waits, ("COMPLETED",))
+
+    master.det("agent", "disable", "host3")
+    waits = master.create(six)
+    (trial,) = master.wait_for_trials(waits, 1)
+    master.wait_for_log(trial["id"], "Slurm has nothing for it now without host3, which is switched off")
+    master.det("agent", "enable", "host3")
+    master.wait_for_state(waits, ("COMPLETED",))
+
+
 def test_preempted_it_saves_and_goes_on_in_another_job(cluster: SlurmCluster, master: MasterOnHosts) -> None:
     assert master.up().returncode == 0
     experiment = master.create(

@@ -57,6 +57,7 @@ def wishes_of(
             has_run=one.key in has_run,
             is_move=one.key in moving,
             fewer=tuple(count for count in one.choices if count < one.num_slots),
+            off=off - one.kept_off,
         )
 
 

@@ -15,8 +15,8 @@ from dstrial.errors import DstrialError, MasterError
 from dstrial.hosts.transport import Refusal
 from dstrial.master.backends.backend import RunRef, Share, SlotsGoneError, Wish
 from dstrial.master.backends.engine import (
-    EngineFullError,
     EngineJob,
+    EngineNotNowError,
     EngineRefusedError,
     JobRequest,
     JobState,
@@ -66,6 +66,9 @@ class InMemory:
     def capacity(self) -> Mapping[str, int]:
         return {"host1": 4}
 
+    def down(self) -> Mapping[str, int]:
+        return {}
+
     def spare(self) -> Mapping[str, int]:
         return {}
 
@@ -80,7 +83,7 @@ class InMemory:
         del request
         self.num_asked += 1
         if self.is_full:
-            raise EngineFullError("two jobs wait already")
+            raise EngineNotNowError("two jobs wait already")
         raise EngineRefusedError(self.refusal or "none is to be had")
 
     def most_pending(self, num_slots: int) -> int:
@@ -207,3 +210,16 @@ def test_who_is_refused_for_those_who_wait_already_waits_too(made: Made) -> None
     made.backend.request([wish], [])
     wait_for(lambda: made.backend.job_text(7).endswith("is asked again: two jobs wait already"))
     assert made.backend.request([wish], []).refused == {}
+
+
+def test_who_needs_a_node_that_is_switched_off_waits_and_asks_again_when_it_is_on(made: Made) -> None:
+    wish = Wish(7, 1, False, frozenset({1}), lambda: ("a trial", {}), off=frozenset({1}))
+    begin(made)
+    made.backend.request([wish], [])
+    wait_for(lambda: "now without host1, which is switched off, and is asked" in made.backend.job_text(7))
+    assert made.backend.request([wish], []).refused == {}
+    asked = made.engine.num_asked
+    made.told.clear()
+    made.backend.request([dataclasses.replace(wish, kept_off=frozenset(), off=frozenset())], [])
+    wait_for(lambda: made.engine.num_asked > asked)
+    wait_for(lambda: made.backend.request([wish], []).refused == {7: "none is to be had"})
