@@ -61,6 +61,10 @@ class RayEngine:
         kind = slot_kind(nodes, os.environ)
         return {node.name: node.num_slots(kind) for node in nodes if node.num_slots(kind)}
 
+    def down(self) -> Mapping[str, int]:
+        """Return nothing: Ray does not know which nodes may come back."""
+        return {}
+
     def spare(self) -> Mapping[str, int]:
         """Return what nobody has reserved; none while another's placement group waits."""
         seen = self._bridge.ask("look")
@@ -249,6 +253,7 @@ def refusals_of(request: JobRequest, nodes: Sequence[RayNode]) -> list[Refusal]:
         nodes: that take what is new.
     """
     kind = GPU if request.wants_devices else CPU
+    nodes = [node for node in nodes if node.name not in request.kept_off]
     counts = [node.num_slots(kind) for node in nodes]
     if choose_shares(request.num_slots, counts, is_on_one_node=request.is_on_one_node) is not None:
         return []
