@@ -37,7 +37,7 @@ async function load(signal, change, before) {
 /** @param {any} row @returns {number} seconds, NaN where nothing tells */
 function timeLeft(row) {
   if (isEnded(row) || row.state === "PAUSED" || !(row.progress > 0.01)) return NaN;
-  return (secondsBetween(row.start, null) * (1 - row.progress)) / row.progress;
+  return (secondsBetween(row.start, null) * (1 - row.progress)) / row.progress || NaN;
 }
 
 /** @param {any} row @returns {Record<string, unknown>} hyperparameters as numbers, words, or what they may be */
