@@ -130,7 +130,7 @@ export function Experiments() {
   const counts = useMemo(() => STATES.map((one) => [one, all.filter((row) => row.state === one && (archived || !row.archived)).length]), [all, archived]);
 
   return html`<main>
-    <h1>Experiments</h1>
+    <h1 tabindex="-1">Experiments</h1>
     <${Problem} error=${error} />
     <div class="filters">
       <input type="search" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)} aria-label="Filter"
