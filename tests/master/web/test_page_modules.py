@@ -174,6 +174,25 @@ def test_nothing_that_a_spreadsheet_would_compute_is_written_as_csv() -> None:
     assert cells[7:] == ["-1.5", " -1.5", "-Infinity", "-1.5", "1,-2", "a,=b", "a=b", "", "true", ""]
 
 
+def test_numbers_along_an_axis_are_short_and_told_apart() -> None:
+    cases = [
+        ([0, 0.5, 1], 0.5),
+        ([840e6, 850e6, -860e6], 10e6),
+        ([860_000_000, 860_001_000], 1000),
+        ([0, 5e11, 2.5e15], 1),
+        ([0.0001, 0.00015], 0.00005),
+        ([1, None, 10, 1e20], 0),
+    ]
+    assert run("format.js", "answer = given.map(([values, step]) => own.ticks(values, step));", cases) == [
+        ["0", "0.5", "1"],
+        ["840M", "850M", "-860M"],
+        ["860M", "860.001M"],
+        ["0", "500G", "2.5P"],
+        ["0.0001", "0.00015"],
+        ["1", "", "10", "1e+20"],
+    ]
+
+
 def test_time_that_has_passed_goes_on_where_a_clock_was_set_back() -> None:
     hour = 3_600_000
     cases = [

@@ -19,6 +19,24 @@ export function number(value, digits = 5) {
   return String(Number(value.toPrecision(digits)));
 }
 
+const MOST_DIGITS = 9;
+
+/**
+ * Texts along an axis: short also where numbers are large (840M, 1.25G), with as many digits as tell one from the next.
+ *
+ * @param {(number | null)[]} values null has no text @param {number} step from one to the next @returns {string[]}
+ */
+export function ticks(values, step) {
+  const most = Math.max(...values.map((value) => Math.abs(value ?? 0)));
+  const digits = Math.min(MOST_DIGITS, Math.max(4, Math.ceil(Math.log10(most / step)) + 1 || 0));
+  return values.map((value) => {
+    if (value === null) return "";
+    const power = Math.floor(Math.log10(Math.abs(value)) / 3);
+    if (!(power >= 2 && power <= 5)) return number(value, digits);
+    return `${number(value / 1000 ** power, digits)}${["M", "G", "T", "P"][power - 2]}`;
+  });
+}
+
 /** @param {unknown} value of a hyperparameter @returns {string} */
 export function plain(value) {
   if (value === null || value === undefined) return "";
