@@ -2,7 +2,7 @@
 
 import { useEffect, useMemo, useRef, useState } from "htm/preact/standalone";
 import { get } from "./api.js";
-import { toNumber } from "./format.js";
+import { elapsed, toNumber } from "./format.js";
 import { subscribe } from "./live.js";
 
 /** @typedef {{ trial: number, batches: number[], times: number[], values: number[], points: number }} Series */
@@ -154,10 +154,7 @@ export function recordsOf(config, hparams) {
  * @returns {number[]} seconds, batches, records or epochs
  */
 export function xsOf(series, axis, records, start) {
-  if (axis === "time") {
-    const from = Date.parse(start);
-    return series.times.map((ms) => (ms - from) / 1000);
-  }
+  if (axis === "time") return elapsed(series.times, Date.parse(start));
   if (axis === "records" && records.perBatch) return series.batches.map((batch) => batch * records.perBatch);
   if (axis === "epochs" && records.perBatch && records.perEpoch) return series.batches.map((batch) => (batch * records.perBatch) / records.perEpoch);
   return series.batches;

@@ -3,7 +3,7 @@
 
 import { html, useEffect, useMemo, useRef, useState } from "htm/preact/standalone";
 import uPlot from "uplot";
-import { csv, download, number } from "../format.js";
+import { csv, download, number, ticks } from "../format.js";
 import { CurvePicture, stroke } from "./curve_picture.js";
 
 /**
@@ -22,6 +22,8 @@ import { CurvePicture, stroke } from "./curve_picture.js";
 
 const PALETTE = { light: ["#1f5fd0", "#b4460f", "#1a7f5a", "#8a3ffc", "#a8324a", "#6b6000", "#00708c", "#7a4a9e"], dark: ["#79a8ff", "#ffa15c", "#58d0a0", "#c59bff", "#ff8fa3", "#d6c84a", "#5ccfe6", "#d7a7f0"] };
 const HOVER_PX = 40;
+/** Of the numbers on the left; more where they are long. */
+const AXIS_PX = 64;
 /** One for all: another at each render would have everything drawn again. @type {Mark[]} */
 const NO_MARKS = [];
 
@@ -246,8 +248,8 @@ export function Chart(props) {
         },
         series: [{}, { show: true, stroke: "transparent", points: { show: false } }],
         axes: [
-          { ...axis, label: xLabel, labelSize: 22, size: 36, values: (_, ticks) => ticks.map((tick) => now.current.showX(tick)) },
-          { ...axis, size: 64, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick, 4))) },
+          { ...axis, label: xLabel, labelSize: 22, size: 36, values: (_, places) => places.map((at) => now.current.showX(at)) },
+          { ...axis, size: (_, texts) => Math.max(AXIS_PX, 20 + 7 * Math.max(0, ...(texts ?? []).map((text) => text.length))), values: (_, places, _idx, _space, step) => ticks(places, step) },
         ],
         hooks: {
           draw: [draw],
@@ -345,7 +347,7 @@ export function Chart(props) {
     </figcaption>
     <div class="plot" ref=${place} role="img" aria-label=${`${title} over ${xLabel}: ${curves.length} curves`} onDblClick=${unzoom}
       onClick=${() => hover?.curve.href && props.onOpen?.(hover.curve.href)}></div>
-    ${hover && html`<div class=${`tip${hover.left > (place.current?.clientWidth ?? 0) / 2 ? " before" : ""}`} style=${{ left: `${hover.left + 64}px`, top: `${hover.top + 24}px` }}>
+    ${hover && html`<div class=${`tip${hover.left > (place.current?.clientWidth ?? 0) / 2 ? " before" : ""}`} style=${{ left: `${hover.left + (plot.current ? plot.current.bbox.left / devicePixelRatio : AXIS_PX)}px`, top: `${hover.top + 24}px` }}>
       <b>${hover.curve.label}</b><br />${xLabel} ${showX(hover.curve.xs[hover.idx])}: ${number(props.curves.find((one) => one.id === hover.curve.id)?.ys[hover.idx])}
       ${smoothing ? html`<br />smoothed ${number(hover.curve.ys[hover.idx])}` : null}
     </div>`}
