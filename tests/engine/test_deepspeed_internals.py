@@ -279,8 +279,8 @@ def ranks_of(program: forked_ranks.RunningProgram, case: str) -> list[dict[str, 
 
 
 GRADIENTS = {
-    "zero 1": ["averaged_gradients", "all_grad_tensors"],
-    "zero 2": ["averaged_gradients", "all_grad_tensors"],
+    "zero 1": ["averaged_gradients", "all_grad_tensors", "grads_in_partition"],
+    "zero 2": ["averaged_gradients", "all_grad_tensors", "grads_in_partition"],
     "zero 3": ["averaged_gradients", "grad_partitions_flat_buffer"],
     "bf16 wrapper": ["fp32_groups_gradients_flat", "fp32_groups_gradient_flat_partition"],
 }
