@@ -33,8 +33,18 @@ SWITCH = "TEST_FORKS"
 # Python and the libraries read these when they start: a program with others is a new process.
 _READ_AT_START = ("PYTHON", "LD_", "DS_ACCELERATOR", "OMP_NUM_THREADS", "TORCHDYNAMO_", "TORCH_LOGS")
 _VARIABLES = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
-# In which masters of tests differ.
-_FREE = ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "HOME", "PATH", "PYTHONUNBUFFERED", "PYTEST_CURRENT_TEST")
+# A fork does for the second what Python does at its start, but that ``signal.getsignal`` knows nothing of it.
+_FREE_FOR_TESTS = ("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER")
+# In which masters of tests, and what they run, differ.
+_FREE = (
+    "XDG_CONFIG_HOME",
+    "XDG_DATA_HOME",
+    "HOME",
+    "PATH",
+    "PYTHONUNBUFFERED",
+    "PYTEST_CURRENT_TEST",
+    "FROM_CONFIG",
+)
 servers: set[int] = set()
 """The process that is forked, once there is one; it ends with this process."""
 
@@ -47,7 +57,7 @@ class Popen(ForkedPopen):
         names = {*os.environ, *variables}
         free = {
             *(name for name in names if is_free(name) or not name.startswith(_READ_AT_START)),
-            "PYTHONUNBUFFERED",
+            *_FREE_FOR_TESTS,
         }
         server = None if os.environ.get(SWITCH) == "0" else fork_server()
         super().__init__(server, list(map(os.fspath, args)), free=free, **options)

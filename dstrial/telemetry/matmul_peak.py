@@ -1,7 +1,7 @@
 """How fast the device of this machine multiplies matrices.
 
 That is measured, and kept in a file of the user's. Nothing is measured while anything trains. What was measured on a busy machine
-is measured again later, and the best is kept; removing the file, ``matmul_peaks.json``, has it measured anew.
+is measured again on a less busy one, and the best is kept; removing the file, ``matmul_peaks.json``, has it measured anew.
 """
 
 from __future__ import annotations
@@ -93,6 +93,11 @@ def known_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
         return None  # of another release, or damaged: it is measured again
 
 
+def load_now() -> float:
+    """Return how many processes want a processor, by processor, as the last minute shows it."""
+    return os.getloadavg()[0] / len(os.sched_getaffinity(0))
+
+
 def measured_peak(device: torch.device, dtype: torch.dtype) -> Peak:
     """Measure, and keep the best so far for every later run on this machine.
 
@@ -106,7 +111,7 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> Peak:
     size = _CPU_SIZE if device.type == "cpu" else _DEVICE_SIZE
     name = device_name(device)
     dtype_name = str(dtype).removeprefix("torch.")
-    load = os.getloadavg()[0] / len(os.sched_getaffinity(0))
+    load = load_now()
     rate = _rate(device, dtype, size)
     threads = torch.get_num_threads() if device.type == "cpu" else 0
     peak = better(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dstrial.telemetry.matmul_peak import cache_path
+from dstrial.telemetry.matmul_peak import cache_path, load_now
 from dstrial.telemetry.samples import Peak, RankSample, RunTotals, report_metrics
 
 logger = logging.getLogger("dstrial.telemetry")
@@ -68,16 +68,20 @@ class TelemetryReports:
         except Exception as error:  # noqa: BLE001  # likewise
             self._warn(error)
 
-    def finish(self, measure: Callable[[], Peak | None]) -> None:
+    def finish(self, measure: Callable[[], Peak | None], load: Callable[[], float] = load_now) -> None:
         """Measure the device's peak where the run knows its FLOPs and needs it.
 
-        It does where no run on this machine has measured it, where that was done on a busy machine, and where this run was
-        faster, which shows the same.
+        It does where no run on this machine has measured it, where that was done while the machine was busier than now, and too
+        busy to be trusted, and where this run was faster, which shows the same.
+
+        Args:
+            measure: returns the peak; None if that fails.
+            load: returns how many processes want a processor now, by processor.
         """
         if not self._totals.knows_flops:
             return
         is_beaten = self._totals.to_json(self._peak).get("hfu", 0.0) > 1.0
-        if self._peak is None or self._peak.is_doubtful or is_beaten:
+        if self._peak is None or is_beaten or self._peak.is_worth_measuring_again(load()):
             self._peak = measure() or self._peak
 
     def _keep_totals(self) -> None:

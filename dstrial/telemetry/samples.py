@@ -107,6 +107,14 @@ class Peak:
         """
         return self.num_threads > 0 and (self.load is None or self.load > _BUSY_LOAD)
 
+    def is_worth_measuring_again(self, load: float) -> bool:
+        """Say whether a measurement now could be trusted more.
+
+        Args:
+            load: processes that want a processor now, by processor.
+        """
+        return self.is_doubtful and (self.load is None or load < self.load)
+
 
 def report_metrics(
     samples: Sequence[RankSample], num_records: int, num_skipped: int, peak: Peak | None

@@ -114,7 +114,7 @@ def _compute(document: Mapping[str, Any]) -> str:
     if document["hfu"] > 1.0:
         text += f"; over 100 %, so the peak is wrong: remove {peak.get('file', 'matmul_peaks.json')} to have it measured anew"
     elif peak.get("is_doubtful"):
-        text += "; the peak was measured on a busy machine, and is measured again at the end of the next run"
+        text += "; the peak was measured on a busy machine, and is measured again at the end of a run on a less busy one"
     return text
 
 

@@ -92,6 +92,14 @@ def test_a_processors_peak_is_doubtful_if_others_wanted_it_or_nobody_knows() -> 
     assert not peak(1.0, 9.0, num_threads=0).is_doubtful, "of another device"
 
 
+def test_a_doubtful_peak_is_worth_measuring_again_on_a_less_busy_machine_only() -> None:
+    assert [peak(1.0, 0.8).is_worth_measuring_again(load) for load in (0.1, 0.7, 0.8, 3.0)] == [
+        *(True, True, False, False)
+    ]
+    assert peak(1.0, None).is_worth_measuring_again(9.0), "of another release"
+    assert not peak(1.0, 0.5).is_worth_measuring_again(0.0), "it is trusted"
+
+
 def test_what_another_release_has_kept_is_known_and_doubtful(kept: Path) -> None:
     measured = matmul_peak.measured_peak(CPU, torch.float32)
     assert measured.load is not None

@@ -1,0 +1,28 @@
+"""Ranks and programs that tests start are forks: new processes would import torch again, and take most of the tests' time."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import warm_start
+from started_as import started_as
+
+from dstrial.testing.ranks import run_function, run_script
+
+pytestmark = pytest.mark.process
+
+HERE = Path(__file__).parent
+EXPECTED = "a new process" if os.environ.get(warm_start.SWITCH) == "0" else "a fork"
+
+
+def test_ranks_that_run_a_function_or_a_script_are_forks() -> None:
+    assert [one.value for one in run_function(started_as, 2)] == [EXPECTED] * 2
+    assert [one.stdout.strip() for one in run_script(HERE / "started_as.py", 2)] == [EXPECTED] * 2
+
+
+def test_a_program_that_is_run_is_a_fork() -> None:
+    variables = {**os.environ, "RANK": "0", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    ended = warm_start.run(["started_as"], env=variables, cwd=HERE, timeout=60.0)
+    assert (ended.returncode, ended.stdout.strip()) == (0, EXPECTED), ended.stderr
