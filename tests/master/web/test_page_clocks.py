@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from browsing import Browser
@@ -26,6 +27,13 @@ DAY_S = 24 * HOUR_S
 # What a person would read as a time or an age below zero, or as none: "-1h", "-0.5 hours ago", "NaN".
 NEGATIVE = re.compile(r"(?<![\w.-])-\d[\d.]*\s?(?:d|h|m|s|ms|hours|minutes|days)\b|\bNaN\b|Invalid|undefined")
 TOOK = re.compile(r"^1h( [0-9]m)?$")
+JUMPS: dict[str, Callable[[Any], None]] = {
+    "a day forwards": lambda clock: clock.set_system_time(time.time() + DAY_S),
+    "an hour back": lambda clock: clock.set_system_time(time.time() - HOUR_S),
+    # With it everything else of the browser that measures time goes on, too.
+    "an hour asleep": lambda clock: clock.fast_forward(HOUR_S * 1000),
+}
+"""What happens to a browser's clock while a page is open."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,9 +130,9 @@ def open_all(browser: Browser, paths: tuple[str, ...]) -> None:
         assert_no_time_below_zero(browser, path)
 
 
-@pytest.mark.parametrize("jump_s", [DAY_S, -HOUR_S])
+@pytest.mark.parametrize("jump", JUMPS)
 def test_ages_are_by_the_masters_clock_when_the_readers_jumps(
-    open_browser: Callable[..., Browser], seeded_master: Master, seeded: Seeded, jump_s: int
+    open_browser: Callable[..., Browser], seeded_master: Master, seeded: Seeded, jump: str
 ) -> None:
     seeded_master.change("UPDATE experiments SET name = 'runs' WHERE id = ?", seeded.experiment)
     browser = open_browser()
@@ -132,7 +140,7 @@ def test_ages_are_by_the_masters_clock_when_the_readers_jumps(
     browser.open("/det/experiments", "tbody tr[data-idx]")
     assert TOOK.match(took(browser, "runs"))
     browser.page.evaluate("window.isSame = true")
-    browser.page.clock.set_system_time(time.time() + jump_s)
+    JUMPS[jump](browser.page.clock)
     # What happens after the jump is shown, and ages are as old as they were.
     for number, name in enumerate(("renamed", "runs")):
         seeded_master.services.database.write(
@@ -152,9 +160,9 @@ def test_ages_are_by_the_masters_clock_when_the_readers_jumps(
     assert TOOK.match(took(browser, "gpt"))
 
 
-@pytest.mark.parametrize("jump_s", [DAY_S, -HOUR_S])
+@pytest.mark.parametrize("jump", JUMPS)
 def test_live_views_go_on_when_the_readers_clock_jumps(
-    open_browser: Callable[..., Browser], seeded_master: Master, seeded: Seeded, jump_s: int
+    open_browser: Callable[..., Browser], seeded_master: Master, seeded: Seeded, jump: str
 ) -> None:
     database = seeded_master.services.database
 
@@ -163,14 +171,14 @@ def test_live_views_go_on_when_the_readers_clock_jumps(
         browser.page.clock.install()
         browser.open(path, wait_for)
         browser.page.evaluate("window.isSame = true")
-        browser.page.clock.set_system_time(time.time() + jump_s)
+        JUMPS[jump](browser.page.clock)
         return browser
 
     log = jumping(f"/det/trials/{seeded.trial}/logs", ".line")
     cluster = jumping("/det/clusters?hours=1", "[aria-label=Queue] tbody tr[data-idx]")
     search = jumping(f"/det/searches/{seeded.search}", "tbody tr.best")
     for turn in range(3):
-        name = f"turn {jump_s} {turn}"
+        name = f"turn {jump} {turn}"
         task = database.write(
             lambda tx, name=name: (
                 add_lines(tx, task_of(tx, seeded.trial), seeded.trial, [(1, "WARNING", name)]),
