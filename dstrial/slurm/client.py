@@ -94,6 +94,8 @@ _LOOK_S = 10.0
 PATIENCE_S = 60.0
 """For so long Slurm is asked again where it does not answer, and as long once more until it knows its nodes, seconds."""
 _AGAIN_S = 2.0
+_MOST_LOOKS = 4
+"""So often at most nodes are looked at which change between two looks."""
 _NODE_STATES = ("sinfo", "--noheader", "--Node", "-o", "%T")
 T = TypeVar("T")
 
@@ -155,9 +157,8 @@ def submit(script: Path, *, may_wait: bool = False) -> int:
         LaunchError: Slurm refuses it, would never start it, or has given it to another cluster, with what it says.
     """
     # Without this a job that no partition could ever hold waits for ever, where Slurm does not enforce limits.
-    _, output, errors = _ask_sbatch("--test-only", script)
+    _, output, errors, down = _ask_for_test(script)
     if _IMPOSSIBLE in f"{output}{errors}".lower():
-        down = _nodes_down(script)
         if not down:
             raise LaunchError(refused(errors or output, str(script)))
         if not may_wait:
@@ -304,20 +305,34 @@ def test(script: Path) -> None:
         NodesUnknownError: it would not, and does not know all its nodes yet.
         LaunchError: it would not, with what it says.
     """
-    code, output, errors = _ask_sbatch("--test-only", script)
-    if code and not (_IMPOSSIBLE in f"{output}{errors}".lower() and _nodes_down(script)):
+    code, output, errors, down = _ask_for_test(script)
+    if code and not down:
         raise LaunchError(refused(errors or output, str(script)))
 
 
-def _nodes_down(script: Path) -> list[str]:
-    """Return the nodes that are down or drained, if a job that Slurm calls impossible waits for some of them."""
-    code, output, _ = run_slurm(list(NODES), timeout_s=_LOOK_S)
-    if code:
-        return []
+def _ask_for_test(script: Path, timeout_s: float = 2 * _TIMEOUT_S) -> tuple[int, str, str, list[str]]:
+    """Have sbatch look at a job; return its exit code, output and errors, and the nodes that the job waits for.
+
+    Those are nodes that are down or drained, of a job that sbatch calls impossible. They count as they were before sbatch was
+    asked and after: it is asked again where one has changed meanwhile.
+
+    Raises:
+        NodesUnknownError: they have not all registered.
+    """
+    nodes: str | None = None
+    code, output, errors = _ask_sbatch("--test-only", script, timeout_s)
+    for _ in range(_MOST_LOOKS):
+        if _IMPOSSIBLE not in f"{output}{errors}".lower():
+            return code, output, errors, []
+        before = nodes
+        failed, nodes, _ = run_slurm(list(NODES), timeout_s=_LOOK_S)
+        if failed or nodes == before:
+            break
+        code, output, errors = run_slurm(["sbatch", "--test-only", str(script)], timeout_s=timeout_s)
     options = _options_in(script)
     # sbatch takes the environment before the script.
     partitions = os.environ.get("SBATCH_PARTITION") or value_of(options, "--partition", "-p")
-    return missing_nodes(options, parse_room(output, partitions))
+    return code, output, errors, missing_nodes(options, parse_room(nodes or "", partitions))
 
 
 def _options_in(script: Path) -> list[str]:
@@ -375,14 +390,14 @@ def why_never(script: Path) -> tuple[str, str] | None:
         ConnectionError: Slurm does not answer, or does not know its nodes yet.
     """
     try:
-        code, output, errors = _ask_sbatch("--test-only", script, _LOOK_S)
+        code, output, errors, down = _ask_for_test(script, _LOOK_S)
     except NodesUnknownError as error:
         raise ConnectionError("its nodes are not known yet") from error
     text = errors or output
     said = text.lower()
     if code < 0 or code == 127 or (code and is_away(said)):
         raise ConnectionError(why_away(text, "sbatch", code))
-    if _IMPOSSIBLE in said and _nodes_down(script):
+    if down:
         return None
     if is_refusal(code, said):
         fix = fix_for(said) or "Correct it, or ask who runs the cluster."

@@ -125,19 +125,20 @@ class SlurmEngine:
         There are none while a job of another's waits for nodes.
         """
         self._touch()
+        options = sbatch_args(self._settings, [], "the master's settings")
+        partition = value_of(options, "--partition", "-p")
+        words = [*SPARE, *(["--partition", partition] if partition else [])]
+        code, spare, errors = client.run_slurm(words)
+        if code:
+            raise ConnectionError(client.why_away(errors or spare, "sinfo", code))
+        # Only then: who has begun to wait meanwhile counts, too.
         code, output, errors = client.run_slurm(list(WAITING))
         if code:
             raise ConnectionError(client.why_away(errors or output, "squeue", code))
         if others_wait(output, self._mark):
             return {}
-        options = sbatch_args(self._settings, [], "the master's settings")
-        partition = value_of(options, "--partition", "-p")
-        words = [*SPARE, *(["--partition", partition] if partition else [])]
-        code, output, errors = client.run_slurm(words)
-        if code:
-            raise ConnectionError(client.why_away(errors or output, "sinfo", code))
         return parse_spare(
-            output, wants_devices=self._wants_devices, cpus_per_task=self._cpus_per_task(options)
+            spare, wants_devices=self._wants_devices, cpus_per_task=self._cpus_per_task(options)
         )
 
     def called(self, job_id: str) -> str:
