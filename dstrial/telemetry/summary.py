@@ -34,6 +34,12 @@ PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak
 """Columns of memory; ``peak`` is that of tensors on the device, in which the parts need not be at their largest all at once."""
 
 _MIB = 2**20
+_NOTABLE_BYTES = 100 * _MIB
+# DeepSpeed's usual bucket is of 500 million numbers, however small the model.
+_BUFFERS = (
+    "  buffers",
+    "mostly DeepSpeed's for messages: as large as zero_optimization.reduce_bucket_size says, used or not",
+)
 _KEY_OF = {**{part: f"{part}_bytes" for part in PARTS}, "peak": "tensors_peak_bytes"}
 
 
@@ -197,11 +203,18 @@ def memory_rows(
         if predicted:
             said = _stage_of(rank, len(ranks), predicted)
             rows.append(("    predicted", [_cell(said.get(part)) for part in columns]))
+    shown = [measured[rank] for rank in chosen]
     widths = [max(len(cells[idx]) for _, cells in rows) for idx in range(len(columns))]
-    return [
+    table = [
         (name, "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
         for name, cells in rows
     ]
+    return [*table, _BUFFERS] if any(map(_is_mostly_buffers, shown)) else table
+
+
+def _is_mostly_buffers(parts: Mapping[str, float]) -> bool:
+    others = sum(size for part, size in parts.items() if part not in ("buffers", "peak"))
+    return parts.get("buffers", 0.0) > max(others, _NOTABLE_BYTES)
 
 
 def _weight(parts: Mapping[str, float]) -> float:

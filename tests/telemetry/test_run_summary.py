@@ -165,3 +165,14 @@ def test_what_was_not_measured_has_no_line_and_no_column() -> None:
     }
     heads, *_ = memory_rows([unknown])
     assert heads[1].split() == ["parameters", "gradients", "optimizer", "buffers"]
+
+
+def test_buffers_that_are_larger_than_all_else_are_explained() -> None:
+    note = (
+        "  buffers",
+        "mostly DeepSpeed's for messages: as large as zero_optimization.reduce_bucket_size says, used or not",
+    )
+    assert memory_rows([rank(3500, buffers=1500.0)])[-1] == note
+    assert note not in memory_rows([rank(3500, buffers=1300.0)])
+    small = dict.fromkeys(("parameters", "gradients", "optimizer", "activations"), 1.0)
+    assert note not in memory_rows([rank(60, buffers=50.0, **small)])
