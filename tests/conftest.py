@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import compileall
+import gc
 import os
 import signal
 import sys
@@ -70,6 +71,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if _writes_no_bytecode and not hasattr(config, "workerinput"):
         # Hundreds of programs import dstrial. Bytecode of what tests write stays off: they rewrite files within a second.
         compileall.compile_dir(Path(dstrial.__file__).parent, quiet=2)
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+        gc.disable()  # until all test files are imported: the collector would go through a million objects again and again
     sys.addaudithook(_note_what_breaks_the_tier)
     vars(ranks)["subprocess"] = types.SimpleNamespace(Popen=warm_start.Popen)  # a fork, not a new Python
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -80,6 +83,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Import what programs import, beside the first tests, where any test starts one."""
     sys.dont_write_bytecode = _writes_no_bytecode
+    gc.freeze()
+    gc.enable()
     names = ("process", "ranks")
     if any(item.get_closest_marker(name) for item in session.items for name in names):
         warm_start.share()

@@ -43,7 +43,11 @@ _FREE = (
     "PATH",
     "PYTHONUNBUFFERED",
     "PYTEST_CURRENT_TEST",
+    # of configs; nothing that is imported reads them
     "FROM_CONFIG",
+    "KILL_AT",
+    "KILL_MARKER",
+    "NCCL_DEBUG",
 )
 servers: set[int] = set()
 """The process that is forked, once there is one; it ends with this process."""

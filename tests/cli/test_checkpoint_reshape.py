@@ -28,7 +28,7 @@ Command = Callable[..., tuple[int, str, str]]
 
 def reshape(*words: object) -> subprocess.CompletedProcess[str]:
     command = ["dstrial.cli", "checkpoint", "reshape", *map(str, words)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "DSTRIAL_TIMEOUT_S": "100"}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "DSTRIAL_TIMEOUT_S": "100"}
     return warm_start.run(command, env=environ, cwd=Path.cwd(), timeout=200)
 
 

@@ -209,7 +209,13 @@ class TestScripts:
     def test_a_run_that_a_down_stopped_goes_on_at_the_next_up_and_can_be_followed_again(
         self, make_project: MakeProject, tmp_path: Path
     ) -> None:
-        project = make_project(CORE_API_SCRIPT, "python3 train.py wait")
+        may_go_on = tmp_path / "may go on"
+        # The second time it does not end before somebody follows it.
+        waits = f"    while first and not os.path.exists({str(may_go_on)!r}):\n        time.sleep(0.01)\n"
+        script = CORE_API_SCRIPT.replace(
+            "    train.rewind_to(first)\n", f"    train.rewind_to(first)\n{waits}"
+        )
+        project = make_project(script, "python3 train.py wait")
         with master_for_test(tmp_path) as master:
             project = dataclasses.replace(project, env=master.env)
             with started(project, project.command(), stderr=subprocess.STDOUT) as process:
@@ -223,8 +229,15 @@ class TestScripts:
                 r"master: +has ended; experiment 1 goes on at the next `(\S*/)?dstrial up`", output
             )
             master.up()
-            ended = project.run("--resume", "latest")
-            assert ended.returncode == 0, ended.stdout + ended.stderr
+            command = project.command("--resume", "latest")
+            with started(project, command, stderr=subprocess.STDOUT) as process:
+                assert process.stdout is not None
+                first = ""
+                while "page:" not in first and process.poll() is None:
+                    first += process.stdout.readline()
+                may_go_on.touch()
+                output = first + process.stdout.read()
+                assert process.wait(DEADLINE_S) == 0, output
             view = experiment_view(master.state, 1)
             assert view is not None
             assert (view.state, view.trials[0].num_allocations) == ("COMPLETED", 2)

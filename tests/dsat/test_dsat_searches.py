@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from waiting import sleep_a_little
 
 from dstrial.testing.master import MasterForTest
 
@@ -123,11 +124,11 @@ def _begun(command: list[str], log: Path, env: Mapping[str, str] | None = None) 
 
 
 def _wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
-    give_up_at_s = time.monotonic() + DEADLINE_S
+    began_s = time.monotonic()
     while not condition():
-        assert time.monotonic() < give_up_at_s
+        assert time.monotonic() < began_s + DEADLINE_S
         assert process.poll() is None, process.args
-        time.sleep(0.01)
+        sleep_a_little(began_s)
 
 
 def _is_running(pid: int) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from waiting import sleep_a_little
 
 from dstrial.testing.master import MasterForTest
 
@@ -81,14 +82,15 @@ def trials(master: MasterForTest, experiment_id: int) -> list[dict[str, Any]]:
 def wait_until(
     master: MasterForTest, experiment_id: int, *states: str, deadline_s: float = 60.0
 ) -> dict[str, Any]:
-    give_up_at_s = time.monotonic() + deadline_s
+    began_s = time.monotonic()
+    give_up_at_s = began_s + deadline_s
     while True:
         found = experiment(master, experiment_id)
         if found["state"].removeprefix("STATE_") in states:
             return found
         if time.monotonic() > give_up_at_s or found["endTime"] is not None:
             raise AssertionError(f"{found['state']}\n{log_of(master, experiment_id)}")
-        time.sleep(0.05)
+        sleep_a_little(began_s)
 
 
 def log_of(master: MasterForTest, experiment_id: int) -> str:

@@ -1,5 +1,6 @@
 """Small real trials for the loop's tests: a network with dropout on generated records, and a pipeline of it."""
 
+import multiprocessing
 import os
 import pathlib
 import signal
@@ -96,6 +97,8 @@ class Common(DeepSpeedTrial):
 
     def build_training_data_loader(self):
         workers = self.hparams.get("num_workers", 0)
+        if workers:
+            multiprocessing.set_forkserver_preload(["torch.utils.data"])  # once, and not by each worker
         return DataLoader(
             Records(self.hparams.get("num_records", 64), 1, self.hparams.get("noise", 0.0)),
             batch_size=self.context.get_train_micro_batch_size_per_gpu(),
