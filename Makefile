@@ -49,7 +49,7 @@ HF_TESTS := tests/integrations tests/examples/test_hf_examples.py tests/examples
 	$(wildcard tests/launch/test_accelerate_*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv run test test-quick test-slow test-hosts test-hf4 test-torch-oldest test-deepspeed-oldest test-python-oldest test-python-newest test-loggers coverage gpu check format bench clean
+.PHONY: help venv run test test-quick test-slow test-hosts test-hf4 test-torch-oldest test-deepspeed-oldest test-python-oldest test-python-newest test-loggers coverage gpu check format pictures bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -116,6 +116,10 @@ check: venv ## lint, formatting, types of Python and of the page, import layers
 format: venv ## let ruff rewrite what `make check` would complain about
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+pictures: venv ## take pictures of every view of the page into build/page_pictures/, and those of the documents anew
+	PAGE_PICTURES=build/page_pictures $(BIN)/python -m pytest tests/master/web/test_page_pictures.py
+	cp build/page_pictures/documents/*.png docs/pictures/
 
 bench: venv ## measure what the loop adds to bare DeepSpeed
 	$(BIN)/python benchmarks/loop_overhead.py

@@ -42,11 +42,17 @@ WATCH = """
 window.marks = {};
 const look = () => {
   if (!window.marks.rows && document.querySelector('tbody tr[data-idx]')) window.marks.rows = performance.now();
-  const label = document.querySelector('.plot')?.getAttribute('aria-label') ?? '';
-  const count = Number(/(\\d+) curves$/.exec(label)?.[1] ?? 0);
+  const plot = document.querySelector('.plot');
+  const count = Number(/(\\d+) curves$/.exec(plot?.getAttribute('aria-label') ?? '')?.[1] ?? 0);
+  const isBusy = plot?.getAttribute('aria-busy') === 'true';
   if (!window.marks.first_curves && count) window.marks.first_curves = performance.now();
-  if (count !== window.marks.count) { window.marks.count = count; window.marks.curves = performance.now(); }
+  if (count !== window.marks.count || isBusy !== window.marks.isBusy)
+    Object.assign(window.marks, { count, isBusy, curves: performance.now() });
 };
+new PerformanceObserver((list) => {
+  for (const task of list.getEntries())
+    if (window.marks.first_curves < task.startTime) window.marks.longest = Math.max(window.marks.longest ?? 0, task.duration);
+}).observe({ type: 'longtask' });
 new MutationObserver(look).observe(document, { subtree: true, childList: true, attributes: true });
 """
 # How long something takes until the frame after it has changed what is seen.
@@ -73,6 +79,15 @@ HOVER = (
     "const where = {{ clientX: box.left + box.width * {at}, clientY: box.top + box.height * 0.8 }}; "
     "over.dispatchEvent(new MouseEvent('mousemove', {{ bubbles: true, ...where }})); }})()",
     "true",
+)
+
+ZOOM = (
+    "(() => { const over = document.querySelector('.u-over'); const box = over.getBoundingClientRect(); "
+    "const at = (part) => ({ bubbles: true, button: 0, movementX: 9, "
+    "clientX: box.left + box.width * part, clientY: box.top + 20 }); "
+    "over.dispatchEvent(new MouseEvent('mousedown', at(0.2))); over.dispatchEvent(new MouseEvent('mousemove', at(0.7))); "
+    "over.dispatchEvent(new MouseEvent('mouseup', at(0.7))); })()",
+    "[...document.querySelectorAll('.chart .tools button')].some((one) => one.textContent === 'Whole')",
 )
 
 
@@ -176,6 +191,12 @@ def fill(master: MasterForTest, options: argparse.Namespace) -> dict[str, int]:
     return ids
 
 
+def processor_ms(pid: int) -> float:
+    """Return what a process has had of processors."""
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return 1000 * (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def resident_mib(pid: int) -> float:
     """Return the memory of a process."""
     for line in pathlib.Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -187,8 +208,9 @@ def resident_mib(pid: int) -> float:
 class Window:
     """One window of a browser, and what its main thread has had of a processor."""
 
-    def __init__(self, browser: Any, address: str, token: str) -> None:
-        self.address = address
+    def __init__(self, browser: Any, master: MasterForTest, token: str) -> None:
+        self.address, self.master_pid = master.address, master.record.pid
+        address = self.address
         self.context = browser.new_context(viewport={"width": 1300, "height": 900}, bypass_csp=True)
         self.context.add_cookies([{"name": "auth", "value": token, "url": address}])
         self.context.add_init_script(WATCH)
@@ -204,19 +226,25 @@ class Window:
             total_ns += int(pathlib.Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0])
         return total_ns / 1e6
 
-    def open(self, path: str, *, num_curves: int | None) -> dict[str, float]:
+    def open(self, path: str, *, num_curves: int | None, is_whole: bool = True) -> dict[str, float]:
         """Open an address and return when what was seen, milliseconds."""
-        before = self.busy_ms()
+        before, master_before = self.busy_ms(), processor_ms(self.master_pid)
         self.page.goto(self.address + path)
         self.page.wait_for_function("window.marks.rows")
         if num_curves is not None:
-            self.page.wait_for_function(f"window.marks.count === {num_curves}")
+            whole = f"window.marks.count === {num_curves} && !window.marks.isBusy"
+            self.page.wait_for_function(whole if is_whole else "window.marks.first_curves")
         marks = self.page.evaluate(
             "({ ...window.marks, paint: performance.getEntriesByName('first-contentful-paint')[0]?.startTime })"
         )
         marks.pop("count", None)
-        self.page.wait_for_timeout(500)
-        return {**marks, "cpu": self.busy_ms() - before}
+        if is_whole:
+            self.page.wait_for_timeout(500)
+        return {
+            **marks,
+            "cpu": self.busy_ms() - before,
+            "master": processor_ms(self.master_pid) - master_before,
+        }
 
     def timed(self, action: str, condition: str) -> tuple[float, float]:
         """Return how long an action takes until it is seen, and the main thread's part of it, milliseconds."""
@@ -243,6 +271,7 @@ def interactions(window: Window, *, is_list: bool, num_rows: int) -> dict[str, t
     if not is_list:
         for at in (0.3, 0.6):
             found[f"hover {at}"] = window.timed(HOVER[0].format(at=at), HOVER[1])
+        found["zoom"] = window.timed(*ZOOM)
     return found
 
 
@@ -257,11 +286,12 @@ def in_browser(master: MasterForTest, ids: dict[str, int], options: argparse.Nam
         for name, path, num_curves, num_rows in (
             ("list", "/det/experiments", None, options.experiments),
             ("search", f"/det/experiments/{ids['search']}/overview", options.trials, options.trials),
+            ("search, loading", f"/det/experiments/{ids['search']}/overview", options.trials, options.trials),
             ("long", f"/det/experiments/{ids['long']}/overview", 1, 1),
         ):
             for _ in range(options.repeats):
-                window = Window(browser, master.address, token)
-                opened = window.open(path, num_curves=num_curves)
+                window = Window(browser, master, token)
+                opened = window.open(path, num_curves=num_curves, is_whole=name != "search, loading")
                 acts = (
                     {} if name == "long" else interactions(window, is_list=name == "list", num_rows=num_rows)
                 )
@@ -356,19 +386,25 @@ def under_pages(master: MasterForTest, options: argparse.Namespace) -> dict[str,
 
 def show(found: dict[str, Any]) -> None:
     """Print tables."""
-    print(
-        "| view | "
-        + " | ".join(("paint ms", "rows ms", "first curves ms", "all curves ms", "main thread ms"))
-        + " |"
-    )
-    print("|---|---|---|---|---|---|")
+    columns = {
+        "paint": "paint ms",
+        "rows": "rows ms",
+        "first_curves": "first curves ms",
+        "curves": "all curves drawn ms",
+        "longest": "longest task from the first curves on ms",
+        "cpu": "main thread ms",
+        "master": "master ms",
+    }
+    print(f"| view | {' | '.join(columns.values())} |\n|{'---|' * (len(columns) + 1)}")
     for name, runs in found["browser"].items():
+        if name == "search, loading":
+            continue
         opened = [run["opened"] for run in runs]
         cells = [
             f"{statistics.median(values):.0f}"
             if (values := [one[key] for one in opened if one.get(key) is not None])
             else ""
-            for key in ("paint", "rows", "first_curves", "curves", "cpu")
+            for key in columns
         ]
         print(f"| {name} | " + " | ".join(cells) + " |")
     print("\n| view | interaction | ms | of it the main thread's |\n|---|---|---|---|")

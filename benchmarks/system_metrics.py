@@ -13,8 +13,7 @@ from typing import Any
 
 from determined import core
 
-from dstrial.local.profiler import NodeProfiler
-from dstrial.local.system_metrics import SystemSampler
+from dstrial.local.profiler import NodeProfiler, SystemSampler
 
 _SAMPLES = 2000
 

@@ -27,7 +27,7 @@ from torch.profiler._memory_profiler import _CATEGORY_TO_INDEX, Category, Memory
 
 from dstrial.ranks.sockets import free_port
 from dstrial.telemetry.instruments import Instruments
-from dstrial.telemetry.memory_table import PARTS, parts_of
+from dstrial.telemetry.summary import PARTS, parts_of
 
 TREE = pathlib.Path(__file__).resolve().parent.parent
 _RECORDS, _BLOCK, _WIDTH, _VOCABULARY = 32, 64, 64, 128

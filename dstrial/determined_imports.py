@@ -88,7 +88,8 @@ class _Finder:
         file = _FILES.get(fullname)
         if file is None or not _has_dstrial():
             return None
-        # Its loader has get_code, by which ``python -m`` runs a module.
+        # A source file of its own and not a module of dstrial under a second name: the import system would write the second
+        # name's spec over the first's. Its loader has get_code, by which ``python -m`` runs a module.
         loader = importlib.machinery.SourceFileLoader(fullname, file)
         is_package = os.path.basename(file) == "__init__.py"
         spec = importlib.machinery.ModuleSpec(fullname, loader, origin=file, is_package=is_package)

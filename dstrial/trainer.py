@@ -120,18 +120,25 @@ def init(
         runtime.own_run, runtime.is_own_run = found.own_run, found.is_own_run
         stack.callback(runtime.close_tensorboard_writer)
         begin_phase("building the trial and its engines")
-        try:
+        with _explained_errors(context, runtime):
             yield context
-        except AssertionError as error:
-            kept = runtime.resumed
-            explained = None if kept is None else kept.explain(error, len(context.models))
-            if explained is None:
-                append_remedy(error)
-                raise
-            raise explained from error
-        except (RuntimeError, KeyError) as error:
+
+
+@contextlib.contextmanager
+def _explained_errors(context: DeepSpeedTrialContext, runtime: TrialRuntime) -> Iterator[None]:
+    """Say what to do about errors of DeepSpeed's whose messages do not."""
+    try:
+        yield
+    except AssertionError as error:
+        kept = runtime.resumed
+        explained = None if kept is None else kept.explain(error, len(context.models))
+        if explained is None:
             append_remedy(error)
             raise
+        raise explained from error
+    except (RuntimeError, KeyError) as error:
+        append_remedy(error)
+        raise
 
 
 def seed_everything(seed: int) -> None:
@@ -215,10 +222,7 @@ class Trainer:
         if self._info is not None and test_mode:
             raise ValueError("test_mode is True on a cluster; expected False. Use it off a cluster only.")
         latest_checkpoint = self._checkpoint_to_load(latest_checkpoint)
-        if self._info is not None:
-            if max_length is None:
-                max_length = searcher_length(searcher, runtime.train_batch_size)
-            _warn_of_another_length(searcher, max_length)
+        max_length = self._length_of(max_length, searcher)
         if checkpoint_policy == "best" and metric is None:
             if runtime.is_chief:
                 logger.warning(
@@ -256,6 +260,16 @@ class Trainer:
             runtime.core.profiler.on()
         with _around_fit(runtime), loggers_of(self._context, is_test=test_mode) as loggers:
             return self._run(settings, metric_sinks, loggers)
+
+    def _length_of(
+        self, asked: pytorch.TrainUnit | None, searcher: Mapping[str, Any]
+    ) -> pytorch.TrainUnit | None:
+        """Return how long to train: as asked, or on a cluster as the config says."""
+        if self._info is None:
+            return asked
+        length = searcher_length(searcher, self._runtime.train_batch_size) if asked is None else asked
+        _warn_of_another_length(searcher, length)
+        return length
 
     def _run(
         self, settings: LoopSettings, metric_sinks: Sequence[MetricSink], loggers: RunLoggers

@@ -1,23 +1,26 @@
 """``dstrial memory``: where a model's memory goes, and where a run's went.
 
-A model is dry-run for devices that need not be there.
+A model is dry-run for devices that need not be there: a trial, each stage of a pipeline, or a script up to its first batch.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dstrial.cli.memory_requests import DEADLINE_S, predicted, requests_of
+from dstrial.cli.run_entrypoint import Entrypoint, parse_entrypoint
 from dstrial.config import ExperimentConfig, load_experiment
+from dstrial.config.dotted_keys import dstrial_section
 from dstrial.errors import ConfigError, DstrialError, LaunchError
 from dstrial.local.json_files import read_json, write_json_atomically
 from dstrial.local.run_directory import RunDirectory
-from dstrial.telemetry.memory_table import memory_rows
+from dstrial.telemetry.summary import memory_rows
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -28,6 +31,10 @@ if TYPE_CHECKING:
 _GIB = 2**30
 _DEFAULT_SLOTS = "1,4,8"
 _DEFAULT_DEVICE_GIB = 80.0
+_DEADLINE_S = 900.0
+_NUM_PARALLEL = 2
+
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -64,7 +71,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--config", action="append", default=[], metavar="KEY=VALUE", help="change a value of the config"
     )
     parser.add_argument(
-        "--deadline", type=float, default=DEADLINE_S, metavar="S", help="seconds that it may take"
+        "--deadline", type=float, default=_DEADLINE_S, metavar="S", help="seconds that it may take"
     )
     parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object")
 
@@ -83,7 +90,7 @@ def _show_prediction(args: argparse.Namespace) -> int:
     numbers = _slots(_DEFAULT_SLOTS if args.slots is None else args.slots)
     deciding = _deciding(_load(args, None))
     asked = [one for num_slots in numbers for one in _asked(args, num_slots)]
-    placements = predicted(asked, args.deadline)
+    placements = _predicted(asked, args.deadline)
     capacity_bytes = args.device_gib * _GIB
     lines = answer(placements, capacity_bytes, deciding)
     seconds = time.monotonic() - began_s
@@ -124,7 +131,7 @@ def _show_run(args: argparse.Namespace, run: RunDirectory) -> int:
     args.experiment = str(run.experiment_config_path)
     args.context_dir = args.context_dir or run.read_record().context_dir
     (num_slots,) = _slots(str(len(ranks)) if args.slots is None else args.slots)[:1]
-    placements = predicted(_asked(args, num_slots), args.deadline)
+    placements = _predicted(_asked(args, num_slots), args.deadline)
     stages = stages_of(placements)
     problem = next((one.problem for one in placements if one.problem), None)
     if stages:
@@ -148,7 +155,7 @@ def predict_run(run: RunDirectory, experiment: ExperimentConfig, num_slots: int)
     """
     device_bytes = int(_DEFAULT_DEVICE_GIB * _GIB)
     try:
-        placements = predicted(requests_of(experiment, num_slots, device_bytes))
+        placements = _predicted(_requests_of(experiment, num_slots, device_bytes))
     except DstrialError as error:
         return str(error)
     stages = stages_of(placements)
@@ -200,7 +207,7 @@ def _asked(args: argparse.Namespace, num_slots: int) -> list[tuple[Placement, Dr
         experiment = _load(args, num_slots)
     except ConfigError as error:
         return [(Placement(num_slots, 0, None, str(error.problems[0])), None)]
-    return [*requests_of(experiment, num_slots, int(args.device_gib * _GIB))]
+    return [*_requests_of(experiment, num_slots, int(args.device_gib * _GIB))]
 
 
 def _deciding(experiment: ExperimentConfig) -> str:
@@ -209,3 +216,114 @@ def _deciding(experiment: ExperimentConfig) -> str:
     stage = (effective.get("zero_optimization") or {}).get("stage", 0)
     kinds = [kind for kind in ("bf16", "fp16") if (effective.get(kind) or {}).get("enabled")]
     return f"ZeRO stage {stage} and {kinds[0] if kinds else 'float32'}"
+
+
+def _requests_of(
+    experiment: ExperimentConfig, num_slots: int, device_bytes: int
+) -> list[tuple[Placement, DryRunRequest]]:
+    """Return what is to be predicted on so many devices.
+
+    That is one placement, or one for each stage.
+
+    Args:
+        experiment: checked for so many slots.
+        num_slots: devices.
+        device_bytes: memory of one.
+
+    Raises:
+        LaunchError: the entrypoint cannot be dry-run.
+        ConfigError: there is none.
+    """
+    from dstrial.dsat.predictor.dry_run_requests import script_request, trial_request
+    from dstrial.dsat.predictor.model_memory import Placement
+
+    entrypoint = parse_entrypoint(experiment.entrypoint, str(experiment.path))
+    _require_describable(experiment, entrypoint)
+    checked = experiment.deepspeed_check
+    assert experiment.deepspeed is not None  # it is describable
+    batch = None if checked is None else checked.batch
+    solved = {} if batch is None else {key: getattr(batch, key) for key in _BATCH_KEYS}
+    config = {
+        key: value
+        for key, value in {**experiment.deepspeed.merged, **solved}.items()
+        if not (key in _BATCH_KEYS and value == "auto")
+    }
+    micro_batch_size = 0 if batch is None else batch.train_micro_batch_size_per_gpu
+    context_dir = Path(experiment.context_dir)
+    shared: dict[str, Any] = {
+        "world_size": num_slots,
+        "target": "cuda",
+        "exp_conf": experiment.raw,
+        "device_bytes": device_bytes,
+    }
+    if entrypoint.trial is None:
+        words = _python_words(entrypoint.words)
+        request = script_request(words, context_dir, experiment.hyperparameters, config, **shared)
+        return [(Placement(num_slots, micro_batch_size, None), request)]
+    num_stages = int(dstrial_section(experiment.raw).get("pipeline_stages") or 1)
+    stages = [None] if num_stages == 1 else list(range(num_stages))
+    return [
+        (
+            Placement(num_slots, micro_batch_size, None, stage=stage),
+            trial_request(
+                entrypoint.trial,
+                context_dir,
+                experiment.hyperparameters,
+                config,
+                num_stages=num_stages,
+                stage=stage or 0,
+                **shared,
+            ),
+        )
+        for stage in stages
+    ]
+
+
+def _predicted(
+    asked: Sequence[tuple[Placement, DryRunRequest | None]], deadline_s: float = _DEADLINE_S
+) -> list[Placement]:
+    """Dry-run all requests; return their placements, or why there are none.
+
+    The placements come with what was found.
+    """
+    from dstrial.engine.dryrun.process import dry_runs
+
+    requests = [request for _, request in asked if request is not None]
+    found = iter(dry_runs(requests, deadline_s=deadline_s, num_parallel=_NUM_PARALLEL))
+    return [made if request is None else _placed(made, next(found)) for made, request in asked]
+
+
+def _placed(made: Placement, found: object) -> Placement:
+    from dstrial.engine.dryrun.values import DryRunResult
+
+    if isinstance(found, DryRunResult):
+        size = made.micro_batch_size or found.num_records
+        return dataclasses.replace(made, run=found, micro_batch_size=size)
+    return dataclasses.replace(made, problem=str(found).splitlines()[0])
+
+
+def _require_describable(experiment: ExperimentConfig, entrypoint: Entrypoint) -> None:
+    where = f"{experiment.path}: entrypoint is {experiment.entrypoint!r}"
+    checked = experiment.deepspeed_check
+    if experiment.deepspeed is None or (entrypoint.trial and (checked is None or checked.batch is None)):
+        raise LaunchError(
+            f"{where}, without a hyperparameters.deepspeed_config that can be solved; expected one. Name there the file or "
+            "the mapping that deepspeed.initialize is given."
+        )
+    if entrypoint.trial is None and not _python_words(entrypoint.words):
+        raise LaunchError(
+            f"{where}; expected a trial class or a Python script. A command that starts ranks itself or is no Python program "
+            "cannot be dry-run: write `python3 -m dstrial.launch SCRIPT …`, or train with it, and read what the run has measured "
+            "by `dstrial memory RUN_DIR`."
+        )
+
+
+def _python_words(words: Sequence[str]) -> list[str]:
+    """Return the script or ``-m MODULE``, and its arguments.
+
+    Returns nothing where it is no Python program.
+    """
+    is_interpreter = bool(words) and Path(words[0]).name.startswith("python")
+    rest = list(words[1:] if is_interpreter else words)
+    is_script = bool(rest) and (rest[0].endswith(".py") or (is_interpreter and rest[0] == "-m"))
+    return rest if is_script else []

@@ -254,17 +254,7 @@ def _read_request(args: argparse.Namespace) -> _Request:
         from dstrial.cli.run_hosts import require_trainable_on_hosts
 
         require_trainable_on_hosts(given, entrypoint, is_search=is_search)
-    err = LossTolerantStream(sys.stderr)
-    if not args.slurm and (hint := run_slurm.unused_nodes_hint()) is not None:
-        err.write(f"warning: {hint}\n")
-    for warning in given.warnings:
-        err.write(f"warning: {warning}\n")
-    if point is not None:
-        if point.note is not None:
-            err.write(f"warning: {point.note}\n")
-        for note in given.notes:
-            if f"checkpoint {point.checkpoint.name}: " in note:
-                err.write(f"{note}\n")
+    _show_warnings(args, given, point)
     return _Request(
         args,
         given,
@@ -277,6 +267,22 @@ def _read_request(args: argparse.Namespace) -> _Request:
         allocation,
         _known_run(args, point),
     )
+
+
+def _show_warnings(args: argparse.Namespace, given: ExperimentConfig, point: ResumePoint | None) -> None:
+    """Write what is odd about a request, and what a resumed run keeps, to stderr."""
+    err = LossTolerantStream(sys.stderr)
+    if not args.slurm and (hint := run_slurm.unused_nodes_hint()) is not None:
+        err.write(f"warning: {hint}\n")
+    for warning in given.warnings:
+        err.write(f"warning: {warning}\n")
+    if point is None:
+        return
+    if point.note is not None:
+        err.write(f"warning: {point.note}\n")
+    for note in given.notes:
+        if f"checkpoint {point.checkpoint.name}: " in note:
+            err.write(f"{note}\n")
 
 
 def _known_run(args: argparse.Namespace, point: ResumePoint | None) -> RunDirectory | None:

@@ -24,6 +24,7 @@ from dstrial.slurm.allocation import Allocation
 from dstrial.slurm.job import Job
 
 _ENDED_BY_REQUEUE_S = 90.0
+_PREEMPTED = "Slurm gives its nodes to another job"
 
 
 class RunSite:
@@ -131,7 +132,7 @@ class BatchJob(RunSite):
             job = self._seen()
             if job is None or not job.is_preempted:
                 return verdict
-            self._again = "Slurm gives its nodes to another job"
+            self._again = _PREEMPTED
         return dataclasses.replace(verdict, reason=self._again)
 
     @property
@@ -142,6 +143,13 @@ class BatchJob(RunSite):
     def leave(self, out: LossTolerantStream) -> None:
         """Put the job back into the queue where that is due, which ends this process."""
         if not self._again:
+            return
+        job = self._seen() if self._again == _PREEMPTED else None
+        if job is not None and job.state != "RUNNING":
+            # Even one that its user has cancelled would go back into the queue (Slurm 22.05).
+            out.write(
+                f"job {self._job_id} is left as it is ({job.described}): it was cancelled meanwhile, or Slurm ends it itself\n"
+            )
             return
         out.write(f"job {self._job_id} is queued again, because {self._again}\n")
         refusal = client.requeue(self._job_id)

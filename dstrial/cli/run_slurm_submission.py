@@ -30,7 +30,7 @@ from dstrial.local.run_directory import (
 )
 from dstrial.ranks.stop_signals import noted_signals
 from dstrial.slurm import client
-from dstrial.slurm.job import NEVER, Job, explained
+from dstrial.slurm.job import Job, explained, is_for_ever
 from dstrial.slurm.script import (
     LOG_NAME,
     OF_CLUSTERS,
@@ -159,18 +159,27 @@ def _submitted(submission: Submission, tell: Callable[[str], object]) -> tuple[i
         raise
     write_json_atomically(RunDirectory(path).slurm_job_path, {"job_id": job_id})
     job: Job | None = None
+    is_hopeless = False
     with contextlib.suppress(ConnectionError):  # it is queued, whether or not Slurm can say more now
         job = client.job_of(job_id)
-    if job is not None and job.is_waiting and job.reason in NEVER and not client.has_unknown_nodes():
+        if _waits_for_ever(job) and not client.has_unknown_nodes():
+            job = client.job_of(job_id)  # The last of the nodes may have registered after the first answer.
+            is_hopeless = _waits_for_ever(job)
+    if job is not None and is_hopeless:
         client.cancel(job_id)
         _remove(made)
         raise LaunchError(
             f"Slurm has taken job {job_id} and would never start it: {explained(job.reason)}; expected one that its "
-            "partition can hold. Ask for less, or name another by --sbatch-arg=--partition=NAME. The job is cancelled."
+            "partition and QOS let run. Ask for less, or name others (--sbatch-arg=--partition=NAME, --sbatch-arg=--qos=NAME). "
+            "The job is cancelled."
         )
     if submission.has_own_output and job is not None and job.output:
         return job_id, Path(job.output.replace("%%", "%"))
     return job_id, path / LOG_NAME
+
+
+def _waits_for_ever(job: Job | None) -> bool:
+    return job is not None and job.is_waiting and is_for_ever(job.reason)
 
 
 def _unknown_text(path: Path) -> str:

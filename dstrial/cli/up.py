@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from dstrial.master.store.views.observe import num_live_allocations
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
+    from dstrial.hosts.hostfile import Host
     from dstrial.master.login import Login
     from dstrial.master.settings import MasterSettings
 
@@ -167,8 +169,6 @@ def _check_hosts(state: StateDirectory, options: daemon.MasterOptions) -> bool:
     ):
         _require_hostfile(options)
         return False
-    from dstrial.hosts.preflight import check_hosts
-    from dstrial.hosts.srun import own_allocation, transport_of
     from dstrial.master.server import hosts_of, with_options
     from dstrial.master.settings import MasterSettings
 
@@ -192,6 +192,21 @@ def _check_hosts(state: StateDirectory, options: daemon.MasterOptions) -> bool:
             "Leave it out.",
         )
         raise ConfigError([problem])
+    _show_hosts(state, options, settings, hosts)
+    return True
+
+
+def _show_hosts(
+    state: StateDirectory, options: daemon.MasterOptions, settings: MasterSettings, hosts: Sequence[Host]
+) -> None:
+    """Connect to all hosts, and show what each has.
+
+    Raises:
+        HostError: with everything that is wrong with them, unless trials of an earlier master go on there.
+    """
+    from dstrial.hosts.preflight import check_hosts
+    from dstrial.hosts.srun import own_allocation, transport_of
+
     storage = settings.defaults(state.path).checkpoint_storage
     try:
         preflight = check_hosts(
@@ -205,13 +220,12 @@ def _check_hosts(state: StateDirectory, options: daemon.MasterOptions) -> bool:
             raise
         # What runs on the others is to be taken back.
         sys.stderr.write(f"warning: {error}\n")
-        return True
+        return
     try:
         for line in placement_lines(preflight, unit="slot"):
             sys.stdout.write(f"{'host:':<10}{line}\n")
     finally:
         preflight.close()
-    return True
 
 
 def _check_slurm(state: StateDirectory, options: daemon.MasterOptions, settings: MasterSettings) -> None:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from dstrial.engine.backward_operations import Origin, origin
 from dstrial.engine.deepspeed_internals import compiler
 from dstrial.engine.deepspeed_internals import engines as engines_of_deepspeed
 
@@ -70,9 +71,11 @@ class FlopCounter(FlopCounterMode):
         # Torch follows modules by hooks on what they take, at which `torch.autograd.grad` of a leaf fails.
         self.mod_tracker = contextlib.nullcontext()  # type: ignore[assignment]  # entered and left, never asked
         self.total = 0.0
-        # What each backward pass computed with gradients recorded, and whether it computed anything without.
-        self._recorded: dict[int, float] = {}
-        self._plain: set[int] = set()
+        self._checkpointed = 0.0
+        # By backward pass: whether it records gradients, and what functions of others' computed in it with gradients recorded.
+        self._records: dict[int, bool] = {}
+        self._by_code: dict[int, float] = {}
+        self._code: dict[int, str] = {}
         self._unknown: dict[str, None] = {}
         self._is_paused = False
         self.on_result: Callable[[Any, Any], None] | None = None
@@ -96,9 +99,12 @@ class FlopCounter(FlopCounterMode):
         if self._is_paused:
             return out
         backward_pass = torch._C._current_graph_task_id()
-        if backward_pass != -1 and not torch.is_grad_enabled():
-            self._plain.add(backward_pass)
         formula = self.flop_registry.get(func_packet)
+        asker, code = Origin.GRADIENT, ""
+        if backward_pass != -1 and (formula is not None or backward_pass not in self._records):
+            asker, code = origin()
+            if asker is Origin.GRADIENT:
+                self._records.setdefault(backward_pass, torch.is_grad_enabled())
         if formula is None:
             namespace = str(getattr(func_packet, "_qualified_op_name", "kernel::")).partition("::")[0]
             if namespace not in _KNOWN_NAMESPACES:
@@ -110,23 +116,36 @@ class FlopCounter(FlopCounterMode):
             self._unknown[f"{func_packet} cannot be counted ({type(error).__name__})"] = None
             return out
         self.total += flops
-        if backward_pass != -1 and torch.is_grad_enabled():
-            self._recorded[backward_pass] = self._recorded.get(backward_pass, 0.0) + flops
+        if asker is Origin.CHECKPOINT:
+            self._checkpointed += flops
+        elif asker is Origin.CODE and torch.is_grad_enabled():
+            self._by_code[backward_pass] = self._by_code.get(backward_pass, 0.0) + flops
+            self._code[backward_pass] = code
         return out
 
     @property
     def recomputed(self) -> float:
         """What backward passes computed a second time.
 
-        Forward operations record gradients, those of a backward pass do not, unless all of it does (``create_graph=True``): then
-        what is computed again is not told apart, and counts as the model's.
+        That is what checkpointed functions do there, and what any other function computes with gradients recorded in a pass that
+        records none by itself.
         """
-        return sum(flops for task, flops in self._recorded.items() if task in self._plain)
+        own = sum(flops for task, flops in self._by_code.items() if not self._records.get(task, False))
+        return self._checkpointed + own
 
     @property
     def count(self) -> FlopCount:
-        """What was counted so far."""
-        unknown = "; ".join(self._unknown) or None
+        """What was counted so far.
+
+        Unknown where a pass records gradients (``create_graph=True``) and a function of somebody else's computes in it: whether
+        that is its gradient or recomputation looks the same.
+        """
+        told = [
+            f"{code}, called in a backward pass with create_graph=True, may compute gradients or compute again"
+            for task, code in self._code.items()
+            if self._records.get(task, True)
+        ]
+        unknown = "; ".join(dict.fromkeys([*self._unknown, *told])) or None
         return FlopCount(self.total, self.recomputed, unknown)
 
 

@@ -135,7 +135,8 @@ def watched_start(
 
 def _worth_s(build: Build) -> float:
     """How long a lock is held before it is told, seconds."""
-    # An operator that is only loaded has the lock for a moment, too.
+    # An operator that is only loaded has the lock for a moment, too. Builds are known by their locks, and not by a wrapped
+    # `jit_load`, because locks also tell of ranks that only wait, of other trials, and of extensions of the user's own.
     return _LOADING_S if build.is_kept else _SILENCE_S
 
 

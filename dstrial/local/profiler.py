@@ -1,6 +1,8 @@
 """Determined's profiler: system metrics of a node.
 
-They are collected by a thread of the node's first rank. Differs from Determined's own in what it leaves alone: devices of other
+Metrics of its processors, memory, disks, network and some of its devices, collected by a thread of the node's first rank. Groups,
+names and units are those of Determined's (0.38.1 ``core/_profiler.py``). Everything comes from the kernel and the driver; no
+device is waited for. Differs from Determined's own in what it leaves alone: devices of other
 trials, errors that belong to the reports of training, and the time of a run that is shorter than a window, which is reported at
 its end.
 """
@@ -9,20 +11,26 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import psutil  # type: ignore[import-untyped]  # no stubs are installed
 from determined import core
-
-from dstrial.local.system_metrics import SystemSampler
+from determined.common import constants
 
 logger = logging.getLogger("dstrial.local")
+
+GROUPS = ("gpu", "cpu", "memory", "disk", "network")
 
 _LEAST_INTERVAL_S = 0.1
 _LAST_REPORT_S = 10.0
 """How long the end of a training waits for the last report."""
+
+_DISK_PATHS = ("/", constants.SHARED_FS_CONTAINER_PATH)
 
 
 class SystemMetricsSink(Protocol):
@@ -149,3 +157,184 @@ class _Collector(threading.Thread):
                 for group, metrics in sampler.take().items():
                     self._sink.report(group, {self._agent_id: metrics}, now)
                 has_reported = True
+
+
+class Rates:
+    """Turns counters that only grow into numbers per second.
+
+    Args:
+        clock: seconds that never run backwards.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._read_s = 0.0
+        self._before: Mapping[str, float] = {}
+
+    def take(self, counters: Mapping[str, float]) -> dict[str, float]:
+        """Return how fast each has grown since the last call; empty at the first."""
+        now_s = self._clock()
+        seconds, self._read_s = now_s - self._read_s, now_s
+        before, self._before = self._before, counters
+        if seconds <= 0.0:
+            return {}
+        return {name: (value - before[name]) / seconds for name, value in counters.items() if name in before}
+
+
+def average(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the mean of each number over the samples that have it.
+
+    Mappings are averaged inside. Pure.
+    """
+    found: dict[str, list[Any]] = {}
+    for sample in samples:
+        for name, value in sample.items():
+            found.setdefault(name, []).append(value)
+    return {
+        name: average(values) if isinstance(values[0], Mapping) else sum(values) / len(values)
+        for name, values in found.items()
+    }
+
+
+class Devices:
+    """NVIDIA's devices of one trial, through NVML.
+
+    Args:
+        uuids: as NVML has them, ``GPU-…`` or ``MIG-…``; those of other makers are left out.
+    """
+
+    def __init__(self, uuids: Sequence[str]) -> None:
+        self._handles: dict[str, Any] = {}
+        self._nvml: Any = None
+        if not any(uuid.startswith(("GPU-", "MIG-")) for uuid in uuids):
+            return
+        try:
+            nvml: Any = importlib.import_module("pynvml")  # only where there are devices
+            nvml.nvmlInit()
+        except Exception as error:  # noqa: BLE001  # an import, a driver: whatever is amiss, there is no reading
+            logger.warning("NVML cannot be used (%s); no metrics of GPUs are collected", error)
+            return
+        self._nvml = nvml
+        for uuid in uuids:
+            try:
+                self._handles[uuid] = nvml.nvmlDeviceGetHandleByUUID(uuid)
+            except nvml.NVMLError as error:
+                logger.warning("NVML does not know GPU %s (%s); it has no metrics", uuid, error)
+
+    def read(self) -> dict[str, dict[str, float]]:
+        """Return utilisation in percent and free memory in bytes by device.
+
+        What a device does not tell is left out: an instance of a GPU in MIG mode has no utilisation.
+        """
+        reads: dict[str, Callable[[Any], float]] = {
+            "gpu_util": lambda handle: float(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+            "gpu_free_memory": lambda handle: float(self._nvml.nvmlDeviceGetMemoryInfo(handle).free),
+        }
+        found: dict[str, dict[str, float]] = {}
+        for uuid, handle in self._handles.items():
+            for name, read in reads.items():
+                try:
+                    value = read(handle)
+                except self._nvml.NVMLError:
+                    continue
+                found.setdefault(uuid, {})[name] = value
+        return found
+
+    def close(self) -> None:
+        """Give NVML back."""
+        if self._nvml is not None:
+            self._nvml.nvmlShutdown()
+            self._nvml = None
+            self._handles = {}
+
+
+class SystemSampler:
+    """Takes samples of a node, and averages them.
+
+    Belongs to one thread. A group that cannot be read is told of once, and left out from then on.
+
+    Args:
+        device_uuids: devices of the trial on this node.
+        clock: seconds that never run backwards.
+    """
+
+    def __init__(self, device_uuids: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._devices = Devices(device_uuids)
+        self._disk_rates, self._network_rates = Rates(clock), Rates(clock)
+        self._sources: dict[str, Callable[[], Mapping[str, Any]]] = {
+            "gpu": self._devices.read,
+            "cpu": _cpu,
+            "memory": _memory,
+            "disk": lambda: _disk(self._disk_rates),
+            "network": lambda: _network(self._network_rates),
+        }
+        self._samples: dict[str, list[Mapping[str, Any]]] = {}
+        self.num_samples = 0
+        self.sample()  # of this first one only the counters are kept: nothing has happened since
+        self.take()
+
+    def sample(self) -> None:
+        """Take one."""
+        self.num_samples += 1
+        for group, read in list(self._sources.items()):
+            try:
+                found = read()
+            except Exception as error:  # noqa: BLE001  # psutil's errors have no common class, and none may end it
+                del self._sources[group]
+                logger.warning(
+                    "system metrics of the group %r are not collected: %s: %s",
+                    group,
+                    type(error).__name__,
+                    error,
+                )
+                continue
+            if found:
+                self._samples.setdefault(group, []).append(found)
+
+    def take(self) -> dict[str, dict[str, Any]]:
+        """Return the averages since the last call by group, without groups that have none."""
+        samples, self._samples, self.num_samples = self._samples, {}, 0
+        return {group: average(found) for group, found in samples.items()}
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        self._devices.close()
+
+
+def _cpu() -> dict[str, float]:
+    # Of all processors, in percent since this thread asked last.
+    return {"cpu_util_simple": psutil.cpu_percent()}
+
+
+def _memory() -> dict[str, float]:
+    return {"memory_free": psutil.virtual_memory().available}
+
+
+def _disk(rates: Rates) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    counters = psutil.disk_io_counters()
+    if counters is not None:  # a container may show no disk
+        found = dict(
+            rates.take(
+                {
+                    "disk_iops": counters.read_count + counters.write_count,
+                    "disk_throughput_read": counters.read_bytes,
+                    "disk_throughput_write": counters.write_bytes,
+                }
+            )
+        )
+    for path in _DISK_PATHS:
+        try:
+            found[path] = {"disk_util": psutil.disk_usage(path).percent}
+        except OSError:
+            continue
+    return found
+
+
+def _network(rates: Rates) -> dict[str, float]:
+    counters = psutil.net_io_counters()
+    if counters is None:
+        return {}
+    return rates.take(
+        {"net_throughput_sent": counters.bytes_sent, "net_throughput_recv": counters.bytes_recv}
+    )

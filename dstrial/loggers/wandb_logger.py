@@ -68,7 +68,7 @@ class WandbLogger:
             wandb.teardown()  # which has taken the run's id
             self._run = self._init(wandb, run, "offline")
         self._step = int(self._run.step) - 1  # the run's is the next one that is free
-        for group in ("training", "validation"):
+        for group in ("training", "validation", "telemetry"):
             self._run.define_metric(f"{group}/*", step_metric="batches")
         if self._run.offline:
             return f"offline, below {self._directory / 'wandb'}"

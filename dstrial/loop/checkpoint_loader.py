@@ -88,15 +88,7 @@ class CheckpointLoader:
                 state["window"], self._calls_per_batch(now) / self._calls_per_batch(saved)
             )
             self._state.callbacks.call("on_checkpoint_load_start", state)
-            if is_reshaped:
-                self._load_reshaped(path, state["all_engines"], saved, now)
-                self._state.trial._load_beside_engines(context, path)
-            else:
-                self._state.trial.load(context, path)
-            for engine_idx, engine in enumerate(context.models):
-                restore_engine_extra_state(engine, self._extra_state(state, engine_idx, saved, now))
-                if not is_reshaped:
-                    recount_micro_batches(engine, saved[engine_idx], now[engine_idx])
+            self._load_engines(path, state, saved, now, is_reshaped=is_reshaped)
         self._state.callbacks.load_state_dict(state["callbacks"])
         self._pending_random_states = state["random_states"] if continues else None
         if not continues:
@@ -106,12 +98,38 @@ class CheckpointLoader:
             )
             return {}, False
         _require_same_data(uuid, state, expected_epoch_length, expected_records)
+        self._continue_counts(state)
+        return dict(state["loop"]), True
+
+    def _load_engines(
+        self,
+        path: pathlib.Path,
+        state: Mapping[str, Any],
+        saved: list[Layout],
+        now: list[Layout],
+        *,
+        is_reshaped: bool,
+    ) -> None:
+        """Load the trial with its engines, and what of them DeepSpeed does not save."""
+        context = self._state.context
+        if is_reshaped:
+            self._load_reshaped(path, state["all_engines"], saved, now)
+            self._state.trial._load_beside_engines(context, path)
+        else:
+            self._state.trial.load(context, path)
+        for engine_idx, engine in enumerate(context.models):
+            restore_engine_extra_state(engine, self._extra_state(state, engine_idx, saved, now))
+            if not is_reshaped:
+                recount_micro_batches(engine, saved[engine_idx], now[engine_idx])
+
+    def _continue_counts(self, state: Mapping[str, Any]) -> None:
+        """Take over progress, open metrics and reducers of a run that is continued."""
+        context, runtime = self._state.context, self._state.runtime
         self._state.progress.load_state_dict(state["progress"])
         self._state.window.load_state_dict(state["window"], context.device)
         runtime.reductions_of_absent_ranks[:] = state["reductions_of_absent_ranks"]
         for wrapped, saved in zip(runtime.wrapped_reducers, state["reducers"], strict=False):
             restore_reducer(wrapped.reducer, saved)
-        return dict(state["loop"]), True
 
     def _must_reshape(self, path: pathlib.Path, saved: list[Layout], now: list[Layout]) -> bool:
         """Say whether the checkpoint has another layout; refuse what cannot be loaded."""

@@ -16,18 +16,24 @@ def now_us() -> int:
 
 def format_us(us: int) -> str:
     """Return a time as ``2026-11-21T02:00:00.123456Z``; fixed width, so texts sort."""
-    return (_EPOCH + us * _US).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    # Not strftime: of years before 1000 it leaves zeros out.
+    return f"{(_EPOCH + us * _US).replace(tzinfo=None).isoformat(timespec='microseconds')}Z"
 
 
 def parse_time(text: str) -> int:
     """Read a time as clients send it; without a zone it is UTC.
 
     Raises:
-        ValueError: it is no time.
+        ValueError: it is no time, or none of the years 1 to 9999 in UTC, which could not be written again.
     """
     from dateutil import parser  # type: ignore[import-untyped]  # no stubs are installed
 
     found: datetime.datetime = parser.isoparse(text)
     if found.tzinfo is None:
         found = found.replace(tzinfo=datetime.timezone.utc)
-    return (found - _EPOCH) // _US
+    us = (found - _EPOCH) // _US
+    try:
+        format_us(us)
+    except OverflowError as error:
+        raise ValueError(f"{text!r} is not in the years 1 to 9999 of UTC") from error
+    return us

@@ -149,18 +149,10 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> RankIdent
     shares = not is_cpu and is_shared(
         identity, int(accelerator.device_count()), may_share=may_share(os.environ)
     )
-    wanted = {
-        "RANK": str(identity.rank),
-        "WORLD_SIZE": str(identity.world_size),
-        "LOCAL_RANK": str(identity.local_rank),
-        "MASTER_ADDR": addr,
-        "MASTER_PORT": str(port),
-        # DeepSpeed's CPU accelerator counts its "devices" with it, and runs numactl if it is missing.
-        "LOCAL_SIZE": str(identity.local_world_size),
-        **(loopback_only(os.environ) if identity.num_nodes == 1 else {}),
+    changes = {
+        **_missing_variables(identity, addr, port),
+        **_variables_of_device(identity, own_device),
     }
-    missing = {name: value for name, value in wanted.items() if not os.environ.get(name)}
-    changes = {**missing, **_variables_of_device(identity, own_device)}
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     _created = _Created(before, made_group=False)
@@ -195,6 +187,21 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> RankIdent
         ) from error
     _created = _Created(before, made_group=True, replaced=(*replaced, *_share_timeout(timeout)))
     return identity
+
+
+def _missing_variables(identity: RankIdentity, addr: str, port: int) -> dict[str, str]:
+    """Return variables that torch, DeepSpeed, gloo and NCCL read and that are unset."""
+    wanted = {
+        "RANK": str(identity.rank),
+        "WORLD_SIZE": str(identity.world_size),
+        "LOCAL_RANK": str(identity.local_rank),
+        "MASTER_ADDR": addr,
+        "MASTER_PORT": str(port),
+        # DeepSpeed's CPU accelerator counts its "devices" with it, and runs numactl if it is missing.
+        "LOCAL_SIZE": str(identity.local_world_size),
+        **(loopback_only(os.environ) if identity.num_nodes == 1 else {}),
+    }
+    return {name: value for name, value in wanted.items() if not os.environ.get(name)}
 
 
 def _share_timeout(timeout: datetime.timedelta) -> tuple[tuple[Any, str, Any], ...]:

@@ -6,6 +6,7 @@ They wait for minutes for a controller that is away.
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import shutil
 import subprocess
@@ -14,15 +15,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from dstrial.errors import LaunchError, NodesUnknownError
+from dstrial.errors import LaunchError, NodesDownError, NodesUnknownError
+from dstrial.slurm import limits
 from dstrial.slurm.job import Job, parse_job
+from dstrial.slurm.room import NODES, missing_nodes, parse_room
+from dstrial.slurm.script import options_of, value_of
 
 _TIMEOUT_S = 30.0
 _PARTITION = "Name one that `sinfo` lists (--partition=NAME in slurm.sbatch_args, or behind --sbatch-arg=)."
 _ACCOUNT = (
     "Name an account that may use the partition (--account=NAME in slurm.sbatch_args, or behind --sbatch-arg=); "
-    "`sacctmgr show assoc` lists them."
+    "`sacctmgr show assoc user=$USER format=Account,Partition,QOS` lists yours."
 )
+_QOS = (
+    "Name one that your account has (--qos=NAME in slurm.sbatch_args, or behind --sbatch-arg=); "
+    "`sacctmgr show assoc user=$USER format=Account,Partition,QOS` lists them."
+)
+_LIMITS = (
+    "Ask for less, or name another QOS or account (--qos=NAME, --account=NAME in slurm.sbatch_args, or behind --sbatch-arg=); "
+    "`sacctmgr show qos format=Name,GrpTRES,MaxTRES,MaxTRESPU,MaxTRESPA,MaxWall` lists what they allow."
+)
+_FULL_QUEUE = "Wait until jobs of yours have ended (`squeue --me`), or name another QOS or account, whose queue has room."
 _TOO_LARGE = "Ask for fewer slots, fewer on one node, or another partition: none has so much (`sinfo -o '%P %D %c %G'`)."
 _NODES = "Ask for fewer nodes: the partition has fewer, or lets a job have fewer (`sinfo -o '%P %D'`)."
 _WAIT = "Wait until it is back, or ask who runs the cluster; `scontrol ping` says how it is."
@@ -31,7 +44,9 @@ _FIXES = (
     ("invalid partition", _PARTITION),
     ("no partition specified", _PARTITION),
     ("invalid account", _ACCOUNT),
-    ("invalid qos", "Name one that your account has (--qos=NAME); `sacctmgr show assoc` lists them."),
+    ("invalid qos", _QOS),
+    ("submitjob", _FULL_QUEUE),
+    ("violates accounting/qos policy", _LIMITS),
     ("node configuration is not available", _TOO_LARGE),
     ("node count specification invalid", _NODES),
     ("more processors requested than permitted", "Ask for fewer slots, or another partition (`sinfo -o '%P %D %c'`)."),
@@ -69,14 +84,18 @@ _FOR_NOW = (
     "required partition not available",
     "required node not available",
     "requested nodes are busy",
-    "violates accounting/qos policy",
     "temporarily unable",
 )
+_POLICY = "violates accounting/qos policy"
+# The limit that sbatch names before: of jobs in the queue, as QOSMaxSubmitJobPerUserLimit, or of the job itself.
+_NAMED_LIMIT = re.compile(r"\b(?:qos|assoc)(?:max|grp|min)(?!\w*submitjob)\w+")
 _LOOK_S = 10.0
 """For so long Slurm may look at a job before it is submitted, and then at its nodes, seconds."""
 PATIENCE_S = 60.0
 """For so long Slurm is asked again where it does not answer, and as long once more until it knows its nodes, seconds."""
 _AGAIN_S = 2.0
+_MOST_LOOKS = 4
+"""So often at most nodes are looked at which change between two looks."""
 _NODE_STATES = ("sinfo", "--noheader", "--Node", "-o", "%T")
 T = TypeVar("T")
 
@@ -125,17 +144,31 @@ def run_slurm(
     return done.returncode, done.stdout, done.stderr
 
 
-def submit(script: Path) -> int:
+def submit(script: Path, *, may_wait: bool = False) -> int:
     """Queue a batch script, and return the job's number.
+
+    Args:
+        script: of the job.
+        may_wait: whether it is queued though nodes that it needs are down or drained.
 
     Raises:
         NodesUnknownError: Slurm refuses it, and does not know all its nodes yet.
+        NodesDownError: nodes that it needs are down or drained.
         LaunchError: Slurm refuses it, would never start it, or has given it to another cluster, with what it says.
     """
     # Without this a job that no partition could ever hold waits for ever, where Slurm does not enforce limits.
-    _, output, errors = _ask_sbatch("--test-only", script)
+    _, output, errors, down = _ask_for_test(script)
     if _IMPOSSIBLE in f"{output}{errors}".lower():
-        raise LaunchError(refused(errors or output, str(script)))
+        if not down:
+            raise LaunchError(refused(errors or output, str(script)))
+        if not may_wait:
+            raise NodesDownError(
+                f"the job needs nodes that are down or drained ({', '.join(down)}); expected enough that are up. Wait until they "
+                "are back (`sinfo -R` says why they are not), or ask for fewer slots."
+            )
+    over = _over_limits(script, f"{output}{errors}")
+    if over is not None:
+        raise LaunchError(f"Slurm would never start the job; {over}. {_LIMITS}")
     code, output, errors = _ask_sbatch("--parsable", script)
     number, _, cluster = output.strip().partition(";")
     if code or not number.isdecimal():
@@ -175,7 +208,7 @@ def submit_patiently(script: Path, tell: Callable[[str], object]) -> int:
         if before is None:  # of the run that goes on, most likely ended
             before = there
         # An answer to an earlier question may have been lost.
-        return max(there - before) if there - before else submit(script)
+        return max(there - before) if there - before else submit(script, may_wait=True)
 
     return patiently(ask, tell)
 
@@ -244,9 +277,9 @@ def is_not_yet(said: str) -> bool:
 
 
 def has_unknown_nodes(timeout_s: float = _TIMEOUT_S) -> bool:
-    """Say whether nodes have not registered since Slurm's controller began, or cannot be asked for.
+    """Say whether nodes have not registered since Slurm's controller began.
 
-    They do within seconds, or are down later.
+    They do within seconds, or are down later. True also where nodes cannot be asked for.
     """
     code, output, _ = run_slurm(list(_NODE_STATES), timeout_s=timeout_s)
     return code != 0 or any(line.strip().lower().startswith("unknown") for line in output.splitlines())
@@ -272,13 +305,84 @@ def test(script: Path) -> None:
         NodesUnknownError: it would not, and does not know all its nodes yet.
         LaunchError: it would not, with what it says.
     """
-    code, output, errors = _ask_sbatch("--test-only", script)
-    if code:
+    code, output, errors, down = _ask_for_test(script)
+    if code and not down:
         raise LaunchError(refused(errors or output, str(script)))
 
 
+def _ask_for_test(script: Path, timeout_s: float = 2 * _TIMEOUT_S) -> tuple[int, str, str, list[str]]:
+    """Have sbatch look at a job; return its exit code, output and errors, and the nodes that the job waits for.
+
+    Those are nodes that are down or drained, of a job that sbatch calls impossible. They count as they were before sbatch was
+    asked and after: it is asked again where one has changed meanwhile.
+
+    Raises:
+        NodesUnknownError: they have not all registered.
+    """
+    nodes: str | None = None
+    code, output, errors = _ask_sbatch("--test-only", script, timeout_s)
+    for _ in range(_MOST_LOOKS):
+        if _IMPOSSIBLE not in f"{output}{errors}".lower():
+            return code, output, errors, []
+        before = nodes
+        failed, nodes, _ = run_slurm(list(NODES), timeout_s=_LOOK_S)
+        if failed or nodes == before:
+            break
+        code, output, errors = run_slurm(["sbatch", "--test-only", str(script)], timeout_s=timeout_s)
+    options = _options_in(script)
+    # sbatch takes the environment before the script.
+    partitions = os.environ.get("SBATCH_PARTITION") or value_of(options, "--partition", "-p")
+    return code, output, errors, missing_nodes(options, parse_room(nodes or "", partitions))
+
+
+def _options_in(script: Path) -> list[str]:
+    """Return the options of a script; none where it cannot be read, of which sbatch tells."""
+    try:
+        return options_of(script.read_text(encoding="utf-8"))
+    except OSError:
+        return []
+
+
+def _over_limits(script: Path, said: str) -> str | None:
+    """Return which limit of its account or QOS keeps a job from ever starting; None where that is not known.
+
+    Slurm says nothing of it before the job waits, unless the QOS has ``DenyOnLimit``.
+
+    Args:
+        script: of the job.
+        said: by ``sbatch --test-only``.
+    """
+    size = limits.size_of(said)
+    if size is None or shutil.which("sacctmgr") is None:
+        return None
+
+    def ask(words: Sequence[str]) -> str:
+        code, output, _ = run_slurm(words, timeout_s=_LOOK_S)
+        return "" if code else output  # There is no accounting, it is away, or keeps it from us.
+
+    options = _options_in(script)
+    user = pwd.getpwuid(os.getuid()).pw_name
+    # sbatch takes the environment before the script.
+    account = os.environ.get("SBATCH_ACCOUNT") or value_of(options, "--account", "-A")
+    account = account or ask(limits.default_account_of(user)).strip()
+    if not account:
+        return None
+    found = limits.parse_associations(ask(limits.associations_of(account)))
+    given = os.environ.get("SBATCH_QOS") or value_of(options, "--qos", "-q")
+    over: list[str | None] = []
+    for own in limits.own_associations(found, user, size.partition):
+        qos = given or own.qos
+        allowed = limits.parse_limits(ask(limits.limits_of(qos))) if qos else {}
+        there = [one for one in found if one.cluster == own.cluster]
+        over.append(
+            limits.over_qos(size, qos, allowed) or limits.over_account(size, account, user, there, allowed)
+        )
+    # The accounts of several clusters may be kept in one place: which one this is is not asked.
+    return f"sacctmgr says: {over[0]}" if over and all(over) else None
+
+
 def why_never(script: Path) -> tuple[str, str] | None:
-    """Return what sbatch says of a script that Slurm never starts, and what to do.
+    """Return what Slurm says of a script that it never starts, and what to do.
 
     None where it may.
 
@@ -286,16 +390,20 @@ def why_never(script: Path) -> tuple[str, str] | None:
         ConnectionError: Slurm does not answer, or does not know its nodes yet.
     """
     try:
-        code, output, errors = _ask_sbatch("--test-only", script, _LOOK_S)
+        code, output, errors, down = _ask_for_test(script, _LOOK_S)
     except NodesUnknownError as error:
         raise ConnectionError("its nodes are not known yet") from error
     text = errors or output
     said = text.lower()
     if code < 0 or code == 127 or (code and is_away(said)):
         raise ConnectionError(why_away(text, "sbatch", code))
-    if not is_refusal(code, said):
+    if down:
         return None
-    return words_of(text), fix_for(said) or "Correct it, or ask who runs the cluster."
+    if is_refusal(code, said):
+        fix = fix_for(said) or "Correct it, or ask who runs the cluster."
+        return f"sbatch says: {words_of(text)}", fix
+    over = _over_limits(script, f"{output}{errors}")
+    return None if over is None else (over, _LIMITS)
 
 
 def is_refusal(code: int, said: str) -> bool:
@@ -304,7 +412,15 @@ def is_refusal(code: int, said: str) -> bool:
     By its exit code and its words.
     """
     words = said.lower()
-    return (code != 0 or _IMPOSSIBLE in words) and not any(one in words for one in _FOR_NOW)
+    is_for_now = any(one in words for one in _FOR_NOW) or (
+        _POLICY in words and _NAMED_LIMIT.search(words) is None
+    )
+    return (code != 0 or _IMPOSSIBLE in words) and not is_for_now
+
+
+def is_full(said: str) -> bool:
+    """Say whether sbatch refuses a job for those that its user has in the queue already. Pure."""
+    return _POLICY in said.lower() and not is_refusal(1, said)
 
 
 def is_away(said: str) -> bool:

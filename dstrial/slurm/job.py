@@ -126,7 +126,7 @@ _EXPLAINED = {
     "QOSMaxJobsPerUserLimit": "its user has as many jobs as may run at once",
     "AssocMaxJobsLimit": "its account has as many jobs as may run at once",
 }
-NEVER = (
+_NEVER = (
     "PartitionConfig",
     "PartitionNodeLimit",
     "PartitionTimeLimit",
@@ -134,10 +134,35 @@ NEVER = (
     "AccountNotAllowed",
     "QOSNotAllowed",
 )
-"""Reasons for which a job waits for ever, unless somebody changes the cluster or the job."""
+# As QOSMaxCpuPerUserLimit and AssocGrpCPUMinutesLimit.
+_LIMIT = re.compile(r"(QOS|Assoc)(?:Max|Grp)\w+")
+
+
+def is_for_ever(reason: str) -> bool:
+    """Say whether a job waits for ever, unless somebody changes the cluster or the job. Pure.
+
+    Args:
+        reason: why it waits, in Slurm's word.
+    """
+    return reason.partition(",")[0] in _NEVER or (_LIMIT.fullmatch(reason) is not None and "PerJob" in reason)
 
 
 def explained(reason: str) -> str:
     """Return Slurm's word for why a job waits, with what it means. Pure."""
-    told = _EXPLAINED.get(reason.partition(",")[0])
+    told = _EXPLAINED.get(reason.partition(",")[0]) or _limit_text(reason)
     return reason if told is None else f"{reason}: {told}"
+
+
+def _limit_text(reason: str) -> str | None:
+    """Say what a limit of an account or a QOS means; None for any other reason."""
+    found = _LIMIT.fullmatch(reason)
+    if found is None:
+        return None
+    whose = "its QOS" if found[1] == "QOS" else "its account"
+    if "PerJob" in reason or reason.endswith("PerNode"):
+        return f"asks for more than {whose} lets a job have"
+    if "Minutes" in reason:
+        return f"waits until {whose} has time to give again"
+    if "PerUser" in reason:
+        return f"its user has as much as {whose} lets a user have at once"
+    return f"waits for jobs of {whose} to end, which have as much as they may together"

@@ -96,6 +96,14 @@ def value_of(options: Sequence[str], *names: str) -> str | None:
     return value
 
 
+def options_of(script: str) -> list[str]:
+    """Return the options that a batch script has for sbatch. Pure."""
+    lines = (
+        line.removeprefix("#SBATCH ").strip() for line in script.splitlines() if line.startswith("#SBATCH ")
+    )
+    return list(lines)
+
+
 def asks_for_devices(options: Sequence[str]) -> bool:
     """Say whether options name accelerators."""
     return value_of(options, *_DEVICES) is not None

@@ -138,27 +138,35 @@ def _state(text: str) -> str:
     return text.lower().rstrip("~#!%$@^-+")
 
 
-def _num_gpus(gres: str) -> int:
+def is_up(state: str) -> bool:
+    """Say whether a node in a state that ``sinfo`` prints has jobs, or may begin some."""
+    return _state(state) in _UP
+
+
+def num_gpus(gres: str) -> int:
     """Return how many GPUs a list of generic resources names."""
     return sum(map(int, _GPUS.findall(gres)))
 
 
-def parse_nodes(text: str, *, wants_devices: bool, cpus_per_task: int = 1) -> dict[str, int]:
+def parse_nodes(
+    text: str, *, wants_devices: bool, cpus_per_task: int = 1, wants_up: bool = True
+) -> dict[str, int]:
     """Return the slots of each node that is up, by what ``SINFO`` prints.
 
     Args:
         text: what it prints; a node is named once for each of its partitions.
         wants_devices: whether slots are GPUs; tasks of so many processors else.
         cpus_per_task: of a task.
+        wants_up: False for the nodes that are down or drained.
     """
     found: dict[str, int] = {}
     for line in text.splitlines():
         words = line.split("|")
-        if len(words) != 4 or _state(words[1]) not in _UP:
+        if len(words) != 4 or is_up(words[1]) != wants_up:
             continue
         cpus = re.match(r"\d+", words[2])
         num_cpus = int(cpus[0]) if cpus is not None else 0
-        count = _num_gpus(words[3]) if wants_devices else num_cpus // max(cpus_per_task, 1)
+        count = num_gpus(words[3]) if wants_devices else num_cpus // max(cpus_per_task, 1)
         if count:
             found[words[0]] = count
     return found
@@ -179,7 +187,7 @@ def parse_spare(text: str, *, wants_devices: bool, cpus_per_task: int = 1) -> di
         if _state(state) not in ("idle", "mixed") or len(counts) != 4:
             continue
         num_cpus = int(counts[1]) if counts[1].isdecimal() else 0
-        count = _num_gpus(gres) - _num_gpus(used) if wants_devices else num_cpus // max(cpus_per_task, 1)
+        count = num_gpus(gres) - num_gpus(used) if wants_devices else num_cpus // max(cpus_per_task, 1)
         if count > 0:
             found[name] = count
     return found

@@ -21,8 +21,7 @@ from dstrial.engine.deepspeed_internals.engines import compute_dtype
 from dstrial.engine.engine_hooks import observe_engines
 from dstrial.engine.model_flops import FlopCount, FlopCounter, why_uncountable
 from dstrial.telemetry.matmul_peak import known_peak, measured_peak
-from dstrial.telemetry.memory import memory_now
-from dstrial.telemetry.memory_split import FirstBatchMemory
+from dstrial.telemetry.memory import FirstBatchMemory, memory_now
 from dstrial.telemetry.phase_timer import Event, PhaseTimer
 from dstrial.telemetry.samples import Peak, RankSample
 from dstrial.trial.token_count import tokens_in

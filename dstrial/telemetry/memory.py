@@ -1,12 +1,45 @@
-"""What memory counters say of this rank, without a device being waited for."""
+"""What a rank's memory is used for: counters, and the parts in its first batch.
+
+Counters are read without a device being waited for. The parts are measured once: parameters, gradients, optimizer state and
+buffers are sums over the storages of the engines' tensors. Activations and the peak are followed operation by operation where the
+FLOPs of the first batch are counted; elsewhere activations are what the device's own counter says of a forward pass, and unknown
+on the CPU. It never ends a training.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
+
+from dstrial.engine.deepspeed_internals.engines import steps_next
+from dstrial.engine.memory_parts import memory_parts
+from dstrial.engine.memory_split import ACTIVATIONS, ALL_PARTS, MemorySplit
+from dstrial.engine.model_flops import FlopCounter
+
+logger = logging.getLogger("dstrial.telemetry")
+
+ResultT = TypeVar("ResultT")
 
 _STATUS = Path("/proc/self/status")
 _COUNTERS = {"VmRSS": "process_memory_bytes", "VmHWM": "process_peak_memory_bytes"}
+
+PEAK = "tensors_peak_bytes"
+"""The most bytes of tensors that were alive at once on the device, followed operation by operation."""
+
+HOST = "host_tensors_bytes"
+"""Parts of the engines that are on the host of a device."""
+
+UNATTRIBUTED = "unattributed_bytes"
+"""What the device's counter says is allocated between two steps, and no part has."""
+
+BY_OPERATIONS = "storages of tensors; activations and peak operation by operation"
+BY_COUNTERS = "storages of tensors; activations by the device's counter"
+BY_STORAGES = "storages of tensors; activations unknown"
 
 
 def process_memory(status: str) -> dict[str, int]:
@@ -43,3 +76,112 @@ def memory_now(accelerator: Any) -> dict[str, int]:
         except (AttributeError, NotImplementedError, RuntimeError, TypeError):
             continue  # a device that does not count this
     return found
+
+
+class FirstBatchMemory:
+    """Measures the parts of the memory of one rank while its first batch is trained.
+
+    Args:
+        engines: of the trial.
+        accelerator: DeepSpeed's.
+
+    Attributes:
+        found_by: how; None as long as nothing is known, and where something went wrong.
+
+    Ranks: each its own; no communication, no synchronisation.
+    """
+
+    def __init__(self, engines: Sequence[Any], accelerator: Any) -> None:
+        self._engines = engines
+        self._accelerator = accelerator
+        self._has_counters = accelerator.device_name() != "cpu"
+        self._split: MemorySplit | None = None
+        self._at_start_bytes: int | None = None
+        self._found: dict[str, int] = {}
+        self._how: str | None = None
+        self.found_by: str | None = None
+
+    def begin(self, counter: FlopCounter | None) -> None:
+        """Begin before the first batch, with what sees operations.
+
+        ``counter`` is None where nothing does.
+        """
+        with self._safely():
+            self._split = MemorySplit(self._engines, self._is_host)
+            if counter is None:
+                self._how = BY_COUNTERS if self._has_counters else BY_STORAGES
+                self._at_start_bytes = self._allocated()
+            else:
+                self._how = BY_OPERATIONS
+                counter.on_result = self._operation
+
+    def entering(self, phase: str) -> None:
+        """Take that a phase of an engine begins."""
+        if phase == "backward" and self._at_start_bytes is not None:
+            with self._safely():
+                left = (self._allocated() or 0) - self._at_start_bytes
+                self._at_start_bytes = None  # later passes have gradients besides
+                self._found[f"{ACTIVATIONS}_bytes"] = max(0, left)
+
+    def around_step(self, call: Callable[[], ResultT]) -> ResultT:
+        """Make the call of an optimizer's step."""
+        split = self._split
+        if split is None or not any(steps_next(engine) for engine in self._engines):
+            return call()
+        with self._safely():
+            split.begin_step()
+        result = call()
+        with self._safely():
+            split.end_step()
+            self._take(split)
+        return result
+
+    def end(self) -> None:
+        """End after the first batch."""
+        if self._split is not None:
+            self._split.close()
+        self._split = None
+
+    def bytes(self) -> dict[str, int]:
+        """Return bytes by name, each part at its largest.
+
+        Empty before the first step, and where something went wrong.
+        """
+        return dict(self._found) if self.found_by is not None else {}
+
+    def _operation(self, result: Any, args: Any) -> None:
+        if self._split is None:
+            return
+        try:
+            self._split.operation(result, args)
+        except Exception as error:  # noqa: BLE001  # instruments never end a training
+            self._give_up(error)
+
+    def _take(self, split: MemorySplit) -> None:
+        self._found |= {f"{part}_bytes": split.device[part] for part in ALL_PARTS if part in split.device}
+        if self._how == BY_OPERATIONS:
+            self._found[PEAK] = split.peak_bytes
+        if on_host := sum(split.host.values()):
+            self._found[HOST] = on_host
+        allocated = self._allocated()
+        if allocated is not None:
+            on_device, _ = memory_parts(self._engines, self._is_host)
+            self._found[UNATTRIBUTED] = max(0, allocated - sum(on_device.values()))
+        self.found_by = self._how
+
+    def _is_host(self, device: torch.device) -> bool:
+        return self._has_counters and device.type == "cpu"
+
+    def _allocated(self) -> int | None:
+        return int(self._accelerator.memory_allocated()) if self._has_counters else None
+
+    @contextlib.contextmanager
+    def _safely(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  # likewise
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        logger.info("where memory goes is not measured: %s: %s", type(error).__name__, error)
+        self._split = self.found_by = self._at_start_bytes = None

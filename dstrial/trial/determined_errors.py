@@ -13,6 +13,7 @@ from determined import errors
 from dstrial.errors import TrialContractError
 
 
+# Determined's is a BaseException; with TrialContractError first it is an Exception all the same.
 class InvalidTrialError(TrialContractError, errors.InvalidExperimentException):  # type: ignore[misc]  # untyped
     """There: ``InvalidExperimentException``. No wrapped engine, or no metrics by name."""
 

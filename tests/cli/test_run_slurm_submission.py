@@ -33,12 +33,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dstrial_command: Run) -
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setattr(client, "PATIENCE_S", 0.0)
 
-    def submit(sbatch: str, *flags: str) -> tuple[int, str, str]:
+    def submit(sbatch: str, *flags: str, scontrol: str = "", sinfo: str = "") -> tuple[int, str, str]:
         sbatch = f'[ "$1" = --test-only ] && exit 0\n{sbatch}'
         for name, body in (
             ("sbatch", sbatch),
             ("squeue", ""),
-            ("scontrol", ""),
+            ("scontrol", scontrol),
+            ("sinfo", sinfo),
             ("scancel", ""),
             ("srun", ""),
         ):
@@ -82,3 +83,20 @@ def test_another_cluster_is_refused_before_anything_is_queued(run: Run, tmp_path
     assert code == 1
     assert "is --clusters=far; expected a job of this machine's cluster" in errors
     assert not (tmp_path / "runs").exists()
+
+
+_JOB = "JobId=12 JobState=PENDING Reason={} Restarts=0 ExitCode=0:0"
+
+
+def test_a_reason_for_ever_counts_where_all_nodes_had_registered_before_it_was_asked(run: Run) -> None:
+    # The last node registers between the reason and the look at nodes.
+    late = f"[ -e known ] && echo '{_JOB.format('Resources')}' || echo '{_JOB.format('PartitionConfig')}'"
+    code, said, errors = run("echo 12", "--detach", scontrol=late, sinfo="touch known; echo idle")
+    assert code == 0, errors
+    assert "job 12: queued" in said
+
+    code, _, errors = run(
+        "echo 12", "--detach", scontrol=f"echo '{_JOB.format('PartitionConfig')}'", sinfo="echo idle"
+    )
+    assert code == 1
+    assert "would never start it: PartitionConfig: asks for more than its partition has; expected" in errors

@@ -222,7 +222,7 @@ def test_the_page_knows_of_a_search_while_it_runs_what_was_predicted_and_in_the_
     _wait_for(lambda: len(_events(output, "submitted")) == 2, running)
     _wait_for(lambda: [row["state"] for row in shown()["trials"]] == ["measured", "running"], running)
     so_far = shown()
-    assert so_far["search"]["state"] == "running"
+    assert so_far["search"]["state"] == "RUNNING"
     assert not so_far["report"]["is_finished"]
     assert (so_far["report"]["best"], so_far["pareto"]) == (1, [1])
     own, second = so_far["trials"]
@@ -233,7 +233,7 @@ def test_the_page_knows_of_a_search_while_it_runs_what_was_predicted_and_in_the_
 
     assert running.wait(DEADLINE_S) == 0, (tmp_path / "log").read_text()
     ended = shown()
-    assert ended["search"]["state"] == "ended"
+    assert ended["search"]["state"] == "COMPLETED"
     assert ended["report"]["is_finished"]
     assert [row["state"] for row in ended["trials"]] == ["measured", "measured"]
     assert ended["trials"][1]["predicted"]["step_s"] == second["predicted"]["step_s"]

@@ -22,7 +22,7 @@ import torch
 from packaging.version import Version
 
 import dstrial
-from dstrial.engine.checkpoint_reader.allowed_classes import LISTED
+from dstrial.engine.checkpoint_reader.safe_load import LISTED
 from dstrial.engine.deepspeed_internals import PUBLIC_MODULES, engines, optimizers, process
 from dstrial.resume.metadata import EngineRecord
 from dstrial.trial.model_parallel_unit import ModelParallelUnit
@@ -198,6 +198,15 @@ def test_the_package_of_fused_kernels_exists_and_only_its_modules_are_called_so(
     assert not engines.is_fused(torch.nn.Linear(1, 1))
 
 
+def test_the_modules_that_compute_in_a_backward_pass_exist_with_their_functions() -> None:
+    checkpointing = importlib.import_module(engines.CHECKPOINT_MODULE)
+    assert inspect.isfunction(checkpointing.CheckpointFunction.backward)
+    assert "def checkpoint_unpack(" in inspect.getsource(checkpointing.non_reentrant_checkpoint)
+    for module in engines.GRADIENT_MODULES:
+        functions = vars(importlib.import_module(module)).values()
+        assert any(isinstance(one, type) and issubclass(one, torch.autograd.Function) for one in functions)
+
+
 def test_operators_are_named_and_a_probe_that_fails_says_no() -> None:
     class Unprobed:
         name = "unprobed"
@@ -270,8 +279,8 @@ def ranks_of(program: forked_ranks.RunningProgram, case: str) -> list[dict[str, 
 
 
 GRADIENTS = {
-    "zero 1": ["averaged_gradients", "all_grad_tensors"],
-    "zero 2": ["averaged_gradients", "all_grad_tensors"],
+    "zero 1": ["averaged_gradients", "all_grad_tensors", "grads_in_partition"],
+    "zero 2": ["averaged_gradients", "all_grad_tensors", "grads_in_partition"],
     "zero 3": ["averaged_gradients", "grad_partitions_flat_buffer"],
     "bf16 wrapper": ["fp32_groups_gradients_flat", "fp32_groups_gradient_flat_partition"],
 }

@@ -1,10 +1,11 @@
-"""Experiments that no master takes, whichever engine it has: what is wrong, and what is said of it."""
+"""Experiments and commands that no master takes, whichever engine it has: what is wrong, and what is said of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
 from master_on_hosts import CONFIG, MasterOnHosts
 
 _BATCH_OF_20 = {
@@ -38,6 +39,21 @@ def refused_at_submission(master: MasterOnHosts) -> list[str]:
         AssertionError: a master has taken one, or says something else, or twice.
     """
     return [refused(master, changes, text) for changes, text in _REFUSED]
+
+
+def refused_command(master: MasterOnHosts, config: Mapping[str, Any], *texts: str) -> str:
+    """Submit a command; return what ``det`` prints.
+
+    Raises:
+        AssertionError: the master has taken it, or does not say each text once.
+    """
+    before = master.det("command", "list", "--csv")
+    (master.place / "command.yaml").write_text(yaml.safe_dump(config))
+    done = master.command("det", "command", "run", "--config-file", "command.yaml", "true")
+    assert done.returncode != 0, done.stdout
+    assert [done.stdout.count(text) for text in texts] == [1] * len(texts), done.stdout
+    assert master.det("command", "list", "--csv") == before
+    return done.stdout.strip()
 
 
 def refused(master: MasterOnHosts, changes: Mapping[str, Any], text: str) -> str:

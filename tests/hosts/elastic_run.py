@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import sqlite3
 import statistics
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -128,7 +129,12 @@ class ElasticRun:
         )
         again = max(last.batch - first.batch + 1, 0)
         lost_s = first.time_s - last.time_s - batch_s * max(first.batch - last.batch, 0)
-        self._changes.append(Change(what, before, after, first.time_s - began_s, lost_s, again))
+        waited_s = first.time_s - began_s
+        print(
+            f"{what}: from {before} to {after} slots in {waited_s:.0f} s, at batch {first.batch}",
+            file=sys.stderr,
+        )
+        self._changes.append(Change(what, before, after, waited_s, lost_s, again))
 
     def end(self) -> Outcome:
         """Wait for the end of the trial and return all of it."""

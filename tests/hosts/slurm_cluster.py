@@ -1,7 +1,8 @@
 """A Slurm cluster on one machine: slurmctld and slurmd in namespaces, Debian 12's packages (22.05).
 
 Two partitions over all nodes: ``low``, the default, whose jobs are requeued for those of ``high``, after five seconds of grace.
-A node that is cut is down after ten seconds, unless told. Needs root, munge, slurmctld, slurmd and Slurm's commands.
+A node that is cut is down after ten seconds, unless told. Needs root, munge, slurmctld, slurmd and Slurm's commands; with
+accounts, what ``slurm_accounting`` names, too.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import slurm_accounting
 from machines import Machine, Machines
 from machines import missing as missing_machines
+from slurm_accounting import SlurmAccounting
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "squeue", "scancel", "sinfo")
 _READY_S = 20.0
@@ -44,7 +47,7 @@ SlurmdLogFile={root}/log/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
+{accounting}
 JobCompType=jobcomp/none
 MpiDefault=none
 SwitchType=switch/none
@@ -69,13 +72,15 @@ SlurmdParameters=config_overrides
 PartitionName=low Nodes=host[1-{num}] Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace_s}
 PartitionName=high Nodes=host[1-{num}] MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
+_NO_ACCOUNTS = "AccountingStorageType=accounting_storage/none"
 _CGROUP_CONFIG = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"
 
 
-def missing() -> str:
+def missing(*, has_accounts: bool = False) -> str:
     """Return what this machine lacks for it, empty if nothing."""
     path = f"{os.environ.get('PATH', '')}:{_SBIN}"
     found = [name for name in _PROGRAMS if shutil.which(name, path=path) is None]
+    found += slurm_accounting.missing() if has_accounts else []
     return f"[{', '.join(found)}]" if found else missing_machines()
 
 
@@ -85,10 +90,18 @@ class SlurmCluster:
     Attributes:
         machines: with nodes ``host1`` and so on, of two CPUs each.
         env: of commands there.
+        accounting: what it keeps of accounts; None where it knows none.
     """
 
     def __init__(
-        self, machines: Machines, root: Path, *, grace_s: int = 5, gpus: int = 0, slurmd_timeout_s: int = 10
+        self,
+        machines: Machines,
+        root: Path,
+        *,
+        grace_s: int = 5,
+        gpus: int = 0,
+        slurmd_timeout_s: int = 10,
+        has_accounts: bool = False,
     ) -> None:
         self.machines = machines
         self._root = root
@@ -102,7 +115,13 @@ class SlurmCluster:
         gres = "GresTypes=gpu\n" if gpus else ""
         has = f" Gres=gpu:{gpus}" if gpus else ""
         config = _CONFIG.format(
-            root=root, num=num, grace_s=grace_s, gres=gres, gpus=has, slurmd_timeout_s=slurmd_timeout_s
+            root=root,
+            num=num,
+            grace_s=grace_s,
+            gres=gres,
+            gpus=has,
+            slurmd_timeout_s=slurmd_timeout_s,
+            accounting=(slurm_accounting.CONFIG if has_accounts else _NO_ACCOUNTS).format(root=root),
         )
         (root / "slurm.conf").write_text(config)
         if gpus:
@@ -116,7 +135,11 @@ class SlurmCluster:
         files = (f"--{name}-file={root}/munge/{name}" for name in ("pid", "log", "seed"))
         words = ["munged", "--force", f"--key-file={key}", f"--socket={root}/munge/socket", *files]
         subprocess.run(words, env=self.env, check=True, capture_output=True)
+        self.accounting: SlurmAccounting | None = None
         try:
+            if has_accounts:
+                self.accounting = SlurmAccounting(machines[1], root, root / "munge" / "socket", self.env)
+                self.accounting.change("add", "cluster", "test")
             for machine in machines.all:
                 (root / "spool" / machine.name).mkdir()
                 # `ip netns exec` mounts /sys anew; slurmd wants the look of cgroups.
@@ -226,21 +249,26 @@ class SlurmCluster:
 
 @contextlib.contextmanager
 def slurm_cluster(
-    num: int, *, grace_s: int = 5, gpus: int = 0, slurmd_timeout_s: int = 10
+    num: int, *, grace_s: int = 5, gpus: int = 0, slurmd_timeout_s: int = 10, has_accounts: bool = False
 ) -> Iterator[SlurmCluster]:
     """Give a cluster of so many nodes for the block; a test is skipped where that is impossible.
 
     ``gpus`` of each node are devices to Slurm alone: it deals them out, and says to programs which they have.
-    After ``slurmd_timeout_s`` a node that is silent is down.
+    After ``slurmd_timeout_s`` a node that is silent is down. With ``has_accounts`` only accounts that are added may submit jobs.
     """
-    lacking = missing()
+    lacking = missing(has_accounts=has_accounts)
     if lacking:
         pytest.skip(f"Requires: {lacking}")
     with tempfile.TemporaryDirectory(prefix="ds-", dir="/tmp") as root:
         machines = Machines(num, Path(root, "machines"))
         try:
             cluster = SlurmCluster(
-                machines, Path(root, "slurm"), grace_s=grace_s, gpus=gpus, slurmd_timeout_s=slurmd_timeout_s
+                machines,
+                Path(root, "slurm"),
+                grace_s=grace_s,
+                gpus=gpus,
+                slurmd_timeout_s=slurmd_timeout_s,
+                has_accounts=has_accounts,
             )
             try:
                 yield cluster

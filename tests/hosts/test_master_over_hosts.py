@@ -267,6 +267,17 @@ def test_a_supervisor_that_is_killed_loses_the_run_and_a_drained_host_gets_no_ot
     assert "on agent host2, host3\n" in started.log(1)
 
 
+def test_a_trial_that_needs_a_host_that_is_switched_off_is_taken_and_waits_for_it(
+    started: MasterOnHosts,
+) -> None:
+    started.det("agent", "disable", "host3")
+    waits = started.create(_slow(2, 20))
+    started.wait_for_log(1, "needs 2 slots and waits; this master has 1. Enable what is switched off")
+    started.det("agent", "enable", "host3")
+    started.wait_for_state(waits, ("COMPLETED",))
+    assert "on agent host2, host3\n" in started.log(1)
+
+
 def test_what_hears_nothing_of_its_master_ends_and_begins_again(started: MasterOnHosts) -> None:
     experiment = started.create(_slow(1))
     started.wait_for_log(1, "Reported checkpoint")

@@ -96,6 +96,18 @@ def test_what_an_experiment_cannot_have_is_told_once(master: MasterOnHosts) -> N
     assert "without Python at /opt/nowhere/bin/python. Put the environment" in line
 
 
+def test_what_needs_a_node_that_is_switched_off_waits_for_it(master: MasterOnHosts) -> None:
+    assert master.up().returncode == 0
+    master.det("agent", "disable", "10.77.0.13")
+    waits = master.create({"resources": {"slots_per_trial": 3}})
+    (trial,) = master.wait_for_trials(waits, 1)
+    master.wait_for_log(
+        trial["id"], "Ray has nothing for it now without 10.77.0.13, which is switched off, and is"
+    )
+    master.det("agent", "enable", "10.77.0.13")
+    master.wait_for_state(waits, ("COMPLETED",), within_s=180)
+
+
 def test_who_waits_longest_is_the_next(master: MasterOnHosts) -> None:
     """Ray itself begins with the group that was asked for last."""
     assert master.up().returncode == 0

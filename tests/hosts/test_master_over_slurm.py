@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_requests import refused, refused_at_submission
+from bad_requests import refused, refused_at_submission, refused_command
 from master_on_hosts import CONFIG, MasterOnHosts, wait_until
 from slurm_cluster import SlurmCluster, slurm_cluster
 
@@ -85,6 +86,39 @@ def test_what_waits_says_for_which_job_and_why_and_what_never_fits_is_refused(
     cluster.run("scancel", other)
     master.wait_for_state(waits, ("COMPLETED",))
     assert f"job {det_job}:" not in master.command("dstrial", "status").stdout
+
+
+def test_what_needs_a_node_that_is_drained_or_switched_off_waits_for_it(
+    cluster: SlurmCluster, master: MasterOnHosts
+) -> None:
+    six = {
+        "resources": {"slots_per_trial": 6},
+        "hyperparameters": {**CONFIG["hyperparameters"], "micro_batch_size": 1},
+    }
+    cluster.run("scontrol", "update", "NodeName=host3", "State=drain", "Reason=test")
+    try:
+        said = master.up()
+        assert said.returncode == 0, said.stdout
+        refused(master, {"resources": {"slots_per_trial": 7}}, "at most 6, the slots of this master")
+        # Not even with the node that is drained.
+        refused(
+            master, {**six, "slurm": {"sbatch_args": ["--mem=90G"]}}, "Requested node configuration is not"
+        )
+        waits = master.create(six)
+        (trial,) = master.wait_for_trials(waits, 1)
+        master.wait_for_log(
+            trial["id"], "UnavailableNodes:host3: waits for nodes that are down, drained or reserved)"
+        )
+    finally:
+        cluster.run("scontrol", "update", "NodeName=host3", "State=resume")
+    master.wait_for_state(waits, ("COMPLETED",))
+
+    master.det("agent", "disable", "host3")
+    waits = master.create(six)
+    (trial,) = master.wait_for_trials(waits, 1)
+    master.wait_for_log(trial["id"], "Slurm has nothing for it now without host3, which is switched off")
+    master.det("agent", "enable", "host3")
+    master.wait_for_state(waits, ("COMPLETED",))
 
 
 def test_preempted_it_saves_and_goes_on_in_another_job(cluster: SlurmCluster, master: MasterOnHosts) -> None:
@@ -327,6 +361,21 @@ def test_what_an_experiment_cannot_have_is_told_once_and_queues_nothing(
         print(said)
         line = (master.place / "exp.yaml").read_text().splitlines().index("slurm:") + 1
         assert re.search(rf"experiment config:({line}|{line + 1}): slurm\.sbatch_args", said)
+    for resources, sbatch_args, text in (
+        (
+            {"slots": 1},
+            ["--partition=nope"],
+            "a job of 1 slot; sbatch says: invalid partition specified: nope; ",
+        ),
+        ({"slots": 2}, ["--mem=90G"], "a job of 2 slots; sbatch says: "),
+        (
+            {"slots": 1},
+            ["--array=1-3"],
+            "expected none of --array=1-3, by which the master finds its jobs. Leave",
+        ),
+    ):
+        config = {"resources": resources, "slurm": {"sbatch_args": sbatch_args}}
+        print(refused_command(master, config, "Command config: slurm.sbatch_args is ", text))
     # What is written is not left there.
     assert list((master.place / "state" / "slurm").glob("check-*")) == []
 
@@ -350,6 +399,15 @@ def test_what_an_experiment_cannot_have_is_told_once_and_queues_nothing(
     said = master.command("det", "experiment", "continue", str(experiment), *words).stdout
     assert "sbatch says: invalid partition specified: nope" in said
     assert master.state(experiment) == "STATE_ERROR"
+
+    # A TensorBoard with slots is a command, too.
+    config = ["--config", "resources.slots=1", "--config", "slurm.sbatch_args=[--partition=nope]"]
+    said = master.command("det", "tensorboard", "start", "--no-browser", *config, str(experiment)).stdout
+    assert (
+        said.count('TensorBoard config: slurm.sbatch_args is ["--partition=nope"]; expected options with')
+        == 1
+    )
+    assert json.loads(master.det("tensorboard", "list", "--json")) == []
 
 
 def test_nodes_that_cannot_run_it_are_named_with_what_to_do(

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from determined.core import _profiler as determineds
 
-from dstrial.local import system_metrics
-from dstrial.local.system_metrics import GROUPS, Devices, Rates, SystemSampler, average
+from dstrial.local import profiler
+from dstrial.local.profiler import GROUPS, Devices, Rates, SystemSampler, average
 
 
 def names(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def test_a_group_that_cannot_be_read_is_told_of_once_and_the_others_go_on(
     def broken() -> None:
         raise NotImplementedError("no /proc/net/dev")
 
-    monkeypatch.setattr(system_metrics.psutil, "net_io_counters", broken)
+    monkeypatch.setattr(profiler.psutil, "net_io_counters", broken)
     with caplog.at_level(logging.WARNING):
         sampler = SystemSampler([])
         sampler.sample()
@@ -70,8 +70,8 @@ def test_a_group_that_cannot_be_read_is_told_of_once_and_the_others_go_on(
 def test_a_container_without_disks_and_networks_has_the_other_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(system_metrics.psutil, "disk_io_counters", lambda: None)
-    monkeypatch.setattr(system_metrics.psutil, "net_io_counters", lambda: None)
+    monkeypatch.setattr(profiler.psutil, "disk_io_counters", lambda: None)
+    monkeypatch.setattr(profiler.psutil, "net_io_counters", lambda: None)
     sampler = SystemSampler([])
     sampler.sample()
 

@@ -49,7 +49,7 @@ def _wandb(directory: str) -> list[dict[str, Any]]:
     for path in sorted(Path(directory).glob("*run-*/*.wandb"), key=lambda path: path.parent.name):
         store = DataStore()
         store.open_for_scan(str(path))
-        one: dict[str, Any] = {"rows": [], "config": {}, "summary": {}, "exit": None, "text": ""}
+        one: dict[str, Any] = {"rows": [], "config": {}, "summary": {}, "exit": None, "text": "", "axes": {}}
         while (data := store.scan_data()) is not None:
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
@@ -68,6 +68,8 @@ def _wandb(directory: str) -> list[dict[str, Any]]:
             elif kind == "summary":
                 for item in record.summary.update:
                     one["summary"][item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
+            elif kind == "metric" and record.metric.glob_name:
+                one["axes"][record.metric.glob_name] = record.metric.step_metric
             elif kind == "exit":
                 one["exit"] = record.exit.exit_code
         found.append(one)

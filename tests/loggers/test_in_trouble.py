@@ -83,6 +83,7 @@ def test_a_missing_key_keeps_the_run_on_disk(tmp_path: Path) -> None:
     assert "there is no WANDB_API_KEY, so the run is kept on disk" in warning
     (kept,) = stores.read("wandb", tmp_path / "disk" / "run" / "wandb")
     assert [(step, row["training/loss"]) for step, row in kept["rows"]] == [(1, 0.5), (3000, 0.25)]
+    assert kept["axes"] == {f"{group}/*": "batches" for group in ("training", "validation", "telemetry")}
 
 
 def test_a_server_that_never_answers_is_left_behind(tmp_path: Path) -> None:

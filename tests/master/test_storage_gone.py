@@ -114,6 +114,7 @@ def test_a_storage_that_goes_away_is_never_made_anew_and_its_trial_goes_on_when_
     )
 
     assert f"checkpoint storage {storage} is gone: " in log_of(master, experiment_id)
+    assert f"say so with `dstrial checkpoint audit --accept {storage}`." in log_of(master, experiment_id)
     assert (list(storage.iterdir()) == []) if is_mount_point else not storage.exists()
     assert experiment(master, experiment_id)["state"] == "STATE_QUEUED"
     status = json.loads(master.dstrial("status", "--json").stdout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dstrial.slurm.client import refused
-from dstrial.slurm.job import Job, explained, parse_job
+from dstrial.slurm.job import Job, explained, is_for_ever, parse_job
 
 _RUNNING = (
     "JobId=9 JobName=small UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901752 Nice=0 Account=(null) QOS=(null) "
@@ -67,6 +67,30 @@ def test_a_waiting_job_says_why_in_words() -> None:
     )
     assert explained("SomethingNew") == "SomethingNew"
     assert Job(1, "FAILED", exit_code=3).described == "failed (exit code 3)"
+
+
+@pytest.mark.parametrize(
+    ("reason", "said", "expected"),
+    [
+        ("QOSMaxCpuPerJobLimit", "asks for more than its QOS lets a job have", True),
+        ("AssocMaxWallDurationPerJobLimit", "asks for more than its account lets a job have", True),
+        ("QOSMaxCpuPerUserLimit", "its user has as much as its QOS lets a user have at once", False),
+        ("QOSMaxJobsPerUserLimit", "its user has as many jobs as may run at once", False),
+        (
+            "AssocGrpCpuLimit",
+            "waits for jobs of its account to end, which have as much as they may together",
+            False,
+        ),
+        ("QOSGrpCPUMinutesLimit", "waits until its QOS has time to give again", False),
+        ("PartitionTimeLimit", "asks for more time than its partition lets a job have", True),
+        ("Resources", "waits for nodes to become free", False),
+    ],
+)
+def test_a_limit_is_told_in_words_and_only_that_of_one_job_lasts(
+    reason: str, said: str, *, expected: bool
+) -> None:
+    assert explained(reason) == f"{reason}: {said}"
+    assert is_for_ever(reason) == expected
 
 
 def test_what_is_no_job() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dstrial.slurm.client import fix_for, is_refusal, refused, words_of
+from dstrial.slurm.client import fix_for, is_full, is_refusal, refused, words_of
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,26 @@ from dstrial.slurm.client import fix_for, is_refusal, refused, words_of
         (1, "allocation failure: Required partition not available (inactive or drain)", False),
         (1, "allocation failure: Required node not available (down, drained or reserved)", False),
         (1, "allocation failure: Job violates accounting/QOS policy (job submit limit)", False),
+        (
+            1,
+            "sbatch: error: AssocMaxSubmitJobLimit\nallocation failure: Job violates accounting/QOS policy",
+            False,
+        ),
+        (
+            1,
+            "sbatch: error: QOSGrpSubmitJobsLimit\nallocation failure: Job violates accounting/QOS policy",
+            False,
+        ),
+        (
+            1,
+            "sbatch: error: QOSMaxCpuPerJobLimit\nallocation failure: Job violates accounting/QOS policy",
+            True,
+        ),
+        (
+            1,
+            "sbatch: error: QOSMaxWallDurationPerJobLimit\nJob violates accounting/QOS policy (and so on)",
+            True,
+        ),
     ],
 )
 def test_what_may_be_otherwise_later_is_no_refusal(code: int, said: str, *, expected: bool) -> None:
@@ -35,3 +55,16 @@ def test_a_refusal_has_the_words_in_one_line_and_what_to_do() -> None:
         "Slurm does not take the job; sbatch says: anything else. Look at /x.sh."
     )
     assert words_of("") == "nothing"
+
+
+def test_a_queue_that_is_full_is_waited_for_and_a_limit_of_the_job_is_not() -> None:
+    policy = "Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
+    full, large = (
+        f"sbatch: error: AssocMaxSubmitJobLimit\n{policy}",
+        f"sbatch: error: QOSMaxCpuPerJobLimit\n{policy}",
+    )
+    assert is_full(full)
+    assert not is_full(large)
+    assert not is_full("sbatch: error: invalid partition specified: nope")
+    assert (fix_for(full) or "").startswith("Wait until jobs of yours have ended")
+    assert (fix_for(large) or "").startswith("Ask for less, or name another QOS or account")

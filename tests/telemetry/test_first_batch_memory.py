@@ -11,7 +11,7 @@ from torch import nn
 
 from dstrial.engine.memory_split import MemorySplit
 from dstrial.engine.model_flops import FlopCounter
-from dstrial.telemetry.memory_split import BY_COUNTERS, BY_STORAGES, FirstBatchMemory
+from dstrial.telemetry.memory import BY_COUNTERS, BY_STORAGES, FirstBatchMemory
 
 
 class Device:

@@ -3,12 +3,15 @@
 import json
 import pathlib
 
+import deepspeed
 import pytest
 import torch
 from in_process_fits import EXP_CONF, fit, trial_class
 from small_runs import deepspeed_config, experiment, train
+from torch.utils.checkpoint import checkpoint
 
 from dstrial import Batch
+from dstrial.telemetry.summary import summary_rows
 
 pytestmark = [pytest.mark.ranks]
 
@@ -111,6 +114,60 @@ def test_a_peak_of_a_busier_machine_and_one_that_is_beaten_are_measured_again(ca
     assert totals["peak"]["file"] == str(cache)
     assert totals["peak"]["flops_per_s"] == again["flops_per_s"]
     assert totals["hfu"] < 1
+
+
+class Checkpointed(torch.nn.Module):
+    """Layers that are computed again in backward, or are not."""
+
+    def __init__(self, is_checkpointed):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, features):
+        if self.is_checkpointed:
+            return checkpoint(self.layers, features, use_reentrant=False)
+        return self.layers(features)
+
+
+@pytest.mark.usefixtures("definitions_and_runs")
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_penalty_on_gradients_counts_the_same_where_activations_are_computed_again(stage):
+    def build_engine(self):
+        torch.manual_seed(11)
+        model = Checkpointed(self.hparams["is_checkpointed"])
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=self.ds_config()
+        )
+        return engine
+
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        features, targets = next(dataloader_iter)
+        features.requires_grad_()
+        # DeepSpeed takes a backward pass through its engine for a batch's own.
+        (slope,) = torch.autograd.grad(self.model_engine.module(features).sum(), features, create_graph=True)
+        outputs = self.model_engine(features.detach())
+        loss = torch.nn.functional.mse_loss(outputs, targets) + slope.norm(dim=1).sub(1).pow(2).mean()
+        self.model_engine.backward(loss)
+        self.model_engine.step()
+        return {"loss": loss}
+
+    kind = trial_class(build_engine=build_engine, train_batch=train_batch)
+    flops, summaries = {}, {}
+    for is_checkpointed in (False, True):
+        hparams = {"deepspeed_config": deepspeed_config(stage), "is_checkpointed": is_checkpointed}
+        outcome = fit(kind, hparams, max_length=Batch(4), reporting_period=Batch(2))
+        row = outcome.rows("telemetry")[4]
+        names = ("model_tflops_per_device", "hardware_tflops_per_device")
+        flops[is_checkpointed] = [row[name] * row["batch_ms"] for name in names]
+        totals = json.loads(outcome.directory.telemetry_path.read_text())
+        summaries[is_checkpointed] = dict(summary_rows(totals))["compute"]
+
+    model, hardware = flops[True]
+    assert flops[False] == pytest.approx([model, model])
+    assert hardware > 1.2 * model
+    assert "with recomputation" in summaries[True]
+    assert "with recomputation" not in summaries[False]
 
 
 @pytest.mark.usefixtures("definitions_and_runs")

@@ -1,4 +1,7 @@
-"""Run a search: ask the method, run trials, act only on what is on record."""
+"""Run a search: ask the method, run trials, act only on what is on record.
+
+Says what a backend is asked to run for a measurement, and how long it may run.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dstrial.dsat.backends.base import Backend, Ended
-from dstrial.dsat.backends.trial_spec import TrialSpec
+from dstrial.dsat.backends.trial_spec import TrialSpec, measuring_spec
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.journal import SearchRecord, SearchStatus, is_final
 from dstrial.dsat.core.outcome import (
@@ -19,19 +22,24 @@ from dstrial.dsat.core.outcome import (
     Measured,
     Outcome,
     TrialResult,
+    highest,
     outcome_from_json,
     outcome_to_json,
 )
-from dstrial.dsat.driver.deadlines import deadline_of, longest_s, ordered_spec
 from dstrial.dsat.driver.disk_full import DISK_FULL_ERRORS, DiskFullQueue
-from dstrial.dsat.driver.live_report import LiveReport
 from dstrial.dsat.driver.normalize import caveats, normalized
-from dstrial.dsat.driver.outputs import SearchFiles
+from dstrial.dsat.driver.outputs import LiveReport, SearchFiles
 from dstrial.dsat.methods.base import Action, ConfigSearch, Finish, Measure, Note, Skip
 from dstrial.dsat.report.live import ended_line
 from dstrial.errors import DstrialError, SearchError
 
 logger = logging.getLogger("dstrial.dsat")
+
+_SHORTEST_DEADLINE_S = 120.0
+_DEADLINE_FACTOR = 5.0
+# For starting a worker, for ending its ranks at the deadline, and for measuring the best one again.
+_SLACK_S = 300.0
+_SLACK_FACTOR = 2.0
 
 
 class Driver:
@@ -236,7 +244,7 @@ class Driver:
         self._disk_full_queue.append("submitted", {"trial_id": measure.trial_id, "handle": handle})
 
     def _spec(self, measure: Measure) -> TrialSpec:
-        return ordered_spec(self._settings, measure, list(self.trials.values()), self._record.search_id)
+        return _ordered_spec(self._settings, measure, list(self.trials.values()), self._record.search_id)
 
     def _take(self, ended: Ended) -> None:
         if isinstance(ended.outcome, Failure) and self._disk_full_queue.is_cause_of(ended.outcome):
@@ -287,14 +295,14 @@ class Driver:
                 continue
             deadline_s = self.deadline_s(measure)
             running_s = self._backend.running_s(trial_id)
-            if running_s > longest_s(deadline_s, keeps_deadlines=self._backend.keeps_deadlines):
+            if running_s > _longest_s(deadline_s, keeps_deadlines=self._backend.keeps_deadlines):
                 self._backend.kill(trial_id)
                 message = f"it was ended after {running_s:.0f} s; expected at most {deadline_s:.0f} s"
                 self._take(Ended(trial_id, Failure(FailureKind.TIMEOUT, message), running_s))
 
     def deadline_s(self, measure: Measure) -> float:
-        """Return how long a trial may run; see ``deadlines.deadline_of``."""
-        return deadline_of(measure, list(self.trials.values()), self._settings.flags.trial_timeout)
+        """Return how long a trial may run; see ``_deadline_of``."""
+        return _deadline_of(measure, list(self.trials.values()), self._settings.flags.trial_timeout)
 
     def _report_so_far(self, reason: str = "") -> dict[str, Any]:
         facts = self._method.report_facts()
@@ -302,3 +310,66 @@ class Driver:
 
     def _write_files(self) -> None:
         self._files.write(self._method.snapshot(), list(self.trials.values()))
+
+
+def _deadline_of(measure: Measure, trials: Sequence[TrialResult], trial_timeout_s: float) -> float:
+    """Return a trial's limit: 5 times what is expected, else ``--trial-timeout``.
+
+    Expected is what was predicted, or the longest of the trials that have measured something. At least two minutes,
+    because ranks may have to be started first, and one that is ended too early is lost to the search.
+
+    Args:
+        measure: what is measured.
+        trials: every trial so far.
+        trial_timeout_s: of the command line.
+    """
+    took = [
+        trial.seconds
+        for trial in trials
+        if trial.seconds is not None and trial.outcome is not None and not isinstance(trial.outcome, Failure)
+    ]
+    expected_s = measure.predicted_s if measure.predicted_s is not None else max(took, default=None)
+    if expected_s is None:
+        return trial_timeout_s
+    return max(_DEADLINE_FACTOR * expected_s, _SHORTEST_DEADLINE_S)
+
+
+def _longest_s(deadline_s: float, *, keeps_deadlines: bool) -> float:
+    """Return after how long the driver ends a trial by itself.
+
+    Args:
+        deadline_s: of the trial.
+        keeps_deadlines: whether the backend ends it at the deadline, so that the driver is the last resort.
+    """
+    return _SLACK_FACTOR * deadline_s + _SLACK_S if keeps_deadlines else deadline_s
+
+
+def _ordered_spec(
+    settings: SearchConfig, measure: Measure, trials: Sequence[TrialResult], search_id: str
+) -> TrialSpec:
+    """Return the trial that a measurement needs.
+
+    Args:
+        settings: of the search.
+        measure: what the method asks for.
+        trials: every trial so far.
+        search_id: of the search.
+    """
+    spec = measuring_spec(settings, measure.candidate, measure.trial_id, search_id)
+    return dataclasses.replace(
+        spec,
+        deadline_s=_deadline_of(measure, trials, settings.flags.trial_timeout),
+        best=_best(settings, trials, search_id),
+    )
+
+
+def _best(
+    settings: SearchConfig, trials: Sequence[TrialResult], search_id: str
+) -> tuple[dict[str, Any], dict[str, float]] | None:
+    """Return hyperparameters and metrics of what was measured best so far."""
+    best = highest(trials, settings.flags.metric)
+    if best is None:
+        return None
+    trial, measured = best
+    spec = measuring_spec(settings, trial.candidate, trial.trial_id, search_id)
+    return spec.hparams, dict(measured.metrics)

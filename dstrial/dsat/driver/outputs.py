@@ -1,4 +1,7 @@
-"""Write a search's results, best experiment and report; a full disk ends nothing."""
+"""Write a search's results, best experiment and report; a full disk ends nothing.
+
+Show the report where the trials run while the search goes on, when there is news, and not too often.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 import yaml
 
 from dstrial.config.secrets import SecretNames, secrets_in
+from dstrial.dsat.backends.base import Backend
 from dstrial.dsat.backends.trial_spec import full_config
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.journal import SearchRecord
@@ -21,6 +25,10 @@ from dstrial.dsat.report.files import REPORT_NAMES, write_report
 from dstrial.dsat.space.space import Space
 from dstrial.file_writes import replace_file
 from dstrial.local.json_files import write_json_atomically
+
+_PERIOD_S = 2.0
+# Making a report of many trials takes time that the search has a better use for.
+_LEAST_PAUSES = 20.0
 
 
 class SearchFiles:
@@ -132,3 +140,32 @@ def write_results(
         write_json_atomically(record.best_config_path, space.config(best.candidate))
         write_json_atomically(record.best_metrics_path, dict(best.outcome.metrics))
     return best
+
+
+class LiveReport:
+    """Publishes a report again and again.
+
+    Args:
+        make: returns the report of now.
+    """
+
+    def __init__(self, make: Callable[[], Mapping[str, Any]]) -> None:
+        self._make = make
+        self._has_news = False
+        self._next_s = 0.0
+
+    def note_news(self) -> None:
+        """Take that the report is not what it was."""
+        self._has_news = True
+
+    def publish_if_due(self, backend: Backend) -> None:
+        """Publish the report if there is news.
+
+        What does not get there is tried again later.
+        """
+        began_s = time.monotonic()
+        if not backend.shows_reports or not self._has_news or began_s < self._next_s:
+            return
+        self._has_news = not backend.publish(self._make())
+        took_s = time.monotonic() - began_s
+        self._next_s = began_s + max(_PERIOD_S, _LEAST_PAUSES * took_s)

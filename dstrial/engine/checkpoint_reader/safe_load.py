@@ -1,7 +1,7 @@
 """Load what torch has written into a checkpoint without running code in it.
 
 Every load of ours, and everything that DeepSpeed, transformers and accelerate load while a checkpoint is restored, goes through
-torch's ``weights_only`` unpickler with the list of ``allowed_classes``. Whoever vouches for a checkpoint (its own account, which
+torch's ``weights_only`` unpickler with the classes of ``LISTED``. Whoever vouches for a checkpoint (its own account, which
 signed it, or a person) has what is not on the list loaded as well, for that checkpoint and no other.
 """
 
@@ -20,7 +20,12 @@ import torch
 from torch import _weights_only_unpickler
 
 from dstrial.checkpoint.pickle_scan import PickleContents, read_pickle
-from dstrial.engine.checkpoint_reader.allowed_classes import LISTED
+from dstrial.engine.deepspeed_internals.optimizers import (
+    DynamicLossScaler,
+    LossScaler,
+    ZeroStageEnum,
+    fragment_address,
+)
 from dstrial.errors import CheckpointDamagedError, UntrustedCheckpointError
 
 _NUMPY_NAMES = frozenset(
@@ -303,3 +308,48 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
     return value
+
+
+def _zero_stage(value: Any) -> ZeroStageEnum:
+    """Return a ZeRO stage by its number."""
+    return ZeroStageEnum(int(value))
+
+
+class _CountsAsDict(type):
+    """Makes a class equal to ``dict``, one of the few that torch fills (by ``==``)."""
+
+    def __eq__(cls, other: object) -> bool:
+        return other is dict or other is cls
+
+    def __hash__(cls) -> int:
+        return id(cls)
+
+
+class _AttrDictAsData(dict[str, Any], metaclass=_CountsAsDict):
+    """An ``AttrDict`` of a file, as the dictionary that it is."""
+
+    def __setstate__(self, _state: object) -> None:
+        """Leave out the state: a copy of the entries, and two settings of the class."""
+
+
+LISTED: Mapping[str, Any] = {
+    # Plain numbers in attributes; the constructor only stores its arguments, and there is neither __setstate__ nor a property
+    # with a setter. ZeRO 1 and 2 and BF16_Optimizer save the object itself (stage_1_and_2.py:3551, stage3.py:3439).
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": LossScaler,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": DynamicLossScaler,
+    # Not the class: its members are this process's only ones, and a state would change them for everybody.
+    "deepspeed.runtime.zero.config.ZeroStageEnum": _zero_stage,
+    # A dataclass of two numbers, without __post_init__ (param_slice_mappings of ZeRO's and BF16_Optimizer's files).
+    "deepspeed.utils.tensor_fragment.fragment_address": fragment_address,
+    # In files of runs that gave DeepSpeed an AttrDict as its config. Not the class, whose __setstate__ sets attributes of any
+    # name: the dictionary that it is. Its state names the type of its sequences, which is ``tuple``.
+    "attrdict.dictionary.AttrDict": _AttrDictAsData,
+    "builtins.tuple": tuple,
+}
+"""Name in a file -> what is used in its place. Never a module's prefix.
+
+torch's ``weights_only`` unpickler lets a file do three things with a class on the list: call it with any arguments, make an
+instance without calling it, and give an instance any state (``torch/_weights_only_unpickler.py``: REDUCE, NEWOBJ, BUILD, torch
+2.13). So a class is here only if all three are harmless; where one is not, a function or class of this module takes its place.
+Instances may be given attributes that hide methods, but nothing that is reachable from the list runs code when it is called.
+"""

@@ -299,6 +299,16 @@ def is_fused(module: torch.nn.Module) -> bool:
     return type(module).__module__.startswith(FUSED_KERNELS)
 
 
+CHECKPOINT_MODULE = "deepspeed.runtime.activation_checkpointing.checkpointing"
+"""The module that computes again what was checkpointed.
+
+It does so in ``CheckpointFunction.backward`` and ``checkpoint_unpack`` (lines 667 and 877).
+"""
+
+GRADIENT_MODULES = ("deepspeed.runtime.zero.linear",)
+"""Modules whose functions compute gradients in a backward pass, and nothing again."""
+
+
 def compute_dtype(engine: DeepSpeedEngine) -> torch.dtype:
     """Return the type in which an engine multiplies.
 

@@ -126,14 +126,20 @@ def own_masters(optimizer: Any) -> list[list[torch.Tensor]] | None:
 
 
 GRADIENTS: Mapping[type, tuple[str, ...]] = {
-    DeepSpeedZeroOptimizer: ("averaged_gradients", "all_grad_tensors", "accumulated_grads_in_cpu"),
+    DeepSpeedZeroOptimizer: (
+        "averaged_gradients",
+        "all_grad_tensors",
+        "accumulated_grads_in_cpu",
+        "grads_in_partition",
+    ),
     DeepSpeedZeroOptimizer_Stage3: ("averaged_gradients", "grad_partitions_flat_buffer"),
     BF16_Optimizer: ("fp32_groups_gradients_flat", "fp32_groups_gradient_flat_partition"),
 }
 """Attributes in which an optimizer keeps gradients beside those of the parameters, nested in lists and dicts.
 
 Source: ``runtime/zero/stage_1_and_2.py:687``, ``runtime/zero/stage3.py:786``, ``runtime/bf16_optimizer.py:112``. The third of
-ZeRO 1 and 2 is there with ``offload_optimizer`` only, the second of ZeRO 3 where anything is trained.
+ZeRO 1 and 2 is there with ``offload_optimizer`` only, the fourth holds the rank's share with ZeRO 2 (line 2184), the second of
+ZeRO 3 is there where anything is trained.
 """
 
 

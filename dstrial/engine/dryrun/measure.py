@@ -109,16 +109,7 @@ def measure(request: DryRunRequest) -> DryRunResult:
     reads = patches.ScalarReads()
     tracker = Tracker(_host_test(request.target, request.is_real), None if request.is_real else reads)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(
-            patches.all_of_them(
-                tracker,
-                world_size=request.world_size,
-                target=request.target,
-                is_fake=not request.is_real,
-                device_bytes=request.device_bytes,
-                rank=request.rank,
-            )
-        )
+        stack.enter_context(_patched(request, tracker))
         stack.enter_context(_quiet_collector())
         workload: Workload = load(request.workload)(**request.options)
         num_stages = int(getattr(workload, "num_stages", 1))
@@ -135,21 +126,15 @@ def measure(request: DryRunRequest) -> DryRunResult:
         low, high = request.micro_batch_sizes
         split = MemorySplit(engines, _host_test(request.target, request.is_real))
         tokens, activations = _train(workload, tracker, split, [low, high], accumulation)
-        parameters = [full_numel(parameter) for engine in engines for parameter in engine.module.parameters()]
-        trainable = [
-            full_numel(parameter)
-            for engine in engines
-            for parameter in engine.module.parameters()
-            if parameter.requires_grad
-        ]
+        num_parameters, num_trainable = _num_parameters(engines)
     memory = memory_forms(tracker.trace, low, high)
     steady, last = len(tokens) // accumulation - 1, accumulation - 1
     totals = tracker.totals()
     return DryRunResult(
         device=memory.device,
         host=memory.host,
-        parameters=sum(parameters),
-        trainable_parameters=sum(trainable),
+        parameters=num_parameters,
+        trainable_parameters=num_trainable,
         inner_collectives=totals.get((steady, 0), ()) if accumulation > 1 else (),
         last_collectives=totals.get((steady, last), ()),
         flops=_flops(tracker, (0, last), (1, last), low, high),
@@ -166,6 +151,26 @@ def measure(request: DryRunRequest) -> DryRunResult:
         host_parts=split.host,
         activations=line_through(activations[0], activations[1], low, high),
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+
+
+def _patched(request: DryRunRequest, tracker: Tracker) -> contextlib.AbstractContextManager[None]:
+    return patches.all_of_them(
+        tracker,
+        world_size=request.world_size,
+        target=request.target,
+        is_fake=not request.is_real,
+        device_bytes=request.device_bytes,
+        rank=request.rank,
+    )
+
+
+def _num_parameters(engines: Sequence[Any]) -> tuple[int, int]:
+    """Return how many numbers all parameters have, and those that are trained."""
+    parameters = [parameter for engine in engines for parameter in engine.module.parameters()]
+    return (
+        sum(map(full_numel, parameters)),
+        sum(full_numel(parameter) for parameter in parameters if parameter.requires_grad),
     )
 
 

@@ -27,7 +27,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dstrial.engine.deepspeed_internals import process
-from dstrial.engine.dryrun.meta_collectives import meta_collectives
 from dstrial.engine.dryrun.tracker import Tracker
 from dstrial.engine.dryrun.values import Bypass, Target
 
@@ -43,6 +42,9 @@ _TORCH, _DEEPSPEED = (
 )
 _TORCH_OPTIMIZERS = _TORCH + "optim" + os.sep
 _OWN = str(pathlib.Path(__file__).resolve().parent) + os.sep
+
+_COLLECTIVES = "c10d"
+_META = "Meta"
 
 
 @contextlib.contextmanager
@@ -312,7 +314,7 @@ def all_of_them(
         stack.enter_context(virtual_world(world_size, rank))
         stack.enter_context(phases(tracker))
         if is_fake:
-            stack.enter_context(meta_collectives())
+            stack.enter_context(_meta_collectives())
             stack.enter_context(without_compiled_ops())
             stack.enter_context(without_compiler())
             stack.enter_context(module_conversion())
@@ -321,3 +323,57 @@ def all_of_them(
             if target == "cuda":
                 stack.enter_context(device_beside_host(tracker, device_bytes))
         yield
+
+
+@contextlib.contextmanager
+def _meta_collectives() -> Iterator[None]:
+    """Let collectives take fake tensors where torch has no kernels for them.
+
+    Torch 2.6 has none, 2.13 has one for each. Such a kernel gives back what it was to fill, as it was, and a ``Work`` that has
+    ended. Python cannot make one in torch 2.6: it is the answer of torch's ``fake`` process group, which must be the default one,
+    to a collective of nothing.
+
+    Ranks: this one; nothing is sent.
+    Source: torch 2.6 csrc/distributed/c10d/Ops.cpp registers CPU, CUDA and other devices; schemas return what they fill, and
+    the work.
+    """
+    names = [name for name in _collectives() if not _has_kernel(name)]
+    if not names:
+        yield
+        return
+    work = _ended_work()
+    with torch.library._scoped_library(_COLLECTIVES, "IMPL") as library:
+        for name in names:
+            library.impl(name, _kernel(work, num_returns=_num_returns(name)), _META)
+        yield
+
+
+def _collectives() -> list[str]:
+    prefix = _COLLECTIVES + "::"
+    return sorted(
+        name.removeprefix(prefix)
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith(prefix) and "." not in name
+    )
+
+
+def _has_kernel(name: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"{_COLLECTIVES}::{name}", _META)
+
+
+def _num_returns(name: str) -> int:
+    return len(getattr(getattr(torch.ops, _COLLECTIVES), name).default._schema.returns)
+
+
+def _ended_work() -> Any:
+    group = torch.distributed.group.WORLD
+    assert group is not None  # the caller has made it
+    barrier = getattr(torch.ops, _COLLECTIVES).barrier
+    return barrier(torch.empty(0), group.boxed(), [], -1)
+
+
+def _kernel(work: Any, *, num_returns: int) -> Callable[..., Any]:
+    def kernel(*args: Any) -> Any:
+        return (None, work, (args[0], work))[num_returns]
+
+    return kernel

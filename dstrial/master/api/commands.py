@@ -12,16 +12,19 @@ from typing import Any
 
 from determined.common.api import bindings
 
-from dstrial.config.experiment_config.command import CommandConfig, CommandKind, check_command
+from dstrial.config.diagnostics import Diagnostics
+from dstrial.config.experiment_config.command import NAMES, CommandConfig, CommandKind, check_command
 from dstrial.config.parsing.limits import check_value
 from dstrial.config.secrets import masked, unmasked
 from dstrial.errors import RequestError
+from dstrial.master.api.engine_refusals import refuse_what_never_starts
 from dstrial.master.backends.model_definition import MAX_BYTES, pack
 from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.messages import message, page_of
 from dstrial.master.http.router import USER, ApiRequest, Handler, Route, route
 from dstrial.master.http.serializers import as_data, shown_config
 from dstrial.master.lifecycle import commands as life
+from dstrial.master.scheduler.wishes import wish_of_command
 from dstrial.master.store import commands, projects, workspaces
 from dstrial.master.store.commands import NewCommand
 
@@ -45,7 +48,7 @@ async def checked(
 
     Raises:
         RequestError: 404, there is no such template.
-        ConfigError: with all problems of the config.
+        ConfigError: with all problems of the config, or what the engine says of it that would never start it.
     """
     services = request.services
     template: dict[str, Any] | None = None
@@ -62,7 +65,14 @@ async def checked(
             template=template,
         )
 
-    return await services.check(check)
+    spec = await services.check(check)
+    await refuse_what_never_starts(
+        services,
+        wish_of_command(spec.config),
+        Diagnostics({}, f"{NAMES[kind]} config"),
+        slots_key="resources.slots",
+    )
+    return spec
 
 
 async def workspace_of(request: ApiRequest, workspace_id: int | None) -> int:

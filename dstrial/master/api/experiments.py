@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import dataclasses
 import json
@@ -14,7 +13,7 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.config import SavedRun
-from dstrial.config.diagnostics import Diagnostics, Lines
+from dstrial.config.diagnostics import Diagnostics
 from dstrial.config.experiment_config.storage import merged_storage
 from dstrial.config.experiment_config.submission import (
     LABEL,
@@ -28,6 +27,7 @@ from dstrial.config.merge import merge_template
 from dstrial.config.parsing.documents import Document, read_yaml_text
 from dstrial.config.secrets import MASK, masked, masked_yaml, unmasked_yaml
 from dstrial.errors import ConfigError, ConfigProblem, RequestError
+from dstrial.master.api.engine_refusals import refuse_what_never_starts
 from dstrial.master.backends.model_definition import pack, unpack
 from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.fields import Fields
@@ -107,33 +107,6 @@ def checked(
     if submission.interpreter is not None and not is_detached:
         check_interpreter(submission.interpreter, submission.config["entrypoint"])
     return submission
-
-
-async def _refuse_what_never_starts(
-    services: Services, submission: Submission, lines: Lines, *, may_wait: bool
-) -> None:
-    """Refuse a config whose trials the engine would never start.
-
-    Args:
-        services: of the running master.
-        submission: that is right by itself.
-        lines: where each key of the config stands.
-        may_wait: whether it is taken though no nodes are there for it now.
-
-    Raises:
-        ConfigError: with what the engine says.
-    """
-    if services.engine is None:
-        return
-    wish = wish_of_config(submission.config, services.backend.nodes(), may_wait=may_wait)
-    if wish is None:
-        return
-    # In a thread of its own kind: it may take seconds, and the others are for what takes none.
-    refusals = await asyncio.to_thread(services.backend.why_never, wish)
-    findings = Diagnostics(lines, LABEL)
-    for one in refusals:
-        findings.problem(one.key, one.got, one.expected, one.fix)
-    findings.raise_if_any()
 
 
 def _defaults(
@@ -220,7 +193,8 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
         lambda: checked(services, config, tgz, resumed, template=template, storage=storage, document=document)
     )
     may_wait = submission.exceeds_slots or (resumed is not None and resumed.keeps_batch)
-    await _refuse_what_never_starts(services, submission, document.lines, may_wait=may_wait)
+    wish = wish_of_config(submission.config, services.backend.nodes(), may_wait=may_wait)
+    await refuse_what_never_starts(services, wish, Diagnostics(document.lines, LABEL))
     warnings = ["LAUNCH_WARNING_CURRENT_SLOTS_EXCEEDED"] if submission.exceeds_slots else []
     # Looking through all of a large config for secrets takes a second.
     shown_config = as_data(await services.check(lambda: masked(submission.config, services.secret_names)))
@@ -458,7 +432,8 @@ async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
         submission = await services.check(lambda: checked(services, config, tgz, resumed, active=active))
     changed = submission if changes else None
     if changed is not None:
-        await _refuse_what_never_starts(services, changed, {}, may_wait=True)
+        wish = wish_of_config(changed.config, services.backend.nodes(), may_wait=True)
+        await refuse_what_never_starts(services, wish, Diagnostics({}, LABEL))
     await services.write(lambda tx: experiments.continue_(tx, experiment_id, changed))
     warnings = ["LAUNCH_WARNING_CURRENT_SLOTS_EXCEEDED"] if submission and submission.exceeds_slots else []
     return message(

@@ -6,8 +6,8 @@ Both are streams.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any, TypeVar
 
 from determined.common.api import bindings
 
@@ -21,6 +21,8 @@ from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection
 from dstrial.master.store.reports import metrics, system_metrics
 from dstrial.master.store.reports.system_metrics import Labels, Series
+
+T = TypeVar("T")
 
 _KINDS = bindings.TrialProfilerMetricLabelsProfilerMetricType
 _SYSTEM = _KINDS.SYSTEM.value
@@ -63,23 +65,31 @@ async def _nothing() -> AsyncIterator[list[dict[str, Any]]]:
 async def _batches(
     services: Services, trial_id: int, wanted: Labels, *, follows: bool
 ) -> AsyncIterator[list[dict[str, Any]]]:
-    async for rows, _ in _parts(services, trial_id, follows=follows):
+    def made(rows: list[metrics.Report]) -> list[dict[str, Any]]:
         found: dict[Series, list[tuple[int, float]]] = {}
         for row in rows:
             for series, number in system_metrics.readings(row.group_name, json.loads(row.metrics)):
                 if wanted.fit(series):
                     found.setdefault(series, []).append((row.end_us, number))
-        yield [_batch_json(trial_id, series, read) for series, read in found.items()]
+        return [_batch_json(trial_id, series, read) for series, read in found.items()]
+
+    async for batch, _ in _parts(services, trial_id, made, follows=follows):
+        yield batch
+
+
+def _series_of(rows: list[metrics.Report]) -> set[Series]:
+    return {
+        series
+        for row in rows
+        for series, _ in system_metrics.readings(row.group_name, json.loads(row.metrics))
+    }
 
 
 async def _series(services: Services, trial_id: int, *, follows: bool) -> AsyncIterator[dict[str, Any]]:
     known: set[Series] = set()
     num_told = -1
-    async for rows, is_last in _parts(services, trial_id, follows=follows):
-        for row in rows:
-            known.update(
-                series for series, _ in system_metrics.readings(row.group_name, json.loads(row.metrics))
-            )
+    async for found, is_last in _parts(services, trial_id, _series_of, follows=follows):
+        known.update(found)
         if is_last and len(known) > num_told:
             num_told = len(known)
             labels = [_labels_json(trial_id, series) for series in sorted(known)]
@@ -87,24 +97,28 @@ async def _series(services: Services, trial_id: int, *, follows: bool) -> AsyncI
 
 
 async def _parts(
-    services: Services, trial_id: int, *, follows: bool
-) -> AsyncIterator[tuple[list[metrics.Report], bool]]:
-    """Yield a trial's reports of system metrics in parts.
+    services: Services, trial_id: int, make: Callable[[list[metrics.Report]], T], *, follows: bool
+) -> AsyncIterator[tuple[T, bool]]:
+    """Yield what is made of a trial's reports of system metrics, in parts.
 
-    With each part, whether it is the last for now.
+    With each part, whether it is the last for now. It is made where it is read, and not in the loop, which others wait for.
     """
+
+    def read(connection: Connection, ids: list[int]) -> tuple[int, T]:
+        rows = metrics.some_reports(connection, ids)
+        return rows[-1].id if rows else ids[-1], make(rows)
+
     topic, after_id = f"trial:{trial_id}", 0
     while True:
         seen = services.pubsub.version(topic)
         is_over = not follows or await services.read(_is_over, trial_id)
         ids = await services.read(system_metrics.report_ids, trial_id, after_id)
         if not ids:
-            yield [], True
+            yield make([]), True
         while ids:
-            rows = await services.read(metrics.some_reports, ids)
-            after_id = rows[-1].id if rows else ids[-1]
+            after_id, made = await services.read(read, ids)
             ids = [report_id for report_id in ids if report_id > after_id]
-            yield rows, not ids
+            yield made, not ids
         if is_over:
             return
         await services.pubsub.wait(topic, seen, _FOLLOW_WAIT_S)

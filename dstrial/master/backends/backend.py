@@ -173,6 +173,7 @@ class Wish:
         has_run: whether it has run before: what is refused now was possible once.
         is_growth: whether it runs, with fewer slots, and would go on with so many.
         is_move: whether it has stopped for so many, and gives back a job that has fewer.
+        off: those nodes that must not be used because a person has switched them off, for now.
     """
 
     key: Key
@@ -184,6 +185,7 @@ class Wish:
     has_run: bool = False
     is_growth: bool = False
     is_move: bool = False
+    off: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

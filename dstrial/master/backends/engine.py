@@ -29,6 +29,13 @@ class EngineRefusedError(MasterError):
     """
 
 
+class EngineNotNowError(EngineRefusedError):
+    """An engine does not take a job for now, and is asked again.
+
+    Too many wait for it already, or nodes that it needs are down.
+    """
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobRequest:
     """What an engine is asked for.
@@ -40,6 +47,7 @@ class JobRequest:
         is_on_one_node: whether they cannot be divided.
         kept_off: names of nodes that must not be used.
         wants_devices: whether each slot is an accelerator; a processor core else.
+        may_wait: whether it is queued though nodes that it needs are down or drained.
         settings: the section of the experiment's config that has the engine's name (``slurm``), as the user has written it.
     """
 
@@ -49,6 +57,7 @@ class JobRequest:
     is_on_one_node: bool = False
     kept_off: frozenset[str] = frozenset()
     wants_devices: bool = False
+    may_wait: bool = False
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -106,6 +115,13 @@ class Engine(Protocol):
         """
         ...
 
+    def down(self) -> Mapping[str, int]:
+        """Return the slots of nodes that are down or drained and may come back.
+
+        They are those that ``capacity`` has seen last.
+        """
+        ...
+
     def spare(self) -> Mapping[str, int]:
         """Return the slots of each node that nobody uses.
 
@@ -135,6 +151,7 @@ class Engine(Protocol):
 
         Raises:
             EngineRefusedError: it is refused, or could never be had.
+            EngineNotNowError: it is refused for now.
             ConnectionError: the engine does not answer.
         """
         ...

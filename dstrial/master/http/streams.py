@@ -125,7 +125,10 @@ class EventStream(NdjsonResponse):
 
 
 async def _until_unknown(is_still_known: Callable[[], Awaitable[bool]]) -> None:
-    """Return once who asked is not known any more: logged out, switched off, or its token is revoked."""
+    """Return once who asked is not known any more.
+
+    They have logged out, were switched off, or their token is revoked.
+    """
     while await is_still_known():
         await asyncio.sleep(_ASK_AGAIN_S)
 

@@ -394,7 +394,7 @@ class Resizing:
     def _verdict(
         self, connection: Connection, trial_id: int, elasticity: Elasticity, allocation_id: str | None = None
     ) -> Verdict | None:
-        """Return which number of slots has proved enough, for what runs or for a trial that waits."""
+        """Return which number of slots has proved enough for a trial that runs or waits."""
         if not elasticity.is_measured:
             return None
         return not_worth(self._stages(connection, trial_id, allocation_id), elasticity.period_s)

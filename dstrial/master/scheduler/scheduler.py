@@ -206,7 +206,8 @@ class Scheduler:
     def _log_trial_waiting(self, row: jobs.WaitingTrial, num_slots: int, why: str | None) -> None:
         """Say in its log that a trial needs more slots than there are."""
         wanted = row.slots_per_trial
-        text = f"the trial needs {wanted} slots and waits; this master has {num_slots}. {self._how_to_have(wanted)}"
+        slots = f"{wanted} slot{'s' if wanted != 1 else ''}"
+        text = f"the trial needs {slots} and waits; this master has {num_slots}. {self._how_to_have(wanted)}"
         if why is not None:
             text += f", for its checkpoint cannot go on with fewer: {why}"
         logger.warning("trial %d: %s", row.id, text)
@@ -217,6 +218,8 @@ class Scheduler:
         down = [node.name for node in self._backend.nodes() if node.why_down is not None]
         if down:
             return f"Look at the hosts that are down: {', '.join(down)} (`det agent list`, `dstrial hosts check`)"
+        if num_slots <= len(self._services.slots):
+            return "Enable what is switched off (`det agent list`, `det slot list`)"
         if self._services.engine is not None:
             return f"Look at what {self._services.engine} offers (`det slot list`)"
         if self._services.hosts:
@@ -236,10 +239,9 @@ class Scheduler:
             if not self._services.hosts and self._services.engine is None
             else f"no host has more than {num_slots}"
         )
-        text = (
-            f"it needs {wanted} slots and waits; {has}. {self._how_to_have(wanted)}, or enable the "
-            "slots that are off"
-        )
+        how = self._how_to_have(wanted)
+        how += "" if how.startswith("Enable") else ", or enable the slots that are off"
+        text = f"it needs {wanted} slots and waits; {has}. {how}"
         self._database.write(lambda tx: add_master_line(tx, task_id, None, text, level="WARNING"))
 
     def _log_agent_off(self, row: jobs.WaitingTrial | commands.CommandInfo, trial_id: int | None) -> None:

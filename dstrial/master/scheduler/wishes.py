@@ -57,6 +57,7 @@ def wishes_of(
             has_run=one.key in has_run,
             is_move=one.key in moving,
             fewer=tuple(count for count in one.choices if count < one.num_slots),
+            off=off - one.kept_off,
         )
 
 
@@ -82,6 +83,26 @@ def wish_of_config(config: Mapping[str, Any], nodes: Iterable[Node], *, may_wait
         kept_off=frozenset(),
         describe=lambda: (str(config.get("name")), config),
         has_run=may_wait,
+    )
+
+
+def wish_of_command(config: Mapping[str, Any]) -> Wish | None:
+    """Return what a command that is only submitted will ask for. Pure.
+
+    None where it needs no slots.
+
+    Args:
+        config: complete.
+    """
+    num_slots = config["resources"]["slots"]
+    if num_slots == 0:
+        return None
+    return Wish(
+        key="",
+        num_slots=num_slots,
+        is_on_one_node=True,
+        kept_off=frozenset(),
+        describe=lambda: (str(config["description"]), config),
     )
 
 

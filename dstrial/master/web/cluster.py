@@ -92,7 +92,9 @@ def usage(
     # Of the cumulated use only its kinks are noted: what changes at the start of a part, and what a part has besides.
     change, extra = [0.0] * (num + 1), [0.0] * (num + 1)
     for slots, start_us, end_us in spans:
-        for time_us, sign in ((start_us, 1), (before_us if end_us is None else end_us, -1)):
+        # A clock that was set back between has it end before it began: it has used nothing.
+        until_us = before_us if end_us is None else max(start_us, end_us)
+        for time_us, sign in ((start_us, 1), (until_us, -1)):
             at = min(max(time_us, after_us), before_us) - after_us
             idx = min(int(at / width), num - 1)
             extra[idx] += sign * slots * (idx + 1 - at / width)

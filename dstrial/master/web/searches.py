@@ -104,7 +104,7 @@ def document_of(notes: str, *, is_live: bool = False) -> Json | None:
 
 
 def _is_number(value: object) -> bool:
-    """Say whether this is a number of a trial: one that a row of the database could have."""
+    """Say whether this is a number that a row of a trial could have."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**31
 
 
@@ -240,9 +240,30 @@ def merged_rows(
     return rows + [row for number, row in heard.items() if number > 0]
 
 
-def _facts(search_id: str, rows: Sequence[LabelledExperiment]) -> Json:
+def is_over(rows: Iterable[LabelledExperiment]) -> bool:
+    """Say whether nothing of a search runs any more. Pure."""
+    return all(row.state in _ENDED for row in rows)
+
+
+def shown_state(rows: Sequence[LabelledExperiment], document: Mapping[str, Any] | None) -> str:
+    """Return a search's state: RUNNING, COMPLETED, CANCELED or ERROR. Pure.
+
+    Args:
+        rows: its experiments.
+        document: its report; without one its experiments say what became of it.
+    """
+    if not is_over(rows):
+        return "RUNNING"
+    if document is None:
+        states = {row.state for row in rows}
+        return next((state for state in ("COMPLETED", "ERROR") if state in states), "CANCELED")
+    if document["is_failure"]:
+        return "ERROR"
+    return "COMPLETED" if document["is_finished"] else "CANCELED"
+
+
+def _facts(search_id: str, rows: Sequence[LabelledExperiment], document: Mapping[str, Any] | None) -> Json:
     first = rows[0]
-    is_over = all(row.state in _ENDED for row in rows)
     ends = [row.end_us for row in rows if row.end_us is not None]
     method = re.match(r"dsat ([\w-]+):", first.description)
     return {
@@ -253,10 +274,10 @@ def _facts(search_id: str, rows: Sequence[LabelledExperiment]) -> Json:
         "metric": first.searcher_metric,
         "smallerIsBetter": bool(first.smaller_is_better),
         "slots": first.slots_per_trial,
-        "state": "ended" if is_over else "running",
+        "state": shown_state(rows, document),
         "experiments": [row.id for row in rows],
         "start": format_us(first.start_us),
-        "end": time_or_none(max(ends)) if is_over and ends else None,
+        "end": time_or_none(max(ends)) if ends and is_over(rows) else None,
         "full": next((row.id for row in rows if row.label.endswith("-full")), None),
     }
 
@@ -278,7 +299,11 @@ async def get_searches(request: ApiRequest) -> Json:
 
     def read(connection: Connection) -> list[Json]:
         return [
-            {**_facts(search_id, own), "hasReport": any("report.json" in row.notes for row in own)}
+            {
+                # Reports are long; of what goes on, the list says nothing that is in them.
+                **_facts(search_id, own, newest_document(own) if is_over(own) else None),
+                "hasReport": any("report.json" in row.notes for row in own),
+            }
             for search_id, own in _groups(searches.labelled(connection)).items()
         ]
 
@@ -307,14 +332,14 @@ def _read(connection: Connection, search_id: str) -> Json:
             404, f"search {search_id[:80]!r} is not found; expected one that has experiments on this master."
         )
     rows = live_rows(own, searches.measurements(connection, search_id, _MAX_ROWS))
-    facts = _facts(search_id, own)
     document = newest_document(own)
+    facts = _facts(search_id, own, document)
     front = None
     if document is not None:
         told = document.pop("trials")
         del document["num_trials"], document["told_s"]
         front = document["pareto"] if document["is_finished"] else None
-        rows = merged_rows(told, rows, facts["experiments"], is_over=facts["state"] == "ended")
+        rows = merged_rows(told, rows, facts["experiments"], is_over=facts["state"] != "RUNNING")
     return {"search": facts, "report": document, "trials": rows, "pareto": front or pareto(rows)}
 
 

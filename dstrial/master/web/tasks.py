@@ -10,6 +10,7 @@ from dstrial.master.clock import format_us
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import time_or_none
 from dstrial.master.store import commands
+from dstrial.master.store.database import Connection
 
 MAX_TASKS = 1000
 """How many of the newest are told of; those that have not ended are told in any case."""
@@ -58,8 +59,12 @@ def task_json(row: commands.CommandInfo) -> Json:
 
 async def get_tasks(request: ApiRequest) -> Json:
     """``GET /page/tasks``: commands, TensorBoards and generic tasks, the newest first."""
-    rows = await request.services.read(commands.newest, MAX_TASKS)
-    return {"tasks": [task_json(row) for row in rows]}
+
+    def read(connection: Connection) -> list[Json]:
+        """Make the answer here and not in the loop, which others wait for."""
+        return [task_json(row) for row in commands.newest(connection, MAX_TASKS)]
+
+    return {"tasks": await request.services.read(read)}
 
 
 routes = [route("GET", "//page/tasks", get_tasks, access=USER)]

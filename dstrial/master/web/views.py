@@ -17,6 +17,7 @@ from dstrial.master.http.serializers import as_data, shown_config, time_or_none
 from dstrial.master.services import Services
 from dstrial.master.store import allocations, experiments
 from dstrial.master.store.database import Connection
+from dstrial.master.store.reports import curves
 from dstrial.master.store.reports.downsample import downsample
 from dstrial.master.store.views import overviews
 from dstrial.master.store.views.observe import stall_in
@@ -143,9 +144,7 @@ def _sparklines(connection: Connection, ids: list[int]) -> Json:
     found: dict[str, Any] = {}
     for row in overviews.experiments(connection, ids):
         if row.best_trial_id is not None:
-            steps, _, values = overviews.series(
-                connection, row.best_trial_id, "validation", row.searcher_metric
-            )
+            steps, _, values = curves.curve(connection, row.best_trial_id, "validation", row.searcher_metric)
             kept = [idx for idx in downsample(steps, values, _SPARK_POINTS) if values[idx] - values[idx] == 0]
             found[str(row.id)] = [[steps[idx] for idx in kept], [values[idx] for idx in kept]]
     return found
@@ -266,13 +265,13 @@ class _Wanted:
 
 
 def _series(connection: Connection, wanted: _Wanted) -> list[Json]:
-    curves: list[Json] = []
+    found: list[Json] = []
     for trial_id in wanted.trials:
-        steps, times, values = overviews.series(
+        steps, times, values = curves.curve(
             connection, trial_id, wanted.group, wanted.name, after=wanted.after
         )
         kept = downsample(steps, values, wanted.points)
-        curves.append(
+        found.append(
             {
                 "trial": trial_id,
                 "batches": [steps[idx] for idx in kept],
@@ -281,7 +280,7 @@ def _series(connection: Connection, wanted: _Wanted) -> list[Json]:
                 "points": len(steps),
             }
         )
-    return curves
+    return found
 
 
 async def get_series(request: ApiRequest) -> Json:

@@ -83,16 +83,25 @@ def add_metric(
 ) -> None:
     """Add reports: (batches, metrics); each number becomes a metric that is listed."""
     row = tx.execute("SELECT experiment_id, start_us FROM trials WHERE id = ?", (trial,)).fetchone()
-    names: set[str] = set()
+    kinds: dict[str, str] = {}
     for steps, metrics in reports:
-        names |= {name for name, value in metrics.items() if not isinstance(value, (dict, list))}
+        kinds |= {
+            name: "string"
+            if isinstance(value, str) and value not in ("NaN", "Infinity", "-Infinity")
+            else "number"
+            for name, value in metrics.items()
+            if not isinstance(value, (dict, list))
+        }
         tx.execute(
             "INSERT INTO metrics (trial_id, run_id, group_name, steps, end_us, metrics) VALUES (?, 1, ?, ?, ?, ?)",
             (trial, group, steps, row["start_us"] + steps * 1_000_000, json.dumps(metrics)),
         )
     tx.executemany(
         "INSERT OR REPLACE INTO metric_summaries VALUES (?, ?, ?, ?)",
-        [(trial, group, name, json.dumps({"count": 1, "last": 1, "type": "number"})) for name in names],
+        [
+            (trial, group, name, json.dumps({"count": 1, "last": 1, "type": kind}))
+            for name, kind in kinds.items()
+        ],
     )
     tx.publish(f"metrics:{trial}:{row['experiment_id']}")
 

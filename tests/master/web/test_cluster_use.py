@@ -19,6 +19,11 @@ def test_use_of_a_time_is_told_by_its_parts() -> None:
     assert usage([], 0, 10, 3) == [0.0, 0.0, 0.0]
 
 
+def test_use_that_ended_before_it_began_takes_nothing_from_that_of_others() -> None:
+    # A clock was set back between.
+    assert usage([(1, 0, 10), (4, 8, 2)], 0, 10, 2) == [1.0, 1.0]
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 8), st.integers(-50, 150), st.integers(0, 150)), max_size=20),
     st.integers(1, 40),

@@ -172,3 +172,61 @@ def test_nothing_that_a_spreadsheet_would_compute_is_written_as_csv() -> None:
     written = ["=1+1", "=1+1", "@x,2", " =1+1", "\t=1+1", "\r=1+1", "\n+x"]
     assert cells[:7] == [f"'{one}" for one in written]
     assert cells[7:] == ["-1.5", " -1.5", "-Infinity", "-1.5", "1,-2", "a,=b", "a=b", "", "true", ""]
+
+
+def test_numbers_along_an_axis_are_short_and_told_apart() -> None:
+    cases = [
+        ([0, 0.5, 1], 0.5),
+        ([840e6, 850e6, -860e6], 10e6),
+        ([860_000_000, 860_001_000], 1000),
+        ([0, 5e11, 2.5e15], 1),
+        ([0.0001, 0.00015], 0.00005),
+        ([1, None, 10, 1e20], 0),
+    ]
+    assert run("format.js", "answer = given.map(([values, step]) => own.ticks(values, step));", cases) == [
+        ["0", "0.5", "1"],
+        ["840M", "850M", "-860M"],
+        ["860M", "860.001M"],
+        ["0", "500G", "2.5P"],
+        ["0.0001", "0.00015"],
+        ["1", "", "10", "1e+20"],
+    ]
+
+
+def test_time_that_has_passed_goes_on_where_a_clock_was_set_back() -> None:
+    hour = 3_600_000
+    cases = [
+        ([1000, 2000, 3000], 0),
+        ([hour + 1000, hour + 2000, 3000, 4000, hour, hour + 1000], hour),
+        ([-5000, -4000, 10_000], 0),
+        ([], 0),
+    ]
+    assert run("format.js", "answer = given.map(([times, start]) => own.elapsed(times, start));", cases) == [
+        [1, 2, 3],
+        # What the clock was set forward by has passed, as far as anybody can tell.
+        [1, 2, 2, 3, 3599, 3600],
+        [0, 1, 15],
+        [],
+    ]
+
+
+def test_a_master_tells_the_time_and_a_late_answer_does_not_set_it_back() -> None:
+    script = """
+        const first = own.now();
+        const start = Date.parse("2030-01-01T00:00:00Z");
+        const seen = [Math.abs(first - Date.now()) < 1000];
+        for (const date of given) {
+            own.hear(date);
+            seen.push(Math.round((own.now() - start) / 1000));
+        }
+        answer = seen;
+    """
+    dates = [
+        "Tue, 01 Jan 2030 00:00:10 GMT",
+        "Tue, 01 Jan 2030 00:00:09 GMT",
+        "Tue, 01 Jan 2030 00:00:11 GMT",
+        "Tue, 01 Jan 2030 00:00:00 GMT",
+        "no time",
+        None,
+    ]
+    assert run("clock.js", script, dates) == [True, 10, 10, 11, 0, 0, 0]

@@ -169,6 +169,33 @@ def test_a_search_that_an_error_has_ended_is_not_called_completed(
     assert browser.text(".facts .state") == "error"
     browser.open(f"/det/searches/{ENDED}", "tbody tr.best")
     assert browser.text(".facts .state") == "completed"
+    listed = {row["id"]: row["state"] for row in seeded_master.get("/page/searches").json["searches"]}
+    assert (listed[FAILED], listed[ENDED], listed[LIVE]) == ("ERROR", "COMPLETED", "RUNNING")
+    browser.open("/det/searches", f"tbody a[href='/det/searches/{FAILED}']")
+    assert browser.text(f"tbody tr:has(a[href='/det/searches/{FAILED}']) .state") == "error"
+    assert browser.text(f"tbody tr:has(a[href='/det/searches/{ENDED}']) .state") == "completed"
+
+
+@pytest.mark.parametrize(
+    ("search_id", "states", "shown"),
+    [
+        ("44444440", ("ERROR", "COMPLETED"), "COMPLETED"),
+        ("44444441", ("ERROR", "CANCELED"), "ERROR"),
+        ("44444442", ("CANCELED", "DELETED"), "CANCELED"),
+    ],
+)
+def test_without_a_report_the_experiments_say_what_became_of_a_search(
+    seeded_master: Master, search_id: str, states: tuple[str, str], shown: str
+) -> None:
+    first, others = states
+
+    def fill(tx):
+        add_search(tx, search_id=search_id)
+        for state, label in ((others, f"%dsat-{search_id}-%"), (first, f"%dsat-{search_id}-1%")):
+            tx.execute("UPDATE experiments SET state = ? WHERE labels LIKE ?", (state, label))
+
+    seeded_master.services.database.write(fill)
+    assert seeded_master.get(f"/page/searches/{search_id}").json["search"]["state"] == shown
 
 
 def test_an_unknown_search_is_said_to_be_none(open_browser: Callable[..., Browser]) -> None:

@@ -32,7 +32,13 @@ from dstrial.master.backends.backend import (
     Wish,
 )
 from dstrial.master.backends.devices import Slot, SlotKind
-from dstrial.master.backends.engine import Engine, EngineJob, EngineRefusedError, JobRequest
+from dstrial.master.backends.engine import (
+    Engine,
+    EngineJob,
+    EngineNotNowError,
+    EngineRefusedError,
+    JobRequest,
+)
 from dstrial.master.backends.hosts.backend import LinkedBackend
 from dstrial.master.backends.hosts.link import AgentSettings, HostLink
 from dstrial.master.backends.local import LocalBackend
@@ -178,6 +184,7 @@ class QueuedBackend(LinkedBackend):
         self._named_s: dict[str, float] = {}
         self._requested_s: float | None = None  # When the scheduler has last said who waits and runs.
         self._capacity: dict[str, int] = {}
+        self._down: Mapping[str, int] = {}
         self._capacity_s = -_CAPACITY_PERIOD_S
         self._spare: Mapping[str, int] = {}
         self._spare_asked_s = -_SPARE_ASKED_S  # When the scheduler has last asked what nobody uses.
@@ -242,7 +249,12 @@ class QueuedBackend(LinkedBackend):
         told: dict[Key, str] = {}
         with self._lock:
             before = {key: wish.num_slots for key, wish in self._wishes.items()}
+            off = {key: wish.off for key, wish in self._wishes.items()}
             self._wishes = {key_text(wish.key): wish for wish in wishes}
+            for name, wish in self._wishes.items():
+                if name in self._later_s and off.get(name, wish.off) != wish.off:
+                    del self._later_s[name]  # Nodes are switched on that it waits for, most likely.
+                    self._wake.set()
             if before != {key: wish.num_slots for key, wish in self._wishes.items()}:
                 self._changed_s = time.monotonic()
                 self._wake.set()
@@ -645,8 +657,9 @@ class QueuedBackend(LinkedBackend):
 
     def _ask_capacity(self) -> None:
         capacity = dict(self._lender.capacity())
-        self._learn_names(capacity)
-        self._capacity, self._capacity_s = capacity, time.monotonic()
+        down = self._lender.down()
+        self._learn_names({*capacity, *down})
+        self._capacity, self._down, self._capacity_s = capacity, down, time.monotonic()
 
     def _learn_names(self, names: Collection[str]) -> None:
         new = [name for name in names if name not in self._node_ids]
@@ -805,14 +818,18 @@ class QueuedBackend(LinkedBackend):
             if time.monotonic() < self._back_s + _SETTLE_S:
                 logger.info("%s is asked again for %s: %s", self._lender.name, name, error)
                 return
+            has_with_all = not wish.is_growth and self._has_with_all(request, wish)
             with self._lock:
                 if wish.is_growth:
                     self._grows_later_s[name] = time.monotonic() + _REFUSED_AGAIN_S
-                elif wish.has_run:
-                    # Nodes are down that it had: it has a checkpoint, and waits for them.
+                elif (
+                    wish.has_run or isinstance(error, EngineNotNowError) or self._has_with_all(request, wish)
+                ):
+                    # Nodes are down that it had, and it has a checkpoint; or others are, or its user has too many jobs.
                     self._later_s[name] = time.monotonic() + _REFUSED_AGAIN_S
+                    without = self._without_text(wish) if has_with_all else ""
                     self._why_later[name] = (
-                        f"{self._lender.name} has nothing for it now, and is asked again: {error}"
+                        f"{self._lender.name} has nothing for it now{without}, and is asked again: {error}"
                     )
                 else:
                     self._refused[name] = str(error)
@@ -844,22 +861,48 @@ class QueuedBackend(LinkedBackend):
         They are fewer where more are refused and it goes on with them.
 
         Raises:
-            EngineRefusedError: the reason of the first refusal.
+            EngineRefusedError: the reason of the first refusal, and of the first for now if there is one.
         """
         first: EngineRefusedError | None = None
+        not_now: EngineNotNowError | None = None
         for kept_off in dict.fromkeys((request.kept_off, self._kept_off(wish, avoids=False))):
             for count in (wish.num_slots, *wish.fewer):
                 try:
                     job_id = self._lender.submit(
                         dataclasses.replace(request, num_slots=count, kept_off=kept_off)
                     )
+                except EngineNotNowError as error:
+                    not_now = not_now or error
+                    continue
                 except EngineRefusedError as error:
                     first = first or error
                     continue
-                called = self._lender.called(job_id)
-                logger.info("%s is asked for: %s, %d slots", called, request.key, count)
-                return job_id, count
-        raise first or EngineRefusedError(f"{self._lender.name} was not asked")
+                return self._asked_for(request.key, job_id, count)
+        if not_now is not None and not (wish.fewer or wish.has_run or wish.is_growth):
+            # Nodes are down, and the engine has it wait for them; who may go on with fewer asks again instead.
+            job_id = self._lender.submit(dataclasses.replace(request, kept_off=kept_off, may_wait=True))
+            return self._asked_for(request.key, job_id, wish.num_slots)
+        raise not_now or first or EngineRefusedError(f"{self._lender.name} was not asked")
+
+    def _asked_for(self, name: str, job_id: str, num_slots: int) -> tuple[str, int]:
+        logger.info("%s is asked for: %s, %d slots", self._lender.called(job_id), name, num_slots)
+        return job_id, num_slots
+
+    def _has_with_all(self, request: JobRequest, wish: Wish) -> bool:
+        """Say whether a request that is refused would be taken with the nodes that are switched off."""
+        if not wish.off:
+            return False
+        left = dataclasses.replace(wish, kept_off=wish.kept_off - wish.off)
+        try:
+            return not self._lender.why_never(
+                dataclasses.replace(request, kept_off=self._kept_off(left, avoids=False))
+            )
+        except OSError:
+            return True
+
+    def _without_text(self, wish: Wish) -> str:
+        names = sorted(name for name, node_id in self._node_ids.items() if node_id in wish.off)
+        return f" without {', '.join(names)}, which {'is' if len(names) == 1 else 'are'} switched off"
 
     def _kept_off(self, wish: Wish, *, avoids: bool = True) -> frozenset[str]:
         now_s = time.monotonic()
@@ -931,7 +974,10 @@ class QueuedBackend(LinkedBackend):
                 continue
             old = before.get(node_id)
             count = max(
-                self._capacity.get(name, 0), most.get(node_id, 0), 0 if old is None else len(old.slots)
+                self._capacity.get(name, 0),
+                self._down.get(name, 0),
+                most.get(node_id, 0),
+                0 if old is None else len(old.slots),
             )
             slots = []
             for index in range(count):

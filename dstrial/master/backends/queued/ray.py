@@ -18,8 +18,7 @@ from dstrial.master.backends.backend import Refusal
 from dstrial.master.backends.engine import EngineJob, EngineRefusedError, JobRequest, Part
 from dstrial.master.backends.queued.plan import MOST_PENDING
 from dstrial.ray.client import BridgeClient, RayRefusedError, require_ray
-from dstrial.ray.cluster import CPU, GPU, RayGroup, RayNode, parse_groups, parse_nodes
-from dstrial.ray.shares import choose_shares
+from dstrial.ray.cluster import CPU, GPU, RayGroup, RayNode, choose_shares, parse_groups, parse_nodes
 from dstrial.visible_text import visible_line
 
 _PREFIX = "dstrial"
@@ -61,6 +60,10 @@ class RayEngine:
         nodes = usable(parse_nodes(self._bridge.ask("look")))
         kind = slot_kind(nodes, os.environ)
         return {node.name: node.num_slots(kind) for node in nodes if node.num_slots(kind)}
+
+    def down(self) -> Mapping[str, int]:
+        """Return nothing: Ray does not know which nodes may come back."""
+        return {}
 
     def spare(self) -> Mapping[str, int]:
         """Return what nobody has reserved; none while another's placement group waits."""
@@ -250,6 +253,7 @@ def refusals_of(request: JobRequest, nodes: Sequence[RayNode]) -> list[Refusal]:
         nodes: that take what is new.
     """
     kind = GPU if request.wants_devices else CPU
+    nodes = [node for node in nodes if node.name not in request.kept_off]
     counts = [node.num_slots(kind) for node in nodes]
     if choose_shares(request.num_slots, counts, is_on_one_node=request.is_on_one_node) is not None:
         return []

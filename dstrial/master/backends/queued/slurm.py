@@ -10,11 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dstrial.config.diagnostics import render
-from dstrial.errors import ConfigError, LaunchError
+from dstrial.errors import ConfigError, LaunchError, NodesDownError
 from dstrial.hosts.srun import SrunTransport
 from dstrial.hosts.transport import Transport
 from dstrial.master.backends.backend import Refusal
-from dstrial.master.backends.engine import EngineJob, EngineRefusedError, JobRequest, JobState, Part
+from dstrial.master.backends.engine import (
+    EngineJob,
+    EngineNotNowError,
+    EngineRefusedError,
+    JobRequest,
+    JobState,
+    Part,
+)
 from dstrial.master.backends.queued.plan import MOST_PENDING
 from dstrial.master.store.nodes import MOST_SLOTS
 from dstrial.slurm import client
@@ -77,6 +84,7 @@ class SlurmEngine:
         self._mark = f"@{cluster_id.replace('-', '')[:8]}"
         self._settings = settings
         self._wants_devices = wants_devices
+        self._down: Mapping[str, int] = {}
         self._parts: dict[str, tuple[Part, ...]] = {}
         self._unseen_s: dict[str, float] = {}
         self._alive_s = -_ALIVE_PERIOD_S
@@ -93,10 +101,23 @@ class SlurmEngine:
         if code:
             raise ConnectionError(client.why_away(errors or output, "sinfo", code))
         options = sbatch_args(self._settings, [], "the master's settings")
-        found = parse_nodes(
-            output, wants_devices=self._wants_devices, cpus_per_task=self._cpus_per_task(options)
+        found, self._down = (
+            {name: min(count, MOST_SLOTS) for name, count in nodes.items()}
+            for nodes in (
+                parse_nodes(
+                    output,
+                    wants_devices=self._wants_devices,
+                    cpus_per_task=self._cpus_per_task(options),
+                    wants_up=wants_up,
+                )
+                for wants_up in (True, False)
+            )
         )
-        return {name: min(count, MOST_SLOTS) for name, count in found.items()}
+        return found
+
+    def down(self) -> Mapping[str, int]:
+        """Return the tasks, or GPUs, of each node that is down or drained."""
+        return self._down
 
     def spare(self) -> Mapping[str, int]:
         """Return the tasks, or GPUs, that no job has.
@@ -104,19 +125,20 @@ class SlurmEngine:
         There are none while a job of another's waits for nodes.
         """
         self._touch()
+        options = sbatch_args(self._settings, [], "the master's settings")
+        partition = value_of(options, "--partition", "-p")
+        words = [*SPARE, *(["--partition", partition] if partition else [])]
+        code, spare, errors = client.run_slurm(words)
+        if code:
+            raise ConnectionError(client.why_away(errors or spare, "sinfo", code))
+        # Only then: who has begun to wait meanwhile counts, too.
         code, output, errors = client.run_slurm(list(WAITING))
         if code:
             raise ConnectionError(client.why_away(errors or output, "squeue", code))
         if others_wait(output, self._mark):
             return {}
-        options = sbatch_args(self._settings, [], "the master's settings")
-        partition = value_of(options, "--partition", "-p")
-        words = [*SPARE, *(["--partition", partition] if partition else [])]
-        code, output, errors = client.run_slurm(words)
-        if code:
-            raise ConnectionError(client.why_away(errors or output, "sinfo", code))
         return parse_spare(
-            output, wants_devices=self._wants_devices, cpus_per_task=self._cpus_per_task(options)
+            spare, wants_devices=self._wants_devices, cpus_per_task=self._cpus_per_task(options)
         )
 
     def called(self, job_id: str) -> str:
@@ -160,6 +182,7 @@ class SlurmEngine:
 
         Raises:
             EngineRefusedError: Slurm refuses it, or could never start it.
+            EngineNotNowError: its user has as many jobs in the queue as may be there, or nodes are down or drained.
             ConnectionError: Slurm does not answer.
         """
         self._touch()
@@ -172,10 +195,12 @@ class SlurmEngine:
         script = self._directory / f"{request.key}.sh"
         script.write_text(text, encoding="utf-8")
         try:
-            return str(client.submit(script))
+            return str(client.submit(script, may_wait=request.may_wait))
         except LaunchError as error:
             if client.is_transient(error):
                 raise ConnectionError(str(error)) from error
+            if isinstance(error, NodesDownError) or client.is_full(str(error)):
+                raise EngineNotNowError(str(error)) from error
             raise EngineRefusedError(str(error)) from error
 
     def most_pending(self, num_slots: int) -> int:
@@ -298,11 +323,11 @@ def parts_of(text: str) -> tuple[Part, ...]:
 
 
 def refusal_of(request: JobRequest, said: str, fix: str) -> Refusal:
-    """Return what sbatch says of a job as a problem of the experiment's config. Pure.
+    """Return what Slurm says of a job as a problem of the experiment's config. Pure.
 
     Args:
         request: what was asked for.
-        said: by sbatch, in one line.
+        said: by Slurm, in one line, with the command that has said it.
         fix: what to do.
     """
     slots = f"{request.num_slots} slot{'s' if request.num_slots != 1 else ''}"
@@ -314,7 +339,7 @@ def refusal_of(request: JobRequest, said: str, fix: str) -> Refusal:
         key, got = "slurm", render(request.settings)
     elif is_for_nodes and not options:
         key, got, expected = "resources.slots_per_trial", str(request.num_slots), "a job that Slurm takes"
-    return Refusal(key, got, f"{expected}; sbatch says: {said}", fix, is_for_nodes)
+    return Refusal(key, got, f"{expected}; {said}", fix, is_for_nodes)
 
 
 def script_of(

@@ -42,18 +42,24 @@ def downsample(xs: Sequence[float], ys: Sequence[float], max_points: int) -> lis
 
 def _always_kept(ys: Sequence[float]) -> list[int]:
     """Return the points that are never left out, the most important first."""
+    found = [len(ys) - 1, 0]
+    if _are_finite(ys):
+        return list(dict.fromkeys([*found, ys.index(min(ys)), ys.index(max(ys))]))
     # x - x is 0 for finite numbers only.
     finite = [idx for idx, y in enumerate(ys) if y - y == 0]
-    found = [len(ys) - 1, 0]
     if finite:
         found += [min(finite, key=ys.__getitem__), max(finite, key=ys.__getitem__)]
-    if len(finite) < len(ys):
-        first: dict[str, int] = {}
-        for idx, y in enumerate(ys):
-            if y - y != 0:
-                first.setdefault(str(float(y)), idx)
-        found += first.values()
-    return list(dict.fromkeys(found))
+    first: dict[str, int] = {}
+    for idx, y in enumerate(ys):
+        if y - y != 0:
+            first.setdefault(str(float(y)), idx)
+    return list(dict.fromkeys([*found, *first.values()]))
+
+
+def _are_finite(ys: Sequence[float]) -> bool:
+    """Say whether all are; "no" also where only their sum is too large."""
+    total = sum(ys)
+    return total - total == 0
 
 
 def _largest_triangles(xs: Sequence[float], ys: Sequence[float], num_buckets: int) -> list[int]:
@@ -63,31 +69,30 @@ def _largest_triangles(xs: Sequence[float], ys: Sequence[float], num_buckets: in
     """
     if num_buckets < 1:
         return []
+    # All loops are here, and nothing is looked through that is known to be finite: a page asks for a million points.
+    are_finite = _are_finite(ys)
     size = (len(ys) - 2) / num_buckets
     edges = [1 + int(bucket * size) for bucket in range(num_buckets)] + [len(ys) - 1, len(ys)]
     chosen: list[int] = []
-    before_x, before_y = _mean(xs, ys, 0, 1) or (xs[0], 0.0)
+    before_x, before_y = xs[0], ys[0] if ys[0] - ys[0] == 0 else 0.0
     for start, end, next_end in zip(edges, edges[1:], edges[2:], strict=False):
-        behind_x, behind_y = _mean(xs, ys, end, next_end) or (xs[end], before_y)
-        # What overflows is no number, and less than any: the bucket's first finite point is kept then.
-        largest, best = -1.0, None
+        behind = ys[end:next_end] if are_finite else [y for y in ys[end:next_end] if y - y == 0]
+        behind_x, behind_y = xs[end], before_y
+        if behind:
+            behind_x, behind_y = sum(xs[end:next_end]) / (next_end - end), sum(behind) / len(behind)
         across, up = before_x - behind_x, behind_y - before_y
-        for idx in range(start, end):
-            y = ys[idx]
-            if y - y != 0:
-                continue
-            area = abs(across * (y - before_y) - (before_x - xs[idx]) * up)
-            if best is None or area > largest:
-                largest, best = area if area == area else -1.0, idx
+        places = (
+            range(start, end) if are_finite else [idx for idx in range(start, end) if ys[idx] - ys[idx] == 0]
+        )
+        largest, best = -1.0, None
+        for idx in places:
+            area = abs(across * (ys[idx] - before_y) - (before_x - xs[idx]) * up)
+            if area > largest:
+                largest, best = area, idx
+        if best is None:
+            # What overflows is no number, and larger than nothing: the bucket's first finite point is kept then.
+            best = next(iter(places), None)
         chosen.append(start if best is None else best)
         if best is not None:
             before_x, before_y = xs[best], ys[best]
     return chosen
-
-
-def _mean(xs: Sequence[float], ys: Sequence[float], start: int, end: int) -> tuple[float, float] | None:
-    """Return the mean of the finite points of a part, None without one."""
-    part = [y for y in ys[start:end] if y - y == 0]
-    if not part:
-        return None
-    return sum(xs[start:end]) / (end - start), sum(part) / len(part)

@@ -15,6 +15,12 @@ from dstrial.master.store.reports.metric_values import as_number
 # Written by dstrial.telemetry.samples, whose words these are; the master imports nothing that trains.
 GROUP = "telemetry"
 _RANKS = "ranks"
+MAX_REPORTS = 2000
+"""Most reports of one history."""
+MIN_REPORTS = 500
+"""Of how many reports a history is where they are more, whatever the number of ranks."""
+MAX_NUMBERS = 256_000
+"""Most numbers of one history, of all ranks, with more reports than that."""
 _WHERE = "trial_id = ? AND group_name = ? AND steps >= 0 AND archived = 0"
 
 
@@ -61,15 +67,16 @@ def by_rank(
 ) -> tuple[list[int], list[int], list[list[float | None]]]:
     """Return the ranks' values of an instrument, by batch.
 
-    That is batches, times in microseconds, and for each the values.
+    That is batches, times in microseconds, and for each the values. Of more than ``MAX_REPORTS`` reports only so many are read,
+    of many ranks fewer: the first, the newest, and those at even distances between.
     """
     steps: list[int] = []
     times: list[int] = []
     values: list[list[float | None]] = []
     rows = connection.execute(
-        "SELECT m.steps, m.end_us, j.value AS value FROM metrics m CROSS JOIN json_each(m.metrics, ?) j ON j.key = ? "  # noqa: S608 - constants
-        f"WHERE {_WHERE} ORDER BY m.steps, m.id",
-        (f"$.{_RANKS}", name, trial_id, GROUP),
+        "SELECT m.steps, m.end_us, j.value AS value FROM metrics m CROSS JOIN json_each(m.metrics, ?) j ON j.key = ? "
+        "WHERE m.id IN (SELECT value FROM json_each(?)) AND m.archived = 0 ORDER BY m.steps, m.id",
+        (f"$.{_RANKS}", name, json.dumps(_chosen(connection, trial_id, name))),
     )
     for row in rows:
         given = json.loads(row["value"]) if isinstance(row["value"], str) else None
@@ -78,3 +85,29 @@ def by_rank(
             times.append(row["end_us"])
             values.append([as_number(value) for value in given])
     return steps, times, values
+
+
+def _chosen(connection: sqlite3.Connection, trial_id: int, name: str) -> list[int]:
+    """Return the ids of the reports to read: found by an index alone, without a look into any other."""
+    ends = [
+        connection.execute(
+            "SELECT id, (SELECT MAX(CASE j.type WHEN 'array' THEN json_array_length(j.value) END) "  # noqa: S608 - constants
+            f"FROM json_each(metrics, ?) j WHERE j.key = ?) AS num_ranks FROM metrics WHERE {_WHERE} "
+            f"ORDER BY steps {order}, run_id {order} LIMIT 1",
+            (f"$.{_RANKS}", name, trial_id, GROUP),
+        ).fetchone()
+        for order in ("ASC", "DESC")
+    ]
+    if ends[0] is None:
+        return []
+    num_ranks = max(1, *(row["num_ranks"] or 0 for row in ends))
+    most = min(MAX_REPORTS, max(MIN_REPORTS, MAX_NUMBERS // num_ranks))
+    (num_reports,) = connection.execute(
+        "SELECT COUNT(*) FROM metrics WHERE trial_id = ? AND group_name = ? AND steps >= 0", (trial_id, GROUP)
+    ).fetchone()
+    rows = connection.execute(
+        "SELECT id FROM (SELECT id, ROW_NUMBER() OVER (ORDER BY steps, run_id) - 1 AS place FROM metrics "
+        "WHERE trial_id = ? AND group_name = ? AND steps >= 0) WHERE place % ? = 0",
+        (trial_id, GROUP, -(-num_reports // most)),
+    )
+    return [*(row["id"] for row in ends), *(row["id"] for row in rows)]

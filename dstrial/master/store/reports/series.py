@@ -120,14 +120,19 @@ def _rows(
     ]
 
 
+def path_of(name: str) -> str | None:
+    """Return the JSON path of a metric of a report; None where SQLite would not find it by one."""
+    return f'$."{name}"' if _PLAIN_NAME.fullmatch(name) else None
+
+
 def value_of(name: str) -> tuple[str, tuple[str, ...]]:
     """Return an SQL expression for a metric of a report, and its parameters.
 
     The report is ``m``, and the metric may be a number. It finds nothing of a name with a zero byte, at which texts of SQLite's
     JSON functions end.
     """
-    if _PLAIN_NAME.fullmatch(name):
-        path = f'$."{name}"'
+    path = path_of(name)
+    if path is not None:
         kinds = "('integer', 'real', 'text')"
         value = f"CASE WHEN json_type(m.metrics, ?) IN {kinds} THEN json_extract(m.metrics, ?) END"
         return value, (path, path)

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import fetch_all, fetch_one
-from dstrial.master.store.reports.metric_values import as_number
-from dstrial.master.store.reports.series import value_of
 
 _ADVANCE = """
 CASE WHEN {unmanaged} THEN CASE WHEN {has_run} THEN 2 END
@@ -195,32 +193,6 @@ def metric_names(
         (*values, MAX_METRICS + 1),
     )
     return [(str(row["group_name"]), str(row["name"])) for row in rows]
-
-
-def series(
-    connection: sqlite3.Connection, trial_id: int, group: str, name: str, *, after: int = -1
-) -> tuple[list[int], list[int], list[float]]:
-    """Return a metric of a trial beyond a batch, by batch.
-
-    That is batches, times in microseconds and values.
-    """
-    value, parameters = value_of(name)
-    rows = connection.execute(
-        f"SELECT m.steps, m.end_us, {value} AS value FROM metrics m WHERE m.trial_id = ? AND m.group_name = ? "  # noqa: S608 - an expression with marks
-        "AND m.steps >= 0 AND m.steps > ? AND m.archived = 0 ORDER BY m.steps, m.id",
-        (*parameters, trial_id, group, after),
-    )
-    rows.row_factory = None
-    steps: list[int] = []
-    times: list[int] = []
-    values: list[float] = []
-    for step, end_us, value in rows:
-        number = value if type(value) is float else as_number(value)
-        if number is not None:
-            steps.append(step)
-            times.append(end_us)
-            values.append(number)
-    return steps, times, values
 
 
 def runs(connection: sqlite3.Connection, trial_id: int) -> list[Allocation]:

@@ -39,7 +39,7 @@ function Guard({ children }) {
   useEffect(() => {
     if (error) reset();
   }, [path.join("/")]);
-  return error ? html`<main><h1>This view failed</h1><p class="problem" role="alert">${String(error)}</p><button onClick=${reset}>Try again</button></main>` : children;
+  return error ? html`<main><h1 tabindex="-1">This view failed</h1><p class="problem" role="alert">${String(error)}</p><button onClick=${reset}>Try again</button></main>` : children;
 }
 
 function Page() {

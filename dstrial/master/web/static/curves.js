@@ -2,7 +2,7 @@
 
 import { useEffect, useMemo, useRef, useState } from "htm/preact/standalone";
 import { get } from "./api.js";
-import { toNumber } from "./format.js";
+import { elapsed, toNumber } from "./format.js";
 import { subscribe } from "./live.js";
 
 /** @typedef {{ trial: number, batches: number[], times: number[], values: number[], points: number }} Series */
@@ -10,6 +10,8 @@ import { subscribe } from "./live.js";
 const AT_ONCE = 100;
 /** The most interesting ones are there soon. */
 const AT_FIRST = 20;
+/** Requests: the master reads one while it sends another, and has readers left for others. */
+const SIDE_BY_SIDE = 2;
 const POINTS = 1000;
 /** Of all curves together: more are not told apart, and make everything slow. */
 const MOST_POINTS = 300_000;
@@ -52,8 +54,11 @@ export function useCurves(trials, metric) {
     /** @param {number[]} ids */
     async function load(ids) {
       const points = Math.max(200, Math.min(POINTS, Math.round(MOST_POINTS / wanted.current.length)));
-      for (let start = 0, count = AT_FIRST; start < ids.length; start += count, count = AT_ONCE) {
+      let start = 0;
+      /** @param {number} count */
+      async function ask(count) {
         const part = ids.slice(start, start + count);
+        start += count;
         part.forEach((id) => dirty.delete(id));
         const { series } = await get("/page/series", { trials: part, group, name, points }, abort.signal);
         setFound((before) => {
@@ -62,6 +67,18 @@ export function useCurves(trials, metric) {
           return now;
         });
       }
+      async function rest() {
+        while (start < ids.length)
+          try {
+            await ask(AT_ONCE);
+          } catch (problem) {
+            start = ids.length; // The others ask for no more either.
+            throw problem;
+          }
+      }
+      await ask(AT_FIRST);
+      const ends = await Promise.allSettled(Array.from({ length: SIDE_BY_SIDE }, rest));
+      for (const end of ends) if (end.status === "rejected") throw end.reason;
     }
     async function run() {
       const ids = wanted.current.filter((id) => !known.has(id) || (isDue && dirty.has(id)));
@@ -137,10 +154,7 @@ export function recordsOf(config, hparams) {
  * @returns {number[]} seconds, batches, records or epochs
  */
 export function xsOf(series, axis, records, start) {
-  if (axis === "time") {
-    const from = Date.parse(start);
-    return series.times.map((ms) => (ms - from) / 1000);
-  }
+  if (axis === "time") return elapsed(series.times, Date.parse(start));
   if (axis === "records" && records.perBatch) return series.batches.map((batch) => batch * records.perBatch);
   if (axis === "epochs" && records.perBatch && records.perEpoch) return series.batches.map((batch) => (batch * records.perBatch) / records.perEpoch);
   return series.batches;

@@ -1,5 +1,7 @@
 // Numbers, times and sizes as people read them.
 
+import { now } from "./clock.js";
+
 /** @param {unknown} value a number, or one of the words NaN, Infinity, -Infinity @returns {number} */
 export function toNumber(value) {
   if (typeof value === "number") return value;
@@ -15,6 +17,24 @@ export function number(value, digits = 5) {
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-4 || size >= 1e9)) return value.toExponential(Math.max(digits - 2, 0)).replace(/\.?0+e/, "e");
   return String(Number(value.toPrecision(digits)));
+}
+
+const MOST_DIGITS = 9;
+
+/**
+ * Texts along an axis: short also where numbers are large (840M, 1.25G), with as many digits as tell one from the next.
+ *
+ * @param {(number | null)[]} values null has no text @param {number} step from one to the next @returns {string[]}
+ */
+export function ticks(values, step) {
+  const most = Math.max(...values.map((value) => Math.abs(value ?? 0)));
+  const digits = Math.min(MOST_DIGITS, Math.max(4, Math.ceil(Math.log10(most / step)) + 1 || 0));
+  return values.map((value) => {
+    if (value === null) return "";
+    const power = Math.floor(Math.log10(Math.abs(value)) / 3);
+    if (!(power >= 2 && power <= 5)) return number(value, digits);
+    return `${number(value / 1000 ** power, digits)}${["M", "G", "T", "P"][power - 2]}`;
+  });
 }
 
 /** @param {unknown} value of a hyperparameter @returns {string} */
@@ -59,7 +79,9 @@ const LOCAL = new Intl.DateTimeFormat(undefined, {
 
 /** @param {string | null} text as the master writes it @returns {string} where the reader is */
 export function localTime(text) {
-  return text ? LOCAL.format(new Date(text)) : "";
+  if (!text) return "";
+  const ms = Date.parse(text);
+  return Number.isNaN(ms) ? text : LOCAL.format(ms);
 }
 
 /** @param {string | null} text @returns {string} for a tooltip */
@@ -67,9 +89,25 @@ export function utcTime(text) {
   return text ? `${text.slice(0, 19).replace("T", " ")} UTC` : "";
 }
 
-/** @param {string} from @param {string | null} to @returns {number} seconds, up to now without an end */
+/** @param {string} from @param {string | null} to @returns {number} seconds, up to now without an end; 0 where a clock was set back between */
 export function secondsBetween(from, to) {
-  return ((to ? Date.parse(to) : Date.now()) - Date.parse(from)) / 1000;
+  return Math.max(0, (to ? Date.parse(to) : now()) - Date.parse(from)) / 1000;
+}
+
+/**
+ * Time that has passed, also where a clock was set back, or another one began: it goes on from where it was.
+ *
+ * @param {number[]} times milliseconds, in the order of what happened @param {number} start
+ * @returns {number[]} seconds, ascending, from 0
+ */
+export function elapsed(times, start) {
+  let zero = start;
+  let last = 0;
+  return times.map((ms) => {
+    if (ms - zero < last) zero = ms - last;
+    last = ms - zero;
+    return last / 1000;
+  });
 }
 
 /**

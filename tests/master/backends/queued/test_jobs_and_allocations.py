@@ -14,7 +14,14 @@ from waiting import wait_for
 from dstrial.errors import DstrialError, MasterError
 from dstrial.hosts.transport import Refusal
 from dstrial.master.backends.backend import RunRef, Share, SlotsGoneError, Wish
-from dstrial.master.backends.engine import EngineJob, EngineRefusedError, JobRequest, JobState, Part
+from dstrial.master.backends.engine import (
+    EngineJob,
+    EngineNotNowError,
+    EngineRefusedError,
+    JobRequest,
+    JobState,
+    Part,
+)
 from dstrial.master.backends.fork_servers import ForkServers, ForkSettings
 from dstrial.master.backends.hosts.link import AgentSettings
 from dstrial.master.backends.local import LocalBackend
@@ -50,6 +57,7 @@ class InMemory:
     job_ids: tuple[str, ...] = ()
     state: JobState = "running"
     refusal: str | None = None
+    is_full: bool = False
     num_asked: int = 0
     on_cancel: Callable[[str], None] = lambda _: None
     cancelled: list[str] = dataclasses.field(default_factory=list)
@@ -57,6 +65,9 @@ class InMemory:
 
     def capacity(self) -> Mapping[str, int]:
         return {"host1": 4}
+
+    def down(self) -> Mapping[str, int]:
+        return {}
 
     def spare(self) -> Mapping[str, int]:
         return {}
@@ -71,6 +82,8 @@ class InMemory:
     def submit(self, request: JobRequest) -> str:
         del request
         self.num_asked += 1
+        if self.is_full:
+            raise EngineNotNowError("two jobs wait already")
         raise EngineRefusedError(self.refusal or "none is to be had")
 
     def most_pending(self, num_slots: int) -> int:
@@ -188,3 +201,25 @@ def test_a_refusal_that_nobody_has_heard_ends_nobody_later(made: Made) -> None:
     made.told.clear()
     assert made.told.wait(30)
     assert made.backend.request([wish], []).refused == {7: "none is to be had"}
+
+
+def test_who_is_refused_for_those_who_wait_already_waits_too(made: Made) -> None:
+    wish = Wish(7, 1, False, frozenset(), lambda: ("a trial", {}))
+    made.engine.is_full = True
+    begin(made)
+    made.backend.request([wish], [])
+    wait_for(lambda: made.backend.job_text(7).endswith("is asked again: two jobs wait already"))
+    assert made.backend.request([wish], []).refused == {}
+
+
+def test_who_needs_a_node_that_is_switched_off_waits_and_asks_again_when_it_is_on(made: Made) -> None:
+    wish = Wish(7, 1, False, frozenset({1}), lambda: ("a trial", {}), off=frozenset({1}))
+    begin(made)
+    made.backend.request([wish], [])
+    wait_for(lambda: "now without host1, which is switched off, and is asked" in made.backend.job_text(7))
+    assert made.backend.request([wish], []).refused == {}
+    asked = made.engine.num_asked
+    made.told.clear()
+    made.backend.request([dataclasses.replace(wish, kept_off=frozenset(), off=frozenset())], [])
+    wait_for(lambda: made.engine.num_asked > asked)
+    wait_for(lambda: made.backend.request([wish], []).refused == {7: "none is to be had"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -38,6 +39,65 @@ def test_ends_extremes_and_each_kind_of_accident_are_kept(ys: list[float], max_p
     for kind in ("nan", "inf", "-inf"):
         first = next((idx for idx, y in enumerate(ys) if str(y) == kind), None)
         assert first is None or first in kept
+
+
+def by_definition(xs: list[int], ys: list[float], max_points: int) -> list[int]:
+    """Keep the same points, every one looked at as the source says; slow."""
+
+    def is_finite(idx: int) -> bool:
+        return math.isfinite(ys[idx])
+
+    everything = range(len(ys))
+    if len(ys) <= max_points:
+        return list(everything)
+    finite = [idx for idx in everything if is_finite(idx)]
+    always = [len(ys) - 1, 0]
+    if finite:
+        always += [min(finite, key=lambda idx: ys[idx]), max(finite, key=lambda idx: ys[idx])]
+    for idx in everything:
+        if not is_finite(idx) and str(ys[idx]) not in {str(ys[one]) for one in everything[:idx]}:
+            always.append(idx)
+    always = list(dict.fromkeys(always))[:max_points]
+    num_buckets = max_points - len(always)
+    found = set(always)
+    if num_buckets:
+        edges = [1 + int(bucket * ((len(ys) - 2) / num_buckets)) for bucket in range(num_buckets)]
+        buckets = [
+            *(range(*pair) for pair in zip(edges, [*edges[1:], len(ys) - 1], strict=True)),
+            [len(ys) - 1],
+        ]
+        at = (xs[0], ys[0] if is_finite(0) else 0.0)
+        for own, behind in zip(buckets, buckets[1:], strict=False):
+            there = [ys[idx] for idx in behind if is_finite(idx)]
+            mean = (xs[behind[0]], at[1])
+            if there:
+                mean = (sum(xs[idx] for idx in behind) / len(behind), sum(there) / len(there))
+            areas = {
+                idx: abs((at[0] - mean[0]) * (ys[idx] - at[1]) - (at[0] - xs[idx]) * (mean[1] - at[1]))
+                for idx in own
+                if is_finite(idx)
+            }
+            # What is too large for a number is less than any.
+            best = max(areas, key=lambda idx: -1.0 if math.isnan(areas[idx]) else areas[idx], default=None)
+            found.add(own[0] if best is None else best)
+            at = at if best is None else (xs[best], ys[best])
+    return sorted(found)
+
+
+@given(st.integers(0, 300), st.integers(1, 60), st.integers(0, 3), st.randoms(use_true_random=False))
+def test_exactly_the_points_of_the_definition_are_kept(
+    length: int, max_points: int, apart: int, chance: random.Random
+) -> None:
+    kinds = [
+        [chance.gauss(0, 3) for _ in range(9)],
+        [0.0, -0.0, 1.0],
+        [1e308, -1e308],
+        [math.nan, math.inf, -math.inf],
+    ]
+    choices = [value for kind in chance.sample(kinds, chance.randint(1, 4)) for value in kind]
+    ys = chance.choices(choices, k=length)
+    xs = [apart * idx for idx in range(length)]
+    assert downsample(xs, ys, max_points) == by_definition(xs, ys, max_points)
 
 
 def test_a_spike_between_thousands_of_points_and_the_shape_around_it_are_kept() -> None:

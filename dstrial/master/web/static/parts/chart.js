@@ -3,7 +3,8 @@
 
 import { html, useEffect, useMemo, useRef, useState } from "htm/preact/standalone";
 import uPlot from "uplot";
-import { csv, download, number } from "../format.js";
+import { csv, download, number, ticks } from "../format.js";
+import { CurvePicture, stroke } from "./curve_picture.js";
 
 /**
  * @typedef {object} Curve
@@ -11,6 +12,7 @@ import { csv, download, number } from "../format.js";
  * @property {string} label
  * @property {number[]} xs ascending
  * @property {number[]} ys may hold NaN and infinities
+ * @property {number} [colour] which of the colours; its place without
  * @property {boolean} [isBest]
  * @property {boolean} [isGuide] a line to compare points with, none of its own
  * @property {string} [href] where a click leads
@@ -20,6 +22,8 @@ import { csv, download, number } from "../format.js";
 
 const PALETTE = { light: ["#1f5fd0", "#b4460f", "#1a7f5a", "#8a3ffc", "#a8324a", "#6b6000", "#00708c", "#7a4a9e"], dark: ["#79a8ff", "#ffa15c", "#58d0a0", "#c59bff", "#ff8fa3", "#d6c84a", "#5ccfe6", "#d7a7f0"] };
 const HOVER_PX = 40;
+/** Of the numbers on the left; more where they are long. */
+const AXIS_PX = 64;
 /** One for all: another at each render would have everything drawn again. @type {Mark[]} */
 const NO_MARKS = [];
 
@@ -68,20 +72,40 @@ function nearest(xs, x) {
   return Math.abs(xs[low] - x) <= Math.abs(xs[high] - x) ? low : high;
 }
 
+/** What is known of curves, which come in parts and stay. @type {WeakMap<Curve, number>} */
+const NOT_FINITE = new WeakMap();
+/** @type {WeakMap<Curve, number[]>[]} by whether the y axis is logarithmic */
+const EXTENTS = [new WeakMap(), new WeakMap()];
+
+/** @template {object} K @template V @param {WeakMap<K, V>} known @param {K} key @param {() => V} make @returns {V} */
+function remembered(known, key, make) {
+  let found = known.get(key);
+  if (found === undefined) known.set(key, (found = make()));
+  return found;
+}
+
+/** @param {Curve} curve @param {boolean} isLog @param {[number, number] | null} xRange that is shown @returns {number[]} left, right, and low and high of what is shown */
+function extentsOf({ xs, ys }, isLog, xRange) {
+  let [left, right, low, high] = [Infinity, -Infinity, Infinity, -Infinity];
+  for (let idx = 0; idx < xs.length; idx += 1) {
+    const x = xs[idx];
+    const y = ys[idx];
+    if (!Number.isFinite(y) || (isLog && y <= 0)) continue;
+    if (x < left) left = x;
+    if (x > right) right = x;
+    if (xRange && (x < xRange[0] || x > xRange[1])) continue;
+    if (y < low) low = y;
+    if (y > high) high = y;
+  }
+  return [left, right, low, high];
+}
+
 /** @param {Curve[]} curves @param {boolean} isLog @param {[number, number] | null} [xRange] that is shown @param {boolean} [isScatter] @returns {{ x: [number, number], y: [number, number] }} */
 function extents(curves, isLog, xRange = /** @type {[number, number] | null} */ (null), isScatter = false) {
   let [left, right, low, high] = [Infinity, -Infinity, Infinity, -Infinity];
-  for (const { xs, ys } of curves) {
-    for (let idx = 0; idx < xs.length; idx += 1) {
-      const x = xs[idx];
-      const y = ys[idx];
-      if (!Number.isFinite(y) || (isLog && y <= 0)) continue;
-      if (x < left) left = x;
-      if (x > right) right = x;
-      if (xRange && (x < xRange[0] || x > xRange[1])) continue;
-      if (y < low) low = y;
-      if (y > high) high = y;
-    }
+  for (const curve of curves) {
+    const own = xRange ? extentsOf(curve, isLog, xRange) : remembered(EXTENTS[Number(isLog)], curve, () => extentsOf(curve, isLog, null));
+    [left, right, low, high] = [Math.min(left, own[0]), Math.max(right, own[1]), Math.min(low, own[2]), Math.max(high, own[3])];
   }
   if (!Number.isFinite(left)) [left, right] = [0, 1];
   if (!Number.isFinite(low)) [low, high] = isLog ? [0.1, 1] : [0, 1];
@@ -114,17 +138,22 @@ export function Chart(props) {
   const place = useRef(/** @type {HTMLDivElement | null} */ (null));
   const plot = useRef(/** @type {uPlot | null} */ (null));
   const zoom = useRef(/** @type {[number, number] | null} */ (null));
-  const layer = useRef(/** @type {{ key: string, curves: Curve[], canvas: HTMLCanvasElement } | null} */ (null));
+  const layer = useRef(/** @type {CurvePicture} */ (/** @type {unknown} */ (null)));
+  layer.current ??= new CurvePicture();
+  const frame = useRef(0);
+  /** Whether all that is left of the curves is drawn at once. */
+  const isWhole = useRef(false);
   const [isZoomed, setZoomed] = useState(false);
   const [hover, setHover] = useState(/** @type {{ curve: Curve, idx: number, left: number, top: number } | null} */ (null));
+  const smoothed = useMemo(() => /** @type {WeakMap<Curve, Curve>} */ (new WeakMap()), [smoothing]);
   const curves = useMemo(
-    () => (smoothing ? props.curves.map((curve) => ({ ...curve, ys: smooth(curve.ys, smoothing) })) : props.curves),
+    () => (smoothing ? props.curves.map((curve) => remembered(smoothed, curve, () => ({ ...curve, ys: smooth(curve.ys, smoothing) }))) : props.curves),
     [props.curves, smoothing],
   );
   // What the hooks of a plot that lives longer read.
   const now = useRef({ curves, isLog, highlight, marks, hover, showX });
   now.current = { curves, isLog, highlight: highlight ?? hover?.curve.id ?? null, marks, hover, showX };
-  const numNotFinite = useMemo(() => props.curves.reduce((sum, curve) => sum + curve.ys.reduce((count, y) => count + (Number.isFinite(y) ? 0 : 1), 0), 0), [props.curves]);
+  const numNotFinite = useMemo(() => props.curves.reduce((sum, curve) => sum + remembered(NOT_FINITE, curve, () => curve.ys.reduce((count, y) => count + (Number.isFinite(y) ? 0 : 1), 0)), 0), [props.curves]);
 
   /** @param {uPlot} u */
   function draw(u) {
@@ -152,68 +181,29 @@ export function Chart(props) {
       ctx.textAlign = isAtEdge ? "right" : "left";
       ctx.fillText(text, at + (isAtEdge ? -4 : 4) * devicePixelRatio, bbox.top + (12 + 13 * (idx % 3)) * devicePixelRatio);
     });
-    const scaleX = u.scales.x;
-    const scaleY = u.scales.y;
-    const [minX, maxX] = [/** @type {number} */ (scaleX.min), /** @type {number} */ (scaleX.max)];
-    const toLog = Math.log10;
-    const [minY, maxY] = log
-      ? [toLog(/** @type {number} */ (scaleY.min)), toLog(/** @type {number} */ (scaleY.max))]
-      : [/** @type {number} */ (scaleY.min), /** @type {number} */ (scaleY.max)];
-    const perX = bbox.width / (maxX - minX || 1);
-    const perY = bbox.height / (maxY - minY || 1);
-    const isMany = all.length > 12;
-    /** @param {CanvasRenderingContext2D} on @param {Curve} curve @param {number} idx @param {boolean} isMarked */
-    const stroke = (on, curve, idx, isMarked) => {
-      on.strokeStyle = on.fillStyle = curve.isGuide ? styled("--muted") : curve.isBest ? styled("--best") : colour(idx);
-      on.globalAlpha = isMarked || curve.isBest ? 1 : isMany ? 0.5 : 0.9;
-      on.lineWidth = (isMarked || curve.isBest ? 2.6 : isMany ? 1 : 1.6) * devicePixelRatio;
-      on.beginPath();
-      let isPen = false;
-      let drawn = 0;
-      const { xs, ys } = curve;
-      for (let point = 0; point < xs.length; point += 1) {
-        const y = ys[point];
-        if (!Number.isFinite(y) || (log && y <= 0)) continue; // A line goes on over what is missing.
-        const px = bbox.left + (xs[point] - minX) * perX;
-        const py = bbox.top + bbox.height - ((log ? toLog(y) : y) - minY) * perY;
-        if (isPen) on.lineTo(px, py);
-        else on.moveTo(px, py);
-        isPen = true;
-        drawn += 1;
-      }
-      on.stroke();
-      if (!drawn || drawn >= 25 || curve.isGuide) return;
-      for (let point = 0; point < xs.length; point += 1) {
-        const y = ys[point];
-        if (!Number.isFinite(y) || (log && y <= 0)) continue;
-        on.beginPath();
-        on.arc(bbox.left + (xs[point] - minX) * perX, bbox.top + bbox.height - ((log ? toLog(y) : y) - minY) * perY, (props.isScatter ? 4 : 2.2) * devicePixelRatio, 0, 7);
-        on.fill();
-      }
+    const [minY, maxY] = [/** @type {number} */ (u.scales.y.min), /** @type {number} */ (u.scales.y.max)];
+    const look = {
+      bbox: { left: bbox.left, top: bbox.top, width: bbox.width, height: bbox.height },
+      minX: /** @type {number} */ (u.scales.x.min),
+      maxX: /** @type {number} */ (u.scales.x.max),
+      minY: log ? Math.log10(minY) : minY,
+      maxY: log ? Math.log10(maxY) : maxY,
+      isLog: log,
+      isMany: all.length > 12,
+      isScatter: Boolean(props.isScatter),
+      ratio: devicePixelRatio,
+      palette: isDark() ? PALETTE.dark : PALETTE.light,
+      best: styled("--best"),
+      muted: styled("--muted"),
     };
     // All curves are drawn once, and as a picture after that: which of them is marked changes with every move of the mouse.
-    const key = [minX, maxX, minY, maxY, bbox.left, bbox.top, bbox.width, bbox.height, log, isDark()].join(" ");
-    if (layer.current?.key !== key || layer.current.curves !== all) {
-      const canvas = layer.current?.canvas ?? document.createElement("canvas");
-      canvas.width = ctx.canvas.width;
-      canvas.height = ctx.canvas.height;
-      const on = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
-      on.beginPath();
-      on.rect(bbox.left, bbox.top, bbox.width, bbox.height);
-      on.clip();
-      on.lineJoin = "round";
-      all.forEach((curve, idx) => curve.isBest || stroke(on, curve, idx, false));
-      all.forEach((curve, idx) => curve.isBest && stroke(on, curve, idx, false));
-      layer.current = { key, curves: all, canvas };
-    }
     const at = all.findIndex((curve) => curve.id === marked);
-    ctx.globalAlpha = at < 0 ? 1 : 0.35;
-    ctx.drawImage(layer.current.canvas, 0, 0);
-    if (at >= 0) {
-      all.forEach((curve, idx) => curve.isBest && stroke(ctx, curve, idx, false));
-      stroke(ctx, all[at], at, true);
-    }
+    const isDone = layer.current.show(ctx, all, look, at < 0 ? 1 : 0.35, isWhole.current);
+    if (at >= 0) stroke(ctx, look, all[at], at, true);
     ctx.restore();
+    place.current?.setAttribute("aria-busy", String(!isDone));
+    window.cancelAnimationFrame(frame.current);
+    if (!isDone) frame.current = window.requestAnimationFrame(() => plot.current === u && u.redraw(false, false));
   }
 
   /** @param {uPlot} u */
@@ -258,8 +248,8 @@ export function Chart(props) {
         },
         series: [{}, { show: true, stroke: "transparent", points: { show: false } }],
         axes: [
-          { ...axis, label: xLabel, labelSize: 22, size: 36, values: (_, ticks) => ticks.map((tick) => now.current.showX(tick)) },
-          { ...axis, size: 64, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick, 4))) },
+          { ...axis, label: xLabel, labelSize: 22, size: 36, values: (_, places) => places.map((at) => now.current.showX(at)) },
+          { ...axis, size: (_, texts) => Math.max(AXIS_PX, 20 + 7 * Math.max(0, ...(texts ?? []).map((text) => text.length))), values: (_, places, _idx, _space, step) => ticks(places, step) },
         ],
         hooks: {
           draw: [draw],
@@ -290,6 +280,7 @@ export function Chart(props) {
     rescale();
     return () => {
       observer.disconnect();
+      window.cancelAnimationFrame(frame.current);
       u.destroy();
       plot.current = null;
     };
@@ -322,6 +313,12 @@ export function Chart(props) {
     rescale();
   }
   function picture() {
+    isWhole.current = true;
+    plot.current?.redraw(false, false);
+    queueMicrotask(() => queueMicrotask(copied)); // The plot draws in a task of this kind.
+  }
+  function copied() {
+    isWhole.current = false;
     const canvas = plot.current?.ctx.canvas;
     if (!canvas) return;
     const copy = document.createElement("canvas");
@@ -350,7 +347,7 @@ export function Chart(props) {
     </figcaption>
     <div class="plot" ref=${place} role="img" aria-label=${`${title} over ${xLabel}: ${curves.length} curves`} onDblClick=${unzoom}
       onClick=${() => hover?.curve.href && props.onOpen?.(hover.curve.href)}></div>
-    ${hover && html`<div class=${`tip${hover.left > (place.current?.clientWidth ?? 0) / 2 ? " before" : ""}`} style=${{ left: `${hover.left + 64}px`, top: `${hover.top + 24}px` }}>
+    ${hover && html`<div class=${`tip${hover.left > (place.current?.clientWidth ?? 0) / 2 ? " before" : ""}`} style=${{ left: `${hover.left + (plot.current ? plot.current.bbox.left / devicePixelRatio : AXIS_PX)}px`, top: `${hover.top + 24}px` }}>
       <b>${hover.curve.label}</b><br />${xLabel} ${showX(hover.curve.xs[hover.idx])}: ${number(props.curves.find((one) => one.id === hover.curve.id)?.ys[hover.idx])}
       ${smoothing ? html`<br />smoothed ${number(hover.curve.ys[hover.idx])}` : null}
     </div>`}

@@ -37,23 +37,33 @@ async function load(signal, change, before) {
 /** @param {any} row @returns {number} seconds, NaN where nothing tells */
 function timeLeft(row) {
   if (isEnded(row) || row.state === "PAUSED" || !(row.progress > 0.01)) return NaN;
-  return (secondsBetween(row.start, null) * (1 - row.progress)) / row.progress;
+  return (secondsBetween(row.start, null) * (1 - row.progress)) / row.progress || NaN;
 }
 
-/** @param {any} row @returns {Record<string, unknown>} hyperparameters as numbers, words, or what they may be */
+/** @param {any} space of a hyperparameter @returns {[number, number]} its ends; of a logarithmic one the exponents are given */
+const endsOf = ({ type, base = 10, minval, maxval }) => (type === "log" ? [base ** minval, base ** maxval] : [minval, maxval]);
+
+/** @param {any} row @returns {{ hp: Record<string, unknown>, may: Record<string, unknown[]> }} as text or number, and what those that are searched for may be */
 function hyperparameters(row) {
   /** @type {Record<string, unknown>} */
   const found = {};
+  /** @type {Record<string, unknown[]>} */
+  const may = {};
   const collect = (/** @type {any} */ value, /** @type {string} */ name) => {
     if (value && typeof value === "object" && !Array.isArray(value)) {
       if (value.type === "const") found[name] = value.val;
-      else if (value.type === "categorical" && Array.isArray(value.vals)) found[name] = value.vals.map(plain).join(" | ");
-      else if (["double", "int", "log"].includes(value.type) && "minval" in value) found[name] = `${number(value.minval)} … ${number(value.maxval)}`;
+      else if (value.type === "categorical" && Array.isArray(value.vals)) {
+        found[name] = value.vals.map(plain).join(" | ");
+        may[name] = value.vals;
+      } else if (["double", "int", "log"].includes(value.type) && "minval" in value) {
+        may[name] = endsOf(value);
+        found[name] = may[name].map((end) => number(end)).join(" … ");
+      }
       else for (const [key, inner] of Object.entries(value)) collect(inner, name ? `${name}.${key}` : key);
     } else found[name] = value;
   };
   collect(row.hyperparameters, "");
-  return found;
+  return { hp: found, may };
 }
 
 /** @param {{ rows: any[] }} props the best trial's curve of what is on the screen */
@@ -83,7 +93,7 @@ export function Experiments() {
   const [state, setState] = useParam("state");
   const [archived, setArchived] = useParam("archived");
   const [selected, setSelected] = useState(/** @type {Set<number>} */ (new Set()));
-  const all = useMemo(() => (data ?? []).map((row) => ({ ...row, hp: hyperparameters(row) })), [data]);
+  const all = useMemo(() => (data ?? []).map((row) => ({ ...row, ...hyperparameters(row) })), [data]);
   const names = useMemo(() => [...new Set(all.flatMap((row) => Object.keys(row.hp)))].sort().slice(0, 200), [all]);
   const rows = useMemo(() => {
     const kept = all.filter((row) => (archived || !row.archived) && (!state || row.state === state));
@@ -95,7 +105,7 @@ export function Experiments() {
         if (name in own) return own[name];
         if (name === row.metric.toLowerCase()) return row.best;
         const key = Object.keys(row.hp).find((one) => one.toLowerCase() === name);
-        return key === undefined ? undefined : row.hp[key];
+        return key === undefined ? undefined : (row.may[key] ?? row.hp[key]);
       },
       (row) => [row.id, row.name, row.description, row.user, row.project, ...row.labels].join(" "),
     );
@@ -130,7 +140,7 @@ export function Experiments() {
   const counts = useMemo(() => STATES.map((one) => [one, all.filter((row) => row.state === one && (archived || !row.archived)).length]), [all, archived]);
 
   return html`<main>
-    <h1>Experiments</h1>
+    <h1 tabindex="-1">Experiments</h1>
     <${Problem} error=${error} />
     <div class="filters">
       <input type="search" value=${text} onInput=${(/** @type {any} */ event) => setText(event.target.value)} aria-label="Filter"

@@ -21,7 +21,7 @@ function List() {
   const columns = useMemo(
     () => [
       { id: "name", title: "Name", value: (/** @type {any} */ row) => row.name },
-      { id: "state", title: "State", value: (/** @type {any} */ row) => row.state, show: (/** @type {any} */ row) => html`<${State} state=${row.state === "running" ? "RUNNING" : "COMPLETED"} />` },
+      { id: "state", title: "State", value: (/** @type {any} */ row) => row.state, show: (/** @type {any} */ row) => html`<${State} state=${row.state} />` },
       { id: "method", title: "Method", value: (/** @type {any} */ row) => row.method },
       { id: "metric", title: "Searched for", value: (/** @type {any} */ row) => row.metric },
       { id: "experiments", title: "Experiments", isNumber: true, value: (/** @type {any} */ row) => row.experiments.length },
@@ -104,7 +104,7 @@ function Search({ id }) {
     <h1 tabindex="-1">${report?.name ?? search.name} <span class="muted">search ${id}</span></h1>
     <${Problem} error=${error} />
     <div class="facts">
-      <${State} state=${search.state === "running" ? "RUNNING" : report?.is_failure ? "ERROR" : report && !report.is_finished ? "CANCELED" : "COMPLETED"} />
+      <${State} state=${search.state} />
       <span>${report?.method ?? search.method}, for ${metric}</span>
       <span>${measured} of ${trials.length} ${trials.length === 1 ? "configuration" : "configurations"} measured</span>
       ${report && report.best !== null && report.best === report.own && html`<span>its own configuration is the best${report.is_finished ? "" : " so far"}</span>`}
@@ -115,7 +115,7 @@ function Search({ id }) {
     ${report?.reason && html`<p>${report.reason}</p>`}
     ${report?.notes?.length > 0 && html`<ul>${report.notes.map((/** @type {string} */ note) => html`<li>${note}</li>`)}</ul>`}
     ${!report && html`<p class="muted">The master has what was measured, and nothing yet of the search itself: predictions, notes, and which configuration each order of a living worker is of.</p>`}
-    ${report && !report.is_finished && !report.reason && search.state !== "running" && html`<p class="muted">Nothing of this search runs any more, and it has not said how it ended: this is what it had told last. The same command goes on with it.</p>`}
+    ${report && !report.is_finished && !report.reason && search.state !== "RUNNING" && html`<p class="muted">Nothing of this search runs any more, and it has not said how it ended: this is what it had told last. The same command goes on with it.</p>`}
     <div class="charts">
       <${Chart} title="Records per second against memory" xLabel="GiB of a device" curves=${pareto} isScatter onOpen=${navigate} height=${300} />
       ${predicted.length > 0 && html`<${Chart} title="Measured ms of a step against predicted" xLabel="predicted ms" curves=${predicted} isScatter onOpen=${navigate} height=${300} />`}

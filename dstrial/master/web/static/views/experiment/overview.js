@@ -58,17 +58,24 @@ export function Overview({ id, experiment, metrics, trials }) {
   const order = useMemo(() => [...rows].sort((a, b) => merit(a, experiment.smallerIsBetter) - merit(b, experiment.smallerIsBetter) || a.id - b.id).map((row) => row.id).slice(0, MOST_CURVES), [rows.map((row) => row.id).join(","), experiment.smallerIsBetter]);
   const { series, isLoading, error } = useCurves(order, metric);
   const byId = useMemo(() => new Map(all.map((row) => [row.id, row])), [all]);
+  // What is a curve already stays the same object, and is not drawn again when others come.
+  const made = useMemo(() => /** @type {WeakMap<object, import("../../parts/chart.js").Curve>} */ (new WeakMap()), [axis, experiment.bestTrial, id]);
   const curves = useMemo(
     () =>
       order
-        .filter((one) => series.has(one) && (!selected.size || selected.has(one)))
+        .filter((one) => !selected.size || selected.has(one))
         .sort((a, b) => a - b)
-        .map((one) => {
-          const found = /** @type {import("../../curves.js").Series} */ (series.get(one));
+        .flatMap((one, colour) => {
+          const found = series.get(one);
+          if (!found) return [];
+          const before = made.get(found);
+          if (before?.colour === colour) return [before];
           const trial = byId.get(one);
-          return { id: one, label: `trial ${one}${one === experiment.bestTrial ? " (best)" : ""}`, xs: xsOf(found, axis, recordsOf(experiment.config, trial?.hparams), trial?.start ?? experiment.start), ys: found.values, isBest: one === experiment.bestTrial, href: `/det/experiments/${id}/trials/${one}` };
+          const curve = { id: one, colour, label: `trial ${one}${one === experiment.bestTrial ? " (best)" : ""}`, xs: xsOf(found, axis, recordsOf(experiment.config, trial?.hparams), trial?.start ?? experiment.start), ys: found.values, isBest: one === experiment.bestTrial, href: `/det/experiments/${id}/trials/${one}` };
+          made.set(found, curve);
+          return [curve];
         }),
-    [series, order, axis, selected, experiment.bestTrial],
+    [series, order, made, selected],
   );
   const records = recordsOf(experiment.config, all[0]?.hparams);
   /** @param {string} one @returns {string} why an axis cannot be had; empty if it can */

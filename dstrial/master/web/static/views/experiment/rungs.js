@@ -40,7 +40,7 @@ export function Rungs({ id, experiment, trials }) {
           </span></td>
         </tr>`)}</tbody>
       </table></div>`)}
-    <p class="muted legend"><i class="on"></i> went on or finished <i class="stopped"></i> stopped <i class="failed"></i> failed <i class="way"></i> on their way</p>
+    <p class="muted legend"><span><i class="on"></i>went on or finished</span><span><i class="stopped"></i>stopped</span><span><i class="failed"></i>failed</span><span><i class="way"></i>on their way</span></p>
     <h2>Who got where</h2>
     ${isCut && html`<p class="muted">Of each rung the best 1000 are listed.</p>`}
     <${Table} name="rungs" label="Trials by rung" rows=${rows} columns=${[

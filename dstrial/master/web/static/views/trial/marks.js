@@ -1,5 +1,7 @@
 // Where a trial was started again, on the axis of its curves.
 
+import { elapsed } from "../../format.js";
+
 /**
  * @typedef {{ run: number, start: string, end: string | null, fromBatch: number, checkpoint: string | null, slots: number, nodes: string, reason: string, exitCode: number | null }} Run
  */
@@ -20,10 +22,11 @@ export function whyAgain(before, run) {
 export function marksOf(runs, axis, records, start) {
   /** @type {Map<number, string[]>} */
   const found = new Map();
+  const times = elapsed(runs.map((run) => Date.parse(run.start)), Date.parse(start));
   runs.forEach((run, idx) => {
     if (!idx) return;
     let x = run.fromBatch;
-    if (axis === "time") x = (Date.parse(run.start) - Date.parse(start)) / 1000;
+    if (axis === "time") x = times[idx];
     else if (axis === "records" && records.perBatch) x *= records.perBatch;
     else if (axis === "epochs" && records.perBatch && records.perEpoch) x *= records.perBatch / records.perEpoch;
     found.set(x, [...(found.get(x) ?? []), whyAgain(runs[idx - 1], run)]);

@@ -1,0 +1,37 @@
+"""What an engine would never start is refused when it is submitted, before anything is stored."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from dstrial.master.backends.backend import Wish
+
+if TYPE_CHECKING:
+    from dstrial.config.diagnostics import Diagnostics
+    from dstrial.master.services import Services
+
+SLOTS_KEY = "resources.slots_per_trial"
+"""Where a back end's refusals say how many slots are asked for."""
+
+
+async def refuse_what_never_starts(
+    services: Services, wish: Wish | None, findings: Diagnostics, *, slots_key: str = SLOTS_KEY
+) -> None:
+    """Refuse a config of something that the engine would never start.
+
+    Args:
+        services: of the running master.
+        wish: what will be asked for; None where that is nothing.
+        findings: of the config, without problems.
+        slots_key: where that config says how many slots it asks for.
+
+    Raises:
+        ConfigError: with what the engine says.
+    """
+    if services.engine is None or wish is None:
+        return
+    # In a thread of its own kind: it may take seconds, and the others are for what takes none.
+    for one in await asyncio.to_thread(services.backend.why_never, wish):
+        findings.problem(slots_key if one.key == SLOTS_KEY else one.key, one.got, one.expected, one.fix)
+    findings.raise_if_any()

@@ -1,0 +1,82 @@
+"""A whole metric of a trial, as its curve is drawn from.
+
+SQLite joins the values of many reports to one text: a row for each of a million reports would be made into objects one after the
+other, and meanwhile no other thread of the master could do anything. What is kept of a curve others decide.
+"""
+
+from __future__ import annotations
+
+import bisect
+import sqlite3
+from itertools import compress
+from typing import Any
+
+import orjson
+
+from dstrial.master.store.reports.metric_values import as_number
+from dstrial.master.store.reports.series import path_of, value_of
+
+_AT_ONCE = 50_000
+"""Reports of one text."""
+# The operator that gives a value as it is written; what else gives it goes through 15 digits.
+_HAS_ARROW = sqlite3.sqlite_version_info >= (3, 38)
+_WHERE = "m.trial_id = ? AND m.group_name = ? AND m.steps >= 0 AND m.steps > ? AND m.archived = 0"
+_PACKED = f"""
+SELECT group_concat(steps), group_concat(end_us), group_concat(value) FROM (
+    SELECT m.steps, m.end_us, coalesce(m.metrics -> ?, 'null') AS value FROM metrics m
+    WHERE {_WHERE} ORDER BY m.steps, m.run_id LIMIT {_AT_ONCE})
+"""  # noqa: S608 - constants
+
+
+def curve(
+    connection: sqlite3.Connection, trial_id: int, group: str, name: str, *, after: int = -1
+) -> tuple[list[int], list[int], list[float]]:
+    """Return a metric of a trial beyond a batch, by batch.
+
+    That is batches, times in microseconds and values. Archived reports and those of no batch are left out, and what is no number.
+    """
+    path = path_of(name)
+    if path is None or not _HAS_ARROW:
+        return _by_row(connection, trial_id, group, name, after)
+    steps: list[int] = []
+    times: list[int] = []
+    values: list[float] = []
+    while True:
+        found = connection.execute(_PACKED, (path, trial_id, group, after)).fetchone()
+        part = [orjson.loads(f"[{text or ''}]") for text in found]
+        num_found = len(part[0])
+        if num_found == _AT_ONCE:
+            # Other reports at the last batch may be beyond the limit: they come with the next part.
+            end = bisect.bisect_left(part[0], part[0][-1]) or num_found
+            part = [column[:end] for column in part]
+        more = _numbers(part)
+        steps += more[0]
+        times += more[1]
+        values += more[2]
+        if num_found < _AT_ONCE:
+            return steps, times, values
+        after = part[0][-1]
+
+
+def _numbers(columns: list[list[Any]]) -> list[list[Any]]:
+    """Return columns without the rows whose last value is no number."""
+    steps, times, given = columns
+    if set(map(type, given)) <= {float}:
+        return columns
+    values = [as_number(value) for value in given]
+    are_there = [value is not None for value in values]
+    return [list(compress(column, are_there)) for column in (steps, times, values)]
+
+
+def _by_row(
+    connection: sqlite3.Connection, trial_id: int, group: str, name: str, after: int
+) -> tuple[list[int], list[int], list[float]]:
+    value, parameters = value_of(name)
+    cursor = connection.execute(
+        f"SELECT m.steps, m.end_us, {value} FROM metrics m WHERE {_WHERE} ORDER BY m.steps, m.run_id",  # noqa: S608 - constants and marks
+        (*parameters, trial_id, group, after),
+    )
+    cursor.row_factory = None  # Tuples are enough, and made in half the time.
+    columns = list(map(list, zip(*cursor, strict=True))) or [[], [], []]
+    steps, times, values = _numbers(columns)
+    return steps, times, values

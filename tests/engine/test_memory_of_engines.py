@@ -1,0 +1,164 @@
+"""Where memory went is what can be computed by hand: half precision, offloading, mixtures of experts, tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import forked_ranks
+import pytest
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
+
+NUM = 2 * 64 * 256
+"""Weights of the layers, two matrices, each as large as the share of a rank."""
+HALF = NUM // 2
+GATE = 2 * 64
+"""Weights that choose between two experts."""
+BUCKET = 4096
+RECORDS, WIDTH = 32, 64
+
+BF16 = {"bf16": {"enabled": True}}
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+TORCH_ADAM = {**BF16, "zero_force_ds_cpu_optimizer": False}
+CUT_ALL = {"stage3_param_persistence_threshold": 0}
+TENSOR_PARALLEL = {
+    "tensor_parallel": {
+        "autotp_size": 2,
+        "partition_config": {
+            "use_default_specs": False,
+            "layer_specs": [
+                {"patterns": [".*down_proj.*"], "partition_type": "row"},
+                {"patterns": [".*up_proj.*"], "partition_type": "column"},
+            ],
+        },
+    }
+}
+
+# Options of the program, and bytes by part. Adam keeps two numbers of 4 bytes for each weight; beside weights of 2 bytes, and
+# with ZeRO, there is a master of 4. Two numbers are least and most: which matrix of a rank's comes first decides.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "bf16": (
+        {"stage": 0, "more": BF16},
+        {"parameters": 2 * NUM, "optimizer": 12 * NUM, "gradients": (2 * NUM, 2 * NUM), "buffers": 0},
+    ),
+    "bf16, ZeRO 1": (
+        {"stage": 1, "more": BF16},
+        {
+            "parameters": 2 * NUM,
+            "optimizer": 12 * HALF,
+            "gradients": (2 * NUM, 2 * NUM),
+            "buffers": 2 * BUCKET,
+        },
+    ),
+    "bf16, ZeRO 1, gradients in float32": (
+        {"stage": 1, "more": {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}},
+        {"parameters": 2 * NUM, "optimizer": 12 * HALF, "gradients": (6 * NUM, 6 * NUM), "buffers": 0},
+    ),
+    # A matrix's gradient waits to be reduced beside the rank's share of all.
+    "bf16, ZeRO 2": (
+        {"stage": 2, "more": BF16},
+        {
+            "parameters": 2 * NUM,
+            "optimizer": 12 * HALF,
+            "gradients": (2 * HALF, 6 * HALF),
+            "buffers": 2 * BUCKET,
+        },
+    ),
+    # Both matrices may be gathered at once.
+    "bf16, ZeRO 3": (
+        {"stage": 3, "more": BF16, "zero": CUT_ALL},
+        {
+            "parameters": 2 * HALF,
+            "optimizer": 12 * HALF,
+            "gradients": (2 * HALF, 6 * HALF),
+            "buffers": (2 * BUCKET, 2 * BUCKET + 2 * NUM),
+        },
+    ),
+    # Gradients of the masters besides. Buffers: one for a matrix on either side, and a copy of the rank's weights on the host.
+    "offloaded, ZeRO 2": (
+        {"stage": 2, "more": TORCH_ADAM, "zero": OFFLOADED},
+        {
+            "parameters": 2 * NUM,
+            "optimizer": 12 * HALF,
+            "gradients": (4 * HALF + 2 * HALF, 4 * HALF + 4 * HALF),
+            "buffers": 2 * BUCKET + 3 * 2 * HALF,
+        },
+    ),
+    "offloaded, ZeRO 3": (
+        {"stage": 3, "more": TORCH_ADAM, "zero": {**OFFLOADED, **CUT_ALL}},
+        {
+            "parameters": 2 * HALF,
+            "optimizer": 12 * HALF,
+            "gradients": (4 * HALF + 2 * HALF, 4 * HALF + 6 * HALF),
+            "buffers": (2 * BUCKET, 2 * BUCKET + 2 * NUM),
+        },
+    ),
+    # Each rank has one of the two experts whole, which nobody shares with it; the rest is divided.
+    "mixture": (
+        {"stage": 0, "is_mixture": True},
+        {
+            "parameters": 4 * (2 * NUM + GATE),
+            "optimizer": 8 * (2 * NUM + GATE),
+            "gradients": (4 * (2 * NUM + GATE), 4 * (2 * NUM + GATE)),
+            "buffers": 0,
+        },
+    ),
+    "mixture, bf16, ZeRO 2": (
+        {"stage": 2, "is_mixture": True, "more": BF16},
+        {
+            "parameters": 2 * (2 * NUM + GATE),
+            "optimizer": 12 * (NUM + (NUM + GATE) // 2),
+            "gradients": (2 * (NUM + HALF), 2 * (3 * NUM + GATE)),
+            "buffers": 2 * BUCKET,
+        },
+    ),
+    "tensor parallel": (
+        {"stage": 0, "more": TENSOR_PARALLEL},
+        {"parameters": 4 * HALF, "optimizer": 8 * HALF, "gradients": (4 * HALF, 4 * HALF), "buffers": 0},
+    ),
+    "tensor parallel, bf16, ZeRO 1": (
+        {"stage": 1, "more": {**BF16, **TENSOR_PARALLEL}},
+        {
+            "parameters": 2 * HALF,
+            "optimizer": 12 * HALF,
+            "gradients": (2 * HALF, 2 * HALF),
+            "buffers": 2 * BUCKET,
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forked_ranks.RunningProgram]:
+    scratch = tmp_path_factory.mktemp("memory")
+    argument = {"scratch": str(scratch), "cases": {name: options for name, (options, _) in CASES.items()}}
+    with forked_ranks.RunningProgram("memory_program", argument, scratch) as running:
+        yield running
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_part_is_as_large_as_what_it_holds(program: forked_ranks.RunningProgram, case: str) -> None:
+    _, expected = CASES[case]
+    for rank, measured in enumerate(program.result(case)):
+        assert "error" not in measured, measured["message"] + measured["traceback"]
+        found = measured["bytes"]
+        assert measured["found_by"] == "storages of tensors; activations and peak operation by operation"
+        for part, size in expected.items():
+            least, most = size if isinstance(size, tuple) else (size, size)
+            # Some numbers of their own besides: counters of steps, losses, norms.
+            assert least <= found[f"{part}_bytes"] <= most + 256, (rank, part, found)
+        assert found["tensors_peak_bytes"] >= found["parameters_bytes"] + found["optimizer_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("case", "num_bytes", "hidden"),
+    [("bf16", 2, 256), ("bf16, ZeRO 3", 2, 256), ("tensor parallel", 4, 128)],
+)
+def test_activations_are_what_backward_needs(
+    program: forked_ranks.RunningProgram, case: str, num_bytes: int, hidden: int
+) -> None:
+    for measured in program.result(case):
+        # The records, what comes of tanh, and what is squared.
+        expected = num_bytes * RECORDS * (WIDTH + hidden + WIDTH)
+        assert expected <= measured["bytes"]["activations_bytes"] <= expected + 64

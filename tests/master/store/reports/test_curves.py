@@ -1,0 +1,92 @@
+"""A curve has every number that was reported, exactly, whatever the reports are like and in however many parts it is read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dstrial.master.store.database import Database, Transaction
+from dstrial.master.store.reports import curves
+from dstrial.master.store.reports.metric_values import as_number, plain
+
+NAMES = ("loss", "a.b, c", 'größe "x"')
+VALUES = st.one_of(
+    st.floats(),
+    st.integers(-(2**70), 2**70),
+    st.sampled_from([True, None, "NaN", "1.5", "a, b]", [1, 2], {"loss": 3}, math.pi, 5e-324, 0.1 + 0.2]),
+)
+REPORTS = st.lists(
+    st.tuples(st.integers(-1, 5), st.integers(0, 1), st.dictionaries(st.sampled_from(NAMES), VALUES)),
+    max_size=12,
+    unique_by=lambda one: one[0],
+)
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
+    with contextlib.closing(Database(tmp_path_factory.mktemp("curves") / "master.db")) as made:
+        yield made
+
+
+def store(database: Database, rows: list[tuple[int, int, int, int, str]]) -> None:
+    def write(tx: Transaction) -> None:
+        tx.execute("DELETE FROM metrics")
+        tx.executemany(
+            "INSERT INTO metrics (trial_id, group_name, run_id, steps, end_us, archived, metrics) VALUES (1, 'g', ?, ?, ?, ?, ?)",
+            rows,
+        )
+
+    database.write(write)
+
+
+def read(database: Database, name: str, after: int = -1) -> list[tuple[int, int, str]]:
+    with database.read() as connection:
+        steps, times, values = curves.curve(connection, 1, "g", name, after=after)
+    assert all(type(value) is float for value in values)
+    return list(zip(steps, times, map(str, values), strict=True))
+
+
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(REPORTS, st.sampled_from([-1, 2]))
+def test_a_curve_is_what_reading_every_report_would_give(
+    database: Database, reports: list[tuple[int, int, dict[str, Any]]], after: int
+) -> None:
+    stored = [(steps, archived, json.dumps(plain(one))) for steps, archived, one in reports]
+    store(database, [(1, steps, 10**15 + steps, archived, text) for steps, archived, text in stored])
+    for name in (*NAMES, "never"):
+        expected = [
+            (steps, 10**15 + steps, str(number))
+            for steps, archived, text in sorted(stored)
+            if steps > after
+            and steps >= 0
+            and not archived
+            and (number := as_number(json.loads(text).get(name))) is not None
+        ]
+        assert read(database, name, after) == expected
+
+
+@pytest.mark.parametrize("num_at_last", [1, 2, 3])
+def test_what_is_read_in_parts_has_every_report_once(database: Database, num_at_last: int) -> None:
+    # Two runs have reported at the batch where a part ends.
+    last = curves._AT_ONCE - 1
+    rows = [(1, steps, steps, 0, f'{{"loss": {steps}.25}}') for steps in range(last + 10)]
+    rows += [(1 + run, last, last + run, 0, '{"loss": -1.0}') for run in range(1, num_at_last)]
+    store(database, rows)
+    found = read(database, "loss")
+    expected = sorted((steps, end_us, run) for run, steps, end_us, *_ in rows)
+    assert [(steps, end_us) for steps, end_us, _ in found] == [
+        (steps, end_us) for steps, end_us, _ in expected
+    ]
+    assert [value for steps, end_us, value in found if end_us == steps][-1] == f"{last + 9}.25"
+
+
+def test_reports_that_are_all_at_one_batch_end(database: Database) -> None:
+    store(database, [(run, 7, run, 0, '{"loss": 1.0}') for run in range(curves._AT_ONCE + 5)])
+    assert len(read(database, "loss")) >= curves._AT_ONCE

@@ -1,0 +1,300 @@
+"""The page under clocks that are wrong: the reader's, which jumps under an open page, and those of nodes that report."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import re
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browsing import Browser
+from seeded import add_experiment
+from seeded_cluster import add_search, add_task
+from seeded_trials import add_lines, add_runs, task_of, trials_of
+from serving import Master
+
+from dstrial.master.clock import now_us
+
+pytestmark = pytest.mark.process
+
+HOUR_S = 3600
+DAY_S = 24 * HOUR_S
+# What a person would read as a time or an age below zero, or as none: "-1h", "-0.5 hours ago", "NaN".
+NEGATIVE = re.compile(r"(?<![\w.-])-\d[\d.]*\s?(?:d|h|m|s|ms|hours|minutes|days)\b|\bNaN\b|Invalid|undefined")
+TOOK = re.compile(r"^1h( [0-9]m)?$")
+JUMPS: dict[str, Callable[[Any], None]] = {
+    "a day forwards": lambda clock: clock.set_system_time(time.time() + DAY_S),
+    "an hour back": lambda clock: clock.set_system_time(time.time() - HOUR_S),
+    # With it everything else of the browser that measures time goes on, too.
+    "an hour asleep": lambda clock: clock.fast_forward(HOUR_S * 1000),
+}
+"""What happens to a browser's clock while a page is open."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Seeded:
+    experiment: int
+    """Runs for an hour, with two trials."""
+    trial: int
+    task: str
+    search: str
+    wrong: int
+    """Whose times are in the future, go backwards, or end before they begin."""
+    wrong_trial: int
+
+
+@pytest.fixture(scope="module")
+def seeded(seeded_master: Master) -> Seeded:
+    def fill(tx):
+        experiment = add_experiment(tx, name="runs", state="ACTIVE", num_trials=2)
+        trial = trials_of(tx, experiment)[0]
+        add_runs(tx, trial, [(0, 2, None, "")])
+        task = add_task(tx, name="prints", slots=(3,), num_slots=1)
+        for owner, of in ((task, None), (task_of(tx, trial), trial)):
+            add_lines(tx, owner, of, [(0, "INFO", f"line {idx}") for idx in range(20)])
+        wrong = add_experiment(tx, name="wrong", state="ACTIVE", num_trials=2, num_points=40)
+        wrong_trial, ended = trials_of(tx, wrong)
+        add_runs(tx, wrong_trial, [(0, 2, 1, "lost"), (200, 2, 0, "stopped"), (300, 2, None, "")])
+        hour_us = HOUR_S * 1_000_000
+        for sql, *values in (
+            # It begins in an hour, and one of its trials has ended before it began.
+            ("UPDATE experiments SET start_us = ? WHERE id = ?", now_us() + hour_us, wrong),
+            ("UPDATE trials SET start_us = ? WHERE id = ?", now_us() + hour_us, wrong_trial),
+            ("UPDATE trials SET end_us = start_us - ? WHERE id = ?", hour_us, ended),
+            # Its second run ended before it began, its third begins in a day.
+            (
+                "UPDATE allocations SET end_us = start_us - ? WHERE trial_id = ? AND run_id = 2",
+                hour_us,
+                wrong_trial,
+            ),
+            (
+                "UPDATE allocations SET start_us = start_us + ? WHERE trial_id = ? AND run_id = 3",
+                24 * hour_us,
+                wrong_trial,
+            ),
+            # From batch 200 on its node's clock is an hour behind, from batch 300 on two days ahead.
+            (
+                "UPDATE metrics SET end_us = end_us - ? WHERE trial_id = ? AND steps BETWEEN 200 AND 299",
+                hour_us,
+                wrong_trial,
+            ),
+            (
+                "UPDATE metrics SET end_us = end_us + ? WHERE trial_id = ? AND steps >= 300",
+                48 * hour_us,
+                wrong_trial,
+            ),
+        ):
+            tx.execute(sql, values)
+        add_lines(
+            tx, task_of(tx, wrong_trial), wrong_trial, [(0, "INFO", f"step {idx}") for idx in range(30)]
+        )
+        tx.execute(
+            "UPDATE logs SET time_us = CASE WHEN id % 3 = 0 THEN 0 WHEN id % 3 = 1 THEN time_us - ? ELSE 253402300799000000 END "
+            "WHERE trial_id = ?",
+            (hour_us, wrong_trial),
+        )
+        search = add_search(tx)
+        return Seeded(experiment, trial, task, search, wrong, wrong_trial)
+
+    return seeded_master.services.database.write(fill)
+
+
+def took(browser: Browser, name: str) -> str:
+    """Return what a table says in the column *Took* of the row with a link of this text."""
+    found = browser.page.evaluate(
+        """(name) => {
+          const row = [...document.querySelectorAll('tbody tr a')].find((a) => a.textContent === name).closest('tr');
+          const at = [...document.querySelectorAll('thead th')].findIndex((one) => one.innerText.startsWith('Took'));
+          return row.cells[at].innerText;
+        }""",
+        name,
+    )
+    return str(found).strip()
+
+
+def assert_no_time_below_zero(browser: Browser, where: str) -> None:
+    found = NEGATIVE.findall(browser.text("main"))
+    assert found == [], f"{where}: {found}"
+
+
+def open_all(browser: Browser, paths: tuple[str, ...]) -> None:
+    for path in paths:
+        browser.open(path)
+        browser.until("!document.querySelector('.loading')")
+        browser.page.wait_for_timeout(200)
+        assert_no_time_below_zero(browser, path)
+
+
+@pytest.mark.parametrize("jump", JUMPS)
+def test_ages_are_by_the_masters_clock_when_the_readers_jumps(
+    open_browser: Callable[..., Browser], seeded_master: Master, seeded: Seeded, jump: str
+) -> None:
+    seeded_master.change("UPDATE experiments SET name = 'runs' WHERE id = ?", seeded.experiment)
+    browser = open_browser()
+    browser.page.clock.install()
+    browser.open("/det/experiments", "tbody tr[data-idx]")
+    assert TOOK.match(took(browser, "runs"))
+    browser.page.evaluate("window.isSame = true")
+    JUMPS[jump](browser.page.clock)
+    # What happens after the jump is shown, and ages are as old as they were.
+    for number, name in enumerate(("renamed", "runs")):
+        seeded_master.services.database.write(
+            lambda tx, name=name: (
+                tx.execute("UPDATE experiments SET name = ? WHERE id = ?", (name, seeded.experiment)),
+                tx.publish(f"experiment:{seeded.experiment}"),
+            )
+        )
+        browser.until(f"document.querySelector('tbody').innerText.includes('{name}')")
+        assert TOOK.match(took(browser, name)), (number, took(browser, name))
+    assert browser.page.evaluate("window.isSame")
+    # A view that is opened after the jump.
+    for path in (f"/det/experiments/{seeded.experiment}", f"/det/trials/{seeded.trial}"):
+        browser.open(path, ".facts")
+        assert re.search(r", 1h( [0-9]m)?$", browser.text(".facts"), re.MULTILINE), browser.text(".facts")
+    browser.open("/det/searches", "tbody tr[data-idx]")
+    assert TOOK.match(took(browser, "gpt"))
+
+
+@pytest.mark.parametrize("jump", JUMPS)
+def test_live_views_go_on_when_the_readers_clock_jumps(
+    open_browser: Callable[..., Browser], seeded_master: Master, seeded: Seeded, jump: str
+) -> None:
+    database = seeded_master.services.database
+
+    def jumping(path: str, wait_for: str) -> Browser:
+        browser = open_browser()
+        browser.page.clock.install()
+        browser.open(path, wait_for)
+        browser.page.evaluate("window.isSame = true")
+        JUMPS[jump](browser.page.clock)
+        return browser
+
+    log = jumping(f"/det/trials/{seeded.trial}/logs", ".line")
+    cluster = jumping("/det/clusters?hours=1", "[aria-label=Queue] tbody tr[data-idx]")
+    search = jumping(f"/det/searches/{seeded.search}", "tbody tr.best")
+    for turn in range(3):
+        name = f"turn {jump} {turn}"
+        task = database.write(
+            lambda tx, name=name: (
+                add_lines(tx, task_of(tx, seeded.trial), seeded.trial, [(1, "WARNING", name)]),
+                tx.execute(
+                    "UPDATE experiments SET notes = '' WHERE labels LIKE ?", (f"%dsat-{seeded.search}%",)
+                ),
+                tx.execute(
+                    "UPDATE experiments SET description = ? WHERE labels LIKE ?",
+                    (f"dsat predict: {name}", f"%dsat-{seeded.search}-2%"),
+                ),
+                tx.publish(f"experiment:{seeded.experiment}"),
+                add_task(tx, name=name, num_slots=8),
+            )[-1]
+        )
+        for browser, where in (
+            (log, ".lines"),
+            (cluster, "[aria-label=Queue] tbody"),
+            (search, "[aria-label=Configurations] tbody"),
+        ):
+            browser.until(f"document.querySelector('{where}').innerText.includes('{name}')")
+            assert_no_time_below_zero(browser, where)
+            assert browser.page.evaluate("window.isSame")
+        seeded_master.change("DELETE FROM commands WHERE task_id = ?", task)
+    assert log.text("button:has-text('Following')") == "Following"
+    labels = cluster.page.evaluate(
+        "[...document.querySelectorAll('.plot')].map((one) => one.getAttribute('aria-label'))"
+    )
+    assert labels == ["Slots in use over minutes ago: 2 curves"]
+
+
+def rows_of(browser: Browser, button: str, directory: Path) -> list[dict[str, str]]:
+    """Return the CSV that a button downloads."""
+    with browser.page.expect_download() as download:
+        browser.page.click(button)
+    target = directory / "found.csv"
+    download.value.save_as(target)
+    with target.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_charts_by_time_never_go_back_when_the_clock_of_a_node_did(
+    open_browser: Callable[..., Browser], seeded: Seeded, tmp_path: Path
+) -> None:
+    browser = open_browser()
+    for path in (
+        f"/det/experiments/{seeded.wrong}/overview?x=time",
+        f"/det/trials/{seeded.wrong_trial}/metrics?x=time",
+        f"/det/compare?trials={seeded.wrong_trial}&x=time",
+    ):
+        browser.open(path, ".chart .plot:not([aria-label$=': 0 curves'])")
+        rows = rows_of(browser, ".chart button:has-text('CSV')", tmp_path)
+        xs = [
+            float(row["time since the start"])
+            for row in rows
+            if row["curve"].startswith(f"trial {seeded.wrong_trial}")
+        ]
+        assert len(xs) == 40
+        assert xs == sorted(xs), path
+        assert xs[0] >= 0
+        assert xs[-1] < 72 * HOUR_S  # And it has not been left at the end of what was ahead.
+        assert_no_time_below_zero(browser, path)
+
+
+def test_no_view_shows_a_time_below_zero_of_a_master_whose_times_are_wrong(
+    open_browser: Callable[..., Browser], seeded_master: Master, seeded: Seeded, tmp_path: Path
+) -> None:
+    browser = open_browser()
+    open_all(
+        browser,
+        (
+            f"/det/experiments/{seeded.wrong}",
+            f"/det/trials/{seeded.wrong_trial}",
+            f"/det/trials/{seeded.wrong_trial}/logs",
+            f"/det/compare?experiments={seeded.wrong},{seeded.experiment}",
+            "/det/clusters?hours=24",
+            "/det/tasks",
+        ),
+    )
+    for path, row in (
+        ("/det/experiments", "tbody tr[data-idx]"),
+        (f"/det/experiments/{seeded.wrong}", "tbody tr[data-idx]"),
+        (f"/det/trials/{seeded.wrong_trial}/runs", "tbody tr[data-idx='2']"),
+    ):
+        browser.open(path, row)
+        found = [one["Took"] for one in rows_of(browser, ".table button:has-text('CSV')", tmp_path)]
+        assert [value for value in found if float(value) < 0] == [], path
+    use = seeded_master.get("/page/cluster/usage?hours=24").json
+    assert 0 <= min(use["used"]) <= max(use["used"])
+
+
+@pytest.mark.parametrize(
+    ("told", "status"),
+    [
+        ("0001-01-01T00:00:00Z", 200),
+        ("9999-12-31T23:59:59.999999Z", 200),
+        ("9999-12-31T23:59:59-23:00", 400),
+        ("0001-01-01T00:00:00+23:00", 400),
+    ],
+)
+def test_a_time_at_the_end_of_all_times_keeps_no_view_from_being_shown(
+    open_browser: Callable[..., Browser], seeded_master: Master, seeded: Seeded, told: str, status: int
+) -> None:
+    body = {
+        "uuid": str(uuid.uuid4()),
+        "taskId": "1.request",
+        "allocationId": "1.request.1",
+        "reportTime": told,
+    }
+    answer = seeded_master.send(
+        "POST",
+        "/api/v1/checkpoints",
+        {**body, "resources": {"a": "1"}, "metadata": {"steps_completed": 1}, "state": "STATE_COMPLETED"},
+        token="trial-1",
+    )
+    assert answer.status == status, answer.content
+    browser = open_browser()
+    browser.open("/det/experiments/1/checkpoints", "tbody tr[data-idx='0']")
+    browser.open("/det/trials/1/checkpoints", "tbody tr[data-idx='0']")
+    assert [text for text in browser.texts("time") if "Invalid" in text] == []
