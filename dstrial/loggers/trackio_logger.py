@@ -25,7 +25,7 @@ class TrackioLogger:
         self._options = options
         self._run: Any = None
         self._last_batch = 0
-        self._known_failures: set[str] = set()
+        self._has_told = False
 
     def begin(self, run: LoggedRun) -> str:
         """Begin the run, or take up the one of its name."""
@@ -66,13 +66,16 @@ class TrackioLogger:
         """Say how the run has ended, and wait until all is written."""
         self._run.log({"state": state}, step=self._last_batch)
         self._run.finish()
-        self._require_written()
+        if not self._has_told:  # The warning of a loss says that more may follow.
+            self._require_written()
 
     def _require_written(self) -> None:
-        """Raise what Trackio only warns of, once each: it drops what it cannot write."""
-        failures = set(getattr(self._run, "_warned_failures", ())) - self._known_failures
-        self._known_failures |= failures
+        """Raise what Trackio only warns of: it drops what it cannot write."""
+        noted = getattr(self._run, "_warned_failures", set())
+        failures = tuple(noted)
         if failures:
+            noted.difference_update(failures)  # It notes each kind once: the next loss is noticed, too.
+            self._has_told = True
             raise OSError(
                 f"Trackio has dropped reports ({', '.join(sorted(failures))}; its warning says why)"
             )
