@@ -68,7 +68,7 @@ def summary_rows(
                 f"{slow}: {own_work[slow]:.3g} ms of data wait and forward a batch; others {others:.3g} ms",
             )
         )
-    rows.append(("compute", _compute(document)))
+    rows += _compute(document)
     if memory := _memory(document["memory_bytes"]):
         rows.append(("memory", memory))
     return rows + memory_rows(document["memory_bytes"], predicted)
@@ -98,30 +98,31 @@ def _parts(document: Mapping[str, Any], ranks: Sequence[Mapping[str, float]], ba
     return f"{', '.join(texts)} (by {clock})"
 
 
-def _compute(document: Mapping[str, Any]) -> str:
+def _compute(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what a device computes, and of which peak."""
     model = document.get("model_tflops_per_device")
     if model is None:
-        return f"FLOPs unknown: {document.get('flops_unknown') or 'not counted'}"
+        return [("compute", f"FLOPs unknown: {document.get('flops_unknown') or 'not counted'}")]
     text = f"{_flops(model)} a device, counted in the first batch"
     peak = document.get("peak")
     if peak is None:
-        return text
-    size, threads = peak["size"], peak["num_threads"]
+        return [("compute", text)]
     text += f"; MFU {_percent(document['mfu'])}"
     if document["hfu"] > 1.0001 * document["mfu"]:
         text += f", HFU {_percent(document['hfu'])} with recomputation"
+    size, threads = peak["size"], peak["num_threads"]
     on = peak["device"] + (f", {threads} thread{'s' * (threads > 1)}" if threads else "")
-    text += (
-        f", of {_flops(peak['flops_per_s'] / 1e12)} that {peak['dtype']} matrices of {size} reach here ({on})"
-    )
+    of = f"{_flops(peak['flops_per_s'] / 1e12)}, which {peak['dtype']} matrices of {size} reach here ({on})"
     sheet = peak.get("data_sheet_flops_per_s")
     if sheet:
-        text += f"; data sheet: {_flops(sheet / 1e12)}, of which {_percent(model * 1e12 / sheet)}"
+        of += f"; data sheet: {_flops(sheet / 1e12)}, of which {_percent(model * 1e12 / sheet)}"
+    rows = [("compute", text), ("  of a peak", of)]
     if document["hfu"] > 1.0:
-        text += f"; over 100 %, so the peak is wrong: remove {peak.get('file', 'matmul_peaks.json')} to have it measured anew"
+        file = peak.get("file", "matmul_peaks.json")
+        rows.append(("  which is", f"wrong, as it is exceeded: remove {file} to have it measured anew"))
     elif peak.get("is_doubtful"):
-        text += "; the peak was measured on a busy machine, and is measured again at the end of a run on a less busy one"
-    return text
+        rows.append(("  which is", "of a busy machine; a run that ends on a less busy one measures it again"))
+    return rows
 
 
 def _memory(ranks: Sequence[Mapping[str, int]]) -> str:
