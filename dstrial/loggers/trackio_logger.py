@@ -71,7 +71,7 @@ class TrackioLogger:
 
     def _require_written(self) -> None:
         """Raise what Trackio only warns of: it drops what it cannot write."""
-        noted = getattr(self._run, "_warned_failures", set())
+        noted: set[str] = getattr(self._run, "_warned_failures", set())
         failures = tuple(noted)
         if failures:
             noted.difference_update(failures)  # It notes each kind once: the next loss is noticed, too.
