@@ -39,7 +39,7 @@ QUICK := not process and not ranks and not gpu and not loggers
 # What `make coverage` runs; what subprocesses and ranks execute is not counted.
 COVERED ?= $(QUICK)
 SLOW := (process or ranks) and not gpu
-# Clusters have deadlines of their own, which a busy machine does not keep: no more of them at once than there are cores, and nothing beside them.
+# Clusters have deadlines of their own, which a busy machine does not keep: nothing else beside them.
 HOSTS_TESTS := tests/hosts
 # With PYTEST_ARGS="-k …" a tier may have no such test.
 or-none = $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ])
@@ -68,7 +68,7 @@ test-slow: venv ## run the tests that start processes or ranks on this machine
 	$(BIN)/python $(call pytest,$(SLOW)) --ignore=$(HOSTS_TESTS) $(or-none)
 
 test-hosts: venv ## run the tests over several hosts, in jobs of Slurm and on Ray, on machines made of namespaces
-	$(BIN)/python $(call pytest,$(SLOW),$(WORKERS)) $(HOSTS_TESTS) $(or-none)
+	$(BIN)/python $(call pytest,$(SLOW)) $(HOSTS_TESTS) $(or-none)
 
 coverage: venv ## print which branches the quick tests take; all tests: COVERED="not gpu"
 	$(BIN)/python $(call pytest,$(COVERED)) --cov --cov-report=term
