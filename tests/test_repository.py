@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -255,6 +256,12 @@ def test_the_makefile_has_the_targets_that_the_documents_name() -> None:
         )
         named = {target for command in commands for target in command.split()}
         assert named <= targets, document
+
+
+def test_no_two_test_modules_have_one_name() -> None:
+    # pytest imports them by their names alone, and refuses the second.
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, number in names.items() if number > 1] == []
 
 
 def test_the_license_is_apache_2() -> None:

@@ -33,7 +33,7 @@ output.write_text(json.dumps(found))
 
 def allocation(scratch: Path) -> dict[str, str]:
     """Record what a real master starts a trial with: its environment and its files; and what its ranks then see."""
-    sys.path.append(str(ROOT / "tests" / "master"))
+    sys.path += [str(ROOT / "tests" / "master"), str(ROOT / "tests")]
     from submitting import log_of, submit, wait_until
 
     from dstrial.testing.master import master_for_test

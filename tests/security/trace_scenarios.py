@@ -26,7 +26,7 @@ import yaml
 from dstrial.testing.master import MasterForTest, master_for_test
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "master"))
+sys.path[:0] = [str(ROOT / "tests" / "master"), str(ROOT / "tests")]
 from submitting import processes_with, submit, trials, wait_until  # noqa: E402
 
 PLACES = ("/tmp", "/dev/shm")
