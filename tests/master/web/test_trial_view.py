@@ -177,6 +177,7 @@ def test_a_trial_with_ten_thousand_metrics_is_searched(open_browser: Open, seede
     browser.until("document.querySelector('.filters').innerText.includes('10 metrics')")
     browser.until("document.querySelectorAll('main .charts > div').length === 10")
     browser.page.fill("input[aria-label='Find metrics']", "")
+    browser.until("document.querySelectorAll('main .charts > div').length === 24")
     browser.page.click("button:has-text('Show 24 more')")
     browser.until("document.querySelectorAll('main .charts > div').length === 48")
 
