@@ -47,7 +47,7 @@ _NEW_PASS: CodeType = _engine_run_backward.__code__
 
 
 def origin() -> tuple[Origin, str]:
-    """Return what asks for the operation that is being dispatched, within a backward pass.
+    """Return what asks for the operation that is dispatched in backward.
 
     Returns:
         What, and the function's module and name where it is ``CODE``.

@@ -311,7 +311,7 @@ def test(script: Path) -> None:
 
 
 def _ask_for_test(script: Path, timeout_s: float = 2 * _TIMEOUT_S) -> tuple[int, str, str, list[str]]:
-    """Have sbatch look at a job; return its exit code, output and errors, and the nodes that the job waits for.
+    """Have sbatch look at a job; return what it says, and missing nodes.
 
     Those are nodes that are down or drained, of a job that sbatch calls impossible. They count as they were before sbatch was
     asked and after: it is asked again where one has changed meanwhile.
@@ -336,7 +336,7 @@ def _ask_for_test(script: Path, timeout_s: float = 2 * _TIMEOUT_S) -> tuple[int,
 
 
 def _options_in(script: Path) -> list[str]:
-    """Return the options of a script; none where it cannot be read, of which sbatch tells."""
+    """Return the options of a script; none where it cannot be read."""
     try:
         return options_of(script.read_text(encoding="utf-8"))
     except OSError:
@@ -344,7 +344,7 @@ def _options_in(script: Path) -> list[str]:
 
 
 def _over_limits(script: Path, said: str) -> str | None:
-    """Return which limit of its account or QOS keeps a job from ever starting; None where that is not known.
+    """Return which limit keeps a job from ever starting; None if not known.
 
     Slurm says nothing of it before the job waits, unless the QOS has ``DenyOnLimit``.
 
@@ -419,7 +419,7 @@ def is_refusal(code: int, said: str) -> bool:
 
 
 def is_full(said: str) -> bool:
-    """Say whether sbatch refuses a job for those that its user has in the queue already. Pure."""
+    """Say whether sbatch refuses a job as its user has too many queued. Pure."""
     return _POLICY in said.lower() and not is_refusal(1, said)
 
 

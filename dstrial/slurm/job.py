@@ -139,7 +139,7 @@ _LIMIT = re.compile(r"(QOS|Assoc)(?:Max|Grp)\w+")
 
 
 def is_for_ever(reason: str) -> bool:
-    """Say whether a job waits for ever, unless somebody changes the cluster or the job. Pure.
+    """Say whether a job waits for ever, unless it or the cluster changes. Pure.
 
     Args:
         reason: why it waits, in Slurm's word.

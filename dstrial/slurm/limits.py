@@ -36,7 +36,7 @@ class Size:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Association:
-    """What a user of an account, or the account, may have; a line of ``sacctmgr show assoc``.
+    """What a user or an account may have; a line of ``sacctmgr show assoc``.
 
     Attributes:
         user: whose; empty for the account itself.
@@ -75,7 +75,7 @@ def limits_of(qos: str) -> list[str]:
 
 
 def size_of(said: str) -> Size | None:
-    """Read what ``sbatch --test-only`` says of a job that it takes; None where it says nothing of its size."""
+    """Read the size of a job from ``sbatch --test-only``; None if it says none."""
     found = re.search(r"using (\d+) processors on nodes (\S+) in partition (\S+)", said)
     if found is None:
         return None
@@ -107,7 +107,7 @@ def own_associations(found: Sequence[Association], user: str, partition: str) ->
 
 
 def over_qos(size: Size, qos: str, limits: Mapping[str, Mapping[str, int]]) -> str | None:
-    """Say which limit of a QOS no job of this size ever keeps to; None where there is none."""
+    """Say which limit of a QOS a job of this size never keeps to; None if none."""
     for name, who in _OF_QOS:
         for what, most in limits.get(name, {}).items():
             if size.counts.get(what, 0) > most:
@@ -122,7 +122,7 @@ def over_account(
     found: Sequence[Association],
     limits: Mapping[str, Mapping[str, int]],
 ) -> str | None:
-    """Say which limit of an account no job of this size ever keeps to; None where there is none.
+    """Say which limit of an account it never keeps to; None if there is none.
 
     A limit of the QOS, which is given, too, counts in place of the account's.
     """

@@ -1,4 +1,4 @@
-"""Whether the nodes that a partition has could hold a job, also those that are down or drained now; pure.
+"""Whether all nodes of a partition, down ones too, could hold a job; pure.
 
 ``sbatch --test-only`` says of both kinds of job the same: of one that no node could hold, and of one whose nodes will be back.
 """
@@ -38,7 +38,7 @@ class Room:
 
 
 def parse_room(text: str, partitions: str | None) -> list[Room]:
-    """Read what ``NODES`` prints of some partitions, with commas; of the default one for None."""
+    """Read what ``NODES`` prints of some partitions; None: of the default one."""
     wanted = None if partitions is None else partitions.split(",")
     found: dict[str, Room] = {}
     for line in text.splitlines():
@@ -54,7 +54,7 @@ def parse_room(text: str, partitions: str | None) -> list[Room]:
 
 
 def missing_nodes(options: Sequence[str], nodes: Sequence[Room]) -> list[str]:
-    """Return the nodes that are down or drained, if a job waits for some of them and for nothing else.
+    """Return the down or drained nodes, if a job waits for them alone.
 
     Args:
         options: of sbatch, those of the script.
@@ -67,7 +67,7 @@ def missing_nodes(options: Sequence[str], nodes: Sequence[Room]) -> list[str]:
 
 
 def _fits(options: Sequence[str], nodes: Sequence[Room]) -> bool:
-    """Say whether nodes without jobs could hold a job, as far as its options are known here."""
+    """Say whether nodes without jobs could hold a job, by its known options."""
     excluded = _names(value_of(options, "--exclude", "-x"))
     there = {node.name: _num_tasks(options, node) for node in nodes if node.name not in excluded}
     most = {name: count for name, count in there.items() if count}

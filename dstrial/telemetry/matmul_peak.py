@@ -94,7 +94,7 @@ def known_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
 
 
 def load_now() -> float:
-    """Return how many processes want a processor, by processor, as the last minute shows it."""
+    """Return how many processes want a processor, by processor, over a minute."""
     return os.getloadavg()[0] / len(os.sched_getaffinity(0))
 
 

@@ -1,4 +1,4 @@
-"""What an engine would never start is refused when it is submitted, before anything is stored."""
+"""Refuse what an engine would never start, before anything is stored."""
 
 from __future__ import annotations
 

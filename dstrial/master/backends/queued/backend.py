@@ -889,7 +889,7 @@ class QueuedBackend(LinkedBackend):
         return job_id, num_slots
 
     def _has_with_all(self, request: JobRequest, wish: Wish) -> bool:
-        """Say whether a request that is refused would be taken with the nodes that are switched off."""
+        """Say whether a refused request would be taken with the disabled nodes."""
         if not wish.off:
             return False
         left = dataclasses.replace(wish, kept_off=wish.kept_off - wish.off)

@@ -88,7 +88,7 @@ def by_rank(
 
 
 def _chosen(connection: sqlite3.Connection, trial_id: int, name: str) -> list[int]:
-    """Return the ids of the reports to read: found by an index alone, without a look into any other."""
+    """Return the ids of the reports to read, found by an index alone."""
     ends = [
         connection.execute(
             "SELECT id, (SELECT MAX(CASE j.type WHEN 'array' THEN json_array_length(j.value) END) "  # noqa: S608 - constants

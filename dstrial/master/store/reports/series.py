@@ -121,7 +121,7 @@ def _rows(
 
 
 def path_of(name: str) -> str | None:
-    """Return the JSON path of a metric of a report; None where SQLite would not find it by one."""
+    """Return the JSON path of a report's metric; None where SQLite finds none."""
     return f'$."{name}"' if _PLAIN_NAME.fullmatch(name) else None
 
 
