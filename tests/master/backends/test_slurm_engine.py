@@ -115,7 +115,9 @@ def test_what_sbatch_refuses_is_a_problem_of_the_key_that_asks_for_it() -> None:
     no_nodes = "allocation failure: Requested node configuration is not available"
     options = {"sbatch_args": ["--partition=nope"]}
     found = refusal_of(
-        JobRequest("check", "t", 1, settings=options), "invalid partition specified: nope", "Fix."
+        JobRequest("check", "t", 1, settings=options),
+        "sbatch says: invalid partition specified: nope",
+        "Fix.",
     )
     assert found == Refusal(
         "slurm.sbatch_args",
