@@ -18,7 +18,7 @@ from typing import TypeVar
 from dstrial.errors import LaunchError, NodesDownError, NodesUnknownError
 from dstrial.slurm import limits
 from dstrial.slurm.job import Job, parse_job
-from dstrial.slurm.room import NODES, missing_nodes, parse_room
+from dstrial.slurm.node_resources import NODES, missing_nodes, parse_node_resources
 from dstrial.slurm.script import options_of, value_of
 
 _TIMEOUT_S = 30.0
@@ -332,7 +332,7 @@ def _ask_for_test(script: Path, timeout_s: float = 2 * _TIMEOUT_S) -> tuple[int,
     options = _options_in(script)
     # sbatch takes the environment before the script.
     partitions = os.environ.get("SBATCH_PARTITION") or value_of(options, "--partition", "-p")
-    return code, output, errors, missing_nodes(options, parse_room(nodes or "", partitions))
+    return code, output, errors, missing_nodes(options, parse_node_resources(nodes or "", partitions))
 
 
 def _options_in(script: Path) -> list[str]:

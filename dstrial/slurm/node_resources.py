@@ -14,13 +14,13 @@ from dstrial.slurm.script import value_of
 from dstrial.slurm.squeue import is_up, num_gpus
 
 NODES = ("sinfo", "--noheader", "--Node", "--exact", "-o", "%N|%P|%T|%c|%m|%G")
-"""The command that ``parse_room`` reads."""
+"""The command that ``parse_node_resources`` reads."""
 _UNITS_MIB = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
 _PER_TASK = ("--gpus-per-task",)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Room:
+class NodeResources:
     """What a node has.
 
     Attributes:
@@ -37,23 +37,23 @@ class Room:
     is_up: bool
 
 
-def parse_room(text: str, partitions: str | None) -> list[Room]:
+def parse_node_resources(text: str, partitions: str | None) -> list[NodeResources]:
     """Read what ``NODES`` prints of some partitions; None: of the default one."""
     wanted = None if partitions is None else partitions.split(",")
-    found: dict[str, Room] = {}
+    found: dict[str, NodeResources] = {}
     for line in text.splitlines():
         name, partition, state, cpus, memory, gres, *_ = (word.strip() for word in f"{line}||||||".split("|"))
         numbers = re.match(r"\d+", cpus), re.match(r"\d+", memory)
         is_wanted = partition.endswith("*") if wanted is None else partition.rstrip("*") in wanted
         if is_wanted and numbers[0] is not None and numbers[1] is not None:
             responds = "*" not in state
-            found[name] = Room(
+            found[name] = NodeResources(
                 name, int(numbers[0][0]), int(numbers[1][0]), num_gpus(gres), responds and is_up(state)
             )
     return list(found.values())
 
 
-def missing_nodes(options: Sequence[str], nodes: Sequence[Room]) -> list[str]:
+def missing_nodes(options: Sequence[str], nodes: Sequence[NodeResources]) -> list[str]:
     """Return the down or drained nodes, if a job waits for them alone.
 
     Args:
@@ -66,7 +66,7 @@ def missing_nodes(options: Sequence[str], nodes: Sequence[Room]) -> list[str]:
     return sorted(node.name for node in nodes if not node.is_up and node.name not in excluded)
 
 
-def _fits(options: Sequence[str], nodes: Sequence[Room]) -> bool:
+def _fits(options: Sequence[str], nodes: Sequence[NodeResources]) -> bool:
     """Say whether nodes without jobs could hold a job, by its known options."""
     excluded = _names(value_of(options, "--exclude", "-x"))
     there = {node.name: _num_tasks(options, node) for node in nodes if node.name not in excluded}
@@ -87,7 +87,7 @@ def _fits(options: Sequence[str], nodes: Sequence[Room]) -> bool:
     return sum(counts[:num_most]) >= num_tasks
 
 
-def _num_tasks(options: Sequence[str], node: Room) -> int:
+def _num_tasks(options: Sequence[str], node: NodeResources) -> int:
     """Return how many tasks of a job a node could hold."""
     per_task = max(_number(value_of(options, "--cpus-per-task", "-c"), 1), 1)
     found = node.cpus // per_task

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dstrial.slurm.room import missing_nodes, parse_room
+from dstrial.slurm.node_resources import missing_nodes, parse_node_resources
 
 _NODES = """host1|low*|idle|4|4000|(null)
 host1|high|idle|4|4000|(null)
@@ -43,9 +43,9 @@ far1|far|down|64|9000|(null)
 )
 def test_a_job_waits_for_nodes_that_could_hold_it(options: list[str], expected: list[str]) -> None:
     partition = next((one.partition("=")[2] for one in options if one.startswith("--partition")), None)
-    assert missing_nodes(options, parse_room(_NODES, partition)) == expected
+    assert missing_nodes(options, parse_node_resources(_NODES, partition)) == expected
 
 
 def test_what_is_no_line_of_nodes_is_left_out() -> None:
-    assert parse_room("slurm_load_partitions: Unable to contact slurm controller\n\n", None) == []
+    assert parse_node_resources("slurm_load_partitions: Unable to contact slurm controller\n\n", None) == []
     assert missing_nodes([], []) == []
