@@ -39,6 +39,8 @@ QUICK := not process and not ranks and not gpu and not loggers
 # What `make coverage` runs; what subprocesses and ranks execute is not counted.
 COVERED ?= $(QUICK)
 SLOW := (process or ranks) and not gpu
+# Each behaviour once: an exhaustive test names the one that stands for it here.
+ONCE := $(SLOW) and not exhaustive
 # Clusters have deadlines of their own, which a busy machine does not keep: nothing else beside them.
 HOSTS_TESTS := tests/hosts
 # With PYTEST_ARGS="-k …" a tier may have no such test.
@@ -49,7 +51,7 @@ HF_TESTS := tests/integrations tests/examples/test_hf_examples.py tests/examples
 	$(wildcard tests/launch/test_accelerate_*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv run test test-quick test-slow test-hosts test-hf4 test-torch-oldest test-deepspeed-oldest test-python-oldest test-python-newest test-loggers coverage gpu check format pictures bench clean
+.PHONY: help venv run test test-all test-quick test-slow test-hosts test-hf4 test-torch-oldest test-deepspeed-oldest test-python-oldest test-python-newest test-loggers coverage gpu check format pictures bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,7 +61,11 @@ venv: $(VENV)/.package $(VENV)/.page ## create .venv/ with torch and this packag
 run: $(VENV)/.runtime ## train the main example (digits) and show its result
 	$(BIN)/dstrial run experiment_configs/digits.yaml model_defs/digits
 
-test: test-quick test-slow test-hosts ## run every test that needs no accelerator
+test: test-quick ## run the tests of a change, each behaviour once: a quarter of an hour on two cores
+	$(BIN)/python $(call pytest,$(ONCE)) --ignore=$(HOSTS_TESTS) $(or-none)
+	$(BIN)/python $(call pytest,$(ONCE)) $(HOSTS_TESTS) $(or-none)
+
+test-all: test-quick test-slow test-hosts ## run every test that needs no accelerator: an hour on two cores
 
 test-quick: venv ## run the tests that start no process and use no network: a minute on two cores
 	$(BIN)/python $(call pytest,$(QUICK)) $(or-none)

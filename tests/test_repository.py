@@ -264,6 +264,35 @@ def test_no_two_test_modules_have_one_name() -> None:
     assert [name for name, number in names.items() if number > 1] == []
 
 
+def exhaustive_marks(node: ast.AST) -> list[ast.Call]:
+    return [
+        part
+        for part in ast.walk(node)
+        if isinstance(part, ast.Call) and ast.unparse(part.func) == "pytest.mark.exhaustive"
+    ]
+
+
+def test_what_an_exhaustive_test_names_runs_in_its_place() -> None:
+    run, stand_ins = set(), {}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        file = path.relative_to(ROOT).as_posix()
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        is_wholly_exhaustive = any(
+            isinstance(node, ast.Assign) and exhaustive_marks(node) for node in tree.body
+        )
+        for node in [] if is_wholly_exhaustive else tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                decorators = [ast.unparse(getattr(each, "func", each)) for each in node.decorator_list]
+                if (
+                    "pytest.mark.exhaustive" not in decorators
+                ):  # where it is a mark of some parameters, others run
+                    run.add(f"{file}::{node.name}")
+        for mark in exhaustive_marks(tree):
+            stand_ins[f"{file}:{mark.lineno}"] = ast.literal_eval(mark.args[0]).partition("[")[0]
+
+    assert {place: name for place, name in stand_ins.items() if name not in run} == {}
+
+
 def test_the_license_is_apache_2() -> None:
     license_text = text_of("LICENSE")
 
