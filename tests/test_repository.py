@@ -283,9 +283,8 @@ def test_what_an_exhaustive_test_names_runs_in_its_place() -> None:
         for node in [] if is_wholly_exhaustive else tree.body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 decorators = [ast.unparse(getattr(each, "func", each)) for each in node.decorator_list]
-                if (
-                    "pytest.mark.exhaustive" not in decorators
-                ):  # where it is a mark of some parameters, others run
+                # Where it is a mark of some parameters, others run.
+                if "pytest.mark.exhaustive" not in decorators:
                     run.add(f"{file}::{node.name}")
         for mark in exhaustive_marks(tree):
             stand_ins[f"{file}:{mark.lineno}"] = ast.literal_eval(mark.args[0]).partition("[")[0]
