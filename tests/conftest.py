@@ -90,6 +90,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         warm_start.share()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the files first that take longest, so that no worker is left with one when the others have nothing to do.
 
@@ -102,6 +103,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         seen = (limit.args[0] if limit else 0.0, "ranks" in item.keywords, "process" in item.keywords)
         weight[:] = [*map(max, weight, map(float, seen)), weight[3] + 1]
     items.sort(key=lambda item: weights[item.path], reverse=True)  # stable: the order within a file stays
+    _run_stand_ins(items)
+
+
+def _run_stand_ins(items: list[pytest.Item]) -> None:
+    """Take the mark ``exhaustive`` off a test with those of its parameters, as ``[these]``, that the mark names.
+
+    Raises:
+        pytest.UsageError: the test has no such parameters.
+    """
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for test, found in tests.items():
+        mark = found[0].get_closest_marker("exhaustive")
+        names = [name for name in (mark.args if mark else ()) if name.startswith("[")]
+        with_parameters = {item.nodeid[len(test) :]: item for item in found}
+        for name in names:
+            if name in with_parameters:
+                with_parameters[name].own_markers[:] = [
+                    each for each in with_parameters[name].own_markers if each.name != "exhaustive"
+                ]
+            elif len(found) > 1:  # else the command line has chosen another one
+                raise pytest.UsageError(
+                    f"{test} is exhaustive but for {name}; expected one of {sorted(with_parameters)}. Correct the mark."
+                )
 
 
 def _note_what_breaks_the_tier(event: str, arguments: tuple[object, ...]) -> None:

@@ -276,20 +276,16 @@ def test_what_an_exhaustive_test_names_runs_in_its_place() -> None:
     run, stand_ins = set(), {}
     for path in (ROOT / "tests").rglob("test_*.py"):
         file = path.relative_to(ROOT).as_posix()
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        is_wholly_exhaustive = any(
-            isinstance(node, ast.Assign) and exhaustive_marks(node) for node in tree.body
-        )
-        for node in [] if is_wholly_exhaustive else tree.body:
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                decorators = [ast.unparse(getattr(each, "func", each)) for each in node.decorator_list]
-                # Where it is a mark of some parameters, others run.
-                if "pytest.mark.exhaustive" not in decorators:
-                    run.add(f"{file}::{node.name}")
-        for mark in exhaustive_marks(tree):
-            stand_ins[f"{file}:{mark.lineno}"] = ast.literal_eval(mark.args[0]).partition("[")[0]
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if not (isinstance(node, ast.FunctionDef) and node.name.startswith("test_")):
+                assert not exhaustive_marks(node), f"{file}:{node.lineno}: expected the mark on a test"
+                continue
+            names = [ast.literal_eval(name) for mark in exhaustive_marks(node) for name in mark.args]
+            if not names or names[0].startswith("["):
+                run.add(f"{file}::{node.name}")  # conftest.py takes the mark off parameters that it names
+            stand_ins[f"{file}::{node.name}"] = {name for name in names if not name.startswith("[")}
 
-    assert {place: name for place, name in stand_ins.items() if name not in run} == {}
+    assert {test: names - run for test, names in stand_ins.items() if names - run} == {}
 
 
 def test_the_license_is_apache_2() -> None:

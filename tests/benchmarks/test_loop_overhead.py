@@ -34,6 +34,7 @@ def rows_of(markdown: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
+@pytest.mark.exhaustive("[1-3]")
 @pytest.mark.ranks
 @pytest.mark.parametrize(("num_ranks", "gas"), [(1, 3), (2, 1)])
 def test_the_table_has_a_complete_row_for_every_loop(tmp_path: Path, num_ranks: int, gas: int) -> None:

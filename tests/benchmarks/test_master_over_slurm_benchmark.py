@@ -16,6 +16,7 @@ from slurm_cluster import missing
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.exhaustive("tests/benchmarks/test_hosts_benchmark.py::test_a_scenario_is_a_row")
 @pytest.mark.ranks
 @pytest.mark.timeout(900)
 def test_scenarios_are_rows(tmp_path: Path) -> None:

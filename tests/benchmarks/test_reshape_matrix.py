@@ -21,6 +21,7 @@ def program() -> ModuleType:
     return module
 
 
+@pytest.mark.exhaustive("[bf16-sgd-layouts1]")
 @pytest.mark.parametrize(
     ("precision", "case", "layouts"),
     [

@@ -28,6 +28,7 @@ with dstrial.core_context() as context:
 """
 
 
+@pytest.mark.exhaustive("[all three]")
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("section", "kept"),

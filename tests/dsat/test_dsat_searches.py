@@ -51,6 +51,9 @@ def _events(output: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
+@pytest.mark.exhaustive(
+    "tests/dsat/test_dsat_searches.py::test_a_search_on_a_master_outlives_a_pause_a_restart_and_a_kill_and_keeps_what_its_budget_allowed"
+)
 def test_a_search_whose_driver_and_worker_are_killed_and_that_is_interrupted_ends_with_a_config_that_trains(
     tmp_path: Path,
 ) -> None:
@@ -139,6 +142,7 @@ def _is_running(pid: int) -> bool:
     return True
 
 
+@pytest.mark.exhaustive("[here]")
 @pytest.mark.parametrize("where", ["here", "master"])
 def test_an_error_in_the_training_code_ends_a_search_with_its_message(
     where: str, tmp_path: Path, shared_master: MasterForTest
@@ -203,6 +207,9 @@ def test_a_search_on_a_master_outlives_a_pause_a_restart_and_a_kill_and_keeps_wh
     assert _run([*command, "--budget", "1s"]).stdout.count("begins") == 0
 
 
+@pytest.mark.exhaustive(
+    "tests/master/web/test_searches_view.py::test_a_running_search_that_tells_of_itself_has_predictions_and_a_front_that_grow"
+)
 def test_the_page_knows_of_a_search_while_it_runs_what_was_predicted_and_in_the_end_the_report(
     tmp_path: Path, shared_master: MasterForTest
 ) -> None:

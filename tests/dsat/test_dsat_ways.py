@@ -29,6 +29,9 @@ def test_an_examples_readme_shows_its_whole_difference_to_a_plain_script(name: s
     assert "```diff\n" + "\n".join(difference) + "\n```" in (folder / "README.md").read_text()
 
 
+@pytest.mark.exhaustive(
+    "tests/dsat/test_core_api_step_by_step.py::test_every_trial_of_the_search_is_measured"
+)
 @pytest.mark.ranks
 @pytest.mark.timeout(900)
 def test_a_core_api_script_is_measured_and_then_trained_without_a_master(tmp_path: Path) -> None:

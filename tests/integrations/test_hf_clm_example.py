@@ -58,6 +58,9 @@ def reports(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in found[0].read_text().splitlines()] if found else []
 
 
+@pytest.mark.exhaustive(
+    "tests/integrations/huggingface/test_core_init.py::test_a_plain_trainer_on_two_slots_is_paused_and_goes_on"
+)
 def test_the_example_is_paused_on_two_slots_and_goes_on_on_one(
     shared_master: MasterForTest, tmp_path: Path
 ) -> None:

@@ -111,6 +111,7 @@ def seen_by(started: tuple[subprocess.Popen[str], list[Path]]) -> list[dict[str,
     return [json.loads(path.read_text()) for path in paths]
 
 
+@pytest.mark.exhaustive("tests/trainer/test_forked_ranks.py::test_forked_ranks_train_the_same")
 @pytest.mark.ranks
 def test_ranks_of_a_trial_are_forks_that_train_what_new_processes_train(tmp_path: Path) -> None:
     forks = seen_by(start(tmp_path / "forks"))

@@ -107,6 +107,7 @@ def test_an_exit_code_without_a_traceback_is_passed_on(tmp_path: Path) -> None:
     assert "rank 1 failed first (exit code 7, host " in result.stderr
 
 
+@pytest.mark.exhaustive("[hangs]")
 @pytest.mark.parametrize("how", ["hangs", "works_in_another_thread"])
 def test_a_rank_that_hangs_after_a_failure_is_killed_and_not_blamed(how: str, tmp_path: Path) -> None:
     result = launch("--slots", "2", str(PROGRAMS), f"raise_on_rank_0_while_rank_1_{how}", cwd=tmp_path)

@@ -47,6 +47,7 @@ pathlib.Path(sys.argv[2], f"{identity.rank}.json").write_text(json.dumps(told))
 """
 
 
+@pytest.mark.exhaustive("[dstrial]")
 @pytest.mark.parametrize("who", ["dstrial", "torch"])
 def test_two_launchers_find_each_other_and_their_ranks_count_through(who: str, tmp_path: Path) -> None:
     (tmp_path / "launcher.py").write_text(LAUNCHER)

@@ -6,6 +6,7 @@ import chaos
 import pytest
 
 
+@pytest.mark.exhaustive("[the master and a rank of a random search]")
 @pytest.mark.process
 @pytest.mark.parametrize(
     "seed",

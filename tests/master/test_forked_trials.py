@@ -189,6 +189,7 @@ def reports_of(master: MasterForTest, experiment_id: int) -> dict[str, list[Any]
     return found
 
 
+@pytest.mark.exhaustive("tests/trainer/test_forked_ranks.py::test_forked_ranks_train_the_same")
 def test_a_search_of_forks_trains_what_new_processes_train(master: MasterForTest) -> None:
     search = {
         "name": "random",
@@ -306,6 +307,9 @@ def test_a_trial_outlives_the_server_that_forked_it_and_the_next_one_has_a_new_s
     assert new != server
 
 
+@pytest.mark.exhaustive(
+    "tests/master/test_forked_trials.py::test_a_trial_outlives_the_server_that_forked_it_and_the_next_one_has_a_new_server"
+)
 def test_a_server_that_is_killed_in_the_middle_of_forks_neither_loses_nor_doubles_a_trial(
     master: MasterForTest,
 ) -> None:

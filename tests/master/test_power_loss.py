@@ -39,6 +39,7 @@ def has_trained_or_ended(work: Path, before: int, machine: subprocess.Popen[byte
     return num_reports(work) >= before + 8 or machine.poll() is not None
 
 
+@pytest.mark.exhaustive("[async_halving]")
 @pytest.mark.process
 @pytest.mark.parametrize("seed", [pytest.param(0, id="random search"), pytest.param(4, id="async_halving")])
 def test_a_search_goes_on_after_each_loss_of_power_and_takes_no_stranger_for_a_process_of_its_own(

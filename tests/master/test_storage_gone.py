@@ -98,6 +98,7 @@ def mount_again(storage: Path) -> None:
     storage.with_name("away").rename(storage)
 
 
+@pytest.mark.exhaustive("[True]")
 @pytest.mark.parametrize("is_mount_point", [False, True])
 def test_a_storage_that_goes_away_is_never_made_anew_and_its_trial_goes_on_when_it_is_back(
     master: MasterForTest, tmp_path: Path, *, is_mount_point: bool

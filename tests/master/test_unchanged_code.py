@@ -158,6 +158,9 @@ def write_model_definition(directory: Path) -> None:
     (directory / "exp.yaml").write_text(OLD_YAML)
 
 
+@pytest.mark.exhaustive(
+    "[model_def:DigitsTrial]", "[python3 -m determined.launch.deepspeed -- python3 train.py]"
+)
 @pytest.mark.parametrize("entrypoint", ENTRYPOINTS)
 def test_an_old_trial_file_and_its_old_yaml_train_as_they_are(
     shared_master: MasterForTest, tmp_path: Path, entrypoint: Any
@@ -181,6 +184,7 @@ def test_an_old_trial_file_and_its_old_yaml_train_as_they_are(
     assert log.count("data.dstrial.determined_imports: false") == 1
 
 
+@pytest.mark.exhaustive("[True]")
 @pytest.mark.parametrize("is_switched_off", [False, True])
 def test_the_same_file_trains_under_the_launcher_without_a_master(
     tmp_path: Path, is_switched_off: bool

@@ -237,6 +237,7 @@ def miss_a_rank(missing: int) -> str:
     return ""
 
 
+@pytest.mark.exhaustive("[0]")
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_rank_that_does_not_come_is_named_by_all_that_wait(missing: int) -> None:
     results = run_function(miss_a_rank, 3, missing)

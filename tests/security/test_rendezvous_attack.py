@@ -64,6 +64,7 @@ def show(title: str, found: list[Listener]) -> None:
     print(f"\n{title}:", *(f"  {listener}" for listener in found), sep="\n")
 
 
+@pytest.mark.exhaustive("[trial]")
 @pytest.mark.parametrize("job", JOBS)
 def test_a_running_job_listens_on_loopback_only_and_reads_no_pickle_from_a_store(
     job: str, tmp_path: Path, shared_master: MasterForTest

@@ -55,6 +55,7 @@ def what_is_left(tmp_path: Path, scenario: str) -> dict[str, Any]:
 
 
 # What runs sees nothing of /tmp.
+@pytest.mark.exhaustive("[dstrial_run]", "[tasks]", "[detached]")
 @pytest.mark.skipif(sys.executable.startswith("/tmp/"), reason="the environment lies below /tmp")
 # "hugging_face" and "search" of the program take many minutes on two cores and are run by hand.
 @pytest.mark.ranks

@@ -28,6 +28,7 @@ CASES = {
 }
 
 
+@pytest.mark.exhaustive("[zero 3]", "[pipeline]")
 @pytest.mark.parametrize("case", CASES)
 def test_what_two_ranks_measure_is_what_a_dry_run_predicts(tmp_path, capsys, case):
     trial, hyperparameters, section = CASES[case]

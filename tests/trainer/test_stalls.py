@@ -71,6 +71,7 @@ def test_a_collective_that_a_rank_leaves_out_is_told_by_both_places(tmp_path):
     assert "RankStalledError" in run.output or line in run.output.replace("dstrial.launch: ", "", 1)
 
 
+@pytest.mark.exhaustive("[1]")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_loader_that_never_answers_is_named_with_its_rank(tmp_path, num_workers):
     config = stalling(num_workers=num_workers)
@@ -95,6 +96,7 @@ def test_a_first_batch_that_takes_long_is_one_line_and_nothing_is_ended(tmp_path
     assert "stack of rank" not in run.output
 
 
+@pytest.mark.exhaustive("[while it is waited for]")
 @pytest.mark.parametrize(
     "batch_sleep_s", [0.5, 0.0], ids=["while training goes on", "while it is waited for"]
 )

@@ -27,6 +27,9 @@ def wait_for(condition, process, deadline_s=120):
     raise AssertionError("the run did not get there in time")
 
 
+@pytest.mark.exhaustive(
+    "tests/cli/test_run.py::test_a_trial_is_tested_stopped_on_both_ranks_at_the_same_batch_and_resumed"
+)
 def test_sigterm_stops_all_ranks_after_the_same_batch_and_the_run_goes_on_exactly(tmp_path):
     hyperparameters = {"deepspeed_config": deepspeed_config(1), "num_records": 70, "batch_sleep_s": 0.02}
     config = experiment(hyperparameters, batches=120, report=10, validate=1000, checkpoint=1000)

@@ -35,15 +35,24 @@ def launch(directory: Path, attack: str, *, timeout: float) -> subprocess.Comple
     return launch_stalling(directory, PROGRAM, attack, experiment, timeout=timeout)
 
 
+@pytest.mark.exhaustive(
+    "tests/trainer/test_stalls.py::test_a_stopped_rank_is_named_with_who_waits_for_it_and_training_goes_on_with_it"
+)
 def test_a_stopped_rank_of_an_accelerate_loop_is_named(tmp_path: Path) -> None:
     require_stopped_rank(launch(tmp_path, "stopped", timeout=600))
 
 
+@pytest.mark.exhaustive(
+    "tests/trainer/test_stalls.py::test_a_collective_that_a_rank_leaves_out_is_told_by_both_places"
+)
 def test_a_collective_that_a_rank_of_a_loop_leaves_out_is_told_by_both_places(tmp_path: Path) -> None:
     run = launch(tmp_path, "skipped", timeout=2)
     require_left_out_collective(run, "main (stalling_reporter.py")
 
 
+@pytest.mark.exhaustive(
+    "tests/integrations/huggingface/test_trainer_stalls.py::test_a_loader_of_a_trainer_that_never_answers_is_named_with_its_rank"
+)
 def test_a_loader_of_a_loop_that_never_answers_is_named_with_its_rank(tmp_path: Path) -> None:
     require_silent_loader(launch(tmp_path, "silent", timeout=2), PROGRAM)
 

@@ -29,10 +29,16 @@ def launch(directory: Path, attack: str, *, timeout: float) -> subprocess.Comple
     return launch_stalling(directory, PROGRAM, attack, {"searcher": searcher}, timeout=timeout)
 
 
+@pytest.mark.exhaustive(
+    "tests/trainer/test_stalls.py::test_a_stopped_rank_is_named_with_who_waits_for_it_and_training_goes_on_with_it"
+)
 def test_a_stopped_rank_of_a_trainer_is_named(tmp_path: Path) -> None:
     require_stopped_rank(launch(tmp_path, "stopped", timeout=600))
 
 
+@pytest.mark.exhaustive(
+    "tests/trainer/test_stalls.py::test_a_collective_that_a_rank_leaves_out_is_told_by_both_places"
+)
 def test_a_collective_that_a_rank_of_a_trainer_leaves_out_is_told_by_both_places(tmp_path: Path) -> None:
     run = launch(tmp_path, "skipped", timeout=2)
     require_left_out_collective(run, "training_step (stalling_trainer.py")
@@ -42,6 +48,9 @@ def test_a_loader_of_a_trainer_that_never_answers_is_named_with_its_rank(tmp_pat
     require_silent_loader(launch(tmp_path, "silent", timeout=2), PROGRAM)
 
 
+@pytest.mark.exhaustive(
+    "tests/integrations/accelerate/test_reporter_stalls.py::test_what_a_script_does_long_between_its_batches_is_one_line_and_no_stall"
+)
 def test_what_takes_long_between_the_steps_of_a_trainer_is_no_stall(tmp_path: Path) -> None:
     run = launch(tmp_path, "slow", timeout=2)
     assert run.returncode == 0, run.stdout

@@ -413,6 +413,7 @@ print("gone on", flush=True)
 """
 
 
+@pytest.mark.exhaustive("[exec python {program}]")
 @pytest.mark.parametrize("entrypoint", ["exec python {program}", "python {program}; true"])
 def test_a_stopped_launcher_is_told_in_the_log_and_goes_on(
     run: Callable[..., Started], tmp_path: Path, entrypoint: str

@@ -89,6 +89,7 @@ def violations(browser: Browser) -> list[str]:
     return [json.dumps(one) for one in found]
 
 
+@pytest.mark.exhaustive("[light-1300]")
 @pytest.mark.parametrize("width", [1300, 390])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_view_has_anything_against_it(

@@ -128,6 +128,7 @@ def judge(chromium: Any) -> Any:
     context.close()
 
 
+@pytest.mark.exhaustive("[dark-390]")
 @pytest.mark.parametrize("width", [1300, 390])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_view_and_tab_is_painted(
