@@ -244,8 +244,13 @@ def request_stop(record: MasterRecord, *, is_kill: bool) -> None:
     """Ask a running master to end; it may have ended by itself."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(record.pid, KILL_SIGNAL if is_kill else STOP_SIGNAL)
-        if is_stopped(record.pid):
-            # It would not see the request before somebody lets it go on.
+        _let_go_on(record)
+
+
+def _let_go_on(record: MasterRecord) -> None:
+    """Let a master go on that is stopped: it would not see a request before."""
+    if is_stopped(record.pid):
+        with contextlib.suppress(ProcessLookupError):
             os.kill(record.pid, signal.SIGCONT)
 
 
@@ -257,6 +262,8 @@ def wait_for_end(
 ) -> bool:
     """Wait until a master has ended, at most ``timeout_s``; return whether it has.
 
+    A master that is stopped meanwhile goes on: what was asked of it is to end.
+
     ``on_progress`` is called with the number of living allocations whenever it changes.
     """
     give_up_at_s = time.monotonic() + timeout_s
@@ -267,6 +274,7 @@ def wait_for_end(
             return False
         if time.monotonic() > next_count_at_s:
             next_count_at_s = time.monotonic() + 0.5
+            _let_go_on(record)
             count = len(living_allocations(state))
             if count != told:
                 told = count

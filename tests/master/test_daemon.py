@@ -2,14 +2,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from dstrial.errors import MasterError
 from dstrial.master.backends import supervisor
-from dstrial.master.daemon import MasterOptions, choose_port, living_allocations, tail
-from dstrial.master.state_directory import MasterRecord, StateDirectory
+from dstrial.master.daemon import MasterOptions, choose_port, living_allocations, tail, wait_for_end
+from dstrial.master.state_directory import MasterRecord, StateDirectory, process_start_time
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.store.views.observe import usage
 
@@ -86,3 +90,22 @@ def test_the_end_of_a_file_is_read_in_whole_lines(tmp_path: Path) -> None:
     assert [line[0] for line in tail(path, 3)] == ["2", "3", "4"]
     assert len(tail(path, 100)) == 5
     assert tail(path, 0) == []
+
+
+@pytest.mark.process
+def test_a_master_that_is_stopped_after_it_was_asked_to_end_goes_on_and_ends(state: StateDirectory) -> None:
+    # A process of many threads is stopped a moment after SIGSTOP, and `dstrial down` may have looked before.
+    program = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit()); print(flush=True); signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as master:
+        assert master.stdout is not None
+        master.stdout.readline()
+        record = MasterRecord(master.pid, process_start_time(master.pid) or "", 8123, (), "c", "0")
+        os.kill(master.pid, signal.SIGSTOP)
+        os.kill(master.pid, signal.SIGTERM)
+        reaper = threading.Thread(target=master.wait)
+        reaper.start()
+        try:
+            assert wait_for_end(state, record, 20.0)
+        finally:
+            master.kill()
+            reaper.join()

@@ -74,26 +74,30 @@ class Delivery:
 
     def _run(self) -> None:
         while not self._is_stopping:
+            is_any_due = False
             try:
-                wait_s = self._begin_due()
+                wait_s, is_any_due = self._begin_due()
             except Exception:
                 logger.exception("the delivery of webhooks had a problem and goes on")
                 wait_s = _AFTER_TROUBLE_S
-            with self._lock:
-                is_idle = not self._busy
-            if self._is_draining and is_idle and wait_s > 0:
+            if self._is_draining and not is_any_due:
                 return
             self._event.wait(wait_s)
             self._event.clear()
 
-    def _begin_due(self) -> float:
-        """Begin to send what is due; return in how many seconds to look again."""
+    def _begin_due(self) -> tuple[float, bool]:
+        """Begin to send what is due; return in how many seconds to look again, and whether any was due.
+
+        What is being sent counts: behind it more may be due, of which is known when it has ended.
+        """
         with self._database.read() as connection:
             rows = webhooks.next_events(connection)
         next_us = now_us() + int(_IDLE_S * 1e6)
+        is_any_due = False
         for row in rows:
             with self._lock:
                 if row.webhook_id in self._busy:
+                    is_any_due = True
                     continue
                 due_us = max(row.due_us, self._not_before_us.get(row.webhook_id, 0))
                 is_due = due_us <= now_us() and len(self._busy) < _NUM_SENDERS
@@ -103,7 +107,9 @@ class Delivery:
                 self._senders.submit(self._send, row)
             elif due_us > now_us():
                 next_us = min(next_us, due_us)
-        return max(0.0, (next_us - now_us()) / 1e6)
+                continue
+            is_any_due = True
+        return max(0.0, (next_us - now_us()) / 1e6), is_any_due
 
     def _send(self, row: webhooks.DueEvent) -> None:
         try:
