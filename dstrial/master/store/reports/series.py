@@ -129,10 +129,8 @@ def value_of(name: str) -> tuple[str, tuple[str, ...]]:
     """Return an SQL expression for a metric of a report, and its parameters.
 
     The report is ``m``, and the metric may be a number. It finds nothing of a name with a zero byte, at which texts of SQLite's
-    JSON functions end, nor of half a surrogate pair, which UTF-8 does not have.
+    JSON functions end.
     """
-    if any("\ud800" <= character <= "\udfff" for character in name):
-        return "NULL", ()
     path = path_of(name)
     if path is not None:
         kinds = "('integer', 'real', 'text')"

@@ -39,20 +39,13 @@ def store(database: Database, reports: list[dict[str, Any]]) -> None:
     database.write(write)
 
 
-def test_a_name_that_is_no_text_of_sqlite_has_no_series(database: Database) -> None:
-    store(database, [{"\ud800": 1.0}])
-    with database.read() as connection:
-        assert series.points(connection, 1, "g", ["\ud800"], 2000, ALL) == []
-
-
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-# Texts of SQLite's JSON functions end at a zero byte, and UTF-8 has no half pairs: a name with either has no series.
+# Texts of SQLite's JSON functions end at a zero byte: a name with one has no series. Half a surrogate pair, which UTF-8 does not
+# have, comes neither in a body (tests/master/http/test_router.py) nor in a query.
 @given(
     st.lists(
         st.dictionaries(
-            st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=6),
-            VALUES,
-            max_size=4,
+            st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=6), VALUES, max_size=4
         ),
         max_size=6,
     )
