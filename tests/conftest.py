@@ -92,6 +92,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files in order, and take marks off what stands for exhaustive tests."""
+    _sort_longest_first(items)
+    _unmark_stand_ins(items)
+
+
+def _sort_longest_first(items: list[pytest.Item]) -> None:
     """Put the files first that take longest, so that no worker is left with one when the others have nothing to do.
 
     Who allows a test minutes expects it to take long; ranks take longer than processes, these longer than the rest.
@@ -103,31 +109,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         seen = (limit.args[0] if limit else 0.0, "ranks" in item.keywords, "process" in item.keywords)
         weight[:] = [*map(max, weight, map(float, seen)), weight[3] + 1]
     items.sort(key=lambda item: weights[item.path], reverse=True)  # stable: the order within a file stays
-    _run_stand_ins(items)
 
 
-def _run_stand_ins(items: list[pytest.Item]) -> None:
+def _unmark_stand_ins(items: list[pytest.Item]) -> None:
     """Take the mark ``exhaustive`` off a test with those of its parameters, as ``[these]``, that the mark names.
 
     Raises:
         pytest.UsageError: the test has no such parameters.
     """
-    tests: dict[str, list[pytest.Item]] = {}
+    tests: dict[str, dict[str, pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("exhaustive"):
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for test, found in tests.items():
-        mark = found[0].get_closest_marker("exhaustive")
-        names = [name for name in (mark.args if mark else ()) if name.startswith("[")]
-        with_parameters = {item.nodeid[len(test) :]: item for item in found}
-        for name in names:
-            if name in with_parameters:
-                with_parameters[name].own_markers[:] = [
-                    each for each in with_parameters[name].own_markers if each.name != "exhaustive"
-                ]
-            elif len(found) > 1:  # else the command line has chosen another one
+            test, bracket, rest = item.nodeid.partition("[")
+            tests.setdefault(test, {})[bracket + rest] = item
+    for test, by_parameters in tests.items():
+        (mark,) = next(iter(by_parameters.values())).iter_markers("exhaustive")
+        for name in (each for each in mark.args if each.startswith("[")):
+            if name in by_parameters:
+                by_parameters[name].own_markers.remove(mark)
+            elif len(by_parameters) > 1:  # else the command line has chosen another one
                 raise pytest.UsageError(
-                    f"{test} is exhaustive but for {name}; expected one of {sorted(with_parameters)}. Correct the mark."
+                    f"{test} is exhaustive but for {name}; expected one of {sorted(by_parameters)}. Correct the mark."
                 )
 
 

@@ -12,7 +12,6 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "start.py"
 
 
-@pytest.mark.exhaustive("tests/launch/test_foreign_launchers.py::test_under_torchrun")
 @pytest.mark.ranks
 def test_the_table_has_a_row_for_torchrun_and_for_dstrial(tmp_path: Path) -> None:
     results = tmp_path / "starts.json"

@@ -74,9 +74,6 @@ def running(
                 client.post(f"/api/v1/experiments/{one['id']}/kill")
 
 
-@pytest.mark.exhaustive(
-    "tests/trainer/test_stalls_on_a_master.py::test_who_is_stopped_is_in_the_log_in_the_status_and_on_the_page_until_it_goes_on"
-)
 def test_a_search_says_which_trial_is_held_up_until_it_goes_on(master: MasterForTest, tmp_path: Path) -> None:
     with running(master, tmp_path, SEARCH) as (_, printed):
         wait_for(lambda: "score" in printed.read_text())
@@ -93,7 +90,6 @@ def test_a_search_says_which_trial_is_held_up_until_it_goes_on(master: MasterFor
     assert [line.partition(":")[0].rstrip("0123456789") for line in lines] == ["trial "] * 2
 
 
-@pytest.mark.exhaustive("tests/cli/test_run_stalls.py::test_a_run_goes_on_when_the_master_does")
 def test_a_run_says_that_the_master_is_stopped_and_can_be_left(master: MasterForTest, tmp_path: Path) -> None:
     with running(master, tmp_path, SINGLE) as (process, printed):
         wait_for(lambda: "step 5" in printed.read_text())

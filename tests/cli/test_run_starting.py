@@ -111,9 +111,6 @@ def test_who_waits_for_a_slot_is_told_by_whom_it_is_held(project: Path, master: 
     assert starting(master) == []
 
 
-@pytest.mark.exhaustive(
-    "tests/launch/test_stale_locks.py::test_a_build_that_ranks_wait_for_is_told_once_with_its_process_and_the_way_round_it"
-)
 @pytest.mark.ranks
 def test_an_operator_that_is_compiled_is_named_on_the_screen_in_the_log_and_in_the_status(
     project: Path, master: MasterForTest

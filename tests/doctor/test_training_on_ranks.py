@@ -13,9 +13,6 @@ import pytest
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 
-@pytest.mark.exhaustive(
-    "tests/doctor/test_training_runner.py::test_each_end_of_a_check_is_told_and_the_rest_goes_on"
-)
 def test_the_most_telling_checks_pass_on_cpu_ranks_and_say_what_they_could_not_show(tmp_path: Path) -> None:
     names = "precision,master-trial,shared-device,save,visible-devices"
     done = subprocess.run(

@@ -207,9 +207,6 @@ def test_a_search_on_a_master_outlives_a_pause_a_restart_and_a_kill_and_keeps_wh
     assert _run([*command, "--budget", "1s"]).stdout.count("begins") == 0
 
 
-@pytest.mark.exhaustive(
-    "tests/master/web/test_searches_view.py::test_a_running_search_that_tells_of_itself_has_predictions_and_a_front_that_grow"
-)
 def test_the_page_knows_of_a_search_while_it_runs_what_was_predicted_and_in_the_end_the_report(
     tmp_path: Path, shared_master: MasterForTest
 ) -> None:

@@ -74,9 +74,6 @@ def test_an_engine_that_is_compiled_after_a_while_trains_the_same() -> None:
     assert kept["case"] == usual["case"]
 
 
-@pytest.mark.exhaustive(
-    "tests/engine/test_compiler.py::test_a_user_who_compiles_gets_the_same_graphs_and_bits"
-)
 @pytest.mark.process
 def test_muon_is_compiled_at_its_first_call() -> None:
     kept, usual = trained_twice("muon")

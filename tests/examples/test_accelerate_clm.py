@@ -48,9 +48,6 @@ def reports(runs_dir: Path, group: str = "training") -> list[dict[str, Any]]:
     return [row for row in map(json.loads, lines) if row["group"] == group]
 
 
-@pytest.mark.exhaustive(
-    "tests/integrations/accelerate/test_reporter.py::test_one_rank_goes_on_where_two_were_as_if_nothing_had_happened"
-)
 def test_interrupted_on_two_slots_it_goes_on_with_one(shared_master: MasterForTest, tmp_path: Path) -> None:
     env = {**os.environ, **shared_master.env}
     with subprocess.Popen(

@@ -139,9 +139,6 @@ def test_the_vision_transformer_goes_on_after_a_pause_without_losing_a_step(
     assert rates[-1] < 1e-4
 
 
-@pytest.mark.exhaustive(
-    "tests/examples/test_hf_examples.py::test_the_vision_transformer_goes_on_after_a_pause_without_losing_a_step"
-)
 def test_texts_of_a_cut_model_are_those_of_the_whole_one_also_after_a_pause(
     shared_master: MasterForTest, tmp_path: Path
 ) -> None:

@@ -157,9 +157,6 @@ def test_a_jump_forwards_kills_no_trial_that_saves_what_it_was_asked_for(
     assert [one["state"] for one in found] == ["STATE_COMPLETED"]
 
 
-@pytest.mark.exhaustive(
-    "tests/master/test_clock_jumps.py::test_a_jump_forwards_kills_no_trial_that_saves_what_it_was_asked_for"
-)
 def test_a_jump_forwards_takes_no_detached_run_for_silent(
     shifted: tuple[MasterForTest, Callable[[int], None]], tmp_path: Path
 ) -> None:

@@ -307,9 +307,6 @@ def test_a_trial_outlives_the_server_that_forked_it_and_the_next_one_has_a_new_s
     assert new != server
 
 
-@pytest.mark.exhaustive(
-    "tests/master/test_forked_trials.py::test_a_trial_outlives_the_server_that_forked_it_and_the_next_one_has_a_new_server"
-)
 def test_a_server_that_is_killed_in_the_middle_of_forks_neither_loses_nor_doubles_a_trial(
     master: MasterForTest,
 ) -> None:

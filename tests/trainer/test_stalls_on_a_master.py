@@ -98,9 +98,6 @@ def test_a_stalled_trial_is_started_again_once_where_the_config_says_so(
     assert "rank 1 failed first" in log
 
 
-@pytest.mark.exhaustive(
-    "tests/trainer/test_stalls_on_a_master.py::test_a_stalled_trial_is_started_again_once_where_the_config_says_so"
-)
 def test_what_stalls_at_the_same_batch_again_is_not_ended_again(
     shared_master: MasterForTest, tmp_path: Path
 ) -> None:
@@ -129,7 +126,6 @@ def wait_until_told(log: Path, text: str, deadline_s: float) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.exhaustive("tests/cli/test_run_stalls.py::test_a_run_goes_on_when_the_master_does")
 def test_a_stopped_master_is_told_by_the_ranks_that_wait_for_it_and_nobody_is_ended(tmp_path: Path) -> None:
     with master_for_test(tmp_path, num_slots=2) as master:
         trial_id = create(

@@ -77,9 +77,6 @@ def test_predict_describes_the_trial_measures_the_machine_and_keeps_what_it_star
     assert len(events(output, "inputs")) == 1
 
 
-@pytest.mark.exhaustive(
-    "tests/dsat/methods/test_predict_search.py::test_predict_describes_the_trial_measures_the_machine_and_keeps_what_it_started_from"
-)
 @pytest.mark.process
 def test_a_plan_for_hardware_that_is_not_here_is_printed_and_written(tmp_path: Path) -> None:
     flags = ("--slots", "8", "--device", "h100", "-z", "3", "--output", str(tmp_path))

@@ -129,9 +129,6 @@ def worker(tmp_path: Path) -> Iterator[RunningWorker]:
             running.process.wait()
 
 
-@pytest.mark.exhaustive(
-    "tests/dsat/methods/test_predict_search.py::test_predict_describes_the_trial_measures_the_machine_and_keeps_what_it_started_from"
-)
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_engines_leave_nothing_in_living_ranks_and_ranks_that_fail_are_replaced(

@@ -104,9 +104,6 @@ def values(row: dict[str, Any]) -> dict[str, Any]:
     return dict(found)
 
 
-@pytest.mark.exhaustive(
-    "tests/master/lifecycle/test_elastic_trials.py::test_slots_that_do_not_make_it_faster_are_given_back_and_not_taken_again"
-)
 def test_a_trial_follows_the_slots_down_and_up_and_trains_what_it_would_have(tmp_path: Path) -> None:
     with master_for_test(tmp_path, num_slots=4) as master:
         trial = create(master, elastic(tmp_path, "followed", FASTER_WITH_MORE, min_slots=1, resize_period=8))

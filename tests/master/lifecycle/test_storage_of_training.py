@@ -75,9 +75,6 @@ def wait_for_end(master: MasterForTest, experiment_id: int) -> None:
     assert experiment(master, experiment_id)["state"] == "STATE_COMPLETED", log_of(master, experiment_id)
 
 
-@pytest.mark.exhaustive(
-    "tests/master/test_storage_gone.py::test_a_storage_that_goes_away_is_never_made_anew_and_its_trial_goes_on_when_it_is_back"
-)
 @pytest.mark.timeout(500)
 def test_training_goes_on_bit_for_bit_when_its_storage_is_back(tmp_path: Path) -> None:
     storage = tmp_path / "storage"
