@@ -61,7 +61,7 @@ venv: $(VENV)/.package $(VENV)/.page ## create .venv/ with torch and this packag
 run: $(VENV)/.runtime ## train the main example (digits) and show its result
 	$(BIN)/dstrial run experiment_configs/digits.yaml model_defs/digits
 
-test: test-quick ## run the tests of a change on this machine, each behaviour once: 25 minutes on two cores
+test: test-quick ## run the tests of a change on this machine, each behaviour once: half an hour on two cores
 	$(BIN)/python $(call pytest,$(ONCE)) --ignore=$(HOSTS_TESTS) $(or-none)
 
 test-all: test-quick test-slow test-hosts ## run every test that needs no accelerator: an hour on two cores
