@@ -147,6 +147,7 @@ class StallWatch:
         self._longest_batch_s: float | None = None
         self._stall: Stall | None = None
         self._told_s: float | None = None
+        self._told_batch = 0
         self._began_s = 0.0
         self._has_ended_them = False
         self._shown = ShownFile(STALLED_NAME)
@@ -165,9 +166,10 @@ class StallWatch:
         found = stall_of(views, longest_of(views, self._longest_batch_s), self._settings)
         before = self._stall
         if before is not None and (found is None or found.position != before.position):
-            if views and self._told_s is not None:
-                prefix = PREFIX if before.is_certain else SLOW_PREFIX
-                self._print_line(f"{prefix} no longer, training goes on at {self._position(views)}")
+            if views:
+                self._tell_end(before, f"goes on at {self._position(views)}")
+            else:
+                self._tell_went_on(before)
             self._told_s = None
             self._show(None)
             if self._watched.board is not None:
@@ -175,10 +177,17 @@ class StallWatch:
         self._stall = found
         if found is not None and is_told(found.lasted_s, self._told_s):
             self._told_s = found.lasted_s
+            self._told_batch = max((view.beat.batch for view in views), default=0)
             self._tell(found, views)
 
     def close(self) -> None:
-        """Take back what is shown."""
+        """Take back what is shown, and say so where ranks went on to their end after the last look."""
+        if self._stall is not None and not self._has_ended_them:
+            for slot in self._watched.ranks:
+                beat = read_beat(self._watched.beats, slot)
+                if beat is not None:
+                    self._advance(slot, beat)
+            self._tell_went_on(self._stall)
         self._show(None)
 
     # ---- what ranks say --------------------------------------------------------------------------------
@@ -235,6 +244,17 @@ class StallWatch:
         return f"batch {max((view.beat.batch for view in views), default=0)}"
 
     # ---- telling ---------------------------------------------------------------------------------------
+
+    def _tell_end(self, stall: Stall, training: str) -> None:
+        if self._told_s is not None:
+            prefix = PREFIX if stall.is_certain else SLOW_PREFIX
+            self._print_line(f"{prefix} no longer, training {training}")
+
+    def _tell_went_on(self, stall: Stall) -> None:
+        """Say that ranks which have ended trained on before: those that were ended where they stood did not."""
+        batch = max((seen.beat.batch for seen in self._seen.values()), default=0)
+        if batch > self._told_batch:
+            self._tell_end(stall, f"went on to batch {batch}")
 
     def _tell(self, stall: Stall, views: Sequence[RankView]) -> None:
         stacks = ask_for_stacks(views, self._watched.stacks_files, self._watched.kept_stacks)

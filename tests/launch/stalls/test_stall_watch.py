@@ -120,6 +120,39 @@ def test_a_rank_in_its_loader_is_named_with_the_stacks_of_all(
     assert both.lines[-1] == "stalled: no longer, training goes on at batch 3"
 
 
+@pytest.mark.parametrize("looks", [True, False])
+def test_ranks_that_go_on_and_end_before_the_next_look_are_told_to_have_gone_on(
+    ranks: Callable[..., Ranks], looks: bool
+) -> None:
+    both = ranks(timeout_s=20.0)
+    both.train(0, 1, 2)
+    both.say(1, "data")
+    both.pass_time(30)
+    assert both.lines
+    for batch in (3, 4):
+        both.say(0, str(batch))
+        both.say(1, str(batch))
+    both.close()
+    if looks:
+        both.pass_time(0.5)
+    both.watch.close()
+    assert [line for line in both.lines if "no longer" in line] == [
+        "stalled: no longer, training went on to batch 4"
+    ]
+
+
+def test_ranks_that_end_where_they_stood_are_not_told_to_have_gone_on(ranks: Callable[..., Ranks]) -> None:
+    both = ranks(timeout_s=20.0)
+    both.train(0, 1, 2)
+    both.say(1, "data")
+    both.pass_time(30)
+    assert both.lines
+    both.close()
+    both.pass_time(0.5)
+    both.watch.close()
+    assert not [line for line in both.lines if "no longer" in line]
+
+
 def test_a_stopped_rank_is_told_before_the_timeout_and_ever_more_rarely(
     ranks: Callable[..., Ranks],
 ) -> None:

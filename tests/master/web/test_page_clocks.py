@@ -60,8 +60,12 @@ def seeded(seeded_master: Master) -> Seeded:
         wrong = add_experiment(tx, name="wrong", state="ACTIVE", num_trials=2, num_points=40)
         wrong_trial, ended = trials_of(tx, wrong)
         add_runs(tx, wrong_trial, [(0, 2, 1, "lost"), (200, 2, 0, "stopped"), (300, 2, None, "")])
+        search = add_search(tx)
         hour_us = HOUR_S * 1_000_000
         for sql, *values in (
+            # The times that a master sends with its answers are of whole seconds: nothing began an hour ago to the second.
+            ("UPDATE experiments SET start_us = start_us - 60000000",),
+            ("UPDATE trials SET start_us = start_us - 60000000",),
             # It begins in an hour, and one of its trials has ended before it began.
             ("UPDATE experiments SET start_us = ? WHERE id = ?", now_us() + hour_us, wrong),
             ("UPDATE trials SET start_us = ? WHERE id = ?", now_us() + hour_us, wrong_trial),
@@ -98,7 +102,6 @@ def seeded(seeded_master: Master) -> Seeded:
             "WHERE trial_id = ?",
             (hour_us, wrong_trial),
         )
-        search = add_search(tx)
         return Seeded(experiment, trial, task, search, wrong, wrong_trial)
 
     return seeded_master.services.database.write(fill)
