@@ -258,6 +258,17 @@ def test_the_makefile_has_the_targets_that_the_documents_name() -> None:
         assert named <= targets, document
 
 
+def test_a_docstring_begins_with_a_short_line() -> None:
+    long = [
+        f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+        for path in sorted((ROOT / "dstrial").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        and len((ast.get_docstring(node, clean=False) or "").partition("\n")[0]) > 80
+    ]
+    assert long == []
+
+
 def test_no_two_test_modules_have_one_name() -> None:
     # pytest imports them by their names alone, and refuses the second.
     names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))

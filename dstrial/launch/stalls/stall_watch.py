@@ -181,7 +181,7 @@ class StallWatch:
             self._tell(found, views)
 
     def close(self) -> None:
-        """Take back what is shown, and say so where ranks went on to their end after the last look."""
+        """Take back what is shown, and say where ranks went on after the last look."""
         if self._stall is not None and not self._has_ended_them:
             for slot in self._watched.ranks:
                 beat = read_beat(self._watched.beats, slot)
@@ -251,7 +251,7 @@ class StallWatch:
             self._print_line(f"{prefix} no longer, training {training}")
 
     def _tell_went_on(self, stall: Stall) -> None:
-        """Say that ranks which have ended trained on before: those that were ended where they stood did not."""
+        """Say that ranks went on before they ended, where they did."""
         batch = max((seen.beat.batch for seen in self._seen.values()), default=0)
         if batch > self._told_batch:
             self._tell_end(stall, f"went on to batch {batch}")

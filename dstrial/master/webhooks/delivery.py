@@ -86,9 +86,10 @@ class Delivery:
             self._event.clear()
 
     def _begin_due(self) -> tuple[float, bool]:
-        """Begin to send what is due; return in how many seconds to look again, and whether any was due.
+        """Begin to send what is due.
 
-        What is being sent counts: behind it more may be due, of which is known when it has ended.
+        Return in how many seconds to look again, and whether any was due. What is being sent counts: behind it more may be due,
+        of which is known when it has ended.
         """
         with self._database.read() as connection:
             rows = webhooks.next_events(connection)
