@@ -25,7 +25,7 @@ from dstrial.errors import DstrialError, MasterError
 from dstrial.master import backends
 from dstrial.master.advice import text_of
 from dstrial.master.backends import AllocationExit, AllocationRequest, RunRef, run_of
-from dstrial.master.backends.backend import Key, Output, SlotsGoneError
+from dstrial.master.backends.backend import Answer, Key, Output, SlotsGoneError
 from dstrial.master.backends.failures import explain_failure, explain_rank, first_traceback, is_of_launcher
 from dstrial.master.backends.log_file import CHUNK_BYTES, printed, read_lines
 from dstrial.master.clock import now_us
@@ -99,6 +99,39 @@ class _Fitting:
     version: int
     config_hash: int
     num_slots: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Queue:
+    """Who waits for slots at one look, and what there is for them.
+
+    Attributes:
+        live: allocations that have not ended.
+        kept: whose they are.
+        excluded: trials that no node is left for.
+        rows: trials that wait for slots.
+        trials: what each of ``rows`` waits for; empty where all nodes are disabled.
+        others: commands that wait.
+        enabled: slots that may be given away once they are free.
+        largest: the most of them on a node.
+        capacity: what is free of them, and who has the rest.
+        disabled: nodes.
+        is_idle: nobody waits and nothing is due; what follows is empty.
+        is_all_off: all nodes are disabled.
+    """
+
+    live: list[Allocation]
+    kept: list[Key]
+    excluded: list[jobs.WaitingTrial] = dataclasses.field(default_factory=list)
+    rows: list[jobs.WaitingTrial] = dataclasses.field(default_factory=list)
+    trials: list[Waiting] = dataclasses.field(default_factory=list)
+    others: list[commands.CommandInfo] = dataclasses.field(default_factory=list)
+    enabled: set[int] = dataclasses.field(default_factory=set)
+    largest: int = 0
+    capacity: Capacity = dataclasses.field(default_factory=lambda: _capacity([], set(), set(), {}))
+    disabled: frozenset[int] = frozenset()
+    is_idle: bool = False
+    is_all_off: bool = False
 
 
 class Scheduler:
@@ -545,94 +578,149 @@ class Scheduler:
         return True
 
     def _assign(self) -> list[Allocation]:
+        """Give slots to who waits for them and can have them; return the allocations that have begun."""
         with self._database.read() as connection:
-            found = jobs.waiting_trials(connection)
-            places = self._backend.nodes()
-            kept_off = {
-                row.id: nodes.excluded_for(connection, row.id)
-                for row in found
-                if row.is_node_excluded == _EXCLUDED
-            }
-            known = {place.id for place in places}
-            excluded = [row for row in found if row.id in kept_off and kept_off[row.id] >= known]
-            rows = [row for row in found if row not in excluded] if excluded else found
-            others = commands.waiting(connection)
-            live = allocation_rows.all_live(connection)
-            kept: list[Key] = [row.task_id if _is_command(row) else row.trial_id for row in live]
-            is_idle = not rows and not others and not excluded
-            if is_idle and not self._resizing.is_due(connection):
-                self._backend.request(growth_of(self._growing, self._describe), kept)
-                return []
-            rows = self._storage_wait.ready(connection, rows)
-            off = jobs.disabled_slots(connection, {slot.id for place in places for slot in place.slots})
-            # A node that is gone for a moment counts, so that nothing goes on with fewer slots because of it.
-            some_time_ago_us = now_us() - _MOMENT_US
-            enabled = {
-                slot.id
-                for place in places
-                if place.why_down is None or place.since_us > some_time_ago_us
-                for slot in place.slots
-                if slot.id not in off
-            }
-            absent = {slot.id for place in places if place.why_down is not None for slot in place.slots}
-            is_all_off = all(nodes.agent_key(place.id) in off for place in places)
-            is_single_node = functools.cache(functools.partial(_is_single_node, connection))
-            largest = max(map(len, by_node(enabled).values()), default=0)
-            capacity = _capacity(live, enabled, absent, off)
-            if self._services.engine is not None:  # What comes back to an engine is not kept for who had it.
-                capacity = dataclasses.replace(capacity, is_settled=True)
-            is_alone = len(rows) + len(others) == 1
-            disabled = frozenset(place.id for place in places if nodes.agent_key(place.id) in off)
-            trials = [] if is_all_off else self._waiting(connection, rows, len(enabled))
-            trials = [
-                self._with_choices(
-                    connection,
-                    row,
-                    dataclasses.replace(
-                        one,
-                        kept_off=kept_off.get(int(one.key), frozenset()),
-                        is_on_one_node=one.num_slots > largest and is_single_node(one.experiment_id),
-                    ),
-                    capacity,
-                    is_alone=is_alone,
-                )
-                for row, one in zip(rows, trials, strict=False)
-            ]
-        for row in excluded:
+            queue = self._queue(connection)
+        for row in queue.excluded:
             self._end_without_node(row)
-        if is_all_off:
-            self._backend.request((), kept)
-            for row in rows:
-                self._log_agent_off(row, row.id)
-            for command in others:
-                self._log_agent_off(command, None)
+        if queue.is_idle or queue.is_all_off:
+            growth = growth_of(self._growing, self._describe) if queue.is_idle else ()
+            self._backend.request(growth, queue.kept)
+            self._log_all_off(queue)
             return []
-        for command in others:
-            self._log_command_waiting(command, largest)
+        for command in queue.others:
+            self._log_command_waiting(command, queue.largest)
         waiting = _by_urgency(
-            [*zip(rows, trials, strict=True)],
-            [(row, Waiting(row.task_id, 0, row.num_slots, None, is_on_one_node=True)) for row in others],
+            [*zip(queue.rows, queue.trials, strict=True)],
+            [
+                (row, Waiting(row.task_id, 0, row.num_slots, None, is_on_one_node=True))
+                for row in queue.others
+            ],
         )
-        by_id = {row.id: row for row in rows}
-        ports = {port for row in live for port in json.loads(row.ports).values()}
-        begun = []
-        has_run = {row.id for row in rows if row.run_id > 0}
+        answer = self._ask_engine(queue, waiting)
+        if answer is not None:
+            return self._begin_all(begins_of(waiting, answer), queue)
+        capacity = queue.capacity
+        begins = assignments(waiting, capacity.free, queue.enabled, capacity.used_by)
+        begun = self._begin_all(begins, queue)
+        for_slots = [
+            pair
+            for pair in zip(queue.rows, queue.trials, strict=True)
+            if not self._storage_wait.is_waiting(pair[0].id)
+        ]
+        self._log_waiting(for_slots, [*queue.live, *begun], len(queue.enabled))
+        if not begun:
+            urgency: dict[int | str, tuple[int, float]] = {
+                row.id: (row.priority, row.queue_position) for row in queue.rows
+            }
+            urgency.update({row.task_id: (row.priority, row.queue_position) for row in queue.others})
+            self._resize([one for one in waiting if one.num_slots], urgency, queue.live, capacity)
+        return begun
+
+    def _queue(self, connection: Connection) -> _Queue:
+        """Return who waits, and what there is for them."""
+        found = jobs.waiting_trials(connection)
+        places = self._backend.nodes()
+        kept_off = {
+            row.id: nodes.excluded_for(connection, row.id)
+            for row in found
+            if row.is_node_excluded == _EXCLUDED
+        }
+        known = {place.id for place in places}
+        excluded = [row for row in found if row.id in kept_off and kept_off[row.id] >= known]
+        rows = [row for row in found if row not in excluded] if excluded else found
+        others = commands.waiting(connection)
+        live = allocation_rows.all_live(connection)
+        kept: list[Key] = [row.task_id if _is_command(row) else row.trial_id for row in live]
+        is_idle = not rows and not others and not excluded
+        if is_idle and not self._resizing.is_due(connection):
+            return _Queue(live, kept, is_idle=True)
+        rows = self._storage_wait.ready(connection, rows)
+        off = jobs.disabled_slots(connection, {slot.id for place in places for slot in place.slots})
+        # A node that is gone for a moment counts, so that nothing goes on with fewer slots because of it.
+        some_time_ago_us = now_us() - _MOMENT_US
+        enabled = {
+            slot.id
+            for place in places
+            if place.why_down is None or place.since_us > some_time_ago_us
+            for slot in place.slots
+            if slot.id not in off
+        }
+        absent = {slot.id for place in places if place.why_down is not None for slot in place.slots}
+        capacity = _capacity(live, enabled, absent, off)
+        if self._services.engine is not None:  # What comes back to an engine is not kept for who had it.
+            capacity = dataclasses.replace(capacity, is_settled=True)
+        disabled = frozenset(place.id for place in places if nodes.agent_key(place.id) in off)
+        queue = _Queue(
+            live,
+            kept,
+            excluded=excluded,
+            rows=rows,
+            others=others,
+            enabled=enabled,
+            largest=max(map(len, by_node(enabled).values()), default=0),
+            capacity=capacity,
+            disabled=disabled,
+            is_all_off=len(disabled) == len(places),
+        )
+        if queue.is_all_off:
+            return queue
+        return dataclasses.replace(queue, trials=self._trials_of(connection, queue, kept_off))
+
+    def _trials_of(
+        self, connection: Connection, queue: _Queue, kept_off: Mapping[int, frozenset[int]]
+    ) -> list[Waiting]:
+        """Return what each trial of a queue waits for, in its order.
+
+        Args:
+            connection: to the database.
+            queue: without them.
+            kept_off: nodes that log policies keep trials from, by trial.
+        """
+        is_single_node = functools.cache(functools.partial(_is_single_node, connection))
+        is_alone = len(queue.rows) + len(queue.others) == 1
+        return [
+            self._with_choices(
+                connection,
+                row,
+                dataclasses.replace(
+                    one,
+                    kept_off=kept_off.get(int(one.key), frozenset()),
+                    is_on_one_node=one.num_slots > queue.largest and is_single_node(one.experiment_id),
+                ),
+                queue.capacity,
+                is_alone=is_alone,
+            )
+            for row, one in zip(
+                queue.rows, self._waiting(connection, queue.rows, len(queue.enabled)), strict=True
+            )
+        ]
+
+    def _ask_engine(self, queue: _Queue, waiting: Sequence[Waiting]) -> Answer | None:
+        """Ask whoever lends slots for those that are waited for; None where the master has its own."""
         now_s = time.monotonic()
         self._moving_s = {key: until_s for key, until_s in self._moving_s.items() if now_s < until_s}
-        wishes = wishes_of(waiting, capacity.used_by, disabled, has_run, self._describe, self._moving_s)
-        self._growing = self._still_growing(waiting, live, capacity.used_by, disabled)
-        answer = self._backend.request([*wishes, *growth_of(self._growing, self._describe)], kept)
+        has_run = {row.id for row in queue.rows if row.run_id > 0}
+        used_by = queue.capacity.used_by
+        wishes = wishes_of(waiting, used_by, queue.disabled, has_run, self._describe, self._moving_s)
+        self._growing = self._still_growing(waiting, queue.live, used_by, queue.disabled)
+        answer = self._backend.request([*wishes, *growth_of(self._growing, self._describe)], queue.kept)
         if answer is None:
-            begins = assignments(waiting, capacity.free, enabled, capacity.used_by)
-        else:
-            write_answer(self._database, answer)
-            begins = begins_of(waiting, answer)
-            for trial_id in self._growing.keys() & answer.slots.keys():
-                self._resizing.grow(trial_id, len(answer.slots[trial_id]))
-            for trial_id, growth in self._growing.items():
-                if growth.is_move and trial_id not in self._moving_s:
-                    self._moving_s[trial_id] = time.monotonic() + _MOVE_S
-                    self._resizing.grow(trial_id, growth.num_slots, is_move=True)
+            return None
+        write_answer(self._database, answer)
+        for trial_id in self._growing.keys() & answer.slots.keys():
+            self._resizing.grow(trial_id, len(answer.slots[trial_id]))
+        for trial_id, growth in self._growing.items():
+            if growth.is_move and trial_id not in self._moving_s:
+                self._moving_s[trial_id] = time.monotonic() + _MOVE_S
+                self._resizing.grow(trial_id, growth.num_slots, is_move=True)
+        return answer
+
+    def _begin_all(self, begins: Iterable[tuple[Key, list[int]]], queue: _Queue) -> list[Allocation]:
+        """Begin what has got slots, and return the allocations that it has."""
+        by_id = {row.id: row for row in queue.rows}
+        ports = {port for row in queue.live for port in json.loads(row.ports).values()}
+        begun = []
         for key, slots in begins:
             if isinstance(key, str):
                 allocation = self._begin_command(key, slots, ports)
@@ -643,19 +731,15 @@ class Scheduler:
             if allocation is not None:
                 ports |= set(json.loads(allocation.ports).values())
                 begun.append(allocation)
-        for_slots = [
-            pair for pair in zip(rows, trials, strict=True) if not self._storage_wait.is_waiting(pair[0].id)
-        ]
-        if answer is not None:
-            return begun
-        self._log_waiting(for_slots, [*live, *begun], len(enabled))
-        if not begun:
-            urgency: dict[int | str, tuple[int, float]] = {
-                row.id: (row.priority, row.queue_position) for row in rows
-            }
-            urgency.update({row.task_id: (row.priority, row.queue_position) for row in others})
-            self._resize([one for one in waiting if one.num_slots], urgency, live, capacity)
         return begun
+
+    def _log_all_off(self, queue: _Queue) -> None:
+        """Say in the log of each who waits that all agents are disabled."""
+        if queue.is_all_off:
+            for row in queue.rows:
+                self._log_agent_off(row, row.id)
+            for command in queue.others:
+                self._log_agent_off(command, None)
 
     def _with_choices(
         self,
