@@ -578,7 +578,7 @@ class Scheduler:
         return True
 
     def _assign(self) -> list[Allocation]:
-        """Give slots to who waits for them and can have them; return the allocations that have begun."""
+        """Give slots to who waits and can have them; return what has begun."""
         with self._database.read() as connection:
             queue = self._queue(connection)
         for row in queue.excluded:
@@ -697,7 +697,10 @@ class Scheduler:
         ]
 
     def _ask_engine(self, queue: _Queue, waiting: Sequence[Waiting]) -> Answer | None:
-        """Ask whoever lends slots for those that are waited for; None where the master has its own."""
+        """Ask the engine that lends slots for those that are waited for.
+
+        None where the master has its own.
+        """
         now_s = time.monotonic()
         self._moving_s = {key: until_s for key, until_s in self._moving_s.items() if now_s < until_s}
         has_run = {row.id for row in queue.rows if row.run_id > 0}
