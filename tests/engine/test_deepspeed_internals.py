@@ -220,6 +220,10 @@ def test_operators_are_named_and_a_probe_that_fails_says_no() -> None:
         hasattr(builder, "is_compatible") and isinstance(is_built, bool) for _, builder, is_built in found
     )
     assert process.can_compile(Unprobed()) is False
+
+
+@pytest.mark.process  # where there is an nvcc, DeepSpeed asks it for its release
+def test_deepspeed_says_whether_it_takes_this_nvcc_for_this_torch() -> None:
     assert isinstance(process.cuda_mismatch(), str | None)
 
 

@@ -7,12 +7,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import foreign
 import pytest
+import warm_start
 
 from dstrial.checkpoint.file_roles import layouts_of
 from dstrial.checkpoint.integrity import check_integrity
@@ -57,12 +57,9 @@ def poisoned(run_path: Path, tmp_path: Path, marker: Path) -> Callable[[str], Pa
 
 
 def dstrial(*words: object, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "dstrial.cli", *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **env}
+    return warm_start.run(
+        ["dstrial.cli", *map(str, words)], env=variables, cwd=Path.cwd(), timeout=DEADLINE_S
     )
 
 
