@@ -48,6 +48,7 @@ def make_groups(kind: str) -> dict[str, object]:
     own = dist.new_group(timeout=datetime.timedelta(seconds=5))
     of_own = own._get_backend(torch.device("cpu")).options._timeout.total_seconds()  # type: ignore[union-attr]
     found = _timeouts()
+    dist.barrier()  # who is done must not close what others are still connecting to
     shutdown()
     return {"all": found, "own": of_own, "is_undone": distributed_c10d._get_default_timeout is before}
 
