@@ -160,10 +160,12 @@ def main(args: argparse.Namespace) -> int:
     """
     request = _read_request(args)
     if args.slurm and request.allocation is None:
+        from dstrial.cli.run_slurm_submission import prepare, submit_and_follow
+
         known = request.known_run or run_directory_of(args)
         inner = _own_arguments(args, slots=request.num_slots)
-        submission = run_slurm.prepare(args, request.experiment, inner, None if known is None else known.path)
-        return run_slurm.submit_and_follow(args, submission)
+        submission = prepare(args, request.experiment, inner, None if known is None else known.path)
+        return submit_and_follow(args, submission)
     if not request.hosts:
         return _run(request, _attempt)
     from dstrial.cli.run_site import BatchJob, RunSite

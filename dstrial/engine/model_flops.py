@@ -20,7 +20,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dstrial.engine.deepspeed_internals import compiler
 from dstrial.engine.deepspeed_internals import engines as engines_of_deepspeed
-from dstrial.engine.deepspeed_internals.engines import CHECKPOINT_MODULE, GRADIENT_MODULES
 
 ResultT = TypeVar("ResultT")
 
@@ -204,8 +203,8 @@ _CHECKPOINTS = frozenset(
     {
         ("torch.utils.checkpoint", "unpack_hook"),
         ("torch.utils.checkpoint", "backward"),
-        (CHECKPOINT_MODULE, "checkpoint_unpack"),
-        (CHECKPOINT_MODULE, "backward"),
+        (engines_of_deepspeed.CHECKPOINT_MODULE, "checkpoint_unpack"),
+        (engines_of_deepspeed.CHECKPOINT_MODULE, "backward"),
     }
 )
 """Modules, and functions of theirs, that compute again what was checkpointed.
@@ -213,7 +212,7 @@ _CHECKPOINTS = frozenset(
 ``backward`` of the reentrant kind goes on to the gradients of it (``torch/utils/checkpoint.py:278``), which are not of these.
 """
 
-_TRANSPARENT = ("torch.", *GRADIENT_MODULES, __name__)
+_TRANSPARENT = ("torch.", *engines_of_deepspeed.GRADIENT_MODULES, __name__)
 """Beginnings of modules that ask for nothing themselves, or for gradients."""
 
 _DISPATCHERS = ("__torch_dispatch__", "__torch_function__")

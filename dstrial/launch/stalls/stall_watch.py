@@ -13,7 +13,7 @@ import json
 import linecache
 import mmap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dstrial.launch.stalls.stack_requests import ask_for_stacks, ask_workers
@@ -167,7 +167,7 @@ class StallWatch:
         before = self._stall
         if before is not None and (found is None or found.position != before.position):
             if views:
-                self._tell_end(before, f"goes on at {self._position(views)}")
+                self._tell_end(before, f"goes on at batch {_farthest(view.beat for view in views)}")
             else:
                 self._tell_went_on(before)
             self._told_s = None
@@ -177,18 +177,18 @@ class StallWatch:
         self._stall = found
         if found is not None and is_told(found.lasted_s, self._told_s):
             self._told_s = found.lasted_s
-            self._told_batch = max((view.beat.batch for view in views), default=0)
+            self._told_batch = _farthest(view.beat for view in views)
             self._tell(found, views)
 
     def close(self) -> None:
         """Take back what is shown, and say where ranks went on after the last look."""
+        self._show(None)
         if self._stall is not None and not self._has_ended_them:
             for slot in self._watched.ranks:
                 beat = read_beat(self._watched.beats, slot)
                 if beat is not None:
                     self._advance(slot, beat)
             self._tell_went_on(self._stall)
-        self._show(None)
 
     # ---- what ranks say --------------------------------------------------------------------------------
 
@@ -239,10 +239,6 @@ class StallWatch:
         seen.beat = beat
         return seen
 
-    @staticmethod
-    def _position(views: Sequence[RankView]) -> str:
-        return f"batch {max((view.beat.batch for view in views), default=0)}"
-
     # ---- telling ---------------------------------------------------------------------------------------
 
     def _tell_end(self, stall: Stall, training: str) -> None:
@@ -252,7 +248,7 @@ class StallWatch:
 
     def _tell_went_on(self, stall: Stall) -> None:
         """Say that ranks went on before they ended, where they did."""
-        batch = max((seen.beat.batch for seen in self._seen.values()), default=0)
+        batch = _farthest(seen.beat for seen in self._seen.values())
         if batch > self._told_batch:
             self._tell_end(stall, f"went on to batch {batch}")
 
@@ -337,6 +333,11 @@ class StallWatch:
 
     def _show(self, text: str | None) -> None:
         self._shown.show(None if text is None else {"text": text, "since_s": self._began_s})
+
+
+def _farthest(beats: Iterable[Beat]) -> int:
+    """Return how many batches the rank has trained that has trained most."""
+    return max((beat.batch for beat in beats), default=0)
 
 
 def _shown_stacks(

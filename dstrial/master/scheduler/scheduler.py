@@ -108,13 +108,13 @@ class _Queue:
     Attributes:
         live: allocations that have not ended.
         kept: whose they are.
+        capacity: what is free of the slots, and who has the rest.
         excluded: trials that no node is left for.
         rows: trials that wait for slots.
         trials: what each of ``rows`` waits for; empty where all nodes are disabled.
         others: commands that wait.
         enabled: slots that may be given away once they are free.
         largest: the most of them on a node.
-        capacity: what is free of them, and who has the rest.
         disabled: nodes.
         is_idle: nobody waits and nothing is due; what follows is empty.
         is_all_off: all nodes are disabled.
@@ -122,13 +122,13 @@ class _Queue:
 
     live: list[Allocation]
     kept: list[Key]
+    capacity: Capacity
     excluded: list[jobs.WaitingTrial] = dataclasses.field(default_factory=list)
     rows: list[jobs.WaitingTrial] = dataclasses.field(default_factory=list)
     trials: list[Waiting] = dataclasses.field(default_factory=list)
     others: list[commands.CommandInfo] = dataclasses.field(default_factory=list)
     enabled: set[int] = dataclasses.field(default_factory=set)
     largest: int = 0
-    capacity: Capacity = dataclasses.field(default_factory=lambda: _capacity([], set(), set(), {}))
     disabled: frozenset[int] = frozenset()
     is_idle: bool = False
     is_all_off: bool = False
@@ -581,11 +581,13 @@ class Scheduler:
         """Give slots to who waits and can have them; return what has begun."""
         with self._database.read() as connection:
             queue = self._queue(connection)
+        if queue.is_idle:
+            self._backend.request(growth_of(self._growing, self._describe), queue.kept)
+            return []
         for row in queue.excluded:
             self._end_without_node(row)
-        if queue.is_idle or queue.is_all_off:
-            growth = growth_of(self._growing, self._describe) if queue.is_idle else ()
-            self._backend.request(growth, queue.kept)
+        if queue.is_all_off:
+            self._backend.request((), queue.kept)
             self._log_all_off(queue)
             return []
         for command in queue.others:
@@ -634,7 +636,7 @@ class Scheduler:
         kept: list[Key] = [row.task_id if _is_command(row) else row.trial_id for row in live]
         is_idle = not rows and not others and not excluded
         if is_idle and not self._resizing.is_due(connection):
-            return _Queue(live, kept, is_idle=True)
+            return _Queue(live, kept, _capacity(live, set(), set(), {}), is_idle=True)
         rows = self._storage_wait.ready(connection, rows)
         off = jobs.disabled_slots(connection, {slot.id for place in places for slot in place.slots})
         # A node that is gone for a moment counts, so that nothing goes on with fewer slots because of it.
@@ -654,12 +656,12 @@ class Scheduler:
         queue = _Queue(
             live,
             kept,
+            capacity,
             excluded=excluded,
             rows=rows,
             others=others,
             enabled=enabled,
             largest=max(map(len, by_node(enabled).values()), default=0),
-            capacity=capacity,
             disabled=disabled,
             is_all_off=len(disabled) == len(places),
         )
@@ -738,11 +740,10 @@ class Scheduler:
 
     def _log_all_off(self, queue: _Queue) -> None:
         """Say in the log of each who waits that all agents are disabled."""
-        if queue.is_all_off:
-            for row in queue.rows:
-                self._log_agent_off(row, row.id)
-            for command in queue.others:
-                self._log_agent_off(command, None)
+        for row in queue.rows:
+            self._log_agent_off(row, row.id)
+        for command in queue.others:
+            self._log_agent_off(command, None)
 
     def _with_choices(
         self,

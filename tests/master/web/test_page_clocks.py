@@ -64,8 +64,8 @@ def seeded(seeded_master: Master) -> Seeded:
         hour_us = HOUR_S * 1_000_000
         for sql, *values in (
             # The times that a master sends with its answers are of whole seconds: nothing began an hour ago to the second.
-            ("UPDATE experiments SET start_us = start_us - 60000000",),
-            ("UPDATE trials SET start_us = start_us - 60000000",),
+            ("UPDATE experiments SET start_us = start_us - ?", hour_us // 60),
+            ("UPDATE trials SET start_us = start_us - ?", hour_us // 60),
             # It begins in an hour, and one of its trials has ended before it began.
             ("UPDATE experiments SET start_us = ? WHERE id = ?", now_us() + hour_us, wrong),
             ("UPDATE trials SET start_us = ? WHERE id = ?", now_us() + hour_us, wrong_trial),
