@@ -21,6 +21,8 @@ _PROCESSES = Path("/proc")
 _LOCK_NAME = "lock"
 # For an instant a process that has just made the file does not show it among its open files.
 _MIN_AGE_S = 1.0
+# Nor does one that gives it back: it is closed first and removed then, and raises if it has gone meanwhile.
+_SECOND_LOOK_S = 2.0
 # Another machine may hold a lock that no process here has open; no operator compiles for as long as this.
 _MIN_AGE_ON_NETWORK_S = 1800.0
 _LOCAL_FILE_SYSTEMS = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
@@ -30,7 +32,8 @@ def remove_stale_locks(root: Path | None = None) -> list[Path]:
     """Remove, and log, each lock below compiled extensions that no process holds.
 
     A lock is abandoned when it lies on a file system of this machine and none of its processes has it open, or,
-    on a shared file system, when it is also older than half an hour. Only Linux tells; elsewhere nothing is done.
+    on a shared file system, when it is also older than half an hour; and when it still is so 2 seconds later, for
+    which this waits. Only Linux tells; elsewhere nothing is done.
 
     Args:
         root: the folder; that of torch if None (``TORCH_EXTENSIONS_DIR``, else ``~/.cache/torch_extensions``).
@@ -46,14 +49,31 @@ def remove_stale_locks(root: Path | None = None) -> list[Path]:
 def find_stale_locks(root: Path | None = None) -> list[Path]:
     """Return the locks that ``remove_stale_locks`` would remove; changes nothing."""
     folder = root or extensions_root()
+    suspects = _unheld(folder)
+    if not suspects:
+        return []
+    time.sleep(_SECOND_LOOK_S)
+    return [lock for lock, status in _unheld(folder).items() if suspects.get(lock) == status]
+
+
+def _unheld(folder: Path) -> dict[Path, tuple[int, int, int]]:
+    """Return the locks that nobody has open, each with what tells it from a later one at the same path."""
     try:
         locks = _locks(folder)
     except OSError:
-        return []
+        return {}
     if not locks or not _PROCESSES.is_dir():
-        return []
+        return {}
+    looked_at_s = time.time()
     held = _open_files()
-    return [lock for lock in locks if _is_stale(lock, held)]
+    found = {}
+    for lock in locks:
+        with contextlib.suppress(OSError):  # released meanwhile
+            status = lock.stat()
+            min_age_s = _MIN_AGE_S if _is_local(lock) else _MIN_AGE_ON_NETWORK_S
+            if (status.st_dev, status.st_ino) not in held and looked_at_s - status.st_mtime >= min_age_s:
+                found[lock] = (status.st_dev, status.st_ino, status.st_mtime_ns)
+    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,15 +130,6 @@ def extensions_root() -> Path:
         return Path(chosen)
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path.home() / ".cache") / "torch_extensions"
-
-
-def _is_stale(lock: Path, held: set[tuple[int, int]]) -> bool:
-    try:
-        found = lock.stat()
-        min_age_s = _MIN_AGE_S if _is_local(lock) else _MIN_AGE_ON_NETWORK_S
-    except OSError:
-        return False  # released meanwhile
-    return (found.st_dev, found.st_ino) not in held and time.time() - found.st_mtime >= min_age_s
 
 
 def _remove(lock: Path) -> bool:

@@ -36,6 +36,21 @@ import sys
 from torch.utils.file_baton import FileBaton
 FileBaton(sys.argv[1]).wait()
 """
+# The same given back, on a machine so busy that a second passes between its two steps: the file is closed, then removed.
+RELEASER = """
+import os, sys, time
+from torch.utils import file_baton
+baton = file_baton.FileBaton(sys.argv[1])
+assert baton.try_acquire()
+os.utime(sys.argv[1], (time.time() - 60,) * 2)
+remove = os.remove
+def slowly(path):
+    print("closed", flush=True)
+    time.sleep(1.0)
+    remove(path)
+os.remove = slowly
+baton.release()
+"""
 
 
 def _hold(lock: Path) -> subprocess.Popen[str]:
@@ -69,6 +84,39 @@ def test_a_lock_stays_while_its_holder_lives_and_goes_when_it_was_killed(
         assert remove_stale_locks(tmp_path) == [lock]
     assert not lock.exists()
     assert str(lock) in caplog.text
+
+
+def test_a_lock_stays_that_its_living_holder_is_about_to_remove(tmp_path: Path) -> None:
+    lock = tmp_path / "operator" / "lock"
+    lock.parent.mkdir()
+    builder = subprocess.Popen([sys.executable, "-c", RELEASER, str(lock)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert builder.stdout is not None
+        assert builder.stdout.readline() == "closed\n"
+        assert remove_stale_locks(tmp_path) == []
+        assert builder.wait(timeout=60) == 0  # torch raises where its file has gone
+    finally:
+        builder.kill()
+        builder.communicate()
+
+
+def test_a_lock_of_another_build_that_began_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = tmp_path / "operator" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    _make_older(lock)
+
+    def begin_another(seconds: float) -> None:
+        lock.unlink()
+        (tmp_path / "keeps the number of the file in use").touch()
+        lock.touch()
+        _make_older(lock)
+
+    monkeypatch.setattr(time, "sleep", begin_another)
+    assert remove_stale_locks(tmp_path) == []
+    assert lock.exists()
 
 
 def test_a_lock_that_was_made_this_moment_stays(tmp_path: Path) -> None:
