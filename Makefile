@@ -39,10 +39,10 @@ QUICK := not process and not ranks and not gpu and not loggers
 # What `make coverage` runs; what subprocesses and ranks execute is not counted.
 COVERED ?= $(QUICK)
 SLOW := (process or ranks) and not gpu
-# Each behaviour once: an exhaustive test names the one that stands for it here.
-ONCE := $(SLOW) and not exhaustive
 # Clusters have deadlines of their own, which a busy machine does not keep: nothing else beside them.
 HOSTS_TESTS := tests/hosts
+# What `make test` leaves out: more sizes and kinds, for which others stand, and programs that use the package.
+REST := exhaustive or program
 # With PYTEST_ARGS="-k …" a tier may have no such test.
 or-none = $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ])
 # Files go to workers in the order that tests/conftest.py gives them: the longest first.
@@ -51,7 +51,7 @@ HF_TESTS := tests/integrations tests/examples/test_hf_examples.py tests/examples
 	$(wildcard tests/launch/test_accelerate_*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv run test test-all test-quick test-slow test-hosts test-hf4 test-torch-oldest test-deepspeed-oldest test-python-oldest test-python-newest test-loggers coverage gpu check format pictures bench clean
+.PHONY: help venv run test test-all test-quick test-slow test-rest test-hosts test-hf4 test-torch-oldest test-deepspeed-oldest test-python-oldest test-python-newest test-loggers coverage gpu check format pictures bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,16 +61,18 @@ venv: $(VENV)/.package $(VENV)/.page ## create .venv/ with torch and this packag
 run: $(VENV)/.runtime ## train the main example (digits) and show its result
 	$(BIN)/dstrial run experiment_configs/digits.yaml model_defs/digits
 
-test: test-quick ## run the tests of a change on this machine, each behaviour once: half an hour on two cores
-	$(BIN)/python $(call pytest,$(ONCE)) --ignore=$(HOSTS_TESTS) $(or-none)
+test: test-quick test-slow ## run the tests of a change: each behaviour of the package once, on this machine
 
-test-all: test-quick test-slow test-hosts ## run every test that needs no accelerator: an hour on two cores
+test-all: test test-hosts test-rest ## run every test that needs no accelerator: an hour on two cores
 
 test-quick: venv ## run the tests that start no process and use no network: a minute on two cores
 	$(BIN)/python $(call pytest,$(QUICK)) $(or-none)
 
-test-slow: venv ## run the tests that start processes or ranks on this machine
-	$(BIN)/python $(call pytest,$(SLOW)) --ignore=$(HOSTS_TESTS) $(or-none)
+test-slow: venv ## run the tests that start processes or ranks on this machine, each behaviour once
+	$(BIN)/python $(call pytest,$(SLOW) and not ($(REST))) --ignore=$(HOSTS_TESTS) $(or-none)
+
+test-rest: venv ## run what `make test` leaves out on this machine: examples, benchmarks, more sizes and kinds; TEST_MINUTES ends it
+	$(BIN)/python $(call pytest,$(SLOW) and ($(REST))) --ignore=$(HOSTS_TESTS) $(or-none)
 
 test-hosts: venv ## run the tests over several hosts, in jobs of Slurm and on Ray, on machines made of namespaces
 	$(BIN)/python $(call pytest,$(SLOW)) $(HOSTS_TESTS) $(or-none)

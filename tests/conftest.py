@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import warm_start
 from hypothesis import HealthCheck, settings
+from time_given import VARIABLE, TimeGiven
 
 import dstrial
 from dstrial.fork_server.client import OwnForkServer
@@ -28,6 +29,8 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 _SETTLE_S = 5.0
+# The folders of tests that run what uses the package.
+_PROGRAMS = {"examples", "benchmarks"}
 # Set by libraries when they are first imported, once per process and for good.
 _IMPORT_TIME_VARIABLES = {
     "KMP_DUPLICATE_LIB_OK",
@@ -73,6 +76,8 @@ def pytest_configure(config: pytest.Config) -> None:
         compileall.compile_dir(Path(dstrial.__file__).parent, quiet=2)
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
         gc.disable()  # until all test files are imported: the collector would go through a million objects again and again
+    if minutes := os.environ.get(VARIABLE):
+        config.pluginmanager.register(TimeGiven(float(minutes)))
     sys.addaudithook(_note_what_breaks_the_tier)
     vars(ranks)["subprocess"] = types.SimpleNamespace(Popen=warm_start.Popen)  # a fork, not a new Python
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -92,8 +97,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the files in order, and take marks off what stands for exhaustive tests."""
+    """Put the files in order, mark what runs programs, and take marks off what stands for exhaustive tests."""
     _sort_longest_first(items)
+    for item in items:
+        if not _PROGRAMS.isdisjoint(item.path.parts):
+            item.add_marker("program")
     _unmark_stand_ins(items)
 
 

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from determined.cli import cli
 
+from dstrial.master.login import new_token
+from dstrial.testing.master import MasterForTest
+
 
 @dataclasses.dataclass(frozen=True)
 class Done:
@@ -28,6 +31,11 @@ class DetHere:
     username: str
     token: str
     home: Path
+
+    @classmethod
+    def at(cls, master: MasterForTest, home: Path) -> DetHere:
+        """Somebody at a master in a process of its own, as the user determined."""
+        return cls(master.address, "determined", new_token(master.record), home)
 
     def run(self, *words: str) -> Done:
         out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()

@@ -72,23 +72,29 @@ BROKEN = {
 }
 
 
-@pytest.mark.process
-def test_what_needs_a_marker_fails_by_name_without_one(tmp_path: Path) -> None:
-    for name in ("conftest.py", "warm_start.py"):
+def run_by_our_rules(folder: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    for name in ("conftest.py", "time_given.py", "warm_start.py"):
         rules = Path(__file__).with_name(name).read_text(encoding="utf-8")
-        (tmp_path / name).write_text(rules, encoding="utf-8")
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    process\n    ranks\n    gpu\n")
-    (tmp_path / "test_all.py").write_text(TESTS)
-    (tmp_path / "looks_around.py").write_text("import subprocess\nsubprocess.run(['true'])\n")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-
-    printed = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no", "-rpE"],
-        cwd=tmp_path,
-        env=environment,
+        (folder / name).write_text(rules, encoding="utf-8")
+    markers = ("process", "ranks", "gpu", "program")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n" + "".join(f"    {name}\n" for name in markers))
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "TEST_"))}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no", *options],
+        cwd=folder,
+        env=kept | variables,
         capture_output=True,
         text=True,
-    ).stdout
+        check=False,
+    )
+
+
+@pytest.mark.process
+def test_what_needs_a_marker_fails_by_name_without_one(tmp_path: Path) -> None:
+    (tmp_path / "test_all.py").write_text(TESTS)
+    (tmp_path / "looks_around.py").write_text("import subprocess\nsubprocess.run(['true'])\n")
+
+    printed = run_by_our_rules(tmp_path, "-rpE").stdout
 
     pattern = re.compile(
         r"^_+ ERROR at teardown of test_(\w+) _+\n(.*?)(?=^[_=]{5})", re.MULTILINE | re.DOTALL
@@ -100,6 +106,35 @@ def test_what_needs_a_marker_fails_by_name_without_one(tmp_path: Path) -> None:
         assert "mark it `process`" in reports[name]
         assert re.search(r'test_all.py", line \d+, in ', reports[name]), reports[name]
     assert set(re.findall(r"^PASSED test_all.py::test_(\w+)", printed, re.M)) == ALLOWED | BROKEN.keys()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("workers", [(), ("--numprocesses", "1")])
+def test_no_test_begins_after_the_minutes_that_were_given_and_those_are_named(
+    workers: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "test_all.py").write_text("def test_first(): pass\ndef test_second(): assert False\n")
+
+    ended = run_by_our_rules(tmp_path, *workers, TEST_MINUTES="0")
+    _, _, named = ended.stdout.partition("2 not run within 0 minutes")
+    assert ended.returncode == 0
+    assert "test_all.py::test_first\ntest_all.py::test_second\n" in named, ended.stdout
+    assert "2 skipped" in named
+    for variables in ({}, {"TEST_MINUTES": "100"}):
+        ended = run_by_our_rules(tmp_path, *workers, **variables)
+        assert "1 failed, 1 passed" in ended.stdout
+        assert "not run" not in ended.stdout
+
+
+@pytest.mark.process
+def test_examples_and_benchmarks_are_programs(tmp_path: Path) -> None:
+    (tmp_path / "examples").mkdir()
+    for name in ("examples/test_one.py", "test_other.py"):
+        (tmp_path / name).write_text("def test_it(): pass\n")
+
+    collected = run_by_our_rules(tmp_path, "--collect-only", "-q", "-m", "program").stdout
+
+    assert "examples/test_one.py::test_it\n\n1/2 tests collected" in collected
 
 
 @pytest.mark.parametrize("module", ["dstrial", "dstrial.loop.callbacks"])

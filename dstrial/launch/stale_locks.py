@@ -57,7 +57,7 @@ def find_stale_locks(root: Path | None = None) -> list[Path]:
 
 
 def _unheld(folder: Path) -> dict[Path, tuple[int, int, int]]:
-    """Return the locks that nobody has open, each with what tells it from a later one at the same path."""
+    """Return the locks nobody has open, and what tells each from a later one."""
     try:
         locks = _locks(folder)
     except OSError:

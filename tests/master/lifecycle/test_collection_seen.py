@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
+from det_here import DetHere
 from determined.common import api
 from determined.common.api import bindings
 from submitting import config, submit, wait_until
@@ -18,7 +20,9 @@ pytestmark = pytest.mark.process
 PERIOD_S, DEADLINE_S = 0.5, 60.0
 
 
-def test_a_collection_appears_among_the_tasks_and_goes(shared_master: MasterForTest) -> None:
+def test_a_collection_appears_among_the_tasks_and_goes(shared_master: MasterForTest, tmp_path: Path) -> None:
+    det = DetHere.at(shared_master, tmp_path)
+    det.ok("task", "list")  # a first command takes longer than a collection is shown
     session = api.Session(shared_master.address, USERNAME, new_token(shared_master.record), None)
     given = config(hyperparameters={"steps": 6}, checkpoint_storage={"save_trial_latest": 1})
     experiment_id = submit(shared_master, given)
@@ -27,7 +31,7 @@ def test_a_collection_appears_among_the_tasks_and_goes(shared_master: MasterForT
     while True:
         names = [task["name"] for task in session.get("tasks").json().values()]
         if name in names and not is_seen:
-            is_seen, listed = True, shared_master.det("task", "list").stdout
+            is_seen, listed = True, det.ok("task", "list")
         elif name not in names and is_seen:
             break
         assert time.monotonic() < give_up_at_s, names
