@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,23 +13,20 @@ from typing import Any
 import pytest
 from waiting import wait_for
 
+from dstrial.master.store.views import observe
 from dstrial.testing.master import MasterForTest, master_for_test
 
 DEADLINE_S = 300
 
 HOLDS = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.05)\n"
-# Some ten seconds of the compiler's work, through the function by which DeepSpeed builds its operators.
-SOURCE = """
-constexpr long work(long n) { long s = 0; for (long i = 0; i < n; ++i) s += i % 7; return s; }
-static_assert(work(5000000) > 0, "");
-"""
+# The compiler reads a pipe, and waits until the test closes it; through the function by which DeepSpeed builds its operators.
+SOURCE = '#include "{held}"\n'
 COMPILES = """
 import sys
 import torch
 from torch.utils.cpp_extension import load
 
-limits = ["-fconstexpr-loop-limit=2000000000", "-fconstexpr-ops-limit=2000000000"]
-load(name="cpu_adam", sources=[sys.argv[1]], extra_cflags=limits, is_python_module=False)
+load(name="cpu_adam", sources=[sys.argv[1]], is_python_module=False)
 print("compiled", flush=True)
 """
 CONFIG = """
@@ -65,7 +63,8 @@ def project(tmp_path: Path) -> Path:
     (context / "holds.py").write_text(HOLDS)
     (context / "compiles.py").write_text(COMPILES)
     # Beside the context, of which each trial has a copy: a source in another place is compiled anew.
-    (tmp_path / "slow.cpp").write_text(SOURCE)
+    (tmp_path / "slow.cpp").write_text(SOURCE.format(held=tmp_path / "held.h"))
+    os.mkfifo(tmp_path / "held.h")
     return tmp_path
 
 
@@ -93,7 +92,7 @@ def test_who_waits_for_a_slot_is_told_by_whom_it_is_held(project: Path, master: 
     waits = write_config(project, "waits", f"python3 holds.py '{done_already}'", 2)
     process = begun(master, project, waits)
     try:
-        wait_for(lambda: starting(master), "the status tells of nobody who waits")
+        wait_for(lambda: observe.starting(master.state), "the status tells of nobody who waits")
         (waiting,) = starting(master)
         text = (
             f"waiting for 2 slots: 1 of 2 is in use, by trial 1 of experiment {holder['id']} (holding) on 1"
@@ -118,19 +117,26 @@ def test_an_operator_that_is_compiled_is_named_on_the_screen_in_the_log_and_in_t
     config = write_config(
         project, "compiling", f"python3 -m dstrial.launch compiles.py {project / 'slow.cpp'}", 1
     )
+    held = os.open(project / "held.h", os.O_RDWR)
     process = begun(master, project, config)
     try:
         wait_for(
             lambda: (
                 process.poll() is not None
-                or any(one["phase"] == "compiling operator cpu_adam" for one in starting(master))
+                or any(one.text == "compiling operator cpu_adam" for one in observe.starting(master.state))
             ),
             "the status tells of no operator",
             deadline_s=DEADLINE_S,
         )
         assert process.poll() is None, process.communicate()[0]
         (compiling,) = starting(master)
+        assert compiling["phase"] == "compiling operator cpu_adam"
+        logs = ("trial", "logs", str(compiling["trial"]))
+        wait_for(
+            lambda: "compiling operator cpu_adam since " in master.det(*logs).stdout, "the log tells nothing"
+        )
     finally:
+        os.close(held)
         printed, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, printed
     assert "compiled" in printed
@@ -144,8 +150,6 @@ def test_an_operator_that_is_compiled_is_named_on_the_screen_in_the_log_and_in_t
         "`DS_BUILD_OPS=1 pip install deepspeed`",
     ):
         assert part in told
-    logged = master.det("trial", "logs", str(compiling["trial"])).stdout
-    assert "compiling operator cpu_adam since " in logged
     assert starting(master) == []
     again = master.dstrial("run", config, "context", "--no-progress", cwd=project, deadline_s=DEADLINE_S)
     assert again.returncode == 0

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
+# `.ci/run` runs the same checks as a user does.
+pytestmark = [pytest.mark.ranks, pytest.mark.program, pytest.mark.timeout(600)]
 
 
 def test_the_most_telling_checks_pass_on_cpu_ranks_and_say_what_they_could_not_show(tmp_path: Path) -> None:

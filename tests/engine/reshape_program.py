@@ -16,9 +16,15 @@ from dstrial.engine.adapters.factory import adapt
 from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
 from dstrial.engine.reshape import load_reshaped
 from dstrial.engine.state import engine_extra_state, save_engine
-from dstrial.ranks.process_group import without_compiled_collectives
+from dstrial.ranks.process_group import keep_compiler_out, without_compiled_collectives
 
 LOSS_SCALE = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}
+
+
+def begin() -> None:
+    keep_compiler_out()
+    with without_compiled_collectives(is_cpu=True):
+        deepspeed.init_distributed("gloo")
 
 
 def allgather(value: Any) -> list[Any]:
@@ -73,8 +79,7 @@ def loss_scale_of(engine: Any) -> dict[str, Any]:
 def carry_loss_scales(directory: str) -> dict[str, tuple[str | None, dict[str, Any], dict[str, Any]]]:
     """Train in fp16, whose state is the same on a CPU; return what went wrong and the loss scales, by stages."""
     get_accelerator().is_fp16_supported = lambda: True
-    with without_compiled_collectives(is_cpu=True):
-        deepspeed.init_distributed("gloo")
+    begin()
     found = {}
     for before, after in ((0, 1), (1, 0), (3, 1), (2, 3)):
         path = pathlib.Path(directory, f"{before}{after}")
@@ -91,8 +96,7 @@ def carry_loss_scales(directory: str) -> dict[str, tuple[str | None, dict[str, A
 
 def load_into_second_copies(directory: str) -> tuple[str | None, float, float]:
     """Load into ZeRO 3 with a second copy within the machine (hpZ), after its weights have been gathered once."""
-    with without_compiled_collectives(is_cpu=True):
-        deepspeed.init_distributed("gloo")
+    begin()
     path = pathlib.Path(directory, "hpz")
     saved = build(1, 0, "plain")
     train(saved, 3, torch.float32)
@@ -115,8 +119,7 @@ def load_into_second_copies(directory: str) -> tuple[str | None, float, float]:
 
 def merge_untied_biases(directory: str) -> str | None:
     """Bring layers of two stages into one stage that share their weight and have a bias each."""
-    with without_compiled_collectives(is_cpu=True):
-        deepspeed.init_distributed("gloo")
+    begin()
     path = pathlib.Path(directory, "tied")
     saved = build(1, 2, "tied")
     train(saved, 3, torch.float32)
