@@ -29,8 +29,8 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 _SETTLE_S = 5.0
-# The folders of tests that run what uses the package.
-_PROGRAMS = {"examples", "benchmarks"}
+# Tests that run what uses the package.
+_PROGRAMS = {Path(__file__).with_name("examples"), Path(__file__).with_name("benchmarks")}
 # Set by libraries when they are first imported, once per process and for good.
 _IMPORT_TIME_VARIABLES = {
     "KMP_DUPLICATE_LIB_OK",
@@ -100,7 +100,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the files in order, mark what runs programs, and take marks off what stands for exhaustive tests."""
     _sort_longest_first(items)
     for item in items:
-        if not _PROGRAMS.isdisjoint(item.path.parts):
+        if not _PROGRAMS.isdisjoint(item.path.parents):
             item.add_marker("program")
     _unmark_stand_ins(items)
 

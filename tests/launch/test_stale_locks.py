@@ -36,7 +36,7 @@ import sys
 from torch.utils.file_baton import FileBaton
 FileBaton(sys.argv[1]).wait()
 """
-# The same given back, on a machine so busy that a second passes between its two steps: the file is closed, then removed.
+# The same given back, on a machine so busy that something comes between its two steps: the file is closed, then removed.
 RELEASER = """
 import os, sys, time
 from torch.utils import file_baton
@@ -44,11 +44,11 @@ baton = file_baton.FileBaton(sys.argv[1])
 assert baton.try_acquire()
 os.utime(sys.argv[1], (time.time() - 60,) * 2)
 remove = os.remove
-def slowly(path):
+def later(path):
     print("closed", flush=True)
-    time.sleep(1.0)
+    sys.stdin.readline()
     remove(path)
-os.remove = slowly
+os.remove = later
 baton.release()
 """
 
@@ -86,18 +86,20 @@ def test_a_lock_stays_while_its_holder_lives_and_goes_when_it_was_killed(
     assert str(lock) in caplog.text
 
 
-def test_a_lock_stays_that_its_living_holder_is_about_to_remove(tmp_path: Path) -> None:
+def test_a_lock_stays_that_its_living_holder_is_about_to_remove(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lock = tmp_path / "operator" / "lock"
     lock.parent.mkdir()
-    builder = subprocess.Popen([sys.executable, "-c", RELEASER, str(lock)], stdout=subprocess.PIPE, text=True)
-    try:
+    command = [sys.executable, "-c", RELEASER, str(lock)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True) as builder:
         assert builder.stdout is not None
         assert builder.stdout.readline() == "closed\n"
+        printed: list[str] = []
+        monkeypatch.setattr(time, "sleep", lambda _: printed.append(builder.communicate("go on\n")[1]))
         assert remove_stale_locks(tmp_path) == []
-        assert builder.wait(timeout=60) == 0  # torch raises where its file has gone
-    finally:
-        builder.kill()
-        builder.communicate()
+    assert (builder.returncode, printed) == (0, [""])  # torch raises where its file has gone
 
 
 def test_a_lock_of_another_build_that_began_meanwhile_stays(
