@@ -63,7 +63,7 @@ run: $(VENV)/.runtime ## train the main example (digits) and show its result
 
 test: test-quick test-slow ## run the tests of a change: each behaviour of the package once, on this machine
 
-test-all: test test-hosts test-rest ## run every test that needs no accelerator: an hour on two cores
+test-all: test test-hosts test-rest ## run every test that needs no accelerator: an hour or two on two cores
 
 test-quick: venv ## run the tests that start no process and use no network: a minute on two cores
 	$(BIN)/python $(call pytest,$(QUICK)) $(or-none)

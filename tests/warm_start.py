@@ -28,7 +28,6 @@ IMPORTED_AHEAD = (
     "sklearn.datasets",
     "torch.utils.tensorboard",  # chief's
     "torch.fx.experimental.symbolic_shapes",  # where backward is given gradients: pipelines, recomputed layers
-    "deepspeed.module_inject.auto_ep_layer",  # every engine
 )
 """What programs of tests import, sooner or later."""
 SWITCH = "TEST_FORKS"
