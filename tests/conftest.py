@@ -29,6 +29,7 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 _SETTLE_S = 5.0
+_LONGEST_BYTES_IN_A_NAME = 16
 # Tests that run what uses the package.
 _PROGRAMS = {Path(__file__).with_name("examples"), Path(__file__).with_name("benchmarks")}
 # Set by libraries when they are first imported, once per process and for good.
@@ -93,6 +94,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     names = ("process", "ranks")
     if any(item.get_closest_marker(name) for item in session.items for name in names):
         warm_start.share()
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> None:
+    """Have long bytes named: an archive holds the second of its making, and workers whose tests differ in name run none.
+
+    Raises:
+        pytest.UsageError: such bytes are a parameter without a name.
+    """
+    if isinstance(val, bytes) and len(val) > _LONGEST_BYTES_IN_A_NAME:
+        raise pytest.UsageError(
+            f"{argname} is {len(val)} bytes, and part of the test's name; give parametrize ids=[…]"
+        )
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks

@@ -143,6 +143,81 @@ def test_examples_and_benchmarks_are_programs(tmp_path: Path) -> None:
     assert "examples/test_one.py::test_it\n\n1/2 tests collected" in collected
 
 
+@pytest.mark.process
+def test_bytes_that_may_differ_between_workers_name_no_test(tmp_path: Path) -> None:
+    made = "import gzip, pytest\n@pytest.mark.parametrize('made', [gzip.compress(b'x' * 9)]IDS)\ndef test_it(made): pass\n"
+    (tmp_path / "test_all.py").write_text(made.replace("IDS", ""))
+    refused = run_by_our_rules(tmp_path, "--collect-only", "-q")
+    (tmp_path / "test_all.py").write_text(made.replace("IDS", ", ids=['nines']"))
+    named = run_by_our_rules(tmp_path, "--collect-only", "-q")
+
+    assert "give parametrize ids=[…]" in refused.stdout + refused.stderr
+    assert refused.returncode != 0
+    assert "test_all.py::test_it[nines]" in named.stdout
+
+
+def run_in(folder: Path, *program: str | Path) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "TEST_"))}
+    arguments = [sys.executable, *program]
+    return subprocess.run(arguments, cwd=folder, env=kept, capture_output=True, text=True, check=False)
+
+
+def run_all(folder: Path, workers: int) -> subprocess.CompletedProcess[str]:
+    return run_in(folder, "-m", "pytest", "--numprocesses", str(workers))
+
+
+def run_failed_again(folder: Path) -> subprocess.CompletedProcess[str]:
+    return run_in(folder, Path(__file__).parents[1] / "tools" / "run_failed_tests.py")
+
+
+@pytest.mark.process
+def test_only_what_has_failed_is_run_again_and_must_pass(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_all.py").write_text(
+        "import pathlib, pytest\n"
+        "def test_passes(): pass\n"
+        "@pytest.mark.parametrize('text', ['a b', '[c::d]'])\n"
+        "def test_needs_a_file(text): assert pathlib.Path('file').exists()\n"
+    )
+    assert "2 failed, 1 passed" in run_all(tmp_path, workers=1).stdout
+
+    again = run_failed_again(tmp_path)
+    assert ("2 failed" in again.stdout, "passed" in again.stdout, again.returncode) == (True, False, 1)
+    (tmp_path / "file").touch()
+    again = run_failed_again(tmp_path)
+    assert ("2 passed" in again.stdout, again.returncode) == (True, 0)
+    again = run_failed_again(tmp_path)
+    assert (again.stdout, again.returncode) == ("", 1)
+    assert "no test has failed" in again.stderr
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("tests", "said"),
+    [
+        (  # another name in each process, as from a set or a clock
+            "import os, pytest\n@pytest.mark.parametrize('n', [os.getpid()])\ndef test_it(n): pass\n",
+            "not collected, and not run again: gw",
+        ),
+        ("import a_module_that_is_not_there\n", "not collected, and not run again: test_all.py"),
+        (
+            "import pytest\n@pytest.mark.parametrize('n', range(21))\ndef test_it(n): assert False\n",
+            "21 tests have failed, more than 20",
+        ),
+    ],
+    ids=["names that differ", "an import", "many"],
+)
+def test_a_run_that_is_broken_is_not_run_again(tests: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_all.py").write_text(tests)
+    assert run_all(tmp_path, workers=2).returncode == 1
+
+    again = run_failed_again(tmp_path)
+
+    assert said in again.stderr
+    assert (again.stdout, again.returncode) == ("", 1)
+
+
 @pytest.mark.parametrize("module", ["dstrial", "dstrial.loop.callbacks"])
 def test_a_warning_that_a_module_of_ours_causes_is_an_error(module: str) -> None:
     with pytest.raises(DeprecationWarning, match="old"):

@@ -150,7 +150,9 @@ def test_a_directory_is_no_file(session: api.Session) -> None:
         content(session, experiment_id, "code")
 
 
-@pytest.mark.parametrize("tgz", [b"tgz", b"\x1f\x8b", archive(member("a", size=9))[:-30]])
+@pytest.mark.parametrize(
+    "tgz", [b"tgz", b"\x1f\x8b", archive(member("a", size=9))[:-30]], ids=["text", "magic", "cut short"]
+)
 def test_a_damaged_archive_is_told_of(session: api.Session, fresh_master: Master, tgz: bytes) -> None:
     store(fresh_master, tgz)
     for ask in (lambda: shown(session, 1), lambda: content(session, 1, "a")):
