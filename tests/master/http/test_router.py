@@ -180,7 +180,9 @@ def test_the_body_is_read_whatever_its_content_type(fresh_master: Master) -> Non
 
 @process
 @pytest.mark.parametrize(
-    "body", [b"{", b"[1]", b'"a"', b"nope", b'{"a": NaN}', b"\xff\xfe", b'{"a": "\\ud800"}', b"[" * 5000]
+    "body",
+    [b"{", b"[1]", b'"a"', b"nope", b'{"a": NaN}', b"\xff\xfe", b'{"a": "\\ud800"}', b"[" * 5000],
+    ids=["brace", "list", "text", "word", "NaN", "no UTF-8", "half a character", "5000 brackets"],
 )
 def test_a_body_that_is_no_json_object_is_a_400(served: Master, body: bytes) -> None:
     answer = served.send("POST", "/api/v1/auth/login", body)

@@ -43,6 +43,7 @@ def test_a_file_is_shown_as_text_cut_where_it_is_long() -> None:
         (b"", "gone.py", 404),
         (b"damaged", "gone.py", 400),
     ],
+    ids=["outside", "a directory", "gone", "gone of none", "gone of a damaged one"],
 )
 def test_what_is_not_there_is_refused(tgz: bytes, path: str, status: int) -> None:
     with pytest.raises(RequestError) as caught:
