@@ -122,9 +122,11 @@ def muon() -> dict[str, Any]:
     class Matrices(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.last = nn.Linear(6, 9), nn.Linear(9, 3)
+            self.first, self.last = nn.Linear(6, 9, bias=False), nn.Linear(9, 3, bias=False)
             for parameter in self.parameters():
-                parameter.use_muon = parameter.ndim == 2
+                parameter.use_muon = (
+                    True  # of others DeepSpeed has FusedAdam take care, which it compiles for minutes
+                )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.last(torch.relu(self.first(x)))
