@@ -65,11 +65,11 @@ def inputs_of(workload: Workload, *, is_free: bool, known: PredictInputs | None 
         }
         return DryRunRequest(
             workload="dstrial.engine.dryrun.measure:ModelWorkload",
-            options={
+            shared_options={
                 "model": "dsat_dry_runs:scored_model" if model.keeps_scores else "gpt_model:model",
                 "batch": "gpt_model:batch",
-                "shape": shape,
             },
+            options={"shape": shape},
             deepspeed_config=config,
             world_size=machine.num_ranks,
             target="cuda",

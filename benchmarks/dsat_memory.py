@@ -227,7 +227,8 @@ def request(
     """Return the request of a dry run of the benchmark's model."""
     return DryRunRequest(
         workload="dstrial.engine.dryrun.measure:ModelWorkload",
-        options={"model": "gpt_model:model", "batch": "gpt_model:batch", "shape": shape},
+        shared_options={"model": "gpt_model:model", "batch": "gpt_model:batch"},
+        options={"shape": shape},
         deepspeed_config=config,
         world_size=world_size,
         target="cuda" if target == "cuda" else "cpu",

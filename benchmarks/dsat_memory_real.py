@@ -44,7 +44,8 @@ def peak_bytes(
     torch.set_num_threads(1)
     config = copy.deepcopy(config)
     config["train_micro_batch_size_per_gpu"] = micro_batch_size
-    workload = ModelWorkload("gpt_model:model", "gpt_model:batch", shape)
+    workload = ModelWorkload("gpt_model:model", "gpt_model:batch")
+    workload.prepare(shape)
     with contextlib.ExitStack() as stack:
         if is_virtual:
             stack.enter_context(patches.without_shared_memory_op())

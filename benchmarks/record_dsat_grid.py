@@ -108,7 +108,8 @@ def dry_run_grid(path: Path) -> None:
         candidate = of.candidate(structure, 0 if is_accumulating else of.batch_size_grid.last)
         return DryRunRequest(
             workload="dstrial.engine.dryrun.measure:ModelWorkload",
-            options={"model": "gpt_model:model", "batch": "gpt_model:batch", "shape": SHAPE},
+            shared_options={"model": "gpt_model:model", "batch": "gpt_model:batch"},
+            options={"shape": SHAPE},
             deepspeed_config=of.config(candidate),
             world_size=RANKS,
             target="cpu",

@@ -53,9 +53,8 @@ def trial_request(
         num_stages: of the pipeline that it trains; 1 for a model in one piece.
         stage: which of them the rank is of, the first replica's.
     """
+    shared_options: dict[str, Any] = {"trial": trial, "context_dir": str(context_dir.resolve())}
     options = {
-        "trial": trial,
-        "context_dir": str(context_dir.resolve()),
         "hparams": dict(hparams),
         "exp_conf": None if exp_conf is None else dict(exp_conf),
         "num_batches": num_batches,
@@ -63,9 +62,10 @@ def trial_request(
         "trusts_code": trusts_code,
     }
     if num_stages > 1:
-        options["num_stages"] = num_stages
+        shared_options["num_stages"] = num_stages
     return DryRunRequest(
         workload=_TRIAL,
+        shared_options=shared_options,
         options=options,
         rank=stage * (world_size // num_stages),
         deepspeed_config=deepspeed_config,
@@ -124,8 +124,8 @@ def script_request(
 def as_real(request: DryRunRequest) -> DryRunRequest:
     """Return a request for one real batch on this machine in place of fake tensors."""
     # Real tensors of a CPU are all on the host, so host and device cannot be told apart.
-    options = {**request.options, "is_real": True}
-    return dataclasses.replace(request, options=options, is_real=True, target="cpu")
+    shared_options = {**request.shared_options, "is_real": True}
+    return dataclasses.replace(request, shared_options=shared_options, is_real=True, target="cpu")
 
 
 def why_real(error: DryRunError) -> str:

@@ -42,43 +42,48 @@ class ScriptWorkload:
     ``loss``, or the mean of all numbers of the output.
 
     Args:
-        words: the script's path, or ``-m`` and a module, and its arguments.
-        hparams: hyperparameters of the trial, with the overwrites of the configuration in question.
-        exp_conf: experiment config, if the script asks for it.
-        sample_batch: file with what the engine is called with instead, by ``torch.save``.
-        trusts_code: whether that file may run code when it is loaded.
         is_real: build and train with real tensors.
 
     Attributes:
         notes: what a person has to know of the description.
         num_records: of the first batch.
 
-    Raises:
-        TrialContractError: the script ends without having called an engine.
-
     Ranks: this one is the only one that exists.
     """
 
-    def __init__(
-        self,
-        words: Sequence[str],
-        hparams: Mapping[str, Any],
-        exp_conf: Mapping[str, Any] | None = None,
-        sample_batch: str | None = None,
-        trusts_code: bool = False,
-        is_real: bool = False,
-    ) -> None:
+    def __init__(self, is_real: bool = False) -> None:
         self.notes: list[str] = []
         self._is_real = is_real
         self._arguments: dict[str, Any] = {}
         self._config: Mapping[str, Any] = {}
         self._engine: Any = None
         self._device = torch.device("cpu")
+
+    def prepare(
+        self,
+        words: Sequence[str],
+        hparams: Mapping[str, Any],
+        exp_conf: Mapping[str, Any] | None = None,
+        sample_batch: str | None = None,
+        trusts_code: bool = False,
+    ) -> None:
+        """Run the script, imports included, until it calls an engine.
+
+        Args:
+            words: the script's path, or ``-m`` and a module, and its arguments.
+            hparams: hyperparameters of the trial, with the overwrites of the configuration in question.
+            exp_conf: experiment config, if the script asks for it.
+            sample_batch: file with what the engine is called with instead, by ``torch.save``.
+            trusts_code: whether that file may run code when it is loaded.
+
+        Raises:
+            TrialContractError: the script ends without having called an engine.
+        """
         size = torch.distributed.get_world_size()
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(deepspeed, "initialize", self._intercept))
             stack.enter_context(_off_cluster(size, hparams, exp_conf or {}))
-            if not is_real:
+            if not self._is_real:
                 stack.enter_context(shapes_only())
             batch = _first_batch(words)
         if batch is None:

@@ -49,55 +49,61 @@ class TrialWorkload:
     Args:
         trial: ``module:Class``.
         context_dir: the directory that holds the module.
-        hparams: hyperparameters of the trial, with the overwrites of the configuration in question.
-        exp_conf: experiment config, if the trial asks for it.
-        micro_batch_size: what the context says while the trial and its loader are built.
-        num_batches: of so many first batches of the loader the largest is taken.
-        sample_batch: file with a batch to take instead, by ``torch.save``.
-        trusts_code: whether that file may run code when it is loaded.
         is_real: build and train with real tensors.
         num_stages: of the pipeline that it trains; 1 for a model in one piece.
 
     Attributes:
         num_stages: likewise.
 
-    Raises:
-        TrialContractError: the trial wraps no engine, or a pipeline where none is asked for.
-        DataError: the loader is empty.
-
     Ranks: this one is the only one that exists.
     """
 
-    def __init__(
-        self,
-        trial: str,
-        context_dir: str,
-        hparams: Mapping[str, Any],
-        exp_conf: Mapping[str, Any] | None = None,
-        micro_batch_size: int = 2,
-        num_batches: int = 4,
-        sample_batch: str | None = None,
-        trusts_code: bool = False,
-        is_real: bool = False,
-        num_stages: int = 1,
-    ) -> None:
+    def __init__(self, trial: str, context_dir: str, is_real: bool = False, num_stages: int = 1) -> None:
+        self._trial_name = trial
         self._is_real = is_real
         self.num_stages = num_stages
         self._calls: list[_InitializeCall] = []
         self._pipelines: list[PipelineEngine] = []
-        world_size = torch.distributed.get_world_size()
-        self._context = _OwnContext(world_size, hparams, exp_conf, micro_batch_size)
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(deepspeed, "initialize", self._intercept))
             if not is_real:
                 stack.enter_context(shapes_only())
             if num_stages > 1:
                 deepspeed.init_distributed(auto_mpi_discovery=False)  # layers are placed by it
-            trial_class = import_trial(trial, Path(context_dir))
-            self._trial = trial_class(self._context)
+            self._trial_class = import_trial(trial, Path(context_dir))
+            self._until_prepared = stack.pop_all()
+
+    def prepare(
+        self,
+        hparams: Mapping[str, Any],
+        exp_conf: Mapping[str, Any] | None = None,
+        micro_batch_size: int = 2,
+        num_batches: int = 4,
+        sample_batch: str | None = None,
+        trusts_code: bool = False,
+    ) -> None:
+        """Make the trial, and take a batch.
+
+        Args:
+            hparams: hyperparameters of the trial, with the overwrites of the configuration in question.
+            exp_conf: experiment config, if the trial asks for it.
+            micro_batch_size: what the context says while the trial and its loader are built.
+            num_batches: of so many first batches of the loader the largest is taken.
+            sample_batch: file with a batch to take instead, by ``torch.save``.
+            trusts_code: whether that file may run code when it is loaded.
+
+        Raises:
+            TrialContractError: the trial wraps no engine, or a pipeline where none is asked for.
+            DataError: the loader is empty.
+        """
+        world_size = torch.distributed.get_world_size()
+        self._context = _OwnContext(world_size, hparams, exp_conf, micro_batch_size)
+        with self._until_prepared:
+            self._trial = self._trial_class(self._context)
             if not self._calls:
                 raise TrialContractError(
-                    f"{trial} is built without deepspeed.initialize; expected at least one engine. Call it in __init__."
+                    f"{self._trial_name} is built without deepspeed.initialize; expected at least one engine. "
+                    "Call it in __init__."
                 )
             if sample_batch is not None:
                 self._batch = load(Path(sample_batch), trusts_code=trusts_code)

@@ -1,12 +1,14 @@
 """The process of a dry run: ``python -m dstrial.engine.dryrun REQUEST ANSWER``.
 
-It reads a request and writes an answer. With more pairs of files it imports everything once and answers each in a fork.
+It reads a request and writes an answer. With more pairs of files it imports everything once and answers each in a fork. Requests
+that begin alike are forks of one process that has imported the user's code, too, where a fork has what an import leaves.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import json
 import logging
@@ -16,12 +18,14 @@ import signal
 import sys
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil  # type: ignore[import-untyped]  # no stubs are installed
+
 from dstrial.engine.async_copy.host_memory import available_bytes
-from dstrial.engine.dryrun.values import PARENT_VARIABLE, DryRunRequest
+from dstrial.engine.dryrun.values import PARENT_VARIABLE, DryRunRequest, DryRunResult
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SHARE_OF_FREE = 0.9
@@ -37,15 +41,25 @@ def main(request_path: str, answer_path: str) -> int:
     Returns:
         The exit status: 0 with a result, 1 with an error.
     """
-    request = DryRunRequest.from_json(json.loads(Path(request_path).read_text(encoding="utf-8")))
+    request = _read(request_path)
     sys.path[:0] = request.module_paths
+    from dstrial.engine.dryrun.measure import measure
+
+    return _answer(request, answer_path, measure)
+
+
+def _read(request_path: str) -> DryRunRequest:
+    return DryRunRequest.from_json(json.loads(Path(request_path).read_text(encoding="utf-8")))
+
+
+def _answer(
+    request: DryRunRequest, answer_path: str, measure: Callable[[DryRunRequest], DryRunResult]
+) -> int:
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
         UnsupportedFakeTensorException,
     )
-
-    from dstrial.engine.dryrun.measure import measure
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     unsupported = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
@@ -114,21 +128,69 @@ def main_of_many(paths: Sequence[str], num_parallel: int) -> int:
         num_parallel: how many run at the same time.
     """
     importlib.import_module("dstrial.engine.dryrun.imported_ahead")
-    waiting = [(paths[idx], paths[idx + 1]) for idx in range(0, len(paths), 2)]
+    pairs = [(paths[idx], paths[idx + 1]) for idx in range(0, len(paths), 2)]
+    alone: list[tuple[str, str]] = []
+    while pairs:
+        first = _read(pairs[0][0])
+        alike = [pair for pair in pairs if _read(pair[0]).is_begun_like(first)]
+        pairs = [pair for pair in pairs if pair not in alike]
+        if len(alike) == 1 or not _ends_well(_fork(functools.partial(_answer_together, alike, num_parallel))):
+            alone += [pair for pair in alike if not Path(pair[1]).exists()]
+    _run_all([functools.partial(main, *pair) for pair in alone], num_parallel)
+    return 0
+
+
+def _answer_together(pairs: Sequence[tuple[str, str]], num_parallel: int) -> int:
+    """Import the user's code once, and answer each request in a fork; say with 1 that a fork would not have what it needs."""
+    from dstrial.engine.dryrun.measure import begun
+
+    requests = [_read(path) for path, _ in pairs]
+    sys.path[:0] = requests[0].module_paths
+    process = psutil.Process()
+    num_files = process.num_fds()
+    with begun(requests[0]) as measure:
+        # A fork has one thread; what it reads of an open file its siblings do not read any more.
+        if process.num_threads() > 1 or process.num_fds() != num_files:
+            return 1
+        _run_all(
+            [
+                functools.partial(_answer, request, answer_path, measure)
+                for request, (_, answer_path) in zip(requests, pairs, strict=True)
+            ],
+            num_parallel,
+        )
+    return 0
+
+
+def _run_all(calls: Sequence[Callable[[], int]], num_parallel: int) -> None:
+    """Make each call in a fork."""
+    waiting = list(calls)
     running: set[int] = set()
     while waiting or running:
         while waiting and len(running) < num_parallel:
-            pair = waiting.pop(0)
-            sys.stdout.flush()
-            own_pid = os.getpid()
-            child = os.fork()
-            if child == 0:
-                end_with_parent(own_pid)
-                _exit(main(*pair))
-            running.add(child)
+            running.add(_fork(waiting.pop(0)))
         ended, _ = os.wait()
         running.discard(ended)
-    return 0
+
+
+def _fork(call: Callable[[], int]) -> int:
+    """Return the process id of a fork that ends with this process, and with what the call returns."""
+    sys.stdout.flush()
+    own_pid = os.getpid()
+    child = os.fork()
+    if child:
+        return child
+    try:
+        end_with_parent(own_pid)
+        _exit(call())
+    except BaseException:  # noqa: BLE001  # it must not go on as its parent
+        traceback.print_exc()
+        _exit(1)
+
+
+def _ends_well(child: int) -> bool:
+    _, status = os.waitpid(child, 0)
+    return status == 0
 
 
 def end_with_parent(parent_pid: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import gc
 import importlib
@@ -28,7 +29,14 @@ from dstrial.engine.memory_split import MemorySplit
 
 
 class Workload(Protocol):
-    """Builds engines and trains with them in a dry run; tensors are fake by default."""
+    """Builds engines and trains with them in a dry run; tensors are fake by default.
+
+    Making one imports the user's code. Requests that differ in ``prepare`` and the engine only are forks of one process that has.
+    """
+
+    def prepare(self, **options: Any) -> None:
+        """Do what comes before the engines."""
+        ...
 
     def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
         """Return the engines, with this merged config.
@@ -69,14 +77,17 @@ class ModelWorkload:
         model: ``module:callable`` that returns the model.
         batch: ``module:callable`` that returns the positional arguments of the forward pass, its first argument being the
             micro batch size.
-        shape: keyword arguments of both.
     """
 
-    def __init__(self, model: str, batch: str, shape: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, model: str, batch: str) -> None:
         self._make_model, self._make_batch = load(model), load(batch)
-        self._shape = dict(shape or {})
+        self._shape: dict[str, Any] = {}
         self._engine: Any = None
         self._device = torch.device("cpu")
+
+    def prepare(self, shape: Mapping[str, Any] | None = None) -> None:
+        """Take the keyword arguments of both functions."""
+        self._shape = dict(shape or {})
 
     def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
         """Return the one engine."""
@@ -106,12 +117,36 @@ def measure(request: DryRunRequest) -> DryRunResult:
     Ranks: this process is the only one.
     """
     started_s = time.monotonic()
+    with begun(request) as measure_begun:
+        result = measure_begun(request)
+    return dataclasses.replace(result, wall_s=time.monotonic() - started_s)
+
+
+@contextlib.contextmanager
+def begun(request: DryRunRequest) -> Iterator[Callable[[DryRunRequest], DryRunResult]]:
+    """Replace what a dry run does, and import the user's code.
+
+    Yields:
+        What does the rest, once in a process, for this request or one that is begun like it.
+
+    Raises:
+        Exception: whatever the user's code raises when it is imported.
+
+    Ranks: this process is the only one.
+    """
     reads = patches.ScalarReads()
     tracker = Tracker(_host_test(request.target, request.is_real), None if request.is_real else reads)
+    with _patched(request, tracker), _quiet_collector():
+        workload: Workload = load(request.workload)(**request.shared_options)
+        yield functools.partial(_measure, workload, tracker, reads)
+
+
+def _measure(
+    workload: Workload, tracker: Tracker, reads: patches.ScalarReads, request: DryRunRequest
+) -> DryRunResult:
+    started_s = time.monotonic()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_patched(request, tracker))
-        stack.enter_context(_quiet_collector())
-        workload: Workload = load(request.workload)(**request.options)
+        workload.prepare(**request.options)
         num_stages = int(getattr(workload, "num_stages", 1))
         config, accumulation = _config(request, num_stages)
         device = torch.device("cpu")

@@ -128,8 +128,8 @@ class DryRunRequest:
     """What to run.
 
     Attributes:
-        workload: ``module:callable``; called with ``options``, returns a ``Workload``.
-        options: keyword arguments for it; JSON values.
+        workload: ``module:callable``; called with ``shared_options``, returns a ``Workload``.
+        options: keyword arguments of the workload's ``prepare``; JSON values.
         deepspeed_config: merged DeepSpeed config. Its micro batch size is not used; accumulation is, as 1 or more than 1.
         world_size: number of ranks that the engine shall believe in.
         target: ``cpu`` has one kind of memory, which is the device's; ``cuda`` tells the device from the host.
@@ -139,6 +139,8 @@ class DryRunRequest:
         is_real: run with real tensors, where user code cannot do with fake ones; takes the memory and the time it takes.
         module_paths: directories to import from before others; the first is also where relative paths start.
         rank: which of the ranks it is; another than 0 for another stage of a pipeline.
+        shared_options: keyword arguments of the workload; JSON values. Requests that have the same ones import the user's code
+            together.
     """
 
     workload: str
@@ -151,6 +153,12 @@ class DryRunRequest:
     is_real: bool = False
     module_paths: tuple[str, ...] = ()
     rank: int = 0
+    shared_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def is_begun_like(self, other: DryRunRequest) -> bool:
+        """Say whether both differ only in what ``Workload.prepare`` and the engine are given."""
+        own: dict[str, Any] = {"options": {}, "deepspeed_config": {}, "micro_batch_sizes": (2, 4)}
+        return dataclasses.replace(self, **own) == dataclasses.replace(other, **own)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -189,7 +197,7 @@ class DryRunResult:
         host_parts: the same on the host.
         activations: bytes on the device that a forward pass leaves, the micro batch included; None if it was not told.
         num_records: of the micro batch that a script has made; 0 where somebody else says how many it has.
-        wall_s: seconds it took, imports included.
+        wall_s: seconds it took, with imports that it does not share.
         peak_rss_bytes: memory of the process that ran it, at most.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -37,11 +38,8 @@ def request(stage: int = 0, world_size: int = 8, kind: str = "plain", **more: An
     }
     return DryRunRequest(
         workload="dstrial.engine.dryrun.measure:ModelWorkload",
-        options={
-            "model": "dry_run_models:tower",
-            "batch": "dry_run_models:records",
-            "shape": {"kind": kind, "width": 64},
-        },
+        shared_options={"model": "dry_run_models:tower", "batch": "dry_run_models:records"},
+        options={"shape": {"kind": kind, "width": 64}},
         deepspeed_config=config,
         world_size=world_size,
         module_paths=(str(Path(__file__).parent),),
@@ -132,6 +130,49 @@ def test_dry_runs_in_forks_of_one_interpreter_find_the_same_and_fail_alone() -> 
         assert failed.kind == kind
         # Code that does not run is named by its line.
         assert re.search(r"dry_run_models\.py:\d+", str(failed))
+
+
+@pytest.mark.parametrize(
+    ("more", "num_imports"),
+    [
+        ("", 1),
+        # What a fork does not have, or would share with the others, each has by itself.
+        ("import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()", 3),
+        ("FILE = open(__file__)", 3),
+    ],
+    ids=["nothing else", "a thread", "an open file"],
+)
+def test_code_is_imported_once_for_requests_that_begin_alike(
+    more: str, num_imports: int, tmp_path: Path
+) -> None:
+    code = f"{more}\nwith open({str(tmp_path / 'imports')!r}, 'a') as imports:\n    imports.write('imported\\n')\n"
+    (tmp_path / "counted.py").write_text(f"from dry_run_models import *\n{code}")
+    options = {"model": "counted:tower", "batch": "counted:records"}
+    paths = (str(tmp_path), str(Path(__file__).parent))
+    asked = [
+        dataclasses.replace(request(stage), shared_options=options, module_paths=paths) for stage in (0, 3)
+    ]
+
+    found = dry_runs(asked, deadline_s=200, num_parallel=2)
+
+    assert (tmp_path / "imports").read_text() == "imported\n" * num_imports
+    for one, stage in zip(found, (0, 3), strict=True):
+        assert isinstance(one, DryRunResult), one
+        assert one.device == measured(request(stage)).device
+
+
+def test_code_that_cannot_be_imported_is_the_error_of_each_request(tmp_path: Path) -> None:
+    (tmp_path / "broken_code.py").write_text("import a_module_that_is_not_there\n")
+    options = {"model": "broken_code:tower", "batch": "broken_code:records"}
+    asked = [
+        dataclasses.replace(request(stage), shared_options=options, module_paths=(str(tmp_path),))
+        for stage in (0, 3)
+    ]
+
+    for failed in dry_runs(asked, deadline_s=200, num_parallel=2):
+        assert isinstance(failed, DryRunError)
+        assert "a_module_that_is_not_there" in str(failed)
+        assert str(tmp_path / "broken_code.py") + ":1" in str(failed)
 
 
 def test_a_run_that_takes_too_long_is_ended() -> None:

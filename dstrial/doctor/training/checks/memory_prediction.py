@@ -63,7 +63,8 @@ def _predicted(bench: Bench, chosen: list[tuple[str, int]]) -> list[dict[str, An
     requests = [
         DryRunRequest(
             workload="dstrial.engine.dryrun.measure:ModelWorkload",
-            options={"model": f"{_PROGRAMS}.gpt:model", "batch": f"{_PROGRAMS}.gpt:batch", "shape": _SHAPE},
+            shared_options={"model": f"{_PROGRAMS}.gpt:model", "batch": f"{_PROGRAMS}.gpt:batch"},
+            options={"shape": _SHAPE},
             deepspeed_config=deepspeed_config(stage, precision),
             world_size=1,
             target="cuda" if bench.has_cuda else "cpu",
