@@ -274,7 +274,10 @@ def _reset_modules(program: Program, origin: Origin) -> None:
     main.__dict__["__builtins__"] = sys.modules["builtins"]
     sys.modules["__main__"] = main
     if program.words[0] == "-m":
-        sys.modules.pop(program.words[1], None)
+        name = program.words[1]
+        # Of a package runpy runs ``__main__``; the package itself stays, with its modules as its attributes.
+        is_package = hasattr(sys.modules.get(name), "__path__")
+        sys.modules.pop(f"{name}.__main__" if is_package else name, None)
     tempfile.tempdir = None  # found out anew, by TMPDIR
     tempfile._name_sequence = None  # type: ignore[attr-defined]
     # Every process draws from a seed of its own until it sets one.

@@ -212,6 +212,27 @@ def test_a_module_with_a_thread_is_not_imported_ahead(server: ForkServer, tmp_pa
             other.close()
 
 
+def test_a_package_that_was_imported_ahead_is_run_with_what_it_has(tmp_path: Path) -> None:
+    package = tmp_path / "taken"
+    package.mkdir()
+    for name, text in {
+        "__init__": "",
+        "part": "value = 5\n",
+        "__main__": "import taken.part\nprint(taken.part.value, __name__)\n",
+    }.items():
+        (package / f"{name}.py").write_text(text)
+    env = {**_VARIABLES, "PYTHONPATH": str(tmp_path)}
+    server = ForkServer.start(env, ["taken.part", "taken.__main__"], log=tmp_path / "log")
+    try:
+        wait_for(server.is_ready, deadline_s=_DEADLINE_S)
+        assert _run(server, ["-m", "taken"], env).stdout == "5 __main__\n"
+        assert (
+            _run(server, ["-m", "taken.part"], env).stderr == ""
+        )  # no warning of a module that is there already
+    finally:
+        server.close()
+
+
 def test_a_module_that_has_changed_since_is_no_fork(tmp_path: Path) -> None:
     module = tmp_path / "changing.py"
     module.write_text("value = 1\n")

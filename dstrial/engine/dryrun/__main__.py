@@ -141,7 +141,11 @@ def main_of_many(paths: Sequence[str], num_parallel: int) -> int:
 
 
 def _answer_together(pairs: Sequence[tuple[str, str]], num_parallel: int) -> int:
-    """Import the user's code once, and answer each request in a fork; say with 1 that a fork would not have what it needs."""
+    """Import the user's code once, and answer each request in a fork.
+
+    Returns:
+        0; 1 where a fork would not have what the import has left.
+    """
     from dstrial.engine.dryrun.measure import begun
 
     requests = [_read(path) for path, _ in pairs]
@@ -174,7 +178,10 @@ def _run_all(calls: Sequence[Callable[[], int]], num_parallel: int) -> None:
 
 
 def _fork(call: Callable[[], int]) -> int:
-    """Return the process id of a fork that ends with this process, and with what the call returns."""
+    """Return the process id of a fork.
+
+    It ends with this process, or with what the call returns.
+    """
     sys.stdout.flush()
     own_pid = os.getpid()
     child = os.fork()

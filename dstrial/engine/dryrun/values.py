@@ -156,7 +156,10 @@ class DryRunRequest:
     shared_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def is_begun_like(self, other: DryRunRequest) -> bool:
-        """Say whether both differ only in what ``Workload.prepare`` and the engine are given."""
+        """Say whether both differ only in what comes after the import.
+
+        That is what ``Workload.prepare`` and the engine are given.
+        """
         own: dict[str, Any] = {"options": {}, "deepspeed_config": {}, "micro_batch_sizes": (2, 4)}
         return dataclasses.replace(self, **own) == dataclasses.replace(other, **own)
 
