@@ -6,6 +6,7 @@ import compileall
 import gc
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ from time_given import VARIABLE, TimeGiven
 
 import dstrial
 from dstrial.fork_server.client import OwnForkServer
-from dstrial.testing import ranks
+from dstrial.testing import master, ranks
 from dstrial.testing.master import MasterForTest, master_for_test
 
 # Both would fail a test because its machine is busy.
@@ -80,7 +81,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if minutes := os.environ.get(VARIABLE):
         config.pluginmanager.register(TimeGiven(float(minutes)))
     sys.addaudithook(_note_what_breaks_the_tier)
-    vars(ranks)["subprocess"] = types.SimpleNamespace(Popen=warm_start.Popen)  # a fork, not a new Python
+    # Forks, no new Pythons.
+    vars(ranks)["subprocess"] = types.SimpleNamespace(Popen=warm_start.Popen)
+    vars(master)["subprocess"] = types.SimpleNamespace(run=warm_start.run_command, DEVNULL=subprocess.DEVNULL)
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)

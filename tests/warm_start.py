@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dstrial.fork_server.client import SHARED_VARIABLE, ForkedPopen, ForkServer
 from dstrial.fork_server.key import is_free
@@ -28,6 +28,31 @@ IMPORTED_AHEAD = (
     "sklearn.datasets",
     "torch.utils.tensorboard",  # chief's
     "torch.fx.experimental.symbolic_shapes",  # where backward is given gradients: pipelines, recomputed layers
+    # of commands that tests give their masters
+    "dstrial.cli.app",
+    "dstrial.cli.up",
+    "dstrial.cli.down",
+    # All of it but ``cli.cli``, which takes the command line of whoever imports it.
+    *(
+        f"determined.cli.{name}"
+        for name in (
+            *(
+                "agent",
+                "checkpoint",
+                "command",
+                "config_policies",
+                "dev",
+                "experiment",
+                "job",
+                "master",
+                "model",
+            ),
+            *("notebook", "oauth", "project", "rbac", "resource_pool", "resources", "shell", "sso", "task"),
+            *("template", "tensorboard", "token", "trial", "user", "user_groups", "version", "workspace"),
+        )
+    ),
+    "argcomplete.completers",
+    "OpenSSL.SSL",
 )
 """What programs of tests import, sooner or later."""
 SWITCH = "TEST_FORKS"
@@ -82,9 +107,33 @@ def run(
     Raises:
         subprocess.TimeoutExpired: it was killed after ``timeout`` seconds.
     """
-    command = [sys.executable, "-m", *arguments]
     stderr = subprocess.STDOUT if is_merged else subprocess.PIPE
-    with Popen(command, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=stderr, text=True) as program:
+    return _run_to_its_end(
+        [sys.executable, "-m", *arguments], timeout=timeout, stderr=stderr, env=env, cwd=cwd, text=True
+    )
+
+
+def run_command(
+    command: Sequence[str],
+    *,
+    timeout: float,
+    capture_output: Literal[True],
+    check: Literal[False],
+    **options: Any,
+) -> subprocess.CompletedProcess[str]:
+    """Stand for ``subprocess.run`` of these options.
+
+    Raises:
+        subprocess.TimeoutExpired: it was killed after ``timeout`` seconds.
+    """
+    del capture_output, check
+    return _run_to_its_end(command, timeout=timeout, stderr=subprocess.PIPE, **options)
+
+
+def _run_to_its_end(
+    command: Sequence[str], *, timeout: float, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    with Popen(command, stdout=subprocess.PIPE, **options) as program:
         try:
             texts = program.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
