@@ -282,7 +282,8 @@ def in_browser(master: MasterForTest, ids: dict[str, int], options: argparse.Nam
     token = master.client().token
     found: dict[str, Any] = {}
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        program = shutil.which("chromium") or shutil.which("chromium-headless-shell")
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         for name, path, num_curves, num_rows in (
             ("list", "/det/experiments", None, options.experiments),
             ("search", f"/det/experiments/{ids['search']}/overview", options.trials, options.trials),
