@@ -69,7 +69,7 @@ def reported_checkpoint(
     created = shared_master.det("e", "create", str(scratch / "experiment.yaml"), str(context), "-f")
     assert created.returncode == 0, created.stdout + created.stderr
     client = shared_master.client()
-    experiments = client.get("/api/v1/experiments")["experiments"]
+    experiments = client.get("/api/v1/experiments?limit=-1")["experiments"]
     experiment_id = max(row["id"] for row in experiments if row["name"] == "reported")
     (reported,) = client.get(f"/api/v1/experiments/{experiment_id}/checkpoints")["checkpoints"]
     return reported["uuid"], experiment_id

@@ -225,7 +225,11 @@ def test_the_log_of_a_trial_has_one_traceback_and_says_what_failed_where_the_con
     )
     client = shared_master.client()
     newest = max(
-        (row for row in client.get("/api/v1/experiments")["experiments"] if row["name"] == "mistakes"),
+        (
+            row
+            for row in client.get("/api/v1/experiments?limit=-1")["experiments"]
+            if row["name"] == "mistakes"
+        ),
         key=lambda row: row["id"],
     )
     (trial,) = client.get(f"/api/v1/experiments/{newest['id']}/trials")["trials"]

@@ -71,7 +71,9 @@ def test_the_same_yaml_keeps_the_same_checkpoints(
     assert created.returncode == 0, created.stdout + created.stderr
     client = shared_master.client()
     of_det = max(
-        row["id"] for row in client.get("/api/v1/experiments")["experiments"] if row["name"] == "keeps"
+        row["id"]
+        for row in client.get("/api/v1/experiments?limit=-1")["experiments"]
+        if row["name"] == "keeps"
     )
     assert of_det != submitted.experiment_id
 

@@ -69,7 +69,7 @@ def running(
         process.kill()
         process.wait()
         client = master.client()
-        for one in client.get("/api/v1/experiments")["experiments"]:
+        for one in client.get("/api/v1/experiments?limit=-1")["experiments"]:
             if one["endTime"] is None:
                 client.post(f"/api/v1/experiments/{one['id']}/kill")
 

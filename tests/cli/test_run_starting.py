@@ -86,7 +86,7 @@ def test_who_waits_for_a_slot_is_told_by_whom_it_is_held(project: Path, master: 
     created = master.det("e", "create", holding, "context", cwd=project)
     assert created.returncode == 0, created.stderr
     client = master.client()
-    (holder,) = client.get("/api/v1/experiments")["experiments"]
+    (holder,) = client.get("/api/v1/experiments?limit=-1")["experiments"]
     done_already = project / "done already"
     done_already.touch()
     waits = write_config(project, "waits", f"python3 holds.py '{done_already}'", 2)

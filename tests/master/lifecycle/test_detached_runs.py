@@ -95,7 +95,7 @@ def begin(master: MasterForTest, tmp_path: Path) -> Iterator[Begin]:
 
 
 def number_of(master: MasterForTest, name: str) -> int | None:
-    found = master.client().get("/api/v1/experiments")["experiments"]
+    found = master.client().get("/api/v1/experiments?limit=-1")["experiments"]
     return next((int(one["id"]) for one in found if one["name"] == name), None)
 
 

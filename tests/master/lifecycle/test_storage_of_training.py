@@ -48,7 +48,7 @@ def created(master: MasterForTest, directory: Path, name: str, storage: Path) ->
     path.write_text(yaml.safe_dump(given))
     ended = master.det("e", "create", str(path), str(context))
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    found = master.client().get("/api/v1/experiments")["experiments"]
+    found = master.client().get("/api/v1/experiments?limit=-1")["experiments"]
     return max(int(one["id"]) for one in found)
 
 
