@@ -433,9 +433,13 @@ def test_notes_labels_name_and_description_are_edited(
     browser.until("document.querySelector('h1').innerText.startsWith('after')")
     browser.page.fill("label:has-text('Description') input", "why")
     browser.page.click("form:has-text('Description') button")
+    old = browser.page.get_by_label("Remove label old").element_handle()
     browser.page.fill("label:has-text('New label') input", "a/b & c")
     browser.page.click("form:has-text('New label') button")
     browser.until("document.body.innerText.includes('label a/b & c: added')")
+    browser.page.get_by_label("Remove label a/b & c").wait_for()
+    # Who is about to click it removes no other one.
+    assert old.get_attribute("aria-label") == "Remove label old"
     browser.page.get_by_label("Remove label old").click()
     browser.until("document.body.innerText.includes('label old: removed')")
     with seeded_master.services.database.read() as connection:

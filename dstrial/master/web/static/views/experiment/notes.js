@@ -46,7 +46,7 @@ export function Notes({ id, experiment, reload }) {
     <${Line} key="description" title="Description" stored=${experiment.description} onSave=${(/** @type {string} */ description) => save({ description }, "description: saved")} />
     <h2>Labels</h2>
     <div class="tools">
-      ${labels.map((one) => html`<span class="label">${one} <button class="plain" aria-label=${`Remove label ${one}`} onClick=${() => relabel((now) => now.filter((other) => other !== one), `label ${one}: removed`)}>×</button></span>`)}
+      ${labels.map((one) => html`<span class="label" key=${one}>${one} <button class="plain" aria-label=${`Remove label ${one}`} onClick=${() => relabel((now) => now.filter((other) => other !== one), `label ${one}: removed`)}>×</button></span>`)}
       ${!labels.length && html`<span class="muted">none</span>`}
     </div>
     <form class="filters" onSubmit=${add}><label>New label <input value=${label} onInput=${(/** @type {any} */ event) => setLabel(event.target.value)} /></label><button disabled=${!label.trim()}>Add</button></form>
