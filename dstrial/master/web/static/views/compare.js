@@ -57,7 +57,7 @@ function Facts({ trials, experiments, onRemove }) {
   return html`<h2>Side by side</h2>
     ${trials.length > 1 && html`<div class="filters"><label><input type="checkbox" checked=${isOnly} onChange=${(/** @type {any} */ event) => setOnly(event.target.checked)} /> only hyperparameters that differ</label></div>`}
     <div class="scroller wide" tabindex="0" role="region" aria-label="Trials side by side"><table class="plain side">
-      <thead><tr><th></th>${trials.map((trial, idx) => html`<th><i class="dot" style=${{ background: colour(idx) }}></i><a href=${`/det/experiments/${trial.experiment}/trials/${trial.id}`}>trial ${trial.id}</a> ${trials.length > 1 && html`<button aria-label=${`Remove trial ${trial.id}`} onClick=${() => onRemove(trial.id)}>×</button>`}</th>`)}</tr></thead>
+      <thead><tr><th></th>${trials.map((trial, idx) => html`<th key=${trial.id}><i class="dot" style=${{ background: colour(idx) }}></i><a href=${`/det/experiments/${trial.experiment}/trials/${trial.id}`}>trial ${trial.id}</a> ${trials.length > 1 && html`<button aria-label=${`Remove trial ${trial.id}`} onClick=${() => onRemove(trial.id)}>×</button>`}</th>`)}</tr></thead>
       <tbody>
         ${facts.map(([name, show]) => html`<tr><th scope="row">${name}</th>${trials.map((trial) => html`<td>${show(trial)}</td>`)}</tr>`)}
         ${shown.map((row) => html`<tr class=${row.isSame ? "" : "differs"}><th scope="row">${row.name}${!row.isSame && html` <span title="differs" aria-label="differs">≠</span>`}</th>${row.values.map((value) => html`<td>${value}</td>`)}</tr>`)}
