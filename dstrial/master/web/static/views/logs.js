@@ -71,6 +71,7 @@ export function Logs({ of }) {
   const feed = useRef(/** @type {Feed | null} */ (null));
   const box = useRef(/** @type {HTMLDivElement | null} */ (null));
   const goTo = useRef(Number(line) || 0);
+  const lastTop = useRef(0);
   /** Where the first line that is seen stood. @type {{ current: { id: string, top: number } | null }} */
   const anchor = useRef(null);
   const chosen = Number(line) || 0;
@@ -149,8 +150,14 @@ export function Logs({ of }) {
     const view = box.current;
     if (!view) return;
     const isAtEnd = view.scrollHeight - view.scrollTop - view.clientHeight < END_PX;
-    if (isAtEnd !== isFollowing && (!isAtEnd || part.isEnd)) follow(isAtEnd);
+    const isDown = view.scrollTop > lastTop.current;
+    lastTop.current = view.scrollTop;
+    if (isAtEnd ? !isFollowing && isDown && part.isEnd : isFollowing) follow(isAtEnd);
     look();
+  }
+  /** Stop before the first pixel is scrolled: who draws in between goes to the end of what is followed. @param {WheelEvent} event */
+  function onWheel(event) {
+    if (event.deltaY < 0 && box.current && box.current.scrollTop > 0) follow(false);
   }
   const newest = async () => {
     goTo.current = 0;
@@ -198,7 +205,7 @@ export function Logs({ of }) {
       ${chosen > 0 && html`<${Chosen} id=${chosen} file=${file(chosen)} onGo=${() => jump(chosen)} />`}
     </div>
     <${Problem} error=${part.error} />
-    <div class=${`lines ${wrap === "on" ? "wrap" : ""}`} ref=${box} onScroll=${onScroll} tabindex="0" role="region" aria-label="Lines" onClick=${(/** @type {MouseEvent} */ event) => {
+    <div class=${`lines ${wrap === "on" ? "wrap" : ""}`} ref=${box} onScroll=${onScroll} onWheel=${onWheel} tabindex="0" role="region" aria-label="Lines" onClick=${(/** @type {MouseEvent} */ event) => {
       const at = /** @type {Element} */ (event.target).closest("a.at");
       if (!at) return;
       event.preventDefault();
