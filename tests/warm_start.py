@@ -37,19 +37,9 @@ IMPORTED_AHEAD = (
         f"determined.cli.{name}"
         for name in (
             *("agent", "checkpoint", "command", "config_policies", "dev", "experiment", "job", "master"),
-            *(
-                "model",
-                "notebook",
-                "oauth",
-                "project",
-                "rbac",
-                "resource_pool",
-                "resources",
-                "shell",
-                "sso",
-                "task",
-            ),
-            *("template", "tensorboard", "token", "trial", "user", "user_groups", "version", "workspace"),
+            *("model", "notebook", "oauth", "project", "rbac", "resource_pool", "resources", "shell"),
+            *("sso", "task", "template", "tensorboard", "token", "trial", "user", "user_groups", "version"),
+            "workspace",
         )
     ),
     "argcomplete.completers",
