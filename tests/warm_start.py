@@ -62,7 +62,9 @@ _FREE = (
     "PYTHONUNBUFFERED",
     "PYTEST_CURRENT_TEST",
     # of configs; nothing that is imported reads them
+    "FAILED_ONCE",
     "FROM_CONFIG",
+    "HF_HUB_OFFLINE",
     "KILL_AT",
     "KILL_MARKER",
     "NCCL_DEBUG",

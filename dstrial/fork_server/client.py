@@ -207,6 +207,7 @@ class ForkServer(Connection):
         connection: one end of a pair of sockets.
         environment: of which forks share the key.
         imports: what it has been told to import ahead.
+        added: variables that its imports have set, where they are known.
         free: names of variables in which forks may differ besides.
     """
 
@@ -215,9 +216,10 @@ class ForkServer(Connection):
         connection: socket.socket,
         environment: Mapping[str, str],
         imports: Sequence[str] = (),
+        added: Mapping[str, str] = types.MappingProxyType({}),
         free: Sequence[str] = (),
     ) -> None:
-        super().__init__(connection, environment, free=free)
+        super().__init__(connection, environment, added, free)
         self.key = key_of(environment)
         self.imports = tuple(imports)
         self._ready: dict[str, Any] | None = None
@@ -248,7 +250,7 @@ class ForkServer(Connection):
             OSError: it cannot be started.
         """
         ours, theirs = socket.socketpair()
-        server = cls(ours, key_of(environment), imports, free)
+        server = cls(ours, key_of(environment), imports, free=free)
         others = [] if listener is None else [listener.fileno()]
         options = {
             "descriptor": theirs.fileno(),
@@ -286,8 +288,9 @@ class ForkServer(Connection):
         received = receive(connection)
         if received is None:
             raise ConnectionError(f"{path} answers nothing")
-        server = cls(connection, received[0]["environment"], free=received[0]["free"])
-        server._ready = received[0]
+        answer = received[0]
+        server = cls(connection, answer["environment"], added=answer["added"], free=answer["free"])
+        server._ready = answer
         return server
 
     @property

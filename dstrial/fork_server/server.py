@@ -106,9 +106,8 @@ def _accepted(listener: socket.socket, origin: Origin, free: Sequence[str]) -> l
     try:
         connection, _ = listener.accept()
         connection.settimeout(client.ANSWER_TIMEOUT_S)
-        send(
-            connection, {"ready": True, "failures": {}, "environment": dict(origin.environment), "free": free}
-        )
+        like = {"environment": dict(origin.environment), "added": dict(origin.added), "free": free}
+        send(connection, {"ready": True, "failures": {}, **like})
     except OSError:
         return []
     return [connection]

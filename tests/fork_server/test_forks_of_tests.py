@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
 import warm_start
 from started_as import started_as
+from waiting import wait_for
 
+from dstrial.fork_server.client import ForkServer
 from dstrial.testing.ranks import run_function, run_script
 
 pytestmark = pytest.mark.process
@@ -26,3 +29,25 @@ def test_a_program_that_is_run_is_a_fork() -> None:
     variables = {**os.environ, "RANK": "0", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     ended = warm_start.run(["started_as"], env=variables, cwd=HERE, timeout=60.0)
     assert (ended.returncode, ended.stdout.strip()) == (0, EXPECTED), ended.stderr
+
+
+def test_a_program_that_has_what_was_imported_ahead_has_set_is_a_fork_of_a_shared_server(
+    tmp_path: Path,
+) -> None:
+    """As scikit-learn sets variables, which a master that is a fork has, and so have its trials."""
+    path = str(tmp_path / "socket")
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    (tmp_path / "setter.py").write_text("import os; os.environ['SET_BY_AN_IMPORT'] = '1'", encoding="utf-8")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        server = ForkServer.start(variables, ["setter"], log=tmp_path / "log", listener=listener)
+        try:
+            wait_for(server.is_ready, deadline_s=60.0)
+            ours = ForkServer.connect(path)
+            assert not ours.why_not(variables)
+            assert not ours.why_not({**variables, "SET_BY_AN_IMPORT": "1"})
+            assert "SET_BY_AN_IMPORT" in ours.why_not({**variables, "SET_BY_AN_IMPORT": "2"})
+            ours.close()
+        finally:
+            server.close()
