@@ -24,20 +24,22 @@ class SearcherKeys:
         keys: those that have an effect, beside the keys of every searcher.
         requires: those of them that must be given.
         is_timed: whether ``max_time`` and ``time_metric`` must be given.
+        is_independent: whether no trial depends on another, so that those that are left can be continued after the search.
         rules: of keys that no searcher before it had.
     """
 
     keys: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
     is_timed: bool = False
+    is_independent: bool = False
     rules: Mapping[str, Rule] = dataclasses.field(default_factory=dict)
 
 
 _ASHA = ("max_trials", "max_concurrent_trials", "divisor", "stop_once", "train_stragglers")
 SEARCHERS: dict[str, SearcherKeys] = {
-    "single": SearcherKeys(),
-    "random": SearcherKeys(("max_trials", "max_concurrent_trials"), ("max_trials",)),
-    "grid": SearcherKeys(("max_concurrent_trials",)),
+    "single": SearcherKeys(is_independent=True),
+    "random": SearcherKeys(("max_trials", "max_concurrent_trials"), ("max_trials",), is_independent=True),
+    "grid": SearcherKeys(("max_concurrent_trials",), is_independent=True),
     "adaptive_asha": SearcherKeys(
         (*_ASHA, "max_rungs", "bracket_rungs", "mode"), ("max_trials",), is_timed=True
     ),

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
-from searcher_table import SEARCHES, SEEDS, config_of, play, properties
+from searcher_table import SEARCHES, SEEDS, config_of, loss, play, properties
 
-from dstrial.search import preview
+from dstrial.config.schema import SEARCHERS
+from dstrial.search import preview, simulate
+from dstrial.search.searcher import METHODS
+
+
+def test_every_searcher_is_in_the_table() -> None:
+    assert {searcher["name"] for _, searcher in SEARCHES} == set(SEARCHERS) == set(METHODS)
+
+
+def test_trials_of_independent_searchers_are_the_same_whatever_their_metrics_are() -> None:
+    for name, searcher in SEARCHES:
+        search = config_of(searcher)
+        found = [
+            [(trial.hparams, trial.length) for trial in simulate(search, 0, metric).trials]
+            for metric in (loss, lambda hparams, time: -loss(hparams, time))
+        ]
+        assert (found[0] == found[1]) == SEARCHERS[searcher["name"]].is_independent, name
 
 
 def test_every_property_holds_for_every_seed() -> None:

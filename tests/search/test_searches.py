@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dstrial.config.experiment_config.submission import search_section
+from dstrial.config.schema import SEARCHERS
 from dstrial.errors import SearchError
 from dstrial.search import Create, ExitReason, Searcher, Shutdown, SimulationResult, Stop, preview, simulate
 from dstrial.search.adaptive_asha import brackets
@@ -52,7 +53,7 @@ def loss(hparams: dict[str, Any], time: int) -> float:
 
 configs = st.builds(
     config,
-    st.sampled_from(["random", "adaptive_asha", "async_halving"]),
+    st.sampled_from([name for name, keys in SEARCHERS.items() if "max_trials" in keys.keys]),
     max_trials=st.integers(1, 20),
     max_concurrent_trials=st.integers(0, 8),
     divisor=st.integers(2, 4),
@@ -137,7 +138,9 @@ def test_a_search_whose_trials_all_fail_ends_as_a_failure(search: dict[str, Any]
     assert len(result.trials) == len(play(search, seed).trials)
 
 
-@pytest.mark.parametrize("name", ["single", "random", "adaptive_asha", "async_halving"])
+@pytest.mark.parametrize(
+    "name", [name for name in SEARCHERS if name != "grid"]
+)  # whose points are not replaced
 def test_invalid_hyperparameters_that_cannot_differ_are_not_tried_again(name: str) -> None:
     search = config(name, max_trials=1)
     search["hyperparameters"] = {"lr": {"type": "const", "val": 0.1}, "net": {"kind": "cnn"}}
@@ -147,7 +150,9 @@ def test_invalid_hyperparameters_that_cannot_differ_are_not_tried_again(name: st
     assert len(result.trials) == 1
 
 
-@pytest.mark.parametrize("name", ["single", "random", "adaptive_asha", "async_halving"])
+@pytest.mark.parametrize(
+    "name", [name for name in SEARCHERS if name != "grid"]
+)  # whose points are not replaced
 def test_a_search_of_nothing_but_invalid_hyperparameters_ends(name: str) -> None:
     result = play(
         config(name, max_trials=2, max_rungs=1),
@@ -301,15 +306,14 @@ def test_integers_of_a_grid_are_rounded_half_away_from_zero(
     assert [trial.hparams["x"] for trial in play_grid(search).trials] == points[::-1]
 
 
-@pytest.mark.parametrize("name", ["single", "random", "grid", "adaptive_asha", "async_halving"])
+@pytest.mark.parametrize("name", SEARCHERS)
 def test_a_submitted_optimizer_keeps_its_type_and_its_search_space(name: str) -> None:
     """A submission stores constants as specifications, the optimizer's ``type`` among them."""
     searched = {"type": "log", "minval": -4, "maxval": -2, "base": 10, "count": 2}
     text = yaml.safe_dump(
         {
             "searcher": {"metric": "loss", "max_time": 9, "time_metric": "epochs", "name": name}
-            | ({} if name in ("single", "grid") else {"max_trials": 3})
-            | ({"num_rungs": 2} if name == "async_halving" else {}),
+            | {key: {"max_trials": 3, "num_rungs": 2}[key] for key in SEARCHERS[name].requires},
             "hyperparameters": {
                 "overwrite_deepspeed_args": {"optimizer": {"type": "AdamW", "params": {"lr": searched}}}
             },

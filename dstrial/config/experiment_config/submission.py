@@ -363,26 +363,27 @@ def _check_concurrency(raw: Mapping[str, Any], findings: Diagnostics) -> None:
     if findings.problems:
         return
     searcher = raw["searcher"]
-    name, limit = searcher["name"], searcher.get("max_concurrent_trials")
-    if name == "grid":
+    keys, limit = SEARCHERS[searcher["name"]], searcher.get("max_concurrent_trials") or 0
+    if "max_trials" in keys.keys:
+        num_trials = searcher["max_trials"]
+    elif "max_concurrent_trials" in keys.keys:
         num_trials = _num_grid_points(raw["hyperparameters"])
-        at_once = min(limit, num_trials) if limit else num_trials
-    elif name == "random":
-        at_once = min(limit or searcher["max_trials"], searcher["max_trials"])
     else:
-        at_once = min(limit or 0, searcher.get("max_trials") or 0)
+        num_trials = 1
+    # Without a limit some searchers begin fewer, which only they know.
+    at_once = min(limit or num_trials, num_trials)
     size = len(json.dumps(raw["hyperparameters"], default=str)) if at_once > 1 else 0
     if at_once * size > _MAX_BYTES_AT_ONCE:
         findings.problem(
             "searcher.max_concurrent_trials",
-            f"{limit}, with which {at_once} trials of {size} bytes of hyperparameters each begin at once",
+            f"{limit}, with which up to {at_once} trials of {size} bytes of hyperparameters each begin at once",
             f"at most {_MAX_BYTES_AT_ONCE} bytes of hyperparameters at once",
             f"Set it to {max(_MAX_BYTES_AT_ONCE // size, 1)} or less, or move long values into files of the model definition.",
         )
     if at_once > _MAX_AT_ONCE:
         findings.problem(
             "searcher.max_concurrent_trials",
-            f"{limit}, with which {at_once} trials begin at once",
+            f"{limit}, with which up to {at_once} trials begin at once",
             f"at most {_MAX_AT_ONCE} at once",
             "Set it to the number of trials that can really run, 16 for example.",
         )

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from dstrial.config.experiment_config.submission import Submission
+from dstrial.config.schema import SEARCHERS
 from dstrial.master.lifecycle import endings
 from dstrial.master.lifecycle.detached_runs import refuse_detached
 from dstrial.master.lifecycle.states import DELETING, TERMINAL
@@ -278,12 +279,13 @@ def continue_(tx: Transaction, experiment_id: int, submission: Submission | None
 
 def _check_continuable(row: experiment_rows.Experiment, submission: Submission | None) -> None:
     searcher = row.searcher_type
+    *others, last = (name for name, keys in SEARCHERS.items() if keys.is_independent)
     problem = None
     if row.state not in TERMINAL:
         problem = f"experiment {row.id} is {row.state}; expected one that has ended. Activate it instead."
-    elif searcher not in ("single", "random", "grid"):
+    elif searcher not in (*others, last):
         problem = (
-            f"experiment {row.id} has the searcher {searcher}; expected single, random or grid, whose "
+            f"experiment {row.id} has the searcher {searcher}; expected {', '.join(others)} or {last}, whose "
             "trials do not depend on each other. Create a new experiment."
         )
     elif submission is not None and searcher != "single":

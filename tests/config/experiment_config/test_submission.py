@@ -127,6 +127,11 @@ def test_a_deepspeed_config_that_cannot_train_is_refused(tmp_path: Path) -> None
             "22000 trials begin at once",
         ),
         (
+            "entrypoint: x\nsearcher: {name: adaptive_asha, metric: l, mode: aggressive, max_trials: 20000, "
+            "max_concurrent_trials: 0, max_time: 9, time_metric: batches}\n",
+            "20000 trials begin at once",
+        ),
+        (
             "entrypoint: x\nsearcher: {name: adaptive_asha, metric: l, max_trials: 9, max_time: 9, "
             "time_metric: batches, bracket_rungs: [2, 0]}\n",
             "searcher.bracket_rungs[1] is 0",
