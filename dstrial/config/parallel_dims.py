@@ -11,6 +11,8 @@ from dstrial.errors import ConfigError, ConfigProblem
 
 DIM_KEYS = {"pipeline_stages": "pp", "model_parallel_size": "tp"}
 """Key of ``data.dstrial`` and of a checkpoint's layout -> field of ``ParallelDims``, for every part of a replica that works."""
+# Fields that take ranks of their own in a replica.
+_IN_REPLICA = ("pp", "tp", "sp")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class ParallelDims:
 
     def __post_init__(self) -> None:
         unit = self.ranks_per_replica
-        if min(self.world_size, self.pp, self.tp, self.sp, self.ep) < 1:
+        if min(self.world_size, self.ep, *(getattr(self, field) for field in _IN_REPLICA)) < 1:
             raise ValueError(f"{self} is not a layout; expected sizes of at least 1. Pass positive sizes.")
         if self.world_size % unit:
             raise ValueError(
@@ -49,8 +51,7 @@ class ParallelDims:
     @classmethod
     def of_replica(cls, **sizes: Any) -> ParallelDims:
         """Return one replica on as many ranks as it needs; the fields are the class's."""
-        unit = sizes.get("pp", 1) * sizes.get("tp", 1) * sizes.get("sp", 1)
-        return cls(unit, **sizes)
+        return cls(math.prod(sizes.get(field, 1) for field in _IN_REPLICA), **sizes)
 
     @property
     def dp(self) -> int:
@@ -60,7 +61,7 @@ class ParallelDims:
     @property
     def ranks_per_replica(self) -> int:
         """Ranks that hold one replica together."""
-        return self.pp * self.tp * self.sp
+        return math.prod(getattr(self, field) for field in _IN_REPLICA)
 
     @property
     def has_pipeline_engine(self) -> bool:

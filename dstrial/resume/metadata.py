@@ -89,17 +89,16 @@ class EngineRecord(EngineArrangement):
             KeyError: a value is missing.
         """
         whole = {**layout, **(more or {})}
-        required = [
-            field.name
+        values = {
+            field.name: whole[field.name]
             for field in dataclasses.fields(cls)
-            if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        ]
-        return cls(
-            **{name: whole[name] for name in required},
-            has_experts=bool(whole.get("has_experts", False)),
-            given=dict(whole.get("given") or {}),
-            micro_batch_limit=int(whole.get("micro_batch_limit") or whole["micro_batch_size"]),
-        )
+            if field.name in whole
+            or (field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING)
+        }
+        values["has_experts"] = bool(whole.get("has_experts", False))
+        values["given"] = dict(whole.get("given") or {})
+        values["micro_batch_limit"] = int(whole.get("micro_batch_limit") or whole["micro_batch_size"])
+        return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
         """Return the same as plain JSON values."""

@@ -112,3 +112,14 @@ def test_a_layout_and_what_metadata_say_of_an_engine_are_written_with_their_keys
     assert list(values) == [*ranks, *zero, "precision", *rest, "versions", "buffers", "parameters"]
     record = EngineRecord.from_layout(values).to_json()
     assert list(record) == [*ranks, *zero, *rest, "has_experts", "given", "micro_batch_limit"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LaterRecord(EngineRecord):
+    later: int = 1
+
+
+def test_a_field_that_came_later_is_read_where_it_was_written_and_has_its_default_before_that():
+    values = PLAIN_LAYOUT.to_json()
+    assert LaterRecord.from_layout(values).later == 1
+    assert LaterRecord.from_layout(LaterRecord.from_layout({**values, "later": 4}).to_json()).later == 4
