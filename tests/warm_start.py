@@ -60,7 +60,6 @@ _FREE = (
     "HOME",
     "PATH",
     "PYTHONUNBUFFERED",
-    "PYTEST_CURRENT_TEST",
     # of configs; nothing that is imported reads them
     "FAILED_ONCE",
     "FROM_CONFIG",

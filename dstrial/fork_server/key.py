@@ -50,6 +50,8 @@ FREE_NAMES = frozenset(
         # a shell's own
         "SHLVL",
         "_",
+        # of pytest, which sets it anew for each test and phase
+        "PYTEST_CURRENT_TEST",
     }
 )
 """Variables that are read after the fork only. All others, known or not, belong to the key."""

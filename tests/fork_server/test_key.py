@@ -30,6 +30,7 @@ _ENVIRONMENT = {"PATH": "/bin", "HOME": "/home/ada", "OMP_NUM_THREADS": "1", "AP
         "CUDA_VISIBLE_DEVICES",
         "HIP_VISIBLE_DEVICES",
         "ROCR_VISIBLE_DEVICES",
+        "PYTEST_CURRENT_TEST",
     ],
 )
 def test_what_tells_a_trial_and_a_rank_who_they_are_may_differ(name: str) -> None:
