@@ -64,6 +64,10 @@ _FREE = (
     "FAILED_ONCE",
     "FROM_CONFIG",
     "HF_HUB_OFFLINE",
+    # of scripts that `dstrial run` gives a screen; tqdm is imported ahead, and draws where it would not
+    "HF_DATASETS_DISABLE_PROGRESS_BARS",
+    "HF_HUB_DISABLE_PROGRESS_BARS",
+    "TQDM_DISABLE",
     "KILL_AT",
     "KILL_MARKER",
     "NCCL_DEBUG",

@@ -77,6 +77,8 @@ resources: {slots_per_trial: 1}
 searcher: {name: single, metric: accuracy, smaller_is_better: false, max_length: {batches: 8}}
 min_validation_period: {batches: 2}
 min_checkpoint_period: {batches: 2}
+# No fork of what tests import ahead has it: tqdm reads its variables when it is imported.
+environment: {environment_variables: [IMPORTS_ITSELF=1]}
 """
 
 

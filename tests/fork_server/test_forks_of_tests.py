@@ -12,6 +12,7 @@ from started_as import started_as
 from waiting import wait_for
 
 from dstrial.fork_server.client import ForkServer
+from dstrial.testing.master import MasterForTest
 from dstrial.testing.ranks import run_function, run_script
 
 pytestmark = pytest.mark.process
@@ -29,6 +30,16 @@ def test_a_program_that_is_run_is_a_fork() -> None:
     variables = {**os.environ, "RANK": "0", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     ended = warm_start.run(["started_as"], env=variables, cwd=HERE, timeout=60.0)
     assert (ended.returncode, ended.stdout.strip()) == (0, EXPECTED), ended.stderr
+
+
+@pytest.mark.timeout(300)
+def test_a_trial_of_a_master_is_a_fork(tmp_path: Path, shared_master: MasterForTest) -> None:
+    script = (HERE / "started_as.py").read_text(encoding="utf-8")
+    (tmp_path / "started_as.py").write_text(script, encoding="utf-8")
+    config = "name: fork\nentrypoint: python3 -m dstrial.launch started_as.py\nsearcher: {name: single, metric: x}\n"
+    (tmp_path / "exp.yaml").write_text(config, encoding="utf-8")
+    ended = shared_master.det("experiment", "create", "exp.yaml", ".", "--follow", cwd=tmp_path)
+    assert f"|| {EXPECTED}\n" in ended.stdout, ended.stdout + ended.stderr
 
 
 def test_a_program_that_has_what_was_imported_ahead_has_set_is_a_fork_of_a_shared_server(
