@@ -115,12 +115,27 @@ class Origin:
         if num_threads != 1:
             return f"it has {num_threads} threads"
         cuda = getattr(sys.modules.get("torch"), "cuda", None)
-        if cuda is not None and (cuda.is_initialized() or cuda._is_in_bad_fork()):
+        if cuda is not None and (cuda.is_initialized() or (cuda._is_in_bad_fork() and _may_have_devices())):
             return "it has used an accelerator"
         for file, known in self.sources.items():
             if _version_of(file) != known:
                 return f"{file} has changed since it was imported"
         return ""
+
+
+def _may_have_devices() -> bool:
+    """Say whether torch could find a device in any environment.
+
+    Without a driver, and so without NVML, torch asks CUDA how many devices there are whenever determined or DeepSpeed is
+    imported, and then takes all forks for spoilt (``torch/csrc/cuda/Module.cpp``, 2.13); there is nothing that was spoilt.
+    """
+    if not getattr(sys.modules["torch"].version, "cuda", None):
+        return True  # ROCm, which brings its libraries along
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def become(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import gc
 import os
 import signal
@@ -301,3 +302,45 @@ def test_a_popen_without_a_server_is_a_new_process(tmp_path: Path) -> None:
     began_s = time.monotonic()
     assert _run(None, [_script(tmp_path, "")]).returncode == 0
     assert time.monotonic() - began_s < _DEADLINE_S
+
+
+SPOILT = """
+import sys, torch
+from dstrial.fork_server.fork import Origin
+torch.cuda._is_in_bad_fork = lambda: True
+torch.version.cuda = "13.0" if sys.argv[1] == "CUDA" else None
+print(Origin.here({}, [], ()).why_not_fork())
+"""
+
+
+@pytest.mark.parametrize(
+    ("build", "has_driver", "reason"),
+    [
+        ("CUDA", False, ""),
+        ("CUDA", True, "it has used an accelerator"),
+        ("ROCm", False, "it has used an accelerator"),
+    ],
+)
+def test_a_fork_is_spoilt_where_torch_has_asked_for_devices_and_there_may_be_some(
+    tmp_path: Path, build: str, has_driver: bool, reason: str
+) -> None:
+    """Torch from PyPI asks CUDA itself when it is imported where there is no driver, and takes each fork for spoilt then."""
+    if has_driver:
+        (found,) = [
+            line.split()[-1]
+            for line in Path("/proc/self/maps").read_text().splitlines()
+            if "/libm.so.6" in line
+        ][:1]
+        (tmp_path / "libcuda.so.1").symlink_to(found)
+    elif ctypes.util.find_library("cuda"):
+        pytest.skip("this machine has a driver")
+    variables = {**_VARIABLES, "LD_LIBRARY_PATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", SPOILT, build],
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=_DEADLINE_S,
+    )
+    assert (ended.returncode, ended.stdout.strip()) == (0, reason), ended.stderr
