@@ -64,13 +64,13 @@ _FREE = (
     "FAILED_ONCE",
     "FROM_CONFIG",
     "HF_HUB_OFFLINE",
-    # of scripts that `dstrial run` gives a screen; tqdm is imported ahead, and draws where it would not
-    "HF_DATASETS_DISABLE_PROGRESS_BARS",
-    "HF_HUB_DISABLE_PROGRESS_BARS",
-    "TQDM_DISABLE",
     "KILL_AT",
     "KILL_MARKER",
     "NCCL_DEBUG",
+    # of `dstrial run`, against bars; tqdm reads its own when it is imported, so that it draws in a fork
+    "HF_DATASETS_DISABLE_PROGRESS_BARS",
+    "HF_HUB_DISABLE_PROGRESS_BARS",
+    "TQDM_DISABLE",
 )
 servers: set[int] = set()
 """The process that is forked, once there is one; it ends with this process."""

@@ -127,7 +127,7 @@ def _may_have_devices() -> bool:
     """Say whether torch could find a device in any environment.
 
     Without a driver, and so without NVML, torch asks CUDA how many devices there are whenever determined or DeepSpeed is
-    imported, and then takes all forks for spoilt (``torch/csrc/cuda/Module.cpp``, 2.13); there is nothing that was spoilt.
+    imported, and then takes all forks for spoilt (seen with torch 2.13 for CUDA 13); there is nothing that was spoilt.
     """
     if not getattr(sys.modules["torch"].version, "cuda", None):
         return True  # ROCm, which brings its libraries along

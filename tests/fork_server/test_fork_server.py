@@ -326,15 +326,13 @@ def test_a_fork_is_spoilt_where_torch_has_asked_for_devices_and_there_may_be_som
 ) -> None:
     """Torch from PyPI asks CUDA itself when it is imported where there is no driver, and takes each fork for spoilt then."""
     if has_driver:
-        (found,) = [
-            line.split()[-1]
-            for line in Path("/proc/self/maps").read_text().splitlines()
-            if "/libm.so.6" in line
-        ][:1]
-        (tmp_path / "libcuda.so.1").symlink_to(found)
+        loaded = Path("/proc/self/maps").read_text(encoding="utf-8").split()
+        any_library = next(word for word in loaded if word.endswith("/libm.so.6"))
+        (tmp_path / "libcuda.so.1").symlink_to(any_library)
     elif ctypes.util.find_library("cuda"):
         pytest.skip("this machine has a driver")
-    variables = {**_VARIABLES, "LD_LIBRARY_PATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    places = [str(tmp_path), *filter(None, [_VARIABLES.get("LD_LIBRARY_PATH")])]
+    variables = {**_VARIABLES, "LD_LIBRARY_PATH": os.pathsep.join(places)}
     ended = subprocess.run(
         [sys.executable, "-c", SPOILT, build],
         env=variables,

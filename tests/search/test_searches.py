@@ -25,6 +25,8 @@ SPACE = {
     "net": {"drop": {"type": "double", "minval": 0.0, "maxval": 1.0}, "kind": "cnn"},
     "act": {"type": "categorical", "vals": ["relu", "gelu"]},
 }
+# Searchers that try other hyperparameters for invalid ones: the points of a grid are given.
+REPLACING = [name for name in SEARCHERS if name != "grid"]
 
 
 def config(name: str, **changes: Any) -> dict[str, Any]:
@@ -138,9 +140,7 @@ def test_a_search_whose_trials_all_fail_ends_as_a_failure(search: dict[str, Any]
     assert len(result.trials) == len(play(search, seed).trials)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in SEARCHERS if name != "grid"]
-)  # whose points are not replaced
+@pytest.mark.parametrize("name", REPLACING)
 def test_invalid_hyperparameters_that_cannot_differ_are_not_tried_again(name: str) -> None:
     search = config(name, max_trials=1)
     search["hyperparameters"] = {"lr": {"type": "const", "val": 0.1}, "net": {"kind": "cnn"}}
@@ -150,9 +150,7 @@ def test_invalid_hyperparameters_that_cannot_differ_are_not_tried_again(name: st
     assert len(result.trials) == 1
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in SEARCHERS if name != "grid"]
-)  # whose points are not replaced
+@pytest.mark.parametrize("name", REPLACING)
 def test_a_search_of_nothing_but_invalid_hyperparameters_ends(name: str) -> None:
     result = play(
         config(name, max_trials=2, max_rungs=1),
