@@ -175,8 +175,9 @@ class Heartbeat:
         _SAVE.pack_into(self._buffer, self._offset + _SAVE_AT, batch, 0.0)
 
     def end(self) -> None:
-        """Say that nothing is known of this rank from now on."""
-        self.begin(Phase.NONE, 0)
+        """Say that nothing is known of this rank from now on but how many batches it has trained."""
+        _, _, batch, _ = _MAIN.unpack_from(self._buffer, self._offset)
+        self.begin(Phase.NONE, batch)
 
     def _note(self, phase: Phase, seconds: float) -> None:
         at = self._offset + _LONGEST_AT + _LONGEST.size * int(phase)

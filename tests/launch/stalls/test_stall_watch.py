@@ -20,7 +20,7 @@ from dstrial.ranks.stack_dump import STACKS_FILE_VARIABLE
 
 pytestmark = pytest.mark.process
 
-# Says each batch that it is told on its standard input; `data` is a wait for its loader.
+# Says each batch that it is told on its standard input; `data` is a wait for its loader, `end` the end of training.
 RANK = """
 import sys
 from dstrial.ranks.heartbeat import heartbeat
@@ -30,7 +30,8 @@ beat = heartbeat()
 def read_records():
     return sys.stdin.readline().strip()
 while word := read_records():
-    beat.await_data() if word == "data" else beat.begin_batch(int(word))
+    say = {"data": beat.await_data, "end": beat.end}.get(word)
+    say() if say else beat.begin_batch(int(word))
     print(word, flush=True)
 """
 
@@ -121,17 +122,18 @@ def test_a_rank_in_its_loader_is_named_with_the_stacks_of_all(
 
 
 @pytest.mark.parametrize("looks", [True, False])
+@pytest.mark.parametrize("last_words", [(), ("end",)], ids=["killed", "ended"])
 def test_ranks_that_go_on_and_end_before_the_next_look_are_told_to_have_gone_on(
-    ranks: Callable[..., Ranks], looks: bool
+    ranks: Callable[..., Ranks], last_words: tuple[str, ...], looks: bool
 ) -> None:
     both = ranks(timeout_s=20.0)
     both.train(0, 1, 2)
     both.say(1, "data")
     both.pass_time(30)
     assert both.lines
-    for batch in (3, 4):
-        both.say(0, str(batch))
-        both.say(1, str(batch))
+    for word in ("3", "4", *last_words):
+        both.say(0, word)
+        both.say(1, word)
     both.close()
     if looks:
         both.pass_time(0.5)
@@ -141,12 +143,18 @@ def test_ranks_that_go_on_and_end_before_the_next_look_are_told_to_have_gone_on(
     ]
 
 
-def test_ranks_that_end_where_they_stood_are_not_told_to_have_gone_on(ranks: Callable[..., Ranks]) -> None:
+@pytest.mark.parametrize("last_words", [(), ("end",)], ids=["killed", "ended"])
+def test_ranks_that_end_where_they_stood_are_not_told_to_have_gone_on(
+    ranks: Callable[..., Ranks], last_words: tuple[str, ...]
+) -> None:
     both = ranks(timeout_s=20.0)
     both.train(0, 1, 2)
     both.say(1, "data")
     both.pass_time(30)
     assert both.lines
+    for word in last_words:
+        both.say(0, word)
+        both.say(1, word)
     both.close()
     both.pass_time(0.5)
     both.watch.close()
