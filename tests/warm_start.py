@@ -17,9 +17,9 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from dstrial.fork_server.client import SHARED_VARIABLE, ForkedPopen, ForkServer
+from dstrial.fork_server.client import SHARED_VARIABLE, WITH_COPIES, ForkedPopen, ForkServer
 from dstrial.fork_server.key import is_free
 from dstrial.master.backends.fork_servers import IMPORTS
 
@@ -32,6 +32,7 @@ IMPORTED_AHEAD = (
     "dstrial.cli.app",
     "dstrial.cli.up",
     "dstrial.cli.down",
+    "dstrial.master.server",
     # All of it but ``cli.cli``, which takes the command line of whoever imports it.
     *(
         f"determined.cli.{name}"
@@ -44,6 +45,8 @@ IMPORTED_AHEAD = (
     ),
     "argcomplete.completers",
     "OpenSSL.SSL",
+    "transformers.trainer",
+    "accelerate.data_loader",
 )
 """What programs of tests import, sooner or later."""
 SWITCH = "TEST_FORKS"
@@ -72,12 +75,14 @@ _FREE = (
     "HF_HUB_DISABLE_PROGRESS_BARS",
     "TQDM_DISABLE",
 )
+# What starts masters, launchers and dry runs, which are then forks of what it has been before it began.
+_COPIED = (*WITH_COPIES, "dstrial", "dstrial.cli", "dstrial.dsat", "determined.pytorch.dsat")
 servers: set[int] = set()
 """The process that is forked, once there is one; it ends with this process."""
 
 
 class Popen(ForkedPopen):
-    """``subprocess.Popen`` whose ``[sys.executable, ...]`` is a fork."""
+    """``subprocess.Popen`` whose ``[sys.executable, "-m", ...]`` or ``[sys.executable, FILE, ...]`` is a fork."""
 
     def __init__(self, args: Sequence[str], **options: Any) -> None:
         variables = os.environ if options.get("env") is None else options["env"]
@@ -86,8 +91,11 @@ class Popen(ForkedPopen):
             *(name for name in names if is_free(name) or not name.startswith(_READ_AT_START)),
             *_FREE_FOR_TESTS,
         }
-        server = None if os.environ.get(SWITCH) == "0" else fork_server()
-        super().__init__(server, list(map(os.fspath, args)), free=free, **options)
+        words = list(map(os.fspath, args))
+        # With options the interpreter itself is another one.
+        may_fork = words[0] == sys.executable and (words[1] == "-m" or not words[1].startswith("-"))
+        server = fork_server() if may_fork and os.environ.get(SWITCH) != "0" else None
+        super().__init__(server, words, free=free, **options)
 
 
 def run(
@@ -104,38 +112,46 @@ def run(
         subprocess.TimeoutExpired: it was killed after ``timeout`` seconds.
     """
     stderr = subprocess.STDOUT if is_merged else subprocess.PIPE
-    return _run_to_its_end(
-        [sys.executable, "-m", *arguments], timeout=timeout, stderr=stderr, env=env, cwd=cwd, text=True
+    return run_command(
+        [sys.executable, "-m", *arguments],
+        timeout=timeout,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        env=env,
+        cwd=cwd,
+        text=True,
     )
 
 
 def run_command(
     command: Sequence[str],
     *,
-    timeout: float,
-    capture_output: Literal[True],
-    check: Literal[False],
+    timeout: float | None = None,
+    input: str | None = None,  # noqa: A002  # as subprocess.run has it
+    capture_output: bool = False,
+    check: bool = False,
     **options: Any,
 ) -> subprocess.CompletedProcess[str]:
-    """Stand for ``subprocess.run`` of these options.
+    """Stand for ``subprocess.run``.
 
     Raises:
         subprocess.TimeoutExpired: it was killed after ``timeout`` seconds.
+        subprocess.CalledProcessError: with ``check``, it has failed.
     """
-    del capture_output, check
-    return _run_to_its_end(command, timeout=timeout, stderr=subprocess.PIPE, **options)
-
-
-def _run_to_its_end(
-    command: Sequence[str], *, timeout: float, **options: Any
-) -> subprocess.CompletedProcess[str]:
-    with Popen(command, stdout=subprocess.PIPE, **options) as program:
+    if capture_output:
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    if input is not None:
+        options["stdin"] = subprocess.PIPE
+    with Popen(command, **options) as program:
         try:
-            texts = program.communicate(timeout=timeout)
+            texts = program.communicate(input, timeout)
         except subprocess.TimeoutExpired:
             program.kill()
             raise
-    return subprocess.CompletedProcess(command, program.returncode, *texts)
+    ended = subprocess.CompletedProcess(command, program.returncode, *texts)
+    if check:
+        ended.check_returncode()
+    return ended
 
 
 def fork_server() -> ForkServer:
@@ -167,7 +183,13 @@ def _listener() -> socket.socket:
 @functools.cache
 def _started() -> ForkServer:
     server = ForkServer.start(
-        {**os.environ, **_VARIABLES}, IMPORTED_AHEAD, log=Path(os.devnull), listener=_listener(), free=_FREE
+        {**os.environ, **_VARIABLES},
+        IMPORTED_AHEAD,
+        log=Path(os.devnull),
+        listener=_listener(),
+        free=_FREE,
+        copied=_COPIED,
+        huge_pages=True,
     )
     atexit.register(server.close)
     servers.add(server.pid or 0)

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from dstrial.fork_server.fork import ROOM_BYTES, ROOM_VARIABLE, Program
 from dstrial.fork_server.key import NVML_CHECK_VARIABLE, differing, key_of
-from dstrial.fork_server.messages import receive, send
+from dstrial.fork_server.messages import MAX_FILES, receive, send
 from dstrial.process_state import is_stopped
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,10 @@ ANSWER_TIMEOUT_S = 10.0
 END_TIMEOUT_S = 2.0
 LAUNCHERS = ("dstrial.launch", "determined.launch.deepspeed")
 """Modules that start ranks, which are then forks of what the launcher has been before it began."""
+WITH_COPIES = (*LAUNCHERS, "dstrial.dsat.worker")
+"""Modules that start others, which are then forks of what they have been before they began."""
+MAX_KEPT_FILES = MAX_FILES - 4
+"""How many open files a fork may have besides the three standard ones, and the one by which it is told to begin."""
 SHARED_VARIABLE = "DSTRIAL_FORK_SERVER"
 """A variable: the socket of a fork server of another process, for masters; without it a master has its own."""
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
@@ -96,7 +100,7 @@ class Connection:
 
         Args:
             program: what to run.
-            files: its standard input, output and error.
+            files: its standard input, output and error, and the files that it keeps.
             mark: ``NAME=value`` by which /proc/PID/environ tells it.
             free: names of variables in which it may differ besides.
             known: called with its pid before it begins; where it raises, nothing begins.
@@ -235,6 +239,8 @@ class ForkServer(Connection):
         python: str = sys.executable,
         listener: socket.socket | None = None,
         free: Sequence[str] = (),
+        copied: Sequence[str] = WITH_COPIES,
+        huge_pages: bool = False,
     ) -> ForkServer:
         """Start a server; it ends with this process.
 
@@ -245,6 +251,9 @@ class ForkServer(Connection):
             python: the interpreter.
             listener: where others of this account may ask it, too: a socket that listens.
             free: names of variables in which forks may differ besides.
+            copied: modules that start others, as ``WITH_COPIES``.
+            huge_pages: whether it moves its memory into huge pages first. That takes up to a second, and makes each fork take
+                half the time: for a server of many.
 
         Raises:
             OSError: it cannot be started.
@@ -256,6 +265,8 @@ class ForkServer(Connection):
             "descriptor": theirs.fileno(),
             "listener": others[0] if others else None,
             "free": list(free),
+            "copied": list(copied),
+            "huge_pages": huge_pages,
             "imports": list(imports),
             # Room for the command lines that /proc shows of forks.
             "room": "-" * 256,
@@ -360,7 +371,8 @@ class ForkServer(Connection):
 class OwnForkServer:
     """A fork server that a process starts when it first needs one. Thread-safe.
 
-    It is waited for: importing takes as long in it as it would in the first of its forks.
+    It is waited for: importing takes as long in it as it would in the first of its forks. A process that has a copy of what it
+    was, as a fork has, needs none.
 
     Args:
         imports: modules to be imported ahead.
@@ -374,13 +386,15 @@ class OwnForkServer:
         self._lock = threading.Lock()
         self._server: ForkServer | None = None
 
-    def get(self, environment: Mapping[str, str], timeout_s: float) -> ForkServer | None:
+    def get(self, environment: Mapping[str, str], timeout_s: float) -> Connection | None:
         """Return the server once it has imported everything; None where there is none.
 
         Args:
             environment: of the process that is to be forked.
             timeout_s: seconds to wait for it.
         """
+        if of_this_process is not None and not of_this_process.why_not(environment):
+            return of_this_process
         with self._lock:
             try:
                 if self._server is None or self._server.why_not(environment):
@@ -437,18 +451,20 @@ class ForkedPopen(subprocess.Popen[Any]):
         if self._connection is None or asked["args"][0] != sys.executable:
             execute(*given)
             return
-        if asked["pass_fds"] or asked["preexec_fn"]:
-            self._told("it gets files of its own")
+        kept = tuple(sorted(asked["pass_fds"]))
+        if len(kept) > MAX_KEPT_FILES or asked["preexec_fn"]:
+            self._told("it gets many files of its own, or a function to call")
             execute(*given)
             return
         program = Program(
             tuple(map(os.fspath, asked["args"][1:])),
             dict(os.environ if asked["env"] is None else asked["env"]),
-            os.fspath(asked["cwd"] or Path.cwd()),
+            os.fspath(Path.cwd() / os.fsdecode(asked["cwd"] or "")),
             bool(asked["start_new_session"]),
+            kept,
         )
         pipes = (asked["p2cread"], asked["c2pwrite"], asked["errwrite"])
-        files = [number if file == -1 else file for number, file in enumerate(pipes)]
+        files = [*(number if file == -1 else file for number, file in enumerate(pipes)), *kept]
         try:
             self.pid = self._connection.start_program(
                 program, files, mark=self._mark, free=self._free, known=self._known
@@ -477,4 +493,4 @@ def _adopting_orphans() -> Iterator[None]:
 
 
 of_this_process: Connection | None = None
-"""The way to what this process's ranks can be forked from, if it is a launcher that is a fork itself."""
+"""The way to what can be forked for this process, ranks of a launcher for one, if it is a fork itself."""

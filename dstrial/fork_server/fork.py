@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
+import fcntl
 import gc
 import importlib
 import io
@@ -44,12 +45,14 @@ class Program:
         environment: all its variables.
         directory: where it starts.
         leads_session: whether it leads a session of its own.
+        kept_files: open files that it has under the same numbers as who asks for it, besides the three standard ones.
     """
 
     words: tuple[str, ...]
     environment: Mapping[str, str]
     directory: str
     leads_session: bool = False
+    kept_files: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``from_json`` reads."""
@@ -58,7 +61,7 @@ class Program:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Program:
         """Read what ``to_json`` returned."""
-        return cls(**{**fields, "words": tuple(fields["words"])})
+        return cls(**{**fields, "words": tuple(fields["words"]), "kept_files": tuple(fields["kept_files"])})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ class Origin:
         descriptors: open files that its imports keep.
         foreign: open files by which it is asked.
         sources: for each file of a module, when it was changed (ns since 1970), and its bytes.
+        copied: modules whose programs have a copy of what they were before they began, for forks of their own.
         marks_at: address and bytes of the memory that /proc/PID/environ shows for marks; None for none.
         words_at: the same of /proc/PID/cmdline.
     """
@@ -84,11 +88,18 @@ class Origin:
     descriptors: frozenset[int]
     foreign: frozenset[int]
     sources: Mapping[str, tuple[int, int]]
+    copied: frozenset[str]
     marks_at: tuple[int, int] | None
     words_at: tuple[int, int] | None
 
     @classmethod
-    def here(cls, environment: Mapping[str, str], path: Sequence[str], foreign: Iterable[int]) -> Origin:
+    def here(
+        cls,
+        environment: Mapping[str, str],
+        path: Sequence[str],
+        foreign: Iterable[int],
+        copied: Iterable[str] = (),
+    ) -> Origin:
         """Describe this process; ``foreign`` are the open files that are not its imports'."""
         added = {name: value for name, value in os.environ.items() if environment.get(name) != value}
         numbers = sorted(signal.valid_signals())
@@ -101,9 +112,15 @@ class Origin:
             descriptors=frozenset(_open_descriptors()).difference(foreign),
             foreign=frozenset(foreign),
             sources=_sources(),
+            copied=frozenset(copied),
             marks_at=marks_at,
             words_at=words_at,
         )
+
+    def why_not_keep(self, files: Iterable[int]) -> str:
+        """Return what keeps a fork from having files of these numbers; empty if nothing."""
+        taken = sorted(self.descriptors.intersection(files))
+        return f"what is imported keeps files {taken} open" if taken else ""
 
     def why_not_fork(self) -> str:
         """Return what makes its forks unlike new processes; empty if nothing does.
@@ -146,14 +163,13 @@ def become(
     Args:
         program: what to run.
         origin: what this process was like before its fork.
-        files: its standard input, output and error.
+        files: its standard input, output and error, and the files that it keeps.
         prepare: what else to do before the program begins.
     """
     try:
         _reset_signals(origin)
-        for number, file in enumerate(files):
-            os.dup2(file, number)
-        close_all_but(origin.descriptors)
+        _place(files, (0, 1, 2, *program.kept_files))
+        close_all_but(origin.descriptors.union(program.kept_files))
         if program.leads_session:
             os.setsid()
         prepare()
@@ -315,6 +331,15 @@ def _reset_modules(program: Program, origin: Origin) -> None:
     with contextlib.suppress(ImportError):
         # It reads the variables of this process.
         importlib.import_module("sitecustomize")
+
+
+def _place(files: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give open files their numbers, for the program to inherit."""
+    above = max(numbers) + 1  # out of the way of each other
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, above) for file in files]
+    for file, number in zip(moved, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
 
 
 def close_all_but(kept: Iterable[int]) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 _HEAD = struct.Struct("!I")
-_MAX_FILES = 8
+MAX_FILES = 8
+"""That go with one message."""
 
 
 def send(connection: socket.socket, message: dict[str, Any], files: Sequence[int] = ()) -> None:
@@ -30,7 +31,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | Non
     Raises:
         OSError: nothing came within the socket's timeout.
     """
-    head, files, _, _ = socket.recv_fds(connection, _HEAD.size, _MAX_FILES, socket.MSG_CMSG_CLOEXEC)
+    head, files, _, _ = socket.recv_fds(connection, _HEAD.size, MAX_FILES, socket.MSG_CMSG_CLOEXEC)
     if len(head) < _HEAD.size:
         return None
     (left,) = _HEAD.unpack(head)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import gc
 import importlib
 import importlib.util
@@ -35,6 +36,7 @@ from dstrial.fork_server.fork import (
     run_call,
     show,
 )
+from dstrial.fork_server.huge_pages import use_huge_pages
 from dstrial.fork_server.key import NVML_CHECK_VARIABLE, import_places
 from dstrial.fork_server.messages import receive, send
 
@@ -55,7 +57,9 @@ def main(words: Sequence[str]) -> None:
     path = sys.path[1 + len(import_places(environment)) :]
     with collector.paused_for_good():
         failures = _import(options["imports"])
-    origin = Origin.here(environment, path, foreign)
+    if options["huge_pages"]:
+        use_huge_pages()
+    origin = Origin.here(environment, path, foreign, options["copied"])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # its end is the end of who has started it
     show(origin, None, [sys.executable, "-m", "dstrial.fork_server.server", "(imported ahead)"])
@@ -152,7 +156,7 @@ def _import_more(names: Sequence[str], origin: Origin) -> tuple[Origin, dict[str
     """Import what an earlier fork has needed, too."""
     with collector.paused_for_good():
         failures = _import([name for name in names if name not in sys.modules])
-    now = Origin.here(origin.environment, origin.path, origin.foreign)
+    now = Origin.here(origin.environment, origin.path, origin.foreign, origin.copied)
     why_not = now.why_not_fork()
     # What an earlier fork has imported, and this process cannot, is left to the forks.
     failures = {"": why_not} if why_not else failures
@@ -161,7 +165,8 @@ def _import_more(names: Sequence[str], origin: Origin) -> tuple[Origin, dict[str
 
 def _fork(message: dict[str, Any], files: Sequence[int], origin: Origin) -> dict[str, Any]:
     """Fork a process that begins when it is told to; answer with its pid."""
-    why_not = origin.why_not_fork()
+    program = message["program"]
+    why_not = origin.why_not_fork() or origin.why_not_keep(program["kept_files"] if program else ())
     if why_not:
         return {"refused": why_not}
     *standard, go = files
@@ -218,18 +223,19 @@ def _begin(message: dict[str, Any], standard: Sequence[int], go: int, tell: int,
 def become_program(
     program: Program, origin: Origin, files: Sequence[int], prepare: Callable[[], None] = lambda: None
 ) -> NoReturn:
-    """Be a program; if it starts ranks, they can be forks of what this process is now."""
+    """Be a program; what it starts can be forks of what this process is now."""
     connection, copy = None, None
-    if program.words[0] == "-m" and program.words[1] in client.LAUNCHERS:
+    # Some are named behind the module that starts them, as those of ranks are.
+    if program.words[0] == "-m" and not origin.copied.isdisjoint(program.words):
         ours, theirs = socket.socketpair()
         # First, so that the copy is in the process group of the program, as what this starts itself.
         prepare()
         prepare = _nothing
         copy = os.fork()
         if copy == 0:
-            _serve_ranks(theirs, origin)
+            _serve_program(theirs, origin)
         theirs.close()
-        connection = ours
+        connection = _above(ours, program.kept_files)
 
     def keep() -> None:
         prepare()
@@ -279,8 +285,16 @@ class Forks:
         return pid
 
 
-def _serve_ranks(theirs: socket.socket, origin: Origin) -> NoReturn:
-    """Be the copy of a launcher from which its ranks are forked."""
+def _above(connection: socket.socket, numbers: Sequence[int]) -> socket.socket:
+    """Return a connection whose file has none of these numbers."""
+    if connection.fileno() not in numbers:
+        return connection
+    with connection:
+        return socket.socket(fileno=fcntl.fcntl(connection, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1))
+
+
+def _serve_program(theirs: socket.socket, origin: Origin) -> NoReturn:
+    """Be the copy of a program from which what that starts is forked."""
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -289,7 +303,7 @@ def _serve_ranks(theirs: socket.socket, origin: Origin) -> NoReturn:
         null = os.open(os.devnull, os.O_RDWR)
         for number in range(3):
             os.dup2(null, number)
-        # Above all the launcher's output: it ends with the launcher.
+        # Above all the program's output: it ends with the program.
         close_all_but(origin.descriptors | {theirs.fileno()})
         show(origin, None, [sys.executable, "-m", "dstrial.fork_server.server", "(ranks)"])
         serve(theirs, origin)

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.errors import MasterError
+from dstrial.fork_server import client
+from dstrial.fork_server.client import ForkedPopen
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory, process_start_time
 from dstrial.master.store.views.observe import supervisors
@@ -135,7 +137,8 @@ def _launch(
     with contextlib.closing(os.fdopen(ours, "rb")) as ready:
         try:
             with state.log_path.open("ab") as log:
-                process = subprocess.Popen(
+                process = ForkedPopen(
+                    client.of_this_process,
                     [
                         sys.executable,
                         *("-m", "dstrial.master.server", str(state.path), str(theirs)),

@@ -175,7 +175,7 @@ class Heartbeat:
         _SAVE.pack_into(self._buffer, self._offset + _SAVE_AT, batch, 0.0)
 
     def end(self) -> None:
-        """Say that nothing is known of this rank from now on but how many batches it has trained."""
+        """Say that nothing is known from now on but how many batches were trained."""
         _, _, batch, _ = _MAIN.unpack_from(self._buffer, self._offset)
         self.begin(Phase.NONE, batch)
 

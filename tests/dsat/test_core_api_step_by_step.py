@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm_start
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,12 +81,14 @@ def test_every_trial_of_the_search_is_measured(tmp_path: Path) -> None:
     (tmp_path / "exp.yaml").write_text(yaml.safe_dump(config))
     output = tmp_path / "out"
     command = [
-        *(sys.executable, "-m", "dstrial.dsat", "asha", str(tmp_path / "exp.yaml"), str(model_def)),
+        *(sys.executable, "-m", "dstrial.dsat", "asha", "exp.yaml", model_def.name),
         *("--output", str(output), "--metric", "throughput", "--max-trials", "2"),
         *("--measure-seconds", "0.1", "--local", "-z", "1"),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
+    ended = warm_start.run_command(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=500
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     trials = json.loads((output / "trials.json").read_text())
     assert len(trials) == 2

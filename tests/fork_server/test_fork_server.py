@@ -18,6 +18,7 @@ from waiting import wait_for
 
 from dstrial.fork_server import client
 from dstrial.fork_server.client import ForkedPopen, ForkRefusedError, ForkServer
+from dstrial.fork_server.huge_pages import use_huge_pages
 from dstrial.process_state import read_state
 
 pytestmark = pytest.mark.process
@@ -104,6 +105,64 @@ def test_a_mark_and_the_command_line_are_seen_in_proc(server: ForkServer, tmp_pa
         assert words[:3] == [sys.executable.encode(), script.encode(), b"word"]
         process.communicate()
     assert process.returncode == 0
+
+
+def test_a_directory_is_relative_to_that_of_who_asks(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = _script(tmp_path, "import os; print(os.getcwd())")
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for given in ("below", ".", None, tmp_path / "below"):
+        forked, executed = (_run(one, [script], cwd=given).stdout for one in (server, None))
+        assert forked == executed == f"{tmp_path / (given or '')}\n"
+
+
+WRITER = """
+import os, sys
+print(sorted(int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2 and os.path.exists(f"/proc/self/fd/{name}")))
+for number in map(int, sys.argv[1:]):
+    os.write(number, b"%d" % number)
+"""
+
+
+def test_a_fork_has_the_files_that_it_was_to_keep_under_their_numbers(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    script = _script(tmp_path, WRITER)
+    pipes = [os.pipe() for _ in range(client.MAX_KEPT_FILES)]
+    # Whatever numbers they had on their way, one replaces another.
+    numbers = [write for _, write in pipes]
+    ended = _run(server, [script, *map(str, numbers)], pass_fds=numbers)
+    assert (ended.returncode, ended.stdout) == (0, f"{numbers}\n")
+    for read, write in pipes:
+        os.close(write)
+        with open(read, encoding="ascii") as file:  # a number
+            assert file.read() == str(write)
+
+
+def test_a_file_that_would_replace_one_of_the_imports_or_too_many_of_them_are_no_fork(tmp_path: Path) -> None:
+    kept = "import os\nos.dup2(os.open('/dev/null', os.O_RDONLY), 77)\n"
+    (tmp_path / "keeper.py").write_text(kept, encoding="utf-8")
+    variables = {**_VARIABLES, "PYTHONPATH": str(tmp_path)}
+    server = ForkServer.start(variables, ["keeper"], log=tmp_path / "log")
+    read, write = os.pipe()
+    os.dup2(write, 77)
+    too_many = [os.dup(write) for _ in range(client.MAX_KEPT_FILES + 1)]
+    try:
+        wait_for(server.is_ready, deadline_s=_DEADLINE_S)
+        for files in ([77], too_many):
+            told: list[str] = []
+            words = [sys.executable, _script(tmp_path, WRITER), *map(str, files)]
+            options: dict[str, Any] = {"env": variables, "pass_fds": files, "stdout": subprocess.DEVNULL}
+            with ForkedPopen(server, words, told=told.append, **options) as process:
+                assert process.wait(_DEADLINE_S) == 0
+            assert told
+            assert os.read(read, 100) == "".join(map(str, files)).encode()
+    finally:
+        server.close()
+        for file in (read, write, 77, *too_many):
+            os.close(file)
 
 
 def test_a_mark_without_room_is_no_fork(server: ForkServer, tmp_path: Path) -> None:
@@ -295,6 +354,38 @@ def test_the_five_hundredth_fork_begins_like_the_first(server: ForkServer, tmp_p
     assert (last[0], last[2]) == (first[0], first[2])
     assert last[1] < first[1] + 2048  # KiB
     assert len(list(Path("/proc/self/fd").iterdir())) <= own_files
+
+
+HOLDER = "held = [bytes([number % 256]) * 1_000 for number in range(20_000)]"
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_server_of_many_forks_moves_its_memory_into_huge_pages(tmp_path: Path, asked: bool) -> None:
+    """Without them a fork copies a page table entry for each 4 KiB of it."""
+
+    def in_huge_pages(pid: int | None) -> int:
+        (line,) = (
+            line
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+            if line.startswith("AnonHugePages:")
+        )
+        return int(line.split()[1])
+
+    (tmp_path / "holder.py").write_text(HOLDER, encoding="utf-8")
+    variables = {**_VARIABLES, "PYTHONPATH": str(tmp_path)}
+    server = ForkServer.start(variables, ["holder"], log=tmp_path / "log", huge_pages=asked)
+    try:
+        wait_for(server.is_ready, deadline_s=_DEADLINE_S)
+        moved_kib = in_huge_pages(server.pid)
+        script = _script(tmp_path, "import holder; print(sum(map(len, holder.held)), set(holder.held[257]))")
+        said = _run(server, [script], env=variables).stdout
+    finally:
+        server.close()
+
+    assert said == "20000000 {1}\n"
+    if asked and not use_huge_pages():
+        pytest.skip("this kernel moves nothing into huge pages when it is asked")
+    assert moved_kib >= 10_000 if asked else moved_kib == 0
 
 
 def test_a_popen_without_a_server_is_a_new_process(tmp_path: Path) -> None:

@@ -32,6 +32,11 @@ def test_a_program_that_is_run_is_a_fork() -> None:
     assert (ended.returncode, ended.stdout.strip()) == (0, EXPECTED), ended.stderr
 
 
+def test_a_master_is_a_fork(shared_master: MasterForTest) -> None:
+    is_fork = b"DSTRIAL_STATE_DIR=" not in Path(f"/proc/{shared_master.record.pid}/environ").read_bytes()
+    assert is_fork == (EXPECTED == "a fork")
+
+
 @pytest.mark.timeout(300)
 def test_a_trial_of_a_master_is_a_fork(tmp_path: Path, shared_master: MasterForTest) -> None:
     script = (HERE / "started_as.py").read_text(encoding="utf-8")

@@ -7,13 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm_start
 
-from dstrial.testing.master import MasterForTest
+from dstrial.testing.master import MasterForTest, master_for_test
 
 
 @pytest.mark.process
-def test_the_master_maps_no_torch(shared_master: MasterForTest) -> None:
-    maps = Path(f"/proc/{shared_master.record.pid}/maps").read_text()
+def test_the_master_maps_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(warm_start.SWITCH, "0")
+    with master_for_test(tmp_path) as master:
+        maps = Path(f"/proc/{master.record.pid}/maps").read_text()
 
     assert "libtorch" not in maps
     assert "libpython" in maps or "python" in maps

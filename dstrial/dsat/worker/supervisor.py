@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dstrial.dsat.worker.rpc import Connection, ready
+from dstrial.fork_server import client
+from dstrial.fork_server.client import ForkedPopen
 from dstrial.ranks.job_secret import STORE_VARIABLE, store_variable_of_generation
 
 _RANK_MODULE = "dstrial.dsat.rank.rank_server"
@@ -25,7 +27,8 @@ class _Rank:
         self._unread = b""
         self._answers, writer = os.pipe()
         try:
-            self.process = subprocess.Popen(
+            self.process = ForkedPopen(
+                client.of_this_process,
                 [sys.executable, "-m", _RANK_MODULE, "--answers", str(writer), *words],
                 stdin=subprocess.PIPE,
                 env=dict(variables),

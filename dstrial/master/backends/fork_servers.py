@@ -253,7 +253,7 @@ class ForkServers:
         while len(self._running) >= MAX_SERVERS:
             self._end(min(self._running, key=lambda one: one.used_s))
         try:
-            server = ForkServer.start(environment, IMPORTS, log=self._log, python=python)
+            server = ForkServer.start(environment, IMPORTS, log=self._log, python=python, huge_pages=True)
         except OSError as error:
             logger.warning("no fork server could be started: %s", error)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_start
 import yaml
+from waiting import wait_for
 
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured
 from dstrial.dsat.space.knob_effects import PROBES
@@ -83,7 +86,7 @@ class RunningWorker:
         (directory / "worked_trials.py").write_text((HERE / "worked_trials.py").read_text())
         where = ["--config", "exp.yaml", "--context-dir", "."]
         with (directory / "output.log").open("wb") as output:
-            self.process = subprocess.Popen(
+            self.process = warm_start.Popen(
                 [
                     *(sys.executable, "-m", "dstrial.launch", "--slots", "2", *where),
                     *("-m", "dstrial.dsat.worker", "--trial", "worked_trials:WorkedTrial", *where),
@@ -97,6 +100,17 @@ class RunningWorker:
 
     def tell(self, book: TaskQueue) -> None:
         write_json_atomically(self.directory / ORDERS_NAME, book.to_json(), sync=False)
+
+    def variables_of_ranks(self) -> list[set[bytes]]:
+        """Return the names of the variables that /proc shows of each living rank."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                is_rank = b"dstrial.dsat.rank.rank_server" in path.read_bytes()
+                if is_rank and (path.parent / "cwd").resolve() == self.directory:
+                    variables = (path.parent / "environ").read_bytes().split(b"\0")
+                    found.append({variable.partition(b"=")[0] for variable in variables})
+        return found
 
     def wait_for_output(self, text: str) -> None:
         give_up_at_s = time.monotonic() + DEADLINE_S
@@ -153,6 +167,10 @@ def test_engines_leave_nothing_in_living_ranks_and_ranks_that_fail_are_replaced(
     hangs_on = Task(len(orders) + 1, len(orders) + 1, _hparams(X, "hangs"), DEADLINE_S, "latency")
     worker.tell(TaskQueue((hangs_on,)))
     worker.wait_for_output(f"order {hangs_on.number} begins")
+    # What replaces ranks are forks: they show the variables of what was executed before them.
+    wait_for(lambda: len(worker.variables_of_ranks()) == 2, deadline_s=DEADLINE_S)
+    is_fork = [b"MASTER_PORT" not in names for names in worker.variables_of_ranks()]
+    assert is_fork == [os.environ.get(warm_start.SWITCH) != "0"] * 2
     worker.tell(TaskQueue((hangs_on,), results={}))
 
     assert worker.process.wait(60) == 0
