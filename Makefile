@@ -11,8 +11,8 @@ GPU_OUT ?= build/gpu
 GPU_MINUTES ?= 9.5
 # Test processes at once, one a core: make test WORKERS=0 runs all in one, as a debugger needs it.
 WORKERS ?= logical
-# Tests that start processes wait for some of their time: one more than there are cores, unless WORKERS says otherwise.
-SLOW_WORKERS ?= $(if $(filter logical,$(WORKERS)),$(shell expr $$(getconf _NPROCESSORS_ONLN) + 1),$(WORKERS))
+# Tests that start processes wait for some of their time: two more than there are cores, unless WORKERS says otherwise.
+SLOW_WORKERS ?= $(if $(filter logical,$(WORKERS)),$(shell expr $$(getconf _NPROCESSORS_ONLN) + 2),$(WORKERS))
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import warm_start
 
 from dstrial.cli.run_submission import Submission
 from dstrial.local.checkpoint_directory import list_checkpoints
@@ -94,7 +95,7 @@ class Project:
         ]
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        return warm_start.run_command(
             self.command(*arguments), capture_output=True, text=True, timeout=DEADLINE_S, env=dict(self.env)
         )
 

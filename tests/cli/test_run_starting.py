@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_start
 from waiting import wait_for
 
 from dstrial.master.store.views import observe
@@ -46,7 +47,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
 
 
 def begun(master: MasterForTest, project: Path, config: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return warm_start.Popen(
         [sys.executable, "-m", "dstrial.cli", "run", config, "context", "--no-progress"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

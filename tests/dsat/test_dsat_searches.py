@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_start
 import yaml
 from waiting import sleep_a_little
 
@@ -40,7 +41,7 @@ def _environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def _run(command: list[str], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return warm_start.run_command(
         command, env=_environment(env), capture_output=True, text=True, check=False, timeout=DEADLINE_S
     )
 
@@ -123,7 +124,7 @@ def test_a_search_whose_driver_and_worker_are_killed_and_that_is_interrupted_end
 
 def _begun(command: list[str], log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
     with log.open("wb") as file:
-        return subprocess.Popen(command, env=_environment(env), stdout=file, stderr=subprocess.STDOUT)
+        return warm_start.Popen(command, env=_environment(env), stdout=file, stderr=subprocess.STDOUT)
 
 
 def _wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes]) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import warm_start
 import yaml
 
 from dstrial.testing.master import MasterForTest
@@ -110,7 +110,7 @@ def _search(
         *("--measure-seconds", "0.1", *flags),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **env}
-    ended = subprocess.run(
+    ended = warm_start.run_command(
         command, env=environment, capture_output=True, text=True, check=False, timeout=DEADLINE_S
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_start
 
 from dstrial.testing.ranks import free_port
 
@@ -34,7 +35,7 @@ def _run(command: list[str], directory: Path, **variables: str) -> list[dict[str
     script = directory / "who.py"
     script.write_text(SCRIPT)
     environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **variables}
-    result = subprocess.run(
+    result = warm_start.run_command(
         [*command, str(script), str(directory)],
         env=environ,
         stdout=subprocess.PIPE,

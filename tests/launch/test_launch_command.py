@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import warm_start
 from waiting import wait_for
 
 pytestmark = pytest.mark.process
@@ -20,10 +21,10 @@ PROGRAMS = Path(__file__).with_name("launch_programs.py")
 DEADLINE_S = 120.0
 
 
-def _environ() -> dict[str, str]:
+def _environ(*, has_threads: bool = True) -> dict[str, str]:
     left_out = ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE")
     environ = {name: value for name, value in os.environ.items() if name not in left_out}
-    return {**environ, "DS_ACCELERATOR": "cpu"}
+    return {**environ, "DS_ACCELERATOR": "cpu", **({"OMP_NUM_THREADS": "1"} if has_threads else {})}
 
 
 @contextlib.contextmanager
@@ -42,11 +43,11 @@ def launched(*words: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def launch(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def launch(*words: str, cwd: Path, has_threads: bool = True) -> subprocess.CompletedProcess[str]:
+    return warm_start.run_command(
         [sys.executable, "-m", "dstrial.launch", *words],
         cwd=cwd,
-        env=_environ(),
+        env=_environ(has_threads=has_threads),
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
@@ -65,7 +66,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_two_ranks_talk_and_the_exit_code_is_0(tmp_path: Path) -> None:
-    result = launch("--slots", "2", str(PROGRAMS), "exchange", cwd=tmp_path)
+    result = launch("--slots", "2", str(PROGRAMS), "exchange", cwd=tmp_path, has_threads=False)
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == ["rank 0 total 3 threads 1", "rank 1 total 3 threads 1"]
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_start
 import yaml
 
 from dstrial.master.login import USERNAME
@@ -76,7 +77,7 @@ class Det:
 
     def type(self, text: str, *words: str) -> subprocess.CompletedProcess[str]:
         """Run a command that asks; without a terminal it takes even passwords from the standard input."""
-        return subprocess.run(
+        return warm_start.run_command(
             [sys.executable, "-m", "determined.cli", *words],
             env=dict(self.master.env),
             input=text,
@@ -151,7 +152,7 @@ def test_create_paused_config_and_include(det: Det) -> None:
     assert det.experiment(experiment_id)["state"] == "STATE_PAUSED"
     assert det.experiment(experiment_id)["name"] == "other"
     det.ok("e", "download-model-def", str(experiment_id), "--output-dir", str(det.directory))
-    listing = subprocess.run(
+    listing = warm_start.run_command(
         ["tar", "tzf", str(det.directory / f"experiment_{experiment_id}_model_def.tgz")],
         capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
@@ -586,7 +587,7 @@ print(len(experiment.list_checkpoints(max_results=1)), trial.state.value, experi
 experiment.add_label("sdk")
 print(sorted(client.get_experiment({ended}).labels))
 """
-    done = subprocess.run(
+    done = warm_start.run_command(
         [sys.executable, "-c", program], env=dict(det.master.env), capture_output=True, text=True, check=False
     )
 
@@ -647,7 +648,7 @@ except NotFoundException:
 def test_the_sdks_other_methods_work(det: Det) -> None:
     experiment_id = det.create(det.short, "-f")
     det.wait(experiment_id, "COMPLETED")
-    done = subprocess.run(
+    done = warm_start.run_command(
         [sys.executable, "-c", SDK_PROGRAM, str(experiment_id), str(det.directory / "code")],
         env=dict(det.master.env), capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -676,7 +677,7 @@ def test_up_serves_whoever_has_changed_the_first_password(tmp_path: Path) -> Non
         other_name = f"http://127.0.0.1:{master.record.port}"
 
         def det(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:
-            return subprocess.run(
+            return warm_start.run_command(
                 [sys.executable, "-m", "determined.cli", *words],
                 env=dict(master.env), input=text, start_new_session=True,
                 capture_output=True, text=True, check=False,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import warm_start
 from small_runs import DEFINITIONS, TIMINGS
 
 from dstrial.testing.ranks import free_port
@@ -24,7 +25,7 @@ MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.ex
 def has_slurm():
     return (
         shutil.which("srun") is not None
-        and subprocess.run(["sinfo", "--noheader"], capture_output=True).returncode == 0
+        and warm_start.run_command(["sinfo", "--noheader"], capture_output=True).returncode == 0
     )
 
 
@@ -32,7 +33,7 @@ def start(directory, command, **variables):
     """Run a command where its runs go to ``directory``, and return what each run reported."""
     directory.mkdir()
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **variables}
-    done = subprocess.run(
+    done = warm_start.run_command(
         command,
         cwd=directory,
         env=environ,

@@ -2,11 +2,11 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm_start
 
 from dstrial.config import ParallelDims, check_deepspeed
 from dstrial.config.deepspeed_schema import installed_deepspeed_version, read_table, releases
@@ -166,7 +166,7 @@ def full(keys):
 def probe(cases):
     """Return what the installed DeepSpeed does with each config."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
+    result = warm_start.run_command(
         [sys.executable, str(Path(__file__).with_name("deepspeed_probe.py"))],
         input=json.dumps(cases),
         capture_output=True,
@@ -273,7 +273,9 @@ def test_the_committed_table_is_what_the_installed_release_says():
         "table = g.generate(); sys.stdout.write('\\n' + __import__('json').dumps(table))"
     )
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    result = warm_start.run_command(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment
+    )
     assert result.returncode == 0, result.stderr
     generated = json.loads(result.stdout.splitlines()[-1])
     committed = read_table(installed)

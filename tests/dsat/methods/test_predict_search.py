@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_start
 
 from dstrial.testing.master import MasterForTest
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 
 def run(*words: str, more: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return warm_start.run_command(
         [sys.executable, "-m", "dstrial.dsat", *words],
         env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **(more or {})},
         capture_output=True,

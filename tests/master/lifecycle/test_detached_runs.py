@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_start
 from submitting import experiment, log_of, trials, wait_until
 from waiting import wait_for
 
@@ -83,7 +84,7 @@ def begin(master: MasterForTest, tmp_path: Path) -> Iterator[Begin]:
     with contextlib.ExitStack() as stack:
 
         def start(name: str) -> subprocess.Popen[str]:
-            script = subprocess.Popen(
+            script = warm_start.Popen(
                 [sys.executable, str(tmp_path / "script.py"), name, str(tmp_path / f"{name}.gate"), name],
                 env=dict(master.env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )  # fmt: skip
