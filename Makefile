@@ -39,8 +39,9 @@ QUICK := not process and not ranks and not gpu and not loggers
 # What `make coverage` runs; what subprocesses and ranks execute is not counted.
 COVERED ?= $(QUICK)
 SLOW := (process or ranks) and not gpu
-# Clusters have deadlines of their own, which a busy machine does not keep: nothing else beside them.
+# Clusters have deadlines of their own, which a busy machine does not keep: nothing else beside them, and one process less.
 HOSTS_TESTS := tests/hosts
+HOSTS_WORKERS ?= $(if $(filter logical,$(WORKERS)),$(shell expr $$(getconf _NPROCESSORS_ONLN) + 1),$(WORKERS))
 # What `make test` leaves out: more sizes and kinds, for which others stand, and programs that use the package.
 REST := exhaustive or program
 # With PYTEST_ARGS="-k …" a tier may have no such test.
@@ -75,7 +76,7 @@ test-rest: venv ## run what `make test` leaves out on this machine: examples, be
 	$(BIN)/python $(call pytest,$(SLOW) and ($(REST))) --ignore=$(HOSTS_TESTS) $(or-none)
 
 test-hosts: venv ## run the tests over several hosts, in jobs of Slurm and on Ray, on machines made of namespaces
-	$(BIN)/python $(call pytest,$(SLOW)) $(HOSTS_TESTS) $(or-none)
+	$(BIN)/python $(call pytest,$(SLOW),$(HOSTS_WORKERS)) $(HOSTS_TESTS) $(or-none)
 
 coverage: venv ## print which branches the quick tests take; all tests: COVERED="not gpu"
 	$(BIN)/python $(call pytest,$(COVERED)) --cov --cov-report=term
