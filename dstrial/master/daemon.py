@@ -137,6 +137,7 @@ def _launch(
     with contextlib.closing(os.fdopen(ours, "rb")) as ready:
         try:
             with state.log_path.open("ab") as log:
+                # A fork only where the command is one, as those of tests are.
                 process = ForkedPopen(
                     client.of_this_process,
                     [

@@ -1,11 +1,11 @@
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import warm_start
 
 pytestmark = pytest.mark.process
 
@@ -39,7 +39,7 @@ def context(tmp_path):
 
 def check(directory, *arguments):
     command = [sys.executable, "-m", "dstrial.cli", "check", *arguments]
-    return warm_start.run_command(command, cwd=directory, capture_output=True, text=True)
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True)
 
 
 def test_a_good_config_exits_0_and_shows_the_batch_equation(context):
@@ -122,7 +122,7 @@ def test_neither_torch_nor_deepspeed_nor_determined_is_imported(context, argumen
         f"loaded = sorted(set({FORBIDDEN!r}) & set(sys.modules)); sys.exit(f'imported {{loaded}}' if loaded else status)"
     )
     command = [sys.executable, "-c", program, "check", "exp.yaml", ".", *arguments]
-    result = warm_start.run_command(command, cwd=context, capture_output=True, text=True)
+    result = subprocess.run(command, cwd=context, capture_output=True, text=True)
 
     assert "imported" not in result.stderr
     assert result.returncode in (0, 1)

@@ -11,7 +11,6 @@ import sys
 
 import pytest
 import torch
-import warm_start
 from waiting import wait_for
 
 HERE = pathlib.Path(__file__).parent
@@ -48,7 +47,7 @@ def doctor(tmp_path):
         if before:
             command = ["bash", "-c", f'{before} && exec "$@"', "bash", *command]
         (tmp_path / "cwd").mkdir(exist_ok=True)
-        return warm_start.run_command(
+        return subprocess.run(
             command, cwd=tmp_path / "cwd", env=environ, capture_output=True, text=True, timeout=120
         )
 
@@ -63,7 +62,7 @@ def driver(tmp_path_factory):
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("Requires: [a C compiler]")
-    warm_start.run_command(
+    subprocess.run(
         [
             compiler,
             "-shared",
@@ -144,7 +143,7 @@ def test_fast_imports_nothing_that_trains(doctor):
 
 def test_a_terminal_gets_colours(doctor, tmp_path):
     reader, writer = pty.openpty()
-    process = warm_start.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "dstrial.cli", "doctor", "--fast"],
         stdout=writer,
         env={**os.environ, "TERM": "xterm", "DSTRIAL_STATE_DIR": str(tmp_path), "COLUMNS": "100"},
@@ -178,7 +177,7 @@ def test_limits_of_a_shell_are_told(doctor, before, name, said):
 
 def test_shared_memory_of_a_container_is_too_small(doctor):
     namespace = ["unshare", "--mount", "true"]
-    if shutil.which("unshare") is None or warm_start.run_command(namespace, capture_output=True).returncode:
+    if shutil.which("unshare") is None or subprocess.run(namespace, capture_output=True).returncode:
         pytest.skip("Requires: [mount namespaces]")
     mount = "mount -t tmpfs -o size=64m,mode=1777 shm /dev/shm"
     inner = f"{mount} && exec {sys.executable} -m dstrial.cli doctor --fast --json"
@@ -225,7 +224,7 @@ def test_an_accelerator_that_is_asked_for_and_not_there_is_a_problem(doctor):
 
 
 def test_a_device_in_use_is_told_with_process_account_and_memory(doctor, driver):
-    with warm_start.Popen(["sleep", "600"]) as other:
+    with subprocess.Popen(["sleep", "600"]) as other:
         try:
             done = doctor(
                 "--fast", "--json", LD_LIBRARY_PATH=driver, FAKE_NVML_PID=other.pid, FAKE_NVML_USED_GIB=20
@@ -293,7 +292,7 @@ def test_wrong_usage_is_told(doctor):
 def test_names_that_others_choose_cannot_write_to_the_terminal(doctor, driver, tmp_path):
     """A process names itself, and a variable holds any bytes: neither may move the cursor, or end the command."""
     program = "import ctypes, time; ctypes.CDLL(None).prctl(15, b'\\x1b[2Jgone'); print('ready', flush=True); time.sleep(600)"
-    with warm_start.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as other:
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as other:
         try:
             other.stdout.readline()
             variables = {
@@ -319,7 +318,7 @@ def test_what_it_started_ends_with_it(tmp_path):
     (shadow / "__init__.py").write_text(
         f"import os, pathlib, time\npathlib.Path({str(note)!r}).write_text(str(os.getpid()))\ntime.sleep(1000)\n"
     )
-    process = warm_start.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "dstrial.cli", "doctor"],
         env={**os.environ, "PYTHONPATH": str(shadow.parent)},
         stdout=subprocess.DEVNULL,

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import warm_start
 import yaml
 
 from dstrial.cli.app import main as dstrial
@@ -44,7 +43,7 @@ def start(
 ) -> subprocess.Popen[str]:
     path = directory / "experiment.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))
-    return warm_start.Popen(
+    return subprocess.Popen(
         [sys.executable, "-m", "dstrial.cli", "run", str(path), str(MODEL_DEF), "--no-progress", *options],
         env={**master.env, "DSTRIAL_RUNS_DIR": str(directory / "runs"), "HF_HUB_OFFLINE": "1"},
         cwd=directory,

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import warm_start
 
 from dstrial.launch import run_ranks
 from dstrial.ranks.sockets import free_port
@@ -56,7 +55,7 @@ def test_two_launchers_find_each_other_and_their_ranks_count_through(who: str, t
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "DSTRIAL_SECRET": "of both"}
     port = str(free_port())
     launchers = [
-        warm_start.Popen(
+        subprocess.Popen(
             [
                 *(sys.executable, str(tmp_path / "launcher.py"), str(node), port),
                 *(str(tmp_path / "rank.py"), who, str(tmp_path)),
@@ -139,7 +138,7 @@ def test_a_trial_that_makes_the_group_while_it_is_imported_meets_in_the_private_
         "hyperparameters: {deepspeed_config: {train_batch_size: 2}}\n"
     )
     command = [*(sys.executable, "-m", "dstrial.launch", "--slots", "2", "--config", "exp.yaml")]
-    done = warm_start.run_command(
+    done = subprocess.run(
         [*command, "--trial", "early:Early"],
         cwd=tmp_path,
         env={**os.environ, "DS_ACCELERATOR": "cpu"},
@@ -165,7 +164,7 @@ print("met three times")
 def test_the_same_ranks_meet_again_after_their_group_has_ended(tmp_path: Path) -> None:
     """What the first group left in a store of the launcher's made the second one connect to ports that were closed."""
     (tmp_path / "again.py").write_text(AGAIN)
-    done = warm_start.run_command(
+    done = subprocess.run(
         [sys.executable, "-m", "dstrial.launch", "--slots", "2", "again.py"],
         cwd=tmp_path,
         env={**os.environ, "DS_ACCELERATOR": "cpu"},

@@ -152,7 +152,7 @@ def test_create_paused_config_and_include(det: Det) -> None:
     assert det.experiment(experiment_id)["state"] == "STATE_PAUSED"
     assert det.experiment(experiment_id)["name"] == "other"
     det.ok("e", "download-model-def", str(experiment_id), "--output-dir", str(det.directory))
-    listing = warm_start.run_command(
+    listing = subprocess.run(
         ["tar", "tzf", str(det.directory / f"experiment_{experiment_id}_model_def.tgz")],
         capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
@@ -587,7 +587,7 @@ print(len(experiment.list_checkpoints(max_results=1)), trial.state.value, experi
 experiment.add_label("sdk")
 print(sorted(client.get_experiment({ended}).labels))
 """
-    done = warm_start.run_command(
+    done = subprocess.run(
         [sys.executable, "-c", program], env=dict(det.master.env), capture_output=True, text=True, check=False
     )
 
@@ -648,7 +648,7 @@ except NotFoundException:
 def test_the_sdks_other_methods_work(det: Det) -> None:
     experiment_id = det.create(det.short, "-f")
     det.wait(experiment_id, "COMPLETED")
-    done = warm_start.run_command(
+    done = subprocess.run(
         [sys.executable, "-c", SDK_PROGRAM, str(experiment_id), str(det.directory / "code")],
         env=dict(det.master.env), capture_output=True, text=True, check=False,
     )  # fmt: skip

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import warm_start
 from submitting import config, experiment, log_of, processes_with, submit, trials, wait_until
 from waiting import wait_for
 
@@ -109,7 +108,7 @@ def test_two_ups_at_the_same_time_find_one_master(tmp_path: Path) -> None:
     state = StateDirectory(tmp_path / "state")
     env = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path / "config"), "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, "-m", "dstrial.cli", "up", "--port", "0", "--state-dir", str(state.path)]
-    ups = [warm_start.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    ups = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:
         printed = [up.communicate(timeout=60)[0] for up in ups]
         assert [up.returncode for up in ups] == [0, 0]
@@ -137,7 +136,7 @@ def test_a_damaged_database_and_a_file_in_the_way_are_named(tmp_path: Path) -> N
         ("up", tmp_path / "file" / "below", "cannot be made (Not a directory); expected"),
     ):
         arguments = [command, "--state-dir", str(path), *(["--port", "0"] if command == "up" else [])]
-        ended = warm_start.run_command(
+        ended = subprocess.run(
             [sys.executable, "-m", "dstrial.cli", *arguments],
             capture_output=True,
             text=True,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import warm_start
 from submitting import config, log_of, steps_of, submit, trials, wait_until
 
 from dstrial.dsat.predictor.dry_run_requests import describe, trial_request
@@ -203,7 +203,7 @@ def test_the_same_file_trains_under_the_launcher_without_a_master(
         "--trial",
         "model_def:DigitsTrial",
     ]
-    done = warm_start.run_command(
+    done = subprocess.run(
         [sys.executable, *words],
         cwd=tmp_path,
         env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
@@ -250,7 +250,7 @@ def test_a_script_that_makes_its_own_controller_trains(tmp_path: Path) -> None:
         source.replace("num_workers=1", "num_workers=0").replace('"spawn"', "None")
     )
     (tmp_path / "own.py").write_text(CONTROLLER_SCRIPT)
-    done = warm_start.run_command(
+    done = subprocess.run(
         [sys.executable, "-m", "dstrial.launch", "--slots", "1", "own.py"],
         cwd=tmp_path,
         env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},

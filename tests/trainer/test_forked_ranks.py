@@ -149,7 +149,7 @@ CASES = [
 ]
 
 
-@pytest.mark.exhaustive("[a pipeline of two stages]", "[spawned loader workers]")
+@pytest.mark.exhaustive("[ZeRO 3]", "[a pipeline of two stages]", "[spawned loader workers]")
 @pytest.mark.parametrize(("trial", "stage", "hyperparameters", "ranks"), CASES)
 def test_forked_ranks_train_the_same(server, tmp_path, trial, stage, hyperparameters, ranks):
     given = {"deepspeed_config": deepspeed_config(stage), "num_records": 40, **hyperparameters}

@@ -25,7 +25,7 @@ MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.ex
 def has_slurm():
     return (
         shutil.which("srun") is not None
-        and warm_start.run_command(["sinfo", "--noheader"], capture_output=True).returncode == 0
+        and subprocess.run(["sinfo", "--noheader"], capture_output=True).returncode == 0
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -15,6 +16,8 @@ from dstrial.dsat.worker.rpc import Connection, ready
 from dstrial.fork_server import client
 from dstrial.fork_server.client import ForkedPopen
 from dstrial.ranks.job_secret import STORE_VARIABLE, store_variable_of_generation
+
+logger = logging.getLogger(__name__)
 
 _RANK_MODULE = "dstrial.dsat.rank.rank_server"
 
@@ -33,6 +36,9 @@ class _Rank:
                 stdin=subprocess.PIPE,
                 env=dict(variables),
                 pass_fds=(writer,),
+                told=lambda reason: logger.warning(
+                    "a living rank starts as a new process, not as a fork: %s", reason
+                ),
             )
         finally:
             os.close(writer)
