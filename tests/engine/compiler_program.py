@@ -159,6 +159,8 @@ def main(case: str, way: str) -> None:
     found["case"] = globals()[case]()
     found["loaded"] = _loaded()
     print(json.dumps(found))
+    # Threads of gloo that still run when Python ends have ended it with "terminate called".
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
