@@ -182,6 +182,32 @@ def test_a_trial_with_ten_thousand_metrics_is_searched(open_browser: Open, seede
     browser.until("document.querySelectorAll('main .charts > div').length === 48")
 
 
+def test_charts_that_are_drawn_when_they_are_seen_move_nothing(
+    open_browser: Open, seeded_master: Master
+) -> None:
+    def fill(tx):
+        trial = trials_of(tx, add_experiment(tx, num_points=3))[0]
+        add_metric(tx, trial, "many", [(10, {f"metric_{idx:02}": idx for idx in range(60)})])
+        return trial
+
+    trial = seeded_master.services.database.write(fill)
+    browser = open_browser()
+    browser.open(f"/det/trials/{trial}", "button:has-text('Show 24 more')")
+    heights = (
+        "[...new Set([...document.querySelectorAll('main .charts > div')].map((one) => one.offsetHeight))]"
+    )
+    browser.page.evaluate(
+        f"() => {{ window.heights = new Set(); new MutationObserver(() => {heights}.forEach((one) => window.heights.add(one)))"
+        ".observe(document.querySelector('main'), { subtree: true, childList: true }); window.scrollTo(0, 9e9); }"
+    )
+    browser.until(
+        "[...document.querySelectorAll('main .charts > div:nth-last-child(-n+4)')].every((one) => one.querySelector('canvas'))"
+    )
+    browser.until("!document.querySelector('main').innerText.includes('Nothing has been reported yet')")
+
+    assert len(browser.page.evaluate(f"[...new Set([...window.heights, ...{heights}])]")) == 1
+
+
 def test_a_trial_that_is_deleted_while_it_is_looked_at_stays_with_a_word(
     open_browser: Open, seeded_master: Master
 ) -> None:

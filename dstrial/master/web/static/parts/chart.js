@@ -131,6 +131,7 @@ function extents(curves, isLog, xRange = /** @type {[number, number] | null} */ 
  * @param {number} [props.height] pixels
  * @param {boolean} [props.isFromZero] whether the y axis begins there
  * @param {boolean} [props.isScatter] whether the points are what is to be seen
+ * @param {boolean} [props.isLoading] whether it is not known yet what there is
  */
 export function Chart(props) {
   const { title, xLabel, isLog = false, smoothing = 0, highlight = null, marks = NO_MARKS, height = 340 } = props;
@@ -345,13 +346,13 @@ export function Chart(props) {
         <button onClick=${picture}>PNG</button><button onClick=${write}>CSV</button>
       </span>
     </figcaption>
-    <div class="plot" ref=${place} role="img" aria-label=${`${title} over ${xLabel}: ${curves.length} curves`} onDblClick=${unzoom}
+    <div class="plot" style=${{ minHeight: `${height}px` }} ref=${place} role="img" aria-label=${`${title} over ${xLabel}: ${curves.length} curves`} onDblClick=${unzoom}
       onClick=${() => hover?.curve.href && props.onOpen?.(hover.curve.href)}></div>
     ${hover && html`<div class=${`tip${hover.left > (place.current?.clientWidth ?? 0) / 2 ? " before" : ""}`} style=${{ left: `${hover.left + (plot.current ? plot.current.bbox.left / devicePixelRatio : AXIS_PX)}px`, top: `${hover.top + 24}px` }}>
       <b>${hover.curve.label}</b><br />${xLabel} ${showX(hover.curve.xs[hover.idx])}: ${number(props.curves.find((one) => one.id === hover.curve.id)?.ys[hover.idx])}
       ${smoothing ? html`<br />smoothed ${number(hover.curve.ys[hover.idx])}` : null}
     </div>`}
-    ${!curves.some((curve) => curve.xs.length) && html`<p class="muted">Nothing has been reported yet.</p>`}
+    ${!props.isLoading && !curves.some((curve) => curve.xs.length) && html`<p class="muted">Nothing has been reported yet.</p>`}
     ${numNotFinite > 0 && html`<p class="muted">${numNotFinite} ${numNotFinite === 1 ? "value is" : "values are"} not finite, and not drawn.</p>`}
   </figure>`;
 }

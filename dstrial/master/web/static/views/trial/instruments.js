@@ -139,7 +139,7 @@ export function Instruments({ trial, runs, metrics }) {
     <div class="filters">${tools}</div>
     <${RankCurves} trial=${trial} names=${names} look=${look} records=${records} marks=${marks} />
     <h2>Over time, all ranks</h2>
-    <div class="charts">${OVER_TIME.filter((name) => own.has(name)).map((name) => html`<div key=${name}><${WhenSeen} height=${280}>
+    <div class="charts">${OVER_TIME.filter((name) => own.has(name)).map((name) => html`<div key=${name}><${WhenSeen} height=${220}>
       <${TrialChart} trial=${trial} metric=${`telemetry.${name}`} title=${words(name)} look=${look} records=${records} marks=${marks} /><//></div>`)}</div>
     <h2>All by rank</h2>
     <div class="scroller wide" tabindex="0" role="region" aria-label="All instruments by rank"><table class="plain">

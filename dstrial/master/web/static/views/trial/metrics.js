@@ -78,7 +78,7 @@ export function Metrics({ trial, runs, metrics }) {
     <${Problem} error=${error} />
     ${marks.length > 0 && html`<p class="muted">Dashed lines are where the trial was started again: ${marks.map((mark) => mark.text).slice(-6).join("; ")}.</p>`}
     ${groups.map((group) => html`<h2>${group}</h2><div class="charts">
-      ${shown.filter((name) => name.startsWith(`${group}.`)).map((name) => html`<div key=${name}><${WhenSeen} height=${CHART_PX + 60}>
+      ${shown.filter((name) => name.startsWith(`${group}.`)).map((name) => html`<div key=${name}><${WhenSeen} height=${CHART_PX}>
         <${TrialChart} trial=${trial} metric=${name} title=${name.slice(group.length + 1)} look=${look} records=${records} marks=${marks} height=${CHART_PX} /><//></div>`)}
     </div>`)}
     ${told && !found.length && html`<p class="muted">${text ? "No metric has this name." : "Nothing has been reported yet; charts appear here as the trial reports."}</p>`}

@@ -13,7 +13,10 @@ import { Chart } from "../../parts/chart.js";
 /** @param {any} one as the master sends it @returns {import("../../curves.js").Series} */
 const read = (one) => ({ ...one, values: one.values.map(toNumber) });
 
-/** @param {{ height: number, children: unknown }} props draws what is in it when that comes near to being seen */
+/** Of a chart, what stands above its curves and around them, and a little more. */
+const FRAME_PX = 68;
+
+/** @param {{ height: number, children: unknown }} props draws a chart when that comes near to being seen, in the place that is kept for it: what is below stays where it is */
 export function WhenSeen({ height, children }) {
   const place = useRef(/** @type {HTMLDivElement | null} */ (null));
   const [isSeen, setSeen] = useState(false);
@@ -23,7 +26,7 @@ export function WhenSeen({ height, children }) {
     observer.observe(place.current);
     return () => observer.disconnect();
   }, [isSeen]);
-  return html`<div ref=${place} style=${isSeen ? {} : { minHeight: `${height}px` }}>${isSeen && children}</div>`;
+  return html`<div ref=${place} style=${{ minHeight: `${height + FRAME_PX}px` }}>${isSeen && children}</div>`;
 }
 
 /** @param {{ trial: any, metric: string, title: string, look: Look, records: { perBatch: number, perEpoch: number }, marks: any[], height?: number }} props */
@@ -40,6 +43,6 @@ export function TrialChart({ trial, metric, title, look, records, marks, height 
     [data, look.axis, records.perBatch, records.perEpoch, trial.start],
   );
   return html`<${Problem} error=${error} /><${Chart} title=${title} xLabel=${look.label} curves=${curves} isLog=${look.isLog} smoothing=${look.smoothing}
-    showX=${look.axis === "time" ? duration : undefined} marks=${marks} height=${height} />
+    showX=${look.axis === "time" ? duration : undefined} marks=${marks} height=${height} isLoading=${!data && !error} />
     ${data && data.points > data.values.length && html`<p class="muted">${data.values.length.toLocaleString()} of ${data.points.toLocaleString()} points are drawn.</p>`}`;
 }
