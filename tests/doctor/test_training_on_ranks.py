@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.program, pytest.mark.timeout(600)]
 
 
 def test_the_most_telling_checks_pass_on_cpu_ranks_and_say_what_they_could_not_show(tmp_path: Path) -> None:
-    names = "precision,master-trial,shared-device,save,visible-devices"
+    names = "precision,master-trial,shared-device,save,visible-devices,system-metrics,warm-start"
     done = subprocess.run(
         [sys.executable, "-m", "dstrial.doctor.training", "--minutes", "9", "--only", names, "--json"],
         cwd=tmp_path,
@@ -34,6 +34,8 @@ def test_the_most_telling_checks_pass_on_cpu_ranks_and_say_what_they_could_not_s
         "visible-devices",
         "shared-device",
         "save",
+        "system-metrics",
+        "warm-start",
     ]
     assert {name: one["status"] for name, one in found.items()} == {
         **dict.fromkeys(found, "ok"),
@@ -48,6 +50,9 @@ def test_the_most_telling_checks_pass_on_cpu_ranks_and_say_what_they_could_not_s
     assert found["master-trial"]["facts"]["state"] == "COMPLETED"
     assert found["shared-device"]["facts"]["named_after_s"] < 15
     assert found["save"]["facts"]["num_values"] > 100
+    assert found["system-metrics"]["facts"]["metrics"]["memory"], found["system-metrics"]
+    assert found["system-metrics"]["facts"]["ranks_of_telemetry"] == [2]
+    assert found["warm-start"]["facts"]["greatest_difference"] == 0.0
     assert value["environment"]["accelerator"] == "cpu"
     (report,) = (tmp_path / "runs" / "doctor").glob("*/report.md")
     assert "COMPLETED" in report.read_text()

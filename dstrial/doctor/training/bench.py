@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ ACCELERATOR_VARIABLE = "TRAINING_CHECK_ACCELERATOR"
 """What the check ``environment`` has found, so that others need not import torch to know."""
 
 _SHOWN_CHARACTERS = 6000
+_MODEL_DEF = "from dstrial.doctor.training.programs.trial import TextTrial  # noqa: F401\n"
 _LAUNCH_MARGIN_S = 5.0
 
 
@@ -217,6 +219,41 @@ class Bench:
         finally:
             self.dstrial("down", "--now", env=env)
 
+    def write_experiment(self, *, slots: int, stage: int, code: str = "", **fields: Any) -> Path:
+        """Write a short trial's config into a context directory of its own; its path.
+
+        Args:
+            slots: ranks.
+            stage: of ZeRO.
+            code: that the trial's module begins with.
+            fields: further ones of the config.
+        """
+        from dstrial.doctor.training.programs.program import deepspeed_config
+
+        context = Path(tempfile.mkdtemp(prefix="definition-", dir=self.scratch))
+        (context / "model_def.py").write_text(code + _MODEL_DEF, encoding="utf-8")
+        config = {
+            "name": "doctor",
+            "entrypoint": "python3 -m dstrial.launch --trial model_def:TextTrial",
+            "hyperparameters": {"deepspeed_config": deepspeed_config(stage)},
+            "searcher": {
+                "name": "single",
+                "metric": "validation_loss",
+                "smaller_is_better": True,
+                "max_length": {"batches": 20},
+            },
+            "resources": {"slots_per_trial": slots},
+            "scheduling_unit": 5,
+            "min_validation_period": {"batches": 10},
+            "max_restarts": 0,
+            "reproducibility": {"experiment_seed": 3},
+            **fields,
+        }
+        path = context / "experiment.yaml"
+        # JSON is YAML.
+        path.write_text(json.dumps(config, indent=1), encoding="utf-8")
+        return path
+
     def dstrial(self, *arguments: str, env: Mapping[str, str] | None = None) -> LaunchResult:
         """Run a ``dstrial`` command; its end is not judged."""
         return self.run([sys.executable, "-m", "dstrial.cli", *arguments], env=env)
@@ -232,6 +269,22 @@ class Bench:
         if found is None:
             raise CheckFailedError(
                 f"`det {' '.join(arguments)}` ended with exit code {ended.exit_code} and printed no JSON",
+                "Read what it printed, below.",
+                ended.end,
+            )
+        return found
+
+    def reports(self, trial_id: int, *groups: str, env: Mapping[str, str]) -> dict[str, list[dict[str, Any]]]:
+        """Return what a trial has reported in each group, as Determined's client reads it.
+
+        Raises:
+            CheckFailedError: it cannot be read.
+        """
+        ended = self.run([sys.executable, "-m", f"{PROGRAMS}.reported", str(trial_id), *groups], env=env)
+        found = _json_in(ended.output)
+        if not isinstance(found, dict):
+            raise CheckFailedError(
+                f"Determined's client ended with exit code {ended.exit_code} and read no metrics",
                 "Read what it printed, below.",
                 ended.end,
             )

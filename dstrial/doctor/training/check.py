@@ -152,8 +152,16 @@ CHECKS: tuple[Check, ...] = (
     _check("recovery", "SIGKILL inside a step and out of memory on purpose, then the next trial", 25, 150),
     _check("flops", "matmul peak, FLOPs and MFU of a small GPT", 12, 90, "speed"),
     _check("dsat-worker", "five configurations in a living worker leave nothing behind", 15, 120),
-    _check("system-metrics", "metrics of a trial arrive at the master", 15, 120, "master_trial"),
-    _check("warm-start", "a warm start trains as a fresh process does", 3, 60, "saving"),
+    _check(
+        "system-metrics",
+        "metrics, telemetry and system metrics arrive at the master",
+        15,
+        120,
+        "master_trial",
+    ),
+    _check(
+        "warm-start", "a trial that starts as a fork trains as a new process does", 30, 180, "master_trial"
+    ),
     _check(
         "operators",
         "DeepSpeed's FusedAdam and CPUAdam compile, behind a lock that a kill has left",

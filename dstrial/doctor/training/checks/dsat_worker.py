@@ -12,7 +12,6 @@ from typing import Any
 
 from dstrial.doctor.training.bench import Bench, last_line
 from dstrial.doctor.training.check import CheckFailedError, Finding
-from dstrial.doctor.training.checks.master_trial import write_experiment
 from dstrial.dsat.core.outcome import Failure, Measured
 from dstrial.dsat.worker.messages import TaskResult
 from dstrial.dsat.worker.transport import ANSWERS_NAME
@@ -33,7 +32,7 @@ _SHOWN = (
 
 def run(bench: Bench) -> Finding:
     """Search at random here, without a master, and check what the ranks report."""
-    config = write_experiment(bench.scratch, slots=bench.num_slots, stage=1)
+    config = bench.write_experiment(slots=bench.num_slots, stage=1)
     output = bench.scratch / "search"
     words = [
         "random",

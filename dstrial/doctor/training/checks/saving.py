@@ -1,11 +1,11 @@
-"""Checkpoints: saving behind the loop, many tensors, resuming, warm starts."""
+"""Checkpoints: saving behind the loop, many tensors, resuming."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from dstrial.doctor.training.bench import Bench
-from dstrial.doctor.training.check import CheckFailedError, Finding, NotApplicableError
+from dstrial.doctor.training.check import CheckFailedError, Finding
 
 _EXPECTED_RATIO = 0.2
 
@@ -103,12 +103,3 @@ def check_resume(bench: Bench) -> Finding:
         f"(bound {_ACROSS_STAGES:g})",
         "an accelerator's kernels and random states" if bench.is_cpu else "",
     )
-
-
-def check_warm_start(bench: Bench) -> Finding:
-    """A warm start (preload, fork, train) should give a fresh process's losses.
-
-    Not there yet.
-    """
-    del bench
-    raise NotApplicableError("this dstrial has no warm starts")
