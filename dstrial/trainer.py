@@ -22,7 +22,7 @@ from determined import core, pytorch
 from dstrial.config import ExperimentConfig, Length
 from dstrial.config.dotted_keys import dstrial_section, wants_system_metrics
 from dstrial.config.experiment_config.training_checks import TrainingChecks
-from dstrial.engine.advice import append_remedy
+from dstrial.engine.deepspeed_internals import engines
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.local.measuring_variables import AROUND_FIT_KEY, measuring_hyperparameters
 from dstrial.local.run_directory import REWRITE_VARIABLE, TEST_VARIABLE, RunState
@@ -133,11 +133,11 @@ def _explained_errors(context: DeepSpeedTrialContext, runtime: TrialRuntime) -> 
         kept = runtime.resumed
         explained = None if kept is None else kept.explain(error, len(context.models))
         if explained is None:
-            append_remedy(error)
+            engines.append_remedy(error)
             raise
         raise explained from error
     except (RuntimeError, KeyError) as error:
-        append_remedy(error)
+        engines.append_remedy(error)
         raise
 
 

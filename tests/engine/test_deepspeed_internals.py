@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import forked_ranks
 import pytest
 import torch
@@ -190,6 +191,13 @@ def test_the_methods_that_remember_engines_have_caches_that_can_be_emptied() -> 
 def test_the_modules_that_are_imported_ahead_exist() -> None:
     for module in process.LATE_MODULES:
         assert importlib.util.find_spec(module) is not None, module
+
+
+def test_the_messages_that_have_a_remedy_are_those_of_this_deepspeed() -> None:
+    root = Path(deepspeed.__file__).parent
+    sources = [(root / name).read_text(encoding="utf-8") for name in ("__init__.py", "runtime/engine.py")]
+
+    assert [words for words in engines.REMEDIES if not any(words in source for source in sources)] == []
 
 
 @pytest.mark.process  # torch's build for CUDA asks nvcc for its version

@@ -1,7 +1,7 @@
 """What DeepSpeed 0.19 refuses in old code, as far as its source shows it. Pure.
 
 It reads the calls and the last assignments of their arguments, and imports nothing. What it cannot see is found at run time,
-with the same words from ``dstrial/engine/advice.py``.
+with the same words from ``dstrial/engine/deepspeed_internals/engines.py``.
 """
 
 from __future__ import annotations

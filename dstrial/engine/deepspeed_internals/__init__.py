@@ -6,9 +6,9 @@ Nothing else in dstrial imports a submodule of DeepSpeed beyond ``PUBLIC_MODULES
 neither documented nor in ``engines.ATTRIBUTES``, or replaces anything in DeepSpeed. These modules import nothing of dstrial, so
 that ``dstrial.ranks`` may use them too.
 
-Not here, because they name no code of DeepSpeed's: keys of its config (tables in ``dstrial.config``), its files and what is in
-them (``dstrial.checkpoint.file_roles``, ``dstrial.engine.checkpoint_reader.saved_engine``) and words of its messages
-(``dstrial.engine.advice``).
+Not here, because they name no code of DeepSpeed's: keys of its config (tables in ``dstrial.config``), and its files and what is
+in them (``dstrial.checkpoint.file_roles``, ``dstrial.engine.checkpoint_reader.saved_engine``). Words of its messages are in
+``engines.REMEDIES``.
 
 Another release is: its table of config keys (``tools/generate_deepspeed_rules.py``), these modules, and a run of
 ``tests/engine/test_deepspeed_internals.py``, which checks each name against the installed release. A line number is of 0.19.8.

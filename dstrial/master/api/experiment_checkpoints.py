@@ -1,4 +1,4 @@
-"""Checkpoints of experiments, and a preview of what another policy would delete."""
+"""Checkpoints of experiments and trials; what another policy would delete of them."""
 
 from __future__ import annotations
 
@@ -72,10 +72,15 @@ async def preview_gc(request: ApiRequest) -> dict[str, Any]:
 
 async def list_checkpoints(request: ApiRequest) -> dict[str, Any]:
     """``GET experiments/{id}/checkpoints``."""
-    return await checkpoints_page(request, experiment_id=request.path_params["experiment_id"])
+    return await _page(request, experiment_id=request.path_params["experiment_id"])
 
 
-async def checkpoints_page(
+async def list_trial_checkpoints(request: ApiRequest) -> dict[str, Any]:
+    """``GET trials/{id}/checkpoints``."""
+    return await _page(request, trial_id=request.path_params["trial_id"])
+
+
+async def _page(
     request: ApiRequest, *, experiment_id: int | None = None, trial_id: int | None = None
 ) -> dict[str, Any]:
     """Return a page of checkpoints, by an attribute or by a validation metric.
@@ -128,4 +133,5 @@ _ONE = "/experiments/{experiment_id:int}"
 routes = [
     route("GET", f"{_ONE}/checkpoints", list_checkpoints, access=TRIAL),
     route("GET", f"/{_ONE}/preview_gc", preview_gc, access=USER),
+    route("GET", "/trials/{trial_id:int}/checkpoints", list_trial_checkpoints, access=TRIAL),
 ]

@@ -9,7 +9,6 @@ from determined.common.api import bindings
 
 from dstrial.config.secrets import SecretNames
 from dstrial.errors import RequestError
-from dstrial.master.api.experiment_checkpoints import checkpoints_page
 from dstrial.master.clock import now_us
 from dstrial.master.http.messages import Page, message, page_of
 from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
@@ -141,11 +140,6 @@ def _checkpoint_workload(saved: checkpoint_rows.Checkpoint, names: SecretNames) 
     }
 
 
-async def list_trial_checkpoints(request: ApiRequest) -> dict[str, Any]:
-    """``GET trials/{id}/checkpoints``."""
-    return await checkpoints_page(request, trial_id=request.path_params["trial_id"])
-
-
 async def kill_trial(request: ApiRequest) -> dict[str, Any]:
     """``POST trials/{id}/kill``."""
     trial_id = request.path_params["trial_id"]
@@ -260,7 +254,6 @@ routes = [
     route("GET", "/experiments/{experiment_id:int}/trials", list_trials, access=TRIAL),
     route("GET", _ONE, show_trial, access=TRIAL),
     route("GET", f"{_ONE}/workloads", list_workloads, access=TRIAL),
-    route("GET", f"{_ONE}/checkpoints", list_trial_checkpoints, access=TRIAL),
     route("POST", f"{_ONE}/kill", kill_trial, access=USER),
     route("POST", f"{_ONE}/progress", report_progress, access=TRIAL),
     route("POST", f"{_ONE}/early_exit", report_early_exit, access=TRIAL),
