@@ -306,7 +306,8 @@ def _rewrite(
         UntrustedCheckpointError: it is a stranger's script.
         LaunchError: the ranks failed, or were stopped.
     """
-    from dstrial.launch import run_ranks, trial_command
+    from dstrial.launch.agent import run_ranks
+    from dstrial.launch.rank_main import trial_command
 
     entrypoint = parse_entrypoint(experiment.entrypoint, str(source.path / "load_data.json"))
     if entrypoint.trial is None and not _is_of_trainer(source):
@@ -375,7 +376,7 @@ def _run_script(
     run_directory: RunDirectory,
     num_slots: int,
 ) -> LaunchOutcome:
-    from dstrial.launch import run_ranks
+    from dstrial.launch.agent import run_ranks
     from dstrial.launch.rank_main import script_command
 
     known = run_directory.path / "known_experiment.json"
