@@ -1,7 +1,7 @@
 """Figures of the house: how many rooms, who visits them, how long things are, what explains itself.
 
     python tools/house_figures.py                      # the working tree
-    python tools/house_figures.py --against e503a3f     # a commit beside it
+    python tools/house_figures.py --against e503a3f     # a commit beside it, and what is left of its files
 
 Only the standard library, and only reading: the syntax tree of every module of ``dstrial``.
 """
@@ -181,11 +181,20 @@ def cycles(house: House, is_early: bool = True) -> list[list[str]]:
     return found
 
 
-def figures(house: House) -> dict[str, object]:
-    """Return every figure by its name, in the order of the table."""
-    modules = house.modules.values()
+def figures(house: House, counted: collections.abc.Set[str] | None = None) -> dict[str, object]:
+    """Return every figure by its name, in the order of the table.
+
+    Args:
+        house: the tree.
+        counted: names of the modules that count, whoever imports them; None for all.
+    """
+    modules = [module for module in house.modules.values() if counted is None or module.name in counted]
     num_lines = sum(module.num_lines for module in modules)
-    single = [name for name, visitors in house.importers().items() if len(visitors) == 1]
+    single = [
+        name
+        for name, visitors in house.importers().items()
+        if len(visitors) == 1 and (counted is None or name in counted)
+    ]
     folders = collections.Counter(
         str(module.path.parent)
         for module in modules
@@ -196,7 +205,7 @@ def figures(house: House) -> dict[str, object]:
         ".".join(module.name.split(".")[:2]) for module in modules for _ in module.public_names
     )
     return {
-        "files": len(house.modules),
+        "files": len(modules),
         "lines": num_lines,
         "modules with exactly one importer": len(single),
         f"of these under {SMALL_MODULE_LINES} lines": sum(
@@ -229,6 +238,14 @@ def _at_commit(commit: str) -> House:
         return read(pathlib.Path(directory))
 
 
+def _kept_since(commit: str, house: House) -> set[str]:
+    """Return the modules that are files of a commit's, changed or renamed, as git sees it at 40 %."""
+    command = ["git", "diff", "-M40%", "-l100000", "--name-status", "--diff-filter=A", commit, "--", PACKAGE]
+    added = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    new = {pathlib.PurePath(line.split("\t")[1]) for line in added.splitlines()}
+    return {module.name for module in house.modules.values() if module.path not in new}
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(
@@ -245,7 +262,12 @@ def main() -> None:
     here = read(pathlib.Path.cwd())
     columns = {"now": figures(here)}
     if arguments.against:
-        columns = {arguments.against: figures(_at_commit(arguments.against)), **columns}
+        kept = figures(here, _kept_since(arguments.against, here))
+        columns = {
+            arguments.against: figures(_at_commit(arguments.against)),
+            "left of its files": kept,
+            **columns,
+        }
     if arguments.json:
         print(json.dumps(columns, indent=2))
         return
