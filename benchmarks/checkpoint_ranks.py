@@ -166,7 +166,7 @@ def _wait_until_written(checkpoints: pathlib.Path) -> float:
 
 def save_layout(path: str, num_parameters: int, zero_stage: int) -> Any:
     """Save an engine after one batch; returns its layout as JSON values. Ranks: all, collectively."""
-    from dstrial.engine.adapters import adapt
+    from dstrial.engine.adapters.factory import adapt
     from dstrial.engine.state import save_engine
     from dstrial.ranks.control_channel import ControlChannel
 
@@ -187,7 +187,7 @@ def load_layout(path: str, layout: dict[str, Any], num_parameters: int, zero_sta
     Ranks: all, collectively.
     """
     from dstrial.checkpoint.layout import Layout
-    from dstrial.engine.adapters import adapt
+    from dstrial.engine.adapters.factory import adapt
     from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
     from dstrial.engine.reshape import load_reshaped
     from dstrial.ranks.control_channel import ControlChannel

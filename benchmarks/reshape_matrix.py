@@ -269,7 +269,7 @@ def save_all(directory: str, layouts: list[str], precision: str, cases: list[str
     import torch
     from deepspeed import comm
 
-    from dstrial.engine.adapters import adapt
+    from dstrial.engine.adapters.factory import adapt
     from dstrial.engine.state import engine_extra_state, save_engine
 
     _start()
@@ -311,7 +311,7 @@ def load_all(
     import torch
 
     from dstrial.checkpoint.layout import Layout
-    from dstrial.engine.adapters import adapt
+    from dstrial.engine.adapters.factory import adapt
     from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
     from dstrial.engine.reshape import load_reshaped
 

@@ -50,12 +50,19 @@ def test_both_paths_are_one_module_with_its_own_name(moved: tuple[str, str]) -> 
 
 @pytest.mark.parametrize(
     "package",
-    ["dstrial", "dstrial.dsat", "dstrial.integrations.huggingface", "dstrial.launch", "dstrial.ranks"],
+    [
+        "dstrial",
+        "dstrial.config",
+        "dstrial.dsat",
+        "dstrial.integrations.huggingface",
+        "dstrial.launch",
+        "dstrial.ranks",
+    ],
 )
 def test_a_package_resolves_its_names_without_old_paths(package: str) -> None:
     found = importlib.import_module(package)
     homes = getattr(found, "_HOMES", None) or found._HOME
-    has_whole_paths = package in ("dstrial", "dstrial.dsat")
+    has_whole_paths = package in ("dstrial", "dstrial.config", "dstrial.dsat")
     places = {home if has_whole_paths else f"{package}.{home}" for home in homes.values()}
 
     assert not {place for place in places if place.startswith("dstrial.") and not is_module(place)}

@@ -152,8 +152,21 @@ def _imports(
     return found
 
 
+def _with_packages(name: str, imported: collections.abc.Set[str]) -> set[str]:
+    """Return modules with the packages around them, but for those that are around the importing one, too."""
+    packages = {
+        ".".join(parts[:length])
+        for parts in (one.split(".") for one in imported)
+        for length in range(1, len(parts))
+    }
+    return {*imported, *(one for one in packages if not name.startswith(f"{one}."))}
+
+
 def cycles(house: House, is_early: bool = True) -> list[list[str]]:
-    """Return the groups of modules that import each other: when they are imported, or ever (Tarjan, 1972)."""
+    """Return the groups of modules that import each other: when they are imported, or ever (Tarjan, 1972).
+
+    Who imports a module imports the packages that it is in, and whatever these import.
+    """
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -163,7 +176,8 @@ def cycles(house: House, is_early: bool = True) -> list[list[str]]:
         index[name] = low[name] = len(index)
         stack.append(name)
         module = house.modules[name]
-        for imported in (module.early_imports if is_early else module.imports) - {name}:
+        named = module.early_imports if is_early else module.imports
+        for imported in _with_packages(name, named) & house.modules.keys() - {name}:
             if imported not in index:
                 connect(imported)
                 low[name] = min(low[name], low[imported])

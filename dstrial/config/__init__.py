@@ -1,19 +1,26 @@
 """Experiment config and DeepSpeed JSON: load, merge, solve the batch, check.
 
-Pure but for reading files: no process is started, and torch, deepspeed and determined are never imported.
+Pure but for reading files: no process is started, and torch, deepspeed and determined are never imported. Names are resolved
+lazily: ``dstrial.resume`` needs modules of this package, and one of these the rules of ``dstrial.resume``.
 """
 
-from dstrial.config.batch import BatchSolution, resolve_batch, solve_batch
-from dstrial.config.deepspeed_rules.check import CheckResult, ExplainedValue, check_deepspeed, explain
-from dstrial.config.deepspeed_rules.ignored import zero_keys_without_effect
-from dstrial.config.deepspeed_source import DeepSpeedSource
-from dstrial.config.experiment_config.config import ExperimentConfig, experiment_name, load_experiment
-from dstrial.config.merge import merge_deepspeed, overwrite_deepspeed_config
-from dstrial.config.parallel_dims import ParallelDims
-from dstrial.config.schema import Length
-from dstrial.resume.batch import keep_batch
-from dstrial.resume.metadata import EngineRecord, SavedRun
-from dstrial.resume.rules import fitting_slots, resume_problems
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dstrial.config.batch import BatchSolution, resolve_batch, solve_batch
+    from dstrial.config.deepspeed_rules.check import CheckResult, ExplainedValue, check_deepspeed, explain
+    from dstrial.config.deepspeed_rules.ignored import zero_keys_without_effect
+    from dstrial.config.deepspeed_source import DeepSpeedSource
+    from dstrial.config.experiment_config.config import ExperimentConfig, experiment_name, load_experiment
+    from dstrial.config.merge import merge_deepspeed, overwrite_deepspeed_config
+    from dstrial.config.parallel_dims import ParallelDims
+    from dstrial.config.schema import Length
+    from dstrial.resume.batch import keep_batch
+    from dstrial.resume.metadata import EngineRecord, SavedRun
+    from dstrial.resume.rules import fitting_slots, resume_problems
 
 __all__ = [
     # experiment config
@@ -42,3 +49,33 @@ __all__ = [
     "keep_batch",
     "resume_problems",
 ]
+
+_HOMES = {
+    "BatchSolution": "dstrial.config.batch",
+    "CheckResult": "dstrial.config.deepspeed_rules.check",
+    "DeepSpeedSource": "dstrial.config.deepspeed_source",
+    "EngineRecord": "dstrial.resume.metadata",
+    "ExperimentConfig": "dstrial.config.experiment_config.config",
+    "ExplainedValue": "dstrial.config.deepspeed_rules.check",
+    "Length": "dstrial.config.schema",
+    "ParallelDims": "dstrial.config.parallel_dims",
+    "SavedRun": "dstrial.resume.metadata",
+    "check_deepspeed": "dstrial.config.deepspeed_rules.check",
+    "experiment_name": "dstrial.config.experiment_config.config",
+    "explain": "dstrial.config.deepspeed_rules.check",
+    "fitting_slots": "dstrial.resume.rules",
+    "keep_batch": "dstrial.resume.batch",
+    "load_experiment": "dstrial.config.experiment_config.config",
+    "merge_deepspeed": "dstrial.config.merge",
+    "overwrite_deepspeed_config": "dstrial.config.merge",
+    "resolve_batch": "dstrial.config.batch",
+    "resume_problems": "dstrial.resume.rules",
+    "solve_batch": "dstrial.config.batch",
+    "zero_keys_without_effect": "dstrial.config.deepspeed_rules.ignored",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

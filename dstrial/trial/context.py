@@ -22,9 +22,9 @@ from dstrial.config import (
     resolve_batch,
 )
 from dstrial.config.parallel_dims import replicas_of
-from dstrial.engine.adapters import adapt, require_engine
 from dstrial.engine.adapters.base import EngineAdapter
 from dstrial.engine.adapters.batch_sizes import dims_of
+from dstrial.engine.adapters.factory import adapt, require_engine
 from dstrial.engine.checkpoint_reader.safe_load import bind_checkpoint_engine, make_plain_config
 from dstrial.engine.deepspeed_internals import engines
 from dstrial.errors import ConfigError

@@ -18,7 +18,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import nn
 
 from dstrial.checkpoint.layout import Layout, compatible
-from dstrial.engine.adapters import adapt
+from dstrial.engine.adapters.factory import adapt
 from dstrial.engine.deepspeed_internals import engines
 from dstrial.engine.files import engine_files, expected_files
 from dstrial.engine.state import load_engine, save_engine

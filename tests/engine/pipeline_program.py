@@ -13,7 +13,7 @@ import small_models
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from dstrial.engine.adapters import adapt
+from dstrial.engine.adapters.factory import adapt
 
 NUM_STEPS = 3
 

@@ -12,7 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from dstrial.checkpoint.layout import Layout
-from dstrial.engine.adapters import adapt
+from dstrial.engine.adapters.factory import adapt
 from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
 from dstrial.engine.reshape import load_reshaped
 from dstrial.engine.state import engine_extra_state, save_engine

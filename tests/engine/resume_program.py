@@ -12,7 +12,7 @@ import small_models
 import torch
 from torch import nn
 
-from dstrial.engine.adapters import adapt
+from dstrial.engine.adapters.factory import adapt
 from dstrial.engine.state import engine_extra_state, load_engine, restore_engine_extra_state, save_engine
 
 NUM_STEPS = 5

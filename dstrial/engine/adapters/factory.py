@@ -1,0 +1,51 @@
+"""Choose the adapter for a wrapped engine."""
+
+from __future__ import annotations
+
+from deepspeed import DeepSpeedEngine, PipelineEngine
+
+from dstrial.engine.adapters.base import EngineAdapter
+from dstrial.engine.adapters.data_parallel import DataParallelAdapter
+from dstrial.engine.adapters.pipeline import PipelineAdapter
+from dstrial.errors import TrialContractError
+
+
+def adapt(
+    engine: object, *, data_parallel_rank: int | None = None, data_parallel_world_size: int | None = None
+) -> EngineAdapter:
+    """Return the adapter for ``engine``.
+
+    A pipeline engine is bound: from then on its ``train_batch`` and ``eval_batch`` may be called without
+    an iterator. Its class stays what it was.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned first.
+        data_parallel_rank: replica of this rank, where the user's model-parallel unit decides it; None
+            asks the engine's own groups.
+        data_parallel_world_size: number of replicas, likewise.
+
+    Raises:
+        TrialContractError: ``engine`` is no DeepSpeed engine.
+
+    Ranks: any; no communication.
+    """
+    require_engine(engine)
+    if isinstance(engine, PipelineEngine):
+        return PipelineAdapter(engine, data_parallel_rank, data_parallel_world_size)
+    return DataParallelAdapter(engine, data_parallel_rank, data_parallel_world_size)
+
+
+def require_engine(engine: object) -> None:
+    """Refuse what is no DeepSpeed engine.
+
+    Raises:
+        TrialContractError: it is none.
+
+    Ranks: any; no communication.
+    """
+    if not isinstance(engine, DeepSpeedEngine):
+        raise TrialContractError(
+            f"wrap_model_engine(model_engine): model_engine is a {type(engine).__name__}; expected the engine "
+            "that deepspeed.initialize returns first. Write: engine, *_ = deepspeed.initialize(...); "
+            "self.model_engine = context.wrap_model_engine(engine)."
+        )
