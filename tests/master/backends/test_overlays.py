@@ -49,7 +49,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip.chmod(0o755)
     wheels = tmp_path_factory.mktemp("of base")
     subprocess.run(
-        [str(directory / "bin" / "python3"), "-m", "pip", "install", "--no-index", "--quiet",
+        [str(directory / "bin" / "python3"), "-m", "pip", "install", "--no-index", "--no-warn-conflicts", "--quiet",
          str(wheel(wheels, "tinybase", "1.0"))],
         check=True,
     )  # fmt: skip
@@ -91,6 +91,7 @@ def given(base: Path, wheels: Path) -> Callable[..., dict[str, Any]]:
             "PIP_NO_INDEX=1",
             f"PIP_FIND_LINKS={wheels.as_uri()}",
             "PIP_CONFIG_FILE=/dev/null",
+            "PIP_NO_WARN_CONFLICTS=0",  # 0 has it not read again what everything that is installed asks for
             *variables,
         ]
         return config(environment={"environment_variables": lines, **(environment or {})}, **changes)
@@ -133,9 +134,10 @@ def ended(
 
 
 def packages_of(python: Path) -> str:
-    """``pip list`` of an environment."""
-    words = [str(python), "-m", "pip", "list", "--disable-pip-version-check"]
-    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    """Names and versions of what an environment has installed."""
+    program = "from importlib.metadata import distributions\n"
+    program += "print(sorted((one.name, one.version) for one in distributions()))"
+    return subprocess.run([str(python), "-c", program], check=True, capture_output=True, text=True).stdout
 
 
 def prefix_in(log: str) -> str:
@@ -194,40 +196,34 @@ def log_of_now(master: MasterForTest, experiment_id: int) -> str:
     return "".join(logs_of(master, experiment_id))
 
 
-def test_another_experiment_finds_installs_done_and_runs_the_rest_of_its_hook(
+def test_another_experiment_finds_installs_of_the_same_requirements_done_and_runs_the_rest_of_its_hook(
     master: MasterForTest, given: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    hook = f"python -m pip install tinydep\necho again >> {tmp_path}/runs\nexport FROM_HOOK=yes\n"
+    hook = f"python -m pip install -r needs.txt\necho again >> {tmp_path}/runs\nexport FROM_HOOK=yes\n"
     script = SHOW + "print('hook', os.environ['FROM_HOOK'])\n"
 
-    logs = [ended(master, given(), hook, script=script) for _ in range(2)]
+    logs = [
+        ended(master, given(), hook, script=script, needs_txt=f"tinydep{version}\n")
+        for version in ("", "", "==1.0")
+    ]
 
-    assert (tmp_path / "runs").read_text() == "again\nagain\n"
-    assert [log.count("Successfully installed") for log in logs] == [1, 0]
-    assert all("hook yes" in log and "tinydep 2.0" in log for log in logs)
-    assert prefix_in(logs[0]) == prefix_in(logs[1])
-
-
-@pytest.mark.parametrize("section", ["environment", "data"])
-def test_requirements_that_the_config_names_are_installed(
-    master: MasterForTest, given: Callable[..., dict[str, Any]], section: str
-) -> None:
-    named = given(environment={"requirements": "needs.txt"}) if section == "environment" else given()
-    if section == "data":
-        named["data"] = {"dstrial": {"requirements": "needs.txt"}}
-
-    logs = [ended(master, named, needs_txt=f"tinydep=={version}\n") for version in ("1.0", "2.0")]
-
-    assert "tinydep 1.0" in logs[0]
-    assert "tinydep 2.0" in logs[1]
+    assert (tmp_path / "runs").read_text() == "again\nagain\nagain\n"
+    assert [log.count("Successfully installed") for log in logs] == [1, 0, 1]
+    assert all("hook yes" in log for log in logs)
+    assert ["tinydep 2.0" in log for log in logs] == [True, True, False]
+    assert "tinydep 1.0" in logs[2]
+    assert prefix_in(logs[0]) == prefix_in(logs[1]) != prefix_in(logs[2])
 
 
-def test_requirements_that_a_hook_names_are_part_of_what_an_environment_is_known_by(
+def test_requirements_that_the_config_names_are_installed_by_what_they_say(
     master: MasterForTest, given: Callable[..., dict[str, Any]]
 ) -> None:
+    of_environment = given(environment={"requirements": "needs.txt"})
+    of_data = given() | {"data": {"dstrial": {"requirements": "needs.txt"}}}
+
     logs = [
-        ended(master, given(), "pip install -r needs.txt\n", needs_txt=f"tinydep=={version}\n")
-        for version in ("1.0", "2.0")
+        ended(master, named, needs_txt=f"tinydep=={version}\n")
+        for named, version in ((of_environment, "1.0"), (of_data, "2.0"))
     ]
 
     assert "tinydep 1.0" in logs[0]
@@ -280,7 +276,7 @@ def test_what_tasks_train_with_is_not_changed_by_a_hook_that_takes_another_turn(
 def test_commands_of_the_base_see_what_was_installed(
     master: MasterForTest, given: Callable[..., dict[str, Any]]
 ) -> None:
-    log = ended(master, given(entrypoint=["tinybase"]), "pip install tinydep\n")
+    log = ended(master, given(entrypoint=["tinybase"]), "pip install tinydep==1.0\n")
 
     assert f"tinybase of {master.state.path / 'overlays'}" in log
 
@@ -288,7 +284,9 @@ def test_commands_of_the_base_see_what_was_installed(
 def test_a_trial_in_an_environment_of_its_own_reports_and_saves(
     master: MasterForTest, given: Callable[..., dict[str, Any]]
 ) -> None:
-    experiment_id = create(master, given(hyperparameters={"steps": 2}), "pip install tinydep\n", script=TRAIN)
+    experiment_id = create(
+        master, given(hyperparameters={"steps": 2}), "pip install tinydep==1.0\n", script=TRAIN
+    )
     wait_until(master, experiment_id, "COMPLETED")
 
     (saved,) = master.client().get(f"/api/v1/experiments/{experiment_id}/checkpoints")["checkpoints"]
@@ -351,6 +349,7 @@ def test_an_installation_without_a_hook_does_not_reach_the_base_either(
     assert ("tinydep 2.0" in log) is not is_script
 
 
+@pytest.mark.exhaustive("[--user]", "[conda]")
 @pytest.mark.parametrize(
     ("line", "what"),
     [
@@ -359,6 +358,7 @@ def test_an_installation_without_a_hook_does_not_reach_the_base_either(
         ("conda install -y tinydep", "conda install is not supported"),
         ("apt-get install -y tinydep", "apt-get install is not supported"),
     ],
+    ids=["--user", "--target", "conda", "apt-get"],
 )
 def test_what_a_hook_cannot_do_is_refused_when_it_runs_and_warned_of_at_submission(
     master: MasterForTest, given: Callable[..., dict[str, Any]], tmp_path: Path, line: str, what: str
