@@ -27,7 +27,7 @@ import determined as det
 
 info = det.get_cluster_info()
 last = pathlib.Path(info.trial.hparams["last"])
-with det.core.init() as core:
+with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
     step = 0
     if info.latest_checkpoint is not None:
         with core.checkpoint.restore_path(info.latest_checkpoint) as path:
@@ -43,11 +43,13 @@ with det.core.init() as core:
             (path / "state.json").write_text(json.dumps(step))
     core.train.report_validation_metrics(step, {"score": 0.5})
 """
+# TensorBoard files go to the storage as well; writing them takes torch.
+SAVING_EVENTS = SAVING.replace("MANUAL", "AUTO")
 
 
-@pytest.fixture
-def master(tmp_path: Path) -> Iterator[MasterForTest]:
-    with master_for_test(tmp_path, num_slots=2) as running:
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
+    with master_for_test(tmp_path_factory.mktemp("master"), num_slots=2) as running:
         yield running
 
 
@@ -104,7 +106,7 @@ def test_a_storage_that_goes_away_is_never_made_anew_and_its_trial_goes_on_when_
     master: MasterForTest, tmp_path: Path, *, is_mount_point: bool
 ) -> None:
     storage = tmp_path / "nfs" / "checkpoints"
-    experiment_id = submit(master, saving(tmp_path, storage), SAVING)
+    experiment_id = submit(master, saving(tmp_path, storage), SAVING_EVENTS)
     wait_for(lambda: len(checkpoints(master, experiment_id)) >= 5)
 
     unmount(storage)
@@ -150,7 +152,7 @@ def test_nothing_is_deleted_as_long_as_the_storage_is_away(master: MasterForTest
     wait_for(lambda: "waiting for its checkpoint storage" in log_of(master, experiment_id))
     client.post(f"/api/v1/experiments/{experiment_id}/cancel")
     wait_until(master, experiment_id, "CANCELED")
-    wait_for(lambda: "is put off: checkpoint storage" in master_log(master))
+    wait_for(lambda: f"is put off: checkpoint storage {storage}" in master_log(master))
     states = {one["state"] for one in checkpoints(master, experiment_id)}
     assert states == {"STATE_COMPLETED"}
 
@@ -169,7 +171,7 @@ import os, pathlib, signal, sys
 import determined as det
 
 info = det.get_cluster_info()
-with det.core.init() as core:
+with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
     with core.checkpoint.store_path({"steps_completed": 1}) as (path, _):
         (path / "half").write_bytes(b"x" * 123456)
         if info.trial._trial_run_id <= 3:
