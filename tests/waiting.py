@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-_SHORTEST_S, _LONGEST_S = 0.02, 0.1
+_SHORTEST_S, _LONGEST_S = 0.02, 0.25
 """Between two looks: what takes long is looked for less often, since each look at a master takes milliseconds of it."""
 
 

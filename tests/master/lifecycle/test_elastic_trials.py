@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,14 @@ from dstrial.testing.master import MasterForTest, master_for_test
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 
-NUM_BATCHES = 150
-FASTER_WITH_MORE = [1.6, 0.4, 0.1, 0.1]
+NUM_BATCHES = 100
+FASTER_WITH_MORE = [1.6, 0.4, 0.2, 0.2]
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
+    with master_for_test(tmp_path_factory.mktemp("master"), num_slots=4) as running:
+        yield running
 
 
 def elastic(
@@ -104,70 +111,70 @@ def values(row: dict[str, Any]) -> dict[str, Any]:
     return dict(found)
 
 
-def test_a_trial_follows_the_slots_down_and_up_and_trains_what_it_would_have(tmp_path: Path) -> None:
-    with master_for_test(tmp_path, num_slots=4) as master:
-        trial = create(master, elastic(tmp_path, "followed", FASTER_WITH_MORE, min_slots=1, resize_period=8))
-        agent = str(master.client().get("/api/v1/agents")["agents"][0]["id"])
-        wait_for_size(master, trial, 4)
-        wait_for_checkpoint(master, trial)
+def test_a_trial_follows_the_slots_down_and_up_and_trains_what_it_would_have(
+    master: MasterForTest, tmp_path: Path
+) -> None:
+    trial = create(master, elastic(tmp_path, "followed", FASTER_WITH_MORE, min_slots=1, resize_period=8))
+    agent = str(master.client().get("/api/v1/agents")["agents"][0]["id"])
+    wait_for_size(master, trial, 4)
+    wait_for_checkpoint(master, trial)
 
-        for slot in (2, 3):  # it leaves both, however the second comes
-            drain(master, agent, slot)
-        wait_for_size(master, trial, 2)
-        assert "its slots are being drained, and it goes on with others" in log_of(master, trial)
+    for slot in (2, 3):  # it leaves both, however the second comes
+        drain(master, agent, slot)
+    wait_for_size(master, trial, 2)
+    assert "its slots are being drained, and it goes on with others" in log_of(master, trial)
 
-        words = ("--config", "resources.slots=1", "--config", "resources.priority=10")
-        ran = master.det("command", "run", "-d", *words, "sleep 6")
-        assert ran.returncode == 0, ran.stdout + ran.stderr
-        wait_for_size(master, trial, 2, 1)
-        assert "whose priority is higher, and goes on with fewer slots" in log_of(master, trial)
-        wait_for_size(master, trial, 2, 1, 2)
-        assert "it grows from 1 to 2 slots, which nobody else wants" in log_of(master, trial)
+    words = ("--config", "resources.slots=1", "--config", "resources.priority=10")
+    ran = master.det("command", "run", "-d", *words, "sleep 6")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    wait_for_size(master, trial, 2, 1)
+    assert "whose priority is higher, and goes on with fewer slots" in log_of(master, trial)
+    wait_for_size(master, trial, 2, 1, 2)
+    assert "it grows from 1 to 2 slots, which nobody else wants" in log_of(master, trial)
 
-        assert master.det("slot", "enable", agent, "2").returncode == 0
-        wait_for_size(master, trial, 2, 3)
-        (tmp_path / "slow").unlink()
-        wait_for_end(master, trial)
+    assert master.det("slot", "enable", agent, "2").returncode == 0
+    wait_for_size(master, trial, 2, 3)
+    (tmp_path / "slow").unlink()
+    wait_for_end(master, trial)
 
-        assert master.det("slot", "enable", agent, "3").returncode == 0
-        alone = create(master, elastic(tmp_path, "alone", FASTER_WITH_MORE))
-        (tmp_path / "slow").unlink()
-        wait_for_end(master, alone)
+    assert master.det("slot", "enable", agent, "3").returncode == 0
+    alone = create(master, elastic(tmp_path, "alone", FASTER_WITH_MORE, num_slots=1))
+    (tmp_path / "slow").unlink()
+    wait_for_end(master, alone)
 
-        assert [int(row["totalBatches"]) for row in reports(master, trial, "training")] == list(
-            range(1, NUM_BATCHES + 1)
-        )
-        assert records_of(tmp_path, "followed") == records_of(tmp_path, "alone")
-        (last,), (wanted,) = (
-            [values(row)["validation_loss"] for row in reports(master, one, "validation")]
-            for one in (trial, alone)
-        )
-        assert last == pytest.approx(wanted, rel=1e-4)
-        marks = [int(values(row)["slots"]) for row in reports(master, trial, "resources")]
-        assert marks[-4:] == [2, 1, 2, 3]
-        assert "restarts" not in log_of(master, trial), "a change is no failure"
-        assert state_of(master, trial) == "COMPLETED"
+    assert [int(row["totalBatches"]) for row in reports(master, trial, "training")] == list(
+        range(1, NUM_BATCHES + 1)
+    )
+    assert records_of(tmp_path, "followed") == records_of(tmp_path, "alone")
+    (last,), (wanted,) = (
+        [values(row)["validation_loss"] for row in reports(master, one, "validation")]
+        for one in (trial, alone)
+    )
+    assert last == pytest.approx(wanted, rel=1e-4)
+    marks = [int(values(row)["slots"]) for row in reports(master, trial, "resources")]
+    assert marks[-4:] == [2, 1, 2, 3]
+    assert "restarts" not in log_of(master, trial), "a change is no failure"
+    assert state_of(master, trial) == "COMPLETED"
 
 
-def test_slots_that_do_not_make_it_faster_are_given_back_and_not_taken_again(tmp_path: Path) -> None:
-    with master_for_test(tmp_path, num_slots=2) as master:
-        trial = create(
-            master, elastic(tmp_path, "back", [0.1, 0.3], num_slots=1, max_slots=2, resize_period=2)
-        )
-        wait_for_size(master, trial, 1, 2, 1)
-        log = log_of(master, trial)
-        assert "it grows from 1 to 2 slots, which nobody else wants" in log
-        assert re.search(
-            r"it goes back from 2 to 1 slots: with 2 slots a batch takes \S+ s, with 1 it took \S+ s", log
-        )
-        (tmp_path / "slow").unlink()
-        wait_for_end(master, trial)
-        assert sizes_of(master, trial) == [1, 2, 1]
-        assert [int(values(row)["slots"]) for row in reports(master, trial, "resources")] == [2, 1]
+def test_slots_that_do_not_make_it_faster_are_given_back_and_not_taken_again(
+    master: MasterForTest, tmp_path: Path
+) -> None:
+    trial = create(master, elastic(tmp_path, "back", [0.2, 0.6], num_slots=1, max_slots=2, resize_period=2))
+    wait_for_size(master, trial, 1, 2, 1)
+    log = log_of(master, trial)
+    assert "it grows from 1 to 2 slots, which nobody else wants" in log
+    assert re.search(
+        r"it goes back from 2 to 1 slots: with 2 slots a batch takes \S+ s, with 1 it took \S+ s", log
+    )
+    (tmp_path / "slow").unlink()
+    wait_for_end(master, trial)
+    assert sizes_of(master, trial) == [1, 2, 1]
+    assert [int(values(row)["slots"]) for row in reports(master, trial, "resources")] == [2, 1]
 
 
 def test_a_number_of_slots_that_its_own_code_cannot_use_is_tried_once_and_counts_as_no_restart(
-    tmp_path: Path,
+    master: MasterForTest, tmp_path: Path
 ) -> None:
     own = {
         "train_batch_size": 12,
@@ -180,20 +187,18 @@ def test_a_number_of_slots_that_its_own_code_cannot_use_is_tried_once_and_counts
     del given["hyperparameters"]["deepspeed_config"]
     given["hyperparameters"] |= {"own_stage": 1, "own_sizes": own}
     config.write_text(yaml.safe_dump(given))
-    with master_for_test(tmp_path, num_slots=4) as master:
-        trial = create(master, (config, context))
-        agent = str(master.client().get("/api/v1/agents")["agents"][0]["id"])
-        wait_for_size(master, trial, 4)
-        wait_for_checkpoint(master, trial)
-        drain(master, agent, 3)
-        wait_for_size(master, trial, 4, 2)
-        log = log_of(master, trial)
-        assert (
-            log.count(
-                "the trial cannot go on with 3 slots, which counts as no restart and is not tried again"
-            )
-            == 1
-        )
-        assert "is one whose batch sizes do not fit 3 ranks" in log
-        (tmp_path / "slow").unlink()
-        wait_for_end(master, trial)
+    trial = create(master, (config, context))
+    agent = str(master.client().get("/api/v1/agents")["agents"][0]["id"])
+    wait_for_size(master, trial, 4)
+    wait_for_checkpoint(master, trial)
+    drain(master, agent, 3)
+    wait_for_size(master, trial, 4, 2)
+    log = log_of(master, trial)
+    assert (
+        log.count("the trial cannot go on with 3 slots, which counts as no restart and is not tried again")
+        == 1
+    )
+    assert "is one whose batch sizes do not fit 3 ranks" in log
+    (tmp_path / "slow").unlink()
+    wait_for_end(master, trial)
+    assert master.det("slot", "enable", agent, "3").returncode == 0
