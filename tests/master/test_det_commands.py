@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import warm_start
 import yaml
+from waiting import wait_for
 
 from dstrial.master.login import USERNAME
 from dstrial.testing.master import MasterForTest, master_for_test
@@ -57,7 +58,7 @@ class Det:
         self.context.mkdir()
         (self.context / "train.py").write_text(TRAIN)
         self.short = self.config("short", {"steps": 3, "sleep": 0.0})
-        self.long = self.config("long", {"steps": 600, "sleep": 0.1})
+        self.long = self.config("long", {"steps": 600, "sleep": 0.5})
 
     def config(self, name: str, hyperparameters: dict[str, object]) -> Path:
         given = {
@@ -74,6 +75,18 @@ class Det:
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         return self.master.det(*words, cwd=self.directory)
+
+    def program(self, source: str, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run a program that uses the SDK."""
+        path = self.directory / "uses_the_sdk.py"
+        path.write_text(source)
+        return warm_start.run_command(
+            [sys.executable, str(path), *words],
+            env=dict(self.master.env),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
     def type(self, text: str, *words: str) -> subprocess.CompletedProcess[str]:
         """Run a command that asks; without a terminal it takes even passwords from the standard input."""
@@ -106,10 +119,12 @@ class Det:
         return found
 
     def wait(self, experiment_id: int, *states: str) -> None:
-        give_up_at_s = time.monotonic() + 60
-        while self.experiment(experiment_id)["state"] not in [f"STATE_{state}" for state in states]:
-            assert time.monotonic() < give_up_at_s, self.experiment(experiment_id)
-            time.sleep(0.05)
+        client = self.master.client()
+
+        def found() -> str:
+            return str(client.get(f"/api/v1/experiments/{experiment_id}")["experiment"]["state"])
+
+        wait_for(lambda: found() in [f"STATE_{state}" for state in states], f"it is not {states}")
 
     def settle(self, experiment_id: int, state: str) -> None:
         """Wait until an experiment is in a state, and then a while for it to leave that state wrongly."""
@@ -129,18 +144,28 @@ def det(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Det]:
 
 
 @pytest.fixture(scope="module")
-def ended(det: Det) -> int:
-    """An experiment that has completed; it is only looked at."""
-    experiment_id = det.create(det.short, "-f")
+def followed(det: Det) -> str:
+    """What was printed of an experiment that was created and followed."""
+    return det.ok("e", "create", str(det.short), str(det.context), "-f")
+
+
+@pytest.fixture(scope="module")
+def ended(det: Det, followed: str) -> int:
+    """That experiment, which has completed; it is only looked at."""
+    experiment_id = int(re.findall(r"Created experiment (\d+)", followed)[0])
     det.wait(experiment_id, "COMPLETED")
     return experiment_id
 
 
-def test_create_follows_the_log_to_its_end(det: Det) -> None:
-    text = det.ok("e", "create", str(det.short), str(det.context), "-f")
+@pytest.fixture(scope="module")
+def paused(det: Det) -> int:
+    """An experiment that has never run."""
+    return det.create(det.long, "--paused")
 
-    assert "WARNING: batch 3" in text
-    assert "Trial log stream ended" in text
+
+def test_create_follows_the_log_to_its_end(followed: str) -> None:
+    assert "WARNING: batch 3" in followed
+    assert "Trial log stream ended" in followed
 
 
 def test_create_paused_config_and_include(det: Det) -> None:
@@ -316,14 +341,11 @@ def test_archive_unarchive_and_delete(det: Det) -> None:
         assert time.monotonic() < give_up_at_s
 
 
-def test_an_experiment_that_runs_cannot_be_archived_or_deleted(det: Det) -> None:
-    experiment_id = det.create(det.long, "--paused")
-
+def test_an_experiment_that_runs_cannot_be_archived_or_deleted(det: Det, paused: int) -> None:
     for verb in (["archive"], ["delete", "--yes"]):
-        done = det.run("e", *verb, str(experiment_id))
+        done = det.run("e", *verb, str(paused))
         assert done.returncode == 1
         assert "expected one that has ended" in done.stderr
-    det.ok("e", "kill", str(experiment_id))
 
 
 def test_continue_with_another_config(det: Det) -> None:
@@ -337,8 +359,8 @@ def test_continue_with_another_config(det: Det) -> None:
     assert trial["totalBatchesProcessed"] == 5
 
 
-def test_labels_and_settings(det: Det) -> None:
-    number = str(det.create(det.long, "--paused"))
+def test_labels_and_settings(det: Det, paused: int) -> None:
+    number = str(paused)
     det.ok("e", "label", "add", number, "mine")
     det.ok("e", "set", "name", number, "renamed")
     det.ok("e", "set", "description", number, "described")
@@ -355,7 +377,15 @@ def test_labels_and_settings(det: Det) -> None:
     assert config["checkpoint_storage"]["save_trial_latest"] == 3
     det.ok("e", "label", "remove", number, "mine")
     assert det.experiment(int(number))["labels"] == []
-    det.ok("e", "kill", number)
+
+
+def test_jobs_are_reordered(det: Det, paused: int) -> None:
+    job_id = str(det.experiment(paused)["jobId"])
+    det.ok("job", "update", job_id, "--priority", "3")
+    shown = det.experiment(paused)["config"]
+    assert isinstance(shown, dict)
+    assert shown["resources"]["priority"] == 3
+    det.ok("e", "kill", str(paused))
 
 
 def test_trials_and_checkpoints_of_an_experiment(det: Det, ended: int) -> None:
@@ -538,16 +568,6 @@ def test_slots_and_the_queue_decide_who_runs(det: Det) -> None:
         det.wait(experiment_id, "CANCELED")
 
 
-def test_jobs_are_reordered(det: Det) -> None:
-    experiment_id = det.create(det.long, "--paused")
-    job_id = str(det.experiment(experiment_id)["jobId"])
-    det.ok("job", "update", job_id, "--priority", "3")
-    shown = det.experiment(experiment_id)["config"]
-    assert isinstance(shown, dict)
-    assert shown["resources"]["priority"] == 3
-    det.ok("e", "kill", str(experiment_id))
-
-
 def test_task_logs(det: Det, ended: int) -> None:
     trial = det.master.client().get(f"/api/v1/trials/{det.trial(ended)}")["trial"]
 
@@ -587,9 +607,7 @@ print(len(experiment.list_checkpoints(max_results=1)), trial.state.value, experi
 experiment.add_label("sdk")
 print(sorted(client.get_experiment({ended}).labels))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=dict(det.master.env), capture_output=True, text=True, check=False
-    )
+    done = det.program(program)
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[1, 2, 3]", "1 STATE_COMPLETED STATE_COMPLETED", "['sdk']"]
@@ -648,15 +666,13 @@ except NotFoundException:
 def test_the_sdks_other_methods_work(det: Det) -> None:
     experiment_id = det.create(det.short, "-f")
     det.wait(experiment_id, "COMPLETED")
-    done = subprocess.run(
-        [sys.executable, "-c", SDK_PROGRAM, str(experiment_id), str(det.directory / "code")],
-        env=dict(det.master.env), capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = det.program(SDK_PROGRAM, str(experiment_id), str(det.directory / "code"))
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["done"]
 
 
+@pytest.mark.exhaustive("tests/master/lifecycle/test_several_ranks.py::test_a_script_runs_once_per_slot")
 def test_an_entrypoint_of_determineds_launcher_runs(det: Det) -> None:
     experiment_id = det.create(
         det.short, "--config", "entrypoint=python3 -m determined.launch.torch_distributed python3 train.py"

@@ -47,6 +47,10 @@ def test_a_script_runs_once_per_slot(shared_master: MasterForTest, entrypoint: s
     assert steps_of(shared_master, trials(shared_master, experiment_id)[0]["id"]) == [2]
     assert "[rank=0] || of 2" in text
     assert "[rank=1] || of 2" in text
+    of_rank = shared_master.det("e", "logs", str(experiment_id), "--rank-id", "0").stdout
+    assert "[rank=0] || of 2" in of_rank
+    assert "[rank=1]" not in of_rank
+    assert "Scheduling" not in of_rank
 
 
 @pytest.mark.parametrize("entrypoint", ENTRYPOINTS)
