@@ -1,11 +1,12 @@
-"""A master and a search on a small disk that becomes full to the last byte, in a mount namespace.
+"""A master and searches on a small disk that becomes full to the last byte, in a mount namespace.
 
-    unshare --mount python filling.py WORK WAY...
+    unshare --mount python filling.py WORK WAY,WAY... WAY...
 
-For each way the disk is filled while the search trains, and room is made again. Meanwhile: nothing (``wait``), the master is
-killed and started (``kill``), or it is ended by ``dstrial down --now`` (``down``), which loses lines that had no room.
+Each argument is a search. For each of its ways the disk is filled while the search trains, and room is made again. Meanwhile:
+nothing (``wait``), the master is killed and started (``kill``), or it is ended by ``dstrial down --now`` (``down``), which
+loses lines that had no room.
 
-The last line of the output is JSON: what was seen, and what is wrong when the search has ended.
+The last line of the output is JSON: of each search, what was seen, and what is wrong when it has ended.
 """
 
 from __future__ import annotations
@@ -36,30 +37,35 @@ SIZE_MIB = 64
 MAX_SUBMISSIONS = 2000
 
 
-def main(work: Path, ways: list[str]) -> None:
+def main(work: Path, searches: list[str]) -> None:
     disk = work / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE_MIB}m", "small", str(disk)], check=True)
-    journals = work / "journals"
-    for directory in (journals, disk / "tmp"):
-        directory.mkdir()
+    (disk / "tmp").mkdir()
     with master_for_test(disk, num_slots=4, env={"TMPDIR": str(disk / "tmp")}) as master:
-        experiment_id = chaos.submit(master, SEED, journals)
-        seen = [during_a_full_disk(master, disk / "filler", way) for way in ways]
-        chaos.wait(master, experiment_id)
-        wait_for(lambda: database_row(master) == "")
-        with chaos_checks.opened(master) as connection:
-            search = chaos_checks.search_of(connection, experiment_id)
-            problems = [
-                *chaos_checks.look_at_search(search, is_exact=True),
-                *chaos_checks.look_at_training(search, {chaos_train.NUM_STEPS}),
-                *([] if "down" in ways else chaos_checks.look_at_journals(search, journals, set())),
-                *chaos_checks.look_at_allocations(search),
-                *chaos_checks.look_around(master, connection),
-            ]
+        found = [search_on_a_full_disk(master, work, ways.split(",")) for ways in searches]
     subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    print(json.dumps(found))
+
+
+def search_on_a_full_disk(master: MasterForTest, work: Path, ways: list[str]) -> dict[str, object]:
+    journals = work / f"journals {ways}"
+    journals.mkdir()
+    experiment_id = chaos.submit(master, SEED, journals)
+    seen = [during_a_full_disk(master, work / "disk" / "filler", way) for way in ways]
+    chaos.wait(master, experiment_id)
+    wait_for(lambda: database_row(master) == "")
+    with chaos_checks.opened(master) as connection:
+        search = chaos_checks.search_of(connection, experiment_id)
+        problems = [
+            *chaos_checks.look_at_search(search, is_exact=True),
+            *chaos_checks.look_at_training(search, {chaos_train.NUM_STEPS}),
+            *([] if "down" in ways else chaos_checks.look_at_journals(search, journals, set())),
+            *chaos_checks.look_at_allocations(search),
+            *chaos_checks.look_around(master, connection),
+        ]
     restarts = sum(trial["restarts"] for trial in search.trials)
-    print(json.dumps({"seen": seen, "problems": problems, "restarts": restarts}))
+    return {"seen": seen, "problems": problems, "restarts": restarts}
 
 
 def during_a_full_disk(master: MasterForTest, filler: Path, way: str) -> dict[str, object]:

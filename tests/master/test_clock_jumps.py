@@ -7,6 +7,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from dstrial.testing.master import MasterForTest, master_for_test
 pytestmark = pytest.mark.process
 DAY_S = 86_400
 SILENCE_S = 20
+SECONDS = struct.Struct("<q")
 SOURCE = Path(__file__).with_name("shifted_clock.cpp")
 
 # Saves only when it is allowed to, after it was asked to stop.
@@ -32,7 +34,7 @@ import determined as det
 
 info = det.get_cluster_info()
 here = pathlib.Path(info.trial.hparams["here"])
-with det.core.init() as core:
+with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
     step = 0
     while not core.preempt.should_preempt():
         step += 1
@@ -72,25 +74,36 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def master_and_shift(
+    tmp_path_factory: pytest.TempPathFactory, library: Path
+) -> Iterator[tuple[MasterForTest, Path]]:
+    """A master whose clock, and that of all that it starts, is the machine's plus the seconds that a file says."""
+    directory = tmp_path_factory.mktemp("shifted")
+    path = directory / "shift"
+    path.write_bytes(SECONDS.pack(0))
+    settings = directory / "master.yaml"
+    settings.write_text(f"detached_timeout_s: {SILENCE_S}")
+    options = ("--config-file", str(settings))
+    with tempfile.TemporaryDirectory(prefix="short-", ignore_cleanup_errors=True) as short:
+        env = {"LD_PRELOAD": str(library), "SHIFTED_CLOCK": str(path), "TMPDIR": short}
+        with master_for_test(directory, num_slots=4, options=options, env=env) as master:
+            yield master, path
+
+
 @pytest.fixture
 def shifted(
-    tmp_path: Path, short_path: Path, library: Path
-) -> Iterator[tuple[MasterForTest, Callable[[int], None]]]:
-    """A master whose clock, and that of all that it starts, is the machine's plus some seconds; and what sets them."""
-    path = tmp_path / "shift"
+    master_and_shift: tuple[MasterForTest, Path],
+) -> tuple[MasterForTest, Callable[[int], None]]:
+    """The master, and what sets its clock to so many seconds from where it is at the beginning of the test."""
+    master, path = master_and_shift
+    (before,) = SECONDS.unpack(path.read_bytes())
 
     def shift(seconds: int) -> None:
-        with path.open("r+b" if path.exists() else "wb") as file:
-            file.write(struct.pack("<q", seconds))
+        with path.open("r+b") as file:
+            file.write(SECONDS.pack(before + seconds))
 
-    shift(0)
-    (tmp_path / "journals").mkdir()
-    settings = tmp_path / "master.yaml"
-    settings.write_text(f"detached_timeout_s: {SILENCE_S}")
-    env = {"LD_PRELOAD": str(library), "SHIFTED_CLOCK": str(path), "TMPDIR": str(short_path)}
-    options = ("--config-file", str(settings))
-    with master_for_test(tmp_path, num_slots=4, options=options, env=env) as master:
-        yield master, shift
+    return master, shift
 
 
 def num_reports(master: MasterForTest) -> int:
@@ -106,6 +119,7 @@ def test_a_search_under_a_clock_that_jumps_is_the_undisturbed_one(
     shifted: tuple[MasterForTest, Callable[[int], None]], tmp_path: Path
 ) -> None:
     master, shift = shifted
+    (tmp_path / "journals").mkdir()
     experiment_id = chaos.submit(master, 0, tmp_path / "journals")
     for seconds in (DAY_S, -DAY_S, 0, 2 * DAY_S):
         wait_for(functools.partial(has_reported, master, num_reports(master) + 6))
@@ -135,8 +149,9 @@ def test_a_jump_forwards_kills_no_trial_that_saves_what_it_was_asked_for(
     shifted: tuple[MasterForTest, Callable[[int], None]], tmp_path: Path
 ) -> None:
     master, shift = shifted
+    before = num_reports(master)
     experiment_id = submit(master, config(hyperparameters={"here": str(tmp_path)}), SLOW_TO_STOP)
-    wait_for(functools.partial(has_reported, master, 3))
+    wait_for(functools.partial(has_reported, master, before + 3))
     master.client().post(f"/api/v1/experiments/{experiment_id}/pause")
     wait_for((tmp_path / "asked").exists)
 
@@ -161,6 +176,7 @@ def test_a_jump_forwards_takes_no_detached_run_for_silent(
     shifted: tuple[MasterForTest, Callable[[int], None]], tmp_path: Path
 ) -> None:
     master, shift = shifted
+    before = num_reports(master)
     started_s = time.monotonic()
     script = subprocess.Popen(
         [sys.executable, "-c", DETACHED, str(tmp_path)], env=dict(master.env), cwd=tmp_path
@@ -168,7 +184,7 @@ def test_a_jump_forwards_takes_no_detached_run_for_silent(
     try:
         # A master looks for silent runs only when it is older than their time.
         wait_for(lambda: time.monotonic() > started_s + SILENCE_S + 2)
-        wait_for(functools.partial(has_reported, master, 3))
+        wait_for(functools.partial(has_reported, master, before + 3))
         (tmp_path / "quiet").touch()
         time.sleep(1.0)
         shift(DAY_S)
@@ -182,4 +198,5 @@ def test_a_jump_forwards_takes_no_detached_run_for_silent(
         script.wait()
 
     assert "detached runs are given up" not in master.state.log_path.read_text()
-    wait_until(master, 1, "COMPLETED")
+    [found] = master.client().get("/api/v1/experiments", name="by hand")["experiments"]
+    wait_until(master, found["id"], "COMPLETED")

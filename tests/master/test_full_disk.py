@@ -15,26 +15,28 @@ from namespaces import unshare
 PROGRAM = Path(__file__).with_name("filling.py")
 
 
-def fill(tmp_path: Path, *ways: str) -> dict[str, Any]:
-    """Run the program in a mount namespace, and return what it has found."""
-    probe = f"mkdir {tmp_path}/probe; mount -t tmpfs -o size=1m small {tmp_path}/probe"
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Run the program in a mount namespace, and return what it has found of each of two searches."""
+    probed = tmp_path_factory.mktemp("probed")
+    probe = f"mkdir {probed}/probe; mount -t tmpfs -o size=1m small {probed}/probe"
     in_namespace = unshare("--mount", probe=probe)
     # Determined's ranks meet at sockets in the temporary directory, whose paths have at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="full-") as work:
         ended = subprocess.run(
-            [*in_namespace, sys.executable, str(PROGRAM), work, *ways],
+            [*in_namespace, sys.executable, str(PROGRAM), work, "wait,kill", "down"],
             capture_output=True, text=True, timeout=280, check=False,
         )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    found: list[dict[str, Any]] = json.loads(ended.stdout.splitlines()[-1])
     return found
 
 
 @pytest.mark.process
 def test_a_search_on_a_disk_that_is_full_twice_loses_nothing_and_status_says_why_it_waits(
-    tmp_path: Path,
+    filled: list[dict[str, Any]],
 ) -> None:
-    found = fill(tmp_path, "wait", "kill")
+    found, _ = filled
 
     assert found["problems"] == []
     for seen in found["seen"]:
@@ -50,8 +52,10 @@ def test_a_search_on_a_disk_that_is_full_twice_loses_nothing_and_status_says_why
 
 
 @pytest.mark.process
-def test_down_ends_what_runs_though_the_disk_is_full_and_no_restart_is_counted(tmp_path: Path) -> None:
-    found = fill(tmp_path, "down")
+def test_down_ends_what_runs_though_the_disk_is_full_and_no_restart_is_counted(
+    filled: list[dict[str, Any]],
+) -> None:
+    _, found = filled
 
     [seen] = found["seen"]
     assert (seen["code"], seen["living"], seen["lost"]) == (0, [], [])
