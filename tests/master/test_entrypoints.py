@@ -96,6 +96,7 @@ def test_a_dstrial_trial_runs_on_two_slots(
     assert re.search(r"\[rank=1\].* here 1$", printed, re.MULTILINE)
 
 
+@pytest.mark.exhaustive("[model_def:MyTrial-1]")
 @pytest.mark.parametrize(
     ("entrypoint", "num_slots"),
     [
