@@ -10,7 +10,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,19 +65,19 @@ def end(master: MasterForTest, experiment_id: int, state: str = "COMPLETED") -> 
     return log_of(master, experiment_id)
 
 
-def until_forks(begin_one: Callable[[], int], master: MasterForTest) -> None:
-    """Run trials of a kind until two in a row are forks: nothing more of what they import is to be imported ahead."""
-    give_up_at_s = time.monotonic() + DEADLINE_S
-    in_a_row = 0
-    while in_a_row < 2:
-        assert time.monotonic() < give_up_at_s, "trials do not become forks"
-        is_fork = "started as a fork" in end(master, begin_one())
-        in_a_row = in_a_row + 1 if is_fork else 0
+def until_ready(master: MasterForTest) -> int:
+    """Return the pid of the master's server once it has imported all: the next trial is a fork."""
+    if not servers_of(master):
+        # Any trial of a launcher has a server started, also one that does nothing.
+        end(master, submit(master, config("python3 -m dstrial.launch --help")))
+    wait_for(lambda: servers_of(master, "(imported ahead)"), "no server", deadline_s=DEADLINE_S)
+    (server,) = servers_of(master)
+    return server
 
 
 def begin_forked(master: MasterForTest, steps: int, sleep_s: float) -> tuple[int, int]:
     """Start a trial that is a fork; return the ids of its experiment and of itself once it has reported."""
-    until_forks(lambda: begin(master), master)
+    until_ready(master)
     experiment_id = begin(master, steps, sleep_s)
     wait_for(lambda: trials(master, experiment_id), "there is no trial", deadline_s=DEADLINE_S)
     (trial,) = trials(master, experiment_id)
@@ -206,8 +206,7 @@ def test_a_search_of_forks_trains_what_new_processes_train(master: MasterForTest
     first = end(master, submit_small(master, small()))
     assert "started as a fork" in first, "of what its launcher has import beside itself"
     assert "not as a fork" not in first
-    wait_for(lambda: servers_of(master, "(imported ahead)"), "no server", deadline_s=DEADLINE_S)
-    until_forks(lambda: submit_small(master, small()), master)
+    until_ready(master)
     warm = submit_small(master, small(searcher=search))
     text = end(master, warm)
 
@@ -224,34 +223,9 @@ def test_a_search_of_forks_trains_what_new_processes_train(master: MasterForTest
     assert "started as a new process" in again
 
 
-def test_a_forked_trial_that_is_paused_goes_on_as_if_it_had_not_been(master: MasterForTest) -> None:
-    given = {"searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": 9}}}
-    until_forks(lambda: submit_small(master, small()), master)
-    whole = submit_small(master, small(**given))
-    text = end(master, whole)
-    assert "started as a fork" in text
-    paused = submit_small(master, small(**given, hyperparameters={"batch_sleep_s": 0.5}))
-    wait_for(lambda: trials(master, paused), "there is no trial", deadline_s=DEADLINE_S)
-    (trial,) = trials(master, paused)
-    wait_for(lambda: len(steps_of(master, trial["id"])) >= 2, "it does not report", deadline_s=DEADLINE_S)
-
-    master.client().post(f"/api/v1/experiments/{paused}/pause")
-    wait_for(
-        lambda: trials(master, paused)[0]["state"] == "STATE_PAUSED",
-        "it is not paused",
-        deadline_s=DEADLINE_S,
-    )
-    assert len(steps_of(master, trial["id"])) < 9
-    master.client().post(f"/api/v1/experiments/{paused}/activate")
-
-    text = end(master, paused)
-    assert text.count("started as a fork") == 2
-    assert list(reports_of(master, paused).values()) == list(reports_of(master, whole).values())
-
-
 def test_modules_of_a_user_are_never_imported_ahead(master: MasterForTest) -> None:
-    until_forks(lambda: begin(master), master)
-    for word in ("first", "second", "third"):
+    until_ready(master)
+    for word in ("first", "second"):
         given = light(hyperparameters={"steps": 1})
         contents = {
             "train.py": f"import helper\nprint('it says', helper.WORD)\n{LIGHT}",
@@ -274,85 +248,36 @@ def test_modules_of_a_user_are_never_imported_ahead(master: MasterForTest) -> No
         assert f"it says {word}" in text
 
 
-def test_one_trial_after_the_other_is_a_fork_whatever_it_imports(tmp_path: Path) -> None:
+def test_one_trial_after_the_other_is_a_fork_whatever_it_imports_and_goes_on_after_a_pause(
+    master: MasterForTest,
+) -> None:
     """Each is an experiment of its own, for which the server could not stay if it learned what one imports."""
+    given = {"searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": 9}}}
+    imports = "import sklearn.datasets\n"
+    server = until_ready(master)
+    (before,) = shown_servers(master.state.path)
+    whole = submit_small(master, small(**given), imports)
+    text = end(master, whole)
+    assert "started as a fork" in text
+    paused = submit_small(master, small(**given, hyperparameters={"batch_sleep_s": 0.5}), imports)
+    wait_for(lambda: trials(master, paused), "there is no trial", deadline_s=DEADLINE_S)
+    (trial,) = trials(master, paused)
+    wait_for(lambda: len(steps_of(master, trial["id"])) >= 2, "it does not report", deadline_s=DEADLINE_S)
 
-    def train(master: MasterForTest) -> None:
-        end(master, submit_small(master, small(), "import sklearn.datasets\n"))
+    master.client().post(f"/api/v1/experiments/{paused}/pause")
+    wait_for(
+        lambda: trials(master, paused)[0]["state"] == "STATE_PAUSED",
+        "it is not paused",
+        deadline_s=DEADLINE_S,
+    )
+    assert len(steps_of(master, trial["id"])) < 9
+    master.client().post(f"/api/v1/experiments/{paused}/activate")
 
-    with master_for_test(tmp_path, num_slots=1, env={SHARED_VARIABLE: ""}) as master:
-        train(master)
-        wait_for(lambda: servers_of(master, "(imported ahead)"), "no server", deadline_s=DEADLINE_S)
-        for _ in range(3):
-            train(master)
-        (shown,) = shown_servers(master.state.path)
-        assert shown.num_forks == 3
-
-
-def test_a_trial_outlives_the_server_that_forked_it_and_the_next_one_has_a_new_server(
-    master: MasterForTest,
-) -> None:
-    experiment_id, trial_id = begin_forked(master, steps=12, sleep_s=0.3)
-    (server,) = servers_of(master)
-
-    os.kill(server, signal.SIGKILL)
-
-    assert end(master, experiment_id).count("started as") == 1
-    assert steps_of(master, trial_id) == list(range(1, 13))
-    text = end(master, begin(master))
-    assert "started as a new process" in text
-    assert "the trial starts as a new process, not as a fork" in text
-    until_forks(lambda: begin(master), master)
-    (new,) = servers_of(master)
-    assert new != server
-
-
-def test_a_server_that_is_killed_in_the_middle_of_forks_neither_loses_nor_doubles_a_trial(
-    master: MasterForTest,
-) -> None:
-    chance = random.Random(5)
-    begun = []
-    for _ in range(3):
-        until_forks(lambda: begin(master), master)
-        (server,) = servers_of(master)
-        begun += [begin(master, steps=3) for _ in range(4)]
-        time.sleep(chance.uniform(0.0, 0.2))
-        os.kill(server, signal.SIGKILL)
-        for experiment_id in begun[-4:]:
-            wait_until(master, experiment_id, "COMPLETED", deadline_s=DEADLINE_S)
-    for experiment_id in begun:
-        (trial,) = trials(master, experiment_id)
-        assert steps_of(master, trial["id"]) == [1, 2, 3]
-        assert trial["restarts"] == 0
-        text = log_of(master, experiment_id)
-        assert text.count("started as") == 1, text
-        assert text.count("finished at 3") == 1, text
-
-
-def test_a_server_that_is_stopped_is_ended_and_the_trial_is_a_new_process(master: MasterForTest) -> None:
-    until_forks(lambda: begin(master), master)
-    (server,) = servers_of(master)
-    os.kill(server, signal.SIGSTOP)
-
-    text = end(master, begin(master))
-
-    assert "started as a new process" in text
-    assert "not as a fork: it is stopped (SIGSTOP)" in text
-    assert not lives(server)
-
-
-def test_a_forked_trial_outlives_the_master_and_the_server_does_not(master: MasterForTest) -> None:
-    experiment_id, trial_id = begin_forked(master, steps=30, sleep_s=0.3)
-    (server,) = servers_of(master)
-
-    master.kill()
-    wait_for(lambda: not lives(server), "the server outlives its master")
-    master.up()
-
-    text = end(master, experiment_id)
-    assert text.count("started as") == 1
-    assert steps_of(master, trial_id) == list(range(1, 31))
-    assert trials(master, experiment_id)[0]["restarts"] == 0
+    text = end(master, paused)
+    assert text.count("started as a fork") == 2
+    assert list(reports_of(master, paused).values()) == list(reports_of(master, whole).values())
+    (shown,) = shown_servers(master.state.path)
+    assert (shown.pid, shown.num_forks - before.num_forks) == (server, 3)
 
 
 @pytest.mark.parametrize("is_supervisor_killed", [False, True], ids=["by its supervisor", "by the marker"])
@@ -375,6 +300,67 @@ def test_a_forked_trial_that_is_killed_leaves_no_process(
     while trials(master, experiment_id)[0]["state"] not in ("STATE_CANCELED", "STATE_ERROR"):
         assert time.monotonic() < give_up_at_s, trials(master, experiment_id)[0]["state"]
         time.sleep(0.1)
+
+
+def test_a_trial_outlives_the_server_that_forked_it_and_the_next_one_has_a_new_server(
+    master: MasterForTest,
+) -> None:
+    experiment_id, trial_id = begin_forked(master, steps=12, sleep_s=0.3)
+    (server,) = servers_of(master)
+
+    os.kill(server, signal.SIGKILL)
+
+    assert end(master, experiment_id).count("started as") == 1
+    assert steps_of(master, trial_id) == list(range(1, 13))
+    text = end(master, begin(master))
+    assert "started as a new process" in text
+    assert "the trial starts as a new process, not as a fork" in text
+    assert until_ready(master) != server
+    assert "started as a fork" in end(master, begin(master))
+
+
+@pytest.mark.exhaustive("[5]")
+@pytest.mark.parametrize("seed", [5, 6, 7])
+def test_a_server_that_is_killed_in_the_middle_of_forks_neither_loses_nor_doubles_a_trial(
+    master: MasterForTest, seed: int
+) -> None:
+    server = until_ready(master)
+    begun = [begin(master, steps=3) for _ in range(4)]
+    time.sleep(random.Random(seed).uniform(0.0, 0.2))
+    os.kill(server, signal.SIGKILL)
+    for experiment_id in begun:
+        wait_until(master, experiment_id, "COMPLETED", deadline_s=DEADLINE_S)
+        (trial,) = trials(master, experiment_id)
+        assert steps_of(master, trial["id"]) == [1, 2, 3]
+        assert trial["restarts"] == 0
+        text = log_of(master, experiment_id)
+        assert text.count("started as") == 1, text
+        assert text.count("finished at 3") == 1, text
+
+
+def test_a_server_that_is_stopped_is_ended_and_the_trial_is_a_new_process(master: MasterForTest) -> None:
+    server = until_ready(master)
+    os.kill(server, signal.SIGSTOP)
+
+    text = end(master, begin(master))
+
+    assert "started as a new process" in text
+    assert "not as a fork: it is stopped (SIGSTOP)" in text
+    assert not lives(server)
+
+
+def test_a_forked_trial_outlives_the_master_and_the_server_does_not(master: MasterForTest) -> None:
+    experiment_id, trial_id = begin_forked(master, steps=30, sleep_s=0.3)
+    (server,) = servers_of(master)
+
+    master.kill()
+    wait_for(lambda: not lives(server), "the server outlives its master")
+    master.up()
+
+    text = end(master, experiment_id)
+    assert text.count("started as") == 1
+    assert steps_of(master, trial_id) == list(range(1, 31))
+    assert trials(master, experiment_id)[0]["restarts"] == 0
 
 
 def test_no_process_is_left_when_the_master_goes_down(master: MasterForTest) -> None:
@@ -405,12 +391,11 @@ def test_a_server_that_is_not_needed_ends_and_a_master_without_has_none(tmp_path
         master.kill()
         settings.write_text("warm: false\n")
         master.up()
-        for _ in range(2):
-            experiment_id = begin(master)
-            while not end_or_none(master, experiment_id):
-                assert not servers_of(master)
-                time.sleep(0.1)
-            assert "started as a new process" in log_of(master, experiment_id)
+        experiment_id = begin(master)
+        while not end_or_none(master, experiment_id):
+            assert not servers_of(master)
+            time.sleep(0.1)
+        assert "started as a new process" in log_of(master, experiment_id)
 
 
 def end_or_none(master: MasterForTest, experiment_id: int) -> bool:
@@ -432,43 +417,11 @@ def test_a_server_whose_imports_start_a_thread_forks_nothing(tmp_path: Path) -> 
         server.close()
 
 
-def test_what_starts_a_thread_is_not_imported_ahead_again(tmp_path: Path) -> None:
+def test_what_trials_import_is_imported_ahead_for_their_experiment_only_and_not_again_if_it_starts_a_thread(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "starts_a_thread.py").write_text(STARTS_A_THREAD)
-    directory = tmp_path / "allocation"
-    directory.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    spec = {
-        "forkable": ["-m", "dstrial.launch"],
-        "has_siblings": True,
-        "environment": environment,
-        "python": sys.executable,
-    }
-    servers = ForkServers(ForkSettings(), tmp_path / "log")
-
-    def start() -> None:
-        assert servers.start_supervisor(directory, spec, 2, print) == (None, "")
-
-    def state() -> str | None:
-        servers.look(is_busy=True)
-        found = shown_servers(tmp_path)
-        return found[0].state if found else None
-
-    try:
-        start()
-        wait_for(lambda: state() == "ready", "it is never ready", deadline_s=DEADLINE_S)
-        (directory / IMPORTED_NAME).write_text(json.dumps(["starts_a_thread", "colorsys"]))
-        wait_for(lambda: state() is None, "it is not given up", deadline_s=DEADLINE_S)
-
-        start()
-        wait_for(lambda: state() == "ready", "there is no new one", deadline_s=DEADLINE_S)
-        for _ in range(5):
-            assert state() == "ready"
-    finally:
-        servers.close()
-
-
-def test_what_trials_of_one_experiment_import_is_imported_ahead_for_no_other_one(tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     servers = ForkServers(ForkSettings(), tmp_path / "log")
 
     def start(experiment: str) -> Path:
@@ -497,9 +450,16 @@ def test_what_trials_of_one_experiment_import_is_imported_ahead_for_no_other_one
         wait_for(lambda: not pids(), "it imports nothing more", deadline_s=DEADLINE_S)
         wait_for(lambda: bool(pids()), "it is not ready again", deadline_s=DEADLINE_S)
 
-        start("2")
+        directory = start("2")
         wait_for(lambda: len(pids()) == 2, "the other experiment has no server", deadline_s=DEADLINE_S)
         assert pids()[0] == of_first
+        (directory / IMPORTED_NAME).write_text(json.dumps(["starts_a_thread", "colorsys"]))
+        wait_for(lambda: pids() == [of_first], "it is not given up", deadline_s=DEADLINE_S)
+
+        start("2")
+        wait_for(lambda: len(pids()) == 2, "there is no new one", deadline_s=DEADLINE_S)
+        for _ in range(5):
+            assert len(pids()) == 2
     finally:
         servers.close()
     assert not shown_servers(tmp_path)
