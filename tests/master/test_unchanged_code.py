@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_start
 from submitting import config, log_of, steps_of, submit, trials, wait_until
 
 from dstrial.dsat.predictor.dry_run_requests import describe, trial_request
@@ -32,6 +31,9 @@ from determined.pytorch.deepspeed import (
     DeepSpeedTrialContext,
     overwrite_deepspeed_config,
 )
+
+
+SPAWNED = {"num_workers": 1, "multiprocessing_context": "spawn"}  # which imports this file anew
 
 
 class DigitsTrial(DeepSpeedTrial):
@@ -77,8 +79,7 @@ class DigitsTrial(DeepSpeedTrial):
             self._data(0, 1400),
             batch_size=self.context.train_micro_batch_size_per_gpu,
             shuffle=True,
-            num_workers=1,
-            multiprocessing_context="spawn",  # which imports this file anew
+            **(SPAWNED if self.context.distributed.rank == 0 else {}),
         )
 
     def build_validation_data_loader(self) -> Any:
@@ -150,8 +151,10 @@ ENTRYPOINTS: list[Any] = [
 ]
 
 
-def write_model_definition(directory: Path) -> None:
-    (directory / "model_def.py").write_text(MODEL_DEF)
+def write_model_definition(directory: Path, *, spawns: bool = True) -> None:
+    """Write the files; without ``spawns`` the loader has no process of its own, which takes seconds and a guarded script."""
+    workers = "**(SPAWNED if self.context.distributed.rank == 0 else {}),"
+    (directory / "model_def.py").write_text(MODEL_DEF if spawns else MODEL_DEF.replace(workers, ""))
     (directory / "train.py").write_text(TRAINER_SCRIPT)
     (directory / "train.sh").write_text("set -e\npython3 -m determined.launch.deepspeed python3 train.py\n")
     (directory / "ds_config.json").write_text(DS_CONFIG)
@@ -165,7 +168,7 @@ def write_model_definition(directory: Path) -> None:
 def test_an_old_trial_file_and_its_old_yaml_train_as_they_are(
     shared_master: MasterForTest, tmp_path: Path, entrypoint: Any
 ) -> None:
-    write_model_definition(tmp_path)
+    write_model_definition(tmp_path, spawns=entrypoint != "model_def:DigitsTrial")
     changes = () if entrypoint is None else ("--config", f"entrypoint={entrypoint}")
     created = shared_master.det(
         "e", "create", str(tmp_path / "exp.yaml"), str(tmp_path), *changes, "-f", deadline_s=240
@@ -194,24 +197,16 @@ def test_the_same_file_trains_under_the_launcher_without_a_master(
         with (tmp_path / "exp.yaml").open("a") as file:
             file.write("data: {dstrial: {determined_imports: false}}\n")
     words = [
-        "-m",
         "dstrial.launch",
         "--slots",
-        "2",
+        "1" if is_switched_off else "2",
         "--config",
         "exp.yaml",
         "--trial",
         "model_def:DigitsTrial",
     ]
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=tmp_path,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    done = warm_start.run(words, cwd=tmp_path, env=environment, timeout=280)
 
     printed = done.stdout + done.stderr
     if is_switched_off:
@@ -243,22 +238,11 @@ with det_ds.init(hparams=hparams) as context:
 
 
 def test_a_script_that_makes_its_own_controller_trains(tmp_path: Path) -> None:
-    write_model_definition(tmp_path)
-    # Loaders of the model definition are spawned, which needs a script with a guard; this one has none.
-    source = (tmp_path / "model_def.py").read_text()
-    (tmp_path / "model_def.py").write_text(
-        source.replace("num_workers=1", "num_workers=0").replace('"spawn"', "None")
-    )
+    write_model_definition(tmp_path, spawns=False)
     (tmp_path / "own.py").write_text(CONTROLLER_SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-m", "dstrial.launch", "--slots", "1", "own.py"],
-        cwd=tmp_path,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    words = ["dstrial.launch", "--slots", "1", "own.py"]
+    done = warm_start.run(words, cwd=tmp_path, env=environment, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "trained 4" in done.stdout
 
@@ -289,6 +273,7 @@ with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
 """
 
 
+@pytest.mark.exhaustive("[by the config]")
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -302,6 +287,7 @@ with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
             "whose determined.pytorch.deepspeed._trainer determined.pytorch",
         ),
     ],
+    ids=["without", "by the config", "by a variable"],
 )
 def test_the_switch_restores_determined_in_an_allocation(
     shared_master: MasterForTest, changes: dict[str, Any], expected: str
