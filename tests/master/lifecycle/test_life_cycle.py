@@ -141,7 +141,7 @@ def test_a_trial_with_invalid_hyperparameters_is_replaced(master: MasterForTest)
     given = config(
         searcher=searcher,
         hyperparameters={"invalid": {"type": "categorical", "vals": [True, False]}, "steps": 1},
-        reproducibility={"experiment_seed": 3},
+        reproducibility={"experiment_seed": 4},
     )
     experiment_id = submit(master, given)
 
