@@ -164,7 +164,7 @@ def test_two_trials_at_once_share_an_environment_that_one_of_them_makes(
     waits += f"while not pathlib.Path({str(may_go_on)!r}).exists(): time.sleep(0.02)"
     links = tmp_path / "links"
     links.mkdir()
-    source_distribution(links, "slowdep", "1.0", setup_lines=waits)
+    source_distribution(links, "slowdep", "1.0", build_lines=waits)
     both = given(
         f"PIP_FIND_LINKS={links}",
         "SHOWN=slowdep",
@@ -405,7 +405,7 @@ def test_an_environment_whose_making_was_killed_is_left_alone_and_made_anew(
     hangs += f"while pathlib.Path({str(is_first)!r}).exists(): time.sleep(0.02)"
     links = tmp_path / "links"
     links.mkdir()
-    source_distribution(links, "hangdep", "1.0", setup_lines=hangs)
+    source_distribution(links, "hangdep", "1.0", build_lines=hangs)
     settings = given(f"PIP_FIND_LINKS={links}", "SHOWN=hangdep")
     hook = "pip install --no-build-isolation hangdep\n"
 
