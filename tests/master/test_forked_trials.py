@@ -37,6 +37,8 @@ _variables = pathlib.Path("/proc/self/environ").read_bytes().split(b"\\0")
 print("started as", "a new process" if any(one.startswith(b"RANK=") for one in _variables) else "a fork")
 """
 LIGHT = SAY + TRAIN
+NOTHING = "python3 -m dstrial.launch --help"
+"""An entrypoint for which a server is started, as for any launcher, and which imports next to nothing itself."""
 STARTS_A_THREAD = (
     "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
 )
@@ -68,8 +70,7 @@ def end(master: MasterForTest, experiment_id: int, state: str = "COMPLETED") -> 
 def until_ready(master: MasterForTest) -> int:
     """Return the pid of the master's server once it has imported all: the next trial is a fork."""
     if not servers_of(master):
-        # Any trial of a launcher has a server started, also one that does nothing.
-        end(master, submit(master, config("python3 -m dstrial.launch --help")))
+        end(master, submit(master, config(NOTHING)))
     wait_for(lambda: servers_of(master, "(imported ahead)"), "no server", deadline_s=DEADLINE_S)
     (server,) = servers_of(master)
     return server
@@ -381,10 +382,11 @@ def test_a_server_that_is_not_needed_ends_and_a_master_without_has_none(tmp_path
     settings.write_text("warm_idle_timeout: 1\n")
     options = ("--config-file", str(settings))
     with master_for_test(tmp_path, num_slots=1, options=options, env={SHARED_VARIABLE: ""}) as master:
-        experiment_id = begin(master, steps=4, sleep_s=0.5)
-        wait_for(lambda: servers_of(master), "no server is started", deadline_s=DEADLINE_S)
+        needs_one, needs_none = submit(master, config(NOTHING)), submit(master, config("sleep 600"))
+        end(master, needs_one)
+        wait_for(lambda: servers_of(master, "(imported ahead)"), "no server", deadline_s=DEADLINE_S)
         (server,) = servers_of(master)
-        end(master, experiment_id)
+        master.client().post(f"/api/v1/experiments/{needs_none}/kill")
         wait_for(lambda: not lives(server), "a server that is not needed is kept")
         assert not servers_of(master)
 
