@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from dry_run_child import fork_server, measured
 
 from dstrial.engine.dryrun.process import DryRunError, dry_run, dry_runs
 from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult
 
 pytestmark = pytest.mark.process
 
+DEADLINE_S = 60.0
 NUM_PARAMETERS = 4 * (64 * 64 + 64)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _fork_server() -> Iterator[None]:
-    with fork_server():
-        yield
+_FOUND: dict[str, DryRunResult] = {}
 
 
 def request(stage: int = 0, world_size: int = 8, kind: str = "plain", **more: Any) -> DryRunRequest:
@@ -45,6 +42,14 @@ def request(stage: int = 0, world_size: int = 8, kind: str = "plain", **more: An
         module_paths=(str(Path(__file__).parent),),
         **more,
     )
+
+
+def measured(asked: DryRunRequest) -> DryRunResult:
+    """Return what one dry run by itself finds, which several tests compare with others."""
+    key = json.dumps(asked.to_json(), sort_keys=True)
+    if key not in _FOUND:
+        _FOUND[key] = dry_run(asked, deadline_s=DEADLINE_S)
+    return _FOUND[key]
 
 
 @pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 1), (2, 4), (3, 4)])
