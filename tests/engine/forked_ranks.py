@@ -1,7 +1,7 @@
 """Start the ranks of a test by forking one process that has already imported DeepSpeed.
 
 Importing torch and DeepSpeed costs seconds per process; a fork costs milliseconds. Run as a program
-(``python -m forked_ranks MODULE ARGUMENT SCRATCH``), it imports MODULE and writes down what its
+(``python forked_ranks.py MODULE ARGUMENT SCRATCH FOLDERS...``), a fork itself, it imports MODULE and writes down what its
 ``main(fork_ranks, argument)`` yields; every ``fork_ranks`` call is a fresh set of processes.
 """
 
@@ -42,6 +42,8 @@ class RunningProgram:
     def __init__(
         self, module: str, argument: dict[str, Any], scratch: pathlib.Path, *folders: pathlib.Path
     ) -> None:
+        import warm_start  # the program itself does not find it
+
         self._scratch = scratch
         self._log = (scratch / "program.log").open("w")
         env = {
@@ -49,11 +51,9 @@ class RunningProgram:
             "OMP_NUM_THREADS": "1",
             "DS_ACCELERATOR": "cpu",
             "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": os.pathsep.join(map(str, (pathlib.Path(__file__).parent, *folders))),
-            "PYTHONWARNINGS": "ignore",
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "forked_ranks", module, json.dumps(argument), str(scratch)],
+        self._process = warm_start.Popen(
+            [sys.executable, __file__, module, json.dumps(argument), str(scratch), *map(str, folders)],
             env=env,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -162,6 +162,8 @@ def _write(path: pathlib.Path, value: Any) -> None:
 
 
 if __name__ == "__main__":
+    sys.path[1:1] = sys.argv[4:]
+    warnings.simplefilter("ignore")
     warnings.filterwarnings("error", module=r"dstrial(\.|$)")  # as pyproject.toml has it for tests
     for ahead in IMPORTED_AHEAD:
         importlib.import_module(ahead)
