@@ -1,13 +1,16 @@
-"""Train tiny models in this process, with torch's compiler kept out or as torch has it; see ``test_compiler``.
+"""Train tiny models in a process each, with torch's compiler kept out or as torch has it; see ``test_compiler``.
 
-``compiler_program.py CASE kept|usual`` prints JSON.
+For every line ``CASE kept|usual FILE`` that it reads, a fork of what has imported torch and DeepSpeed, and nothing else, trains
+and writes JSON; its exit status is printed.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pathlib
 import sys
+import traceback
 from typing import Any
 
 import small_models
@@ -140,11 +143,8 @@ def muon() -> dict[str, Any]:
     return {"losses": train(engine_of(config, Matrices())), **_counts()}
 
 
-def main(case: str, way: str) -> None:
-    import deepspeed
-
-    from dstrial.ranks.process_group import without_compiled_collectives
-
+def main(case: str, way: str, file: str) -> None:
+    torch.set_num_threads(1)
     found: dict[str, Any] = {"comes_with_deepspeed": "torch._dynamo" in sys.modules}
     if way == "kept":
         from dstrial.engine.deepspeed_internals.compiler import keep_compiler_out
@@ -158,11 +158,31 @@ def main(case: str, way: str) -> None:
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
     found["case"] = globals()[case]()
     found["loaded"] = _loaded()
-    print(json.dumps(found))
+    pathlib.Path(file).write_text(json.dumps(found))
     # Threads of gloo that still run when Python ends have ended it with "terminate called".
     torch.distributed.destroy_process_group()
 
 
+def fork(words: list[str]) -> int:
+    """Have it done as a process of its own, and return its exit status."""
+    if pid := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    status = 1
+    try:
+        main(*words)
+        status = 0
+    except BaseException:  # noqa: BLE001  # whatever it is, this process must not go on as its parent
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(*sys.argv[1:])
+    import deepspeed
+
+    from dstrial.ranks.process_group import without_compiled_collectives
+
+    results = os.dup(1)
+    os.dup2(2, 1)  # DeepSpeed prints, too
+    for line in sys.stdin:
+        os.write(results, f"{fork(line.split())}\n".encode())

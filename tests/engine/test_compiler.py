@@ -1,6 +1,7 @@
 """torch's compiler stays out of processes that compile nothing, and is torch's own for those that do.
 
-Every case is trained twice in a new process each, with and without ``keep_compiler_out``, and must come to the same bits.
+Every case is trained twice, with and without ``keep_compiler_out``, each time in a process that has trained nothing before, and
+must come to the same bits.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +22,51 @@ import torch
 from dstrial.engine.deepspeed_internals import compiler
 
 PROGRAM = Path(__file__).with_name("compiler_program.py")
+Trained = Callable[[str], tuple[dict[str, Any], dict[str, Any]]]
 
 
-def trained(case: str, way: str) -> dict[str, Any]:
-    ended = subprocess.run(
-        [sys.executable, str(PROGRAM), case, way],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+@pytest.fixture(scope="module")
+def trained_twice(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    """What trains a case in both ways, each as a fork of one new process that has imported torch and DeepSpeed."""
+    scratch = tmp_path_factory.mktemp("compiler")
+    log = scratch / "log"
 
+    def trained(case: str, way: str) -> dict[str, Any]:
+        file = scratch / f"{case}-{way}.json"
+        assert program.stdin is not None
+        assert program.stdout is not None
+        program.stdin.write(f"{case} {way} {file}\n")
+        program.stdin.flush()
+        assert program.stdout.readline() == "0\n", log.read_text()[-4000:]
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
 
-def trained_twice(case: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    kept, usual = trained(case, "kept"), trained(case, "usual")
-    if kept["comes_with_deepspeed"]:
-        pytest.skip("this DeepSpeed loads torch's compiler when it is imported")
-    return kept, usual
+    def twice(case: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        kept, usual = trained(case, "kept"), trained(case, "usual")
+        if kept["comes_with_deepspeed"]:
+            pytest.skip("this DeepSpeed loads torch's compiler when it is imported")
+        return kept, usual
+
+    with (
+        log.open("w") as output,
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            text=True,
+        ) as program,
+    ):
+        try:
+            yield twice
+        finally:
+            program.kill()
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("case", ["every_stage", "checkpointed"])
-def test_training_without_the_compiler_comes_to_the_same_bits(case: str) -> None:
+def test_training_without_the_compiler_comes_to_the_same_bits(trained_twice: Trained, case: str) -> None:
     kept, usual = trained_twice(case)
     assert kept["loaded"] == []
     assert usual["loaded"] == ["networkx", "torch._dynamo", "torch._inductor"]  # else this tests nothing
@@ -53,7 +74,7 @@ def test_training_without_the_compiler_comes_to_the_same_bits(case: str) -> None
 
 
 @pytest.mark.process
-def test_a_user_who_compiles_gets_the_same_graphs_and_bits() -> None:
+def test_a_user_who_compiles_gets_the_same_graphs_and_bits(trained_twice: Trained) -> None:
     kept, usual = trained_twice("compiled_model")
     assert (kept["case"].pop("loaded before"), "torch._dynamo" in kept["loaded"]) == ([], True)
     assert usual["case"].pop("loaded before") != []
@@ -65,7 +86,7 @@ def test_a_user_who_compiles_gets_the_same_graphs_and_bits() -> None:
     "tests/engine/test_compiler.py::test_a_user_who_compiles_gets_the_same_graphs_and_bits"
 )
 @pytest.mark.process
-def test_an_engine_that_is_compiled_after_a_while_trains_the_same() -> None:
+def test_an_engine_that_is_compiled_after_a_while_trains_the_same(trained_twice: Trained) -> None:
     kept, usual = trained_twice("compiled_engine")
     # ZeRO 3's hooks break the graph as DeepSpeed's own lazily disabled functions do, under another reason.
     assert kept["case"].pop("breaks")
@@ -74,8 +95,11 @@ def test_an_engine_that_is_compiled_after_a_while_trains_the_same() -> None:
     assert kept["case"] == usual["case"]
 
 
+@pytest.mark.exhaustive(
+    "tests/engine/test_compiler.py::test_what_is_compiled_when_called_is_compiled_once_and_as_the_user_asked"
+)
 @pytest.mark.process
-def test_muon_is_compiled_at_its_first_call() -> None:
+def test_muon_is_compiled_at_its_first_call(trained_twice: Trained) -> None:
     kept, usual = trained_twice("muon")
     assert kept["case"]["graphs"] > 0
     assert kept["case"] == usual["case"]

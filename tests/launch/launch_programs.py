@@ -29,8 +29,12 @@ def exchange() -> None:
     meet()
     total = torch.tensor([RANK + 1])
     torch.distributed.all_reduce(total)
-    print(f"rank {RANK} total {int(total)} threads {os.environ.get('OMP_NUM_THREADS')}")
+    print(f"rank {RANK} total {int(total)}")
     torch.distributed.destroy_process_group()
+
+
+def show_threads() -> None:
+    print(f"rank {RANK} threads {os.environ.get('OMP_NUM_THREADS')}")
 
 
 def raise_on_rank_1() -> None:

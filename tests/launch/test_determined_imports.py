@@ -31,15 +31,26 @@ print(json.dumps({
     "pytorch_trial": __import__("determined.pytorch").pytorch.PyTorchTrial.__module__.split(".")[0],
 }))
 """
+SHOW_AND_HAVE_A_CHILD = f"""
+{SHOW}
+sys.stdout.flush()
+import subprocess
+child = "import determined.pytorch.deepspeed as d; print(d.Trainer.__module__)"
+subprocess.run([sys.executable, "-c", child], check=True)
+"""
 DSAT = """
 from determined.pytorch import dsat
 from determined.pytorch.dsat import dsat_reporting_context, get_ds_config_from_hparams, get_hf_args_with_overwrites
 print(dsat.__name__, dsat_reporting_context.__module__, get_ds_config_from_hparams.__module__)
 """
-CHILD = """
-import subprocess, sys
-import determined.pytorch.deepspeed
-subprocess.run([sys.executable, "-c", "import determined.pytorch.deepspeed as d; print(d.Trainer.__module__)"], check=True)
+OWN = """
+import traceback
+import determined.pytorch.deepspeed as d
+try:
+    from determined.pytorch import dsat
+except ImportError:
+    traceback.print_exc()
+print(d.Trainer.__module__)
 """
 
 
@@ -67,11 +78,19 @@ def last_line(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout.splitlines()[-1]
 
 
-def test_the_names_of_determined_are_those_of_dstrial_in_a_module_of_their_own() -> None:
-    done = run(SHOW, started_by_dstrial())
-
+@pytest.fixture(scope="module")
+def shown_to_both() -> subprocess.CompletedProcess[str]:
+    """What a process that dstrial starts has shown and what a child of it has, in this order."""
+    done = run(SHOW_AND_HAVE_A_CHILD, started_by_dstrial())
     assert done.returncode == 0, done.stderr
-    shown = json.loads(last_line(done))
+    return done
+
+
+def test_the_names_of_determined_are_those_of_dstrial_in_a_module_of_their_own(
+    shown_to_both: subprocess.CompletedProcess[str],
+) -> None:
+    (line,) = [line for line in shown_to_both.stdout.splitlines() if line.startswith("{")]
+    shown = json.loads(line)
     assert (
         shown["homes"].pop("DeepSpeedTrialController") == "determined"
     )  # made for the name, by the stand-in itself
@@ -82,14 +101,13 @@ def test_the_names_of_determined_are_those_of_dstrial_in_a_module_of_their_own()
     assert shown["pytorch_trial"] == "determined"
 
 
-def test_it_is_announced_in_one_line_that_names_the_switch() -> None:
-    done = run(CHILD, started_by_dstrial())
-
-    assert done.returncode == 0, done.stderr
-    told = [line for line in done.stderr.splitlines() if "determined_imports" in line]
+def test_it_is_announced_in_one_line_that_names_the_switch(
+    shown_to_both: subprocess.CompletedProcess[str],
+) -> None:
+    told = [line for line in shown_to_both.stderr.splitlines() if "determined_imports" in line]
     assert len(told) == 1
     assert "data.dstrial.determined_imports: false" in told[0]
-    assert last_line(done) == "dstrial.trainer"
+    assert last_line(shown_to_both) == "dstrial.trainer"
 
 
 def test_other_ranks_than_the_first_say_nothing() -> None:
@@ -104,13 +122,12 @@ def test_elsewhere_and_switched_off_determined_is_its_own(is_switched_off: bool)
     environ = {name: value for name, value in os.environ.items() if name != determined_imports.VARIABLE}
     if is_switched_off:
         environ = started_by_dstrial(**{determined_imports.VARIABLE: "0"})
-    done = run("import determined.pytorch.deepspeed as d; print(d.Trainer.__module__)", environ)
+    done = run(OWN, environ)
 
     assert done.returncode == 0, done.stderr
     assert last_line(done) == "determined.pytorch.deepspeed._trainer"
     assert "determined_imports" not in done.stderr
     if is_switched_off:
-        done = run(DSAT, environ)
         assert (
             "No module named 'determined.pytorch.dsat'" in done.stderr
             or "cannot import name 'dsat'" in done.stderr

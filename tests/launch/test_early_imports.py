@@ -82,16 +82,17 @@ CONFIG: dict[str, Any] = {
         }
     },
     "searcher": {"name": "single", "metric": "validation_loss", "max_length": {"batches": 4}},
-    "resources": {"slots_per_trial": 2},
 }
 
 
 def start(
-    tmp_path: Path, *, env: dict[str, str] | None = None, **config: Any
+    tmp_path: Path, *, env: dict[str, str] | None = None, ranks: int = 2, **config: Any
 ) -> tuple[subprocess.Popen[str], list[Path]]:
     tmp_path.mkdir(exist_ok=True)
     (tmp_path / "model_def.py").write_text(TRIAL)
-    (tmp_path / "exp.json").write_text(json.dumps({**CONFIG, **config}))
+    (tmp_path / "exp.json").write_text(
+        json.dumps({**CONFIG, "resources": {"slots_per_trial": ranks}, **config})
+    )
     variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     program = subprocess.Popen(
         [sys.executable, "-m", "dstrial.launch", "--config=exp.json", "--trial=model_def:Trial"],
@@ -101,7 +102,7 @@ def start(
         stderr=subprocess.STDOUT,
         text=True,
     )
-    return program, [tmp_path / f"rank{rank}.json" for rank in range(2)]
+    return program, [tmp_path / f"rank{rank}.json" for rank in range(ranks)]
 
 
 def seen_by(started: tuple[subprocess.Popen[str], list[Path]]) -> list[dict[str, Any]]:
@@ -129,12 +130,14 @@ def test_ranks_of_a_trial_are_forks_that_train_what_new_processes_train(tmp_path
 
 @pytest.mark.ranks
 def test_an_experiment_may_have_new_processes(tmp_path: Path) -> None:
-    assert not any(one["forked"] for one in seen_by(start(tmp_path, data={"dstrial": {"warm": False}})))
+    assert not any(
+        one["forked"] for one in seen_by(start(tmp_path, ranks=1, data={"dstrial": {"warm": False}}))
+    )
 
 
 @pytest.mark.ranks
 def test_ranks_are_new_processes_where_what_imports_for_them_is_killed(tmp_path: Path) -> None:
-    started = start(tmp_path)
+    started = start(tmp_path, ranks=1)
     program = started[0]
 
     def servers() -> list[int]:

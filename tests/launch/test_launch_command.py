@@ -66,9 +66,15 @@ def is_running(pid: int) -> bool:
 
 
 def test_two_ranks_talk_and_the_exit_code_is_0(tmp_path: Path) -> None:
-    result = launch("--slots", "2", str(PROGRAMS), "exchange", cwd=tmp_path, has_threads=False)
+    result = launch("--slots", "2", str(PROGRAMS), "exchange", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert sorted(result.stdout.splitlines()) == ["rank 0 total 3 threads 1", "rank 1 total 3 threads 1"]
+    assert sorted(result.stdout.splitlines()) == ["rank 0 total 3", "rank 1 total 3"]
+
+
+def test_ranks_compute_with_one_thread_where_the_user_has_said_nothing(tmp_path: Path) -> None:
+    result = launch("--slots", "2", str(PROGRAMS), "show_threads", cwd=tmp_path, has_threads=False)
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == ["rank 0 threads 1", "rank 1 threads 1"]
 
 
 def test_the_first_failing_rank_is_named_with_its_traceback_last(tmp_path: Path) -> None:
@@ -117,6 +123,7 @@ def test_a_rank_that_hangs_after_a_failure_is_killed_and_not_blamed(how: str, tm
     assert "rank(s) 1 did not end in time and were killed" in result.stderr
 
 
+@pytest.mark.exhaustive("[SIGTERM]", "[SIGINT]")
 @pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda s: s.name)
 def test_a_request_to_stop_reaches_the_ranks_alone_as_sigterm(asked: signal.Signals, tmp_path: Path) -> None:
     with launched("--slots", "2", str(PROGRAMS), "stop_when_asked", cwd=tmp_path) as process:

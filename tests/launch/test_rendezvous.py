@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_start
 
 from dstrial.launch import run_ranks
 from dstrial.ranks.sockets import free_port
@@ -55,7 +56,7 @@ def test_two_launchers_find_each_other_and_their_ranks_count_through(who: str, t
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "DSTRIAL_SECRET": "of both"}
     port = str(free_port())
     launchers = [
-        subprocess.Popen(
+        warm_start.Popen(
             [
                 *(sys.executable, str(tmp_path / "launcher.py"), str(node), port),
                 *(str(tmp_path / "rank.py"), who, str(tmp_path)),
@@ -137,16 +138,9 @@ def test_a_trial_that_makes_the_group_while_it_is_imported_meets_in_the_private_
         "searcher: {name: single, metric: loss, max_length: {batches: 1}}\n"
         "hyperparameters: {deepspeed_config: {train_batch_size: 2}}\n"
     )
-    command = [*(sys.executable, "-m", "dstrial.launch", "--slots", "2", "--config", "exp.yaml")]
-    done = subprocess.run(
-        [*command, "--trial", "early:Early"],
-        cwd=tmp_path,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    words = ["dstrial.launch", "--slots", "2", "--config", "exp.yaml", "--trial", "early:Early"]
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    done = warm_start.run(words, cwd=tmp_path, env=env, timeout=200)
     assert (tmp_path / "store").read_text() == "FileStore", done.stderr
     assert "RuntimeError: the ranks are [0, 1]" in done.stderr
 
@@ -164,14 +158,8 @@ print("met three times")
 def test_the_same_ranks_meet_again_after_their_group_has_ended(tmp_path: Path) -> None:
     """What the first group left in a store of the launcher's made the second one connect to ports that were closed."""
     (tmp_path / "again.py").write_text(AGAIN)
-    done = subprocess.run(
-        [sys.executable, "-m", "dstrial.launch", "--slots", "2", "again.py"],
-        cwd=tmp_path,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    done = warm_start.run(["dstrial.launch", "--slots", "2", "again.py"], cwd=tmp_path, env=env, timeout=200)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("met three times") == 2

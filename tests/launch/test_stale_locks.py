@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import warm_start
 from waiting import wait_for
 
 from dstrial.launch.stale_locks import remove_stale_locks
@@ -53,9 +54,16 @@ baton.release()
 """
 
 
+def _start(program: str, lock: Path, **pipes: int) -> subprocess.Popen[str]:
+    file = lock.parents[1] / "program.py"
+    file.write_text(program)
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    return warm_start.Popen([sys.executable, str(file), str(lock)], env=env, text=True, **pipes)
+
+
 def _hold(lock: Path) -> subprocess.Popen[str]:
     lock.parent.mkdir(parents=True)
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE, text=True)
+    holder = _start(HOLDER, lock, stdout=subprocess.PIPE)
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
     return holder
@@ -91,9 +99,8 @@ def test_a_lock_stays_that_its_living_holder_is_about_to_remove(
 ) -> None:
     lock = tmp_path / "operator" / "lock"
     lock.parent.mkdir()
-    command = [sys.executable, "-c", RELEASER, str(lock)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, **pipes, text=True) as builder:
+    with _start(RELEASER, lock, **pipes) as builder:
         assert builder.stdout is not None
         assert builder.stdout.readline() == "closed\n"
         printed: list[str] = []
@@ -183,7 +190,7 @@ def test_a_build_that_dies_while_ranks_wait_for_it_holds_nobody_up(tmp_path: Pat
     holder = _hold(lock)
     _make_older(lock)
     with watched_start(list, print, every_s=0.05, root=tmp_path):
-        waiter = subprocess.Popen([sys.executable, "-c", WAITER, str(lock)])
+        waiter = _start(WAITER, lock)
         try:
             holder.kill()
             holder.communicate()

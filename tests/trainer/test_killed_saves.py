@@ -7,6 +7,7 @@ pytestmark = pytest.mark.ranks
 NUM_KILLS = 4
 
 
+@pytest.mark.exhaustive("[1]")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_run_whose_ranks_die_in_four_saves_equals_the_undisturbed_one(tmp_path, stage):
     hyperparameters = {"deepspeed_config": deepspeed_config(stage), "noise": 0.1, "num_records": 70}

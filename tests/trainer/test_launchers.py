@@ -60,6 +60,17 @@ def reports(run):
     ]
 
 
+def require_two_ranks(directory, launcher):
+    """Require that each of two ranks knew itself, the other one, and who had started it."""
+    told = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [(one["rank"], one["local_rank"], one["world_size"], one["local_world_size"]) for one in told] == [
+        (0, 0, 2, 2),
+        (1, 1, 2, 2),
+    ]
+    assert [(one["node_rank"], one["num_nodes"], one["total"]) for one in told] == [(0, 1, 3)] * 2
+    assert [one["launcher"] for one in told] == [launcher] * 2
+
+
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory):
     (run,) = start(tmp_path_factory.mktemp("two") / "launch", [*LAUNCH, "--slots", "2", SCRIPT])
@@ -78,13 +89,16 @@ def test_each_position_is_reported_once_under_dstrials_launcher(on_two_ranks):
 
 
 def test_torchrun_trains_the_same(tmp_path, on_two_ranks):
-    assert start(tmp_path / "torchrun", [*TORCHRUN, SCRIPT]) == [on_two_ranks]
+    assert start(tmp_path / "torchrun", [*TORCHRUN, SCRIPT], WHO_DIR=str(tmp_path)) == [on_two_ranks]
+    require_two_ranks(tmp_path, "torchrun")
 
 
 def test_deepspeeds_launcher_trains_the_same(tmp_path, on_two_ranks):
     # On CPU it takes the number of ranks from LOCAL_SIZE, and its port is 29500 whatever else uses it.
     command = [*DEEPSPEED, "--master_port", str(free_port()), SCRIPT]
-    assert start(tmp_path / "deepspeed", command, LOCAL_SIZE="2") == [on_two_ranks]
+    variables = {"LOCAL_SIZE": "2", "WHO_DIR": str(tmp_path)}
+    assert start(tmp_path / "deepspeed", command, **variables) == [on_two_ranks]
+    require_two_ranks(tmp_path, "deepspeed")
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="Requires: [mpirun]")

@@ -124,6 +124,7 @@ def test_more_metrics_than_a_message_holds_are_reported_too(tmp_path, whole):
     assert run.reports("training")[20]["metric_199"] == 18.5 + 199
 
 
+@pytest.mark.exhaustive("[0]")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_while_an_exchange_is_under_way_ends_all_and_leaves_no_gap(tmp_path, whole, rank):
     began_s = time.monotonic()
@@ -141,6 +142,7 @@ def test_a_rank_that_fails_while_an_exchange_is_under_way_ends_all_and_leaves_no
     require_each_once(resumed)
 
 
+@pytest.mark.exhaustive("[1]")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_killed_while_an_exchange_is_under_way_leaves_no_gap(tmp_path, whole, rank):
     env = {"KILL_AT": f"{rank}:14", "KILL_MARKER": str(tmp_path / "killed")}

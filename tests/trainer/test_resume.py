@@ -41,6 +41,8 @@ def whole_and_resumed(tmp_path, trial, stage, num_workers):
     return whole, resumed
 
 
+# Each with loader workers starts six processes that import torch.
+@pytest.mark.exhaustive("[DataParallelTrial-1-1]", "[DataParallelTrial-3-0]", "[PipelineTrial-1-0]")
 @pytest.mark.parametrize(("trial", "stage", "num_workers"), TESTED)
 def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(tmp_path, trial, stage, num_workers):
     whole, resumed = whole_and_resumed(tmp_path, trial, stage, num_workers)

@@ -14,6 +14,7 @@ import yaml
 from small_runs import DEFINITIONS, deepspeed_config, experiment
 from waiting import wait_for
 
+from dstrial.master.client import Client
 from dstrial.testing.master import MasterForTest, master_for_test
 
 pytestmark = [pytest.mark.ranks, pytest.mark.process]
@@ -57,9 +58,13 @@ def create(
     return int(client.get(f"/api/v1/experiments/{experiment_id}/trials")["trials"][0]["id"])
 
 
-def trial_of(master: MasterForTest, trial_id: int) -> dict[str, Any]:
-    found: dict[str, Any] = master.client().get(f"/api/v1/trials/{trial_id}")["trial"]
+def trial_of(client: Client, trial_id: int) -> dict[str, Any]:
+    found: dict[str, Any] = client.get(f"/api/v1/trials/{trial_id}")["trial"]
     return found
+
+
+def stall_on_the_page(client: Client, trial_id: int) -> str:
+    return str(client.get(f"/page/trials/{trial_id}")["trial"]["stall"])
 
 
 def stalled(master: MasterForTest, trial_id: int) -> list[str]:
@@ -70,29 +75,30 @@ def stalled(master: MasterForTest, trial_id: int) -> list[str]:
 def test_who_is_stopped_is_in_the_log_in_the_status_and_on_the_page_until_it_goes_on(
     shared_master: MasterForTest, tmp_path: Path
 ) -> None:
+    client = shared_master.client()
     trial_id = create(shared_master, tmp_path, action="report")
-    wait_for(lambda: stalled(shared_master, trial_id), deadline_s=180)
+    wait_for(lambda: stall_on_the_page(client, trial_id), deadline_s=180)
     (text,) = stalled(shared_master, trial_id)
     assert text.startswith("rank 1 is stopped (SIGSTOP) at batch 5 in train_batch; rank 0 waits for it in a")
     assert f"stalled:     trial {trial_id} of experiment " in shared_master.dstrial("status").stdout
     log = shared_master.det("trial", "logs", str(trial_id)).stdout
     assert f"stalled: {text}." in log
     assert "stalled: stack of rank 0" in log
-    page = f"/page/trials/{trial_id}"
-    assert shared_master.client().get(page)["trial"]["stall"] == text
+    assert stall_on_the_page(client, trial_id) == text
     os.kill(int((tmp_path / "pids").read_text()), signal.SIGCONT)
-    wait_for(lambda: trial_of(shared_master, trial_id)["state"].endswith("COMPLETED"), deadline_s=120)
+    wait_for(lambda: trial_of(client, trial_id)["state"].endswith("COMPLETED"), deadline_s=120)
     assert stalled(shared_master, trial_id) == []
-    assert shared_master.client().get(page)["trial"]["stall"] == ""
+    assert stall_on_the_page(client, trial_id) == ""
     assert "stalled: no longer" in shared_master.det("trial", "logs", str(trial_id)).stdout
 
 
 def test_a_stalled_trial_is_started_again_once_where_the_config_says_so(
     shared_master: MasterForTest, tmp_path: Path
 ) -> None:
+    client = shared_master.client()
     trial_id = create(shared_master, tmp_path, action="restart", max_restarts=2)
-    wait_for(lambda: trial_of(shared_master, trial_id)["state"].endswith("COMPLETED"), deadline_s=240)
-    assert trial_of(shared_master, trial_id)["restarts"] == 1
+    wait_for(lambda: trial_of(client, trial_id)["state"].endswith("COMPLETED"), deadline_s=240)
+    assert trial_of(client, trial_id)["restarts"] == 1
     log = shared_master.det("trial", "logs", str(trial_id)).stdout
     assert "stalled: the ranks are ended, as data.dstrial.stall_action says" in log
     assert "rank 1 failed first" in log
@@ -101,22 +107,27 @@ def test_a_stalled_trial_is_started_again_once_where_the_config_says_so(
 def test_what_stalls_at_the_same_batch_again_is_not_ended_again(
     shared_master: MasterForTest, tmp_path: Path
 ) -> None:
+    client = shared_master.client()
     trial_id = create(shared_master, tmp_path, action="restart", max_restarts=2, stops_always=True)
     pids = tmp_path / "pids"
     wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2, deadline_s=240)
-    wait_for(lambda: stalled(shared_master, trial_id), deadline_s=120)
+    wait_for(lambda: stall_on_the_page(client, trial_id), deadline_s=120)
+    assert stalled(shared_master, trial_id)
+    told = "the ranks are not ended again"
+    logs = shared_master.state.allocations_path
+    wait_for(lambda: any(told in path.read_text(errors="replace") for path in logs.glob("*/output.log")))
     log = ""
 
     def is_told() -> bool:
         nonlocal log
         log = shared_master.det("trial", "logs", str(trial_id)).stdout
-        return "the ranks are not ended again" in log
+        return told in log
 
     wait_for(is_told)
     assert log.count("stalled: the ranks are ended") == 1
     os.kill(int(pids.read_text().split()[-1]), signal.SIGCONT)
-    wait_for(lambda: trial_of(shared_master, trial_id)["state"].endswith("COMPLETED"), deadline_s=120)
-    assert trial_of(shared_master, trial_id)["restarts"] == 1
+    wait_for(lambda: trial_of(client, trial_id)["state"].endswith("COMPLETED"), deadline_s=120)
+    assert trial_of(client, trial_id)["restarts"] == 1
 
 
 def wait_until_told(log: Path, text: str, deadline_s: float) -> None:
@@ -138,8 +149,9 @@ def test_a_stopped_master_is_told_by_the_ranks_that_wait_for_it_and_nobody_is_en
             stall_at=10_000,
             batch_sleep_s=0.25,
         )
+        client = master.client()
         # What is the first of its kind may only be slow: a validation and a checkpoint have ended before.
-        wait_for(lambda: trial_of(master, trial_id).get("totalBatchesProcessed", 0) >= 12, deadline_s=120)
+        wait_for(lambda: trial_of(client, trial_id).get("totalBatchesProcessed", 0) >= 12, deadline_s=120)
         (log,) = master.state.allocations_path.glob("*/output.log")
         os.kill(master.record.pid, signal.SIGSTOP)
         try:
@@ -150,5 +162,5 @@ def test_a_stopped_master_is_told_by_the_ranks_that_wait_for_it_and_nobody_is_en
             assert f"process {master.record.pid} is stopped (SIGSTOP)" in shown.stdout
         finally:
             os.kill(master.record.pid, signal.SIGCONT)
-        wait_for(lambda: trial_of(master, trial_id)["state"].endswith("COMPLETED"), deadline_s=120)
-        assert trial_of(master, trial_id)["restarts"] == 0
+        wait_for(lambda: trial_of(client, trial_id)["state"].endswith("COMPLETED"), deadline_s=120)
+        assert trial_of(client, trial_id)["restarts"] == 0

@@ -276,6 +276,7 @@ CASES = {
 }
 
 
+@pytest.mark.exhaustive("[zero 3]", "[pipeline]")
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_the_same_and_each_tells_of_itself(tmp_path, case):
     trial, hyperparameters, section = CASES[case]

@@ -52,6 +52,7 @@ def measured(asked: DryRunRequest) -> DryRunResult:
     return _FOUND[key]
 
 
+@pytest.mark.exhaustive("[0-1]", "[2-4]", "[3-4]")
 @pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 1), (2, 4), (3, 4)])
 def test_fake_tensors_take_the_bytes_of_real_ones(stage: int, accumulation: int) -> None:
     fake = measured(request(stage, accumulation=accumulation))

@@ -5,12 +5,17 @@ notebook's cell twice does.
 """
 
 import argparse
+import dataclasses
+import json
 import logging
+import os
+import pathlib
 
 import determined as det
 from small_trials import DataParallelTrial
 
 import dstrial
+from dstrial.ranks import identify
 
 HYPERPARAMETERS = {
     "deepspeed_config": {
@@ -32,7 +37,12 @@ def train(batches):
     info = det.get_cluster_info()
     latest_checkpoint = info.latest_checkpoint if info is not None else None
     hyperparameters = HYPERPARAMETERS if info is None else None
+    identity = identify(os.environ)
     with dstrial.init(hparams=hyperparameters, exp_conf=EXPERIMENT) as context:
+        if "WHO_DIR" in os.environ:
+            total = sum(context.distributed.allgather(identity.rank + 1))
+            told = dataclasses.asdict(identity) | {"total": total}
+            pathlib.Path(os.environ["WHO_DIR"], f"{identity.rank}.json").write_text(json.dumps(told))
         trainer = dstrial.Trainer(DataParallelTrial(context), context)
         return trainer.fit(
             max_length=dstrial.Batch(batches),
