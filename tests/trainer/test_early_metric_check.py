@@ -179,16 +179,23 @@ def test_random_generators_of_a_data_set_that_training_shares_are_put_back():
     assert results[0] == results[1]
 
 
-def test_ranks_with_loader_workers_train_the_same_bit_for_bit(tmp_path):
+@pytest.mark.exhaustive("[1-2]", "[2-0]")
+@pytest.mark.parametrize(("ranks", "num_workers"), [(1, 2), (2, 0), (2, 2)])
+def test_ranks_and_loader_workers_train_the_same_bit_for_bit(tmp_path, ranks, num_workers):
     results = []
     for early in (False, True):
         given = experiment(
-            {"deepspeed_config": deepspeed_config(2), "num_workers": 2, "noise": 0.3, "dropout": 0.5},
+            {
+                "deepspeed_config": deepspeed_config(2),
+                "num_workers": num_workers,
+                "noise": 0.3,
+                "dropout": 0.5,
+            },
             batches=6,
             report=1,
             data={"dstrial": {"early_metric_check": early}},
         )
-        done = train(tmp_path / str(early), "Noting", given, ranks=2, module="wrong_trials")
+        done = train(tmp_path / str(early), "Noting", given, ranks=ranks, module="wrong_trials")
         assert done.returncode == 0, done.output
         results.append((done.reports("training"), done.reports("validation")))
     assert results[0] == results[1]

@@ -11,31 +11,20 @@ import torch
 import warm_start
 from small_runs import deepspeed_config, experiment, train
 
-from dstrial.fork_server.client import ForkedPopen, ForkServer
+from dstrial.fork_server.client import ForkedPopen
 from dstrial.harness_paths import WARM_VARIABLE
-from dstrial.master.backends.fork_servers import IMPORTS
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 PROGRAM = Path(__file__).parents[1] / "integrations" / "huggingface" / "trainer_program.py"
 DEADLINE_S = 280
 VARIABLES = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
-# Of the tests' own, and of those of the trials; nothing that is imported reads them.
-FREE = ("PYTEST_CURRENT_TEST", "WITNESS_DIR")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """A server as a master has it after a trial that has imported transformers."""
-    log = tmp_path_factory.mktemp("server") / "server.log"
-    server = ForkServer.start({**os.environ, **VARIABLES}, IMPORTS, log=log, free=FREE)
-    warm_start.servers.add(server.pid)
-    assert server.is_ready(DEADLINE_S), log.read_text()
-    server.begin_imports(["transformers", "transformers.trainer", "accelerate"])
-    assert server.is_ready(DEADLINE_S), log.read_text()
-    yield server
-    server.close()
-    warm_start.servers.discard(server.pid)
+def server():
+    """The server of all tests: what a master's has imported after a trial with transformers, and more."""
+    return warm_start.fork_server()
 
 
 def new_process(arguments, *, env, cwd, timeout):
@@ -62,6 +51,8 @@ def fork_of(server):
             server,
             command,
             told=reasons.append,
+            # Of the tests' own; nothing that is imported reads them.
+            free={name for name in {*os.environ, *env} if name not in VARIABLES},
             env={**env, **VARIABLES},
             cwd=cwd,
             stdout=subprocess.PIPE,
@@ -146,14 +137,14 @@ CASES = [
     pytest.param("WitnessPipeline", 0, {}, 2, id="a pipeline of two stages"),
     pytest.param("WitnessTrial", 0, {"start_method": "fork", "noise": 0.1}, 1, id="forked loader workers"),
     pytest.param(
-        # Records for one epoch: each begins with new workers, each of which imports torch.
-        *("WitnessTrial", 0, {"start_method": "spawn", "noise": 0.1, "num_records": 56}, 1),
-        id="spawned loader workers",
+        # Few workers, each of which imports torch: one at a time, and records for one epoch.
+        *("WitnessTrial", 0, {"start_method": "spawn", "noise": 0.1, "num_workers": 1, "num_records": 56}, 1),
+        id="a spawned loader worker",
     ),
 ]
 
 
-@pytest.mark.exhaustive("[ZeRO 3]", "[spawned loader workers]")
+@pytest.mark.exhaustive("[ZeRO 3]", "[a spawned loader worker]")
 @pytest.mark.parametrize(("trial", "stage", "hyperparameters", "ranks"), CASES)
 def test_forked_ranks_train_the_same(server, tmp_path, trial, stage, hyperparameters, ranks):
     given = {"deepspeed_config": deepspeed_config(stage), "num_records": 40, **hyperparameters}

@@ -32,7 +32,7 @@ class Witness:
             Records(self.hparams.get("num_records", 64), 1, self.hparams.get("noise", 0.0)),
             batch_size=self.context.get_train_micro_batch_size_per_gpu(),
             shuffle=True,
-            num_workers=2 if start_method else 0,
+            num_workers=self.hparams.get("num_workers", 2) if start_method else 0,
             multiprocessing_context=multiprocessing.get_context(start_method) if start_method else None,
         )
 
