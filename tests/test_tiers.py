@@ -72,17 +72,23 @@ BROKEN = {
 }
 
 
+def environment(**more: str) -> dict[str, str]:
+    """Return the variables of a pytest that loads the plugins only that it is told to: each of them costs its import."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "TEST_"))}
+    return {**kept, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **more}
+
+
 def run_by_our_rules(folder: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
     for name in ("conftest.py", "time_given.py", "warm_start.py"):
         rules = Path(__file__).with_name(name).read_text(encoding="utf-8")
         (folder / name).write_text(rules, encoding="utf-8")
     markers = ("process", "ranks", "gpu", "program")
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n" + "".join(f"    {name}\n" for name in markers))
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "TEST_"))}
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no", *options],
         cwd=folder,
-        env=kept | variables,
+        # Nothing here is a fork of what would import torch for it.
+        env=environment(TEST_FORKS="0", **variables),
         capture_output=True,
         text=True,
         check=False,
@@ -108,8 +114,9 @@ def test_what_needs_a_marker_fails_by_name_without_one(tmp_path: Path) -> None:
     assert set(re.findall(r"^PASSED test_all.py::test_(\w+)", printed, re.M)) == ALLOWED | BROKEN.keys()
 
 
+@pytest.mark.exhaustive("[workers1]")
 @pytest.mark.process
-@pytest.mark.parametrize("workers", [(), ("--numprocesses", "1")])
+@pytest.mark.parametrize("workers", [(), ("-p", "xdist", "--numprocesses", "1")])
 def test_no_test_begins_after_the_minutes_that_were_given_and_those_are_named(
     workers: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -157,13 +164,14 @@ def test_bytes_that_may_differ_between_workers_name_no_test(tmp_path: Path) -> N
 
 
 def run_in(folder: Path, *program: str | Path) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "TEST_"))}
     arguments = [sys.executable, *program]
-    return subprocess.run(arguments, cwd=folder, env=kept, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        arguments, cwd=folder, env=environment(), capture_output=True, text=True, check=False
+    )
 
 
 def run_all(folder: Path, workers: int) -> subprocess.CompletedProcess[str]:
-    return run_in(folder, "-m", "pytest", "--numprocesses", str(workers))
+    return run_in(folder, "-m", "pytest", "-p", "xdist", "--numprocesses", str(workers))
 
 
 def run_failed_again(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -191,6 +199,7 @@ def test_only_what_has_failed_is_run_again_and_must_pass(tmp_path: Path) -> None
     assert "no test has failed" in again.stderr
 
 
+@pytest.mark.exhaustive("[names that differ]", "[many]")
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("tests", "said"),
