@@ -206,39 +206,3 @@ def test_a_search_on_a_master_outlives_a_pause_a_restart_and_a_kill_and_keeps_wh
     assert metrics["throughput"] > 0
     # Nothing is left to do, so the master is not asked any more.
     assert _run([*command, "--budget", "1s"]).stdout.count("begins") == 0
-
-
-def test_the_page_knows_of_a_search_while_it_runs_what_was_predicted_and_in_the_end_the_report(
-    tmp_path: Path, shared_master: MasterForTest
-) -> None:
-    output = tmp_path / "out"
-    flags = ["--metric", "throughput", "--measure-seconds", "2", "--max-trials", "2"]
-    command = [
-        *(sys.executable, "-m", "dstrial.dsat", "predict", str(CONFIG), str(MODEL_DIR)),
-        *("--output", str(output), *flags),
-    ]
-
-    def shown() -> dict[str, Any]:
-        search_id = json.loads((output / "search.json").read_text())["search_id"]
-        found: dict[str, Any] = shared_master.client().get(f"/page/searches/{search_id}")
-        return found
-
-    running = _begun(command, tmp_path / "log", shared_master.env)
-    _wait_for(lambda: len(_events(output, "submitted")) == 2, running)
-    _wait_for(lambda: [row["state"] for row in shown()["trials"]] == ["measured", "running"], running)
-    so_far = shown()
-    assert so_far["search"]["state"] == "RUNNING"
-    assert not so_far["report"]["is_finished"]
-    assert (so_far["report"]["best"], so_far["pareto"]) == (1, [1])
-    own, second = so_far["trials"]
-    assert own["throughput"] > 0
-    assert second["predicted"]["step_s"] > 0
-    number = _events(output, "submitted")[0]["handle"]["experiment_id"]
-    assert {row["experiment"] for row in so_far["trials"]} == {number}
-
-    assert running.wait(DEADLINE_S) == 0, (tmp_path / "log").read_text()
-    ended = shown()
-    assert ended["search"]["state"] == "COMPLETED"
-    assert ended["report"]["is_finished"]
-    assert [row["state"] for row in ended["trials"]] == ["measured", "measured"]
-    assert ended["trials"][1]["predicted"]["step_s"] == second["predicted"]["step_s"]

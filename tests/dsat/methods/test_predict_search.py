@@ -1,7 +1,8 @@
-"""A whole search by prediction with real DeepSpeed: described, dry-run, measured in a living worker, resumed; and a plan."""
+"""A whole search by prediction with real DeepSpeed: described, dry-run, measured by a worker, shown, resumed; and a plan."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,49 +13,104 @@ from typing import Any
 
 import pytest
 import warm_start
+from waiting import wait_for
 
 from dstrial.testing.master import MasterForTest
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = ROOT / "experiment_configs" / "dsat_trial.yaml"
 MODEL_DIR = ROOT / "model_defs" / "dsat_trial"
+DEADLINE_S = 900
 
 pytestmark = pytest.mark.timeout(1200)
 
 
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "dstrial.dsat", *words]
+
+
+def environment(more: Mapping[str, str]) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **more}
+
+
 def run(*words: str, more: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return warm_start.run_command(
-        [sys.executable, "-m", "dstrial.dsat", *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **(more or {})},
+        command(*words),
+        env=environment(more or {}),
         capture_output=True,
         text=True,
         check=False,
-        timeout=900,
+        timeout=DEADLINE_S,
     )
 
 
+def shallow(directory: Path, name: str) -> Path:
+    """Write the config of a net with one hidden layer, whose dry runs take half as long."""
+    config = directory / "exp.yaml"
+    config.write_text(
+        CONFIG.read_text().replace("name: dsat_trial", f"name: {name}").replace("depth: 4", "depth: 1")
+    )
+    return config
+
+
 def events(output: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (output / "events.jsonl").read_text().splitlines()
+    path = output / "events.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
     return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Search:
+    """A search on a master that has ended, and what the master's page knew of it while its second trial ran."""
+
+    output: Path
+    words: tuple[str, ...]
+    printed: str
+    so_far: dict[str, Any]
+
+    def shown(self, master: MasterForTest) -> dict[str, Any]:
+        return shown(master, self.output)
+
+
+def shown(master: MasterForTest, output: Path) -> dict[str, Any]:
+    search_id = json.loads((output / "search.json").read_text())["search_id"]
+    found: dict[str, Any] = master.client().get(f"/page/searches/{search_id}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def search(tmp_path_factory: pytest.TempPathFactory, shared_master: MasterForTest) -> Search:
+    directory = tmp_path_factory.mktemp("search")
+    output, log = directory / "out", directory / "log"
+    config = shallow(directory, "predict on a master")
+    flags = ("--metric", "throughput", "--measure-seconds", "1", "--max-trials", "2", "-z", "0")
+    words = (str(config), str(MODEL_DIR), "--output", str(output), *flags)
+    with log.open("wb") as file:
+        running = warm_start.Popen(
+            command(*words), env=environment(shared_master.env), stdout=file, stderr=subprocess.STDOUT
+        )
+
+    def is_so_far() -> bool:
+        assert running.poll() is None, log.read_text()
+        return len(events(output, "submitted")) == 2 and [
+            row["state"] for row in shown(shared_master, output)["trials"]
+        ] == ["measured", "running"]
+
+    wait_for(is_so_far, "the second trial is not running", deadline_s=DEADLINE_S)
+    so_far = shown(shared_master, output)
+    assert running.wait(DEADLINE_S) == 0, log.read_text()
+    return Search(output, words, log.read_text(), so_far)
 
 
 @pytest.mark.ranks
 def test_predict_describes_the_trial_measures_the_machine_and_keeps_what_it_started_from(
-    tmp_path: Path, shared_master: MasterForTest
+    search: Search, shared_master: MasterForTest
 ) -> None:
-    output = tmp_path / "out"
-    config = tmp_path / "exp.yaml"
-    config.write_text(CONFIG.read_text().replace("name: dsat_trial", "name: predict on a master"))
-    words = (str(config), str(MODEL_DIR), "--output", str(output), "--metric", "throughput")
-    flags = ("--measure-seconds", "0.2", "--max-trials", "2", "-z", "0")
-
-    first = run(*words, *flags, more=shared_master.env)
-
-    assert first.returncode == 0, first.stdout + first.stderr
+    output = search.output
     described = (
         "described by fake tensors (4 of 4 kinds of structures; of a loader's first batches the largest)"
     )
-    assert described.replace("by ", "by:  ", 1) in first.stdout
+    assert described.replace("by ", "by:  ", 1) in search.printed
     notes = json.loads((output / "report.json").read_text())["notes"]
     assert described in notes
     assert [
@@ -73,16 +129,42 @@ def test_predict_describes_the_trial_measures_the_machine_and_keeps_what_it_star
     assert {"1"} <= set(forecasts)
     assert forecasts["1"]["parts"]["transfer"] > 0
     assert forecasts["1"]["phase_bytes"]["backward"] > 0
-    again = run(*words, *flags, more=shared_master.env)
+    again = run(*search.words, more=shared_master.env)
     assert again.stdout.count("begins") == again.stdout.count("describe:") == 0
     assert len(events(output, "inputs")) == 1
 
 
+@pytest.mark.ranks
+def test_the_page_knows_of_a_search_while_it_runs_what_was_predicted_and_in_the_end_the_report(
+    search: Search, shared_master: MasterForTest
+) -> None:
+    so_far = search.so_far
+    assert so_far["search"]["state"] == "RUNNING"
+    assert not so_far["report"]["is_finished"]
+    assert (so_far["report"]["best"], so_far["pareto"]) == (1, [1])
+    own, second = so_far["trials"]
+    assert own["throughput"] > 0
+    assert second["predicted"]["step_s"] > 0
+    number = events(search.output, "submitted")[0]["handle"]["experiment_id"]
+    assert {row["experiment"] for row in so_far["trials"]} == {number}
+
+    ended = search.shown(shared_master)
+    assert ended["search"]["state"] == "COMPLETED"
+    assert ended["report"]["is_finished"]
+    assert [row["state"] for row in ended["trials"]] == ["measured", "measured"]
+    assert ended["trials"][1]["predicted"]["step_s"] == second["predicted"]["step_s"]
+
+
 @pytest.mark.process
 def test_a_plan_for_hardware_that_is_not_here_is_printed_and_written(tmp_path: Path) -> None:
-    flags = ("--slots", "8", "--device", "h100", "-z", "3", "--output", str(tmp_path))
+    # With these, half as many kinds of structures are dry-run.
+    space = tmp_path / "space.yaml"
+    space.write_text(
+        "zero_optimization.overlap_comm: [false]\nzero_optimization.offload_optimizer.device: [cpu]\n"
+    )
+    flags = ("--slots", "8", "--device", "h100", "-z", "3", "--space", str(space), "--output", str(tmp_path))
 
-    planned = run("plan", str(CONFIG), str(MODEL_DIR), *flags)
+    planned = run("plan", str(shallow(tmp_path, "planned")), str(MODEL_DIR), *flags)
 
     assert planned.returncode == 0, planned.stdout + planned.stderr
     assert "not measured" in planned.stdout

@@ -51,6 +51,16 @@ OTHERS: list[dict[str, Any]] = [
     for more in ({}, {"reduce_bucket_size": 100_000})
 ]
 OTHERS += [{"stage": 3, "stage3_param_persistence_threshold": 0}, {"stage": 3, "sub_group_size": 1000}]
+# Every stage, and everything that has threads, buffers or files of its own.
+OF_EACH_KIND: list[dict[str, Any]] = [
+    OTHERS[0],
+    {"stage": 0},
+    {"stage": 1, "reduce_bucket_size": 100_000},
+    {"stage": 2, "overlap_comm": True},
+    {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
+    {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
+    {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 1000},
+]
 
 
 def _hparams(zero: dict[str, Any], fault: str = "") -> dict[str, Any]:
@@ -143,13 +153,17 @@ def worker(tmp_path: Path) -> Iterator[RunningWorker]:
             running.process.wait()
 
 
+@pytest.mark.exhaustive("[one of each kind]")
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("others", "at_least"), [(OF_EACH_KIND, 12), (OTHERS, 22)], ids=["one of each kind", "all"]
+)
 def test_engines_leave_nothing_in_living_ranks_and_ranks_that_fail_are_replaced(
-    worker: RunningWorker,
+    worker: RunningWorker, others: list[dict[str, Any]], at_least: int
 ) -> None:
     knobs = [{**_hparams(X), "knob": knob} for knob in KNOBS]
-    wanted = [_hparams(X), *(_hparams(zero) for zero in OTHERS), *knobs, _hparams(X)]
+    wanted = [_hparams(X), *(_hparams(zero) for zero in others), *knobs, _hparams(X)]
     told = ["user error", "bad config", "numeric", "disk full"]
     faults = [*told, "keeps memory", "out of memory", "", "hangs", "host out of memory", "killed", "dies"]
     wanted += [_hparams(X, fault) for fault in faults]
@@ -176,7 +190,7 @@ def test_engines_leave_nothing_in_living_ranks_and_ranks_that_fail_are_replaced(
     assert worker.process.wait(60) == 0
     assert len(worker.answers(0)) == len(orders)
     num_sound = len(wanted) - len(faults)
-    assert num_sound >= 22
+    assert num_sound >= at_least
     sound = [answers[number] for number in range(1, num_sound + 1)]
     assert [answer.outcome for answer in sound if not isinstance(answer.outcome, Measured)] == []
     assert {(answer.generation, answer.respawned) for answer in sound} == {(1, "")}
