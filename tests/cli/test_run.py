@@ -158,6 +158,7 @@ class TestScripts:
         assert record.failure is not None
         assert re.fullmatch(r"rank 1 failed first .*: RuntimeError: the reason", record.failure)
 
+    @pytest.mark.exhaustive("[15-143]")
     @pytest.mark.parametrize(("signal_", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
     def test_a_signal_stops_the_run_with_a_checkpoint_and_resume_latest_goes_on(
         self, make_project: MakeProject, signal_: signal.Signals, exit_code: int
@@ -355,14 +356,14 @@ class TestScripts:
         project = make_project("raise SystemExit(7)", "python3 train.py wait")
         own = tmp_path / "my run"
         command = project.command("--run-dir", str(own))
-        assert subprocess.run(command, env=dict(project.env), capture_output=True).returncode == 7
+        assert warm_start.run_command(command, env=dict(project.env), capture_output=True).returncode == 7
         (project.directory / "train.py").write_text(CORE_API_SCRIPT)
 
         # Nothing to go on from: it begins there once more.
         code, output = run_and_signal(project, command, "waiting for a signal", [signal.SIGINT])
         assert code == 130, output
         assert RunDirectory(own).read_record().num_attempts == 2
-        ended = subprocess.run(command, env=dict(project.env), capture_output=True, text=True)
+        ended = warm_start.run_command(command, env=dict(project.env), capture_output=True, text=True)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert "resuming from checkpoint" in ended.stdout
         rows = read_json_lines(RunDirectory(own).metrics_path)
@@ -463,7 +464,7 @@ def run_and_signal(
 def on_terminal(project: Project, command: list[str]) -> tuple[int, str]:
     """Run a command whose standard output is a terminal; its exit status and everything it drew."""
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
+    process = warm_start.Popen(
         command, stdout=theirs, stderr=theirs, env={**project.env, "COLUMNS": "200", "TERM": "xterm"}
     )
     os.close(theirs)

@@ -126,6 +126,7 @@ def outcome(server: ForkServer | None, words: list[str], directory: Path, **opti
     return program.returncode, *texts
 
 
+@pytest.mark.exhaustive("[a file-True]", "[a module-False]")
 @pytest.mark.parametrize("leads_session", [False, True])
 @pytest.mark.parametrize("way", ["a file", "a module"])
 def test_it_starts_in_the_same_state(
