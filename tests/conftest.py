@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, settings
 from time_given import VARIABLE, TimeGiven
 
 import dstrial
+from dstrial.engine.dryrun import process as dry_runs
 from dstrial.fork_server.client import OwnForkServer
 from dstrial.testing import master, ranks
 from dstrial.testing.master import MasterForTest, master_for_test
@@ -83,6 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.addaudithook(_note_what_breaks_the_tier)
     # Forks, no new Pythons.
     vars(ranks)["subprocess"] = types.SimpleNamespace(Popen=warm_start.Popen)
+    vars(dry_runs)["_SERVER"] = warm_start.ServerOfDryRuns(vars(dry_runs)["_SERVER"])
     vars(master)["subprocess"] = types.SimpleNamespace(run=warm_start.run_command, DEVNULL=subprocess.DEVNULL)
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:

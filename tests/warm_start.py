@@ -15,12 +15,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrial.fork_server.client import SHARED_VARIABLE, WITH_COPIES, ForkedPopen, ForkServer
-from dstrial.fork_server.key import is_free
+import dstrial
+from dstrial.determined_imports import SITE
+from dstrial.fork_server.client import SHARED_VARIABLE, WITH_COPIES, ForkedPopen, ForkServer, OwnForkServer
+from dstrial.fork_server.key import PATH_VARIABLE, import_places, is_free
 from dstrial.master.backends.fork_servers import IMPORTS
 
 IMPORTED_AHEAD = (
@@ -77,6 +79,7 @@ _FREE = (
 )
 # What starts masters, launchers and dry runs, which are then forks of what it has been before it began.
 _COPIED = (*WITH_COPIES, "dstrial", "dstrial.cli", "dstrial.dsat", "determined.pytorch.dsat")
+_ROOT = str(Path(dstrial.__file__).parents[1])
 servers: set[int] = set()
 """The process that is forked, once there is one; it ends with this process."""
 
@@ -96,6 +99,36 @@ class Popen(ForkedPopen):
         may_fork = words[0] == sys.executable and (words[1] == "-m" or not words[1].startswith("-"))
         server = fork_server() if may_fork and os.environ.get(SWITCH) != "0" else None
         super().__init__(server, words, free=free, **options)
+
+
+class ServerOfDryRuns:
+    """Have dry runs that this process starts be forks, too, where they see no other files than it does.
+
+    Args:
+        own: what starts a server for them, which imports for 5 s what there is already.
+    """
+
+    def __init__(self, own: OwnForkServer) -> None:
+        self._own = own
+
+    def get(self, environment: Mapping[str, str], timeout_s: float) -> Any:
+        """Stand for the function of ``own``."""
+        places = [place for place in import_places(environment) if place != SITE]
+        if places == [_ROOT] and os.environ.get(SWITCH) != "0":
+            server = fork_server()
+            if not server.why_not(environment, {PATH_VARIABLE}):
+                return _WithRoot(server)
+        return self._own.get(environment, timeout_s)
+
+
+class _WithRoot:
+    """A server of which programs may be forks that have the repository in ``PYTHONPATH``: it has imported from there."""
+
+    def __init__(self, server: ForkServer) -> None:
+        self._server = server
+
+    def start_program(self, *given: Any, free: Collection[str] = (), **options: Any) -> int:
+        return self._server.start_program(*given, free={*free, PATH_VARIABLE}, **options)
 
 
 def run(
