@@ -65,6 +65,8 @@ _FREE = (
     "HOME",
     "PATH",
     "PYTHONUNBUFFERED",
+    # read when an operator is built
+    "TORCH_EXTENSIONS_DIR",
     # of configs; nothing that is imported reads them
     "FAILED_ONCE",
     "FROM_CONFIG",

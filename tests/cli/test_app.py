@@ -3,14 +3,17 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import warm_start
 
 pytestmark = pytest.mark.process
 
 
 def run(*arguments):
-    return subprocess.run([sys.executable, "-m", "dstrial.cli", *arguments], capture_output=True, text=True)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    return warm_start.run(["dstrial.cli", *arguments], env=env, cwd=Path.cwd(), timeout=120)
 
 
 def test_the_version_is_that_of_the_package():

@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import subprocess
 import sys
@@ -6,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import warm_start
 
 pytestmark = pytest.mark.process
 
@@ -38,8 +40,8 @@ def context(tmp_path):
 
 
 def check(directory, *arguments):
-    command = [sys.executable, "-m", "dstrial.cli", "check", *arguments]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    return warm_start.run(["dstrial.cli", "check", *arguments], env=env, cwd=directory, timeout=120)
 
 
 def test_a_good_config_exits_0_and_shows_the_batch_equation(context):
