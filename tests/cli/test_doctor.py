@@ -11,7 +11,6 @@ import sys
 
 import pytest
 import torch
-import warm_start
 from waiting import wait_for
 
 HERE = pathlib.Path(__file__).parent
@@ -278,7 +277,7 @@ def test_what_is_printed_as_json_is_kept_where_output_says(doctor, tmp_path):
     assert "--output is" in refused.stderr
 
 
-def test_wrong_usage_is_told(tmp_path):
+def test_wrong_usage_is_told(doctor):
     for arguments in (
         ["--minutes", "2"],
         ["--only", "x"],
@@ -286,12 +285,7 @@ def test_wrong_usage_is_told(tmp_path):
         ["--require-gpus", "many"],
         ["--deadline", "-1"],
     ):
-        done = warm_start.run(
-            ["dstrial.cli", "doctor", *arguments],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-            cwd=tmp_path,
-            timeout=120,
-        )
+        done = doctor(*arguments)
         assert done.returncode == 2, arguments
         assert "usage:" in done.stderr
 
