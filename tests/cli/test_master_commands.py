@@ -30,22 +30,23 @@ VARIABLES = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 @pytest.fixture(scope="module")
 def lasting_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
-    """One master for the tests that leave it as it is."""
+    """One master for all tests after which it goes on, or can be started again."""
     with master_for_test(tmp_path_factory.mktemp("lasting")) as running:
         yield running
 
 
 @pytest.fixture
-def master(tmp_path: Path) -> Iterator[MasterForTest]:
-    with master_for_test(tmp_path) as running:
-        yield running
+def master(lasting_master: MasterForTest) -> Iterator[MasterForTest]:
+    yield lasting_master
+    if lasting_master.state.running() is None:
+        lasting_master.up()
 
 
 @pytest.fixture
-def login_of_another(lasting_master: MasterForTest) -> Iterator[str]:
+def login_of_another(master: MasterForTest) -> Iterator[str]:
     """Address at which ``det`` is logged in to another master, until the test is over."""
-    address = f"http://localhost:{lasting_master.record.port}"
-    path = Path(lasting_master.env["XDG_CONFIG_HOME"]) / "determined" / "auth.json"
+    address = f"http://localhost:{master.record.port}"
+    path = Path(master.env["XDG_CONFIG_HOME"]) / "determined" / "auth.json"
     before = path.read_text()
     store = json.loads(before)
     store["masters"][address] = {"active_user": "me", "tokens": {"me": "of another master"}}
@@ -60,16 +61,16 @@ def auth_entries(master: MasterForTest) -> dict[str, dict[str, object]]:
     return entries
 
 
-def test_up_listens_on_loopback_only_and_says_where(lasting_master: MasterForTest) -> None:
-    second = lasting_master.dstrial("up")
+def test_up_listens_on_loopback_only_and_says_where(master: MasterForTest) -> None:
+    second = master.dstrial("up")
     assert second.returncode == 0, second.stderr
-    port = lasting_master.record.port
+    port = master.record.port
     assert second.stdout.startswith("the master is already running\n")
-    assert f"address:  http://localhost:{port} (process {lasting_master.record.pid})\n" in second.stdout
+    assert f"address:  http://localhost:{port} (process {master.record.pid})\n" in second.stdout
     assert "slots:    2 cpu\n" in second.stdout
-    assert f"state:    {lasting_master.state.path}\n" in second.stdout
+    assert f"state:    {master.state.path}\n" in second.stdout
     assert f"export DET_MASTER=http://localhost:{port}\n" in second.stdout
-    assert listening_addresses(lasting_master.record.pid) == {f"0100007F:{port:04X}"}
+    assert listening_addresses(master.record.pid) == {f"0100007F:{port:04X}"}
 
 
 def listening_addresses(pid: int) -> set[str]:
@@ -87,23 +88,23 @@ def listening_addresses(pid: int) -> set[str]:
     return found
 
 
-def test_up_logs_det_in_under_both_names_and_for_nobody_else(lasting_master: MasterForTest) -> None:
-    port = lasting_master.record.port
+def test_up_logs_det_in_under_both_names_and_for_nobody_else(master: MasterForTest) -> None:
+    port = master.record.port
     for address in (f"http://localhost:{port}", f"http://127.0.0.1:{port}"):
         asked = warm_start.run_command(
             [sys.executable, "-m", "determined.cli", "-m", address, "user", "whoami"],
-            env=dict(lasting_master.env),
+            env=dict(master.env),
             capture_output=True,
             text=True,
         )
         assert (asked.returncode, asked.stdout) == (0, "You are logged in as user 'determined'\n"), (
             asked.stderr
         )
-    assert stat.S_IMODE(lasting_master.state.credentials_path.stat().st_mode) == 0o600
-    assert len(lasting_master.password("admin")) >= 16
+    assert stat.S_IMODE(master.state.credentials_path.stat().st_mode) == 0o600
+    assert len(master.password("admin")) >= 16
     stranger = warm_start.run_command(
         [sys.executable, "-m", "determined.cli", "experiment", "list"],
-        env={**lasting_master.env, "XDG_CONFIG_HOME": str(lasting_master.state.path.parent / "stranger")},
+        env={**master.env, "XDG_CONFIG_HOME": str(master.state.path.parent / "stranger")},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -111,30 +112,30 @@ def test_up_logs_det_in_under_both_names_and_for_nobody_else(lasting_master: Mas
     assert stranger.returncode != 0
 
 
-def test_up_keeps_a_login_of_this_master(lasting_master: MasterForTest) -> None:
-    before = auth_entries(lasting_master)
-    assert lasting_master.dstrial("up").returncode == 0
-    assert auth_entries(lasting_master) == before
+def test_up_keeps_a_login_of_this_master(master: MasterForTest) -> None:
+    before = auth_entries(master)
+    assert master.dstrial("up").returncode == 0
+    assert auth_entries(master) == before
 
 
 def test_up_leaves_the_login_of_another_master_and_says_how_to_log_in(
-    lasting_master: MasterForTest, login_of_another: str
+    master: MasterForTest, login_of_another: str
 ) -> None:
-    told = lasting_master.dstrial("up")
+    told = master.dstrial("up")
     assert told.returncode == 0
     assert f"det is logged in to another master at {login_of_another}; that is left as it is" in told.stderr
-    assert auth_entries(lasting_master)[login_of_another]["tokens"] == {"me": "of another master"}
+    assert auth_entries(master)[login_of_another]["tokens"] == {"me": "of another master"}
     assert f"not logged in at {login_of_another}" in told.stdout
 
 
 @pytest.mark.parametrize(("answer", "tokens"), [("y", {"determined"}), ("n", {"me"}), ("", {"me"})])
 def test_on_a_terminal_up_asks_before_it_replaces_a_login(
-    lasting_master: MasterForTest, login_of_another: str, answer: str, tokens: set[str]
+    master: MasterForTest, login_of_another: str, answer: str, tokens: set[str]
 ) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "dstrial.cli", "up"]
     with warm_start.Popen(
-        command, env=dict(lasting_master.env), stdin=theirs, stdout=theirs, stderr=theirs
+        command, env=dict(master.env), stdin=theirs, stdout=theirs, stderr=theirs
     ) as process:
         os.close(theirs)
         os.write(ours, f"{answer}\n".encode())
@@ -148,7 +149,7 @@ def test_on_a_terminal_up_asks_before_it_replaces_a_login(
         f"det is logged in to another master at {login_of_another}. Replace that login? [y/N]".encode()
         in shown
     )
-    entry = auth_entries(lasting_master)[login_of_another]["tokens"]
+    entry = auth_entries(master)[login_of_another]["tokens"]
     assert isinstance(entry, dict)
     assert set(entry) == tokens
 
@@ -166,8 +167,8 @@ def test_without_passwords_det_needs_no_login(tmp_path: Path) -> None:
         assert not master.state.credentials_path.exists()
 
 
-def test_options_that_a_running_master_cannot_follow_are_named(lasting_master: MasterForTest) -> None:
-    told = lasting_master.dstrial("up", "--slots", "7", "--no-password")
+def test_options_that_a_running_master_cannot_follow_are_named(master: MasterForTest) -> None:
+    told = master.dstrial("up", "--slots", "7", "--no-password")
     assert told.returncode == 0
     assert "--slots 7, --no-password changes nothing while it runs" in told.stderr
 
@@ -237,14 +238,14 @@ def test_two_starts_at_once_give_one_master(tmp_path: Path) -> None:
         warm_start.run_command([sys.executable, "-m", "dstrial.cli", "down", "--now"], env=env, check=True)
 
 
-def test_status_shows_address_slots_experiments_and_disk(lasting_master: MasterForTest) -> None:
-    shown = lasting_master.dstrial("status")
+def test_status_shows_address_slots_experiments_and_disk(master: MasterForTest) -> None:
+    shown = master.dstrial("status")
     assert shown.returncode == 0
-    assert f"address:     {lasting_master.address} (process {lasting_master.record.pid})\n" in shown.stdout
+    assert f"address:     {master.address} (process {master.record.pid})\n" in shown.stdout
     assert "slots:       2 cpu; 0 used, 2 free\n" in shown.stdout
     assert "experiments: none\n" in shown.stdout
-    fields = json.loads(lasting_master.dstrial("status", "--json").stdout)
-    assert (fields["running"], fields["pid"]) == (True, lasting_master.record.pid)
+    fields = json.loads(master.dstrial("status", "--json").stdout)
+    assert (fields["running"], fields["pid"]) == (True, master.record.pid)
     assert fields["slots"] == {"total": 2, "used": 0, "free": 2}
     assert fields["disk_bytes"] > 0
 
@@ -301,21 +302,19 @@ def test_an_open_stream_does_not_keep_the_master_from_ending(master: MasterForTe
         assert master.dstrial("down", deadline_s=30).returncode == 0
 
 
-def test_logs_print_the_end_of_the_masters_log_and_follow_it(lasting_master: MasterForTest) -> None:
-    shown = lasting_master.dstrial("logs", "-n", "1000").stdout
+def test_logs_print_the_end_of_the_masters_log_and_follow_it(master: MasterForTest) -> None:
+    shown = master.dstrial("logs", "-n", "1000").stdout
     assert re.search(r"INFO dstrial\.master: serving at http://localhost:\d+ with 2 slots", shown)
-    assert len(lasting_master.dstrial("logs", "-n", "1").stdout.splitlines()) == 1
+    assert len(master.dstrial("logs", "-n", "1").stdout.splitlines()) == 1
     command = [sys.executable, "-m", "dstrial.cli", "logs", "-f", "-n", "0"]
-    with subprocess.Popen(
-        command, env=dict(lasting_master.env), stdout=subprocess.PIPE, text=True
-    ) as following:
+    with subprocess.Popen(command, env=dict(master.env), stdout=subprocess.PIPE, text=True) as following:
         assert following.stdout is not None
         was_read = threading.Event()
 
         def write() -> None:
             # Again and again: a line from before it follows is not its business.
             while not was_read.wait(0.2):
-                with lasting_master.state.log_path.open("a") as log:
+                with master.state.log_path.open("a") as log:
                     log.write("one more line\n")
 
         writing = threading.Thread(target=write)
@@ -359,14 +358,15 @@ def test_in_the_foreground_the_log_is_shown_and_ctrl_c_ends_it(tmp_path: Path) -
     assert "Traceback" not in text
 
 
-def test_the_state_directory_of_a_port_error_can_be_used_afterwards(tmp_path: Path) -> None:
-    with master_for_test(tmp_path) as first:
-        other = StateDirectory(tmp_path / "other")
-        ended = first.dstrial("up", "--state-dir", str(other.path), "--port", str(first.record.port))
-        assert ended.returncode == 1
-        assert "is taken by another program" in ended.stderr
-        ended = first.dstrial("up", "--state-dir", str(other.path), "--port", "0", "--slots", "1")
-        try:
-            assert ended.returncode == 0, ended.stderr
-        finally:
-            first.dstrial("down", "--now", "--state-dir", str(other.path))
+def test_the_state_directory_of_a_port_error_can_be_used_afterwards(
+    master: MasterForTest, tmp_path: Path
+) -> None:
+    other = StateDirectory(tmp_path / "other")
+    ended = master.dstrial("up", "--state-dir", str(other.path), "--port", str(master.record.port))
+    assert ended.returncode == 1
+    assert "is taken by another program" in ended.stderr
+    ended = master.dstrial("up", "--state-dir", str(other.path), "--port", "0", "--slots", "1")
+    try:
+        assert ended.returncode == 0, ended.stderr
+    finally:
+        master.dstrial("down", "--now", "--state-dir", str(other.path))

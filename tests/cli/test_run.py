@@ -158,7 +158,6 @@ class TestScripts:
         assert record.failure is not None
         assert re.fullmatch(r"rank 1 failed first .*: RuntimeError: the reason", record.failure)
 
-    @pytest.mark.exhaustive("[15-143]")
     @pytest.mark.parametrize(("signal_", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
     def test_a_signal_stops_the_run_with_a_checkpoint_and_resume_latest_goes_on(
         self, make_project: MakeProject, signal_: signal.Signals, exit_code: int
