@@ -56,7 +56,9 @@ def test_a_pipeline_is_predicted_stage_by_stage(capsys: pytest.CaptureFixture[st
 @pytest.mark.process
 @pytest.mark.timeout(600)
 def test_a_script_is_predicted_with_the_batch_that_it_makes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["memory", *SCRIPT, "--slots", "1", "--json"]) == 0
+    # Whatever the size of the model and of the text that it reads.
+    small = ("--config", "hyperparameters.n_layer=2", "--config", "hyperparameters.num_chars_max=30000")
+    assert main(["memory", *SCRIPT, "--slots", "1", "--json", *small]) == 0
     (row,) = json.loads(capsys.readouterr().out)["devices"]
 
     assert row["problem"] is None

@@ -276,7 +276,7 @@ class TestScripts:
         self, make_project: MakeProject
     ) -> None:
         project = make_project(CORE_API_SCRIPT, "python3 train.py wait")
-        with started(project, project.command(), stderr=subprocess.STDOUT) as process:
+        with started(project, project.command(), stderr=subprocess.STDOUT, popen=subprocess.Popen) as process:
             assert process.stdout is not None
             while "waiting for a signal" not in process.stdout.readline():
                 pass
@@ -428,11 +428,12 @@ def until_settled(master: MasterForTest, experiment_id: int) -> ExperimentView:
 
 @contextlib.contextmanager
 def started(
-    project: Project, command: list[str], stderr: int = subprocess.PIPE
+    project: Project,
+    command: list[str],
+    stderr: int = subprocess.PIPE,
+    popen: type[subprocess.Popen[str]] = warm_start.Popen,
 ) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=dict(project.env)
-    ) as process:
+    with popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=dict(project.env)) as process:
         try:
             yield process
         finally:
