@@ -28,6 +28,18 @@ class Browser:
         self.page.goto(self.address + path)
         self.page.wait_for_selector(wait_for)
 
+    def show(self, path: str, wait_for: str = "main h1") -> None:
+        """Go to another view as a link of the page does, without loading the page again; load it in a new window."""
+        if not self.page.url.startswith(f"{self.address}/"):
+            self.open(path, wait_for)
+            return
+        self.page.evaluate(
+            "(path) => { history.pushState(null, '', path); window.scrollTo(0, 0); "
+            "window.dispatchEvent(new PopStateEvent('popstate')); }",
+            path,
+        )
+        self.page.wait_for_selector(wait_for)
+
     def open_bare(self) -> None:
         """Go to a document without the page's policy, in which a test can import a module of the page."""
         self.page.route("**/favicon.ico", lambda route: route.fulfill(status=204))

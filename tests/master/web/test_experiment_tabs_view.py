@@ -468,14 +468,12 @@ def test_a_note_that_somebody_else_changes_meanwhile_is_not_lost_silently(
     assert browser.page.input_value("textarea") == "theirs"
 
 
-@pytest.mark.parametrize("name", ["hyperparameters", "rungs", "checkpoints", "config", "code", "notes"])
-def test_no_tab_is_wider_than_a_phone(
-    open_browser: Callable[..., Browser], seeded: Seeded, name: str
-) -> None:
+def test_no_tab_is_wider_than_a_phone(open_browser: Callable[..., Browser], seeded: Seeded) -> None:
     browser = open_browser(viewport={"width": 390, "height": 800})
-    browser.open(tab(seeded.fork, name), "main .tabs")
-    browser.until("!document.querySelector('.loading')")
-    assert browser.page.evaluate("document.documentElement.scrollWidth") <= 390
+    for name in ("hyperparameters", "rungs", "checkpoints", "config", "code", "notes"):
+        browser.show(tab(seeded.fork, name), "main .tabs")
+        browser.until("!document.querySelector('.loading')")
+        assert browser.page.evaluate("document.documentElement.scrollWidth") <= 390, name
 
 
 def test_an_experiment_deleted_while_it_is_looked_at_says_so(

@@ -100,7 +100,7 @@ def views(shown: Shown) -> dict[str, str]:
 
 def settle(browser: Browser, address: str) -> None:
     """Open a view and wait until it has been loaded, its charts have been drawn, and nothing moves any more."""
-    browser.open(address)
+    browser.show(address)
     browser.until("!document.querySelector('.loading')")
     browser.until(f"({EMPTY_CHARTS}).length === 0")
     # What is drawn when it comes near to being seen.
