@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import warm_start
 import yaml
 from small_runs import DEFINITIONS, deepspeed_config, experiment, train
 from waiting import wait_for
@@ -34,7 +35,7 @@ def test_a_stopped_rank_is_named_with_who_waits_for_it_and_training_goes_on_with
     variables = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "DSTRIAL_RUN_DIR": str(directory.path)}
     shown = tmp_path / "output"
     with shown.open("w") as output:
-        process = subprocess.Popen(
+        process = warm_start.Popen(
             [sys.executable, *words],
             env={**os.environ, **variables, "DSTRIAL_ALLOCATION_DIR": str(tmp_path)},
             stdout=output,

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm_start
 import yaml
 from small_runs import DEFINITIONS, deepspeed_config, experiment
 
@@ -23,7 +24,8 @@ from pathlib import Path
 from dstrial.launch import Placement, run_ranks
 from dstrial.launch.rank_main import trial_command
 from dstrial.launch.stalls.stall_rules import StallSettings
-node, port, trial, config, definitions = sys.argv[1:]
+# That it is a launcher, whose ranks are forks too, stands before its arguments.
+node, port, trial, config, definitions = sys.argv[2:]
 outcome = run_ranks(
     trial_command(trial, context_dir=Path(definitions), config=Path(config)),
     num_ranks=2 - int(node),
@@ -65,8 +67,8 @@ def launch_both(directory: Path, trial: str, stall_at: int = 5) -> list[str]:
     words = [trial, str(directory / "experiment.yaml"), str(DEFINITIONS)]
     port = str(free_port())
     launchers = [
-        subprocess.Popen(
-            [sys.executable, str(directory / "launcher.py"), str(node), port, *words],
+        warm_start.Popen(
+            [sys.executable, "-m", "launcher", "dstrial.launch", str(node), port, *words],
             env={**os.environ, **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
