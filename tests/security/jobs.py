@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import warm_start
 import yaml
 from listening import tree_around
 from waiting import wait_for
@@ -90,7 +91,7 @@ def wait_until_held(directory: Path, process: subprocess.Popen[bytes] | None = N
 
 def attack(targets: Sequence[str], directory: Path) -> str:
     """Replace the state of every rendezvous that these ports serve by a pickle; return what was said."""
-    done = subprocess.run(
+    done = warm_start.run_command(
         [sys.executable, str(ATTACK), str(directory / "owned"), *targets],
         capture_output=True,
         text=True,
