@@ -61,10 +61,14 @@ def guessing(port: int, username: str = "determined") -> Iterator[list[int]]:
             thread.join()
 
 
-@pytest.fixture
-def master(tmp_path: Path) -> Iterator[MasterForTest]:
-    with master_for_test(tmp_path, num_slots=1) as running:
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
+    with master_for_test(tmp_path_factory.mktemp("guessed"), num_slots=1) as running:
         yield running
+
+
+def forget_login(master: MasterForTest) -> None:
+    (Path(master.env["XDG_CONFIG_HOME"]) / "determined" / "auth.json").unlink()
 
 
 def test_the_right_password_logs_in_while_others_guess(master: MasterForTest) -> None:
@@ -83,8 +87,8 @@ def test_the_right_password_logs_in_while_others_guess(master: MasterForTest) ->
         print(f"\nlogged in after {time.monotonic() - began_s:.2f} s")
 
 
-def test_up_and_login_log_the_owner_in_while_others_guess(master: MasterForTest, tmp_path: Path) -> None:
-    (tmp_path / "config" / "determined" / "auth.json").unlink()
+def test_up_and_login_log_the_owner_in_while_others_guess(master: MasterForTest) -> None:
+    forget_login(master)
     with guessing(master.record.port):
         began_s = time.monotonic()
         told = master.dstrial("up", deadline_s=60)
@@ -124,18 +128,6 @@ def test_guesses_of_a_client_that_has_left_are_forgotten(master: MasterForTest) 
     assert time.monotonic() - began_s < 30, (
         "the right password waited for wrong ones of clients that had left"
     )
-
-
-def test_a_changed_password_does_not_keep_the_owner_out(master: MasterForTest, tmp_path: Path) -> None:
-    client = master.client("admin")
-    user = next(user for user in client.get("/api/v1/users")["users"] if user["username"] == "determined")
-    client.send(
-        "PATCH", f"/api/v1/users/{user['id']}", body={"password": "Another-password-1", "isHashed": False}
-    )
-    (tmp_path / "config" / "determined" / "auth.json").unlink()
-    told = master.dstrial("up")
-    assert (told.returncode, told.stderr) == (0, "")
-    assert master.det("user", "whoami").stdout == "You are logged in as user 'determined'\n"
 
 
 @needs_root
@@ -181,3 +173,15 @@ def test_a_login_of_16_mib_is_not_read(master: MasterForTest) -> None:
 
 def test_the_first_passwords_are_still_where_they_were(master: MasterForTest) -> None:
     assert set(read_credentials(master.state)) == {"admin", "determined"}
+
+
+def test_a_changed_password_does_not_keep_the_owner_out(master: MasterForTest) -> None:
+    client = master.client("admin")
+    user = next(user for user in client.get("/api/v1/users")["users"] if user["username"] == "determined")
+    client.send(
+        "PATCH", f"/api/v1/users/{user['id']}", body={"password": "Another-password-1", "isHashed": False}
+    )
+    forget_login(master)
+    told = master.dstrial("up")
+    assert (told.returncode, told.stderr) == (0, "")
+    assert master.det("user", "whoami").stdout == "You are logged in as user 'determined'\n"
