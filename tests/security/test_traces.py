@@ -55,12 +55,12 @@ def what_is_left(tmp_path: Path, scenario: str) -> dict[str, Any]:
 
 
 # What runs sees nothing of /tmp.
-@pytest.mark.exhaustive("[dstrial_run]", "[tasks]", "[detached]")
+@pytest.mark.exhaustive("[on_a_master]")
 @pytest.mark.skipif(sys.executable.startswith("/tmp/"), reason="the environment lies below /tmp")
 # "hugging_face" and "search" of the program take many minutes on two cores and are run by hand.
 @pytest.mark.ranks
 @pytest.mark.timeout(DEADLINE_S)
-@pytest.mark.parametrize("scenario", ["master_trials", "tasks", "detached", "dstrial_run", "launch"])
+@pytest.mark.parametrize("scenario", ["master_trials", "on_a_master", "launch"])
 def test_what_has_ended_leaves_nothing_in_temporary_places(tmp_path: Path, scenario: str) -> None:
     found = what_is_left(tmp_path, scenario)
 

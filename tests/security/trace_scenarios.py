@@ -181,46 +181,52 @@ def allocation_of(master: MasterForTest, experiment_id: int) -> str:
     return next(one for one, what in tasks.items() if what["taskId"] == trial["taskId"])
 
 
-def tasks(watch: Watch, work: Path) -> None:
-    """A command, a TensorBoard, a generic task."""
+def on_a_master(watch: Watch, work: Path) -> None:
+    """A command, a TensorBoard, a generic task, a script that nobody schedules, and ``dstrial run``."""
     with master_for_test(work) as master:
-        write = "python3 -c 'import tempfile; tempfile.mkdtemp()'"
-        assert master.det("command", "run", "sh", "-c", write).returncode == 0
-        watch.step("command")
-        experiment_id = submit(master, config("python3 -m dstrial.launch train.py"), TRAIN)
-        wait_until(master, experiment_id, "COMPLETED", deadline_s=DEADLINE_S)
-        watch.step("its trial")
-        started = master.det("tensorboard", "start", "--no-browser", "--detach", str(experiment_id))
-        assert started.returncode == 0, started.stderr
-        task_id = started.stdout.split()[-1]
-        client = master.client()
-
-        def state() -> str:
-            return str(client.get(f"/api/v1/tensorboards/{task_id}")["tensorboard"]["state"])
-
-        wait_for(lambda: state() == "STATE_RUNNING", "the TensorBoard")
-        watch.look("tensorboard")
-        assert master.det("tensorboard", "kill", task_id).returncode == 0
-        wait_for(lambda: state() == "STATE_TERMINATED", "the end of the TensorBoard")
-        watch.step("tensorboard")
-        (work / "task.yaml").write_text(yaml.safe_dump({"entrypoint": ["sh", "-c", write]}))
-        made = master.det("task", "create", str(work / "task.yaml"))
-        assert made.returncode == 0, made.stderr
-        task_id = made.stdout.split("Created task ")[1].split()[0]
-        wait_for(
-            lambda: client.get(f"/api/v1/tasks/{task_id}")["task"]["taskState"].endswith("COMPLETED"),
-            "the task",
-        )
-        watch.step("generic task")
+        tasks(watch, master, work)
+        detached(watch, master, work)
+        dstrial_run(watch, master, work)
+    watch.step("dstrial down")
 
 
-def detached(watch: Watch, work: Path) -> None:
-    """A script that nobody schedules."""
-    with master_for_test(work) as master:
-        script = work / "detached.py"
-        script.write_text(DETACHED.replace("STORAGE", repr(str(work / "kept"))))
-        run([sys.executable, str(script)], dict(master.env))
-        watch.step("detached")
+def tasks(watch: Watch, master: MasterForTest, work: Path) -> None:
+    write = "python3 -c 'import tempfile; tempfile.mkdtemp()'"
+    assert master.det("command", "run", "sh", "-c", write).returncode == 0
+    watch.step("command")
+    one_rank = {"slots_per_trial": 1}
+    experiment_id = submit(master, config("python3 -m dstrial.launch train.py", resources=one_rank), TRAIN)
+    wait_until(master, experiment_id, "COMPLETED", deadline_s=DEADLINE_S)
+    watch.step("its trial")
+    started = master.det("tensorboard", "start", "--no-browser", "--detach", str(experiment_id))
+    assert started.returncode == 0, started.stderr
+    task_id = started.stdout.split()[-1]
+    client = master.client()
+
+    def state() -> str:
+        return str(client.get(f"/api/v1/tensorboards/{task_id}")["tensorboard"]["state"])
+
+    wait_for(lambda: state() == "STATE_RUNNING", "the TensorBoard")
+    watch.look("tensorboard")
+    assert master.det("tensorboard", "kill", task_id).returncode == 0
+    wait_for(lambda: state() == "STATE_TERMINATED", "the end of the TensorBoard")
+    watch.step("tensorboard")
+    (work / "task.yaml").write_text(yaml.safe_dump({"entrypoint": ["sh", "-c", write]}))
+    made = master.det("task", "create", str(work / "task.yaml"))
+    assert made.returncode == 0, made.stderr
+    task_id = made.stdout.split("Created task ")[1].split()[0]
+    wait_for(
+        lambda: client.get(f"/api/v1/tasks/{task_id}")["task"]["taskState"].endswith("COMPLETED"),
+        "the task",
+    )
+    watch.step("generic task")
+
+
+def detached(watch: Watch, master: MasterForTest, work: Path) -> None:
+    script = work / "detached.py"
+    script.write_text(DETACHED.replace("STORAGE", repr(str(work / "kept"))))
+    run([sys.executable, str(script)], dict(master.env))
+    watch.step("detached")
 
 
 def digits(work: Path, batches: int = 10, **changes: Any) -> Path:
@@ -236,18 +242,14 @@ def plain_env() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
 
 
-def dstrial_run(watch: Watch, work: Path) -> None:
-    """``dstrial run`` of a DeepSpeed trial."""
-    path = digits(work)
+def dstrial_run(watch: Watch, master: MasterForTest, work: Path) -> None:
     definition = str(ROOT / "model_defs" / "digits")
-    with master_for_test(work) as master:
-        run(
-            [sys.executable, "-m", "dstrial.cli", "run", str(path), definition],
-            dict(master.env) | {"PYTHONPATH": str(ROOT)},
-            cwd=work,
-        )
-        watch.step("dstrial run")
-    watch.step("dstrial down")
+    run(
+        [sys.executable, "-m", "dstrial.cli", "run", str(digits(work)), definition],
+        dict(master.env) | {"PYTHONPATH": str(ROOT)},
+        cwd=work,
+    )
+    watch.step("dstrial run")
 
 
 def launch(watch: Watch, work: Path) -> None:
@@ -349,9 +351,7 @@ def search(watch: Watch, work: Path) -> None:
 
 SCENARIOS: dict[str, Callable[[Watch, Path], None]] = {
     "master_trials": master_trials,
-    "tasks": tasks,
-    "detached": detached,
-    "dstrial_run": dstrial_run,
+    "on_a_master": on_a_master,
     "launch": launch,
     "hugging_face": hugging_face,
     "search": search,
