@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
+import functools
 import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import determined.cli
 import pytest
 from determined.cli import cli
 
 from dstrial.master.login import new_token
 from dstrial.testing.master import MasterForTest
+
+
+@functools.cache
+def det_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``det``, which takes longer to build than most commands take."""
+    parser = cli.make_parser()
+    determined.cli.add_args(parser, cli.all_args_description)
+    return parser
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +60,9 @@ class DetHere:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in variables.items():
                 patch.setenv(name, value)
+            parser = det_parser()
+            patch.setattr(cli, "make_parser", lambda: parser)
+            patch.setattr(determined.cli, "add_args", lambda *_given: None)
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
                 try:
                     cli.main(["-m", self.address, *words])

@@ -6,11 +6,11 @@ import csv
 import io
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm_start
 from serving import NUM_SLOTS, Master
 
 pytestmark = pytest.mark.process
@@ -18,16 +18,17 @@ pytestmark = pytest.mark.process
 
 def _det(master: Master, home: Path, *words: str, user: str = "determined", is_failure: bool = False) -> str:
     environment = {
-        "PATH": os.environ["PATH"],
+        **{name: value for name, value in os.environ.items() if not name.startswith("DET_")},
         "HOME": str(home),
         "XDG_CONFIG_HOME": str(home / "config"),
         "DET_MASTER": f"localhost:{master.port}",
         "DET_USER": user,
         "DET_USER_TOKEN": master.tokens[user],
-        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
     }
-    done = subprocess.run(
-        [str(Path(sys.executable).with_name("det")), *words],
+    done = warm_start.run_command(
+        [sys.executable, "-m", "determined.cli", *words],
         env=environment,
         cwd=home,
         capture_output=True,
