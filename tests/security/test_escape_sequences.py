@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from det_here import DetHere
 
 from dstrial.testing.master import MasterForTest, master_for_test
 
@@ -58,8 +59,8 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterForTest]:
         yield one
 
 
-def test_no_command_sends_them_to_a_terminal(master: MasterForTest) -> None:
-    texts = {}
+def test_no_command_sends_them_to_a_terminal(master: MasterForTest, tmp_path: Path) -> None:
+    det, texts = DetHere.at(master, tmp_path), {}
     for words in (
         "trial logs 1",
         "experiment logs 1",
@@ -74,9 +75,7 @@ def test_no_command_sends_them_to_a_terminal(master: MasterForTest) -> None:
         "model list",
         "master logs",
     ):
-        done = master.det(*words.split())
-        assert done.returncode == 0, done.stderr
-        texts[words] = done.stdout
+        texts[words] = det.ok(*words.split())
     for words in ("status", "logs"):
         texts[f"dstrial {words}"] = master.dstrial(words).stdout
 

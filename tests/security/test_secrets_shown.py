@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from det_here import DetHere
 
 from dstrial.master.login import new_token
 from dstrial.master.server import all_routes
@@ -185,12 +186,13 @@ def test_no_request_is_answered_with_a_secret(held: Held) -> None:
     assert shown_secrets(json.dumps(runs)) == []
 
 
-def test_no_command_and_no_page_prints_a_secret(held: Held) -> None:
+def test_no_command_and_no_page_prints_a_secret(held: Held, tmp_path: Path) -> None:
+    det = DetHere.at(held.master, tmp_path)
     checkpoint = held.json("experiments/1/checkpoints")["checkpoints"][0]["uuid"]
     assert held.master.dstrial("login", "--user", "admin").returncode == 0
     assert held.master.dstrial("login").returncode == 0
     texts = [
-        held.ok(*words.split())
+        det.ok(*words.split())
         for words in (
             "experiment config 1",
             "experiment describe --json 1",
@@ -199,12 +201,12 @@ def test_no_command_and_no_page_prints_a_secret(held: Held) -> None:
             f"checkpoint describe {checkpoint}",
             "template describe held",
             "template list -d",
-            "-u admin master config show",
             "master logs",
             "trial logs 1",
             "job list",
         )
     ]
+    texts.append(held.ok("-u", "admin", "master", "config", "show"))
     texts += [held.get(page).decode() for page in ("/", "/?experiment=1&trial=1", "/det/experiments/1")]
     texts.append(held.master.dstrial("status").stdout)
     texts.append(held.master.dstrial("logs").stdout)

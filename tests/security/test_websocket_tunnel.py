@@ -289,7 +289,7 @@ def plateau(value: Callable[[], int]) -> int:
 def test_pings_of_a_client_that_does_not_read_fill_no_memory_and_the_last_is_answered(
     tunnels: Tunnels,
 ) -> None:
-    num_pings = 400_000
+    num_pings = 300_000  # half again as many bytes as may be kept
     with tunnels.open(tunnels.echo) as connection:
         before = memory_mib(tunnels.master.record.pid)
         pings = frame(FINAL | PING, bytes(125)) * 1000

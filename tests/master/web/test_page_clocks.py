@@ -127,7 +127,7 @@ def assert_no_time_below_zero(browser: Browser, where: str) -> None:
 
 def open_all(browser: Browser, paths: tuple[str, ...]) -> None:
     for path in paths:
-        browser.open(path)
+        browser.show(path)
         browser.until("!document.querySelector('.loading')")
         browser.page.wait_for_timeout(200)
         assert_no_time_below_zero(browser, path)
@@ -233,7 +233,7 @@ def test_charts_by_time_never_go_back_when_the_clock_of_a_node_did(
         f"/det/trials/{seeded.wrong_trial}/metrics?x=time",
         f"/det/compare?trials={seeded.wrong_trial}&x=time",
     ):
-        browser.open(path, ".chart .plot:not([aria-label$=': 0 curves'])")
+        browser.show(path, ".chart .plot:not([aria-label$=': 0 curves'])")
         rows = rows_of(browser, ".chart button:has-text('CSV')", tmp_path)
         xs = [
             float(row["time since the start"])
@@ -267,7 +267,7 @@ def test_no_view_shows_a_time_below_zero_of_a_master_whose_times_are_wrong(
         (f"/det/experiments/{seeded.wrong}", "tbody tr[data-idx]"),
         (f"/det/trials/{seeded.wrong_trial}/runs", "tbody tr[data-idx='2']"),
     ):
-        browser.open(path, row)
+        browser.show(path, row)
         found = [one["Took"] for one in rows_of(browser, ".table button:has-text('CSV')", tmp_path)]
         assert [value for value in found if float(value) < 0] == [], path
     use = seeded_master.get("/page/cluster/usage?hours=24").json
@@ -298,5 +298,5 @@ def test_a_time_at_the_end_of_all_times_keeps_no_view_from_being_shown(
         assert answer.status == status, answer.content
     browser = open_browser()
     browser.open("/det/experiments/1/checkpoints", "tbody tr[data-idx='0']")
-    browser.open("/det/trials/1/checkpoints", "tbody tr[data-idx='0']")
+    browser.show("/det/trials/1/checkpoints", "tbody tr[data-idx='0']")
     assert [text for text in browser.texts("time") if "Invalid" in text] == []

@@ -171,7 +171,7 @@ def test_a_search_that_an_error_has_ended_is_not_called_completed(
     assert browser.text(".facts .state") == "completed"
     listed = {row["id"]: row["state"] for row in seeded_master.get("/page/searches").json["searches"]}
     assert (listed[FAILED], listed[ENDED], listed[LIVE]) == ("ERROR", "COMPLETED", "RUNNING")
-    browser.open("/det/searches", f"tbody a[href='/det/searches/{FAILED}']")
+    browser.show("/det/searches", f"tbody a[href='/det/searches/{FAILED}']")
     assert browser.text(f"tbody tr:has(a[href='/det/searches/{FAILED}']) .state") == "error"
     assert browser.text(f"tbody tr:has(a[href='/det/searches/{ENDED}']) .state") == "completed"
 
