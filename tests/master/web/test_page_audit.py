@@ -183,10 +183,16 @@ def test_the_first_tab_leads_past_the_main_line(
 ) -> None:
     browser = open_browser(token="admin")
     for path in addresses(ids):
-        browser.open(path, SETTLED)  # Where a new window begins.
+        browser.show(path, SETTLED)
         browser.until("!document.querySelector('.loading')")
+        assert browser.page.evaluate("document.activeElement.tagName") == "BODY", path
+        # From where a new window begins, and not from where the view before had the focus.
+        browser.page.evaluate(
+            "document.body.tabIndex = -1; document.body.focus(); document.body.removeAttribute('tabindex')"
+        )
         browser.page.keyboard.press("Tab")
         assert browser.page.evaluate("document.activeElement.className") == "skip", path
         browser.page.keyboard.press("Enter")
         assert browser.page.evaluate("document.activeElement.tagName") == "H1", path
+        browser.page.evaluate("document.activeElement.blur()")
     browser.forgive("404")  # Of what is not there.
