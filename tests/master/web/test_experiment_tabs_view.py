@@ -87,10 +87,9 @@ def tab(experiment: int, name: str) -> str:
 
 
 def test_every_hyperparameter_that_differs_has_an_axis_and_what_it_explains(
-    open_browser: Callable[..., Browser], seeded: Seeded
+    browser: Browser, seeded: Seeded
 ) -> None:
-    browser = open_browser()
-    browser.open(tab(seeded.search, "hyperparameters"), "canvas")
+    browser.show(tab(seeded.search, "hyperparameters"), "canvas")
     label = browser.page.locator("canvas").first.get_attribute("aria-label")
     assert label.startswith("Parallel coordinates of 30 trials over lr, layers, optimizer, loss; 30 within")
     shares = {
@@ -106,10 +105,9 @@ def test_every_hyperparameter_that_differs_has_an_axis_and_what_it_explains(
 
 
 def test_a_range_marked_on_an_axis_keeps_trials_and_stays_in_the_address(
-    open_browser: Callable[..., Browser], seeded: Seeded
+    browser: Browser, seeded: Seeded
 ) -> None:
-    browser = open_browser()
-    browser.open(tab(seeded.search, "hyperparameters"), "canvas")
+    browser.show(tab(seeded.search, "hyperparameters"), "canvas")
     canvas = browser.page.locator("canvas").first
     box = canvas.bounding_box()
     x = box["x"] + box["width"] - 60  # the last axis, the metric's
@@ -154,12 +152,9 @@ def kept(browser: Browser) -> list[list[str]]:
     return list(csv.reader(io.StringIO(data)))[1:]
 
 
-def test_a_range_is_chosen_and_given_back_by_the_keyboard_alone(
-    open_browser: Callable[..., Browser], seeded: Seeded
-) -> None:
-    browser = open_browser()
+def test_a_range_is_chosen_and_given_back_by_the_keyboard_alone(browser: Browser, seeded: Seeded) -> None:
     press = browser.page.keyboard.press
-    browser.open(tab(seeded.search, "hyperparameters"), "canvas")
+    browser.show(tab(seeded.search, "hyperparameters"), "canvas")
     everything = kept(browser)
     browser.page.focus("h1")
     tab_to(browser, "Ranges")
@@ -215,10 +210,9 @@ def seeded_best(browser: Browser, seeded: Seeded) -> float:
 
 
 def test_a_line_under_the_pointer_tells_of_its_trial_and_leads_to_it(
-    open_browser: Callable[..., Browser], seeded: Seeded
+    browser: Browser, seeded: Seeded
 ) -> None:
-    browser = open_browser()
-    browser.open(tab(seeded.search, "hyperparameters"), "canvas")
+    browser.show(tab(seeded.search, "hyperparameters"), "canvas")
     box = browser.page.locator("canvas").first.bounding_box()
     # Beside the metric's axis the best trial's line is the lowest, and nearly at its foot.
     browser.page.mouse.move(box["x"] + box["width"] - 85, box["y"] + box["height"] - 21)
@@ -230,11 +224,8 @@ def test_a_line_under_the_pointer_tells_of_its_trial_and_leads_to_it(
     browser.until("location.pathname.includes('/trials/')")
 
 
-def test_pairs_are_a_heat_map_of_the_best_and_a_picture(
-    open_browser: Callable[..., Browser], seeded: Seeded
-) -> None:
-    browser = open_browser()
-    browser.open(tab(seeded.search, "hyperparameters") + "?across=layers&down=optimizer", "canvas")
+def test_pairs_are_a_heat_map_of_the_best_and_a_picture(browser: Browser, seeded: Seeded) -> None:
+    browser.show(tab(seeded.search, "hyperparameters") + "?across=layers&down=optimizer", "canvas")
     rows = list(
         csv.DictReader(
             io.StringIO(
@@ -365,10 +356,9 @@ def test_a_checkpoint_is_deleted_only_after_a_question(
 
 
 def test_the_config_is_shown_as_submitted_and_with_origins_without_secrets(
-    open_browser: Callable[..., Browser], seeded: Seeded
+    browser: Browser, seeded: Seeded
 ) -> None:
-    browser = open_browser()
-    browser.open(tab(seeded.search, "config"), ".code")
+    browser.show(tab(seeded.search, "config"), ".code")
     assert "# What is searched for" in browser.text(".code")
     assert "HF_TOKEN=********" in browser.text(".code")
     text = saved(browser, browser.page.locator("button:has-text('Download')")).decode()
@@ -408,11 +398,8 @@ def test_code_is_shown_with_line_numbers_and_what_differs_from_its_parent(
     browser.until("document.querySelector('.diff').innerText.includes('line_1 = 1')")
 
 
-def test_an_experiment_that_is_not_there_to_compare_with_is_told(
-    open_browser: Callable[..., Browser], seeded: Seeded
-) -> None:
-    browser = open_browser()
-    browser.open(tab(seeded.search, "code?against=987654"), "p.problem")
+def test_an_experiment_that_is_not_there_to_compare_with_is_told(browser: Browser, seeded: Seeded) -> None:
+    browser.show(tab(seeded.search, "code?against=987654"), "p.problem")
     assert "987654" in browser.text("p.problem")
     assert browser.problems.pop().endswith("404 (Not Found)")
 

@@ -129,28 +129,30 @@ def test_an_audit_finds_what_is_wrong(open_browser: Callable[..., Browser], ids:
     assert {json.loads(one)["id"] for one in violations(browser)} >= {"button-name", "color-contrast"}
 
 
+@pytest.mark.exhaustive("[dark]")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_dialogs_have_nothing_against_them_and_the_keyboard_ends_them(
-    open_browser: Callable[..., Browser], ids: dict[str, Any]
+    open_browser: Callable[..., Browser], ids: dict[str, Any], scheme: str
 ) -> None:
     if not AXE.exists():
         pytest.skip("Requires: [axe-core]")
-    for scheme in ("light", "dark"):
-        browser = open_browser(bypass_csp=True, color_scheme=scheme)
-        for path, button in (
-            ("/det/models", "button:has-text('New model')"),
-            ("/det/tasks", "button[aria-label='Kill sleep']"),
-            ("/det/models/digits", ".tools button:has-text('Edit')"),
-            ("/det/clusters", "button[aria-label^='Set the priority of big']"),
-        ):
-            settle(browser, path)
-            browser.page.focus(button)
-            browser.page.keyboard.press("Enter")
-            browser.page.wait_for_selector("dialog[open]")
-            assert violations(browser) == []
-            browser.page.keyboard.press("Escape")
-            browser.page.wait_for_selector("dialog", state="detached")
+    browser = open_browser(bypass_csp=True, color_scheme=scheme)
+    for path, button in (
+        ("/det/models", "button:has-text('New model')"),
+        ("/det/tasks", "button[aria-label='Kill sleep']"),
+        ("/det/models/digits", ".tools button:has-text('Edit')"),
+        ("/det/clusters", "button[aria-label^='Set the priority of big']"),
+    ):
+        settle(browser, path)
+        browser.page.focus(button)
+        browser.page.keyboard.press("Enter")
+        browser.page.wait_for_selector("dialog[open]")
+        assert violations(browser) == []
+        browser.page.keyboard.press("Escape")
+        browser.page.wait_for_selector("dialog", state="detached")
 
 
+@pytest.mark.exhaustive("[/det/experiments]")
 @pytest.mark.parametrize("path", ["/det/experiments", "/det/tasks", "/det/models"])
 def test_a_table_is_reached_and_used_by_the_keyboard(
     open_browser: Callable[..., Browser], ids: dict[str, Any], path: str

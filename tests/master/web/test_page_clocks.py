@@ -164,7 +164,7 @@ def test_ages_are_by_the_masters_clock_when_the_readers_jumps(
     assert TOOK.match(took(browser, "gpt"))
 
 
-@pytest.mark.exhaustive("[a day forwards]", "[an hour asleep]")
+@pytest.mark.exhaustive("[an hour asleep]")
 @pytest.mark.parametrize("jump", JUMPS)
 def test_live_views_go_on_when_the_readers_clock_jumps(
     open_browser: Callable[..., Browser], seeded_master: Master, seeded: Seeded, jump: str

@@ -57,10 +57,9 @@ def seeded(seeded_master: Master) -> Seeded:
 
 
 def test_every_metric_has_a_chart_in_its_group_with_what_happened_marked(
-    open_browser: Open, seeded: Seeded
+    browser: Browser, seeded: Seeded
 ) -> None:
-    browser = open_browser()
-    browser.open(f"/det/experiments/{seeded.experiment}/trials/{seeded.trial}", ".chart")
+    browser.show(f"/det/experiments/{seeded.experiment}/trials/{seeded.trial}", ".chart")
     assert browser.texts("main h2")[:2] == ["validation", "training"]
     assert {"broken", "telemetry", NAME} <= set(browser.texts("main h2"))
     assert "restart; 4 → 2 slots" in browser.text("main")
@@ -71,9 +70,8 @@ def test_every_metric_has_a_chart_in_its_group_with_what_happened_marked(
     assert browser.page.locator("main img").count() == 0
 
 
-def test_the_axis_of_a_trial_can_be_epochs_and_time(open_browser: Open, seeded: Seeded) -> None:
-    browser = open_browser()
-    browser.open(f"/det/trials/{seeded.trial}?find=validation.loss", ".chart")
+def test_the_axis_of_a_trial_can_be_epochs_and_time(browser: Browser, seeded: Seeded) -> None:
+    browser.show(f"/det/trials/{seeded.trial}?find=validation.loss", ".chart")
     for word, label in (("epochs", "epochs"), ("records", "records"), ("time", "time since the start")):
         browser.page.select_option("label:has-text('Over') select", word)
         browser.until(f"document.querySelector('.plot').getAttribute('aria-label').includes('over {label}')")
@@ -99,16 +97,14 @@ def test_marks_stand_where_runs_began_in_the_units_of_the_axis(open_browser: Ope
 
 
 def test_values_that_are_no_numbers_are_counted_and_the_others_drawn(
-    open_browser: Open, seeded: Seeded
+    browser: Browser, seeded: Seeded
 ) -> None:
-    browser = open_browser()
-    browser.open(f"/det/trials/{seeded.trial}?find=broken.x", ".chart")
+    browser.show(f"/det/trials/{seeded.trial}?find=broken.x", ".chart")
     browser.until("document.querySelector('.chart').innerText.includes('2 values are not finite')")
 
 
-def test_instruments_are_shown_by_rank(open_browser: Open, seeded: Seeded) -> None:
-    browser = open_browser()
-    browser.open(f"/det/trials/{seeded.trial}/instruments", "table.bars")
+def test_instruments_are_shown_by_rank(browser: Browser, seeded: Seeded) -> None:
+    browser.show(f"/det/trials/{seeded.trial}/instruments", "table.bars")
     slow = browser.page.locator("table[aria-label='Time of a batch by rank'] tr").nth(1)
     assert slow.locator("[role=img]").nth(1).get_attribute("aria-label") == "forward 35 ms"
     memory = browser.page.locator("table[aria-label='process memory by rank'] tr")
@@ -122,17 +118,15 @@ def test_instruments_are_shown_by_rank(open_browser: Open, seeded: Seeded) -> No
 
 
 def test_a_trial_without_instruments_says_how_to_get_them(
-    open_browser: Open, seeded: Seeded, seeded_master: Master
+    browser: Browser, seeded: Seeded, seeded_master: Master
 ) -> None:
     other = seeded_master.rows("SELECT id FROM trials WHERE experiment_id = ? ORDER BY id", seeded.experiment)
-    browser = open_browser()
-    browser.open(f"/det/trials/{other[1]['id']}/instruments")
+    browser.show(f"/det/trials/{other[1]['id']}/instruments")
     browser.until("document.querySelector('main').innerText.includes('telemetry: false')")
 
 
-def test_hyperparameters_checkpoints_and_runs_are_tables(open_browser: Open, seeded: Seeded) -> None:
-    browser = open_browser()
-    browser.open(f"/det/trials/{seeded.trial}/hyperparameters", "tbody tr[data-idx]")
+def test_hyperparameters_checkpoints_and_runs_are_tables(browser: Browser, seeded: Seeded) -> None:
+    browser.show(f"/det/trials/{seeded.trial}/hyperparameters", "tbody tr[data-idx]")
     assert browser.texts("tbody tr td:first-child") == ["global_batch_size", "lr", "layers", "optimizer"]
     browser.page.click("nav.tabs a:has-text('Checkpoints')")
     browser.page.wait_for_selector("tbody tr[data-idx]")
@@ -163,15 +157,14 @@ def test_a_trial_is_killed_after_a_question_only(open_browser: Open, seeded_mast
     assert kills() != [None]
 
 
-def test_a_trial_with_ten_thousand_metrics_is_searched(open_browser: Open, seeded_master: Master) -> None:
+def test_a_trial_with_ten_thousand_metrics_is_searched(browser: Browser, seeded_master: Master) -> None:
     def fill(tx):
         trial = trials_of(tx, add_experiment(tx, num_points=3))[0]
         add_metric(tx, trial, "many", [(10, {f"metric_{idx:05}": idx for idx in range(10_000)})])
         return trial
 
     trial = seeded_master.services.database.write(fill)
-    browser = open_browser()
-    browser.open(f"/det/trials/{trial}", "button:has-text('Show 24 more')")
+    browser.show(f"/det/trials/{trial}", "button:has-text('Show 24 more')")
     assert "2,000 or more metrics" in browser.text(".filters")
     browser.page.fill("input[aria-label='Find metrics']", "METRIC_0999")
     browser.until("document.querySelector('.filters').innerText.includes('10 metrics')")
@@ -224,8 +217,7 @@ def test_a_trial_that_is_deleted_while_it_is_looked_at_stays_with_a_word(
     browser.forgive("404")
 
 
-def test_an_unknown_trial_is_told_of(open_browser: Open) -> None:
-    browser = open_browser()
-    browser.open("/det/trials/999999", "main .problem")
+def test_an_unknown_trial_is_told_of(browser: Browser) -> None:
+    browser.show("/det/trials/999999", "main .problem")
     assert "trial 999999 is not found" in browser.text("main .problem")
     browser.forgive("404")
