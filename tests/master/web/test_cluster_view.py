@@ -63,10 +63,9 @@ def test_use_counts_deleted_experiments(seeded_master: Master, busy: dict[str, s
 
 
 def test_nodes_and_slots_are_switched_off_after_a_question_and_on_again(
-    open_browser: Callable[..., Browser], seeded_master: Master, busy: dict[str, str]
+    browser: Browser, seeded_master: Master, busy: dict[str, str]
 ) -> None:
-    browser = open_browser()
-    browser.open("/det/clusters", "main table")
+    browser.show("/det/clusters", "main table")
     node = seeded_master.services.agent_id
 
     def off() -> dict[int, int]:
@@ -95,10 +94,9 @@ def test_nodes_and_slots_are_switched_off_after_a_question_and_on_again(
 
 
 def test_the_queue_is_put_in_another_order_and_follows_what_others_do(
-    open_browser: Callable[..., Browser], seeded_master: Master, busy: dict[str, str]
+    browser: Browser, seeded_master: Master, busy: dict[str, str]
 ) -> None:
-    browser = open_browser()
-    browser.open("/det/cluster", "[aria-label=Queue] tbody tr[data-idx='4']")
+    browser.show("/det/cluster", "[aria-label=Queue] tbody tr[data-idx='4']")
     names = (
         "[...document.querySelectorAll('[aria-label=Queue] tbody tr[data-idx] a')].map((a) => a.textContent)"
     )

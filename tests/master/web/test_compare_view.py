@@ -41,9 +41,8 @@ def curves(number: int) -> str:
     return f"document.querySelector('.plot')?.getAttribute('aria-label').includes('{number} curves')"
 
 
-def test_curves_of_chosen_metrics_lie_over_each_other(open_browser: Open, seeded: Seeded) -> None:
-    browser = open_browser()
-    browser.open(f"/det/compare?trials={','.join(map(str, seeded.trials))}", ".chart")
+def test_curves_of_chosen_metrics_lie_over_each_other(browser: Browser, seeded: Seeded) -> None:
+    browser.show(f"/det/compare?trials={','.join(map(str, seeded.trials))}", ".chart")
     browser.until(curves(3))
     assert "validation: loss" in browser.text(".chart figcaption")
     browser.page.select_option("label:has-text('Add a metric') select", "training.accuracy")
@@ -55,9 +54,8 @@ def test_curves_of_chosen_metrics_lie_over_each_other(open_browser: Open, seeded
     browser.until("document.querySelectorAll('.chart').length === 1")
 
 
-def test_hyperparameters_that_differ_are_marked(open_browser: Open, seeded: Seeded) -> None:
-    browser = open_browser()
-    browser.open(f"/det/compare?trials={seeded.trials[0]},{seeded.trials[1]}", "tr.differs")
+def test_hyperparameters_that_differ_are_marked(browser: Browser, seeded: Seeded) -> None:
+    browser.show(f"/det/compare?trials={seeded.trials[0]},{seeded.trials[1]}", "tr.differs")
     assert any(text.startswith("lr") for text in browser.texts("tr.differs th"))
     assert "global_batch_size" not in browser.text("table.side")
     browser.page.uncheck("label:has-text('only hyperparameters that differ') input")
@@ -68,10 +66,9 @@ def test_hyperparameters_that_differ_are_marked(open_browser: Open, seeded: Seed
 
 
 def test_experiments_stand_for_their_best_trials_and_their_configs_are_compared(
-    open_browser: Open, seeded: Seeded
+    browser: Browser, seeded: Seeded
 ) -> None:
-    browser = open_browser()
-    browser.open(f"/det/compare?experiments={seeded.first},{seeded.second}", ".diff")
+    browser.show(f"/det/compare?experiments={seeded.first},{seeded.second}", ".diff")
     assert f"trial {seeded.best_of_second}" in browser.text("table.side thead")
     gone, new = browser.text(".diff tr.removed"), browser.text(".diff tr.added")
     assert NAME in gone
@@ -81,7 +78,7 @@ def test_experiments_stand_for_their_best_trials_and_their_configs_are_compared(
     browser.until("document.querySelector('.diff').querySelectorAll('tr').length === 2")
 
 
-def test_code_that_differs_is_side_by_side(open_browser: Open, seeded: Seeded, seeded_master: Master) -> None:
+def test_code_that_differs_is_side_by_side(browser: Browser, seeded: Seeded, seeded_master: Master) -> None:
     both = "import torch\n" + "".join(f"line_{number}\n" for number in range(40))
     seeded_master.services.database.write(
         lambda tx: (
@@ -91,8 +88,7 @@ def test_code_that_differs_is_side_by_side(open_browser: Open, seeded: Seeded, s
             give_files(tx, seeded.second, {"model_def.py": both + "lr = 2\n", "same.py": "x\n"}),
         )
     )
-    browser = open_browser()
-    browser.open(f"/det/compare?experiments={seeded.first},{seeded.second}", ".files tr.added")
+    browser.show(f"/det/compare?experiments={seeded.first},{seeded.second}", ".files tr.added")
     assert "2 files differ" in browser.text("main")
     assert browser.texts(".files nav a") == ["model_def.py changed", "here.py removed"]
     assert browser.texts(".files tr.removed pre, .files tr.added pre") == ["lr = 1", "lr = 2"]
@@ -102,9 +98,8 @@ def test_code_that_differs_is_side_by_side(open_browser: Open, seeded: Seeded, s
     browser.until("document.querySelector('main').innerText.includes('Choose two experiments.')")
 
 
-def test_what_is_missing_is_named_and_the_rest_is_shown(open_browser: Open, seeded: Seeded) -> None:
-    browser = open_browser()
-    browser.open(f"/det/compare?trials={seeded.trials[0]},999999", "main .problem")
+def test_what_is_missing_is_named_and_the_rest_is_shown(browser: Browser, seeded: Seeded) -> None:
+    browser.show(f"/det/compare?trials={seeded.trials[0]},999999", "main .problem")
     assert browser.text("main .problem") == "trial 999999 is not found."
     assert browser.text("h1") == "Compare 1 trial"
     browser.open("/det/compare", "h1")

@@ -249,9 +249,7 @@ def test_pairs_are_a_heat_map_of_the_best_and_a_picture(browser: Browser, seeded
     assert picture.startswith(b"\x89PNG")
 
 
-def test_few_trials_or_equal_ones_say_so(
-    open_browser: Callable[..., Browser], seeded: Seeded, seeded_master: Master
-) -> None:
+def test_few_trials_or_equal_ones_say_so(browser: Browser, seeded: Seeded, seeded_master: Master) -> None:
     def fill(tx: Transaction) -> int:
         experiment = add_experiment(tx, name="odd", num_trials=3)
         (one, _), (two, _), (three, _) = trials_of(tx, experiment)
@@ -261,8 +259,7 @@ def test_few_trials_or_equal_ones_say_so(
         tx.execute("UPDATE trials SET hparams = ? WHERE id = ?", (json.dumps({"lr": "fast"}), three))
         return experiment
 
-    browser = open_browser()
-    browser.open(tab(seeded_master.services.database.write(fill), "hyperparameters"), "canvas")
+    browser.show(tab(seeded_master.services.database.write(fill), "hyperparameters"), "canvas")
     assert "Not enough trials: 2 of 20" in browser.text("main")
     assert "1 of 3 trials have no finite loss" in browser.text("main")
     browser.page.goto(
@@ -271,9 +268,8 @@ def test_few_trials_or_equal_ones_say_so(
     browser.until("document.body.innerText.includes('nothing to compare yet')")
 
 
-def test_rungs_say_who_was_stopped_where(open_browser: Callable[..., Browser], seeded: Seeded) -> None:
-    browser = open_browser()
-    browser.open(tab(seeded.fork, "rungs"), "table.rungs")
+def test_rungs_say_who_was_stopped_where(browser: Browser, seeded: Seeded) -> None:
+    browser.show(tab(seeded.fork, "rungs"), "table.rungs")
     assert browser.texts("table.rungs tbody tr")[0].split()[:7] == ["1", "10", "6", "2", "3", "1", "2"]
     outcomes = browser.texts("[aria-label='Trials by rung'] tbody tr[data-idx] td:last-child")
     assert outcomes.count("stopped here") == 4
@@ -328,7 +324,7 @@ def test_a_checkpoint_is_registered_in_a_new_model_and_then_not_deleted(
 
 
 def test_a_checkpoint_is_deleted_only_after_a_question(
-    open_browser: Callable[..., Browser], seeded: Seeded, seeded_master: Master
+    browser: Browser, seeded: Seeded, seeded_master: Master
 ) -> None:
     def fill(tx: Transaction) -> str:
         return add_checkpoint(tx, seeded.search, trials_of(tx, seeded.search)[1][0], 10)
@@ -340,8 +336,7 @@ def test_a_checkpoint_is_deleted_only_after_a_question(
             jobs = connection.execute("SELECT payload FROM work WHERE kind = 'delete_checkpoints'")
             return any(name in row["payload"] for row in jobs)
 
-    browser = open_browser()
-    browser.open(tab(seeded.search, f"checkpoints?checkpoint={name}"), "section.details")
+    browser.show(tab(seeded.search, f"checkpoints?checkpoint={name}"), "section.details")
     browser.page.click("section.details button.danger")
     assert "cannot be brought back" in browser.text("dialog")
     browser.page.click("dialog button:has-text('Cancel')")
@@ -378,10 +373,9 @@ def test_the_config_is_shown_as_submitted_and_with_origins_without_secrets(
 
 
 def test_code_is_shown_with_line_numbers_and_what_differs_from_its_parent(
-    open_browser: Callable[..., Browser], seeded: Seeded
+    browser: Browser, seeded: Seeded
 ) -> None:
-    browser = open_browser()
-    browser.open(tab(seeded.search, "code?file=train.py"), ".code")
+    browser.show(tab(seeded.search, "code?file=train.py"), ".code")
     assert browser.text(".code .numbers").split()[-1] == "81"
     assert "print('<b>end</b>')" in browser.text(".code")
     browser.page.click("nav[aria-label=Files] details a")
@@ -398,20 +392,22 @@ def test_code_is_shown_with_line_numbers_and_what_differs_from_its_parent(
     browser.until("document.querySelector('.diff').innerText.includes('line_1 = 1')")
 
 
-def test_an_experiment_that_is_not_there_to_compare_with_is_told(browser: Browser, seeded: Seeded) -> None:
-    browser.show(tab(seeded.search, "code?against=987654"), "p.problem")
+def test_an_experiment_that_is_not_there_to_compare_with_is_told(
+    open_browser: Callable[..., Browser], seeded: Seeded
+) -> None:
+    browser = open_browser()
+    browser.open(tab(seeded.search, "code?against=987654"), "p.problem")
     assert "987654" in browser.text("p.problem")
     assert browser.problems.pop().endswith("404 (Not Found)")
 
 
 def test_notes_labels_name_and_description_are_edited(
-    open_browser: Callable[..., Browser], seeded: Seeded, seeded_master: Master
+    browser: Browser, seeded: Seeded, seeded_master: Master
 ) -> None:
     experiment = seeded_master.services.database.write(
         lambda tx: add_experiment(tx, name="before", labels=("old",))
     )
-    browser = open_browser()
-    browser.open(tab(experiment, "notes"), "textarea")
+    browser.show(tab(experiment, "notes"), "textarea")
     browser.page.fill("textarea", "<script>alert(1)</script>\nsecond line")
     browser.page.click("text=Save notes")
     browser.until("document.querySelector('button.main').disabled")
@@ -437,11 +433,10 @@ def test_notes_labels_name_and_description_are_edited(
 
 
 def test_a_note_that_somebody_else_changes_meanwhile_is_not_lost_silently(
-    open_browser: Callable[..., Browser], seeded_master: Master
+    browser: Browser, seeded_master: Master
 ) -> None:
     experiment = seeded_master.services.database.write(add_experiment)
-    browser = open_browser()
-    browser.open(tab(experiment, "notes"), "textarea")
+    browser.show(tab(experiment, "notes"), "textarea")
     browser.page.fill("textarea", "mine")
 
     def change(tx: Transaction) -> None:
@@ -486,11 +481,10 @@ def test_an_experiment_deleted_while_it_is_looked_at_says_so(
 
 
 def test_actions_of_many_ask_the_master_as_its_protocol_has_it(
-    open_browser: Callable[..., Browser], seeded_master: Master
+    browser: Browser, seeded_master: Master
 ) -> None:
     experiment = seeded_master.services.database.write(add_experiment)
-    browser = open_browser()
-    browser.open(tab(experiment, "notes"), ".tools")
+    browser.show(tab(experiment, "notes"), ".tools")
     browser.page.click("button:text-is('Archive')")
     browser.page.wait_for_selector("button:text-is('Unarchive')")
     browser.page.click("button.danger:text-is('Delete')")

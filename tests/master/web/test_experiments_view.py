@@ -38,11 +38,8 @@ def search(seeded_master: Master) -> int:
     return seeded_master.services.database.write(fill)
 
 
-def test_the_list_is_filtered_sorted_and_kept_in_the_address(
-    open_browser: Callable[..., Browser], search: int
-) -> None:
-    browser = open_browser()
-    browser.open("/", "tbody tr[data-idx]")
+def test_the_list_is_filtered_sorted_and_kept_in_the_address(browser: Browser, search: int) -> None:
+    browser.show("/", "tbody tr[data-idx]")
     assert browser.text("tbody tr[data-idx='0'] td:nth-child(3)") == NAME
     browser.page.fill("input[type=search]", "label:long state:completed")
     browser.until("document.querySelectorAll('tbody tr[data-idx]').length === 4")
@@ -54,10 +51,7 @@ def test_the_list_is_filtered_sorted_and_kept_in_the_address(
     assert [float(text) for text in browser.texts("tbody tr[data-idx] td:nth-child(7)")] == best
 
 
-def test_a_search_is_found_by_what_its_hyperparameters_may_be(
-    open_browser: Callable[..., Browser], search: int
-) -> None:
-    browser = open_browser()
+def test_a_search_is_found_by_what_its_hyperparameters_may_be(browser: Browser, search: int) -> None:
     # Its learning rate is searched for from 10**-4 to 10**-1, its layers from 1 to 8, its optimizer among two.
     for condition, is_found in (
         ("lr<0.001", True),
@@ -76,11 +70,8 @@ def test_a_search_is_found_by_what_its_hyperparameters_may_be(
         browser.until(f"({found}) === {str(is_found).lower()}")
 
 
-def test_the_curves_of_a_search_are_in_one_chart_with_the_best_marked(
-    open_browser: Callable[..., Browser], search: int
-) -> None:
-    browser = open_browser()
-    browser.open(f"/det/experiments/{search}/overview", "tbody tr.best")
+def test_the_curves_of_a_search_are_in_one_chart_with_the_best_marked(browser: Browser, search: int) -> None:
+    browser.show(f"/det/experiments/{search}/overview", "tbody tr.best")
     browser.until("document.querySelector('.plot').getAttribute('aria-label').includes('16 curves')")
     assert browser.text("tbody tr.best td:nth-child(2)").endswith("★")
     assert NAME in browser.text("h1")
@@ -90,10 +81,9 @@ def test_the_curves_of_a_search_are_in_one_chart_with_the_best_marked(
 
 
 def test_a_change_is_shown_without_loading_the_page_again(
-    open_browser: Callable[..., Browser], search: int, seeded_master: Master
+    browser: Browser, search: int, seeded_master: Master
 ) -> None:
-    browser = open_browser()
-    browser.open("/?filter=appears", "td.empty")
+    browser.show("/?filter=appears", "td.empty")
     browser.page.evaluate("window.isSame = true")
     seeded_master.services.database.write(lambda tx: add_experiment(tx, name="appears later"))
     browser.until("document.querySelectorAll('tbody tr[data-idx]').length === 1")
@@ -131,14 +121,11 @@ def new_trial(tx: Transaction, experiment: int) -> None:
     tx.publish(f"experiment:{experiment}")
 
 
-def test_curves_go_on_while_a_search_makes_trials(
-    open_browser: Callable[..., Browser], seeded_master: Master
-) -> None:
+def test_curves_go_on_while_a_search_makes_trials(browser: Browser, seeded_master: Master) -> None:
     database = seeded_master.services.database
     experiment = database.write(lambda tx: add_experiment(tx, name="grows", state="ACTIVE", num_trials=2))
     (row,) = seeded_master.rows("SELECT MIN(id) AS id FROM trials WHERE experiment_id = ?", experiment)
-    browser = open_browser()
-    browser.open(f"/det/experiments/{experiment}/overview", ".chart")
+    browser.show(f"/det/experiments/{experiment}/overview", ".chart")
     browser.until("document.querySelector('.plot').getAttribute('aria-label').includes('2 curves')")
     database.write(lambda tx: add_metric(tx, row["id"], "validation", [(500, {"loss": 0.015625})]))
     for _ in range(20):  # As often as a change is shown.
@@ -172,11 +159,8 @@ def test_a_curve_that_could_not_be_had_is_asked_for_again(
     browser.forgive("500")
 
 
-def test_a_part_of_a_chart_is_let_go_of_when_its_axis_is_another_one(
-    open_browser: Callable[..., Browser], search: int
-) -> None:
-    browser = open_browser()
-    browser.open(f"/det/experiments/{search}/overview", ".chart")
+def test_a_part_of_a_chart_is_let_go_of_when_its_axis_is_another_one(browser: Browser, search: int) -> None:
+    browser.show(f"/det/experiments/{search}/overview", ".chart")
     browser.until("document.querySelector('.plot').getAttribute('aria-label').includes('16 curves')")
     box = browser.page.locator(".plot .u-over").bounding_box()
     browser.page.mouse.move(box["x"] + 300, box["y"] + 50)
@@ -196,13 +180,12 @@ def test_a_part_of_a_chart_is_let_go_of_when_its_axis_is_another_one(
 
 
 def test_ten_thousand_trials_are_listed_filtered_and_drawn_in_part(
-    open_browser: Callable[..., Browser], seeded_master: Master
+    browser: Browser, seeded_master: Master
 ) -> None:
     experiment = seeded_master.services.database.write(
         lambda tx: add_experiment(tx, name="many", num_trials=10_000, num_points=2, seed=1)
     )
-    browser = open_browser()
-    browser.open(f"/det/experiments/{experiment}/overview", "tbody tr[data-idx]")
+    browser.show(f"/det/experiments/{experiment}/overview", "tbody tr[data-idx]")
     assert "10000 trials" in browser.text(".facts")
     assert browser.page.locator("tbody tr[data-idx]").count() < 100
     browser.until("document.querySelector('.plot').getAttribute('aria-label').includes('1000 curves')")
@@ -213,9 +196,6 @@ def test_ten_thousand_trials_are_listed_filtered_and_drawn_in_part(
     assert max(best) < 0.05
 
 
-def test_a_link_of_the_release_before_leads_to_its_experiment(
-    open_browser: Callable[..., Browser], search: int
-) -> None:
-    browser = open_browser()
+def test_a_link_of_the_release_before_leads_to_its_experiment(browser: Browser, search: int) -> None:
     browser.open(f"/?experiment={search}", "tbody tr.best")
     assert browser.page.url.endswith(f"/det/experiments/{search}")

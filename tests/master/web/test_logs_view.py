@@ -72,11 +72,10 @@ def many(seeded_master: Master) -> Log:
 
 
 def test_the_newest_lines_are_at_the_bottom_and_new_ones_follow(
-    open_browser: Open, seeded_master: Master
+    browser: Browser, seeded_master: Master
 ) -> None:
     log = new_log(seeded_master, *((0, None, f"line {idx}") for idx in range(300)))
-    browser = open_browser()
-    browser.open(f"/det/trials/{log.trial}/logs", ".line")
+    browser.show(f"/det/trials/{log.trial}/logs", ".line")
     browser.until(f"{has('line 299')} && {AT_END}")
     log.add((0, "INFO", "this is new"))
     browser.until(f"{has('this is new')} && {AT_END}")
@@ -84,11 +83,10 @@ def test_the_newest_lines_are_at_the_bottom_and_new_ones_follow(
 
 
 def test_following_stops_when_scrolled_up_and_a_button_goes_on(
-    open_browser: Open, seeded_master: Master
+    browser: Browser, seeded_master: Master
 ) -> None:
     log = new_log(seeded_master, *((0, None, f"line {idx}") for idx in range(400)))
-    browser = open_browser()
-    browser.open(f"/det/trials/{log.trial}/logs", ".line")
+    browser.show(f"/det/trials/{log.trial}/logs", ".line")
     browser.until(f"{has('line 399')} && {AT_END}")
     browser.page.hover(".lines")
     browser.page.mouse.wheel(0, -2000)
@@ -108,9 +106,8 @@ def test_following_stops_when_scrolled_up_and_a_button_goes_on(
     browser.until(f"{has('after that')} && {AT_END}")
 
 
-def test_lines_are_filtered_by_level_rank_and_text_on_the_master(open_browser: Open, steps: Log) -> None:
-    browser = open_browser()
-    browser.open(f"/det/trials/{steps.trial}/logs", ".line")
+def test_lines_are_filtered_by_level_rank_and_text_on_the_master(browser: Browser, steps: Log) -> None:
+    browser.show(f"/det/trials/{steps.trial}/logs", ".line")
     browser.page.select_option("label:has-text('Level') select", "WARNING")
     browser.until(
         "[...document.querySelectorAll('.line')].every((one) => /WARNING|ERROR/.test(one.className))"
@@ -155,15 +152,14 @@ def test_lines_that_come_while_the_newest_are_searched_for_are_shown(
     assert browser.texts(".line .said") == ["wanted 1", "wanted 2", "wanted 3"]
 
 
-def test_text_of_programs_is_shown_and_never_obeyed(open_browser: Open, seeded_master: Master) -> None:
+def test_text_of_programs_is_shown_and_never_obeyed(browser: Browser, seeded_master: Master) -> None:
     log = new_log(
         seeded_master,
         (0, "INFO", HTML),
         (0, None, "\x1b[31mred\x1b[0m \x00zero \u202eturned"),
         (None, None, ""),
     )
-    browser = open_browser()
-    browser.open(f"/det/trials/{log.trial}/logs", ".line")
+    browser.show(f"/det/trials/{log.trial}/logs", ".line")
     assert browser.texts(".line .said") == [HTML, r"\x1b[31mred\x1b[0m \x00zero \u202eturned", ""]
     assert browser.page.locator(".lines img").count() == 0
     assert re.match(
@@ -191,10 +187,9 @@ def test_a_line_without_end_is_cut_and_can_be_had_as_a_file(
 
 
 def test_hundreds_of_thousands_of_lines_are_read_from_both_ends_and_searched(
-    open_browser: Open, many: Log
+    browser: Browser, many: Log
 ) -> None:
-    browser = open_browser()
-    browser.open(f"/det/trials/{many.trial}/logs", ".line")
+    browser.show(f"/det/trials/{many.trial}/logs", ".line")
     browser.until(f"{has(f'line {MANY - 1:07}')} && {AT_END}")
     browser.until(f"document.querySelector('.log').innerText.includes('{MANY:,} lines')")
     # Up through several pages: nothing is missing between them, and not all of them are kept.
@@ -219,9 +214,8 @@ def test_hundreds_of_thousands_of_lines_are_read_from_both_ends_and_searched(
     browser.until(f"{NUM_LINES} === 1 && {has('line 0000042')}")
 
 
-def test_what_is_looked_at_stays_when_lines_come_before_it(open_browser: Open, many: Log) -> None:
-    browser = open_browser()
-    browser.open(f"/det/trials/{many.trial}/logs", ".line")
+def test_what_is_looked_at_stays_when_lines_come_before_it(browser: Browser, many: Log) -> None:
+    browser.show(f"/det/trials/{many.trial}/logs", ".line")
     browser.until(f"{has(f'line {MANY - 1:07}')} && {AT_END}")
     before = browser.page.evaluate(
         """() => { const box = document.querySelector(".lines"); box.scrollTop = 900;
@@ -235,9 +229,8 @@ def test_what_is_looked_at_stays_when_lines_come_before_it(open_browser: Open, m
     )
 
 
-def test_the_place_in_a_log_can_be_chosen(open_browser: Open, many: Log) -> None:
-    browser = open_browser()
-    browser.open(f"/det/trials/{many.trial}/logs", ".line")
+def test_the_place_in_a_log_can_be_chosen(browser: Browser, many: Log) -> None:
+    browser.show(f"/det/trials/{many.trial}/logs", ".line")
     browser.until(f"document.querySelector('.log').innerText.includes('{MANY:,} lines')")
     browser.page.evaluate(
         """() => { const slider = document.querySelector("input[type=range]");
@@ -246,10 +239,9 @@ def test_the_place_in_a_log_can_be_chosen(open_browser: Open, many: Log) -> None
     browser.until(has(f"line {MANY // 2:07}"))
 
 
-def test_a_line_has_an_address(open_browser: Open, many: Log) -> None:
+def test_a_line_has_an_address(browser: Browser, many: Log) -> None:
     (row,) = many.master.rows("SELECT id FROM logs WHERE log = 'line 0200000\n'")
-    browser = open_browser()
-    browser.open(f"/det/trials/{many.trial}/logs?line={row['id']}", ".line[aria-current]")
+    browser.show(f"/det/trials/{many.trial}/logs?line={row['id']}", ".line[aria-current]")
     assert browser.text(".line[aria-current] .said") == "line 0200000"
     browser.until(
         """(() => { const box = document.querySelector(".lines").getBoundingClientRect();
@@ -262,9 +254,8 @@ def test_a_line_has_an_address(open_browser: Open, many: Log) -> None:
     assert "Copy link" in browser.text(".chosen")
 
 
-def test_a_whole_log_is_a_file(open_browser: Open, steps: Log) -> None:
-    browser = open_browser()
-    browser.open(f"/det/trials/{steps.trial}/logs", ".line")
+def test_a_whole_log_is_a_file(browser: Browser, steps: Log) -> None:
+    browser.show(f"/det/trials/{steps.trial}/logs", ".line")
     with browser.page.expect_download() as download:
         browser.page.click("a:has-text('Download all')")
     lines = Path(download.value.path()).read_text().splitlines()
@@ -280,7 +271,7 @@ def test_a_command_has_a_log_of_its_own(open_browser: Open, seeded_master: Maste
     browser.until(has("Nothing has been printed yet"))
     seeded_master.services.database.write(lambda tx: add_lines(tx, task, None, [(None, None, "hello")]))
     browser.until(has("hello"))
-    browser.open("/det/tasks/nothing/logs", "main .problem")
+    browser.show("/det/tasks/nothing/logs", "main .problem")
     assert "task 'nothing' is not found" in browser.text("main .problem")
     browser.forgive("404")
 

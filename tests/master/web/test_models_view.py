@@ -15,11 +15,10 @@ HTML = "<img src=x onerror=alert(1)> & co"
 
 
 def test_a_model_is_made_and_gets_a_version_whose_checkpoint_is_shown(
-    open_browser: Callable[..., Browser], seeded_master: Master
+    browser: Browser, seeded_master: Master
 ) -> None:
     checkpoint = seeded_master.checkpoints[1]
-    browser = open_browser()
-    browser.open("/det/models", "main table")
+    browser.show("/det/models", "main table")
     browser.page.click("button:has-text('New model')")
     assert browser.page.is_disabled("dialog button.main")
     browser.page.fill("#field-name", HTML)
@@ -42,14 +41,11 @@ def test_a_model_is_made_and_gets_a_version_whose_checkpoint_is_shown(
     assert f"det model describe '{HTML}' --version 1" in panel
 
 
-def test_models_and_versions_are_edited_archived_and_deleted(
-    open_browser: Callable[..., Browser], seeded_master: Master
-) -> None:
+def test_models_and_versions_are_edited_archived_and_deleted(browser: Browser, seeded_master: Master) -> None:
     seeded_master.services.database.write(
         lambda tx: add_model(tx, "digits", seeded_master.checkpoints[1], seeded_master.checkpoints[2])
     )
-    browser = open_browser()
-    browser.open("/det/models/digits", "tbody tr[data-idx='1']")
+    browser.show("/det/models/digits", "tbody tr[data-idx='1']")
     browser.page.click(".tools button:has-text('Edit')")
     browser.page.fill("#field-name", "digits of mine")
     browser.page.fill("#field-notes", "line 1\nline 2")

@@ -24,10 +24,9 @@ def _filled(seeded_master: Master) -> None:
 
 
 def test_a_running_search_is_drawn_from_what_its_trials_have_reported(
-    open_browser: Callable[..., Browser], seeded_master: Master
+    browser: Browser, seeded_master: Master
 ) -> None:
-    browser = open_browser()
-    browser.open("/det/searches", "tbody tr[data-idx='1']")
+    browser.show("/det/searches", "tbody tr[data-idx='1']")
     browser.page.click(f"a[href='/det/searches/{LIVE}']:has-text('gpt')")
     browser.page.wait_for_selector("[aria-label=Configurations] tbody tr[data-idx='4']")
     assert "3 of 5 configurations measured" in browser.text(".facts")
@@ -60,7 +59,7 @@ def test_a_running_search_is_drawn_from_what_its_trials_have_reported(
 
 
 def test_a_running_search_that_tells_of_itself_has_predictions_and_a_front_that_grow(
-    open_browser: Callable[..., Browser], seeded_master: Master
+    browser: Browser, seeded_master: Master
 ) -> None:
     def fill(tx):
         add_search(tx, search_id=TOLD)
@@ -112,8 +111,7 @@ def test_a_running_search_that_tells_of_itself_has_predictions_and_a_front_that_
         seeded_master.services.database.write(write)
 
     tell(11)
-    browser = open_browser()
-    browser.open(f"/det/searches/{TOLD}", "tbody tr.best")
+    browser.show(f"/det/searches/{TOLD}", "tbody tr.best")
     assert "so far" in browser.text("main ul")
     assert "running" in browser.text(".facts")
     # What launched trials have reported is beside what the search tells of.
@@ -134,10 +132,9 @@ def test_a_running_search_that_tells_of_itself_has_predictions_and_a_front_that_
 
 
 def test_an_ended_search_has_its_report_with_predictions_and_runs_nothing_of_it(
-    open_browser: Callable[..., Browser],
+    browser: Browser,
 ) -> None:
-    browser = open_browser()
-    browser.open(f"/det/searches/{ENDED}", "tbody tr.best")
+    browser.show(f"/det/searches/{ENDED}", "tbody tr.best")
     facts = browser.text(".facts")
     assert "100.0 % better than its own configuration" in facts
     assert "predict, for throughput" in facts
@@ -153,7 +150,7 @@ def test_an_ended_search_has_its_report_with_predictions_and_runs_nothing_of_it(
 
 
 def test_a_search_that_an_error_has_ended_is_not_called_completed(
-    open_browser: Callable[..., Browser], seeded_master: Master
+    browser: Browser, seeded_master: Master
 ) -> None:
     def fill(tx):
         add_search(tx, search_id=FAILED, has_report=True)
@@ -164,14 +161,13 @@ def test_a_search_that_an_error_has_ended_is_not_called_completed(
         )
 
     seeded_master.services.database.write(fill)
-    browser = open_browser()
-    browser.open(f"/det/searches/{FAILED}", "tbody tr.best")
+    browser.show(f"/det/searches/{FAILED}", "tbody tr.best")
     assert browser.text(".facts .state") == "error"
     browser.open(f"/det/searches/{ENDED}", "tbody tr.best")
     assert browser.text(".facts .state") == "completed"
     listed = {row["id"]: row["state"] for row in seeded_master.get("/page/searches").json["searches"]}
     assert (listed[FAILED], listed[ENDED], listed[LIVE]) == ("ERROR", "COMPLETED", "RUNNING")
-    browser.show("/det/searches", f"tbody a[href='/det/searches/{FAILED}']")
+    browser.open("/det/searches", f"tbody a[href='/det/searches/{FAILED}']")
     assert browser.text(f"tbody tr:has(a[href='/det/searches/{FAILED}']) .state") == "error"
     assert browser.text(f"tbody tr:has(a[href='/det/searches/{ENDED}']) .state") == "completed"
 

@@ -41,10 +41,9 @@ def test_tasks_are_told_with_where_they_answer(seeded_master: Master, tasks: dic
 
 
 def test_tasks_are_filtered_and_lead_to_logs_services_and_experiments(
-    open_browser: Callable[..., Browser], tasks: dict[str, str]
+    browser: Browser, tasks: dict[str, str]
 ) -> None:
-    browser = open_browser()
-    browser.open("/det/tasks", "tbody tr[data-idx='3']")
+    browser.show("/det/tasks", "tbody tr[data-idx='3']")
     assert HTML in browser.text("tbody")
     links = browser.page.eval_on_selector_all(
         "tbody a", "(all) => all.map((one) => one.getAttribute('href'))"
@@ -64,15 +63,14 @@ def test_tasks_are_filtered_and_lead_to_logs_services_and_experiments(
 
 
 def test_a_task_is_killed_after_a_question_and_shown_as_it_is_then(
-    open_browser: Callable[..., Browser], seeded_master: Master, tasks: dict[str, str]
+    browser: Browser, seeded_master: Master, tasks: dict[str, str]
 ) -> None:
     def kills() -> list[str]:
         return [
             row["task_id"] for row in seeded_master.rows("SELECT task_id FROM allocations WHERE kill_us > 0")
         ]
 
-    browser = open_browser()
-    browser.open("/det/tasks", "tbody tr[data-idx]")
+    browser.show("/det/tasks", "tbody tr[data-idx]")
     for name, task in ((HTML, "command"), ("boards", "board"), ("notebook", "notebook")):
         browser.page.click(f'button[aria-label="Kill {name}"]')
         browser.page.wait_for_selector("dialog[open]")

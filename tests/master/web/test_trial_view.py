@@ -140,14 +140,13 @@ def test_hyperparameters_checkpoints_and_runs_are_tables(browser: Browser, seede
     assert [row[-1] for row in rows] == ["rank 2 has failed with <b>code</b> 1", "ended", "runs"]
 
 
-def test_a_trial_is_killed_after_a_question_only(open_browser: Open, seeded_master: Master) -> None:
+def test_a_trial_is_killed_after_a_question_only(browser: Browser, seeded_master: Master) -> None:
     def kills() -> list[object]:
         return [
             row["kill_us"] for row in seeded_master.rows("SELECT kill_us FROM allocations WHERE trial_id = 2")
         ]
 
-    browser = open_browser()
-    browser.open("/det/trials/2", "button.danger")
+    browser.show("/det/trials/2", "button.danger")
     browser.page.click("button.danger:has-text('Kill')")
     browser.page.click("dialog button:has-text('Cancel')")
     assert kills() == [None]
@@ -176,7 +175,7 @@ def test_a_trial_with_ten_thousand_metrics_is_searched(browser: Browser, seeded_
 
 
 def test_charts_that_are_drawn_when_they_are_seen_move_nothing(
-    open_browser: Open, seeded_master: Master
+    browser: Browser, seeded_master: Master
 ) -> None:
     def fill(tx):
         trial = trials_of(tx, add_experiment(tx, num_points=3))[0]
@@ -184,8 +183,7 @@ def test_charts_that_are_drawn_when_they_are_seen_move_nothing(
         return trial
 
     trial = seeded_master.services.database.write(fill)
-    browser = open_browser()
-    browser.open(f"/det/trials/{trial}", "button:has-text('Show 24 more')")
+    browser.show(f"/det/trials/{trial}", "button:has-text('Show 24 more')")
     heights = (
         "[...new Set([...document.querySelectorAll('main .charts > div')].map((one) => one.offsetHeight))]"
     )
@@ -217,7 +215,8 @@ def test_a_trial_that_is_deleted_while_it_is_looked_at_stays_with_a_word(
     browser.forgive("404")
 
 
-def test_an_unknown_trial_is_told_of(browser: Browser) -> None:
-    browser.show("/det/trials/999999", "main .problem")
+def test_an_unknown_trial_is_told_of(open_browser: Open) -> None:
+    browser = open_browser()
+    browser.open("/det/trials/999999", "main .problem")
     assert "trial 999999 is not found" in browser.text("main .problem")
     browser.forgive("404")
