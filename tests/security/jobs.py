@@ -53,12 +53,15 @@ def write_project(directory: Path) -> Path:
 
 
 @contextlib.contextmanager
-def held(command: Sequence[str], directory: Path, context: Path, **variables: str) -> Iterator[set[int]]:
+def held(
+    command: Sequence[str], directory: Path, context: Path, *, is_fork: bool = False, **variables: str
+) -> Iterator[set[int]]:
     """Run a command until both ranks wait; yield the processes of the job, and see that it then ends well."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **variables}
     log = directory / "output.log"
     with log.open("wb") as output:
-        process = subprocess.Popen(command, cwd=context, env=env, stdout=output, stderr=subprocess.STDOUT)
+        popen = warm_start.Popen if is_fork else subprocess.Popen
+        process = popen(command, cwd=context, env=env, stdout=output, stderr=subprocess.STDOUT)
     try:
         yield wait_until_held(directory, process)
         (directory / "go").touch()

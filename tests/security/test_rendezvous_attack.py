@@ -41,7 +41,8 @@ def running(job: str, directory: Path, master: MasterForTest) -> Iterator[set[in
         ],
     }
     env = master.env if job in ("dstrial run", "det experiment") else {}
-    with held(commands[job], directory, context, **env) as pids:
+    # torchrun is not ours; its ranks are new processes all the same.
+    with held(commands[job], directory, context, is_fork=job == "torchrun", **env) as pids:
         yield pids
 
 
