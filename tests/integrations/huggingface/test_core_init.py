@@ -56,6 +56,10 @@ def wait_for(client: Any, experiment_id: int, *states: str) -> None:
         time.sleep(0.1)
 
 
+def log_of(client: Any, trial: dict[str, Any]) -> str:
+    return "".join(line["message"] for line in client.stream(f"/api/v1/trials/{trial['id']}/logs"))
+
+
 def test_a_plain_trainer_on_two_slots_is_paused_and_goes_on(shared_master: MasterForTest) -> None:
     client = shared_master.client()
     config = {
@@ -82,6 +86,7 @@ def test_a_plain_trainer_on_two_slots_is_paused_and_goes_on(shared_master: Maste
     give_up_at_s = time.monotonic() + DEADLINE_S
     trial: dict[str, Any] = {}
     while not trial or int(trial.get("totalBatchesProcessed", 0)) == 0:
+        assert trial.get("state") != "STATE_ERROR", log_of(client, trial)
         assert time.monotonic() < give_up_at_s, trial
         time.sleep(0.1)
         found = client.get(f"/api/v1/experiments/{experiment_id}/trials")["trials"]
@@ -93,8 +98,7 @@ def test_a_plain_trainer_on_two_slots_is_paused_and_goes_on(shared_master: Maste
     wait_for(client, experiment_id, "STATE_COMPLETED", "STATE_ERROR")
 
     (trial,) = client.get(f"/api/v1/experiments/{experiment_id}/trials")["trials"]
-    log = "".join(line["message"] for line in client.stream(f"/api/v1/trials/{trial['id']}/logs"))
-    assert trial["state"] == "STATE_COMPLETED", log
+    assert trial["state"] == "STATE_COMPLETED", log_of(client, trial)
     assert trial["totalBatchesProcessed"] == STEPS
     answer = client.get(f"/api/v1/experiments/{experiment_id}/checkpoints")["checkpoints"]
     # The older one may have been deleted by now: only the newest and the best are kept.
