@@ -177,6 +177,7 @@ def become(
         environment = {**origin.added, **program.environment}
         os.environ.clear()
         os.environ.update(environment)
+        _reset_streams()
         os.chdir(program.directory)
         _reset_modules(program, origin)
     except BaseException:  # noqa: BLE001  # whatever it is, this process must not go on as its parent
@@ -290,6 +291,31 @@ def _reset_signals(origin: Origin) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _reset_streams() -> None:
+    """Make the standard streams anew for the files that they are of now; who has one of them keeps it.
+
+    A stream asks its file once whether it is a terminal and can be sought in.
+
+    Source: CPython 3.11 ``Python/pylifecycle.c``, ``create_stdio``.
+    """
+    is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    for number, stream in enumerate((sys.__stdin__, sys.__stdout__, sys.__stderr__)):
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        mode = "r" if number == 0 else "w"
+        file: Any = open(number, f"{mode}b", 0 if is_unbuffered and number else -1, closefd=False)  # noqa: SIM115
+        getattr(file, "raw", file).name = stream.name
+        stream.__init__(  # type: ignore[misc]  # the same object, as handlers of logs have it
+            file,
+            stream.encoding,
+            stream.errors,
+            "\n",
+            line_buffering=not is_unbuffered and (number == 2 or file.isatty()),
+            write_through=is_unbuffered,
+        )
+        stream.mode = mode  # type: ignore[misc]
 
 
 def _reset_modules(program: Program, origin: Origin) -> None:

@@ -92,6 +92,12 @@ ENDS = {
     "a kill": "import os; os.kill(os.getpid(), 9)",
     "at once": "import os; print('lost', end=''); os._exit(4)",
     "output without a line's end": "import sys; sys.stdout.write('a'); sys.stderr.write('b')",
+    "its streams": "import sys\n"
+    "for one in (sys.stdin, sys.stdout, sys.stderr):\n"
+    "    print(one.name, one.mode, one.buffer.mode, one.seekable(), one.isatty(), one.line_buffering, one.write_through)\n"
+    "sys.stdout.reconfigure(errors='backslashreplace')\n"
+    "sys.stderr.reconfigure(encoding='utf-16')\n"
+    "print('\\udc80')",
     "syntax": "print('x'",
     "annotations": "def f(a: int): pass\nprint(f.__annotations__, __file__)",
     "an error of a later line": "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ValueError('then') from e",
@@ -153,6 +159,31 @@ def test_each_draws_its_own_numbers(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "draws.py").write_text(DRAWS)
     drawn = [outcome(server, ["draws.py"], tmp_path)[1].split() for _ in range(3)]
     assert all(len(set(column)) == 3 for column in zip(*drawn, strict=True))
+
+
+SAYS_WHERE = """
+import sys
+print(sys.stdin.seekable(), sys.stdout.seekable(), sys.stdout.tell(), sys.stdin.readline())
+print(sys.stdout.tell(), sys.stdin.tell())
+"""
+
+
+def test_its_streams_are_those_of_its_files(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "says.py").write_text(SAYS_WHERE)
+    (tmp_path / "in").write_text("one\ntwo\n")
+    texts = []
+    for one in (server, None):
+        out = tmp_path / "out"
+        out.write_text("before\n")
+        with (tmp_path / "in").open() as taken, out.open("a") as given:
+            command = [sys.executable, "says.py"]
+            with ForkedPopen(
+                one, command, env=variables(), cwd=tmp_path, stdin=taken, stdout=given
+            ) as program:
+                assert program.wait(DEADLINE_S) == 0
+        texts.append(out.read_text())
+
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("name", ENDS)

@@ -63,12 +63,16 @@ def steps(seeded_master: Master) -> Log:
     )
 
 
+def numbered(master: Master, num_lines: int) -> Log:
+    log = new_log(master)
+    lines = ((idx % 8, None, f"line {idx:07}") for idx in range(num_lines))
+    master.services.database.write(lambda tx: add_lines(tx, log.task, log.trial, lines))
+    return log
+
+
 @pytest.fixture(scope="module")
 def many(seeded_master: Master) -> Log:
-    log = new_log(seeded_master)
-    lines = ((idx % 8, None, f"line {idx:07}") for idx in range(MANY))
-    seeded_master.services.database.write(lambda tx: add_lines(tx, log.task, log.trial, lines))
-    return log
+    return numbered(seeded_master, MANY)
 
 
 def test_the_newest_lines_are_at_the_bottom_and_new_ones_follow(
@@ -186,12 +190,15 @@ def test_a_line_without_end_is_cut_and_can_be_had_as_a_file(
     assert Path(download.value.path()).stat().st_size == LONG + 1
 
 
+@pytest.mark.exhaustive("[300000]")
+@pytest.mark.parametrize("num_lines", [MANY, 1_000_000])
 def test_hundreds_of_thousands_of_lines_are_read_from_both_ends_and_searched(
-    browser: Browser, many: Log
+    browser: Browser, many: Log, num_lines: int
 ) -> None:
-    browser.show(f"/det/trials/{many.trial}/logs", ".line")
-    browser.until(f"{has(f'line {MANY - 1:07}')} && {AT_END}")
-    browser.until(f"document.querySelector('.log').innerText.includes('{MANY:,} lines')")
+    log = many if num_lines == MANY else numbered(many.master, num_lines)
+    browser.show(f"/det/trials/{log.trial}/logs", ".line")
+    browser.until(f"{has(f'line {num_lines - 1:07}')} && {AT_END}")
+    browser.until(f"document.querySelector('.log').innerText.includes('{num_lines:,} lines')")
     # Up through several pages: nothing is missing between them, and not all of them are kept.
     for _ in range(12):
         browser.page.hover(".lines")
