@@ -87,6 +87,9 @@ def test_a_running_job_listens_on_loopback_only_and_reads_no_pickle_from_a_store
     assert [str(listener) for listener in found if listener.kind == "unix"] == []
 
 
+@pytest.mark.exhaustive(
+    "tests/security/test_rendezvous_attack.py::test_a_running_job_listens_on_loopback_only_and_reads_no_pickle_from_a_store"
+)
 def test_ranks_of_torchrun_listen_on_loopback_only(tmp_path: Path, shared_master: MasterForTest) -> None:
     with running("torchrun", tmp_path, shared_master) as pids:
         found = listeners(pids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import warm_start
 
 from dstrial.master.store.database import Database
 
@@ -47,12 +49,14 @@ while True:
 def test_forty_kills_lose_nothing_that_was_confirmed_and_leave_nothing_to_say(tmp_path: Path) -> None:
     seeded = random.Random(17)
     path, log = tmp_path / "master.db", tmp_path / "writer.log"
+    script = tmp_path / "writer.py"
+    script.write_text(WRITER)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     confirmed = 0
     for _ in range(40):
         with log.open("wb") as told:
-            process = subprocess.Popen(
-                [sys.executable, "-c", WRITER, str(path)], stdout=told, stderr=subprocess.STDOUT
-            )
+            command = [sys.executable, str(script), str(path)]
+            process = warm_start.Popen(command, env=environment, stdout=told, stderr=subprocess.STDOUT)
         give_up_at_s = time.monotonic() + 60
         # More than ten confirmed in each, on a busy machine, too.
         while len(log.read_text().splitlines()) < 14:
