@@ -294,9 +294,9 @@ def _reset_signals(origin: Origin) -> None:
 
 
 def _reset_streams() -> None:
-    """Make the standard streams anew for the files that they are of now; who has one of them keeps it.
+    """Make the standard streams anew, for the files that they are of now.
 
-    A stream asks its file once whether it is a terminal and can be sought in.
+    Who has one of them keeps it. A stream asks its file once whether it is a terminal and can be sought in.
 
     Source: CPython 3.11 ``Python/pylifecycle.c``, ``create_stdio``.
     """
