@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes.util
+import fcntl
 import gc
 import os
 import signal
@@ -142,16 +143,17 @@ def test_a_fork_has_the_files_that_it_was_to_keep_under_their_numbers(
 
 
 def test_a_file_that_would_replace_one_of_the_imports_or_too_many_of_them_are_no_fork(tmp_path: Path) -> None:
-    kept = "import os\nos.dup2(os.open('/dev/null', os.O_RDONLY), 77)\n"
+    read, write = os.pipe()
+    # A number that neither this process nor a new one has given to anything.
+    number = fcntl.fcntl(write, fcntl.F_DUPFD_CLOEXEC, 200)
+    kept = f"import os\nos.dup2(os.open('/dev/null', os.O_RDONLY), {number})\n"
     (tmp_path / "keeper.py").write_text(kept, encoding="utf-8")
     variables = {**_VARIABLES, "PYTHONPATH": str(tmp_path)}
     server = ForkServer.start(variables, ["keeper"], log=tmp_path / "log")
-    read, write = os.pipe()
-    os.dup2(write, 77)
     too_many = [os.dup(write) for _ in range(client.MAX_KEPT_FILES + 1)]
     try:
         wait_for(server.is_ready, deadline_s=_DEADLINE_S)
-        for files in ([77], too_many):
+        for files in ([number], too_many):
             told: list[str] = []
             words = [sys.executable, _script(tmp_path, WRITER), *map(str, files)]
             options: dict[str, Any] = {"env": variables, "pass_fds": files, "stdout": subprocess.DEVNULL}
@@ -161,7 +163,7 @@ def test_a_file_that_would_replace_one_of_the_imports_or_too_many_of_them_are_no
             assert os.read(read, 100) == "".join(map(str, files)).encode()
     finally:
         server.close()
-        for file in (read, write, 77, *too_many):
+        for file in (read, write, number, *too_many):
             os.close(file)
 
 
