@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from dstrial import collector, harness_paths, old_paths
+from dstrial.lazy_names import lazily
 
 __version__ = "0.1.0"
 
@@ -99,6 +100,9 @@ _HOMES = {
 }
 
 
+_resolve = lazily(__name__, _HOMES)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'dstrial' has no attribute {name!r}")
@@ -109,9 +113,7 @@ def __getattr__(name: str) -> Any:
         # DeepSpeed settles its accelerator when it is first imported, so it has to be chosen before.
         process_group.prepare_accelerator()
     with collector.paused():
-        value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
+        return _resolve(name)
 
 
 def __dir__() -> list[str]:

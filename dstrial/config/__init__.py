@@ -6,8 +6,9 @@ lazily: ``dstrial.resume`` needs modules of this package, and one of these the r
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dstrial.lazy_names import lazily
 
 if TYPE_CHECKING:
     from dstrial.config.batch import BatchSolution, resolve_batch, solve_batch
@@ -74,10 +75,4 @@ _HOMES = {
     "zero_keys_without_effect": "dstrial.config.deepspeed_rules.ignored",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazily(__name__, _HOMES)

@@ -7,10 +7,10 @@ deepspeed nor transformers.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dstrial.dsat.core.outcome import METRIC_NAMES
+from dstrial.lazy_names import lazily
 
 if TYPE_CHECKING:
     from dstrial.dsat.compat import (
@@ -62,13 +62,7 @@ _HOMES = {
     "get_ds_config_from_hparams": _DEFAULTS,
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'dstrial.dsat' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazily(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -10,11 +10,9 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
-import importlib
 import json
 import logging
 import os
-import pkgutil
 import signal
 import socket
 import sys
@@ -30,9 +28,10 @@ from dstrial import __version__
 from dstrial.errors import DstrialError, MasterError
 from dstrial.hosts.hostfile import Host, read_hosts
 from dstrial.hosts.srun import hosts_of_allocation, own_allocation, transport_of
-from dstrial.master import api, owner_socket, web
+from dstrial.master import owner_socket
 from dstrial.master.daemon import DEFAULT_PORT, HOST, KILL_SIGNAL, MasterOptions
 from dstrial.master.file_limit import raise_limit
+from dstrial.master.log_format import LogFormatter
 from dstrial.master.pubsub import PubSub
 from dstrial.master.state_directory import (
     MasterRecord,
@@ -41,24 +40,18 @@ from dstrial.master.state_directory import (
     process_start_time,
 )
 from dstrial.master.store.database import Database
-from dstrial.visible_text import visible, visible_line
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from dstrial.master.backends.devices import Slot
-    from dstrial.master.http.connection import ConnectionLimiter
-    from dstrial.master.http.router import Route
-    from dstrial.master.proxy import ProxyMiddleware
+    from dstrial.master.http.connection_limits import ConnectionLimiter
     from dstrial.master.scheduler.scheduler import Scheduler
     from dstrial.master.services import Services
     from dstrial.master.settings import MasterSettings
     from dstrial.master.webhooks.delivery import Delivery
 
 logger = logging.getLogger("dstrial.master")
-
-_LOG_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s"
-_TRACEBACK_INDENT = "    "
 
 _STREAM_END_S = 2.0
 """How long open streams may take to end when the master ends, seconds."""
@@ -159,26 +152,6 @@ class RefuseSubmissions:
             # The server ends what waits or streams; the client sees its connection close.
             if not self.is_stopping:
                 raise
-
-
-def all_routes() -> list[Route]:
-    """Return the routes of every module of ``api``, and of ``web``."""
-    names = [
-        name
-        for package in (api, web)
-        for name in sorted(
-            module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
-        )
-    ]
-    return [route for name in names for route in getattr(importlib.import_module(name), "routes", ())]
-
-
-def create_app(services: Services) -> ProxyMiddleware:
-    """Return the ASGI application of a master."""
-    from dstrial.master.http.router import Api
-    from dstrial.master.proxy import ProxyMiddleware
-
-    return ProxyMiddleware(services, Api(services, all_routes()))
 
 
 def serve(
@@ -283,7 +256,7 @@ def _record(services: Services, slots: Sequence[Slot], port: int, socket_path: P
 
 
 def _open_limiter(settings: MasterSettings, stack: contextlib.ExitStack) -> ConnectionLimiter:
-    from dstrial.master.http.connection import DEFAULT_NUM_CONNECTIONS, ConnectionLimiter, Limits
+    from dstrial.master.http.connection_limits import DEFAULT_NUM_CONNECTIONS, ConnectionLimiter, Limits
     from dstrial.master.http.peers import Accounts
 
     accounts = Accounts(allow_others=settings.allow_other_users)
@@ -315,33 +288,6 @@ def _listen(port: int) -> socket.socket:
     return listener
 
 
-class LogFormatter(logging.Formatter):
-    """Writes time, level, logger and message; escapes line ends in a message.
-
-    Lines of a traceback, which quote the user's own words, are indented, so that none can look like a message.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(_LOG_FORMAT, "%Y-%m-%dT%H:%M:%S")
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        """Return the line of a record."""
-        record.message = visible_line(record.message)
-        return super().formatMessage(record)
-
-    def formatException(self, ei: Any) -> str:  # noqa: N802 - logging's name
-        """Return a traceback."""
-        return _indented(super().formatException(ei))
-
-    def formatStack(self, stack_info: str) -> str:  # noqa: N802 - logging's name
-        """Return a stack."""
-        return _indented(super().formatStack(stack_info))
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"{_TRACEBACK_INDENT}{visible(line)}" for line in text.split("\n"))
-
-
 def _configure_log(state: StateDirectory, level: str, *, shows_log: bool) -> None:
     """Log to the state directory, as a background master's standard error does."""
     handlers: list[logging.Handler] = [logging.FileHandler(state.log_path, encoding="utf-8")]
@@ -362,6 +308,7 @@ def _run(
     limiter: ConnectionLimiter,
     on_ready: Callable[[MasterRecord], None],
 ) -> None:
+    from dstrial.master.app import create_app
     from dstrial.master.http.connection import connection_protocol
     from dstrial.master.proxy import websocket_protocol
     from dstrial.master.scheduler.scheduler import Scheduler

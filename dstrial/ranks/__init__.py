@@ -5,8 +5,9 @@ Names are resolved lazily: ``identify`` and ``StopSignals`` work without importi
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dstrial.lazy_names import lazily
 
 if TYPE_CHECKING:
     from dstrial.ranks.control_channel import ControlChannel, timeout_from_environ
@@ -46,8 +47,4 @@ __all__ = [
     "timeout_from_environ",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = lazily(__name__, {name: f"{__name__}.{home}" for name, home in _HOME.items()})

@@ -66,7 +66,7 @@ _PAGES = re.compile(r"/$|/page/|/det($|/)")
 
 def answers(scratch: Path) -> dict[str, str]:
     """Record the answer to every GET route of a master that has one of everything."""
-    from dstrial.master.server import all_routes
+    from dstrial.master.app import all_routes
 
     sys.path.append(str(ROOT / "tests" / "master"))
     from serving import serving

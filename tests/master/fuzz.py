@@ -31,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "security"))
 from hostile_configs import TEXTS
 from serving import Master, serving
 
+from dstrial.master.app import all_routes
 from dstrial.master.http.login import LoginThrottle
 from dstrial.master.http.router import Route
-from dstrial.master.server import all_routes
 from dstrial.master.store import tokens, users
 from dstrial.master.store.database import Transaction
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import uvicorn
 
+from dstrial.master.app import create_app
 from dstrial.master.backends.devices import Slot
 from dstrial.master.pubsub import PubSub
-from dstrial.master.server import create_app
 from dstrial.master.services import Services, open_services
 from dstrial.master.settings import MasterSettings
 from dstrial.master.store import tokens, users

@@ -25,7 +25,7 @@ def test_the_master_maps_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.process
 def test_importing_the_whole_master_imports_neither_torch_nor_deepspeed() -> None:
     code = (
-        "import sys, dstrial.master.server, dstrial.master.scheduler;"
+        "import sys, dstrial.master.server, dstrial.master.app, dstrial.master.scheduler;"
         "print([m for m in ('torch', 'deepspeed') if m in sys.modules])"
     )
 

@@ -19,6 +19,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from dstrial.integrations import require
+from dstrial.lazy_names import lazily
 
 if TYPE_CHECKING:
     from dstrial.integrations.huggingface.callback import DetCallback
@@ -37,15 +38,16 @@ _HOMES = {
 }
 
 
+_resolve = lazily(__name__, {name: f"{__name__}.{home}" for name, home in _HOMES.items()})
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     require("transformers", "accelerate", extra="huggingface", who=__name__)
     # DeepSpeed settles its accelerator when it is first imported, so it has to be chosen before.
     importlib.import_module("dstrial.ranks.process_group").prepare_accelerator()
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+    return _resolve(name)
 
 
 def __dir__() -> list[str]:

@@ -28,7 +28,6 @@ from dstrial.config.parsing.documents import Document, read_yaml_text
 from dstrial.config.secrets import MASK, masked, masked_yaml, unmasked_yaml
 from dstrial.errors import ConfigError, ConfigProblem, RequestError
 from dstrial.master.api.engine_refusals import refuse_what_never_starts
-from dstrial.master.backends.environment import check_interpreter
 from dstrial.master.backends.model_definition import pack, unpack
 from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.fields import Fields
@@ -38,6 +37,7 @@ from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
 from dstrial.master.http.serializers import as_data, experiment_json, stored_states
 from dstrial.master.http.streams import NdjsonResponse, ndjson
 from dstrial.master.lifecycle import containers, detached_runs, experiments, resume
+from dstrial.master.lifecycle.interpreter import check_interpreter
 from dstrial.master.scheduler.wishes import wish_of_config
 from dstrial.master.services import Services
 from dstrial.master.store import experiments as experiment_rows

@@ -9,17 +9,12 @@ import copy
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dstrial import determined_imports
-from dstrial.config.experiment_config.entrypoint import trial_spec
-from dstrial.config.experiment_config.submission import INTERPRETER_VARIABLE
-from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.master.backends.request import TRIAL, AllocationRequest
 from dstrial.ranks.devices import SHARE_VARIABLE
 from dstrial.scratch import compile_cache
@@ -45,8 +40,6 @@ _RETRIES = {
 _OWN_FILES = Path(__file__).parent
 # The variable that HIP reads. A second variable, set by the user for the master, would select among the first's devices.
 _ROCM_VISIBILITY = ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
-_INTERPRETER_KEY = f"environment.environment_variables: {INTERPRETER_VARIABLE}"
-_LOOK_TIMEOUT_S = 30.0
 
 
 def trial_config(request: AllocationRequest) -> dict[str, Any]:
@@ -249,49 +242,3 @@ def command_for(entrypoint: str | Sequence[str]) -> list[str]:
     if _TRIAL_FORM.fullmatch(entrypoint.strip()):
         return ["python3", "-m", "dstrial.launch", "--trial", entrypoint.strip()]
     return ["sh", "-c", entrypoint]
-
-
-def check_interpreter(interpreter: str, entrypoint: str | Sequence[str]) -> None:
-    """Ask a Python for the packages that an entrypoint needs.
-
-    Raises:
-        ConfigError: it is no program that runs, or lacks a package.
-    """
-    if not Path(interpreter).is_absolute() or shutil.which(interpreter) is None:
-        raise _interpreter_error(
-            interpreter, "the absolute path of a Python", "Take the output of `which python3`."
-        )
-    packages = _needed_packages(entrypoint)
-    code = f"import importlib.util as u; print(*(p for p in {packages!r} if u.find_spec(p) is None))"
-    try:
-        done = subprocess.run(
-            [interpreter, "-c", code],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_LOOK_TIMEOUT_S,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        raise _interpreter_error(
-            f"{interpreter}, which does not run ({error})", "a Python that runs", "Correct it."
-        ) from error
-    missing = done.stdout.split()
-    if missing:
-        fix = f"Run {interpreter} -m pip install {' '.join(missing)}, or choose another."
-        has = f"{interpreter}, which has no {' and '.join(missing)}"
-        raise _interpreter_error(has, "a Python with what the entrypoint needs", fix)
-
-
-def _interpreter_error(found: str, expected: str, fix: str) -> ConfigError:
-    return ConfigError([ConfigProblem(_INTERPRETER_KEY, found, expected, fix)])
-
-
-def _needed_packages(entrypoint: str | Sequence[str]) -> list[str]:
-    text = entrypoint if isinstance(entrypoint, str) else " ".join(entrypoint)
-    needed = []
-    if trial_spec(entrypoint) is not None or "dstrial." in text:
-        needed.append("dstrial")
-    if "determined." in text:
-        needed.append("determined")
-    return needed

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,15 +22,11 @@ from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import projects, tasks
 from dstrial.master.store import trials as trial_rows
-from dstrial.master.store.database import Connection, Database, Transaction
+from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.errors import Hint, InvalidError
 from dstrial.master.store.reports.logs import add_master_line
 from dstrial.master.webhooks import events
 
-logger = logging.getLogger("dstrial.master.scheduler")
-
-_PERIOD_S = 1.0
-_JUMP_S = 2.0
 _ENDS = {"COMPLETED": "has completed", "CANCELED": "was canceled", "ERROR": "has reported an error"}
 
 
@@ -244,39 +238,3 @@ def _reopen(tx: Transaction, trial: trial_rows.Trial, *, is_archived: bool = Fal
 
 def _log_line(tx: Transaction, trial: trial_rows.Trial, text: str, level: str = "INFO") -> None:
     add_master_line(tx, trial.task_id, trial.id, text, level=level)
-
-
-class HeartbeatTimeout:
-    """Looks from time to time for detached runs that have been silent for too long.
-
-    A master that has just started has heard of nobody, and waits as long as for a run that it knows. So it does after a
-    jump of the wall clock, by which it notes when it has heard of whom, and after the machine was suspended.
-    """
-
-    def __init__(self, database: Database, timeout_s: float) -> None:
-        self._database = database
-        self._timeout_s = timeout_s
-        self._next_s = time.monotonic() + timeout_s
-        self._lead_s = _lead_of_wall_clock_s()
-
-    def check(self) -> None:
-        """End the silent ones, if it is time to look."""
-        if time.monotonic() < self._next_s:
-            return
-        lead_s, known_s = _lead_of_wall_clock_s(), self._lead_s
-        self._lead_s = lead_s
-        if abs(lead_s - known_s) > _JUMP_S:
-            self._next_s = time.monotonic() + self._timeout_s
-            return
-        self._next_s = time.monotonic() + _PERIOD_S
-        before_us = now_us() - int(self._timeout_s * 1e6)
-        with self._database.read() as connection:
-            is_any = has_silent_runs(connection, before_us)
-        if is_any:
-            count = self._database.write(lambda tx: give_up_silent(tx, before_us))
-            logger.warning("%d detached runs are given up: nothing was heard of them", count)
-
-
-def _lead_of_wall_clock_s() -> float:
-    """Return by how much the wall clock is ahead of the one that never jumps."""
-    return now_us() / 1e6 - time.monotonic()

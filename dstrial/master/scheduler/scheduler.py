@@ -29,11 +29,12 @@ from dstrial.master.backends.backend import Answer, Key, Output, SlotsGoneError
 from dstrial.master.backends.failures import explain_failure, explain_rank, first_traceback, is_of_launcher
 from dstrial.master.backends.log_file import CHUNK_BYTES, printed, read_lines
 from dstrial.master.clock import now_us
-from dstrial.master.lifecycle import allocations, detached_runs, endings, resume
+from dstrial.master.lifecycle import allocations, endings, resume
 from dstrial.master.lifecycle import commands as life
 from dstrial.master.scheduler import commands as command_start
 from dstrial.master.scheduler.commands import CommandWatch
 from dstrial.master.scheduler.elasticity import Growth
+from dstrial.master.scheduler.heartbeat_timeout import HeartbeatTimeout
 from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches, note_matches
 from dstrial.master.scheduler.placement import by_node
@@ -149,9 +150,7 @@ class Scheduler:
             overlays_path=services.state_dir / "overlays",
             storages=self._storages,
         )
-        self._heartbeat_timeout = detached_runs.HeartbeatTimeout(
-            services.database, services.settings.detached_timeout_s
-        )
+        self._heartbeat_timeout = HeartbeatTimeout(services.database, services.settings.detached_timeout_s)
         self._directory = services.state_dir / "allocations"
         self._killed_s: dict[str, float] = {}
         self._late_s: dict[
