@@ -21,6 +21,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -306,7 +307,7 @@ def _serve_program(theirs: socket.socket, origin: Origin) -> NoReturn:
         # Above all the program's output: it ends with the program.
         close_all_but(origin.descriptors | {theirs.fileno()})
         show(origin, None, [sys.executable, "-m", "dstrial.fork_server.server", "(ranks)"])
-        serve(theirs, origin)
+        serve(theirs, dataclasses.replace(origin, compared_s=time.monotonic()))
     finally:
         os._exit(1)
 

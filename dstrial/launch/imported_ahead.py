@@ -13,3 +13,6 @@ import dstrial.ranks.rendezvous_store
 import dstrial.resume.apply
 import dstrial.trainer
 import dstrial.trial.context  # noqa: F401
+from dstrial.engine.deepspeed_internals.process import import_modules_of_engines
+
+import_modules_of_engines()

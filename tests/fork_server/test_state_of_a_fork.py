@@ -186,6 +186,25 @@ def test_its_streams_are_those_of_its_files(server: ForkServer, tmp_path: Path) 
     assert texts[0] == texts[1]
 
 
+OPERATORS = """
+import torch, weakref
+ours = torch.library.Library("ours", "DEF")
+ours.define("twice(Tensor x) -> Tensor")
+found = [one for one in weakref.finalize._registry if one.atexit and one.peek()[1] is torch.library._del_library]
+print(len(found))
+weakref.finalize(ours, print, "at its end").atexit = True
+"""
+
+
+def test_at_its_end_no_operators_of_torchs_modules_are_taken_apart_but_its_own(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    (tmp_path / "operators.py").write_text(OPERATORS)
+
+    assert outcome(server, ["operators.py"], tmp_path)[:2] == (0, "1\nat its end\n")
+    assert int(outcome(None, ["operators.py"], tmp_path)[1].split()[0]) > 10, "torch has none of its own"
+
+
 @pytest.mark.parametrize("name", ENDS)
 def test_it_ends_the_same(server: ForkServer, tmp_path: Path, name: str) -> None:
     (tmp_path / "ends.py").write_text(ENDS[name])

@@ -31,6 +31,12 @@ LIST_COMPARISONS = (
 LATE_MODULES = ("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.runtime.zero.stage3")
 """Modules that DeepSpeed imports only when it is used, and that take long."""
 
+MODULES_OF_ENGINES = ("deepspeed.module_inject.auto_ep_config", "deepspeed.moe.ep_repack")
+"""Modules that DeepSpeed imports with the first engine, in 40 ms, whatever its model; they load no compiler."""
+
+MODULES_OF_ENGINES_SINCE = "0.19.8"
+"""The first release, of those that are tested, that has them."""
+
 ENGINE_PHASES = (("forward", "forward"), ("backward", "backward"), ("_take_model_step", "step"))
 """Methods of an engine with which a phase of training begins, and the phase."""
 
@@ -91,6 +97,13 @@ def torch_backend() -> Any:
     """Return the class of collectives, ``send`` and ``recv`` in ``deepspeed.comm``."""
     # Not `import deepspeed.comm.torch as`, which finds the `torch` that deepspeed.comm imports.
     return importlib.import_module("deepspeed.comm.torch").TorchBackend
+
+
+def import_modules_of_engines() -> None:
+    """Import what the first engine would, as far as this release has it."""
+    for name in MODULES_OF_ENGINES:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
 
 
 @contextlib.contextmanager
