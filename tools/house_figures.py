@@ -34,8 +34,7 @@ class Module:
 
     name: str
     path: pathlib.PurePath
-    num_lines: int
-    num_comment_lines: int
+    source: str
     num_docstring_lines: int
     first_lines: tuple[int, ...]
     """Characters of each docstring's first line."""
@@ -45,6 +44,19 @@ class Module:
     """Modules of the package that it imports, inside functions too; not those for type checkers only."""
     early_imports: frozenset[str]
     """Those of them that are imported when it is."""
+
+    @property
+    def num_lines(self) -> int:
+        """Return how many lines it has."""
+        return self.source.count("\n")
+
+    @property
+    def num_comment_lines(self) -> int:
+        """Return how many of them are comments and nothing else."""
+        return sum(
+            token.type == tokenize.COMMENT and token.line.lstrip().startswith("#")
+            for token in tokenize.generate_tokens(io.StringIO(self.source).readline)
+        )
 
 
 @dataclass
@@ -91,16 +103,12 @@ def _read_module(
     return Module(
         name=name,
         path=path.relative_to(root),
-        num_lines=source.count("\n"),
-        num_comment_lines=sum(
-            token.type == tokenize.COMMENT and token.line.lstrip().startswith("#")
-            for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        ),
+        source=source,
         num_docstring_lines=sum(text.count("\n") + 1 for text in docstrings),
         first_lines=tuple(len(text.strip().split("\n")[0]) for text in docstrings),
         long_functions=tuple(
             (node.name, length)
-            for node in ast.walk(tree)
+            for node in statements(tree)
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
             and (length := (node.end_lineno or 0) - node.lineno + 1) > MAX_FUNCTION_LINES
         ),
@@ -114,8 +122,21 @@ def _read_module(
     )
 
 
+def _inner_statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield what a statement consists of that is no expression: statements, handlers and cases."""
+    for name in ("body", "handlers", "cases", "orelse", "finalbody"):
+        yield from getattr(node, name, ())
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a module or statement and all statements in it; walking through expressions would take long."""
+    yield node
+    for inner in _inner_statements(node):
+        yield from statements(inner)
+
+
 def _docstrings(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             text = ast.get_docstring(node, clean=False)
             if text:
@@ -145,8 +166,8 @@ def _imports(
                 target = f"{base}.{alias.name}"
                 found[is_late].update({target} if target in names else ({base} & set(names)))
         is_late = is_late or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        for child in ast.iter_child_nodes(node):
-            visit(child, is_late)
+        for inner in _inner_statements(node):
+            visit(inner, is_late)
 
     visit(tree, False)
     return found

@@ -6,8 +6,6 @@ import dataclasses
 import json
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from surfaces import DEVICE_BYTES, Played, assert_is_lawful, play, space, surface
 
 from dstrial.dsat.core.candidate import Candidate
@@ -38,8 +36,7 @@ def inputs(capacity_bytes: float = DEVICE_BYTES) -> PredictInputs:
     return PredictInputs(runs, {}, nominal_machine(DEVICES["a100"], 8), capacity_bytes, False, "fake tensors")
 
 
-@given(num_parallel=st.integers(1, 3), max_trials=st.integers(1, 8))
-@settings(max_examples=5, deadline=None)
+@pytest.mark.parametrize(("num_parallel", "max_trials"), [(1, 1), (1, 4), (2, 7), (3, 2)])
 def test_a_search_measures_own_first_nothing_twice_nothing_illegal_and_keeps_its_limits(
     num_parallel: int, max_trials: int
 ) -> None:
@@ -74,16 +71,16 @@ def test_it_comes_within_three_percent_in_a_few_trials_and_never_runs_out_of_mem
 
 
 @pytest.fixture(scope="module")
-def six_trials() -> Played:
-    """A search of six trials, played once."""
-    return play("predict", max_trials=6)
+def five_trials() -> Played:
+    """A search of five trials, played once."""
+    return play("predict", max_trials=5)
 
 
-def test_a_search_restored_before_every_result_asks_for_the_same(six_trials: Played) -> None:
-    again = play("predict", max_trials=6, restart=True)
+def test_a_search_restored_before_every_result_asks_for_the_same(five_trials: Played) -> None:
+    again = play("predict", max_trials=5, restart=True)
 
-    assert six_trials.actions == again.actions
-    assert six_trials.last_snapshot == again.last_snapshot
+    assert five_trials.actions == again.actions
+    assert five_trials.last_snapshot == again.last_snapshot
 
 
 def test_what_was_predicted_of_a_trial_is_kept_with_where_its_time_goes() -> None:
@@ -234,8 +231,8 @@ def test_inputs_survive_json() -> None:
     assert PredictInputs.from_json(json.loads(json.dumps(given_inputs.to_json()))) == given_inputs
 
 
-def test_a_measurement_is_awaited_for_as_long_as_it_is_predicted_to_take(six_trials: Played) -> None:
-    first, second = six_trials.measured[:2]
+def test_a_measurement_is_awaited_for_as_long_as_it_is_predicted_to_take(five_trials: Played) -> None:
+    first, second = five_trials.measured[:2]
     assert first.predicted_s is None
     assert second.predicted_s is not None
     assert 30 < second.predicted_s < 300
