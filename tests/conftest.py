@@ -23,6 +23,7 @@ from time_given import VARIABLE, TimeGiven
 import dstrial
 from dstrial.engine.dryrun import process as dry_runs
 from dstrial.fork_server.client import OwnForkServer
+from dstrial.master.store import users
 from dstrial.testing import master, ranks
 from dstrial.testing.master import MasterForTest, master_for_test
 
@@ -86,6 +87,7 @@ def pytest_configure(config: pytest.Config) -> None:
     vars(ranks)["subprocess"] = types.SimpleNamespace(Popen=warm_start.Popen)
     vars(dry_runs)["_SERVER"] = warm_start.ServerOfDryRuns(vars(dry_runs)["_SERVER"])
     vars(master)["subprocess"] = types.SimpleNamespace(run=warm_start.run_command, DEVNULL=subprocess.DEVNULL)
+    vars(users)["_COST"] = 2**4  # of passwords of stores in this process; programs hash at full cost
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)

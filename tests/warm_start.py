@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib.util
 import os
 import socket
 import subprocess
@@ -25,8 +26,14 @@ from dstrial.fork_server.client import SHARED_VARIABLE, WITH_COPIES, ForkedPopen
 from dstrial.fork_server.key import PATH_VARIABLE, import_places, is_free
 from dstrial.master.backends.fork_servers import IMPORTS
 
+_MODULE_INJECT = Path(str(getattr(importlib.util.find_spec("deepspeed"), "origin", ""))).with_name(
+    "module_inject"
+)
 IMPORTED_AHEAD = (
     *IMPORTS,
+    # of engines, on a CPU; not every release has it
+    *(f"deepspeed.module_inject.{path.stem}" for path in _MODULE_INJECT.glob("auto_ep_layer.py")),
+    "zmq",  # of several ranks under Determined's names
     "sklearn.datasets",
     "torch.utils.tensorboard",  # chief's
     "torch.fx.experimental.symbolic_shapes",  # where backward is given gradients: pipelines, recomputed layers
@@ -34,7 +41,19 @@ IMPORTED_AHEAD = (
     "dstrial.cli.app",
     "dstrial.cli.up",
     "dstrial.cli.down",
+    "dstrial.cli.status",
     "dstrial.master.server",
+    # what it imports when it serves
+    "dstrial.master.app",
+    "dstrial.master.backends.hosts.backend",
+    "dstrial.master.http.connection",
+    "dstrial.master.http.connection_limits",
+    "dstrial.master.scheduler.scheduler",
+    "dstrial.master.webhooks.delivery",
+    *(
+        f"dstrial.master.api.{path.stem}"
+        for path in Path(dstrial.__file__).parent.glob("master/api/[a-z]*.py")
+    ),
     # All of it but ``cli.cli``, which takes the command line of whoever imports it.
     *(
         f"determined.cli.{name}"
