@@ -144,7 +144,8 @@ CASES = [
 ]
 
 
-@pytest.mark.exhaustive("[ZeRO 3]", "[a spawned loader worker]")
+# A script of a fork that spawns loader workers is in tests/master/test_unchanged_code.py.
+@pytest.mark.exhaustive("[ZeRO 3]")
 @pytest.mark.parametrize(("trial", "stage", "hyperparameters", "ranks"), CASES)
 def test_forked_ranks_train_the_same(server, tmp_path, trial, stage, hyperparameters, ranks):
     given = {"deepspeed_config": deepspeed_config(stage), "num_records": 40, **hyperparameters}

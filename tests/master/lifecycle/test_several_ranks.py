@@ -53,6 +53,7 @@ def test_a_script_runs_once_per_slot(shared_master: MasterForTest, entrypoint: s
     assert "Scheduling" not in of_rank
 
 
+@pytest.mark.exhaustive("[python3 -m dstrial.launch train.py]")
 @pytest.mark.parametrize("entrypoint", ENTRYPOINTS)
 def test_the_signal_that_killed_a_rank_is_explained(shared_master: MasterForTest, entrypoint: str) -> None:
     experiment_id = submit(shared_master, config(entrypoint, resources={"slots_per_trial": 2}), ONE_RANK_DIES)

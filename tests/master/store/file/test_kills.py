@@ -46,14 +46,18 @@ while True:
 """
 
 
-def test_forty_kills_lose_nothing_that_was_confirmed_and_leave_nothing_to_say(tmp_path: Path) -> None:
+@pytest.mark.exhaustive("[20]")
+@pytest.mark.parametrize("num_kills", [20, 40])
+def test_kills_lose_nothing_that_was_confirmed_and_leave_nothing_to_say(
+    tmp_path: Path, num_kills: int
+) -> None:
     seeded = random.Random(17)
     path, log = tmp_path / "master.db", tmp_path / "writer.log"
     script = tmp_path / "writer.py"
     script.write_text(WRITER)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     confirmed = 0
-    for _ in range(40):
+    for _ in range(num_kills):
         with log.open("wb") as told:
             command = [sys.executable, str(script), str(path)]
             process = warm_start.Popen(command, env=environment, stdout=told, stderr=subprocess.STDOUT)
@@ -72,4 +76,4 @@ def test_forty_kills_lose_nothing_that_was_confirmed_and_leave_nothing_to_say(tm
     with contextlib.closing(Database(path)) as database, database.read() as connection:
         assert database.notes == ()
         count, last = connection.execute("SELECT COUNT(*), MAX(id) FROM work").fetchone()
-    assert count == last >= confirmed > 400
+    assert count == last >= confirmed > 10 * num_kills
