@@ -29,7 +29,7 @@ def _environ(*, has_threads: bool = True) -> dict[str, str]:
 
 @contextlib.contextmanager
 def launched(*words: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
+    with warm_start.Popen(
         [sys.executable, "-m", "dstrial.launch", *words],
         cwd=cwd,
         env=_environ(),

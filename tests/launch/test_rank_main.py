@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm_start
 
 from dstrial.errors import LaunchError
 from dstrial.launch.rank_main import script_command, trial_command
@@ -95,7 +97,8 @@ def test_ranks_are_quiet_about_deepspeeds_old_names_of_collectives_only(tmp_path
 def test_a_trial_that_cannot_be_used_is_one_message(source: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "trial_rank_def.py").write_text(source)
     command = trial_command("trial_rank_def:MyTrial", context_dir=tmp_path)
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    result = warm_start.run_command(command, env=env, capture_output=True, text=True, timeout=120)
     assert result.returncode == 1
     assert "TrialImportError: --trial is 'trial_rank_def:MyTrial'" in result.stderr
     assert result.stderr.rstrip().endswith(message)

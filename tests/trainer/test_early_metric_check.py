@@ -179,7 +179,8 @@ def test_random_generators_of_a_data_set_that_training_shares_are_put_back():
     assert results[0] == results[1]
 
 
-@pytest.mark.exhaustive("[1-2]", "[2-0]")
+# Loader workers are those of tests/trainer/test_resume.py.
+@pytest.mark.exhaustive("[2-0]")
 @pytest.mark.parametrize(("ranks", "num_workers"), [(1, 2), (2, 0), (2, 2)])
 def test_ranks_and_loader_workers_train_the_same_bit_for_bit(tmp_path, ranks, num_workers):
     results = []

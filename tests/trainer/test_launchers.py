@@ -88,6 +88,7 @@ def test_each_position_is_reported_once_under_dstrials_launcher(on_two_ranks):
     ]
 
 
+@pytest.mark.exhaustive("tests/trainer/test_launchers.py::test_deepspeeds_launcher_trains_the_same")
 def test_torchrun_trains_the_same(tmp_path, on_two_ranks):
     assert start(tmp_path / "torchrun", [*TORCHRUN, SCRIPT], WHO_DIR=str(tmp_path)) == [on_two_ranks]
     require_two_ranks(tmp_path, "torchrun")
