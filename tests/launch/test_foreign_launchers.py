@@ -54,7 +54,7 @@ def _run(command: list[str], directory: Path, **variables: str) -> list[dict[str
     return told
 
 
-@pytest.mark.exhaustive("tests/trainer/test_launchers.py::test_torchrun_trains_the_same")
+@pytest.mark.exhaustive("tests/trainer/test_launchers.py::test_deepspeeds_launcher_trains_the_same")
 def test_under_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert {t["launcher"] for t in _run(command, tmp_path)} == {"torchrun"}
