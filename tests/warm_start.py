@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import importlib.util
 import os
 import socket
 import subprocess
@@ -26,13 +25,8 @@ from dstrial.fork_server.client import SHARED_VARIABLE, WITH_COPIES, ForkedPopen
 from dstrial.fork_server.key import PATH_VARIABLE, import_places, is_free
 from dstrial.master.backends.fork_servers import IMPORTS
 
-_MODULE_INJECT = Path(str(getattr(importlib.util.find_spec("deepspeed"), "origin", ""))).with_name(
-    "module_inject"
-)
 IMPORTED_AHEAD = (
     *IMPORTS,
-    # of engines, on a CPU; not every release has it
-    *(f"deepspeed.module_inject.{path.stem}" for path in _MODULE_INJECT.glob("auto_ep_layer.py")),
     "zmq",  # of several ranks under Determined's names
     "sklearn.datasets",
     "torch.utils.tensorboard",  # chief's

@@ -83,8 +83,8 @@ class Origin:
         copied: modules whose programs have a copy of what they were before they began, for forks of their own.
         marks_at: address and bytes of the memory that /proc/PID/environ shows for marks; None for none.
         words_at: the same of /proc/PID/cmdline.
-        compared_s: when the files were last compared, by the monotonic clock; a program and its ranks, forked one after the
-            other from the same, are of one version without that.
+        compared_s: when the files were compared before this process was forked, by the monotonic clock. For a moment a program
+            and its ranks, forked one after the other from the same, are of one version without comparing them again.
     """
 
     environment: Mapping[str, str]
@@ -108,7 +108,7 @@ class Origin:
         copied: Iterable[str] = (),
     ) -> Origin:
         """Describe this process; ``foreign`` are the open files that are not its imports'."""
-        _spare_forks()
+        _prepare_to_fork()
         added = {name: value for name, value in os.environ.items() if environment.get(name) != value}
         numbers = sorted(signal.valid_signals())
         marks_at, words_at = _shown_memory()
@@ -124,6 +124,11 @@ class Origin:
             marks_at=marks_at,
             words_at=words_at,
         )
+
+    @property
+    def is_just_compared(self) -> bool:
+        """Whether files were compared a moment before this process was forked."""
+        return time.monotonic() < self.compared_s + _COMPARED_FOR_S
 
     def why_not_keep(self, files: Iterable[int]) -> str:
         """Return what keeps a fork from having files of these numbers; empty if nothing."""
@@ -142,7 +147,7 @@ class Origin:
         cuda = getattr(sys.modules.get("torch"), "cuda", None)
         if cuda is not None and (cuda.is_initialized() or (cuda._is_in_bad_fork() and _may_have_devices())):
             return "it has used an accelerator"
-        if time.monotonic() < self.compared_s + _COMPARED_FOR_S:
+        if self.is_just_compared:
             return ""
         for file, known in self.sources.items():
             if _version_of(file) != known:
@@ -398,7 +403,7 @@ def _is_open(descriptor: int) -> bool:
     return True
 
 
-def _spare_forks() -> None:
+def _prepare_to_fork() -> None:
     """Do beforehand, or leave out, what every fork would do to copies of its own.
 
     Directories that finders have read are forgotten. At its end a fork would take apart each operator that torch's modules have

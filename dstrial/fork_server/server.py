@@ -170,6 +170,8 @@ def _fork(message: dict[str, Any], files: Sequence[int], origin: Origin) -> dict
     why_not = origin.why_not_fork() or origin.why_not_keep(program["kept_files"] if program else ())
     if why_not:
         return {"refused": why_not}
+    if not origin.is_just_compared:
+        origin = dataclasses.replace(origin, compared_s=time.monotonic())  # for what this fork forks
     *standard, go = files
     told, tell = os.pipe()
     try:
@@ -307,7 +309,7 @@ def _serve_program(theirs: socket.socket, origin: Origin) -> NoReturn:
         # Above all the program's output: it ends with the program.
         close_all_but(origin.descriptors | {theirs.fileno()})
         show(origin, None, [sys.executable, "-m", "dstrial.fork_server.server", "(ranks)"])
-        serve(theirs, dataclasses.replace(origin, compared_s=time.monotonic()))
+        serve(theirs, origin)
     finally:
         os._exit(1)
 

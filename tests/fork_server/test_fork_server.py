@@ -302,7 +302,8 @@ def test_a_module_that_has_changed_since_is_no_fork(tmp_path: Path) -> None:
     server = ForkServer.start(env, ["changing"], log=tmp_path / "log")
     try:
         wait_for(server.is_ready, deadline_s=_DEADLINE_S)
-        module.write_text("value = 1234\n")
+        assert _run(server, [_script(tmp_path, "")], env).returncode == 0
+        module.write_text("value = 1234\n")  # at once: each program is compared anew
         reasons: list[str] = []
         process = ForkedPopen(
             server,
