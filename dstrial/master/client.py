@@ -62,7 +62,8 @@ class Client:
 
         Raises:
             RequestError: the master refuses; its status and message.
-            MasterError: nobody answers at this address.
+            MasterError: nobody answers at this address; or the connection was lost before the answer's end, and what was
+                asked may be done.
         """
         with self._answer(method, path, query or {}, body, timeout_s=self.timeout_s) as answer:
             text = answer.read()
@@ -75,23 +76,13 @@ class Client:
         return value
 
     def stream(self, path: str, **query: Any) -> Iterator[dict[str, Any]]:
-        """Yield the objects of a stream as they come; errors as for ``send``.
-
-        Raises:
-            MasterError: the connection was lost before the stream's end.
-        """
+        """Yield the objects of a stream as they come; errors as for ``send``."""
         with self._answer("GET", path, query, None, timeout_s=None) as answer:
-            try:
-                for line in answer:
-                    message = json.loads(line)
-                    if "error" in message:
-                        raise RequestError(500, str(message["error"].get("message", message["error"])))
-                    yield message["result"]
-            except (OSError, http.client.HTTPException) as error:
-                raise MasterError(
-                    f"the connection to {self.address} was lost ({error or type(error).__name__}); expected the rest of "
-                    f"{path}. See whether the master runs with `dstrial status`."
-                ) from error
+            for line in answer:
+                message = json.loads(line)
+                if "error" in message:
+                    raise RequestError(500, str(message["error"].get("message", message["error"])))
+                yield message["result"]
 
     @contextlib.contextmanager
     def _answer(
@@ -121,9 +112,15 @@ class Client:
                 answer = connection.getresponse()
             except (OSError, http.client.HTTPException) as error:
                 raise self._no_master(str(error) or type(error).__name__) from error
-            if answer.status >= 300:
-                raise RequestError(answer.status, _error_text(answer.read(), answer.reason))
-            yield answer
+            try:
+                if answer.status >= 300:
+                    raise RequestError(answer.status, _error_text(answer.read(), answer.reason))
+                yield answer
+            except (OSError, http.client.HTTPException) as error:
+                raise MasterError(
+                    f"the connection to {self.address} was lost ({error or type(error).__name__}); expected the rest of "
+                    f"{path}. See whether the master runs with `dstrial status`."
+                ) from error
         finally:
             connection.close()
 
