@@ -175,8 +175,11 @@ def test_a_loop_that_does_not_resume_is_told_the_line_to_add(resumed: Launched) 
 
 
 def test_ranks_that_accelerate_does_not_see_are_refused() -> None:
-    # Without dstrial.launch, and so without the backend: what torchrun alone does on the CPU.
-    results = run_script(PROGRAM, 2, check=False)
+    # Without dstrial.launch, and so without the backend: what torchrun alone does on the CPU. Its store is torchrun's: that
+    # of rank 0 would go with it, while rank 1 may still read it.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    of_launcher = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    results = run_script(PROGRAM, 2, check=False, env=of_launcher)
     for result in results:
         assert result.exit_code != 0
         if importlib.metadata.version("accelerate").startswith("1.15."):
