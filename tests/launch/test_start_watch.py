@@ -59,6 +59,7 @@ def test_the_present_phase_lies_in_the_allocations_directory_until_the_ranks_hav
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DSTRIAL_ALLOCATION_DIR", str(tmp_path))
+    monkeypatch.setattr("dstrial.launch.start_watch._SILENCE_S", 0.1)
     path, shown = tmp_path / "phase.json", tmp_path / "starting.json"
     path.write_text(json.dumps({"phase": "importing model_def", "since_s": time.time() - 60}))
     told: list[str] = []

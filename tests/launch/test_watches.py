@@ -38,8 +38,9 @@ def test_a_look_that_fails_is_logged_once_and_the_watch_goes_on(caplog: pytest.L
 
 
 def test_a_start_is_told_of_though_a_line_could_not_be_printed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("dstrial.launch.start_watch._SILENCE_S", 0.1)
     phase, told = tmp_path / "phase.json", []
 
     def print_line(line: str) -> None:

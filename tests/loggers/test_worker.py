@@ -13,10 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dstrial.loggers import worker
 from dstrial.loggers.logger import FinalState, LoggedRun, Report
 from dstrial.loggers.run_loggers import RunLoggers
 
 RUN = LoggedRun("0" * 16, "run", "group", "project", {}, {}, Path("run"), Path("runs"))
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "LOOK_S", 0.02)
 
 
 class Kept:

@@ -130,10 +130,12 @@ def test_a_log_that_is_never_idle_is_moved_from_time_to_time(
 
 def test_a_long_log_is_moved_while_others_write(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_keeper, "_FOLD_FRAMES", 50)
+    monkeypatch.setattr(log_keeper, "_FOLD_PERIOD_S", 0.1)
     first = stored(database).salt
 
     def is_begun_anew() -> bool:
-        database.write(put)
+        for _ in range(10):
+            database.write(put)
         return stored(database).salt != first
 
     wait_for(is_begun_anew)
