@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import compileall
 import gc
 import os
@@ -15,6 +16,7 @@ import types
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import kept_bytecode
 import pytest
 import warm_start
 from hypothesis import HealthCheck, settings
@@ -68,18 +70,15 @@ _TIERS_WITH_PROCESSES = ("process", "ranks", "gpu")
 _broken_rules: list[str] | None = None
 
 
-# As Python has it at its start, by PYTHONDONTWRITEBYTECODE.
-_writes_no_bytecode = sys.dont_write_bytecode
-sys.dont_write_bytecode = False  # until all test files are imported, each by every worker
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Let signals end the programs that tests start, though whoever started pytest in the background ignores them."""
-    if _writes_no_bytecode and not hasattr(config, "workerinput"):
+    if kept_bytecode.WAS_OFF and not hasattr(config, "workerinput"):
         # Hundreds of programs import dstrial. Bytecode of what tests write stays off: they rewrite files within a second.
         compileall.compile_dir(Path(dstrial.__file__).parent, quiet=2)
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
         gc.disable()  # until all test files are imported: the collector would go through a million objects again and again
+    if hasattr(config, "workerinput"):
+        atexit.register(_leave_memory_to_the_kernel)
     if minutes := os.environ.get(VARIABLE):
         config.pluginmanager.register(TimeGiven(float(minutes)))
     sys.addaudithook(_note_what_breaks_the_tier)
@@ -93,9 +92,16 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, handler)
 
 
+def _leave_memory_to_the_kernel() -> None:
+    """End a worker after all that was registered since: Python would take apart a million objects, for two seconds."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Import what programs import, beside the first tests, where any test starts one."""
-    sys.dont_write_bytecode = _writes_no_bytecode
+    sys.dont_write_bytecode = kept_bytecode.WAS_OFF
     gc.freeze()
     gc.enable()
     names = ("process", "ranks")
@@ -216,6 +222,8 @@ def _environment_is_restored() -> Iterator[None]:
     before = dict(os.environ)
     yield
     after = dict(os.environ)
+    if after == before:
+        return
     os.environ.clear()
     os.environ.update(before)
     names = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
