@@ -79,7 +79,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run_by_our_rules(folder: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    for name in ("conftest.py", "time_given.py", "warm_start.py"):
+    for name in ("conftest.py", "kept_bytecode.py", "time_given.py", "warm_start.py"):
         rules = Path(__file__).with_name(name).read_text(encoding="utf-8")
         (folder / name).write_text(rules, encoding="utf-8")
     markers = ("process", "ranks", "gpu", "program")

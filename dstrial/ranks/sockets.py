@@ -23,6 +23,8 @@ _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 def free_port(addr: str = LOOPBACK_ADDR) -> int:
     """Return a TCP port that is free now and that no outgoing connection will take.
 
+    Neither the seed of a trial chooses it, which another one may have, too, nor does it take from the trial's random numbers.
+
     Args:
         addr: where it has to be free: on loopback, or on all interfaces for any other address.
 
@@ -30,7 +32,7 @@ def free_port(addr: str = LOOPBACK_ADDR) -> int:
         OSError: none is free.
     """
     host = LOOPBACK_ADDR if is_loopback(addr) else ""
-    for port in random.sample(_PORTS, len(_PORTS)):
+    for port in random.Random().sample(_PORTS, len(_PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
             return port

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 
 import pytest
@@ -38,6 +39,15 @@ def test_a_taken_port_is_an_error_and_not_another_interface() -> None:
 def test_a_free_port_can_be_served() -> None:
     for addr in ("127.0.0.1", "node7"):
         listening_socket("127.0.0.1", free_port(addr)).close()
+
+
+def test_seeds_choose_no_port_and_ports_take_no_random_number() -> None:
+    random.seed(3)
+    before = random.getstate()
+    first = [free_port() for _ in range(3)]
+    assert random.getstate() == before
+    random.seed(3)  # as another process whose trial has the same seed
+    assert [free_port() for _ in range(3)] != first
 
 
 def test_loopback_is_known_by_its_addresses_and_the_users_interface_wins() -> None:

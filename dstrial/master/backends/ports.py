@@ -41,7 +41,7 @@ def choose_ports(used: Collection[int], first_ports: Mapping[str, int] | None = 
     taken = set(used)
     ports: dict[str, int] = {}
     for variable, first in (_FIRST if first_ports is None else first_ports).items():
-        start = random.randrange(_TRIES)
+        start = random.Random().randrange(_TRIES)  # of no seed that the process was given
         candidates = (first + (start + offset) % _TRIES for offset in range(_TRIES))
         port = next((p for p in candidates if p not in taken and _is_free(p)), None)
         if port is None:
