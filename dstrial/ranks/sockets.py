@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
 import random
 import socket
 from collections.abc import Mapping
@@ -32,7 +33,8 @@ def free_port(addr: str = LOOPBACK_ADDR) -> int:
         OSError: none is free.
     """
     host = LOOPBACK_ADDR if is_loopback(addr) else ""
-    for port in random.Random().sample(_PORTS, len(_PORTS)):
+    start = random.Random().randrange(len(_PORTS))
+    for port in itertools.chain(_PORTS[start:], _PORTS[:start]):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((host, port))
             return port

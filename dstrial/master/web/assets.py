@@ -50,9 +50,16 @@ def names() -> list[str]:
     return sorted(str(path) for path in own) + [f"vendor/{name}" for name in LIBRARIES]
 
 
+# What `names` said last: a page asks for dozens of files, and to list them takes longer than to read one.
+_names: frozenset[str] = frozenset()
+
+
 def find(name: str) -> Asset | None:
     """Return a file of the page, None if it is none of them."""
-    if name not in names():
+    global _names
+    if name not in _names:
+        _names = frozenset(names())
+    if name not in _names:
         return None
     path = VENDOR / name.removeprefix("vendor/") if name.startswith("vendor/") else STATIC / name
     try:
