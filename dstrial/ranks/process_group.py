@@ -328,6 +328,7 @@ def shutdown() -> None:
         import deepspeed.comm
 
         deepspeed.comm.destroy_process_group()
+        process.release_groups()  # DeepSpeed 0.19.0 keeps those of a world that has ended for the next one's engines
     for owner, name, theirs in created.replaced:
         setattr(owner, name, theirs)
     for name, value in created.variables_before.items():

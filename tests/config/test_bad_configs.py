@@ -2,14 +2,14 @@ import re
 
 import pytest
 from bad_configs import BAD_CONFIGS, EXPERIMENT, NOT_IN_0_19_0, BadConfig, message, write
+from deepspeed_release import IS_0_19_0
 
 from dstrial.config import load_experiment
-from dstrial.config.deepspeed_schema import installed_deepspeed_version
 
 
 @pytest.mark.parametrize("bad", BAD_CONFIGS, ids=[bad.mistake for bad in BAD_CONFIGS])
 def test_a_bad_config_gets_the_expected_message(bad, tmp_path):
-    if bad.mistake in NOT_IN_0_19_0 and installed_deepspeed_version() == "0.19.0":
+    if bad.mistake in NOT_IN_0_19_0 and IS_0_19_0:
         pytest.skip("Requires: [deepspeed 0.19.8]")
     text = message(bad, tmp_path)
 

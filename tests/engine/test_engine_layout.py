@@ -4,21 +4,16 @@ from typing import Any
 
 import forked_ranks
 import pytest
+from deepspeed_release import needs_0_19_8
 from sample_layouts import PLAIN_LAYOUT
 
 from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace, compatible
-from dstrial.config.deepspeed_schema import installed_deepspeed_version
 
 CASES = [
     "zero 0",
     "zero 1",
     "zero 2, round robin",
-    pytest.param(
-        "zero 2, aligned",
-        marks=pytest.mark.skipif(
-            installed_deepspeed_version() == "0.19.0", reason="Requires: [deepspeed 0.19.8]"
-        ),
-    ),
+    pytest.param("zero 2, aligned", marks=needs_0_19_8),
     "zero 3",
     "zero 3, sub groups",
     "bf16, fp32 accumulation",

@@ -7,6 +7,7 @@ from typing import Any
 
 import forked_ranks
 import pytest
+from deepspeed_release import needs_0_19_8
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
@@ -153,7 +154,12 @@ def test_each_part_is_as_large_as_what_it_holds(program: forked_ranks.RunningPro
 
 @pytest.mark.parametrize(
     ("case", "num_bytes", "hidden"),
-    [("bf16", 2, 256), ("bf16, ZeRO 3", 2, 256), ("tensor parallel", 4, 128)],
+    [
+        ("bf16", 2, 256),
+        # 0.19.0 keeps a gathered weight until backward.
+        pytest.param("bf16, ZeRO 3", 2, 256, marks=needs_0_19_8),
+        ("tensor parallel", 4, 128),
+    ],
 )
 def test_activations_are_what_backward_needs(
     program: forked_ranks.RunningProgram, case: str, num_bytes: int, hidden: int

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from deepspeed_release import needs_0_19_8
 from small_runs import DEFINITIONS, deepspeed_config, experiment, train
 
 from dstrial.cli.app import main
@@ -28,8 +29,12 @@ CASES = {
 }
 
 
+# A dry run of 0.19.0 does not foresee the gathered weights that its ZeRO 3 keeps until backward.
+NEWER = {"zero 3": needs_0_19_8}
+
+
 @pytest.mark.exhaustive("[zero 3]", "[pipeline]")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=NEWER.get(case, ())) for case in CASES])
 def test_what_two_ranks_measure_is_what_a_dry_run_predicts(tmp_path, capsys, case):
     trial, hyperparameters, section = CASES[case]
     config = experiment(

@@ -6,6 +6,7 @@ import json
 import math
 
 import pytest
+from deepspeed_release import needs_0_19_8
 from in_process_fits import EXP_CONF, fit
 from small_runs import deepspeed_config, experiment, train
 
@@ -124,6 +125,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_its_weights_were_lost():
     assert not math.isnan(float(again.rows("training")[6]["loss"]))
 
 
+@needs_0_19_8  # 0.19.0 looks at no gradients of bfloat16, and its losses become NaN
 def test_three_reports_without_an_optimizer_step_fail(caplog):
     # bfloat16 with ZeRO 1 looks at gradients by default (check_grad_overflow) and skips the step.
     with pytest.raises(NonFiniteError, match=r"no optimizer step.*since batch 5.*3 reports in a row"):
@@ -131,6 +133,7 @@ def test_three_reports_without_an_optimizer_step_fail(caplog):
     assert reported() == [2, 4, 6, 8, 10]
 
 
+@needs_0_19_8  # as above
 def test_skipped_steps_are_counted_whatever_the_setting(caplog):
     done = poisoned(
         "Skipping",

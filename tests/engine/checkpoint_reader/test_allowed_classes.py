@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from dstrial.config.deepspeed_schema import installed_deepspeed_version
 from dstrial.testing.ranks import run_function
 
 pytestmark = pytest.mark.ranks
 
-KINDS = ("zero 0", "zero 1", "zero 2", "zero 3", "bf16 zero 0", "bf16 zero 1", "experts", "attr dict")
+# 0.19.0 does not load the optimizer of experts that it has saved without ZeRO (KeyError: 'optimizer').
+EXPERTS = () if installed_deepspeed_version() == "0.19.0" else ("experts",)
+KINDS = ("zero 0", "zero 1", "zero 2", "zero 3", "bf16 zero 0", "bf16 zero 1", *EXPERTS, "attr dict")
 
 
 def test_every_kind_is_saved_with_listed_classes_and_loaded_by_the_list(tmp_path: Path) -> None:

@@ -1,0 +1,11 @@
+"""Which release of DeepSpeed is tested, for what the oldest one does otherwise."""
+
+from __future__ import annotations
+
+import pytest
+
+from dstrial.config.deepspeed_schema import installed_deepspeed_version
+
+IS_0_19_0 = installed_deepspeed_version() == "0.19.0"
+needs_0_19_8 = pytest.mark.skipif(IS_0_19_0, reason="Requires: [deepspeed 0.19.8]")
+"""Marks what DeepSpeed 0.19.0 cannot do; a comment beside it says what it does."""
