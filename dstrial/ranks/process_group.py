@@ -170,6 +170,8 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> RankIdent
                 init_method=init_method,
                 verbose=False,
             )
+        if is_cpu or shares:  # gloo's
+            replaced = (*replaced, *process.gather_one_by_one())
     except RankError:
         shutdown()
         raise

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
+from packaging.version import Version
+
 COMPATIBLE_OPS = "__compatible_ops__"
 """In ``deepspeed.ops``: name of an operator -> whether it can be compiled here."""
 
@@ -36,6 +38,9 @@ MODULES_OF_ENGINES = ("deepspeed.module_inject.auto_ep_config", "deepspeed.moe.e
 
 MODULES_OF_ENGINES_SINCE = "0.19.8"
 """The first release, of those that are tested, that has them."""
+
+GATHERS_AWAITED_SINCE = "0.19.8"
+"""The first release, of those that are tested, whose ZeRO 3 waits for all parameters that it gathers."""
 
 ENGINE_PHASES = (("forward", "forward"), ("backward", "backward"), ("_take_model_step", "step"))
 """Methods of an engine with which a phase of training begins, and the phase."""
@@ -203,6 +208,30 @@ def release_groups() -> None:
     groups._MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE = groups._MPU_TENSOR_MODEL_PARALLEL_RANK = None
     groups.expert_tensor_parallel_world_size = 1
     groups.mesh_device = groups.mpu = None
+
+
+def gather_one_by_one() -> tuple[tuple[Any, str, Any], ...]:
+    """Have ZeRO 3 wait for each of the small parameters that it gathers.
+
+    Releases before ``GATHERS_AWAITED_SINCE`` wait for the last one only; with gloo the others may not be whole by then.
+    Source: ``Init._allgather_params_coalesced``, ``runtime/zero/partition_parameters.py:2022``.
+
+    Returns:
+        What of DeepSpeed was replaced: owner, name and what was there.
+    """
+    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    if Version(deepspeed.__version__) >= Version(GATHERS_AWAITED_SINCE):
+        return ()
+    theirs = Init._allgather_params_coalesced
+
+    def one_by_one(self: Any, param_list: Any, hierarchy: int = 0, quantize: bool = False) -> None:
+        for param in param_list:
+            theirs(self, [param], hierarchy, quantize)
+
+    Init._allgather_params_coalesced = one_by_one
+    return ((Init, "_allgather_params_coalesced", theirs),)
 
 
 def operators() -> list[tuple[str, Any, bool]]:
