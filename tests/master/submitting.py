@@ -88,9 +88,8 @@ def experiment(master: MasterForTest, experiment_id: int) -> dict[str, Any]:
 
 
 def trials(master: MasterForTest, experiment_id: int) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = client_of(master).get(f"/api/v1/experiments/{experiment_id}/trials")[
-        "trials"
-    ]
+    answer = client_of(master).get(f"/api/v1/experiments/{experiment_id}/trials")
+    found: list[dict[str, Any]] = answer["trials"]
     return found
 
 
