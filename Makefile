@@ -89,7 +89,7 @@ test-loggers: $(LOGGERS_VENV)/.loggers ## run the tests that log to W&B, MLflow 
 	DS_ACCELERATOR=cpu TEST_FORKS=0 $(LOGGERS_VENV)/bin/python $(call pytest,loggers) tests/loggers
 
 test-torch-oldest: ## run every test that needs no accelerator with the oldest torch, in .venv-torch-oldest/
-	$(MAKE) $(TORCH_OLDEST_VENV)/.package TORCH="$(TORCH_OLDEST)"
+	$(MAKE) $(TORCH_OLDEST_VENV)/.package $(TORCH_OLDEST_VENV)/.page TORCH="$(TORCH_OLDEST)"
 # Its compiler starts workers at import, which tests would take for forgotten processes.
 	DS_ACCELERATOR=cpu TORCHINDUCTOR_COMPILE_THREADS=1 $(TORCH_OLDEST_VENV)/bin/python $(call pytest,not gpu)
 
@@ -98,11 +98,11 @@ test-deepspeed-oldest: $(DEEPSPEED_OLDEST_VENV)/.package ## run the tests of eng
 
 # PyPI's torch is built for CUDA; tests train on the CPU. Another interpreter: PYTHON_OLDEST=/path/to/python3.10.
 test-python-oldest: ## run every test that needs no accelerator with the oldest Python, in .venv-python-oldest/
-	$(MAKE) $(PYTHON_OLDEST_VENV)/.package PYTHON="$(PYTHON_OLDEST)"
+	$(MAKE) $(PYTHON_OLDEST_VENV)/.package $(PYTHON_OLDEST_VENV)/.page PYTHON="$(PYTHON_OLDEST)"
 	DS_ACCELERATOR=cpu $(PYTHON_OLDEST_VENV)/bin/python $(call pytest,not gpu)
 
 test-python-newest: ## run every test that needs no accelerator with the newest Python, in .venv-python-newest/
-	$(MAKE) $(PYTHON_NEWEST_VENV)/.package PYTHON="$(PYTHON_NEWEST)"
+	$(MAKE) $(PYTHON_NEWEST_VENV)/.package $(PYTHON_NEWEST_VENV)/.page PYTHON="$(PYTHON_NEWEST)"
 	DS_ACCELERATOR=cpu $(PYTHON_NEWEST_VENV)/bin/python $(call pytest,not gpu)
 
 # A bare GPU machine has its own torch: an interpreter that is named is taken as it is, and nothing is installed.

@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import house_figures
@@ -322,41 +322,50 @@ def test_the_license_is_apache_2() -> None:
     assert "END OF TERMS AND CONDITIONS" in license_text
 
 
-@pytest.mark.process
-def test_make_gpu_takes_an_interpreter_as_it_is_and_makes_no_environment_for_it(tmp_path: Path) -> None:
+@pytest.fixture
+def planned(tmp_path: Path) -> Callable[..., str]:
+    """What make would run in a new checkout."""
     (tmp_path / "Makefile").write_text(text_of("Makefile"))
     (tmp_path / "pyproject.toml").write_text("")
+    # Without the variables of a make that may run this test.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
 
-    def planned(*arguments: str) -> str:
-        # Without the variables of a make that may run this test.
-        env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-        command = ["make", "--dry-run", "gpu", *arguments]
+    def plan(*words: str) -> str:
+        command = ["make", "--dry-run", *words]
         return subprocess.run(
             command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True
         ).stdout
 
-    taken = planned("PYTHON=python3", "GPU_OUT=there")
+    return plan
+
+
+@pytest.mark.process
+def test_make_gpu_takes_an_interpreter_as_it_is_and_makes_no_environment_for_it(
+    planned: Callable[..., str],
+) -> None:
+    taken = planned("gpu", "PYTHON=python3", "GPU_OUT=there")
+
     assert "prove_on_gpu.sh" in taken
     assert '"there"' in taken
     assert "venv" not in taken
-    assert "pip install" in planned()
+    assert "pip install" in planned("gpu")
 
 
 @pytest.mark.process
-def test_make_run_installs_no_tools_of_development(tmp_path: Path) -> None:
-    (tmp_path / "Makefile").write_text(text_of("Makefile"))
-    (tmp_path / "pyproject.toml").write_text("")
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-
-    def planned(target: str) -> str:
-        command = ["make", "--dry-run", target]
-        return subprocess.run(
-            command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True
-        ).stdout
-
+def test_make_run_installs_no_tools_of_development(planned: Callable[..., str]) -> None:
     assert '--editable ".[digits]"' in planned("run")
     assert "tools of development" not in planned("run")
     assert '--editable ".[dev,examples]"' in planned("venv")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "target", ["test-quick", "test-torch-oldest", "test-python-oldest", "test-python-newest"]
+)
+def test_a_target_that_looks_at_the_page_fetches_its_libraries(
+    planned: Callable[..., str], target: str
+) -> None:
+    assert "fetching the libraries of the page" in planned(target)
 
 
 @pytest.mark.process

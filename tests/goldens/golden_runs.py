@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from normalization import normalized
 from record import HERE, ROOT
@@ -117,7 +118,7 @@ def installation() -> dict[str, str]:
         str(Path.home()): "home",
         sys.executable: "python",
         str(Path(sys.executable).parent): "directory of python",
-        f'"torch-{version("torch")}"': "torch-version",
+        f'"torch-{torch.__version__}"': "torch-version",  # which says of what build it is, too
         f'"{platform.python_version()}"': "python version",
         **versions,
     }
