@@ -68,6 +68,14 @@ class ParallelDims:
         """Whether DeepSpeed uses its PipelineEngine."""
         return self.is_pipeline or self.pp > 1
 
+    @property
+    def has_mpu(self) -> bool:
+        """Whether DeepSpeed asks an ``mpu`` who shares what.
+
+        A pipeline brings one, else it is the trial's own.
+        """
+        return self.has_pipeline_engine or self.tp > 1
+
     def on(self, world_size: int) -> ParallelDims:
         """Return replicas of the same kind on another number of ranks.
 

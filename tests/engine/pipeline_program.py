@@ -141,6 +141,10 @@ def monitored(path: pathlib.Path, rank: int) -> list[str]:
     return [f"{loss:.3f}", *written]
 
 
+def batch_size(config: dict[str, Any], rank: int) -> int:
+    return int(build(num_stages=1, **config).engine.train_batch_size())
+
+
 def main(fork_ranks: Any, argument: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     scratch = pathlib.Path(argument["scratch"])
     number = itertools.count()
@@ -169,3 +173,4 @@ def main(fork_ranks: Any, argument: dict[str, Any]) -> Iterator[tuple[str, Any]]
     for call in ("train_batch", "eval_batch", "train_batch without data", "eval_batch without data"):
         yield call, run(2, functools.partial(runs_out, call))
     yield "monitored", run(2, functools.partial(monitored, scratch / "csv"))
+    yield "sequence parallelism", run(2, functools.partial(batch_size, {"sequence_parallel_size": 2}))

@@ -181,7 +181,7 @@ def _solve(given: Mapping[str, Any], settings: Settings, filler: AutoValues | No
     if tensor > 1 and not sizes.has_pipeline_engine:
         # DeepSpeed parses the config before it makes AutoTP's groups, so it divides by all ranks.
         replicas = sizes.world_size
-    elif sequence > 1 and sizes.world_size % sequence == 0:
+    elif sequence > 1 and sizes.world_size % sequence == 0 and not sizes.has_mpu:  # which is asked instead
         replicas = ParallelDims(sizes.world_size, sp=sequence).dp
     where = {key: findings.place(key) for key in BATCH_KEYS}
     solution: BatchSolution | None

@@ -49,7 +49,7 @@ def check_ignored(settings: Settings) -> None:
     """Warn of every given setting that does nothing, or not what it says.
 
     Source: DeepSpeed 0.19.8 runtime/engine.py 1745 and the constructor calls 2670-2795; utils/groups.py 925;
-    runtime/zenflow/engine.py 69; runtime/pipe/engine.py 1298; clip_grad_norm_ of runtime/utils.py.
+    runtime/config.py 458; runtime/zenflow/engine.py 69; runtime/pipe/engine.py 1298; clip_grad_norm_ of runtime/utils.py.
     """
     s = settings
     _check_zero(s)
@@ -86,6 +86,8 @@ def check_ignored(settings: Settings) -> None:
             f"but DeepSpeed's batch equation counts all {s.sizes.world_size} ranks as replicas: train_batch_size "
             f"counts each record {tensor} times",
         )
+    if s.sizes.has_pipeline_engine and (s.value("sequence_parallel_size") or 1) > 1:
+        s.warn("sequence_parallel_size", "which a pipeline does not read: its ranks share no sequences")
     if s.value("compile.deepcompile") and s.stage == 0 and not s.value("compile.passes"):
         s.warn("compile.deepcompile", "which falls back to plain torch.compile in ZeRO stage 0")
     if s.value("data_efficiency.enabled") and (s.value("data_efficiency.data_sampling") or {}).get("enabled"):

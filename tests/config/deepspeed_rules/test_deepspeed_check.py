@@ -94,6 +94,19 @@ def test_sequence_parallel_ranks_do_not_count_as_replicas():
     assert check_deepspeed({**BASE, "sequence_parallel_size": 2}, ParallelDims(4)).batch.train_batch_size == 8
 
 
+@pytest.mark.parametrize(
+    ("sizes", "total"),
+    [
+        (ParallelDims(8, pp=2, is_pipeline=True), 16),
+        (ParallelDims(4, is_pipeline=True), 16),
+        (ParallelDims(8, tp=2), 16),
+    ],
+    ids=["pipeline", "pipeline of one stage", "mpu"],
+)
+def test_who_brings_groups_is_asked_for_the_replicas_and_not_the_config(sizes, total):
+    assert check_deepspeed({**BASE, "sequence_parallel_size": 4}, sizes).batch.train_batch_size == total
+
+
 def test_under_another_release_one_warning_is_given_and_unknown_keys_are_warnings():
     result = check_deepspeed({**BASE, "new_feature": {"enabled": True}}, ONE, installed="0.20.1")
 

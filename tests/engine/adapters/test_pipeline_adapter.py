@@ -3,6 +3,10 @@ from typing import Any
 
 import forked_ranks
 import pytest
+import small_models
+
+from dstrial.config import ParallelDims
+from dstrial.config.deepspeed_rules.check import check_deepspeed
 
 pytestmark = pytest.mark.ranks
 
@@ -108,3 +112,14 @@ def test_deepspeeds_monitor_gets_the_weighted_loss(program: forked_ranks.Running
     first, last = of_all_ranks(program.result("monitored"))
     assert first[0] == last[0]
     assert any("eval_loss" in text for text in first[1:])
+
+
+def test_the_ranks_of_a_pipeline_share_no_sequences_and_the_check_says_so(
+    program: forked_ranks.RunningProgram,
+) -> None:
+    config = small_models.ds_config(1, sequence_parallel_size=2)
+    checked = check_deepspeed(config, ParallelDims(2, is_pipeline=True))
+
+    assert checked.batch is not None
+    assert program.result("sequence parallelism") == [checked.batch.train_batch_size] * 2
+    assert any("sequence_parallel_size is 2, which" in warning for warning in checked.warnings)
