@@ -105,7 +105,7 @@ class MasterServer(uvicorn.Server):
         if self.started:
             # A listener of its own, so that no request of the port can be taken for one of the owner's.
             self.servers.append(
-                await asyncio.get_running_loop().create_unix_server(
+                await asyncio.get_running_loop().create_unix_server(  # type: ignore[call-arg]  # of Python 3.10
                     lambda: Connection(
                         self._limiter,
                         is_at_owner_socket=True,
@@ -114,6 +114,8 @@ class MasterServer(uvicorn.Server):
                         app_state=self.lifespan.state,
                     ),
                     sock=self._owner_listener,
+                    # Else uvloop looks, from Python 3.13 on, for the path that the socket was bound by, to remove it at the end.
+                    cleanup_socket=False,
                 )
             )
             self._limiter.open()
