@@ -23,6 +23,7 @@ import threading
 import time
 import traceback
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -407,16 +408,44 @@ def _prepare_to_fork() -> None:
     """Do beforehand, or leave out, what every fork would do to copies of its own.
 
     Directories that finders have read are forgotten. At its end a fork would take apart each operator that torch's modules have
-    registered, which changes nothing outside of it; what the program itself registers is taken apart as ever.
-    Source: torch 2.6 and 2.13 ``library.py``, ``Library``, whose objects have a ``weakref.finalize`` with ``_del_library``.
+    registered, which changes nothing outside of it, and remove the temporary directories that imports have made, which are not
+    its own; what the program itself makes is taken apart as ever.
+    Source: torch 2.6 and 2.13 ``library.py``, ``Library``, whose objects have a ``weakref.finalize`` with ``_del_library``;
+    CPython 3.10 to 3.13 ``tempfile.py``, ``TemporaryDirectory``, which has one with ``_cleanup``.
     """
     sys.path_importer_cache.clear()
     importlib.invalidate_caches()
     takes_apart = getattr(sys.modules.get("torch.library"), "_del_library", None)
+    removes = tempfile.TemporaryDirectory._cleanup.__func__  # type: ignore[attr-defined]
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         known = finalizer.peek()
-        if known is not None and known[1] is takes_apart:
+        if known is None:
+            continue
+        if known[1] is takes_apart:
             finalizer.atexit = False
+        elif getattr(known[1], "__func__", None) is removes and finalizer.atexit:
+            finalizer.atexit = False
+            _directories_of_imports.append((known[0], finalizer))
+
+
+# With their objects, as a directory is removed as well when nobody has its object any more.
+_directories_of_imports: list[tuple[tempfile.TemporaryDirectory[str], Callable[[], object]]] = []
+
+
+def remove_directories_of_imports() -> None:
+    """Remove the temporary directories that imports have made.
+
+    For the process that has made them, at its end. Forks may go on, and have all that was imported; a directory with anything
+    else in it stays, as after a kill.
+    Source: torch 2.6 ``distributed/nn/jit/instantiator.py``, which imports a module that it writes into such a directory.
+    """
+    imported = _sources()
+    for directory, finalizer in _directories_of_imports:
+        with contextlib.suppress(OSError), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # that nobody has asked for it
+            found = [path for path in Path(directory.name).rglob("*") if not path.is_dir()]
+            if {str(path) for path in found if path.suffix != ".pyc"} <= imported.keys():
+                finalizer()
 
 
 def _sources() -> dict[str, tuple[int, int]]:

@@ -34,6 +34,7 @@ from dstrial.fork_server.fork import (
     Program,
     become,
     close_all_but,
+    remove_directories_of_imports,
     run_call,
     show,
 )
@@ -72,7 +73,7 @@ def main(words: Sequence[str]) -> None:
     if options["listener"] is not None:
         listener = socket.socket(fileno=options["listener"])
         listener.set_inheritable(False)
-    serve(connection, origin, listener, options["free"])
+    serve(connection, origin, listener, options["free"], at_end=remove_directories_of_imports)
 
 
 def serve(
@@ -80,6 +81,7 @@ def serve(
     origin: Origin,
     listener: socket.socket | None = None,
     free: Sequence[str] = (),
+    at_end: Callable[[], None] = lambda: None,
 ) -> NoReturn:
     """Do what is asked, until the owner can ask no more.
 
@@ -88,6 +90,7 @@ def serve(
         origin: what this process is like.
         listener: where others of the same account may ask, too; None for nobody.
         free: names of variables in which what those ask for may differ besides.
+        at_end: called when the owner has gone.
     """
     asking = [owner]
     while True:
@@ -100,6 +103,7 @@ def serve(
                 continue
             answered, origin = _answer(connection, origin)
             if not answered and connection is owner:
+                at_end()
                 os._exit(0)
             if not answered:
                 asking.remove(connection)

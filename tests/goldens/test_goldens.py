@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -22,13 +25,23 @@ _DIFFERS_FROM = {
     "search": ((3, 12), "sum() of Python 3.12 rounds once, so that last digits differ"),
 }
 
+# Of another release torch.save makes files of other sizes from the same tensors.
+_TORCH_OF_THE_GOLDEN = ["2", "13"]
+
+
+def _without_sizes(files: Mapping[str, str]) -> dict[str, str]:
+    return {name: re.sub(r'"bytes": \d+', '"bytes": <size>', text) for name, text in files.items()}
+
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_MARKS.get(name, [])) for name in RECORDERS])
 def test_what_is_recorded_is_the_golden(name: str, tmp_path: Path) -> None:
     version, why = _DIFFERS_FROM.get(name, ((4,), ""))
     if sys.version_info >= version:
         pytest.skip(f"{why}; the golden is that of the releases before it")
-    difference = differences(committed(name), recorded(name, tmp_path), name)
+    golden, now = committed(name), recorded(name, tmp_path)
+    if name == "runs" and importlib.metadata.version("torch").split(".")[:2] != _TORCH_OF_THE_GOLDEN:
+        golden, now = _without_sizes(golden), _without_sizes(now)
+    difference = differences(golden, now, name)
 
     assert not difference, (
         f"{difference}\n\nIf this change is meant: python tests/goldens/record.py --update {name}"
