@@ -71,7 +71,7 @@ def trained_twice(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]
 def test_training_without_the_compiler_comes_to_the_same_bits(trained_twice: Trained, case: str) -> None:
     kept, usual = trained_twice(case)
     assert kept["loaded"] == []
-    assert usual["loaded"] == ["networkx", "torch._dynamo", "torch._inductor"]  # else this tests nothing
+    assert {"torch._dynamo", "torch._inductor"} <= set(usual["loaded"])  # else this tests nothing
     assert kept["case"] == usual["case"]
 
 
