@@ -247,7 +247,7 @@ def test_the_place_in_a_log_can_be_chosen(browser: Browser, many: Log) -> None:
 
 
 def test_a_line_has_an_address(browser: Browser, many: Log) -> None:
-    (row,) = many.master.rows("SELECT id FROM logs WHERE log = 'line 0200000\n'")
+    (row,) = many.master.rows("SELECT id FROM logs WHERE task_id = ? AND log = 'line 0200000\n'", many.task)
     browser.show(f"/det/trials/{many.trial}/logs?line={row['id']}", ".line[aria-current]")
     assert browser.text(".line[aria-current] .said") == "line 0200000"
     browser.until(
