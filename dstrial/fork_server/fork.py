@@ -39,6 +39,8 @@ FAILED_TO_BEGIN = 70
 
 _COMPARED_FOR_S = 5.0
 _DEFAULTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
+# With their objects, as a directory is removed as well when nobody has its object any more.
+_directories_of_imports: list[tuple[tempfile.TemporaryDirectory[str], Callable[[], object]]] = []
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -426,10 +428,6 @@ def _prepare_to_fork() -> None:
         elif getattr(known[1], "__func__", None) is removes and finalizer.atexit:
             finalizer.atexit = False
             _directories_of_imports.append((known[0], finalizer))
-
-
-# With their objects, as a directory is removed as well when nobody has its object any more.
-_directories_of_imports: list[tuple[tempfile.TemporaryDirectory[str], Callable[[], object]]] = []
 
 
 def remove_directories_of_imports() -> None:
