@@ -80,8 +80,8 @@ def overwrite_deepspeed_config(
         base = base_ds_config
     if not isinstance(base, dict):
         raise TypeError(
-            f"base_ds_config is {type(base_ds_config).__name__}; expected the path of a DeepSpeed JSON file or a dict. "
-            "Pass the value of hyperparameters.deepspeed_config."
+            f"Expected string or dict for base_ds_config argument. It is {type(base_ds_config).__name__}; pass the path of a "
+            "DeepSpeed JSON file or a dict, for example hyperparameters.deepspeed_config."
         )
     return merge_deepspeed(base, source_ds_dict)
 

@@ -62,13 +62,14 @@ def load_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> 
     missing = missing_files(path, engine_files(engine, tag).read)
     if missing:
         raise CheckpointError(
-            f"checkpoint {path} is without {', '.join(missing)}; expected every file that "
+            f"Failed to load deepspeed checkpoint. {path} is without {', '.join(missing)}; expected every file that "
             f"{describe_rank(engine)} reads. Restore the files, or resume from another checkpoint."
         )
     loaded, _ = engine.load_checkpoint(str(path), tag=tag)
     if loaded is None:
         raise CheckpointError(
-            f"checkpoint {path} holds nothing under {tag!r} that DeepSpeed can load on {describe_rank(engine)}; "
+            f"Failed to load deepspeed checkpoint. {path} holds nothing under {tag!r} that DeepSpeed can load on "
+            f"{describe_rank(engine)}; "
             "expected engine files. Resume from another checkpoint."
         )
 

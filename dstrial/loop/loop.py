@@ -344,9 +344,10 @@ class TrainingLoop:
         for rank, found in enumerate(self._distributed.allgather(num_stepped)):
             if found != expected:
                 raise AccumulationError(
-                    f"train_batch has trained {found} micro batches on rank {rank} after disable_auto_grad_accumulation(); "
-                    f"expected {expected}, the gradient_accumulation_steps of the first engine. Draw and train that many in "
-                    "every call, or leave the accumulation to the loop by not calling disable_auto_grad_accumulation()."
+                    f"train_batch did not train for gradient accumulation steps: it trained {found} micro batches on rank "
+                    f"{rank} after disable_auto_grad_accumulation(); expected {expected}, the gradient_accumulation_steps of the "
+                    "first engine. Draw and train that many in every call, or leave the accumulation to the loop by not calling "
+                    "disable_auto_grad_accumulation()."
                 )
 
     def _next_event(self) -> int:

@@ -63,7 +63,8 @@ def as_mapping(returned: Any, where: str) -> Mapping[str, Any]:
     if isinstance(returned, torch.Tensor):
         return {"loss": returned}
     raise InvalidTrialError(
-        f"{where} returned {returned!r} of type {type(returned).__name__}; expected a dict from metric name to value. "
+        f"{where} must return a dictionary from metric name to value, but returned {returned!r} of type "
+        f"{type(returned).__name__}. "
         'Return for example {"loss": loss}.'
     )
 
@@ -226,9 +227,11 @@ class MetricWindow:
                 name: collections.deque(maxlen=_MOST_LOSSES_HELD) for name in losses_among(metrics)
             }
         if self._num_calls and (len(metrics) != len(totals) or metrics.keys() != totals.keys()):
+            # Determined 0.38.1, _deepspeed_trial.py.
+            rule = "Validation metric names must match across all batches of data: "
             raise MetricNamesError(
-                f"{self._where} returned the metrics {sorted(metrics)}; expected {sorted(totals)} as in the calls "
-                "before. Return the same metric names every time."
+                f"{rule if self._where == 'evaluate_batch' else ''}{self._where} returned the metrics {sorted(metrics)}; "
+                f"expected {sorted(totals)} as in the calls before. Return the same metric names every time."
             )
         for name, value in metrics.items():
             amount: torch.Tensor | float | None

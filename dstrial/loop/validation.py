@@ -161,8 +161,8 @@ class Validation:
                 returned = self._trial.evaluate_full_dataset(self._stream.full_loader())
                 if not isinstance(returned, Mapping):
                     raise FullDatasetError(
-                        f"evaluate_full_dataset returned {type(returned).__name__}; expected a dict from metric name to "
-                        "value. Return a dict."
+                        "evaluate_full_dataset: eval() must return a dictionary from metric name to value, got "
+                        f"{type(returned).__name__}. Return a dict."
                     )
                 mine = {k: v.cpu().numpy() if isinstance(v, torch.Tensor) else v for k, v in returned.items()}
             except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
@@ -294,8 +294,9 @@ class Validation:
         if self._runtime.mpu.should_report_metrics and not is_filler:
             if not isinstance(returned, Mapping):
                 raise InvalidTrialError(
-                    f"evaluate_batch returned {returned!r} of type {type(returned).__name__}; expected a dict from metric "
-                    'name to value. Return for example {"validation_loss": loss}.'
+                    f"evaluate_batch must return a dictionary from metric name to value, but returned {returned!r} of type "
+                    f"{type(returned).__name__}. "
+                    'Return for example {"validation_loss": loss}.'
                 )
             window.add(returned, weight=validation_round.records)
         return validation_round.records

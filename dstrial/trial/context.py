@@ -251,7 +251,8 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
             )
         if self._called_set_mpu:
             raise InvalidTrialError(
-                "set_mpu is called a second time; expected once per trial. Remove one call."
+                "Only one MPU can be passed to DeepSpeedTrialContext. set_mpu is called a second time; expected once per "
+                "trial. Remove one call."
             )
         self._called_set_mpu = True
         self._runtime.mpu = mpu

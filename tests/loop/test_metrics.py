@@ -21,7 +21,9 @@ def test_a_bare_tensor_is_the_loss():
 
 
 def test_anything_else_is_refused():
-    with pytest.raises(TrialContractError, match=r"train_batch returned 3\.0 of type float; expected a dict"):
+    with pytest.raises(
+        TrialContractError, match=r"train_batch must return a dictionary .* returned 3\.0 of type float"
+    ):
         as_mapping(3.0, "train_batch")
 
 

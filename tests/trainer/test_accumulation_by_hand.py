@@ -20,7 +20,7 @@ def test_another_number_of_micro_batches_than_a_batch_has_is_an_error_after_the_
     done = go(tmp_path, micro_batches, ranks)
 
     assert done.returncode != 0
-    assert f"train_batch has trained {micro_batches} micro batches on rank 0" in done.output
+    assert f"it trained {micro_batches} micro batches on rank 0" in done.output
     assert "expected 2, the gradient_accumulation_steps of the first engine" in done.output
     assert not done.directory.metrics_path.exists() or not done.rows("training")
 

@@ -267,12 +267,12 @@ def test_callbacks_are_called_and_their_state_is_restored():
         (
             {"train_batch": lambda self, items, e, b: next(items) and 3},
             TrialContractError,
-            "train_batch returned 3 of type int; expected a dict",
+            "train_batch must return a dictionary .* returned 3 of type int",
         ),
         (
             {"evaluate_batch": lambda self, items, b: [1]},
             TrialContractError,
-            r"evaluate_batch returned \[1\] of type list",
+            r"evaluate_batch must return a dictionary .* returned \[1\] of type list",
         ),
         (
             {"evaluate_batch": lambda self, items, b: {"validation_loss": "low"}},

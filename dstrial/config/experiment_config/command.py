@@ -141,13 +141,14 @@ def check_command(
     if resources["slots"] is None:
         resources["slots"] = 0 if kind == "TENSORBOARD" else 1
     # Whatever launch_error says: a command waits for one machine to have room, and this one never will (Determined 0.38.1,
-    # agentrm, ValidateResources: "request unfulfillable, please try requesting less slots").
+    # agentrm, ValidateResources).
     if isinstance(resources["slots"], int) and resources["slots"] > num_slots:
         findings.problem(
             "resources.slots",
             str(resources["slots"]),
             f"at most {num_slots}, the most slots of one machine, on which a command runs",
-            f"Set it to {num_slots} or less, or to 0 for a process that needs none.",
+            f"request unfulfillable, please try requesting less slots: set it to {num_slots} or less, or to 0 for a process "
+            "that needs none.",
         )
     if kind == "COMMAND" and raw["entrypoint"] is None:
         # As Determined 0.38.1, whose script then has nothing to execute and ends well.

@@ -227,7 +227,9 @@ def _check_slots(
             "resources.slots_per_trial",
             str(slots),
             f"at most {num_slots}, the slots of this master",
-            f"Set it to {num_slots} or less, or set launch_error to false in the master's settings to queue it.",
+            # The sentence of Determined 0.38.1 (agentrm, ValidateResources), which clients match.
+            f"request unfulfillable, please try requesting less slots: set it to {num_slots} or less, or set launch_error to "
+            "false in the master's settings to queue it.",
         )
     return True
 

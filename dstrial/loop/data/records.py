@@ -102,8 +102,8 @@ def require_determined_loader(loader: Any, method: str, checks_disabled: bool) -
     if loader is not None and not checks_disabled:
         raise ForeignLoaderError(
             f"{method} returned a {type(loader).__module__}.{type(loader).__name__}; expected dstrial.DataLoader, whose "
-            "order is reproducible and resumable. Return one, or call context.disable_dataset_reproducibility_checks() "
-            "in __init__ and take care of order, sharding and resuming yourself."
+            "order gives reproducibility and can be resumed. Return one. If not, you can disable this check by calling "
+            "context.disable_dataset_reproducibility_checks() in __init__: order, sharding and resuming are then yours."
         )
 
 

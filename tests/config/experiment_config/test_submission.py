@@ -77,7 +77,7 @@ def test_what_the_user_says_wins_over_the_master(tmp_path: Path) -> None:
 def test_too_many_slots_are_refused_or_wait(tmp_path: Path) -> None:
     text = GOOD + "resources: {slots_per_trial: 4}\n"
 
-    with pytest.raises(ConfigError, match="at most 2, the slots of this master"):
+    with pytest.raises(ConfigError, match=r"at most 2, the slots of this master\. request unfulfillable, "):
         check(tmp_path, text, num_slots=2)
     patient = MasterDefaults(DEFAULTS.checkpoint_storage, launch_error=False)
     assert check(tmp_path, text, num_slots=2, defaults=patient).exceeds_slots

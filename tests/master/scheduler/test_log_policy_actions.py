@@ -115,3 +115,4 @@ def test_a_command_that_can_never_run_is_refused_even_there(patient: MasterForTe
 
     assert done.returncode != 0
     assert "resources.slots is 2; expected at most 1, the most slots of one machine" in done.stderr
+    assert "request unfulfillable" in done.stderr
