@@ -33,7 +33,7 @@ from dstrial.cli.run_resume import (
     newest_resumable,
     run_directory_of,
 )
-from dstrial.cli.streams import LossTolerantStream, page_of, typed
+from dstrial.cli.streams import LossTolerantStream, det_for, page_of, typed
 from dstrial.config import ExperimentConfig, load_experiment
 from dstrial.config.dotted_keys import apply_overrides, dstrial_section
 from dstrial.config.experiment_config.loggers import KEY as LOGGERS_KEY
@@ -360,7 +360,7 @@ def _require_trainable(
             "'single', one trial",
             "Add --config searcher.name=single and concrete hyperparameters."
             if args.test
-            else f"Go on with a search by `{typed('det')} experiment activate`.",
+            else "Go on with a search by the command that it printed as `resume with`.",
         )
     elif entrypoint.trial is None and args.test:
         problem = ConfigProblem(
@@ -532,7 +532,7 @@ def _train(
             display.message(f"resuming from checkpoint {point.checkpoint}")
         experiment_id, known = _start(request, master, run_directory, num_slots)
         display.message(
-            f"experiment:    {experiment_id} ({typed('det')} experiment describe {experiment_id})"
+            f"experiment:    {experiment_id} ({det_for(master.record.address)} experiment describe {experiment_id})"
         )
         display.message(f"page:          {page_of(master.record.address, experiment_id)}")
         log = LogTail(master, _shower(display), known)
@@ -564,7 +564,7 @@ def _train(
             )
     finally:
         display.close()
-    lines, exit_code, outcome = _end(request, run_directory, followed, monitor)
+    lines, exit_code, outcome = _end(request, master, run_directory, followed, monitor)
     _print_end(lines, outcome, out, err)
     return exit_code
 
@@ -588,14 +588,18 @@ def _stop_text(request: _Request, *, has_trained: bool) -> str:
 
 
 def _end(
-    request: _Request, run_directory: RunDirectory, followed: FollowResult, monitor: RunMonitor
+    request: _Request,
+    master: Master,
+    run_directory: RunDirectory,
+    followed: FollowResult,
+    monitor: RunMonitor,
 ) -> tuple[list[str], int, LaunchOutcome]:
     """Record the attempt's end; return lines to print, exit status and ranks' outcome."""
     outcome = outcome_of(run_directory, followed)
     verdict = _verdict(request, run_directory, followed, outcome)
     lines, exit_code = _recorded(request, run_directory, verdict, outcome, monitor)
     if not request.args.test and verdict.state is not RunState.COMPLETED and followed.view is not None:
-        lines += _ways_on(followed)
+        lines += _ways_on(followed, master)
     return lines, exit_code, outcome
 
 
@@ -683,13 +687,13 @@ def _verdict(
     return judge_experiment(followed, judged)
 
 
-def _ways_on(followed: FollowResult) -> list[str]:
+def _ways_on(followed: FollowResult, master: Master) -> list[str]:
     view = followed.view
     assert view is not None
     if followed.is_master_gone:
         return [f"{'master:':<15}has ended; experiment {view.id} goes on at the next `{typed('dstrial')} up`"]
     if view.state == "PAUSED":
-        return [f"{'or with:':<15}{typed('det')} experiment activate {view.id}"]
+        return [f"{'or with:':<15}{det_for(master.record.address)} experiment activate {view.id}"]
     return []
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dstrial.cli.streams import det_reaches
 from dstrial.errors import ConfigError, ConfigProblem, HostError, LaunchError, RequestError
 from dstrial.hosts.arguments import FILTER, placement_lines
 from dstrial.launch.slots import slots_argument
@@ -373,7 +374,7 @@ def _print_login(state: StateDirectory, record: MasterRecord) -> None:
         if link is not None:
             rows.append(("browser", f"{link} (once, within 10 minutes)"))
     sys.stdout.write("".join(f"{name + ':':<10}{value}\n" for name, value in rows))
-    if record.port != daemon.DEFAULT_PORT:
+    if record.port != daemon.DEFAULT_PORT or not det_reaches(record.address):
         sys.stdout.write(f"export DET_MASTER={record.address}\n")
     sys.stdout.flush()
 
