@@ -184,7 +184,7 @@ def det_reaches(address: str) -> bool:
 
 
 def det_for(address: str) -> str:
-    """Return what starts ``det`` for the master at an address: ``det -m http://localhost:43210``, for example."""
+    """Return ``det`` for the master at an address, with ``-m`` if it needs it."""
     return typed("det") if det_reaches(address) else f"{typed('det')} -m {address}"
 
 
