@@ -42,6 +42,11 @@ import dataclasses
 from collections.abc import Sequence
 
 
+def install_command(extra: str = "") -> str:
+    """Return how to install dstrial; on PyPI another project has its name."""
+    return f"pip install 'DSTRIAL_CHECKOUT_OR_WHEEL{extra and f'[{extra}]'}'"
+
+
 class DstrialError(Exception):
     """Base of every exception that dstrial raises on purpose."""
 

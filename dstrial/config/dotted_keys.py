@@ -200,7 +200,7 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
 
 
 def _unknown_key(config: Any, path: KeyPath, label: str) -> ConfigProblem | None:
-    """Return what is wrong with setting a key that only the user's own code can know; None for nothing."""
+    """Return the problem of an override that names none of the user's own keys."""
     section = value_at(config, path[:1])
     if len(path) < 2 or path[0] not in _FREE:
         return None
