@@ -20,6 +20,7 @@ from dstrial.cli import run_slurm
 from dstrial.cli.run_entrypoint import Entrypoint, parse_entrypoint
 from dstrial.cli.run_outcome import (
     Verdict,
+    at_failure,
     failure_text,
     judge,
     judge_experiment,
@@ -616,7 +617,8 @@ def _recorded(
     if request.args.test:
         return _end_test(run_directory, verdict, outcome)
     steps_before = None if request.point is None else request.point.steps_completed
-    return _summary_of(request, run_directory, verdict, monitor.poll(), steps_before), verdict.exit_code
+    view = at_failure(monitor.poll(), outcome)
+    return _summary_of(request, run_directory, verdict, view, steps_before), verdict.exit_code
 
 
 def _start(
