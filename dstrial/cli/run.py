@@ -37,6 +37,7 @@ from dstrial.cli.run_resume import (
 from dstrial.cli.streams import LossTolerantStream, det_for, page_of, typed
 from dstrial.config import ExperimentConfig, load_experiment
 from dstrial.config.dotted_keys import apply_overrides, dstrial_section
+from dstrial.config.experiment_config.check import unused_by_run
 from dstrial.config.experiment_config.loggers import KEY as LOGGERS_KEY
 from dstrial.config.experiment_config.loggers import LOGGERS, with_loggers
 from dstrial.config.experiment_config.startup_hook import HOOK_NAME, requirements_of
@@ -277,6 +278,13 @@ def _show_warnings(args: argparse.Namespace, given: ExperimentConfig, point: Res
         err.write(f"warning: {hint}\n")
     for warning in given.warnings:
         err.write(f"warning: {warning}\n")
+    has_master = not args.slurm and args.hostfile is None
+    has_slurm = args.slurm or (has_master and _has_engine())
+    if unused := unused_by_run(given.raw, has_master=has_master, has_slurm=has_slurm):
+        err.write(
+            f"warning: {given.path}: `dstrial run` does not use {', '.join(unused)}: ranks are processes "
+            f"without containers{'' if has_master else ' and without a master'}, checkpoints lie in the run directory\n"
+        )
     if point is None:
         return
     if point.note is not None:
@@ -284,6 +292,13 @@ def _show_warnings(args: argparse.Namespace, given: ExperimentConfig, point: Res
     for note in given.notes:
         if f"checkpoint {point.checkpoint.name}: " in note:
             err.write(f"{note}\n")
+
+
+def _has_engine() -> bool:
+    from dstrial.master.backends.queued.backend import shown_engine
+    from dstrial.master.state_directory import StateDirectory
+
+    return shown_engine(StateDirectory.choose().path) is not None
 
 
 def _known_run(args: argparse.Namespace, point: ResumePoint | None) -> RunDirectory | None:

@@ -8,14 +8,49 @@ from collections.abc import Mapping
 from typing import Any
 
 from dstrial.config.diagnostics import Diagnostics, KeyPath, render
+from dstrial.config.dotted_keys import value_at
 from dstrial.config.elasticity import KEYS as ELASTICITY_KEYS
 from dstrial.config.elasticity import check_elasticity
 from dstrial.config.experiment_config.sections import DEVICES, check_devices, of_device
 from dstrial.config.experiment_config.training_checks import KEYS as TRAINING_CHECK_KEYS
 from dstrial.config.experiment_config.training_checks import check_training_checks
+from dstrial.config.keys import Dialect, check_keys
 from dstrial.config.parallel_dims import DIM_KEYS
-from dstrial.config.schema import ENDED_SEARCHERS, SEARCHERS, Length, is_length
+from dstrial.config.schema import ENDED_SEARCHERS, EXPERIMENT, SEARCHERS, Length, is_length
 
+# What needs containers, or what the DeepSpeed trials of Determined 0.38.1 do not read either.
+_UNUSED = (
+    "bind_mounts",
+    "data_layer",
+    *(
+        f"environment.{key}"
+        for key in ("add_capabilities", "drop_capabilities", "force_pull_image", "image", "pod_spec", "ports")
+    ),
+    "environment.registry_auth",
+    "internal",
+    "optimizations",
+    "pbs",
+    *(f"resources.{key}" for key in ("agent_label", "devices", "native_parallel", "shm_size", "weight")),
+    "security",
+    "tensorboard_storage",
+)
+_OF_A_MASTER = (
+    "debug",
+    "description",
+    *(f"data.dstrial.{key}" for key in (*ELASTICITY_KEYS, "requirements", "install_timeout_s")),
+    "environment.proxy_ports",
+    "environment.requirements",
+    "integrations",
+    "labels",
+    "log_policies",
+    "project",
+    "records_per_epoch",
+    *(f"resources.{key}" for key in ("is_single_node", "max_slots", "priority", "resource_pool")),
+    "retention_policy",
+    "searcher.source_checkpoint_uuid",
+    "searcher.source_trial_id",
+    "workspace",
+)
 _PERIODS = ("min_validation_period", "min_checkpoint_period")
 _SEARCHER_COMMON = (
     "name",
@@ -102,6 +137,22 @@ def _check_searcher_fields(
     for field in given:
         if field in searcher and field not in _SEARCHER_COMMON and field not in SEARCHERS[name].keys:
             findings.warn(f"searcher.{field}", f"has no effect with searcher {name}")
+
+
+def unused_by_run(raw: Mapping[str, Any], *, has_master: bool, has_slurm: bool) -> list[str]:
+    """Return which keys ``dstrial run`` ignores, of those that differ from their defaults.
+
+    Args:
+        raw: the config with defaults.
+        has_master: whether a master trains, rather than this command over hosts.
+        has_slurm: whether Slurm starts the ranks.
+    """
+    defaults = check_keys(EXPERIMENT, {}, Dialect(name=""), Diagnostics({}, ""))
+    storage = [
+        f"checkpoint_storage.{key}" for key in raw["checkpoint_storage"] if not key.startswith("save_")
+    ]
+    unused = [*storage, *_UNUSED, *(() if has_master else _OF_A_MASTER), *(() if has_slurm else ("slurm",))]
+    return sorted(key for key in unused if value_at(raw, key) != value_at(defaults, key))
 
 
 def check_periods(raw: Mapping[str, Any], findings: Diagnostics) -> None:
