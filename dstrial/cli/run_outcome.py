@@ -166,7 +166,7 @@ def summary(
 
 
 def at_failure(view: RunView, outcome: LaunchOutcome) -> RunView:
-    """Return a view with the batch at which the first rank failed, which reports may not have reached."""
+    """Return a view at the failed rank's batch if no report has reached it."""
     told = outcome.first_failure and outcome.first_failure.batches_trained
     return dataclasses.replace(view, batches_trained=max(told, view.batches_trained or 0)) if told else view
 

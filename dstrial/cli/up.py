@@ -200,11 +200,7 @@ def _check_hosts(state: StateDirectory, options: daemon.MasterOptions) -> bool:
 def _show_hosts(
     state: StateDirectory, options: daemon.MasterOptions, settings: MasterSettings, hosts: Sequence[Host]
 ) -> None:
-    """Connect to all hosts, and show what each has.
-
-    Raises:
-        HostError: with everything that is wrong with them, unless trials of an earlier master go on there.
-    """
+    """Connect to all hosts, and show what each has."""
     from dstrial.hosts.preflight import check_hosts
     from dstrial.hosts.srun import own_allocation, transport_of
 
@@ -230,12 +226,7 @@ def _show_hosts(
 
 
 def _check_slurm(state: StateDirectory, options: daemon.MasterOptions, settings: MasterSettings) -> None:
-    """Look whether Slurm takes jobs of this master's.
-
-    Raises:
-        ConfigError: flags contradict each other, or an option of sbatch is none.
-        LaunchError: Slurm is not here, or refuses a job of one slot, unless trials of an earlier master go on there.
-    """
+    """Look whether Slurm takes jobs of this master's."""
     _refuse_hosts(options, settings, "Slurm")
     from dstrial.master.backends.queued.slurm import check_slurm
 
@@ -250,13 +241,7 @@ def _check_slurm(state: StateDirectory, options: daemon.MasterOptions, settings:
 
 
 def _check_ray(options: daemon.MasterOptions, settings: MasterSettings) -> None:
-    """Look whether the Ray cluster answers, and show its nodes.
-
-    Raises:
-        ConfigError: flags contradict each other.
-        MissingExtraError: Ray is not installed.
-        MasterError: the cluster does not answer.
-    """
+    """Look whether the Ray cluster answers, and show its nodes."""
     _refuse_hosts(options, settings, "Ray")
     from dstrial.master.backends.queued.ray import check_ray
 
@@ -265,11 +250,7 @@ def _check_ray(options: daemon.MasterOptions, settings: MasterSettings) -> None:
 
 
 def _refuse_hosts(options: daemon.MasterOptions, settings: MasterSettings, name: str) -> None:
-    """Refuse what names hosts beside an engine that has its own.
-
-    Raises:
-        ConfigError: it is given.
-    """
+    """Refuse what names hosts beside an engine that has its own."""
     given = {
         "--hostfile": options.hostfile or settings.hostfile,
         "--include": options.include,

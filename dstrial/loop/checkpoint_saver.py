@@ -452,7 +452,6 @@ def _files_in(path: pathlib.Path) -> list[str]:
 
 
 def _require_picklable(state: Mapping[str, Any]) -> None:
-    """Raise a ``CheckpointError`` that names which part of the user's state cannot be pickled, if one cannot."""
     parts = {f"the state of the callback {name!r}": value for name, value in state["callbacks"].items()}
     parts |= {f"state[{key!r}]": value for key, value in state.items() if key != "callbacks"}
     for name, value in parts.items():

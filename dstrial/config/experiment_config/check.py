@@ -140,7 +140,7 @@ def _check_searcher_fields(
 
 
 def unused_by_run(raw: Mapping[str, Any], *, has_master: bool, has_slurm: bool) -> list[str]:
-    """Return which keys ``dstrial run`` ignores, of those that differ from their defaults.
+    """Return the keys with other values than the default that a run ignores.
 
     Args:
         raw: the config with defaults.
