@@ -18,39 +18,19 @@ from dstrial.config.keys import Dialect, check_keys
 from dstrial.config.parallel_dims import DIM_KEYS
 from dstrial.config.schema import ENDED_SEARCHERS, EXPERIMENT, SEARCHERS, Length, is_length
 
-# What needs containers, or what the DeepSpeed trials of Determined 0.38.1 do not read either.
-_UNUSED = (
-    "bind_mounts",
-    "data_layer",
-    *(
-        f"environment.{key}"
-        for key in ("add_capabilities", "drop_capabilities", "force_pull_image", "image", "pod_spec", "ports")
-    ),
-    "environment.registry_auth",
-    "internal",
-    "optimizations",
-    "pbs",
-    *(f"resources.{key}" for key in ("agent_label", "devices", "native_parallel", "shm_size", "weight")),
-    "security",
-    "tensorboard_storage",
-)
-_OF_A_MASTER = (
-    "debug",
-    "description",
-    *(f"data.dstrial.{key}" for key in (*ELASTICITY_KEYS, "requirements", "install_timeout_s")),
-    "environment.proxy_ports",
-    "environment.requirements",
-    "integrations",
-    "labels",
-    "log_policies",
-    "project",
-    "records_per_epoch",
-    *(f"resources.{key}" for key in ("is_single_node", "max_slots", "priority", "resource_pool")),
-    "retention_policy",
-    "searcher.source_checkpoint_uuid",
-    "searcher.source_trial_id",
-    "workspace",
-)
+# By section; what needs containers, or what the DeepSpeed trials of Determined 0.38.1 do not read either.
+_UNUSED = {
+    "": "bind_mounts data_layer internal optimizations pbs security tensorboard_storage",
+    "environment": "add_capabilities drop_capabilities force_pull_image image pod_spec ports registry_auth",
+    "resources": "agent_label devices native_parallel shm_size weight",
+}
+_OF_A_MASTER = {
+    "": "debug description integrations labels log_policies project records_per_epoch retention_policy workspace",
+    "data.dstrial": f"{' '.join(ELASTICITY_KEYS)} requirements install_timeout_s",
+    "environment": "proxy_ports requirements",
+    "resources": "is_single_node max_slots priority resource_pool",
+    "searcher": "source_checkpoint_uuid source_trial_id",
+}
 _PERIODS = ("min_validation_period", "min_checkpoint_period")
 _SEARCHER_COMMON = (
     "name",
@@ -147,11 +127,12 @@ def unused_by_run(raw: Mapping[str, Any], *, has_master: bool, has_slurm: bool) 
         has_master: whether a master trains, rather than this command over hosts.
         has_slurm: whether Slurm starts the ranks.
     """
+    unused = [f"checkpoint_storage.{key}" for key in raw["checkpoint_storage"] if not key.startswith("save_")]
+    for table in [_UNUSED] if has_master else [_UNUSED, _OF_A_MASTER]:
+        unused += [f"{section}.{key}".lstrip(".") for section in table for key in table[section].split()]
+    if not has_slurm:
+        unused.append("slurm")
     defaults = check_keys(EXPERIMENT, {}, Dialect(name=""), Diagnostics({}, ""))
-    storage = [
-        f"checkpoint_storage.{key}" for key in raw["checkpoint_storage"] if not key.startswith("save_")
-    ]
-    unused = [*storage, *_UNUSED, *(() if has_master else _OF_A_MASTER), *(() if has_slurm else ("slurm",))]
     return sorted(key for key in unused if value_at(raw, key) != value_at(defaults, key))
 
 
