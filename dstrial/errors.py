@@ -39,7 +39,21 @@ but the standard library, so that every other package may use it.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
+
+_package = sys.modules["dstrial"]
+if getattr(_package, "__file__", None) is None:
+    # So does setuptools' editable install, whose finder comes after the working directory.
+    raise ImportError(
+        f"Python imports the directory {_package.__path__[0]} in place of the installed package dstrial; expected no such "
+        "directory beside the script or in the working directory. Start in another directory, or rename this one."
+    )
+
+
+def install_command(extra: str = "") -> str:
+    """Return how to install dstrial; on PyPI another project has its name."""
+    return f"pip install 'DSTRIAL_CHECKOUT_OR_WHEEL{extra and f'[{extra}]'}'"
 
 
 class DstrialError(Exception):

@@ -71,6 +71,17 @@ def dstrial_help(*arguments: str) -> str:
     return printed_by(str(Path(sys.executable).with_name("dstrial")), *arguments, "--help")
 
 
+@pytest.mark.process
+def test_no_text_installs_dstrial_by_name() -> None:
+    """On PyPI another project has the name."""
+    by_name = re.compile(r"""pip install (?:[^\s`#]+ )*['"]?dstrial(?![\w./-])""")
+    kinds = ("*.py", "*.md", "*.js", "*.html", "*.yaml", "*.toml", "*.sh", "Makefile")
+    files = printed_by("git", "ls-files", "--", *kinds).split()
+    found = [name for name in files for line in text_of(name).splitlines() if by_name.search(line)]
+
+    assert found == []
+
+
 def test_the_readme_mentions_every_subcommand() -> None:
     missing = [name for name in COMMANDS if f"dstrial {name}" not in text_of("README.md")]
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from dstrial import __version__
+import dstrial
 from dstrial.cli.streams import to_null_device
 from dstrial.errors import DstrialError
 
@@ -42,7 +42,7 @@ COMMANDS = {
 def build_parser(command: str | None) -> argparse.ArgumentParser:
     """Build the parser with the arguments of one subcommand, or of none to list all."""
     parser = argparse.ArgumentParser(prog="dstrial", description="Determined-style trials for DeepSpeed.")
-    parser.add_argument("--version", action="version", version=f"dstrial {__version__}")
+    parser.add_argument("--version", action="version", version=f"dstrial {dstrial.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, help_text in COMMANDS.items():
         if name == command:

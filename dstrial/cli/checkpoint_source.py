@@ -18,6 +18,7 @@ from dstrial.checkpoint.manifest import (
     is_own_manifest,
     read_manifest,
 )
+from dstrial.cli.streams import det_for
 from dstrial.cli.up import add_state_dir_argument
 from dstrial.errors import CheckpointError, CheckpointNotFoundError, MasterError, RequestError
 from dstrial.local.checkpoint_directory import newest_checkpoint
@@ -170,7 +171,7 @@ def _of_master(asked: str, state: StateDirectory, runs: Path) -> CheckpointSourc
     except RequestError as error:
         raise CheckpointNotFoundError(
             f"checkpoint {asked} is in no run of {runs}, and the master at {record.address} does not know it ({error}); expected "
-            "a checkpoint's UUID. Look for it with `det experiment list-checkpoints EXPERIMENT`."
+            f"a checkpoint's UUID. Look for it with `{det_for(record.address)} experiment list-checkpoints EXPERIMENT`."
         ) from error
     storage = answer["training"]["experimentConfig"].get("checkpoint_storage") or {}
     try:
@@ -178,7 +179,7 @@ def _of_master(asked: str, state: StateDirectory, runs: Path) -> CheckpointSourc
     except MasterError as error:
         raise CheckpointError(
             f"checkpoint {asked} is stored in {storage.get('type')!r}; expected a directory of this machine. Fetch it with "
-            f"`det checkpoint download {asked}`, and name the directory."
+            f"`{det_for(record.address)} checkpoint download {asked}`, and name the directory."
         ) from error
     if not path.is_dir():
         state_of = str(answer.get("state", "")).removeprefix("STATE_").lower()

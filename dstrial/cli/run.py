@@ -20,6 +20,7 @@ from dstrial.cli import run_slurm
 from dstrial.cli.run_entrypoint import Entrypoint, parse_entrypoint
 from dstrial.cli.run_outcome import (
     Verdict,
+    at_failure,
     failure_text,
     judge,
     judge_experiment,
@@ -33,9 +34,10 @@ from dstrial.cli.run_resume import (
     newest_resumable,
     run_directory_of,
 )
-from dstrial.cli.streams import LossTolerantStream, page_of, typed
+from dstrial.cli.streams import LossTolerantStream, det_for, page_of, typed
 from dstrial.config import ExperimentConfig, load_experiment
 from dstrial.config.dotted_keys import apply_overrides, dstrial_section
+from dstrial.config.experiment_config.check import unused_by_run
 from dstrial.config.experiment_config.loggers import KEY as LOGGERS_KEY
 from dstrial.config.experiment_config.loggers import LOGGERS, with_loggers
 from dstrial.config.experiment_config.startup_hook import HOOK_NAME, requirements_of
@@ -276,6 +278,13 @@ def _show_warnings(args: argparse.Namespace, given: ExperimentConfig, point: Res
         err.write(f"warning: {hint}\n")
     for warning in given.warnings:
         err.write(f"warning: {warning}\n")
+    has_master = not args.slurm and args.hostfile is None
+    has_slurm = args.slurm or (has_master and _has_engine())
+    if unused := unused_by_run(given.raw, has_master=has_master, has_slurm=has_slurm):
+        err.write(
+            f"warning: {given.path}: `dstrial run` does not use {', '.join(unused)}: ranks are processes "
+            f"without containers{'' if has_master else ' and without a master'}, checkpoints lie in the run directory\n"
+        )
     if point is None:
         return
     if point.note is not None:
@@ -283,6 +292,13 @@ def _show_warnings(args: argparse.Namespace, given: ExperimentConfig, point: Res
     for note in given.notes:
         if f"checkpoint {point.checkpoint.name}: " in note:
             err.write(f"{note}\n")
+
+
+def _has_engine() -> bool:
+    from dstrial.master.backends.queued.backend import shown_engine
+    from dstrial.master.state_directory import StateDirectory
+
+    return shown_engine(StateDirectory.choose().path) is not None
 
 
 def _known_run(args: argparse.Namespace, point: ResumePoint | None) -> RunDirectory | None:
@@ -360,7 +376,7 @@ def _require_trainable(
             "'single', one trial",
             "Add --config searcher.name=single and concrete hyperparameters."
             if args.test
-            else f"Go on with a search by `{typed('det')} experiment activate`.",
+            else "Go on with a search by the command that it printed as `resume with`.",
         )
     elif entrypoint.trial is None and args.test:
         problem = ConfigProblem(
@@ -532,7 +548,7 @@ def _train(
             display.message(f"resuming from checkpoint {point.checkpoint}")
         experiment_id, known = _start(request, master, run_directory, num_slots)
         display.message(
-            f"experiment:    {experiment_id} ({typed('det')} experiment describe {experiment_id})"
+            f"experiment:    {experiment_id} ({det_for(master.record.address)} experiment describe {experiment_id})"
         )
         display.message(f"page:          {page_of(master.record.address, experiment_id)}")
         log = LogTail(master, _shower(display), known)
@@ -564,7 +580,7 @@ def _train(
             )
     finally:
         display.close()
-    lines, exit_code, outcome = _end(request, run_directory, followed, monitor)
+    lines, exit_code, outcome = _end(request, master, run_directory, followed, monitor)
     _print_end(lines, outcome, out, err)
     return exit_code
 
@@ -588,14 +604,18 @@ def _stop_text(request: _Request, *, has_trained: bool) -> str:
 
 
 def _end(
-    request: _Request, run_directory: RunDirectory, followed: FollowResult, monitor: RunMonitor
+    request: _Request,
+    master: Master,
+    run_directory: RunDirectory,
+    followed: FollowResult,
+    monitor: RunMonitor,
 ) -> tuple[list[str], int, LaunchOutcome]:
     """Record the attempt's end; return lines to print, exit status and ranks' outcome."""
     outcome = outcome_of(run_directory, followed)
     verdict = _verdict(request, run_directory, followed, outcome)
     lines, exit_code = _recorded(request, run_directory, verdict, outcome, monitor)
     if not request.args.test and verdict.state is not RunState.COMPLETED and followed.view is not None:
-        lines += _ways_on(followed)
+        lines += _ways_on(followed, master)
     return lines, exit_code, outcome
 
 
@@ -612,7 +632,8 @@ def _recorded(
     if request.args.test:
         return _end_test(run_directory, verdict, outcome)
     steps_before = None if request.point is None else request.point.steps_completed
-    return _summary_of(request, run_directory, verdict, monitor.poll(), steps_before), verdict.exit_code
+    view = at_failure(monitor.poll(), outcome)
+    return _summary_of(request, run_directory, verdict, view, steps_before), verdict.exit_code
 
 
 def _start(
@@ -683,13 +704,13 @@ def _verdict(
     return judge_experiment(followed, judged)
 
 
-def _ways_on(followed: FollowResult) -> list[str]:
+def _ways_on(followed: FollowResult, master: Master) -> list[str]:
     view = followed.view
     assert view is not None
     if followed.is_master_gone:
         return [f"{'master:':<15}has ended; experiment {view.id} goes on at the next `{typed('dstrial')} up`"]
     if view.state == "PAUSED":
-        return [f"{'or with:':<15}{typed('det')} experiment activate {view.id}"]
+        return [f"{'or with:':<15}{det_for(master.record.address)} experiment activate {view.id}"]
     return []
 
 

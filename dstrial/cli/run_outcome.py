@@ -125,8 +125,9 @@ def summary(
     stored = sorted(list_checkpoints(run_directory.checkpoints_path), key=lambda found: found.time)
     checkpoint = newest_checkpoint(run_directory.checkpoints_path)
     place = ""
-    if view.batches_trained is not None and view.batches_total is not None:
-        place = f" at batch {view.batches_trained} of {view.batches_total}"
+    if view.batches_trained is not None:
+        place = f" at batch {view.batches_trained}"
+        place += "" if view.batches_total is None else f" of {view.batches_total}"
     saved = None if checkpoint is None else checkpoint.steps_completed
     details = [verdict.reason, _what_remains(verdict, view.batches_trained, saved, steps_before)]
     described = "; ".join(detail for detail in details if detail is not None)
@@ -162,6 +163,12 @@ def summary(
     if verdict.state is not RunState.COMPLETED and checkpoint is not None:
         rows.append(("resume with", shlex.join(resume_command)))
     return [f"{name + ':':<15}{value}" for name, value in rows]
+
+
+def at_failure(view: RunView, outcome: LaunchOutcome) -> RunView:
+    """Return a view at the failed rank's batch if no report has reached it."""
+    told = outcome.first_failure and outcome.first_failure.batches_trained
+    return dataclasses.replace(view, batches_trained=max(told, view.batches_trained or 0)) if told else view
 
 
 def telemetry_rows(run_directory: RunDirectory) -> list[tuple[str, str]]:

@@ -152,6 +152,6 @@ def add_experiment_arguments(parser: argparse.ArgumentParser, *, slots_help: str
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="replace one value of EXP.yaml; repeatable",
+        help="replace one value of EXP.yaml, or add a hyperparameter with +KEY=VALUE; repeatable",
     )
     parser.add_argument("--slots", type=slots_argument, metavar="N", help=slots_help)

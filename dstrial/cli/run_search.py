@@ -12,7 +12,7 @@ from dstrial.cli.run_follow import FollowResult, follow
 from dstrial.cli.run_stalls import StalledTrials
 from dstrial.cli.run_submission import Master, Submission, config_of_run, fingerprint, read_context, submit
 from dstrial.cli.run_submission import submitted_config as config_of
-from dstrial.cli.streams import page_of, text_table, typed
+from dstrial.cli.streams import det_for, page_of, text_table
 from dstrial.config.secrets import SecretNames, masked
 from dstrial.local.run_directory import RunDirectory, RunState, shown_path
 from dstrial.master.store.views import observe
@@ -47,7 +47,9 @@ def search(
     storage = dict(config.get("checkpoint_storage") or {})
     mark = fingerprint(config, files)
     Submission(experiment_id, master.record.cluster_id, mark, storage).write(run_directory)
-    out.write(f"experiment:    {experiment_id} ({typed('det')} experiment describe {experiment_id})\n")
+    out.write(
+        f"experiment:    {experiment_id} ({det_for(master.record.address)} experiment describe {experiment_id})\n"
+    )
     out.write(f"page:          {page_of(master.record.address, experiment_id)}\n")
     told = ""
     told_starts: set[str] = set()
@@ -71,7 +73,7 @@ def search(
         say("pausing all trials with a checkpoint (Ctrl-C again to leave that to the master)")
 
     followed = follow(master, experiment_id, signals, on_look=on_look, on_stop=on_stop, say=say)
-    return _end(experiment, run_directory, followed, out)
+    return _end(experiment, master, run_directory, followed, out)
 
 
 def _tell_start(starts: list[Start], told: set[str], out: LossTolerantStream) -> None:
@@ -103,7 +105,11 @@ def progress_line(view: ExperimentView, metric: str, *, smaller_is_better: bool)
 
 
 def _end(
-    experiment: ExperimentConfig, run_directory: RunDirectory, followed: FollowResult, out: LossTolerantStream
+    experiment: ExperimentConfig,
+    master: Master,
+    run_directory: RunDirectory,
+    followed: FollowResult,
+    out: LossTolerantStream,
 ) -> int:
     view = followed.view
     if view is None:
@@ -118,7 +124,7 @@ def _end(
         rows.append(("best", f"{experiment.metric} {best.best_metric:.6g} of trial {best.id}"))
     rows.append(("run directory", shown_path(run_directory.path)))
     if view.state == "PAUSED":
-        rows.append(("resume with", f"{typed('det')} experiment activate {view.id}"))
+        rows.append(("resume with", f"{det_for(master.record.address)} experiment activate {view.id}"))
     out.write("".join(f"{name + ':':<15}{value}\n" for name, value in rows))
     return exit_code
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.run_entrypoint import Entrypoint
-from dstrial.cli.streams import typed
+from dstrial.cli.streams import det_for
 from dstrial.config import ExperimentConfig
 from dstrial.config.parsing.documents import yaml_text
 from dstrial.errors import ConfigError, ConfigProblem, DstrialError, MasterError
@@ -251,7 +251,8 @@ def running_experiment(
     if view.state != "PAUSED" or not view.is_settled:
         raise DstrialError(
             f"experiment {view.id} of the run {run_directory.path} is {view.state.lower()} with other settings or still "
-            f"stopping; expected it paused or ended. Stop it with `{typed('det')} experiment pause {view.id}`, and wait for that."
+            "stopping; expected it paused or ended. Stop it with "
+            f"`{det_for(master.record.address)} experiment pause {view.id}`, and wait for that."
         )
     master.client.post(f"/api/v1/experiments/{view.id}/cancel")
     return None

@@ -177,6 +177,17 @@ def typed(name: str) -> str:
     return str(own) if below.startswith(os.pardir) else below
 
 
+def det_reaches(address: str) -> bool:
+    """Return whether ``det`` without ``-m`` asks the master at an address."""
+    chosen = os.environ.get("DET_MASTER", os.environ.get("DET_MASTER_ADDR", "localhost:8080"))
+    return chosen.removeprefix("http://").rstrip("/") == address.removeprefix("http://")
+
+
+def det_for(address: str) -> str:
+    """Return ``det`` for the master at an address, with ``-m`` if it needs it."""
+    return typed("det") if det_reaches(address) else f"{typed('det')} -m {address}"
+
+
 def page_of(address: str, experiment_id: int) -> str:
     """Return the master's page of an experiment, and how a browser is logged in."""
     return f"{address}/det/experiments/{experiment_id} ({typed('dstrial')} login prints a link that logs in)"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dstrial.cli.streams import det_reaches
 from dstrial.errors import ConfigError, ConfigProblem, HostError, LaunchError, RequestError
 from dstrial.hosts.arguments import FILTER, placement_lines
 from dstrial.launch.slots import slots_argument
@@ -199,11 +200,7 @@ def _check_hosts(state: StateDirectory, options: daemon.MasterOptions) -> bool:
 def _show_hosts(
     state: StateDirectory, options: daemon.MasterOptions, settings: MasterSettings, hosts: Sequence[Host]
 ) -> None:
-    """Connect to all hosts, and show what each has.
-
-    Raises:
-        HostError: with everything that is wrong with them, unless trials of an earlier master go on there.
-    """
+    """Connect to all hosts, and show what each has."""
     from dstrial.hosts.preflight import check_hosts
     from dstrial.hosts.srun import own_allocation, transport_of
 
@@ -229,12 +226,7 @@ def _show_hosts(
 
 
 def _check_slurm(state: StateDirectory, options: daemon.MasterOptions, settings: MasterSettings) -> None:
-    """Look whether Slurm takes jobs of this master's.
-
-    Raises:
-        ConfigError: flags contradict each other, or an option of sbatch is none.
-        LaunchError: Slurm is not here, or refuses a job of one slot, unless trials of an earlier master go on there.
-    """
+    """Look whether Slurm takes jobs of this master's."""
     _refuse_hosts(options, settings, "Slurm")
     from dstrial.master.backends.queued.slurm import check_slurm
 
@@ -249,13 +241,7 @@ def _check_slurm(state: StateDirectory, options: daemon.MasterOptions, settings:
 
 
 def _check_ray(options: daemon.MasterOptions, settings: MasterSettings) -> None:
-    """Look whether the Ray cluster answers, and show its nodes.
-
-    Raises:
-        ConfigError: flags contradict each other.
-        MissingExtraError: Ray is not installed.
-        MasterError: the cluster does not answer.
-    """
+    """Look whether the Ray cluster answers, and show its nodes."""
     _refuse_hosts(options, settings, "Ray")
     from dstrial.master.backends.queued.ray import check_ray
 
@@ -264,11 +250,7 @@ def _check_ray(options: daemon.MasterOptions, settings: MasterSettings) -> None:
 
 
 def _refuse_hosts(options: daemon.MasterOptions, settings: MasterSettings, name: str) -> None:
-    """Refuse what names hosts beside an engine that has its own.
-
-    Raises:
-        ConfigError: it is given.
-    """
+    """Refuse what names hosts beside an engine that has its own."""
     given = {
         "--hostfile": options.hostfile or settings.hostfile,
         "--include": options.include,
@@ -373,7 +355,7 @@ def _print_login(state: StateDirectory, record: MasterRecord) -> None:
         if link is not None:
             rows.append(("browser", f"{link} (once, within 10 minutes)"))
     sys.stdout.write("".join(f"{name + ':':<10}{value}\n" for name, value in rows))
-    if record.port != daemon.DEFAULT_PORT:
+    if record.port != daemon.DEFAULT_PORT or not det_reaches(record.address):
         sys.stdout.write(f"export DET_MASTER={record.address}\n")
     sys.stdout.flush()
 

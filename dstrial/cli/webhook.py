@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from dstrial.cli.streams import text_table
+from dstrial.cli.streams import det_for, text_table
 from dstrial.cli.up import add_state_dir_argument
 from dstrial.errors import MasterError, RequestError
 from dstrial.master.client import Client
@@ -157,7 +157,8 @@ def _workspace_id(client: Client, name: str) -> int:
         if one["name"].casefold() == name.casefold():
             return int(one["id"])
     raise RequestError(
-        404, f"workspace {name!r} is not found; expected one of `det workspace list`. Name another."
+        404,
+        f"workspace {name!r} is not found; expected one of `{det_for(client.address)} workspace list`. Name another.",
     )
 
 

@@ -8,11 +8,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dstrial.config.deepspeed_schema import deepspeed_rules
-from dstrial.config.diagnostics import OVERRIDE_LABEL, Diagnostics, KeyPath, key_path, nested_form, render
+from dstrial.config.diagnostics import (
+    OVERRIDE_LABEL,
+    Diagnostics,
+    KeyPath,
+    dotted,
+    key_path,
+    nested_form,
+    render,
+)
 from dstrial.config.parsing.documents import Document, parse_yaml_value
 from dstrial.config.parsing.limits import check_value
 from dstrial.errors import ConfigError, ConfigProblem
@@ -21,6 +30,7 @@ if TYPE_CHECKING:
     from dstrial.config.keys import Section
 
 _HOLDERS = ("deepspeed_config", "overwrite_deepspeed_args")
+_FREE = ("hyperparameters", "data")
 _OVERWRITES = ("hyperparameters", "overwrite_deepspeed_args")
 
 
@@ -146,9 +156,11 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
     """Return a copy of an experiment config with values from the command line.
 
     Each override is ``key=value``: a dotted key, and a value in YAML. A value with commas outside brackets is a list.
+    ``+key=value`` adds a key below ``hyperparameters`` or ``data`` that the file does not have.
 
     Raises:
-        ConfigError: an override has no ``=``, an empty key part, or a value that is not YAML.
+        ConfigError: an override has no ``=``, an empty key part, or a value that is not YAML, or names no key of the file
+            where every key is the user's own.
     """
     if not overrides:
         return document
@@ -157,6 +169,8 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
     problems: list[ConfigProblem] = []
     for override in overrides:
         key, separator, text = override.partition("=")
+        is_new = key.startswith("+")
+        key = key.removeprefix("+")
         path = key_path(key)
         if not separator or not key or "" in path:
             fix = "Write --config hyperparameters.lr=0.1, for example."
@@ -167,6 +181,15 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
         except ConfigError as error:
             problems += error.problems
             continue
+        if is_new and path[0] not in _FREE:
+            fix = f"Write --config {key}={text}."
+            problems.append(
+                ConfigProblem(
+                    f"{OVERRIDE_LABEL}: +{key}", "given with +", f"a key below {' or '.join(_FREE)}", fix
+                )
+            )
+        elif not is_new and (problem := _unknown_key(value, path, document.label)) is not None:
+            problems.append(problem)
         _set(value, path, parsed)
         lines = {known: line for known, line in lines.items() if known[: len(path)] != path}
         lines[path] = OVERRIDE_LABEL
@@ -174,6 +197,32 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
         raise ConfigError(problems)
     check_value(value, f"{document.label} with {OVERRIDE_LABEL}")
     return dataclasses.replace(document, value=value, lines=lines)
+
+
+def _unknown_key(config: Any, path: KeyPath, label: str) -> ConfigProblem | None:
+    """Return the problem of an override that names none of the user's own keys."""
+    section = value_at(config, path[:1])
+    if len(path) < 2 or path[0] not in _FREE:
+        return None
+    known = section if isinstance(section, Mapping) else {}
+    for depth in range(1, len(path)):
+        part = path[depth]
+        # Keys of dstrial, of DeepSpeed and of a search space ("type") are checked with the config.
+        if path[:2] == ("data", "dstrial") or str(part).endswith(_HOLDERS) or (depth > 1 and "type" in known):
+            return None
+        if part not in known:
+            close = difflib.get_close_matches(str(part), [str(key) for key in known], n=1)
+            instead = f"Write {dotted((*path[:depth], *close))}, or add" if close else "Add"
+            return ConfigProblem(
+                f"{OVERRIDE_LABEL}: {dotted(path)}",
+                f"no key of {label}",
+                f"one of {', '.join(map(str, known))}" if known else "a key of the file",
+                f"{instead} it with --config +{dotted(path)}=VALUE.",
+            )
+        if not isinstance(known[part], Mapping):
+            return None
+        known = known[part]
+    return None
 
 
 def _parse(text: str, label: str) -> Any:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from dstrial import __version__
 from dstrial.doctor import (
-    clock,
     compilers,
     devices,
     drivers,
@@ -77,7 +76,6 @@ def run(options: CheckupOptions) -> Iterator[Group]:
 
 def _checks(options: CheckupOptions) -> dict[str, Callable[[], list[Finding]]]:
     environ = dict(os.environ)
-    began = clock.Instant.now()
     state = StateDirectory.choose(options.state_dir)
     hardware = Background(drivers.measure)
     from_files = Background(libraries.read_files)
@@ -102,12 +100,6 @@ def _checks(options: CheckupOptions) -> dict[str, Callable[[], list[Finding]]]:
             *imports.judge_backends(found.torch, is_imported=found.is_imported),
         ]
 
-    def check_clock() -> list[Finding]:
-        if not options.is_fast:
-            # So that it sees a step in the seconds that the imports take.
-            Background(known).result(patience_s)
-        return clock.judge(clock.measure(began))
-
     return {
         "Python": lambda: packages.judge(packages.measure()),
         "Limits": lambda: limits.judge(
@@ -124,7 +116,6 @@ def _checks(options: CheckupOptions) -> dict[str, Callable[[], list[Finding]]]:
         "Devices": lambda: devices.judge(known_devices(), environ, num_required=options.num_gpus),
         "Libraries": check_libraries,
         "Compilers and operators": lambda: _check_compilers(known),
-        "Clock": check_clock,
     }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dstrial.doctor.devices import Hardware, visible
 from dstrial.doctor.finding import Finding, note, ok, problem
 from dstrial.doctor.libraries import ImportFailure, Libraries, TorchBuild
+from dstrial.errors import install_command
 
 _SLOW_S = 15.0
 
@@ -85,7 +86,9 @@ def _judge_failure(failure: ImportFailure) -> Finding:
     name = f"import {failure.library}"
     if failure.reason == "not installed":
         return problem(
-            name, what, f"`pip install {failure.library}`, or `pip install dstrial` for all that it needs."
+            name,
+            what,
+            f"`pip install {failure.library}`, or `{install_command()}` for all that dstrial needs.",
         )
     if failure.reason.startswith("not imported within"):
         return problem(

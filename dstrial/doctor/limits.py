@@ -39,11 +39,6 @@ class Limits:
         open_files: soft and hard limit.
         num_processes: soft limit of this account.
         locked_bytes: soft limit of memory that may be locked.
-        core_bytes: soft limit of a core file.
-        core_pattern: where the kernel writes core files.
-        file_bytes: soft limit of a file's size.
-        address_bytes: soft limit of the address space.
-        cpu_seconds: soft limit of a process's time.
         has_infiniband: whether there is InfiniBand, which needs locked memory.
         is_root: whether the account is root, for whom ``num_processes`` does not count.
     """
@@ -59,11 +54,6 @@ class Limits:
     open_files: tuple[int | None, int | None]
     num_processes: int | None
     locked_bytes: int | None
-    core_bytes: int | None
-    core_pattern: str
-    file_bytes: int | None
-    address_bytes: int | None
-    cpu_seconds: int | None
     has_infiniband: bool
     is_root: bool
 
@@ -74,9 +64,6 @@ def measure() -> Limits:
     with contextlib.suppress(OSError):
         shm = os.statvfs(SHARED_MEMORY)
         shm_bytes, shm_free = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize
-    core_pattern = ""
-    with contextlib.suppress(OSError):
-        core_pattern = Path("/proc/sys/kernel/core_pattern").read_text().strip()
     return Limits(
         cores=os.cpu_count() or 1,
         allowed_cores=len(os.sched_getaffinity(0))
@@ -91,11 +78,6 @@ def measure() -> Limits:
         open_files=(_limit(resource.RLIMIT_NOFILE), _limit(resource.RLIMIT_NOFILE, hard=True)),
         num_processes=_limit(resource.RLIMIT_NPROC),
         locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
-        core_bytes=_limit(resource.RLIMIT_CORE),
-        core_pattern=core_pattern,
-        file_bytes=_limit(resource.RLIMIT_FSIZE),
-        address_bytes=_limit(resource.RLIMIT_AS),
-        cpu_seconds=_limit(resource.RLIMIT_CPU),
         has_infiniband=Path("/sys/class/infiniband").is_dir(),
         is_root=os.getuid() == 0,
     )
@@ -154,8 +136,6 @@ def judge(limits: Limits, environ: Mapping[str, str], *, num_devices: int = 0) -
         _judge_open_files(limits),
         *_judge_processes(limits),
         *_judge_locked(limits),
-        *_judge_rare(limits),
-        _judge_core_files(limits),
     ]
 
 
@@ -271,41 +251,3 @@ def _judge_locked(limits: Limits) -> list[Finding]:
             )
         ]
     return [ok("locked memory", f"{size(locked)}; only InfiniBand needs more")]
-
-
-def _judge_rare(limits: Limits) -> list[Finding]:
-    """Limits that hardly anybody sets, and that end a training late."""
-    found = []
-    if limits.file_bytes is not None:
-        found.append(
-            (problem if limits.file_bytes < _GIB else note)(
-                "file size",
-                f"files may have {size(limits.file_bytes)}: a checkpoint that is larger ends its ranks with SIGXFSZ",
-                "`ulimit -f unlimited` before `dstrial up` or `dstrial run`.",
-            )
-        )
-    if limits.address_bytes is not None:
-        found.append(
-            (problem if limits.address_bytes < 64 * _GIB else note)(
-                "address space",
-                f"{size(limits.address_bytes)}: CUDA reserves more than the memory that it uses",
-                "`ulimit -v unlimited` before `dstrial up` or `dstrial run`; limit memory by a control group instead.",
-            )
-        )
-    if limits.cpu_seconds is not None:
-        found.append(
-            note(
-                "CPU time",
-                f"each process is ended after {limits.cpu_seconds} s of it",
-                "`ulimit -t unlimited` before `dstrial up` or `dstrial run`.",
-            )
-        )
-    return found
-
-
-def _judge_core_files(limits: Limits) -> Finding:
-    if limits.core_bytes == 0:
-        return ok("core files", "none are written")
-    where = limits.core_pattern
-    allowed = "of any size" if limits.core_bytes is None else f"up to {size(limits.core_bytes)}"
-    return ok("core files", f"{allowed}, to {where or 'the working directory'}")

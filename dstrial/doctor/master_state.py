@@ -164,11 +164,12 @@ def _judge_directory(master: MasterState) -> list[Finding]:
         )
     if master.credentials_mode is not None and master.credentials_mode & 0o077:
         file = Path(master.path, "credentials.json")
+        det = "det" if master.record is None else f"det -m {master.record.address}"
         found.append(
             problem(
                 "credentials",
                 f"{file} has mode {master.credentials_mode:04o}: other accounts can read the passwords",
-                f"`chmod 600 {file}`, and change the passwords (`det user change-password`).",
+                f"`chmod 600 {file}`, and change the passwords (`{det} user change-password`).",
             )
         )
     return found or [ok("state directory", f"{master.path}, mode {master.mode:04o}")]

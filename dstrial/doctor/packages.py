@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.metadata
 import platform
@@ -14,9 +13,11 @@ from typing import Any
 
 import dstrial
 from dstrial.doctor.finding import Finding, note, ok, problem
+from dstrial.errors import install_command
 
 _CHECKOUT = Path(dstrial.__file__).resolve().parents[1]
 _FOR_DEVELOPERS = "dev"
+_SCRIPT = "dstrial.cli.app:main"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class PythonEnvironment:
         system: Linux, or another.
         libc: name and version of the C library; empty if not known.
         is_installed: whether dstrial is installed, rather than found in a checkout.
+        namesake: version and place of PyPI's other package of this name; empty without one.
         location: where dstrial is.
         dstrial: its version.
         python_versions: which dstrial supports.
@@ -68,6 +70,7 @@ class PythonEnvironment:
     system: str
     libc: str
     is_installed: bool
+    namesake: str
     location: str
     dstrial: str
     python_versions: str
@@ -77,7 +80,9 @@ class PythonEnvironment:
 
 def measure() -> PythonEnvironment:
     """Read metadata."""
-    asked, python_versions, is_installed = _declared()
+    found = list(importlib.metadata.distributions(name="dstrial"))
+    own = [one for one in found if any(script.value == _SCRIPT for script in one.entry_points)]
+    asked, python_versions = _declared(own)
     return PythonEnvironment(
         version=platform.python_version(),
         executable=sys.executable,
@@ -85,7 +90,8 @@ def measure() -> PythonEnvironment:
         implementation=platform.python_implementation(),
         system=platform.system(),
         libc=" ".join(platform.libc_ver()).strip(),
-        is_installed=is_installed,
+        is_installed=bool(own),
+        namesake=", ".join(f"{one.version} in {one.locate_file('')}" for one in found if one not in own),
         location=str(_CHECKOUT),
         dstrial=dstrial.__version__,
         python_versions=python_versions,
@@ -94,25 +100,24 @@ def measure() -> PythonEnvironment:
     )
 
 
-def _declared() -> tuple[list[str] | None, str, bool]:
+def _declared(own: Sequence[importlib.metadata.Distribution]) -> tuple[list[str] | None, str]:
     """Return dstrial's requirements, from its metadata or a checkout's pyproject.toml."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        metadata = importlib.metadata.metadata("dstrial")
-        return (importlib.metadata.requires("dstrial") or []), metadata["Requires-Python"] or "", True
+    if own:
+        return (own[0].requires or []), own[0].metadata["Requires-Python"] or ""
     try:
         import tomllib
     except ImportError:  # before Python 3.11
-        return None, ">=3.10", False
+        return None, ">=3.10"
     try:
         project: dict[str, Any] = tomllib.loads((_CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))[
             "project"
         ]
     except (OSError, KeyError, ValueError):
-        return None, ">=3.10", False
+        return None, ">=3.10"
     asked = list(project["dependencies"])
     for extra, needs in project.get("optional-dependencies", {}).items():
         asked += [f'{need}; extra == "{extra}"' for need in needs]
-    return asked, str(project["requires-python"]), False
+    return asked, str(project["requires-python"])
 
 
 def requirements(asked: Sequence[str], installed: Mapping[str, str]) -> list[Requirement]:
@@ -181,6 +186,12 @@ def _judge_python(python: PythonEnvironment) -> Finding:
 
 
 def _judge_dstrial(python: PythonEnvironment) -> Finding:
+    if python.namesake:
+        return problem(
+            "dstrial",
+            f"another package of this name is installed: {python.namesake}; ranks may import it",
+            f"`{sys.executable} -m pip uninstall dstrial`, then `{install_command()}`.",
+        )
     how = "" if python.is_installed else ", a checkout that is not installed"
     return ok("dstrial", f"{python.dstrial}, {python.location}{how}")
 
@@ -219,11 +230,11 @@ def _judge_extra(extra: str, wanted: Sequence[Requirement]) -> Finding:
     there = [one for one in wanted if one.installed is not None]
     if not there:
         missing = ", ".join(one.name for one in wanted)
-        return ok(name, f"not installed ({missing}); `pip install 'dstrial[{extra}]'` adds it")
+        return ok(name, f"not installed ({missing}); `{install_command(extra)}` adds it")
     wrong = [one for one in wanted if not one.is_supported]
     if wrong:
         what = ", ".join(
             f"{one.name} {one.installed or 'missing'} (expected {one.versions})" for one in wrong
         )
-        return note(name, what, f"`pip install 'dstrial[{extra}]'`, if trials use it.")
+        return note(name, what, f"`{install_command(extra)}`, if trials use it.")
     return ok(name, ", ".join(f"{one.name} {one.installed}" for one in wanted))

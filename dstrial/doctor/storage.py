@@ -56,7 +56,6 @@ class Directory:
         error: why nothing can be written; empty if it can.
         bytes_per_s: speed of writing with each piece brought to the disk; None if it was not measured.
         sync_s: how long a small write takes to be on the disk, median; None if it was not measured.
-        clock_skew_s: by how much its files are dated ahead of this machine's clock; None if it was not measured.
     """
 
     name: str
@@ -68,7 +67,6 @@ class Directory:
     error: str = ""
     bytes_per_s: float | None = None
     sync_s: float | None = None
-    clock_skew_s: float | None = None
 
 
 def measure(places: Sequence[tuple[str, Path]]) -> list[Directory | Finding]:
@@ -121,17 +119,16 @@ def _look(name: str, path: Path, share: int, measured: dict[int, Directory]) -> 
                     directory,
                     bytes_per_s=other.bytes_per_s,
                     sync_s=other.sync_s,
-                    clock_skew_s=other.clock_skew_s,
                 )
-        speed, sync_s, skew_s = _probe(at, min(share, directory.free_bytes // 2))
+        speed, sync_s = _probe(at, min(share, directory.free_bytes // 2))
     except OSError as error:
         return dataclasses.replace(directory, error=error.strerror or str(error))
-    measured[device] = dataclasses.replace(directory, bytes_per_s=speed, sync_s=sync_s, clock_skew_s=skew_s)
+    measured[device] = dataclasses.replace(directory, bytes_per_s=speed, sync_s=sync_s)
     return measured[device]
 
 
-def _probe(at: Path, max_bytes: int) -> tuple[float | None, float, float]:
-    """Write; return bytes/s, seconds of a small write, and the files' clock lead."""
+def _probe(at: Path, max_bytes: int) -> tuple[float | None, float]:
+    """Write; return bytes/s and seconds of a small write."""
     with tempfile.TemporaryFile(dir=at) as file:
         descriptor = file.fileno()
         syncs = []
@@ -142,7 +139,6 @@ def _probe(at: Path, max_bytes: int) -> tuple[float | None, float, float]:
             syncs.append(time.perf_counter() - began_at_s)
             if sum(syncs) > _PROBE_S:
                 break
-        skew_s = os.fstat(descriptor).st_mtime - time.time()
         # No file system makes random bytes smaller.
         chunk = os.urandom(_CHUNK)
         began_at_s, written = time.perf_counter(), 0
@@ -150,7 +146,7 @@ def _probe(at: Path, max_bytes: int) -> tuple[float | None, float, float]:
             written += os.write(descriptor, chunk)
             os.fdatasync(descriptor)
         seconds = time.perf_counter() - began_at_s
-    return (written / seconds if written else None), statistics.median(syncs), skew_s
+    return (written / seconds if written else None), statistics.median(syncs)
 
 
 def _file_system(path: Path) -> str:
@@ -235,14 +231,6 @@ def _judge_speed(directory: Directory) -> list[Finding]:
                 f"{name} place",
                 f"on a network file system ({directory.file_system}), where SQLite's locks may not hold",
                 "Put the state directory on a local disk (`dstrial up --state-dir`); checkpoints may stay.",
-            )
-        )
-    if directory.clock_skew_s is not None and abs(directory.clock_skew_s) > 2.0:
-        found.append(
-            note(
-                f"{name} clock",
-                f"its files are dated {directory.clock_skew_s:+.1f} s from this machine's clock",
-                "Let the file server and this machine follow the same time server.",
             )
         )
     return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from dstrial.errors import MissingExtraError
+from dstrial.errors import MissingExtraError, install_command
 
 
 def require(*packages: str, extra: str, who: str) -> None:
@@ -25,5 +25,5 @@ def require(*packages: str, extra: str, who: str) -> None:
     if missing:
         raise MissingExtraError(
             f"{who} needs {', '.join(missing)}, which is not installed; expected the extra {extra!r} of dstrial. "
-            f"Run: pip install 'dstrial[{extra}]'"
+            f"Run: {install_command(extra)}"
         )

@@ -197,6 +197,9 @@ def run_ranks(
             on_ready(RunningRanks(supervisor, watched))
         _run_agent(_make_agent(command, num_ranks, rendezvous, files, supervisor))
         failure = supervisor.first_failure()
+        if failure is not None and watched is not None:
+            beat = read_beat(watched.beats, failure.local_rank)
+            failure = dataclasses.replace(failure, batches_trained=None if beat is None else beat.batch)
     return _outcome(supervisor, failure)
 
 

@@ -63,6 +63,7 @@ class RankFailure:
         advice: what was held and what to change, where that is known; else empty.
         whole: path of the whole traceback where ``error`` is a part of it; else empty.
         is_lost: whether no rank failed, but its host does not answer any more; ``rank`` is then the first of that host.
+        batches_trained: as the rank has said last; None where it has said nothing.
     """
 
     rank: int
@@ -76,6 +77,7 @@ class RankFailure:
     advice: str = ""
     whole: str = ""
     is_lost: bool = False
+    batches_trained: int | None = None
 
     @property
     def headline(self) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import io
 import json
 import logging
 import pathlib
@@ -272,6 +273,8 @@ class CheckpointSaver:
         self._state.callbacks.call("on_checkpoint_save_start", state)
         # torch's own writer hides why a write failed.
         copies.add(state, str(path / rank_state_name(context.distributed.rank)), through_python=True)
+        if copies.has_failed:
+            _require_picklable(state)
 
     def _copy_engines(self, path: pathlib.Path, copies: StateCopies) -> tuple[str, ...]:
         if self._saves_itself:
@@ -446,3 +449,16 @@ def _files_in(path: pathlib.Path) -> list[str]:
     return sorted(
         str(p.relative_to(path)) for p in path.rglob("*") if p.is_file() and not p.name.endswith(".tmp")
     )
+
+
+def _require_picklable(state: Mapping[str, Any]) -> None:
+    parts = {f"the state of the callback {name!r}": value for name, value in state["callbacks"].items()}
+    parts |= {f"state[{key!r}]": value for key, value in state.items() if key != "callbacks"}
+    for name, value in parts.items():
+        try:
+            torch.save(value, io.BytesIO())
+        except Exception as error:  # noqa: BLE001  # user objects fail to pickle in any way they like
+            raise CheckpointError(
+                f"{name} cannot be pickled ({type(error).__name__}: {error}); expected what torch.save can write. Have "
+                "state_dict or on_checkpoint_save_start leave it out."
+            ) from None

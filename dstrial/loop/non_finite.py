@@ -17,6 +17,8 @@ from dstrial.loop.metrics import LossTail
 
 logger = logging.getLogger("dstrial.loop")
 
+_LOWER = "Lower the learning rate, look at the records of that batch"
+
 
 @dataclasses.dataclass(slots=True)
 class _Streak:
@@ -105,6 +107,7 @@ class NonFiniteGuard:
             self._steps,
             f"no optimizer step ({why if skipped else 'engine.step() ends no accumulation'})",
             is_hopeless=is_last and not self._has_step,
+            fix=_LOWER if skipped else "Call engine.step() after every engine.backward() in train_batch",
         )
 
     def _judge_losses(self, tails: Sequence[Mapping[str, LossTail]], start: int, batches: int) -> None:
@@ -146,7 +149,7 @@ class NonFiniteGuard:
             self._steps.since = start + 1
         self._steps.length += 1
 
-    def _act(self, streak: _Streak, what: str, *, is_hopeless: bool) -> None:
+    def _act(self, streak: _Streak, what: str, *, is_hopeless: bool, fix: str = _LOWER) -> None:
         is_over = streak.length >= self._patience or (is_hopeless and streak.length > 0)
         if not is_over:
             return
@@ -154,8 +157,8 @@ class NonFiniteGuard:
         found = f"training has {what} since batch {streak.since}: {rows}"
         if self._mode == "fail":
             raise NonFiniteError(
-                f"{found}; expected at least one in every {self._patience} reports. Lower the learning rate, look at the records "
-                "of that batch, or set data.dstrial.non_finite to warn or ignore; the checkpoints before it are kept."
+                f"{found}; expected at least one in every {self._patience} reports. {fix}, or set "
+                "data.dstrial.non_finite to warn or ignore; the checkpoints before it are kept."
             )
         if self._is_chief and not streak.told:
             logger.warning("%s", found)

@@ -19,7 +19,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from dstrial.errors import MissingExtraError
+from dstrial.errors import MissingExtraError, install_command
 
 _CONNECT_S = 60.0
 _ANSWER_S = 20.0
@@ -43,7 +43,7 @@ def require_ray(where: str) -> None:
     found = importlib.util.find_spec("ray")
     if found is None or found.origin is None:
         raise MissingExtraError(
-            f"{where} needs Ray, which is not installed; expected the extra 'ray' of dstrial. Run: pip install 'dstrial[ray]'"
+            f"{where} needs Ray, which is not installed; expected the extra 'ray' of dstrial. Run: {install_command('ray')}"
         )
 
 

@@ -81,6 +81,8 @@ def test_a_checkout_that_is_not_installed_has_no_metadata_and_works(tmp_path):
         "        raise metadata.PackageNotFoundError(name)\n"
         "    return real(name)\n"
         "metadata.distribution = distribution\n"
+        "every = metadata.distributions\n"
+        "metadata.distributions = lambda **given: (one for one in every(**given) if one.metadata['Name'] != 'dstrial')\n"
         "from dstrial.cli.app import main\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )

@@ -107,7 +107,7 @@ def test_json_output_holds_the_same(context):
 
 
 def test_a_search_space_is_checked_with_a_sample(context):
-    override = "hyperparameters.lr={type: log, minval: -5, maxval: -1, base: 10}"
+    override = "+hyperparameters.lr={type: log, minval: -5, maxval: -1, base: 10}"
     result = check(context, "exp.yaml", ".", "--config", override)
 
     assert result.returncode == 0

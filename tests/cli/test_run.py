@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -144,6 +145,34 @@ class TestScripts:
             assert part in ended.stdout
         log = run_directory.attempt_logs_path(1) / "rank_0" / "stdout.log"
         assert "variables yes" in log.read_text()
+
+    def test_unused_config_keys_are_warned_about_once(self, make_project: MakeProject) -> None:
+        project = make_project("")
+        with project.config.open("a") as file:
+            file.write(
+                "checkpoint_storage: {type: shared_fs, host_path: /no/such/place, save_trial_best: 1}\n"
+            )
+            file.write("bind_mounts: [{host_path: /data, container_path: /data}]\nlabels: [one]\n")
+            file.write("slurm: {sbatch_args: [--time=1]}\n")
+        ended = project.run()
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        (warning,) = [line for line in ended.stderr.splitlines() if "does not use" in line]
+        keys = "bind_mounts, checkpoint_storage.host_path, checkpoint_storage.type, slurm"
+        assert f"exp file.yaml: `dstrial run` does not use {keys}: ranks" in warning
+
+    def test_printed_det_command_reaches_the_run_master(self, make_project: MakeProject) -> None:
+        """Where ``det`` by itself asks another address, as with port 8080 taken."""
+        project = make_project("")
+        env = {name: value for name, value in project.env.items() if not name.startswith("DET_MASTER")}
+        ended = dataclasses.replace(project, env=env).run()
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        printed = re.search(r"^experiment: +(\d+) \((.*)\)$", ended.stdout, re.M)
+        assert printed is not None, ended.stdout
+        described = subprocess.run(
+            shlex.split(printed[2]), capture_output=True, text=True, timeout=DEADLINE_S, env=env
+        )
+        assert described.returncode == 0, described.stdout + described.stderr
+        assert re.search(rf"^ +{printed[1]} \|.* my experiment ", described.stdout, re.M), described.stdout
 
     def test_a_failing_rank_is_named_with_its_traceback_last(self, make_project: MakeProject) -> None:
         project = make_project(FAILING_SCRIPT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -16,12 +17,13 @@ HEAD = "Traceback (most recent call last):"
 
 MODEL_DEF = """
 import os
+import threading
 
 import deepspeed
 import torch
 from torch import nn
 
-from dstrial import DataLoader, DeepSpeedTrial
+from dstrial import DataLoader, DeepSpeedTrial, PyTorchCallback
 
 
 class Records(torch.utils.data.Dataset):
@@ -96,6 +98,30 @@ class TooLarge(Good):
         raise MemoryError
 
 
+class FailsLate(Good):
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        if batch_idx == 5:
+            raise RuntimeError("late")
+        return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+
+
+class KilledLate(FailsLate):
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        if batch_idx == 5:
+            os.kill(os.getpid(), 9)
+        return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+
+
+class Locked(PyTorchCallback):
+    def state_dict(self):
+        return {"lock": threading.Lock()}
+
+
+class Unpicklable(Good):
+    def build_callbacks(self):
+        return {"my_counter": Locked()}
+
+
 class Killed(Good):
     def mistake(self):
         os.kill(os.getpid(), 9)
@@ -110,7 +136,7 @@ entrypoint: {entrypoint}
 max_restarts: 0
 hyperparameters: {{deepspeed_config: ds.json}}
 resources: {{slots_per_trial: {slots}}}
-searcher: {{name: single, metric: validation_loss, max_length: {{batches: 4}}}}
+searcher: {{name: single, metric: validation_loss, max_length: {{batches: {batches}}}}}
 """
 
 
@@ -124,16 +150,16 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def config_of(project: Path, entrypoint: str, slots: int = 1) -> Path:
+def config_of(project: Path, entrypoint: str, slots: int = 1, batches: int = 4) -> Path:
     path = project / "exp.yaml"
-    path.write_text(CONFIG.format(entrypoint=entrypoint, slots=slots))
+    path.write_text(CONFIG.format(entrypoint=entrypoint, slots=slots, batches=batches))
     return path
 
 
 def run(
-    project: Path, master: MasterForTest, entrypoint: str, slots: int = 1
+    project: Path, master: MasterForTest, entrypoint: str, slots: int = 1, batches: int = 4
 ) -> tuple[subprocess.CompletedProcess[str], RunDirectory]:
-    words = ("run", str(config_of(project, entrypoint, slots)), str(project / "context"))
+    words = ("run", str(config_of(project, entrypoint, slots, batches)), str(project / "context"))
     options = ("--runs-dir", str(project / "runs"), "--no-progress")
     ended = master.dstrial(*words, *options, cwd=project, deadline_s=DEADLINE_S)
     (record,) = (project / "runs").glob("*/*/run.json")
@@ -213,6 +239,24 @@ def test_a_rank_that_was_killed_says_how_much_it_held(project: Path, shared_mast
     assert ended.returncode == 137
     assert "rank 0 failed first (killed by SIGKILL" in ended.stderr
     assert "The largest rank held " in ended.stderr
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("entrypoint", "slots"), [("FailsLate", 2), ("KilledLate", 1)])
+def test_failure_is_told_with_its_batch(
+    entrypoint: str, slots: int, project: Path, shared_master: MasterForTest
+) -> None:
+    ended, _ = run(project, shared_master, f"model_def:{entrypoint}", slots, batches=40)
+    # A rank that is killed at once may not have written the length of its run.
+    assert re.search(r"^state: +failed at batch 5( of 40)? \(", ended.stdout, re.M), ended.stdout
+
+
+@pytest.mark.ranks
+def test_unpicklable_callback_state_names_the_callback(project: Path, shared_master: MasterForTest) -> None:
+    ended, _ = run(project, shared_master, "model_def:Unpicklable")
+    what = "the state of the callback 'my_counter' cannot be pickled (TypeError: cannot pickle '_thread.lock' object)"
+    assert what in ended.stderr
+    assert len(ended.stderr.splitlines()) < 10, ended.stderr
 
 
 @pytest.mark.ranks

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrial.cli.streams import LossTolerantStream, typed
+from dstrial.cli.streams import LossTolerantStream, det_for, typed
 
 
 def test_a_stream_without_a_reader_goes_silent() -> None:
@@ -47,6 +47,28 @@ def test_a_command_that_is_on_path_is_named_by_its_name(monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", f"{BIN}{os.pathsep}/usr/bin")
 
     assert typed("det") == "det"
+
+
+@pytest.mark.parametrize(
+    ("variable", "printed"),
+    [
+        (None, "det -m http://localhost:43210"),
+        ("http://localhost:8080", "det -m http://localhost:43210"),
+        ("http://localhost:43210/", "det"),
+        ("localhost:43210", "det"),
+    ],
+)
+def test_det_command_names_any_other_than_default_master(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, printed: str
+) -> None:
+    monkeypatch.setenv("PATH", str(BIN))
+    monkeypatch.delenv("DET_MASTER_ADDR", raising=False)
+    monkeypatch.delenv("DET_MASTER", raising=False)
+    assert det_for("http://localhost:8080") == "det"
+    if variable is not None:
+        monkeypatch.setenv("DET_MASTER", variable)
+
+    assert det_for("http://localhost:43210") == printed
 
 
 def test_another_command_of_that_name_is_not_meant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

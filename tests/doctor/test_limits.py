@@ -19,11 +19,6 @@ AMPLE = Limits(
     open_files=(65536, 1048576),
     num_processes=None,
     locked_bytes=None,
-    core_bytes=0,
-    core_pattern="core",
-    file_bytes=None,
-    address_bytes=None,
-    cpu_seconds=None,
     has_infiniband=False,
     is_root=False,
 )
@@ -53,10 +48,6 @@ def test_ample_limits_are_ok():
         ({"locked_bytes": 8 * MIB, "has_infiniband": True}, "locked memory", "problem", "memlock"),
         ({"available_bytes": GIB // 2}, "memory", "problem", "container"),
         ({"available_bytes": 2 * GIB}, "memory", "note", "workers"),
-        ({"file_bytes": 100 * MIB}, "file size", "problem", "ulimit -f"),
-        ({"file_bytes": 100 * GIB}, "file size", "note", "ulimit -f"),
-        ({"address_bytes": 8 * GIB}, "address space", "problem", "ulimit -v"),
-        ({"cpu_seconds": 3600}, "CPU time", "note", "ulimit -t"),
         ({"core_quota": 1.5}, "cores", "note", "--slots 1"),
     ],
 )

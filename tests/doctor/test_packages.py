@@ -66,6 +66,20 @@ def test_this_environment_is_as_dstrial_asks_for():
     assert {finding.status for finding in packages.judge(python)} == {"ok"}
 
 
+def test_namesake_from_pypi_is_a_problem(tmp_path, monkeypatch):
+    information = tmp_path / "dstrial-0.0.3.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: dstrial\nVersion: 0.0.3\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    python = packages.measure()
+    (found,) = [finding for finding in packages.judge(python) if finding.status != "ok"]
+    assert (found.name, found.status) == ("dstrial", "problem")
+    assert f"another package of this name is installed: 0.0.3 in {tmp_path}" in found.what
+    assert "pip uninstall dstrial" in found.todo
+    assert "DSTRIAL_CHECKOUT_OR_WHEEL" in found.todo
+    assert "deepspeed" in {one.name for one in python.requirements}
+
+
 def test_the_version_is_said_once():
     text = Path(dstrial.__file__).parents[1].joinpath("pyproject.toml").read_text()
     assert re.search(r'^version = "(.+)"$', text, re.MULTILINE)[1] == dstrial.__version__

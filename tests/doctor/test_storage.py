@@ -10,7 +10,7 @@ from dstrial.doctor.storage import Directory
 
 GIB = 1 << 30
 MIB = 1 << 20
-GOOD = Directory("state", "/data", "/data", "ext4", 500 * GIB, 10**7, "", 800 * MIB, 0.001, 0.0)
+GOOD = Directory("state", "/data", "/data", "ext4", 500 * GIB, 10**7, "", 800 * MIB, 0.001)
 
 
 def judged(**changes):
@@ -28,7 +28,6 @@ def judged(**changes):
         ({"bytes_per_s": 10 * MIB}, "state speed", "note"),
         ({"sync_s": 0.2}, "state speed", "note"),
         ({"file_system": "nfs4"}, "state place", "note"),
-        ({"clock_skew_s": -30.0}, "state clock", "note"),
     ],
 )
 def test_a_directory_that_is_not_fit_says_why(changes, name, status):

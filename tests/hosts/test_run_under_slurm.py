@@ -171,7 +171,7 @@ def test_a_node_that_is_cut_off_is_named_and_the_rest_goes_on(cluster: SlurmClus
 
 
 def test_nodes_with_different_numbers_of_tasks(cluster: SlurmCluster, place: Path) -> None:
-    settings = ["--config", "hyperparameters.micro_batch_size=4"]
+    settings = ["--config", "+hyperparameters.micro_batch_size=4"]
     code, text = SlurmRun(cluster, place, *settings, "--slots", "3").end()
     assert code == 0, text
     assert "ranks 0 to 1 at" in text
@@ -220,7 +220,7 @@ def test_a_job_that_needs_a_drained_node_waits_for_it(cluster: SlurmCluster, pla
         code, text = SlurmRun(cluster, place, "--slots", "7").end(30)
         assert code == 1, "none has so much, whatever is drained"
         assert "Requested node configuration is not available. Ask for fewer slots" in text
-        run = SlurmRun(cluster, place, "--slots", "6", "--config", "hyperparameters.micro_batch_size=2")
+        run = SlurmRun(cluster, place, "--slots", "6", "--config", "+hyperparameters.micro_batch_size=2")
         run.wait_for("UnavailableNodes:host3: waits for nodes that are down, drained or reserved)")
     finally:
         cluster.run("scontrol", "update", "NodeName=host3", "State=resume")
@@ -235,7 +235,7 @@ def test_a_controller_that_is_started_again_is_asked_again_before_a_refusal_is_b
     cluster.machines[3].cut()
     try:
         cluster.end_controller()
-        run = SlurmRun(cluster, place, "--slots", "6", "--config", "hyperparameters.micro_batch_size=2")
+        run = SlurmRun(cluster, place, "--slots", "6", "--config", "+hyperparameters.micro_batch_size=2")
         run.wait_for("Slurm is asked again for up to 60 s: Slurm does not answer; squeue says: ")
         assert "contact slurm controller" in run.text.lower()
         assert "queued" not in run.text

@@ -98,7 +98,7 @@ def _other(cluster: SlurmCluster, option: str) -> int:
 def test_what_an_account_or_a_qos_never_allows_is_refused_before_anything_is_queued(
     cluster: SlurmCluster, place: Path, option: str, num_slots: int, said: str
 ) -> None:
-    flags = ("--slots", str(num_slots), "--config", "hyperparameters.micro_batch_size=2")
+    flags = ("--slots", str(num_slots), "--config", "+hyperparameters.micro_batch_size=2")
     code, text = SlurmRun(cluster, place, *flags, f"--sbatch-arg={option}").end(30)
     print(text)
     assert code == 1, text

@@ -55,6 +55,19 @@ def launch(*words: str, cwd: Path, has_threads: bool = True) -> subprocess.Compl
     )
 
 
+@pytest.mark.parametrize("module", ["dstrial.launch", "dstrial"])
+def test_command_beside_a_checkout_works_or_says_why(module: str, tmp_path: Path) -> None:
+    """Which of the two depends on how dstrial is installed; a fork has imported it already."""
+    (tmp_path / "dstrial").mkdir()
+    ended = subprocess.run(
+        [sys.executable, "-m", module, "--help"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    why = (
+        f"ImportError: Python imports the directory {tmp_path / 'dstrial'} in place of the installed package"
+    )
+    assert ended.stdout.startswith("usage: ") or why in ended.stderr, ended.stderr
+
+
 wait_until = functools.partial(wait_for, deadline_s=DEADLINE_S)
 
 

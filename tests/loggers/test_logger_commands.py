@@ -37,7 +37,7 @@ def test_check_names_what_to_install_with_every_other_problem(
     problems = capsys.readouterr().err
     assert "exp.yaml:" in problems
     assert "data.dstrial.loggers is wandb, which is not installed" in problems
-    assert "Run: pip install 'dstrial[wandb]'" in problems
+    assert "Run: pip install 'DSTRIAL_CHECKOUT_OR_WHEEL[wandb]'" in problems
     assert "data.dstrial.loggers[1].mlflow.uri is not an option of mlflow" in problems
     assert {"wandb", "mlflow", "trackio"} & sys.modules.keys() == imported
 
@@ -51,7 +51,7 @@ def test_run_refuses_a_logger_that_is_not_installed_before_it_makes_anything(
     assert dstrial(["run", str(path), str(DEFINITIONS), "--logger", "trackio"]) == 1
     problems = capsys.readouterr().err
     assert "--config: data.dstrial.loggers is trackio, which is not installed" in problems
-    assert "Run: pip install 'dstrial[trackio]'" in problems
+    assert "Run: pip install 'DSTRIAL_CHECKOUT_OR_WHEEL[trackio]'" in problems
     assert not (tmp_path / "runs").exists()
 
 

@@ -32,8 +32,8 @@ def test_a_package_that_is_missing_costs_one_warning_at_the_start(caplog: pytest
     assert sorted(outcome.rows("training")) == [2, 4]
     said = [record.getMessage() for record in caplog.records if record.name == "dstrial.loggers"]
     assert said == [
-        "logger trackio cannot begin: trackio is not installed. Run: pip install 'dstrial[trackio]'. Nothing of this run is kept "
-        "there; training goes on.",
+        "logger trackio cannot begin: trackio is not installed. Run: pip install 'DSTRIAL_CHECKOUT_OR_WHEEL[trackio]'. "
+        "Nothing of this run is kept there; training goes on.",
         # Two of training, one of validation, and what the run tells of itself with each of training.
         "logger trackio: 5 of 5 reports are lost",
     ]

@@ -128,8 +128,8 @@ def test_one_that_cannot_begin_loses_everything_and_says_so_once(caplog: pytest.
     assert bad.rows == []
     assert bad.states == []
     assert warnings(caplog) == [
-        "logger wandb cannot begin: wandb is not installed. Run: pip install 'dstrial[wandb]'. Nothing of this run is kept "
-        "there; training goes on.",
+        "logger wandb cannot begin: wandb is not installed. Run: pip install 'DSTRIAL_CHECKOUT_OR_WHEEL[wandb]'. "
+        "Nothing of this run is kept there; training goes on.",
         "logger wandb: 2 of 2 reports are lost",
     ]
 

@@ -18,5 +18,7 @@ def test_an_environment_without_ray_is_told_what_to_install(
     (tmp_path / "ray").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "ray", raising=False)
-    with pytest.raises(MissingExtraError, match=r"backend: ray needs Ray.*pip install 'dstrial\[ray\]'"):
+    with pytest.raises(
+        MissingExtraError, match=r"backend: ray needs Ray.*pip install 'DSTRIAL_CHECKOUT_OR_WHEEL\[ray\]'"
+    ):
         require_ray("backend: ray")

@@ -6,8 +6,9 @@ import json
 import math
 
 import pytest
+import torch
 from deepspeed_release import needs_0_19_8
-from in_process_fits import EXP_CONF, fit
+from in_process_fits import EXP_CONF, fit, trial_class
 from small_runs import deepspeed_config, experiment, train
 
 from dstrial import Batch
@@ -123,6 +124,18 @@ def test_a_run_goes_on_from_the_checkpoint_before_its_weights_were_lost():
     again = poisoned("Poisoned", nan_from=100, run_dir=run, latest_checkpoint="latest", max_length=Batch(6))
     assert again.result.batches_trained == 6
     assert not math.isnan(float(again.rows("training")[6]["loss"]))
+
+
+def test_missing_engine_step_is_named():
+    def train_batch(self, iterator, epoch_idx, batch_idx):
+        features, targets = self.context.to_device(next(iterator))
+        loss = torch.nn.functional.mse_loss(self.model_engine(features), targets)
+        self.model_engine.backward(loss)
+        return {"loss": loss}
+
+    with pytest.raises(NonFiniteError, match=r"no optimizer step.*Call engine\.step\(\)") as raised:
+        fit(trial_class(train_batch=train_batch), reporting_period=Batch(1))
+    assert "learning rate" not in str(raised.value)
 
 
 @needs_0_19_8  # 0.19.0 looks at no gradients of bfloat16, and its losses become NaN

@@ -8,14 +8,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from dstrial.config.diagnostics import Diagnostics, KeyPath, render
+from dstrial.config.dotted_keys import value_at
 from dstrial.config.elasticity import KEYS as ELASTICITY_KEYS
 from dstrial.config.elasticity import check_elasticity
 from dstrial.config.experiment_config.sections import DEVICES, check_devices, of_device
 from dstrial.config.experiment_config.training_checks import KEYS as TRAINING_CHECK_KEYS
 from dstrial.config.experiment_config.training_checks import check_training_checks
+from dstrial.config.keys import Dialect, check_keys
 from dstrial.config.parallel_dims import DIM_KEYS
-from dstrial.config.schema import ENDED_SEARCHERS, SEARCHERS, Length, is_length
+from dstrial.config.schema import ENDED_SEARCHERS, EXPERIMENT, SEARCHERS, Length, is_length
 
+# By section; what needs containers, or what the DeepSpeed trials of Determined 0.38.1 do not read either.
+_UNUSED = {
+    "": "bind_mounts data_layer internal optimizations pbs security tensorboard_storage",
+    "environment": "add_capabilities drop_capabilities force_pull_image image pod_spec ports registry_auth",
+    "resources": "agent_label devices native_parallel shm_size weight",
+}
+_OF_A_MASTER = {
+    "": "debug description integrations labels log_policies project records_per_epoch retention_policy workspace",
+    "data.dstrial": f"{' '.join(ELASTICITY_KEYS)} requirements install_timeout_s",
+    "environment": "proxy_ports requirements",
+    "resources": "is_single_node max_slots priority resource_pool",
+    "searcher": "source_checkpoint_uuid source_trial_id",
+}
 _PERIODS = ("min_validation_period", "min_checkpoint_period")
 _SEARCHER_COMMON = (
     "name",
@@ -102,6 +117,23 @@ def _check_searcher_fields(
     for field in given:
         if field in searcher and field not in _SEARCHER_COMMON and field not in SEARCHERS[name].keys:
             findings.warn(f"searcher.{field}", f"has no effect with searcher {name}")
+
+
+def unused_by_run(raw: Mapping[str, Any], *, has_master: bool, has_slurm: bool) -> list[str]:
+    """Return the keys with other values than the default that a run ignores.
+
+    Args:
+        raw: the config with defaults.
+        has_master: whether a master trains, rather than this command over hosts.
+        has_slurm: whether Slurm starts the ranks.
+    """
+    unused = [f"checkpoint_storage.{key}" for key in raw["checkpoint_storage"] if not key.startswith("save_")]
+    for table in [_UNUSED] if has_master else [_UNUSED, _OF_A_MASTER]:
+        unused += [f"{section}.{key}".lstrip(".") for section in table for key in table[section].split()]
+    if not has_slurm:
+        unused.append("slurm")
+    defaults = check_keys(EXPERIMENT, {}, Dialect(name=""), Diagnostics({}, ""))
+    return sorted(key for key in unused if value_at(raw, key) != value_at(defaults, key))
 
 
 def check_periods(raw: Mapping[str, Any], findings: Diagnostics) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from dstrial.config.diagnostics import Diagnostics, KeyPath, render
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.secrets import SecretNames
+from dstrial.errors import install_command
 
 KEY = "data.dstrial.loggers"
 
@@ -78,7 +79,7 @@ def is_installed(name: str) -> bool:
 
 def how_to_install(name: str) -> str:
     """Return the sentence that helps where a logger's package is missing."""
-    return f"Run: pip install 'dstrial[{name}]'"
+    return f"Run: {install_command(name)}"
 
 
 def logger_specs(exp_conf: Mapping[str, Any] | None) -> tuple[LoggerSpec, ...]:

@@ -203,11 +203,9 @@ def _read_text(path: Path, label: str, limits: TextLimits) -> str:
             raise ConfigError([too_large(label, f"more than {limits.text_bytes} bytes", limits)])
         return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        problem = ConfigProblem(
-            f"{label}: the file",
-            f"unreadable ({reason})",
-            "a readable text file",
-            "Correct the path or the file.",
-        )
-        raise ConfigError([problem]) from error
+        got, fix = "not UTF-8 text", "Correct the file."
+        if isinstance(error, FileNotFoundError):
+            got, fix = "missing", "Correct the path."
+        elif isinstance(error, OSError):
+            got, fix = f"unreadable ({error.strerror})", "Correct the path or the file's permissions."
+        raise ConfigError([ConfigProblem(f"{label}: the file", got, "a text file", fix)]) from error

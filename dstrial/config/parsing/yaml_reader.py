@@ -65,6 +65,9 @@ def read(text: str, label: str, limits: TextLimits) -> tuple[Any, dict[KeyPath, 
         reason = " ".join(part for part in (error.context, error.problem) if part)
         if "nesting depth" in reason:  # PyYAML 6.0.4 stops by itself, before it gives us the first event
             raise ConfigError([too_deep(f"{label}:{line}")]) from error
+        mark = error.problem_mark
+        if "a tab " in reason or (mark and text[mark.index : mark.index + 1] == "\t"):
+            raise _not_yaml(f"{label}:{line}", "indented with a tab", "Indent with spaces.") from error
         raise _not_yaml(f"{label}:{line}", reason, "Correct this line.") from error
     except yaml.YAMLError as error:
         # Of a character that YAML does not have; its position is in the error's second line.

@@ -211,6 +211,11 @@ class StateCopies:
         """Whether values are written as soon as they are handed in."""
         return self._buffers is None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether ``write`` will raise what copying has raised."""
+        return self._error is not None
+
     def add(self, value: Any, path: str, *, through_python: bool = False, trimmed: bool = False) -> None:
         """Copy ``value``, or write it at once where there is no memory for a copy.
 

@@ -4,6 +4,7 @@ import pytest
 from bad_configs import DEEPSPEED, EXPERIMENT, BadConfig, write
 
 from dstrial.config import Length, load_experiment
+from dstrial.config.dotted_keys import value_at
 from dstrial.errors import ConfigError
 
 
@@ -92,6 +93,52 @@ def test_a_problem_with_an_overridden_value_points_at_the_command_line(load):
 def test_an_override_without_a_value_is_a_problem(load):
     with pytest.raises(ConfigError, match=r"--config is 'max_restarts'; expected key=value"):
         load(overrides=["max_restarts"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "hyperparameters.lrr=4",
+            r"--config: hyperparameters\.lrr is no key of .*; expected one of .*lr.*\. "
+            r"Write hyperparameters\.lr, or add it with --config \+hyperparameters\.lrr=VALUE\.",
+        ),
+        ("hyperparameters.net.widht=4", r"Write hyperparameters\.net\.width, or add it"),
+        (
+            "data.pth=/data",
+            r"data\.pth is no key of .*; expected one of path, dstrial\. Write data\.path, or",
+        ),
+        ("+searcher.max_length=3", r"given with \+; expected a key below hyperparameters or data"),
+    ],
+)
+def test_override_of_an_unknown_key_is_refused(load, override, message):
+    with pytest.raises(ConfigError, match=message):
+        load(_with_own_keys(), overrides=[override])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "+hyperparameters.rl=4",
+        "+hyperparameters.new.deep=4",
+        "+data.pth=/data",
+        "hyperparameters.lr={type: const, val: 4}",
+        "hyperparameters.overwrite_deepspeed_args.steps_per_print=4",
+        "data.dstrial.min_slots=1",
+        "searcher.smaller_is_better=false",
+        "resources.priority=4",
+        "profiling.enabled=true",
+    ],
+)
+def test_override_of_a_known_or_added_key_is_taken(load, override):
+    config = load(_with_own_keys(), overrides=[override])
+    key = override.removeprefix("+").partition("=")[0]
+    assert value_at(config.raw, key) is not None
+
+
+def _with_own_keys():
+    text = EXPERIMENT.replace("hyperparameters:\n", "hyperparameters:\n  lr: 1\n  net: {width: 3}\n")
+    return text + "data: {path: /d, dstrial: {}}\n"
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_a_secret_belongs_into_the_environment_and_is_not_repeated(options: Any,
 def test_a_missing_package_is_a_problem_unless_the_trial_installs_it() -> None:
     (problem,) = problems(["wandb", "mlflow"], lambda name: name == "mlflow")
     assert "wandb, which is not installed; expected a logger whose package is there" in problem
-    assert "Run: pip install 'dstrial[wandb]'" in problem
+    assert "Run: pip install 'DSTRIAL_CHECKOUT_OR_WHEEL[wandb]'" in problem
     findings = Diagnostics({}, "exp.yaml")
     check_loggers(config(["wandb"]), findings, installs_itself=True, has_package=lambda _: False)
     assert findings.problems == []

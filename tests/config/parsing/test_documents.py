@@ -110,12 +110,20 @@ def test_a_file_that_contains_itself_is_refused(tmp_path):
 def test_an_unreadable_file_is_a_config_error(tmp_path):
     (tmp_path / "latin.yaml").write_bytes(b"name: \xe9")
 
-    with pytest.raises(ConfigError, match=r"latin\.yaml: the file is unreadable \(not UTF-8 text\)"):
+    with pytest.raises(ConfigError, match=r"latin\.yaml: the file is not UTF-8 text; expected a text file"):
         read_yaml(tmp_path / "latin.yaml", "latin.yaml")
-    with pytest.raises(
-        ConfigError, match=r"none\.yaml: the file is unreadable \(No such file or directory\)"
-    ):
+    with pytest.raises(ConfigError, match=r"none\.yaml: the file is missing; .* Correct the path\."):
         read_yaml(tmp_path / "none.yaml", "none.yaml")
+    with pytest.raises(ConfigError, match=r"dir: the file is unreadable \(Is a directory\)"):
+        read_yaml(tmp_path, "dir")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"), [("a:\n\tb: 1", 2), ("a: 1\n\tb: 2", 2), ("a:\n  b:\n  \tc: 1", 3), ("a: |\n\tx", 2)]
+)
+def test_yaml_tab_indentation_is_named(text, line):
+    with pytest.raises(ConfigError, match=rf"e\.yaml:{line}: .*indented with a tab.*Indent with spaces\."):
+        read_yaml_text(text, "e.yaml")
 
 
 def test_a_character_that_yaml_does_not_have_is_a_config_error():

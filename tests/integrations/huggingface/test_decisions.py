@@ -283,4 +283,4 @@ def test_a_missing_library_is_an_error_with_the_line_to_run() -> None:
         "from dstrial.integrations.huggingface import DetCallback\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert "pip install 'dstrial[huggingface]'" in ended.stderr
+    assert "pip install 'DSTRIAL_CHECKOUT_OR_WHEEL[huggingface]'" in ended.stderr

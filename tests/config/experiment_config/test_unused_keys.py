@@ -1,0 +1,77 @@
+"""Which keys of a config ``dstrial run`` uses: each is used, or named in a warning."""
+
+import pytest
+
+from dstrial.config.diagnostics import Diagnostics
+from dstrial.config.experiment_config.check import unused_by_run
+from dstrial.config.keys import Dialect, check_keys
+from dstrial.config.schema import EXPERIMENT
+
+USED = {
+    "checkpoint_policy",
+    "data",
+    "entrypoint",
+    "environment.environment_variables",
+    "hyperparameters",
+    "max_restarts",
+    "min_checkpoint_period",
+    "min_validation_period",
+    "name",
+    "perform_initial_validation",
+    "preemption_timeout",
+    "reproducibility.experiment_seed",
+    "resources.slots",  # has a warning of its own, as have keys of the searcher and of profiling
+    "resources.slots_per_trial",
+    "scheduling_unit",
+}
+BY_A_MASTER = {
+    "debug",
+    "description",
+    "environment.proxy_ports",
+    "environment.requirements",
+    "integrations",
+    "labels",
+    "log_policies",
+    "project",
+    "records_per_epoch",
+    "resources.is_single_node",
+    "resources.max_slots",
+    "resources.priority",
+    "resources.resource_pool",
+    "retention_policy.log_retention_days",
+    "searcher.source_checkpoint_uuid",
+    "searcher.source_trial_id",
+    "workspace",
+}
+
+
+KEYS = [
+    (name, key)
+    for name, rule in EXPERIMENT.keys.items()
+    for key in (rule.section.keys if rule.section is not None else [None])
+]
+
+
+def unused(name, key=None, **options):
+    """What is named where this key is given and no other."""
+    raw = check_keys(EXPERIMENT, {}, Dialect(name=""), Diagnostics({}, ""))
+    if key is None:
+        raw[name] = "given"
+    else:
+        raw[name][key] = "given"
+    return unused_by_run(raw, **{"has_master": True, "has_slurm": True, **options})
+
+
+@pytest.mark.parametrize(("name", "key"), KEYS)
+def test_every_key_is_used_or_warned_about(name, key):
+    dotted = name if key is None else f"{name}.{key}"
+    is_used = dotted in USED or dotted in BY_A_MASTER or name in ("searcher", "profiling", "slurm")
+    is_used = is_used or dotted.startswith("checkpoint_storage.save_")
+    shown = name if name in ("optimizations", "retention_policy") else dotted
+    assert unused(name, key) == ([] if is_used else [shown])
+    over_hosts = unused(name, key, has_master=False)
+    assert over_hosts == ([] if is_used and dotted not in BY_A_MASTER else [shown])
+
+
+def test_slurm_is_unused_without_slurm():
+    assert unused("slurm", has_slurm=False) == ["slurm"]
