@@ -149,11 +149,13 @@ def test_port_of_another_account_is_refused_unasked(
     with subprocess.Popen(words, cwd="/", stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as foreign:
         assert foreign.stdout is not None
         assert foreign.stdout.readline() == b"listens\n"
-        asked = [{}] if len(options) > 1 else [{}, upgrade]
-        for headers in asked:
-            status, _, content = _ask(shared_master, path + "/secret", **headers)
-            assert (status, f"is held by user id {OTHER_ACCOUNT}".encode() in content) == (502, True), content
-        foreign.kill()
+        try:
+            for headers in [{}] if len(options) > 1 else [{}, upgrade]:
+                status, _, content = _ask(shared_master, path + "/secret", **headers)
+                why = f"is held by user id {OTHER_ACCOUNT}".encode()
+                assert (status, why in content) == (502, True), content
+        finally:
+            foreign.kill()
         assert foreign.stdout.read() == b""
     DetHere.at(shared_master, tmp_path).ok("command", "kill", path.split("/")[2].partition(":")[0])
 
