@@ -23,7 +23,7 @@ from dstrial.file_writes import replace_file
 from dstrial.fork_server.client import SHARED_VARIABLE
 from dstrial.master.backends import Backend, ForkServers, ForkSettings, LocalBackend, umask_of_trials
 from dstrial.master.clock import now_us
-from dstrial.master.http.login import LoginLinks, LoginThrottle
+from dstrial.master.http.login import LoginLinks, LoginThrottle, ServiceGrants
 from dstrial.master.lifecycle.storages import Storages
 from dstrial.master.pubsub import PubSub
 from dstrial.master.state_directory import StateDirectory
@@ -144,6 +144,7 @@ class Services:
         checker: threads that check what users send.
         login_throttle: who has tried to log in.
         links: codes that open a session in a browser once.
+        grants: codes that open the services of a task in a browser.
         activity: when the services of tasks were used.
         signing_key: by which webhooks are signed.
         next_scrub_s: before which the database is not looked through again because of a failed request, monotonic seconds.
@@ -172,6 +173,7 @@ class Services:
     checker: Checker = dataclasses.field(default_factory=Checker)
     login_throttle: LoginThrottle = dataclasses.field(default_factory=LoginThrottle)
     links: LoginLinks = dataclasses.field(default_factory=LoginLinks)
+    grants: ServiceGrants = dataclasses.field(default_factory=ServiceGrants)
     activity: Activity = dataclasses.field(default_factory=Activity)
     signing_key: str = dataclasses.field(default="", repr=False)
     next_scrub_s: float = 0.0

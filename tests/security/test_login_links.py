@@ -11,7 +11,7 @@ import pytest
 
 from dstrial.errors import RequestError
 from dstrial.master.client import Client
-from dstrial.master.http.login import LIFETIME_S, LoginLinks
+from dstrial.master.http.login import LIFETIME_S, LoginLinks, ServiceGrants
 from dstrial.master.login import browser_link
 from dstrial.testing.master import MasterForTest
 
@@ -130,3 +130,13 @@ def test_a_code_ends_after_ten_minutes_and_the_oldest_of_many_earlier() -> None:
 
     assert [links.spend(code) for code in codes] == [None, *range(1, 17)]
     assert [links.spend(code) for code in codes] == [None] * 17
+
+
+def test_grants_are_bounded_and_of_one_task() -> None:
+    grants = ServiceGrants()
+    first, kept = grants.create("token", "a"), grants.create("token", "a")
+    assert (grants.token_of(first, "b"), grants.renew(first, "b")) == (None, None)
+    for _ in range(999):
+        assert grants.token_of(kept, "a") == "token"
+        grants.create("token", "a")
+    assert (grants.token_of(first, "a"), grants.token_of(kept, "a")) == (None, "token")

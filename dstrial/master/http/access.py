@@ -24,6 +24,9 @@ _MAX_TOKEN = 512
 COOKIE = "auth"
 """Name of the cookie that holds a user's token, as Determined's web page has it."""
 
+GRANT_COOKIE = "dstrial-service"
+"""Name of the cookie that opens the services of one task, at the task's own address only."""
+
 ALLOCATION_HEADER = "grpc-metadata-x-allocation-token"
 """Header of requests from inside a trial."""
 
@@ -51,24 +54,32 @@ def check_host_and_origin(headers: Headers) -> None:
         )
 
 
-async def identify(services: Services, headers: Headers, method: str) -> Identity:
-    """Return whose token a request carries.
+def token_of(headers: Headers) -> tuple[str | None, bool]:
+    """Return the token of a request, and whether its cookie holds it.
 
-    A user's header comes before an allocation's, and that before the cookie. A cookie, which browsers send by
-    themselves, changes nothing unless the master's own page sends it.
-
-    Raises:
-        RequestError: 401 without a valid token, 403 for a user who is not active or a page that is not ours.
+    A user's header comes before an allocation's, and that before the cookie.
 
     Source: Determined 0.38.1, order of the headers.
     """
-    token = _bearer(headers.get("x-user-token")) or _bearer(headers.get("authorization"))
-    is_cookie = False
-    if token is None:
-        token = _bearer(headers.get(ALLOCATION_HEADER))
-    if token is None:
-        token = _cookie(headers.get("cookie", ""))
-        is_cookie = token is not None
+    for name in ("x-user-token", "authorization", ALLOCATION_HEADER):
+        token = _bearer(headers.get(name))
+        if token is not None:
+            return token, False
+    return cookie_of(headers, COOKIE), True
+
+
+async def identify(services: Services, headers: Headers, method: str, task_id: str | None = None) -> Identity:
+    """Return whose token a request carries.
+
+    A cookie, which browsers send by themselves, changes nothing unless the master's own page sends it. At the address of
+    the services of task ``task_id`` the grant for these stands for the cookie.
+
+    Raises:
+        RequestError: 401 without a valid token, 403 for a user who is not active or a page that is not ours.
+    """
+    token, is_cookie = token_of(headers)
+    if is_cookie and task_id is not None:
+        token = services.grants.token_of(cookie_of(headers, GRANT_COOKIE), task_id)
     identity = await services.tokens.find(token) if token is not None and len(token) <= _MAX_TOKEN else None
     if identity is None:
         raise RequestError(401, UNAUTHENTICATED)
@@ -130,9 +141,10 @@ def _bearer(value: str | None) -> str | None:
     return rest.strip() if scheme.lower() == "bearer" else None
 
 
-def _cookie(text: str) -> str | None:
-    for part in text.split(";"):
+def cookie_of(headers: Headers, wanted: str) -> str | None:
+    """Return the value of the first cookie of a name; None without one."""
+    for part in headers.get("cookie", "").split(";"):
         name, _, value = part.strip().partition("=")
-        if name == COOKIE and value:
+        if name == wanted and value:
             return value
     return None

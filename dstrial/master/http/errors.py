@@ -33,6 +33,7 @@ _CODES = {
     431: (8, "ResourceExhausted"),
     500: (13, "Internal"),
     501: (12, "Unimplemented"),
+    502: (14, "Unavailable"),
     503: (14, "Unavailable"),
 }
 

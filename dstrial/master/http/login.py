@@ -23,6 +23,7 @@ from dstrial.errors import RequestError
 LIFETIME_S = 600.0
 """How long the code of a login link may be used, seconds."""
 _MAX_CODES = 16
+_MAX_GRANTS = 1000
 
 _NUM_FREE = 3
 _FIRST_DELAY_S = 0.1
@@ -172,6 +173,38 @@ class LoginLinks:
         """Use a code up and return whose it is; None if unknown, used or too old."""
         found = self._codes.pop(_digest_of(code), None)
         return None if found is None or self._clock() > found[1] else found[0]
+
+
+class ServiceGrants:
+    """Codes that open the services of one task with a user's token, in the master's memory."""
+
+    def __init__(self) -> None:
+        self._tokens: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
+
+    def create(self, token: str, task_id: str) -> str:
+        """Return a new code; the one that was used longest ago is dropped from too many."""
+        code = secrets.token_urlsafe(32)
+        self._tokens[_digest_of(code)] = token, task_id
+        if len(self._tokens) > _MAX_GRANTS:
+            self._tokens.popitem(last=False)
+        return code
+
+    def token_of(self, code: str | None, task_id: str) -> str | None:
+        """Return the token of a code for this task; None for any other code."""
+        digest = _digest_of(code or "")
+        token, granted_id = self._tokens.get(digest, (None, ""))
+        if granted_id != task_id:
+            return None
+        self._tokens.move_to_end(digest)
+        return token
+
+    def renew(self, code: str, task_id: str) -> str | None:
+        """Return another code in the place of one that has stood in an address; None if it is not valid."""
+        token = self.token_of(code, task_id)
+        if token is None:
+            return None
+        del self._tokens[_digest_of(code)]
+        return self.create(token, task_id)
 
 
 def _digest_of(code: str) -> bytes:

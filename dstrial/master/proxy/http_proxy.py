@@ -1,7 +1,7 @@
 """The application in front of the API, which streams proxied paths to services.
 
-Requests of the proxy are held to the same rules as those of the API: a loopback name, a user's token or the cookie of the
-master's own page. The token itself never reaches a service.
+Requests with a user's token are answered at the master's own address. A browser, which has a cookie, is sent on to the
+address of the task with a code that opens only this task's services there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 
-import httptools
+import h11
 from starlette.datastructures import Headers
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,7 +19,7 @@ from dstrial.errors import RequestError
 from dstrial.master.http import access
 from dstrial.master.http.errors import error_response, status_and_text
 from dstrial.master.http.peers import lift_body_deadline
-from dstrial.master.proxy import targets as named
+from dstrial.master.proxy import targets
 from dstrial.master.services import Services
 from dstrial.master.web.page import ended_page, login_page, task_state, waiting_page
 
@@ -27,7 +27,10 @@ logger = logging.getLogger("dstrial.master.proxy")
 
 INTERACTIVE = "/det/interactive/"
 """What ``det tensorboard start`` and ``open`` open in the browser: a page that waits, and goes to the service."""
+_GRANT = "dstrial-grant="
 _CHUNK_BYTES = 64 * 1024
+_MAX_HEAD_BYTES = 64 * 1024
+_STATUSES = range(200, 600)
 
 
 class ProxyMiddleware:
@@ -40,7 +43,7 @@ class ProxyMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         path = str(scope.get("path", ""))
-        if scope["type"] != "http" or not path.startswith((named.PREFIX, INTERACTIVE)):
+        if scope["type"] != "http" or not path.startswith((targets.PREFIX, INTERACTIVE)):
             await self._api(scope, receive, send)
             return
         # The boundary of a request: what went wrong is told to the log, and to the client only if it is to blame.
@@ -53,14 +56,14 @@ class ProxyMiddleware:
 
         try:
             response = await self._answer(scope, receive, watched)
-        except ServiceGoneError:
-            # The server closes a connection whose answer is not complete.
-            return
         except Exception as error:
             if has_begun:
+                if isinstance(error, RequestError):
+                    # The server closes a connection whose answer is not complete.
+                    return
                 raise
             problem = status_and_text(error)
-            if problem.status >= 500 and problem.status != 503:
+            if problem.status >= 500 and not isinstance(error, RequestError):
                 logger.exception("%s %s is answered %d", scope["method"], path, problem.status)
             response = error_response(problem)
         if response is not None:
@@ -68,180 +71,143 @@ class ProxyMiddleware:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> Response | None:
         headers = Headers(scope=scope)
-        access.check_host_and_origin(headers)
-        is_page = scope["method"] == "GET" and "text/html" in headers.get("accept", "")
-        changes_nothing = scope["method"] in ("GET", "HEAD", "OPTIONS")
-        try:
-            identity = await access.identify(
-                self._services, headers, "GET" if changes_nothing else scope["method"]
-            )
-        except RequestError as error:
-            if error.status == 401 and is_page:
-                return login_page(self._services, 401)
-            raise
-        if identity.allocation is not None:
-            raise RequestError(
-                403,
-                "an allocation's token does not open the proxy; expected a user's. Use DET_USER_TOKEN in a task.",
-            )
         raw = scope["raw_path"].split(b"?", 1)[0].decode("latin-1")
-        if raw.startswith(INTERACTIVE):
-            return await self._interactive(raw)
-        name = named.service_of(raw)
-        service = await self._services.read(named.find, name)
-        self._services.activity.touch(service.task_id)
-        if "/" not in raw[len(named.PREFIX) :]:
+        query = scope["query_string"].decode("latin-1")
+        host_task = targets.task_of_host(headers)
+        if host_task is not None and _GRANT in query:
+            return self._take_grant(raw, query, host_task)
+        is_page = scope["method"] == "GET" and "text/html" in headers.get("accept", "")
+        method = "GET" if scope["method"] in ("GET", "HEAD", "OPTIONS") else scope["method"]
+        try:
+            if raw.startswith(INTERACTIVE):
+                await access.identify(self._services, headers, method)
+                return await self._interactive(raw)
+            service = await targets.find(self._services, headers, method, raw)
+        except RequestError as error:
+            if error.status != 401 or not is_page:
+                raise
+            if host_task is None:
+                return login_page(self._services, 401)
+            return RedirectResponse(f"http://localhost{_port_of(headers)}{_with_query(raw, query)}", 307)
+        if "/" not in raw[len(targets.PREFIX) :]:
             return RedirectResponse(f"{raw}/", status_code=307)
+        token, is_cookie = access.token_of(headers)
+        if host_task is None and is_cookie and token is not None:
+            granted = f"{_GRANT}{self._services.grants.create(token, service.task_id)}"
+            host = f"{service.task_id}.localhost{_port_of(headers)}"
+            target = _with_query(raw, f"{query}&{granted}" if query else granted)
+            return RedirectResponse(f"http://{host}{target}", 307)
         if not service.is_ready and is_page:
             return waiting_page(service.task_id)
         await proxy_request(service, scope, receive, send)
         self._services.activity.touch(service.task_id)
         return None
 
+    def _take_grant(self, raw: str, query: str, task_id: str) -> Response:
+        """Take the code out of an address, and give it back as a cookie that no page can read."""
+        query, _, code = query.rpartition(_GRANT)
+        response = RedirectResponse(_with_query(raw, query.removesuffix("&")), 307)
+        granted = self._services.grants.renew(code, task_id)
+        if granted is not None:
+            response.set_cookie(access.GRANT_COOKIE, granted, path="/", httponly=True, samesite="lax")
+        return response
+
     async def _interactive(self, raw: str) -> Response:
         task_id = raw[len(INTERACTIVE) :].partition("/")[0]
         state = await self._services.read(task_state, task_id)
         if state == "ready":
-            return RedirectResponse(f"{named.PREFIX}{task_id}/", status_code=307)
+            return RedirectResponse(f"{targets.PREFIX}{task_id}/", status_code=307)
         if state == "ended":
             return ended_page(task_id)
         return waiting_page(task_id)
 
 
-class ServiceGoneError(Exception):
-    """The service has closed its connection in the middle of an answer."""
+def _port_of(headers: Headers) -> str:
+    _, colon, port = headers["host"].removeprefix("[::1]").partition(":")
+    return colon + port
 
 
-class _Answer:
-    """What httptools reads of an answer."""
-
-    def __init__(self) -> None:
-        self.headers: list[tuple[bytes, bytes]] = []
-        self.body: list[bytes] = []
-        self.has_head = False
-        self.is_complete = False
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name, value))
-
-    def on_headers_complete(self) -> None:
-        self.has_head = True
-
-    def on_body(self, body: bytes) -> None:
-        self.body.append(body)
-
-    def on_message_complete(self) -> None:
-        self.is_complete = True
+def _with_query(raw: str, query: str) -> str:
+    return f"{raw}?{query}" if query else raw
 
 
-async def proxy_request(service: named.Service, scope: Scope, receive: Receive, send: Send) -> None:
+async def proxy_request(service: targets.Service, scope: Scope, receive: Receive, send: Send) -> None:
     """Hand a request to a service and its answer to the client.
 
     Raises:
-        RequestError: 503, nobody answers at its port (yet).
-        ServiceGoneError: it goes away after its answer has begun.
+        RequestError: 503, nobody answers at its port (yet); 502, what answers is another account's or no HTTP, or goes
+            away, maybe after its answer has begun.
     """
-    try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
-    except OSError as error:
-        raise RequestError(
-            503,
-            f"port {service.port} of task {service.task_id} does not answer; expected its service. Try again soon.",
-        ) from error
+    reader, writer = await targets.connect(service)
     # How fast a body has to come is the service's matter; whoever sends it has logged in.
     lift_body_deadline(scope)
-    sending = asyncio.ensure_future(_send_request(writer, scope, receive))
-    answering = asyncio.ensure_future(_pass_answer(reader, scope, send))
+    link = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD_BYTES)
+    # A service may answer before it has read the whole request, and a client may leave before the end.
+    sending = asyncio.ensure_future(_send_request(link, writer, scope, receive))
+    answering = asyncio.ensure_future(_pass_answer(link, reader, send))
     try:
-        # A service may answer before it has read the whole request, and a client may leave before the end.
-        await asyncio.wait({sending, answering}, return_when=asyncio.FIRST_COMPLETED)
-        if not answering.done() and not await sending:
-            leaving = asyncio.ensure_future(_until_gone(receive))
-            await asyncio.wait({leaving, answering}, return_when=asyncio.FIRST_COMPLETED)
-            leaving.cancel()
-        if answering.done():
-            answering.result()
+        ended, _ = await asyncio.wait({sending, answering}, return_when=asyncio.FIRST_COMPLETED)
+        for one in ended:
+            one.result()
     finally:
-        for task in (sending, answering):
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, OSError, RequestError, ServiceGoneError):
-                await task
+        sending.cancel()
+        answering.cancel()
+        await asyncio.gather(sending, answering, return_exceptions=True)
         writer.close()
 
 
-async def _send_request(writer: asyncio.StreamWriter, scope: Scope, receive: Receive) -> bool:
-    """Send the request, and say whether the client has left meanwhile."""
+async def _send_request(
+    link: h11.Connection, writer: asyncio.StreamWriter, scope: Scope, receive: Receive
+) -> None:
+    """Send the request, and return once the client has left."""
+    headers = [*targets.forwarded(scope["headers"]), (b"connection", b"close")]
+    if any(name == b"transfer-encoding" for name, _ in scope["headers"]):
+        headers.append((b"transfer-encoding", b"chunked"))
     target = scope["raw_path"].split(b"?", 1)[0]
     if scope["query_string"]:
         target += b"?" + scope["query_string"]
-    names = {name for name, _ in scope["headers"]}
-    is_chunked = b"transfer-encoding" in names
-    head = [b"%b %b HTTP/1.1" % (scope["method"].encode(), target)]
-    head += [b"%b: %b" % header for header in named.forwarded(scope["headers"])]
-    head += [b"connection: close", *([b"transfer-encoding: chunked"] if is_chunked else []), b"", b""]
-    with contextlib.suppress(OSError):
-        writer.write(b"\r\n".join(head))
-        while True:
-            event: Message = await receive()
+    try:
+        head = link.send(h11.Request(method=scope["method"], target=target, headers=headers))
+    except h11.LocalProtocolError as error:
+        raise RequestError(
+            400, f"the request is not HTTP/1.1 ({error}); expected that. Encode its address."
+        ) from error
+    event: Message = {"more_body": True}
+    with contextlib.suppress(OSError):  # a service that wants no more
+        writer.write(head or b"")
+        while event.get("more_body", False):
+            event = await receive()
             if event["type"] == "http.disconnect":
-                return True
-            body = event.get("body", b"")
-            if body:
-                writer.write(b"%x\r\n%b\r\n" % (len(body), body) if is_chunked else body)
-                await writer.drain()
-            if not event.get("more_body", False):
-                break
-        if is_chunked:
-            writer.write(b"0\r\n\r\n")
-        await writer.drain()
-    return False
+                return
+            writer.write(link.send(h11.Data(data=event.get("body", b""))) or b"")
+            await writer.drain()
+        writer.write(link.send(h11.EndOfMessage()) or b"")
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
-async def _pass_answer(reader: asyncio.StreamReader, scope: Scope, send: Send) -> None:
-    answer = _Answer()
-    parser = httptools.HttpResponseParser(answer)
-    is_begun = False
-    while not answer.is_complete:
-        try:
-            data = await reader.read(_CHUNK_BYTES)
-        except OSError as error:
-            raise _broken(is_begun, "cut off") from error
-        if data:
-            try:
-                parser.feed_data(data)
-            except httptools.HttpParserError as error:
-                raise _broken(is_begun, "no HTTP") from error
-        if answer.has_head and not is_begun:
-            is_begun = True
-            start = {"status": parser.get_status_code(), "headers": named.answered(answer.headers)}
-            await send({"type": "http.response.start", **start})
-            if scope["method"] == "HEAD":
-                break
-        if answer.body:
-            await send({"type": "http.response.body", "body": b"".join(answer.body), "more_body": True})
-            answer.body.clear()
-        if not data:
-            break
-    if not is_begun:
-        raise _broken(is_begun, "nothing")
-    tells_its_end = any(
-        name.lower() == b"content-length"
-        or (name.lower() == b"transfer-encoding" and b"chunked" in value.lower())
-        for name, value in answer.headers
-    )
-    if tells_its_end and not answer.is_complete and scope["method"] != "HEAD":
-        raise ServiceGoneError
+async def _pass_answer(link: h11.Connection, reader: asyncio.StreamReader, send: Send) -> None:
+    try:
+        while not isinstance(event := link.next_event(), h11.EndOfMessage):
+            if event is h11.NEED_DATA:
+                link.receive_data(await reader.read(_CHUNK_BYTES))
+            elif isinstance(event, h11.Response):
+                if event.status_code not in _STATUSES:
+                    raise _broken(f"has status {event.status_code}")
+                start = {"status": event.status_code, "headers": targets.answered(event.headers)}
+                await send({"type": "http.response.start", **start})
+            elif isinstance(event, h11.Data):
+                await send({"type": "http.response.body", "body": bytes(event.data), "more_body": True})
+    except OSError as error:
+        raise _broken("is cut off") from error
+    except h11.RemoteProtocolError as error:
+        raise _broken("is not whole or no HTTP") from error
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _broken(is_begun: bool, got: str) -> Exception:
-    if is_begun:
-        return ServiceGoneError()
+def _broken(what: str) -> RequestError:
     return RequestError(
-        503, f"the answer of the task's service is {got}; expected HTTP. Try again, or see its log."
+        502,
+        f"the answer of the task's service {what}; expected HTTP with a head of at most {_MAX_HEAD_BYTES} bytes and a status "
+        "from 200 to 599. See the task's log.",
     )
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

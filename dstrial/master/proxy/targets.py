@@ -1,23 +1,39 @@
-"""Which service a path of the proxy means, and which headers reach it."""
+"""Which service a request of the proxy means, who may reach it and at which address, and which headers it sees.
+
+In a browser the services of a task have the address ``http://TASK.localhost:PORT/proxy/TASK…``, which is another site than
+the master's: what they show can neither ask the master in the user's name nor leave cookies or workers with it.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+from starlette.datastructures import Headers
+
 from dstrial.errors import RequestError
-from dstrial.master.http.access import ALLOCATION_HEADER, COOKIE
+from dstrial.master.http import access
+from dstrial.master.http.fields import shown
 from dstrial.master.store import tasks
 from dstrial.master.store.database import Connection
+
+if TYPE_CHECKING:
+    from dstrial.master.services import Services
 
 PREFIX = "/proxy/"
 
 _SERVICE = re.compile(r"(?P<task>[^:]+)(?::(?P<port>[0-9]{1,5}))?")
-_SECRET = frozenset({b"authorization", b"x-user-token", ALLOCATION_HEADER.encode()})
+_OWN_HOST = re.compile(r"(?P<task>[a-z0-9.-]+)\.localhost(:[0-9]{1,5})?")
+_SECRET = frozenset({b"authorization", b"x-user-token", access.ALLOCATION_HEADER.encode()})
+_COOKIES = frozenset({access.COOKIE.encode(), access.GRANT_COOKIE.encode()})
 _HOP_BY_HOP = frozenset(
     {
         b"connection",
@@ -31,6 +47,10 @@ _HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
+_SOCKET = r": (\w+):{port} (\w+:\w+) (\w+) \S+ \S+ \S+ +(\d+) +\d+ (\d+) "
+"""A line of ``/proc/net/tcp``, tcp(5): local and remote address, state, user id, inode."""
+_LISTEN = "0A"
+_LOOPBACK = "0100007F"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,13 +69,50 @@ class Service:
     is_ready: bool
 
 
-def service_of(path: str) -> str:
-    """Return the service in a raw path below :data:`PREFIX`: task id, maybe ``:port``."""
-    return unquote(path[len(PREFIX) :].partition("/")[0])
+def task_of_host(headers: Headers) -> str | None:
+    """Return the task at whose own address a request asks, None at the master's.
+
+    Raises:
+        RequestError: 403, Host or Origin are neither's.
+    """
+    host = headers.get("host", "").lower()
+    found = _OWN_HOST.fullmatch(host)
+    if found is None or len(headers.getlist("host")) != 1:
+        access.check_host_and_origin(headers)
+        return None
+    origin = headers.get("origin")
+    if origin is not None and origin.lower() != f"http://{host}":
+        raise RequestError(
+            403,
+            f"the Origin of the request is {shown(origin)}; expected http://{host}. Ask from the service's own page.",
+        )
+    return found["task"]
 
 
-def find(connection: Connection, name: str) -> Service:
-    """Return the service of a name.
+async def find(services: Services, headers: Headers, method: str, path: str) -> Service:
+    """Return the service of a raw path for whoever may reach it.
+
+    Raises:
+        RequestError: 401 or 403, the request may not; 404, there is no such service at this address.
+    """
+    task_id = task_of_host(headers)
+    identity = await access.identify(services, headers, method, task_id)
+    if identity.allocation is not None:
+        raise RequestError(
+            403,
+            "an allocation's token does not open the proxy; expected a user's. Use DET_USER_TOKEN in a task.",
+        )
+    service = await services.read(_find, unquote(path[len(PREFIX) :].partition("/")[0]))
+    if task_id not in (None, service.task_id):
+        raise RequestError(
+            404, f"{headers['host']} is the address of task {task_id}; expected {PREFIX}{task_id}. Open that."
+        )
+    services.activity.touch(service.task_id)
+    return service
+
+
+def _find(connection: Connection, name: str) -> Service:
+    """Return the service of a task id with maybe ``:port``.
 
     A TensorBoard has one; other tasks have those of ``environment.proxy_ports`` of their config, by port.
 
@@ -78,12 +135,55 @@ def find(connection: Connection, name: str) -> Service:
         is_default = asked["port"] is None and (len(offered) == 1 or one.get("default_service_id"))
         if is_default or str(one["proxy_port"]) == asked["port"]:
             return Service(task_id, int(one["proxy_port"]), bool(one.get("proxy_tcp")), True)
-    shown = ", ".join(str(one["proxy_port"]) for one in offered) or "none"
+    names = ", ".join(str(one["proxy_port"]) for one in offered) or "none"
     raise RequestError(
         404,
-        f"the port of {name[:80]!r} is none of environment.proxy_ports of its config ({shown}); expected one of them. "
+        f"the port of {name[:80]!r} is none of environment.proxy_ports of its config ({names}); expected one of them. "
         "Add {proxy_port: N} there, or open /proxy/TASK:N/ for one of these.",
     )
+
+
+async def connect(service: Service) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to a service.
+
+    Raises:
+        RequestError: 503, nobody answers at its port (yet); 502, another account does.
+    """
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
+    except OSError as error:
+        raise RequestError(
+            503,
+            f"port {service.port} of task {service.task_id} does not answer; expected its service. Try again soon.",
+        ) from error
+    own_port = writer.get_extra_info("sockname")[1]
+    account = await asyncio.to_thread(_account_behind, service.port, own_port)
+    if account not in (os.geteuid(), 0):
+        writer.close()
+        whose = "an unknown account" if account is None else f"user id {account}"
+        raise RequestError(
+            502,
+            f"port {service.port} of task {service.task_id} is held by {whose}; expected user id {os.geteuid()}, who runs "
+            "the master. Have the task offer another port in environment.proxy_ports.",
+        )
+    return reader, writer
+
+
+def _account_behind(port: int, own_port: int) -> int | None:
+    """Return the user id of who has accepted a connection to a port of 127.0.0.1, or else of who listens there."""
+    pattern = re.compile(_SOCKET.format(port=f"{port:04X}"))
+    listener = None
+    for name in ("tcp", "tcp6"):
+        text = ""
+        with contextlib.suppress(OSError):  # a machine without IPv6
+            text = Path(f"/proc/net/{name}").read_text()
+        for address, peer, state, account, inode in pattern.findall(text):
+            # Until it is accepted a connection has no inode. An IPv4 address stands at the end of an IPv6 one.
+            if peer.endswith(f"{_LOOPBACK}:{own_port:04X}") and inode != "0":
+                return int(account)
+            if state == _LISTEN and (address.endswith(_LOOPBACK) or not address.strip("0")):
+                listener = int(account) if listener is None else listener
+    return listener
 
 
 def forwarded(
@@ -100,11 +200,8 @@ def forwarded(
         ):
             continue
         if name == b"cookie":
-            value = b"; ".join(
-                part.strip()
-                for part in value.split(b";")
-                if part.strip().partition(b"=")[0] != COOKIE.encode()
-            )
+            parts = [part.strip() for part in value.split(b";")]
+            value = b"; ".join(part for part in parts if part.partition(b"=")[0] not in _COOKIES)
             if not value:
                 continue
         kept.append((name, value))
@@ -113,4 +210,4 @@ def forwarded(
 
 def answered(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """Return the headers of a service's answer that its client sees."""
-    return [(name.lower(), value) for name, value in headers if name.lower() not in _HOP_BY_HOP]
+    return [(name, value) for name, value in headers if name not in _HOP_BY_HOP]

@@ -372,7 +372,7 @@ def test_a_service_that_speaks_first_or_breaks_off_is_told_as_it_is(det: TasksHe
     with pytest.raises(http.client.IncompleteRead):
         _send(det, "GET", f"{path}/cut", b"")
     status, _, content = _send(det, "GET", f"{path}/reset", b"")
-    assert (status, b"expected HTTP" in content) == (503, True)
+    assert (status, b"expected HTTP" in content) == (502, True)
 
     for _ in range(50):
         head, said = _first_words(det, f"/proxy/{task_id}:{greeting_port}/")

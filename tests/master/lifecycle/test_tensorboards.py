@@ -43,7 +43,7 @@ with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
 
 
 class Viewer(TasksHere):
-    """Somebody with the ``det`` command and a browser that is logged in."""
+    """Somebody with the ``det`` command who looks at pages."""
 
     def start(self, *words: str) -> str:
         """Start a TensorBoard, wait until it is ready, and return its id."""
@@ -52,13 +52,13 @@ class Viewer(TasksHere):
         return found[1]
 
     def browse(self, path: str, cookie: str | None = None) -> tuple[int, str, str]:
-        """Open a path and return status, location, and content."""
+        """Open a path with the token, or with another value of the cookie; return status, location, and content."""
         port = self.master.record.port
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
         headers = {
             "Host": f"localhost:{port}",
             "Accept": "text/html,*/*",
-            "Cookie": f"auth={cookie or self.token}",
+            **({"Cookie": f"auth={cookie}"} if cookie else {"Authorization": f"Bearer {self.token}"}),
         }
         connection.request("GET", path, headers=headers)
         answer = connection.getresponse()
