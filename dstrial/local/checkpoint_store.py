@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -24,6 +23,7 @@ from determined.core._checkpoint import merge_metadata
 
 from dstrial.checkpoint.completion_marker import MARKER_NAME, is_complete, read_marker, write_marker
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file
+from dstrial.checkpoint.storage_identity import is_uuid
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, RankError
 from dstrial.local.checkpoint_directory import (
     KeepPolicy,
@@ -396,6 +396,8 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
 
         Ranks: one.
         """
+        if not is_uuid(storage_id):
+            raise CheckpointNotFoundError(f"checkpoint is {storage_id!r}; expected a UUID from list().")
         self._find(storage_id, is_read=False)
         remove_checkpoint(self._checkpoints_path, storage_id)
 
@@ -449,9 +451,7 @@ def _elsewhere(checkpoints_path: Path, storage_id: str) -> Path | None:
 
     Source: Determined 0.38.1 keeps the checkpoints of all local runs in one directory, where each is found by its uuid.
     """
-    try:
-        uuid.UUID(storage_id)
-    except ValueError:
+    if not is_uuid(storage_id):
         return None
     written = _written_here.get(storage_id)
     found = [] if written is None else [written]

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import queue
-import re
 import tarfile
 import threading
 import zipfile
@@ -17,6 +16,7 @@ from typing import Any, cast
 from determined.common.api import bindings
 from starlette.responses import StreamingResponse
 
+from dstrial.checkpoint.storage_identity import is_uuid
 from dstrial.config.secrets import unmasked
 from dstrial.errors import RequestError
 from dstrial.master.api.metrics import report_json
@@ -32,7 +32,6 @@ from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.reports import metrics
 
-_UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _CHUNK_BYTES = 1 << 20
 
 
@@ -52,8 +51,10 @@ async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
     """``POST checkpoints``: a trial has written a checkpoint."""
     body = request.body()
     uuid, task_id = body.required_text("uuid"), body.required_text("taskId")
-    if _UUID.fullmatch(uuid) is None:
-        raise body.wrong("uuid", "a UUID")
+    if not is_uuid(uuid) or uuid == request.services.cluster_id:
+        raise body.wrong(
+            "uuid", "a new UUID in lower case with hyphens, as Python's str(uuid.uuid4()) has it"
+        )
     request.require_task(task_id)
     allocation_id = body.text("allocationId") or None
     if allocation_id is not None:

@@ -18,6 +18,7 @@ from serving import Master
 pytestmark = pytest.mark.process
 
 _LARGE_BYTES = 32 * 2**20
+NEW_UUID = "b3b4a7b8-0000-4000-8000-000000000001"
 
 
 def test_a_trial_reads_the_checkpoint_it_started_from_and_changes_only_its_own(fresh_master: Master) -> None:
@@ -41,10 +42,33 @@ def test_a_trial_reports_for_no_other_allocation(
     fresh_master: Master, allocation_id: str | None, status: int
 ) -> None:
     line = {"taskId": "1.request", "allocationId": allocation_id, "log": "x\n"}
-    made = {"uuid": "b3b4", "taskId": "1.request", "allocationId": allocation_id, "metadata": {}}
+    made = {"uuid": NEW_UUID, "taskId": "1.request", "allocationId": allocation_id, "metadata": {}}
 
     assert fresh_master.send("POST", "/api/v1/task/logs", {"logs": [line]}, token="trial-1").status == status
     assert fresh_master.send("POST", "/api/v1/checkpoints", made, token="trial-1").status == status
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "<cluster id>",
+        "..",
+        "logs",
+        ".dstrial-storage.json",
+        NEW_UUID.upper(),
+        NEW_UUID.replace("-", ""),
+        f"{NEW_UUID}\n",
+    ],
+)
+def test_report_checkpoint_other_name_than_uuid_is_refused(fresh_master: Master, name: str) -> None:
+    uuid = fresh_master.services.cluster_id if name == "<cluster id>" else name
+    body = {"uuid": uuid, "taskId": "1.request", "metadata": {}}
+
+    answer = fresh_master.send("POST", "/api/v1/checkpoints", body, token="trial-1")
+
+    assert answer.status == 400
+    assert "expected a new UUID in lower case with hyphens" in answer.error
+    assert fresh_master.rows("SELECT uuid FROM checkpoints WHERE uuid = ?", uuid) == []
 
 
 def test_the_metrics_of_a_checkpoint_are_those_of_the_trials_that_use_it(fresh_master: Master) -> None:
