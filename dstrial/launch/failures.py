@@ -12,12 +12,13 @@ import json
 import os
 import signal
 import time
-import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dstrial.launch.tracebacks import MAX_LINE_CHARS, MAX_SHOWN_CHARS, whole_traceback
 from dstrial.local.run_directory import shown_path
+from dstrial.visible_text import cut_text
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
@@ -172,21 +173,27 @@ def record_exception(
     path_text = os.environ.get(ERROR_FILE_VARIABLE)
     if not path_text:
         return False
-    shown = text if text is not None else "".join(traceback.format_exception(error))
-    write_record(Path(path_text), error, shown, line=line, advice=advice, whole=whole)
+    write_record(
+        Path(path_text),
+        error,
+        whole_traceback(error) if text is None else text,
+        line=line,
+        advice=advice,
+        whole=whole,
+    )
     return True
 
 
 def write_record(
     path: Path, error: BaseException, text: str, *, line: str = "", advice: str = "", whole: str = ""
 ) -> None:
-    """Write a rank's error record if there is none; arguments as ``record_exception``."""
+    """Write a rank's error record if there is none; arguments as ``record_exception``. A long text is cut."""
     now_s = time.time()
     document = {
         "message": {
-            "message": f"{type(error).__name__}: {error}",
+            "message": cut_text(f"{type(error).__name__}: {error}", MAX_LINE_CHARS),
             "extraInfo": {
-                "py_callstack": text,
+                "py_callstack": cut_text(text, MAX_SHOWN_CHARS),
                 "timestamp": str(int(now_s)),
                 "time_s": now_s,
                 "line": line,
