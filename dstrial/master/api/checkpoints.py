@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import queue
 import tarfile
 import threading
@@ -282,12 +283,12 @@ async def _archive(directory: Path, kind: str) -> AsyncIterator[bytes]:
         OSError: a file cannot be read any more; the answer, which has begun, breaks off without its end.
     """
     pipe = _Pipe()
-    problems: list[OSError] = []
+    problems: list[Exception] = []
 
     def write() -> None:
         try:
             _write_archive(directory, kind, cast(Any, pipe))
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - raised in the caller, who waits for the end
             problems.append(error)
         pipe.end()
 
@@ -313,9 +314,11 @@ def _next(pipe: _Pipe) -> bytes | None:
 def _write_archive(directory: Path, kind: str, file: Any) -> None:
     paths = [path for path in sorted(directory.rglob("*")) if path.is_file() and not path.is_symlink()]
     if kind == "zip":
-        with zipfile.ZipFile(file, "w") as archive:
+        # ZIP knows times from 1980 to 2107, and names of characters only; tar keeps both as they are.
+        with zipfile.ZipFile(file, "w", strict_timestamps=False) as archive:
             for path in paths:
-                archive.write(path, path.relative_to(directory).as_posix())
+                name = os.fsencode(path.relative_to(directory).as_posix()).decode(errors="backslashreplace")
+                archive.write(path, name)
         return
     with tarfile.open(fileobj=file, mode="w|gz" if kind == "gzip" else "w|") as tar:
         for path in paths:

@@ -7,6 +7,7 @@ import http.client
 import io
 import os
 import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -161,11 +162,13 @@ def _large_checkpoint(master: Master, tmp_path: Path) -> Path:
     return directory / "large"
 
 
-def _download(master: Master) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-    connection = http.client.HTTPConnection("127.0.0.1", master.port, timeout=30)
+def _download(
+    master: Master, accept: str = "application/x-tar"
+) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    connection = http.client.HTTPConnection("127.0.0.1", master.port, timeout=10)
     headers = {
         "Host": "localhost",
-        "Accept": "application/x-tar",
+        "Accept": accept,
         "Authorization": f"Bearer {master.tokens['determined']}",
     }
     connection.request("GET", f"/checkpoints/{master.checkpoints[1]}", headers=headers)
@@ -178,6 +181,29 @@ def test_a_checkpoint_is_downloaded_as_a_tar(fresh_master: Master, tmp_path: Pat
     with tarfile.open(fileobj=io.BytesIO(answer.read())) as archive:
         assert [(member.name, member.size) for member in archive] == [("large", _LARGE_BYTES)]
     connection.close()
+
+
+@pytest.mark.parametrize("kind", ["zip", "x-tar", "gzip"])
+def test_download_of_odd_names_and_times_is_whole(fresh_master: Master, tmp_path: Path, kind: str) -> None:
+    directory = _large_checkpoint(fresh_master, tmp_path).parent
+    (directory / "large").unlink()
+    for name, time_s in ((b"caf\xe9", 0), ("café".encode(), 2**33), (b"now", 1_700_000_000)):
+        path = Path(os.fsdecode(os.fsencode(directory) + b"/" + name))
+        path.write_bytes(name)
+        os.utime(path, (time_s, time_s))
+
+    connection, answer = _download(fresh_master, f"application/{kind}")
+    content = io.BytesIO(answer.read())
+    connection.close()
+
+    if kind == "zip":
+        with zipfile.ZipFile(content) as archive:
+            found = {name: archive.read(name) for name in archive.namelist()}
+    else:
+        with tarfile.open(fileobj=content) as tar:
+            found = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr] # files only
+    odd = "caf\\xe9" if kind == "zip" else "caf\udce9"
+    assert found == {odd: b"caf\xe9", "café": "café".encode(), "now": b"now"}
 
 
 def test_a_download_whose_file_shrinks_breaks_off(fresh_master: Master, tmp_path: Path) -> None:
