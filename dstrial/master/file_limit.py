@@ -27,7 +27,7 @@ def raise_limit() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < _MIN_FILES:
         raise MasterError(
-            f"this process may open {hard} files (ulimit -Hn); expected at least {_MIN_FILES} for a master. Raise the hard limit, "
+            f"this process may open {hard} files (ulimit -Hn); expected at least {_MIN_FILES} for a master. Raise this limit, "
             "and start the master from a new login or service."
         )
     wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(_WANTED_FILES, hard)

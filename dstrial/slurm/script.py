@@ -181,7 +181,7 @@ def batch_script(
 ) -> str:
     """Return the script that begins a run, and goes on with it. Pure.
 
-    It goes on each time that Slurm starts it again.
+    It goes on each time that Slurm starts it again. A directory that Slurm cannot have raises ConfigError.
 
     Args:
         name: of the job.
@@ -216,8 +216,16 @@ def batch_script(
 
 
 def _quoted(path: str) -> str:
-    # sbatch splits a line at blanks.
-    return f'"{path}"' if any(letter.isspace() for letter in path) else path
+    # sbatch 22.05 splits a line at blanks, takes both quotes, and drops a backslash from --output whatever stands around it.
+    if not path.isprintable() or "\\" in path:
+        problem = ConfigProblem(
+            "the run, working or state directory",
+            repr(path),
+            "a path of printable characters without a backslash, for Slurm",
+            "Move it, or name another one with --runs-dir or --state-dir.",
+        )
+        raise ConfigError([problem])
+    return path if re.fullmatch(r"[\w/.,:+@%=-]+", path) else '"' + path.replace('"', r"\"") + '"'
 
 
 def holding_script(
