@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import queue
 import tarfile
 import threading
 import zipfile
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any
 
 from determined.common.api import bindings
 from starlette.responses import StreamingResponse
@@ -33,7 +31,7 @@ from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.reports import metrics
 
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 16  # what a pipe holds
 
 
 def _sizes(given: dict[str, Any] | None) -> dict[str, int]:
@@ -243,75 +241,33 @@ async def download(request: ApiRequest) -> StreamingResponse:
     )
 
 
-class _Pipe:
-    """A file object whose writes another thread's reader takes, a few at a time."""
-
-    def __init__(self) -> None:
-        self.chunks: queue.Queue[bytes | None] = queue.Queue(maxsize=8)
-        self.is_closed = False
-        self._position = 0
-
-    def write(self, data: bytes) -> int:
-        if data:
-            self._put(bytes(data))
-        self._position += len(data)
-        return len(data)
-
-    def end(self) -> None:
-        """Tell the reader, if it still reads, that nothing follows."""
-        with contextlib.suppress(OSError):
-            self._put(None)
-
-    def _put(self, item: bytes | None) -> None:
-        while not self.is_closed:
-            with contextlib.suppress(queue.Full):
-                self.chunks.put(item, timeout=1.0)
-                return
-        raise OSError("the reader has gone")
-
-    def tell(self) -> int:
-        return self._position
-
-    def flush(self) -> None:
-        """Do nothing: what is written is taken as it comes."""
-
-
 async def _archive(directory: Path, kind: str) -> AsyncIterator[bytes]:
     """Yield an archive of a directory's files.
 
     Raises:
-        OSError: a file cannot be read any more; the answer, which has begun, breaks off without its end.
+        Exception: a file cannot be read any more; the answer, which has begun, breaks off without its end.
     """
-    pipe = _Pipe()
+    read_end, write_end = os.pipe()
     problems: list[Exception] = []
 
     def write() -> None:
         try:
-            _write_archive(directory, kind, cast(Any, pipe))
-        except Exception as error:  # noqa: BLE001 - raised in the caller, who waits for the end
+            with os.fdopen(write_end, "wb") as file:
+                _write_archive(directory, kind, file)
+        except Exception as error:  # noqa: BLE001 - raised below, or the reader has gone
             problems.append(error)
-        pipe.end()
 
     thread = threading.Thread(target=write, name="dstrial-archive", daemon=True)
     thread.start()
-    try:
-        while (chunk := await asyncio.to_thread(_next, pipe)) is not None:
+    with os.fdopen(read_end, "rb", buffering=0) as file:
+        while chunk := await asyncio.to_thread(file.read, _CHUNK_BYTES):
             yield chunk
-        if problems:
-            raise problems[0]
-    finally:
-        pipe.is_closed = True
+    await asyncio.to_thread(thread.join)
+    if problems:
+        raise problems[0]
 
 
-def _next(pipe: _Pipe) -> bytes | None:
-    """Wait for the next chunk; None at the end, and when nobody waits for it any more."""
-    while not pipe.is_closed:
-        with contextlib.suppress(queue.Empty):
-            return pipe.chunks.get(timeout=1.0)
-    return None
-
-
-def _write_archive(directory: Path, kind: str, file: Any) -> None:
+def _write_archive(directory: Path, kind: str, file: IO[bytes]) -> None:
     paths = [path for path in sorted(directory.rglob("*")) if path.is_file() and not path.is_symlink()]
     if kind == "zip":
         # ZIP knows times from 1980 to 2107, and names of characters only; tar keeps both as they are.
