@@ -156,19 +156,9 @@ def first_ending(endings: Iterable[RankEnding]) -> RankEnding | None:
 def record_exception(
     error: BaseException, text: str | None = None, *, line: str = "", advice: str = "", whole: str = ""
 ) -> bool:
-    """Write this rank's error record if a launcher asked for one and there is none.
+    """Write this rank's error record if there is none; say whether a launcher asked for one.
 
-    Args:
-        error: the exception that ends the rank.
-        text: the traceback to show; that of ``error`` if None.
-        line: type and message on one line, as they are to be shown.
-        advice: what was held and what to change.
-        whole: path of the whole traceback, where ``text`` is a part of it.
-
-    Returns:
-        Whether a launcher asked for one, which then shows that of the rank that failed first.
-
-    Ranks: each its own; no communication.
+    The others are fields of ``ErrorRecord``; ``text`` is the whole traceback of ``error`` if None.
     """
     path_text = os.environ.get(ERROR_FILE_VARIABLE)
     if not path_text:
@@ -212,12 +202,9 @@ def write_record(
 
 
 def keep_whole(text: str) -> str:
-    """Write a whole traceback into the launcher's file, for this account only.
+    """Write a whole traceback into the launcher's file, for this account only, and return its path.
 
-    Returns:
-        The file's path; empty if none is named or it cannot be written: the whole is then to be shown.
-
-    Ranks: each its own; no communication.
+    Empty if none is named or it cannot be written: the whole is then to be shown.
     """
     named = os.environ.get(TRACEBACK_FILE_VARIABLE)
     if not named:
@@ -256,23 +243,14 @@ def is_consequence(record: ErrorRecord | None) -> bool:
 def is_watchdog_abort(signal_name: str | None, stderr_text: str) -> bool:
     """Say whether NCCL's watchdog ended a rank, because others came to no collective.
 
-    It throws in a thread of C++, which ends the process by SIGABRT: there is no exception that Python could record.
-
-    Args:
-        signal_name: what ended the rank; None if nothing did.
-        stderr_text: the end of what it has printed to standard error.
-
-    Ranks: any; no communication.
+    It throws in a thread of C++, which ends the process by SIGABRT: there is no exception that Python could record, only the
+    end of standard error.
     """
     return signal_name == "SIGABRT" and is_peer_error(stderr_text)
 
 
 def is_peer_error(error_text: str) -> bool:
-    """Say whether an error merely reports that another rank went away.
-
-    Args:
-        error_text: the exception's message, without its traceback (source lines could match by chance).
-    """
+    """Say whether a message, without its traceback, merely reports that another rank went away."""
     lowered = error_text.lower()
     return any(phrase in lowered for phrase in _PEER_ERROR_PHRASES)
 

@@ -50,13 +50,7 @@ class StoredCheckpoint:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Writer:
-    """The process that writes a checkpoint.
-
-    Attributes:
-        host: name of its machine.
-        pid: its process id there.
-        started: when it started, in the kernel's own ticks, or None if unknown; tells a reused pid apart.
-    """
+    """The process that writes a checkpoint; ``started``, in the kernel's own ticks, tells a reused pid apart."""
 
     host: str
     pid: int

@@ -54,16 +54,7 @@ class Admitted:
 def admit(tx: Transaction, trial: sqlite3.Row, group: str, values: Mapping[str, Any]) -> Admitted | None:
     """Return what may be stored of a report; the trial's log tells once of the rest.
 
-    The searcher's metric always may.
-
-    Args:
-        tx: the write.
-        trial: its row.
-        group: of the report.
-        values: by name, as JSON holds them.
-
-    Returns:
-        None if nothing of this group may be stored.
+    The searcher's metric always may. None if nothing of this group may be stored.
     """
     before = _summaries(tx.connection, trial["id"], group, values)
     new = [name for name in values if name not in before]
