@@ -173,7 +173,7 @@ def _patch_checkpoint(module: Any, guard: StorageGuard) -> None:
 
 
 def _patch_connection_pool(module: Any) -> None:
-    """Have the log say once that the master is away: ``urlopen`` (urllib3 2.2) warns of each try, one a second."""
+    # ``urlopen`` (urllib3 2.2) warns of each try, one a second: the log says once that the master is away.
     last_s = -_NEXT_ABSENCE_S
 
     def is_first(record: Any) -> bool:

@@ -52,7 +52,7 @@ def scratch_directory(prefix: str) -> Iterator[Path]:
 
 
 def lock_directory(directory: Path) -> int:
-    """Return a descriptor that, while it is open, keeps a cleaner of temporary files out of a directory.
+    """Return a descriptor that keeps cleaners out of a directory while it is open.
 
     Source: tmpfiles.d(5): systemd's cleaner skips a directory on which it cannot get a BSD lock, and all below.
     """

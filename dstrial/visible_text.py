@@ -33,7 +33,7 @@ def visible_line(text: str) -> str:
 
 
 def cut_text(text: str, limit: int) -> str:
-    """Return a text of at most ``limit`` characters (of more than 100): its beginning, how much is cut, and its end."""
+    """Cut the middle of a text of more than ``limit`` characters, which is over 100."""
     if len(text) <= limit:
         return text
     half = limit // 2 - 25

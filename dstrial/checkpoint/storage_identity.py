@@ -25,7 +25,7 @@ _UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 def is_uuid(name: str) -> bool:
-    """Say whether a name is a UUID in lower case with hyphens, the only name of a checkpoint's directory."""
+    """Say whether a name is a UUID in lower case with hyphens, as checkpoints have."""
     return _UUID.fullmatch(name) is not None
 
 

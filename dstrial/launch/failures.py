@@ -156,7 +156,7 @@ def first_ending(endings: Iterable[RankEnding]) -> RankEnding | None:
 def record_exception(
     error: BaseException, text: str | None = None, *, line: str = "", advice: str = "", whole: str = ""
 ) -> bool:
-    """Write this rank's error record if there is none; say whether a launcher asked for one.
+    """Write this rank's error record if there is none; say whether one is asked for.
 
     The others are fields of ``ErrorRecord``; ``text`` is the whole traceback of ``error`` if None.
     """
@@ -177,7 +177,7 @@ def record_exception(
 def write_record(
     path: Path, error: BaseException, text: str, *, line: str = "", advice: str = "", whole: str = ""
 ) -> None:
-    """Write a rank's error record if there is none; arguments as ``record_exception``. A long text is cut."""
+    """Write a rank's error record, long texts cut, if there is none."""
     now_s = time.time()
     document = {
         "message": {
@@ -202,7 +202,7 @@ def write_record(
 
 
 def keep_whole(text: str) -> str:
-    """Write a whole traceback into the launcher's file, for this account only, and return its path.
+    """Write a whole traceback into the launcher's private file; return its path.
 
     Empty if none is named or it cannot be written: the whole is then to be shown.
     """
@@ -250,7 +250,7 @@ def is_watchdog_abort(signal_name: str | None, stderr_text: str) -> bool:
 
 
 def is_peer_error(error_text: str) -> bool:
-    """Say whether a message, without its traceback, merely reports that another rank went away."""
+    """Say whether a message, no traceback, merely reports that a peer went away."""
     lowered = error_text.lower()
     return any(phrase in lowered for phrase in _PEER_ERROR_PHRASES)
 

@@ -90,7 +90,7 @@ def short_traceback(error: BaseException, directory: Path | None = None) -> Shor
 
 
 def whole_traceback(error: BaseException) -> str:
-    """Format an exception as Python does, with everything that it is chained to; the middle of more than 1 MiB is cut."""
+    """Format an exception and its chain as Python does; cut more than 1 MiB."""
     return cut_text("".join(traceback.format_exception(error)), _MAX_WHOLE_CHARS)
 
 

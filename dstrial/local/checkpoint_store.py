@@ -305,7 +305,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         shard: bool = False,
         selector: Callable[[str], bool] | None = None,
     ) -> str:
-        """Copy a directory, or the union of one directory per rank, into a new checkpoint; return its uuid.
+        """Copy a directory, or the union of the ranks', into a checkpoint; return its uuid.
 
         Args as in Determined's; ``ckpt_dir`` is None on a rank that has nothing to add, and is not changed.
 
@@ -343,7 +343,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         *,
         selector: Callable[[str], bool] | None = None,
     ) -> None:
-        """Copy a checkpoint into a directory, which is made if it does not exist. Args as in Determined's.
+        """Copy a checkpoint into a directory, made if missing. Args as in Determined's.
 
         Raises:
             CheckpointNotFoundError: there is no complete checkpoint of this name.

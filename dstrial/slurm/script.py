@@ -79,7 +79,7 @@ def sbatch_args(settings: Mapping[str, Any], more: Sequence[str], where: str) ->
 
 
 def value_of(options: Sequence[str], *names: str) -> str | None:
-    """Return the last value that options give to one of these names; None without. Pure."""
+    """Return the last value that options give to one of these names, or None. Pure."""
     value = None
     for option in options:
         name, _, given = option.partition("=") if option.startswith("--") else (option[:2], "", option[2:])
@@ -168,7 +168,7 @@ def batch_script(
     command: Sequence[str],
     submitted_by: str,
 ) -> str:
-    """Return the script that begins a run, and goes on with it each time that Slurm starts it again. Pure.
+    """Return the script that begins a run, or goes on with it when started again. Pure.
 
     The user's ``options`` stand behind ours and so count. What the job prints goes into ``run_directory``, an absolute path.
 
@@ -214,7 +214,7 @@ def _quoted(path: str) -> str:
 def holding_script(
     *, name: str, title: str, request: Sequence[str], options: Sequence[str], directory: Path, state_dir: Path
 ) -> str:
-    """Return the script of a job that holds nodes for a master, and does nothing on them. Pure.
+    """Return the script of a job that only holds nodes for a master. Pure.
 
     The user's ``options`` stand behind ours and so count. Master and nodes see ``directory``, an absolute path for what the job
     prints.
