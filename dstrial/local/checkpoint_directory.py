@@ -50,7 +50,7 @@ class StoredCheckpoint:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Writer:
-    """The process that writes a checkpoint; ``started``, in ticks, tells a reused pid."""
+    """The process that writes a checkpoint; ``started`` (ticks) tells a reused pid."""
 
     host: str
     pid: int
