@@ -305,7 +305,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         shard: bool = False,
         selector: Callable[[str], bool] | None = None,
     ) -> str:
-        """Copy a directory, or the union of the ranks', into a checkpoint; return its uuid.
+        """Copy a directory, or the union of the ranks', to a checkpoint; return its uuid.
 
         Args as in Determined's; ``ckpt_dir`` is None on a rank that has nothing to add, and is not changed.
 

@@ -168,7 +168,7 @@ def batch_script(
     command: Sequence[str],
     submitted_by: str,
 ) -> str:
-    """Return the script that begins a run, or goes on with it when started again. Pure.
+    """Return the script that begins a run, and goes on with it if started again. Pure.
 
     The user's ``options`` stand behind ours and so count. What the job prints goes into ``run_directory``, an absolute path.
 
