@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.machinery
 import os
 import sys
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ ALLOCATION_DIR_VARIABLE = "DSTRIAL_ALLOCATION_DIR"
 BASE_PYTHON_VARIABLE = "DSTRIAL_BASE_PYTHON"
 WARM_VARIABLE = "DSTRIAL_WARM"
 """Environment variable: 0 has all ranks be new processes."""
+_NEXT_ABSENCE_S = 30.0  # many times the second between two tries
 
 
 def patches_of_allocation(allocation: str, guard: StorageGuard | None = None) -> dict[str, Patch]:
@@ -50,6 +52,7 @@ def patches_of_allocation(allocation: str, guard: StorageGuard | None = None) ->
             module, lambda: os.path.join(allocation, "tensorboard")
         ),
         "determined.tensorboard.shared": _patch_tensorboard_shared,
+        "urllib3.connectionpool": _patch_connection_pool,
         "determined.common.storage.base": lambda module: _patch_storage_base(module, guard),
         **({} if guard is None else _patches_of_storage(guard)),
     }
@@ -167,6 +170,22 @@ def _patch_checkpoint(module: Any, guard: StorageGuard) -> None:
             guard.forget(storage_id)
 
     cls._report_checkpoint = _report_checkpoint
+
+
+def _patch_connection_pool(module: Any) -> None:
+    # ``urlopen`` (urllib3 2.2) warns of each try, one a second: the log says once that the master is away.
+    last_s = -_NEXT_ABSENCE_S
+
+    def is_first(record: Any) -> bool:
+        nonlocal last_s
+        if not record.msg.startswith("Retrying (") or not str(record.args[2]).startswith("/api/v1/"):
+            return True
+        before_s, last_s = last_s, time.monotonic()
+        record.msg = "the master does not answer, and is asked until it does (%s)"
+        record.args = (record.args[1],)
+        return last_s - before_s > _NEXT_ABSENCE_S
+
+    module.log.addFilter(is_first)
 
 
 def _patch_pip(module: Any) -> None:

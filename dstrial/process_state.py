@@ -6,6 +6,8 @@ Only the standard library. ``dstrial.master.backends.supervisor``, which imports
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 from pathlib import Path
 
 
@@ -108,3 +110,15 @@ def _read(pid: int, name: str) -> str | None:
         return Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
+
+
+def open_closed_streams() -> None:
+    """Lead standard streams that are closed (``>&-``) to the null device.
+
+    Python has None for them, and the next file that is opened would have their number: a library's line goes into it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode))

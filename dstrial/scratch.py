@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
@@ -43,7 +44,22 @@ def scratch_directory(prefix: str) -> Iterator[Path]:
     allocation none is needed: its whole temporary directory goes with it.
     """
     with tempfile.TemporaryDirectory(prefix=prefix) as name, _keeper(name):
-        yield Path(name)
+        lock = lock_directory(Path(name))
+        try:
+            yield Path(name)
+        finally:
+            os.close(lock)
+
+
+def lock_directory(directory: Path) -> int:
+    """Return a descriptor that keeps cleaners out of a directory while it is open.
+
+    Source: tmpfiles.d(5): systemd's cleaner skips a directory on which it cannot get a BSD lock, and all below.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with contextlib.suppress(OSError):  # a file system without such locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
 
 
 @contextlib.contextmanager

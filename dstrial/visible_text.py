@@ -30,3 +30,12 @@ def visible_line(text: str) -> str:
     r"""Return a text like ``visible``, on one line: ``\t`` and ``\n`` are written, too."""
     shown = visible(text)
     return shown if shown.isprintable() else _OF_LINE.sub(_escaped, shown)
+
+
+def cut_text(text: str, limit: int) -> str:
+    """Cut the middle of a text of more than ``limit`` characters, which is over 100."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2 - 25
+    num_bytes = len(text[half:-half].encode(errors="replace"))
+    return f"{text[:half]} [… {num_bytes:,} bytes are cut …] {text[-half:]}"

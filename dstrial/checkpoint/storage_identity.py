@@ -11,6 +11,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import uuid
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,6 +21,12 @@ from dstrial.storage_guard import IDENTITY_NAME, place_of, read_identity
 
 _READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
 _NO_LINKS_ERRORS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+def is_uuid(name: str) -> bool:
+    """Say whether a name is a UUID in lower case with hyphens, as checkpoints have."""
+    return _UUID.fullmatch(name) is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

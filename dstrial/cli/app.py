@@ -17,6 +17,7 @@ from types import ModuleType
 import dstrial
 from dstrial.cli.streams import to_null_device
 from dstrial.errors import DstrialError
+from dstrial.process_state import open_closed_streams
 
 COMMANDS = {
     "backup": "copy the master's database, also while it runs",
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0 for success, 1 for an error of the user's, 2 for wrong usage; as for any program that is
         ended by a signal, 130 after Ctrl-C and 141 if nobody reads the output.
     """
+    open_closed_streams()
     argv = sys.argv[1:] if argv is None else list(argv)
     command = next((word for word in argv if word in COMMANDS), None)
     args = build_parser(command).parse_args(_completed(command, argv))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from dstrial.checkpoint.manifest import (
     is_own_manifest,
     read_manifest,
 )
+from dstrial.checkpoint.storage_identity import is_uuid
 from dstrial.cli.streams import det_for
 from dstrial.cli.up import add_state_dir_argument
 from dstrial.errors import CheckpointError, CheckpointNotFoundError, MasterError, RequestError
@@ -96,7 +96,7 @@ def find_checkpoint(
     path = Path(asked)
     if path.is_dir():
         return _in_directory(path.resolve(), asked)
-    if not _is_uuid(asked):
+    if not is_uuid(asked):
         got = "no directory" if not path.exists() else "a file"
         raise CheckpointNotFoundError(
             f"checkpoint is {asked!r}, {got}; expected the directory of a checkpoint or of a run, or a checkpoint's UUID. "
@@ -129,13 +129,6 @@ def is_vouched_for(source: CheckpointSource) -> bool:
         if not path.is_dir() or path.is_symlink()
     ]
     return set(present) <= set(names) and not verify_files(source.path, manifest, names)
-
-
-def _is_uuid(text: str) -> bool:
-    try:
-        return str(uuid.UUID(text)) == text.lower()
-    except ValueError:
-        return False
 
 
 def _in_directory(path: Path, asked: str) -> CheckpointSource:

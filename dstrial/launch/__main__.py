@@ -43,6 +43,7 @@ from dstrial.local.run_directory import (
     default_runs_dir,
     utc_stamp,
 )
+from dstrial.process_state import open_closed_streams
 from dstrial.resume.locate import resumption_problems, saved_run_of_trial, saved_run_to_resume
 from dstrial.scratch import scratch_directory
 
@@ -70,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 only if every rank exited 0; the first failing rank's exit code otherwise (128 + n for signal n);
         130 after a second Ctrl-C; 2 for a wrong command line or configuration.
     """
+    open_closed_streams()
     options = _parse(arguments)
     try:
         outcome = _launch(options)

@@ -12,12 +12,13 @@ import json
 import os
 import signal
 import time
-import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dstrial.launch.tracebacks import MAX_LINE_CHARS, MAX_SHOWN_CHARS, whole_traceback
 from dstrial.local.run_directory import shown_path
+from dstrial.visible_text import cut_text
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
@@ -157,38 +158,34 @@ def first_ending(endings: Iterable[RankEnding]) -> RankEnding | None:
 def record_exception(
     error: BaseException, text: str | None = None, *, line: str = "", advice: str = "", whole: str = ""
 ) -> bool:
-    """Write this rank's error record if a launcher asked for one and there is none.
+    """Write this rank's error record if there is none; say whether one is asked for.
 
-    Args:
-        error: the exception that ends the rank.
-        text: the traceback to show; that of ``error`` if None.
-        line: type and message on one line, as they are to be shown.
-        advice: what was held and what to change.
-        whole: path of the whole traceback, where ``text`` is a part of it.
-
-    Returns:
-        Whether a launcher asked for one, which then shows that of the rank that failed first.
-
-    Ranks: each its own; no communication.
+    The others are fields of ``ErrorRecord``; ``text`` is the whole traceback of ``error`` if None.
     """
     path_text = os.environ.get(ERROR_FILE_VARIABLE)
     if not path_text:
         return False
-    shown = text if text is not None else "".join(traceback.format_exception(error))
-    write_record(Path(path_text), error, shown, line=line, advice=advice, whole=whole)
+    write_record(
+        Path(path_text),
+        error,
+        whole_traceback(error) if text is None else text,
+        line=line,
+        advice=advice,
+        whole=whole,
+    )
     return True
 
 
 def write_record(
     path: Path, error: BaseException, text: str, *, line: str = "", advice: str = "", whole: str = ""
 ) -> None:
-    """Write a rank's error record if there is none; arguments as ``record_exception``."""
+    """Write a rank's error record, long texts cut, if there is none."""
     now_s = time.time()
     document = {
         "message": {
-            "message": f"{type(error).__name__}: {error}",
+            "message": cut_text(f"{type(error).__name__}: {error}", MAX_LINE_CHARS),
             "extraInfo": {
-                "py_callstack": text,
+                "py_callstack": cut_text(text, MAX_SHOWN_CHARS),
                 "timestamp": str(int(now_s)),
                 "time_s": now_s,
                 "line": line,
@@ -207,12 +204,9 @@ def write_record(
 
 
 def keep_whole(text: str) -> str:
-    """Write a whole traceback into the launcher's file, for this account only.
+    """Write a whole traceback into the launcher's private file; return its path.
 
-    Returns:
-        The file's path; empty if none is named or it cannot be written: the whole is then to be shown.
-
-    Ranks: each its own; no communication.
+    Empty if none is named or it cannot be written: the whole is then to be shown.
     """
     named = os.environ.get(TRACEBACK_FILE_VARIABLE)
     if not named:
@@ -251,23 +245,14 @@ def is_consequence(record: ErrorRecord | None) -> bool:
 def is_watchdog_abort(signal_name: str | None, stderr_text: str) -> bool:
     """Say whether NCCL's watchdog ended a rank, because others came to no collective.
 
-    It throws in a thread of C++, which ends the process by SIGABRT: there is no exception that Python could record.
-
-    Args:
-        signal_name: what ended the rank; None if nothing did.
-        stderr_text: the end of what it has printed to standard error.
-
-    Ranks: any; no communication.
+    It throws in a thread of C++, which ends the process by SIGABRT: there is no exception that Python could record, only the
+    end of standard error.
     """
     return signal_name == "SIGABRT" and is_peer_error(stderr_text)
 
 
 def is_peer_error(error_text: str) -> bool:
-    """Say whether an error merely reports that another rank went away.
-
-    Args:
-        error_text: the exception's message, without its traceback (source lines could match by chance).
-    """
+    """Say whether a message, no traceback, merely reports that a peer went away."""
     lowered = error_text.lower()
     return any(phrase in lowered for phrase in _PEER_ERROR_PHRASES)
 

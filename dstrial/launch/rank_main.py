@@ -24,7 +24,7 @@ from dstrial import collector
 from dstrial.errors import ConfigError, LaunchError, TrialImportError
 from dstrial.launch.failures import keep_whole, record_exception
 from dstrial.launch.memory_shortage import memory_advice
-from dstrial.launch.tracebacks import short_traceback, whole_traceback
+from dstrial.launch.tracebacks import MAX_SHOWN_CHARS, short_traceback, whole_traceback
 from dstrial.launch.trial_import import import_trial, is_determined_trial
 from dstrial.ranks.accelerate_backend import show_ranks_to_accelerate
 from dstrial.ranks.identity import identify
@@ -32,6 +32,7 @@ from dstrial.ranks.imported_names import note_imports
 from dstrial.ranks.stack_dump import dump_stacks_on_signal
 from dstrial.ranks.startup_phase import begin_phase, end_phases
 from dstrial.ranks.stop_signals import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
+from dstrial.visible_text import cut_text
 
 _MODULE = "dstrial.launch.rank_main"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -130,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             record_exception(exit_, exit_.code)
         raise
     except (TrialImportError, ConfigError) as error:
-        text = f"{type(error).__name__}: {error}"
+        text = cut_text(f"{type(error).__name__}: {error}", MAX_SHOWN_CHARS)
         whole = keep_whole(whole_traceback(error)) if isinstance(error, TrialImportError) else ""
         # It is the same on every rank; the launcher shows it once.
         sys.exit(1 if record_exception(error, text, whole=whole) else text)

@@ -15,6 +15,12 @@ from pathlib import Path
 
 import dstrial
 from dstrial.errors import DstrialError
+from dstrial.visible_text import cut_text
+
+# A message may hold a whole tensor, or a file; all ranks, the launcher, the log and the run's record take it.
+MAX_SHOWN_CHARS = 1 << 16
+MAX_LINE_CHARS = 1 << 11
+_MAX_WHOLE_CHARS = 1 << 20
 
 _OURS = str(Path(dstrial.__file__).parent)
 _STANDARD_LIBRARY = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
@@ -37,8 +43,8 @@ class ShortTraceback:
 
     Attributes:
         text: traceback with the user's frames, without a final newline; only the message for an error of dstrial's own that
-            no frame of the user's leads to.
-        summary: type and message, one line.
+            no frame of the user's leads to. The middle of more than ``MAX_SHOWN_CHARS`` is cut.
+        summary: type and message, one line of about ``MAX_LINE_CHARS`` at most.
         is_whole: whether nothing was left out.
     """
 
@@ -78,12 +84,14 @@ def short_traceback(error: BaseException, directory: Path | None = None) -> Shor
     if worker is not None:
         ending = _FRAME.sub("", worker["text"]).partition("\n")[2].lstrip("\n")
     summary = next((line.strip() for line in ending.splitlines() if not line.startswith("  ")), "")
-    return ShortTraceback("\n\n".join(blocks), summary, is_whole)
+    text = "\n\n".join(blocks)
+    is_whole = is_whole and len(text) <= MAX_SHOWN_CHARS
+    return ShortTraceback(cut_text(text, MAX_SHOWN_CHARS), cut_text(summary, MAX_LINE_CHARS), is_whole)
 
 
 def whole_traceback(error: BaseException) -> str:
-    """Format an exception as Python does, with everything that it is chained to."""
-    return "".join(traceback.format_exception(error))
+    """Format an exception and its chain as Python does; cut more than 1 MiB."""
+    return cut_text("".join(traceback.format_exception(error)), _MAX_WHOLE_CHARS)
 
 
 def _chain(

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.checkpoint.completion_marker import is_complete, read_marker, remove_marker
+from dstrial.checkpoint.storage_identity import is_uuid
 from dstrial.errors import CheckpointDamagedError, DstrialError
 from dstrial.local.json_files import read_json, write_json_atomically
 from dstrial.process_state import start_ticks
@@ -49,13 +50,7 @@ class StoredCheckpoint:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Writer:
-    """The process that writes a checkpoint.
-
-    Attributes:
-        host: name of its machine.
-        pid: its process id there.
-        started: when it started, in the kernel's own ticks, or None if unknown; tells a reused pid apart.
-    """
+    """The process that writes a checkpoint; ``started`` (ticks) tells a reused pid."""
 
     host: str
     pid: int
@@ -190,9 +185,7 @@ def remove_incomplete_checkpoints(checkpoints_path: Path) -> dict[str, int]:
     names = {path.stem for path in checkpoints_path.glob(f"*{SAVING_SUFFIX}")}
     removed: dict[str, int] = {}
     for name in sorted(names):
-        try:
-            uuid.UUID(name)
-        except ValueError:
+        if not is_uuid(name):
             continue
         if is_complete(checkpoints_path / name):
             end_saving(checkpoints_path, name)

@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -24,6 +23,7 @@ from determined.core._checkpoint import merge_metadata
 
 from dstrial.checkpoint.completion_marker import MARKER_NAME, is_complete, read_marker, write_marker
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file
+from dstrial.checkpoint.storage_identity import is_uuid
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, RankError
 from dstrial.local.checkpoint_directory import (
     KeepPolicy,
@@ -305,16 +305,9 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         shard: bool = False,
         selector: Callable[[str], bool] | None = None,
     ) -> str:
-        """Copy a directory, or the union of one directory per rank, into a new checkpoint.
+        """Copy a directory, or the union of the ranks', to a checkpoint; return its uuid.
 
-        Args:
-            ckpt_dir: the directory; None on a rank that has nothing to add. Not changed.
-            metadata: as in ``store_path``.
-            shard: whether all ranks take part.
-            selector: says by relative path which files to copy; None copies all.
-
-        Returns:
-            The new checkpoint's uuid.
+        Args as in Determined's; ``ckpt_dir`` is None on a rank that has nothing to add, and is not changed.
 
         Raises:
             CheckpointError: as in ``store_path``, and if ranks bring different files of one name, or none
@@ -350,13 +343,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         *,
         selector: Callable[[str], bool] | None = None,
     ) -> None:
-        """Copy a checkpoint into a directory, which is made if it does not exist.
-
-        Args:
-            storage_id: the checkpoint's uuid.
-            ckpt_dir: where to copy it.
-            download_mode: whether the ranks of a machine share one copy.
-            selector: says by relative path which files to copy; None copies all.
+        """Copy a checkpoint into a directory, made if missing. Args as in Determined's.
 
         Raises:
             CheckpointNotFoundError: there is no complete checkpoint of this name.
@@ -376,15 +363,10 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
     ) -> Iterator[Path]:
         """Give the directory of a checkpoint to read from; nothing is copied.
 
-        Args:
-            storage_id: the checkpoint's uuid, or the path of a checkpoint directory anywhere.
-            download_mode: accepted for Determined's signature.
-            selector: accepted for Determined's signature.
+        ``storage_id`` is a uuid, or the path of a checkpoint directory anywhere.
 
         Raises:
             CheckpointNotFoundError: there is no complete checkpoint of this name.
-
-        Ranks: any; no communication.
         """
         yield self._find(storage_id)
 
@@ -393,9 +375,9 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
 
         Raises:
             CheckpointNotFoundError: there is no complete checkpoint of this name.
-
-        Ranks: one.
         """
+        if not is_uuid(storage_id):
+            raise CheckpointNotFoundError(f"checkpoint is {storage_id!r}; expected a UUID from list().")
         self._find(storage_id, is_read=False)
         remove_checkpoint(self._checkpoints_path, storage_id)
 
@@ -405,8 +387,6 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         Raises:
             CheckpointNotFoundError: there is no complete checkpoint of this name.
             CheckpointDamagedError: its mark or its metadata is not what was written.
-
-        Ranks: any; no communication.
         """
         metadata: dict[str, Any] = read_json(self._find(storage_id) / METADATA_FILE) or {}
         return metadata
@@ -449,9 +429,7 @@ def _elsewhere(checkpoints_path: Path, storage_id: str) -> Path | None:
 
     Source: Determined 0.38.1 keeps the checkpoints of all local runs in one directory, where each is found by its uuid.
     """
-    try:
-        uuid.UUID(storage_id)
-    except ValueError:
+    if not is_uuid(storage_id):
         return None
     written = _written_here.get(storage_id)
     found = [] if written is None else [written]

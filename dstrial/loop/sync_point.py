@@ -23,6 +23,7 @@ from determined import core
 from dstrial.errors import PeerFailedError
 from dstrial.ranks.channel import PendingGather
 from dstrial.ranks.control_channel import ControlChannel
+from dstrial.visible_text import cut_text
 
 INTERVAL_S = 5.0
 """How long, in seconds, a request to stop may wait for the next point of agreement."""
@@ -197,7 +198,7 @@ def described(error: BaseException | None) -> str | None:
     """Return an error in one line for other ranks; None for none."""
     if error is None:
         return None
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return cut_text(f"{type(error).__name__}: {error}".splitlines()[0], 2000)
 
 
 def peer_failed(where: str, failures: list[tuple[int, str]]) -> PeerFailedError:

@@ -44,12 +44,8 @@ _SIZES = ("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--exclusive")
 def sbatch_args(settings: Mapping[str, Any], more: Sequence[str], where: str) -> list[str]:
     """Return options of ``slurm.sbatch_args`` and of the command line. Pure.
 
-    Each is a line of the script. An option whose value is a word of its own (``-p gpu``) is joined with it.
-
-    Args:
-        settings: of the top-level key ``slurm``, Determined's.
-        more: of the command line, which come behind.
-        where: the config's name, for messages.
+    Each is a line of the script. An option whose value is a word of its own (``-p gpu``) is joined with it. ``settings`` is the
+    top-level key ``slurm``, Determined's; ``more``, of the command line, comes behind.
 
     Raises:
         ConfigError: with all that is wrong with them.
@@ -83,10 +79,7 @@ def sbatch_args(settings: Mapping[str, Any], more: Sequence[str], where: str) ->
 
 
 def value_of(options: Sequence[str], *names: str) -> str | None:
-    """Return the last value that options give to one of these names. Pure.
-
-    None without.
-    """
+    """Return the last value that options give to one of these names, or None. Pure."""
     value = None
     for option in options:
         name, _, given = option.partition("=") if option.startswith("--") else (option[:2], "", option[2:])
@@ -114,12 +107,8 @@ def request_lines(
 ) -> list[str]:
     """Return the options that ask for a trial's slots: a task for each of them. Pure.
 
-    Args:
-        settings: of the key ``slurm``: ``slots_per_node`` and ``gpu_type`` are Determined's.
-        options: the user's, which say how many nodes and tasks where they say anything of that.
-        num_slots: of the trial.
-        wants_devices: whether each slot is an accelerator.
-        where: the config's name, for messages.
+    The user's ``options`` say how many nodes and tasks where they say anything of that. ``slots_per_node`` and ``gpu_type`` of
+    the key ``slurm`` are Determined's.
 
     Raises:
         ConfigError: the slots are no multiple of ``slots_per_node``.
@@ -179,18 +168,12 @@ def batch_script(
     command: Sequence[str],
     submitted_by: str,
 ) -> str:
-    """Return the script that begins a run, and goes on with it. Pure.
+    """Return the script that begins a run, and goes on with it if started again. Pure.
 
-    It goes on each time that Slurm starts it again.
+    The user's ``options`` stand behind ours and so count. What the job prints goes into ``run_directory``, an absolute path.
 
-    Args:
-        name: of the job.
-        request: options for nodes, tasks and accelerators.
-        options: the user's, which stand behind ours and so count.
-        run_directory: absolute path; what the job prints goes into it.
-        working_directory: where the command runs.
-        command: of the job.
-        submitted_by: the command that wrote the script, for its reader.
+    Raises:
+        ConfigError: Slurm cannot have such a directory.
     """
     ours = [
         f"--job-name={name}",
@@ -216,24 +199,28 @@ def batch_script(
 
 
 def _quoted(path: str) -> str:
-    # sbatch splits a line at blanks.
-    return f'"{path}"' if any(letter.isspace() for letter in path) else path
+    # sbatch 22.05 splits a line at blanks, takes both quotes, and drops a backslash from --output whatever stands around it.
+    if not path.isprintable() or "\\" in path:
+        problem = ConfigProblem(
+            "the run, working or state directory",
+            repr(path),
+            "a path of printable characters without a backslash, for Slurm",
+            "Move it, or name another one with --runs-dir or --state-dir.",
+        )
+        raise ConfigError([problem])
+    return path if re.fullmatch(r"[\w/.,:+@%=-]+", path) else '"' + path.replace('"', r"\"") + '"'
 
 
 def holding_script(
     *, name: str, title: str, request: Sequence[str], options: Sequence[str], directory: Path, state_dir: Path
 ) -> str:
-    """Return the script of a job that holds nodes for a master. Pure.
+    """Return the script of a job that only holds nodes for a master. Pure.
 
-    It does nothing on them.
+    The user's ``options`` stand behind ours and so count. Master and nodes see ``directory``, an absolute path for what the job
+    prints.
 
-    Args:
-        name: of the job, by which the master finds it again.
-        title: what it is for, for its reader.
-        request: options for nodes, tasks and accelerators.
-        options: the user's, which stand behind ours and so count.
-        directory: absolute path that master and nodes see; what the job prints goes into it.
-        state_dir: of the master, for its reader.
+    Raises:
+        ConfigError: Slurm cannot have such a directory.
     """
     ours = [
         f"--job-name={name}",

@@ -71,6 +71,19 @@ def test_output_that_nobody_reads_is_no_traceback(tmp_path):
     assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, "")
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_check_with_closed_streams_exits_as_ever(tmp_path, closed):
+    config = "searcher: {name: single, metric: loss, max_length: {batches: 1}}\nentrypoint: ls\n"
+    for entrypoint, exit_code in ((config, 0), (config + "no_such_key: 1\n", 1)):
+        (tmp_path / "exp.yaml").write_text(entrypoint)
+        command = f"{sys.executable} -m dstrial.cli check exp.yaml {closed}"
+
+        result = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+
+        assert result.returncode == exit_code
+        assert "Traceback" not in result.stderr
+
+
 def test_a_checkout_that_is_not_installed_has_no_metadata_and_works(tmp_path):
     """So it is where a bare machine runs ``make gpu PYTHON=python3``."""
     code = (

@@ -122,6 +122,19 @@ def make_project(tmp_path: Path, shared_master: MasterForTest) -> MakeProject:
 
 @pytest.mark.process
 class TestScripts:
+    @pytest.mark.parametrize("reader", [">&-", "| head -1"])
+    def test_run_without_a_reader_trains_to_its_end(self, make_project: MakeProject, reader: str) -> None:
+        project = make_project(CORE_API_SCRIPT, "python3 -m dstrial.launch train.py 'an argument'")
+        command = f"({shlex.join(project.command())}; echo $? > '{project.directory}/exit_code') {reader}"
+
+        ended = subprocess.run(
+            ["sh", "-c", command], capture_output=True, text=True, timeout=DEADLINE_S, env=dict(project.env)
+        )
+
+        assert (project.directory / "exit_code").read_text() == "0\n", ended.stderr
+        assert "Traceback" not in ended.stderr
+        assert [path.read_record().state for path in project.run_directories()] == [RunState.COMPLETED]
+
     def test_a_run_reports_ends_with_where_its_files_are_and_exits_0(self, make_project: MakeProject) -> None:
         project = make_project(CORE_API_SCRIPT, "python3 -m dstrial.launch train.py 'an argument'")
         ended = project.run("--slots", "2")

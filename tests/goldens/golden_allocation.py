@@ -148,6 +148,7 @@ def _supervised(directory: Path) -> dict[str, Any]:
     spec = {
         "command": command,
         "working_directory": str(directory),
+        "temporary_directory": str(directory),
         "environment": {"PATH": os.defpath},
         "umask": 18,
     }

@@ -28,7 +28,7 @@ def cluster() -> Iterator[SlurmCluster]:
 @pytest.fixture
 def place(tmp_path: Path, cluster: SlurmCluster) -> Iterator[Path]:
     """Return a directory with the trial and its config; what a test has queued is taken back."""
-    place = tmp_path / "my place, 100%"  # whatever paths users have
+    place = tmp_path / """John's "place" #1, 100%"""  # whatever paths users have
     place.mkdir()
     for name in ("small_trial.py", "small_pipeline.py"):
         shutil.copy(Path(__file__).parent / name, place)

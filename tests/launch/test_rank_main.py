@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import warm_start
 
 from dstrial.errors import LaunchError
+from dstrial.launch.failures import read_record
 from dstrial.launch.rank_main import script_command, trial_command
 
 
@@ -144,3 +146,26 @@ def test_containers_of_a_cluster_meet_at_the_first(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("C10D_PORT", "31234")
     assert cluster_placement(info(["10.0.0.1"], 0)) == Placement()
     assert cluster_placement(info(["10.0.0.1", "10.0.0.2"], 1)) == Placement(2, 1, "10.0.0.1", 31234)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("raised", ["raise ValueError(text)", "sys.exit(text)", "raise ConfigError([text])"])
+def test_error_of_fifty_megabytes_is_recorded_cut(raised: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys\nfrom dstrial.errors import ConfigError\ntext = 'a' * 25_000_000 + 'é' * 25_000_000\n{raised}\n"
+    )
+    record, whole = tmp_path / "error.json", tmp_path / "whole.txt"
+    variables = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(record), "DSTRIAL_TRACEBACK_FILE": str(whole)}
+
+    command = [sys.executable, "-m", "dstrial.launch.rank_main", "--script", str(script)]
+    ended = subprocess.run(command, env=variables, capture_output=True, timeout=60)
+
+    assert ended.returncode == 1
+    found = read_record(record)
+    assert found is not None
+    assert len(found.summary) < 2_200
+    assert len(found.text) < 70_000
+    assert re.search(r"a \[… 74,9\d\d,\d\d\d bytes are cut …\] é", found.text)
+    assert not whole.exists() or whole.stat().st_size < 2**21
+    assert "sys.exit" in raised or len(ended.stderr.decode()) < 70_000

@@ -136,6 +136,15 @@ def test_a_group_of_exceptions_keeps_its_members(tmp_path: Path) -> None:
     assert "KeyError: 'b'" in found.text
 
 
+def test_long_message_is_cut_in_its_middle(tmp_path: Path) -> None:
+    found = short(tmp_path, "raise ValueError('begin' + 'x' * 50_000_000 + 'end')\n")
+
+    assert not found.is_whole
+    for text, limit in ((found.text, 70_000), (found.summary, 2_200)):
+        assert len(text) < limit
+        assert re.search(r"ValueError: beginx+ \[… 49,9\d\d,\d\d\d bytes are cut …\] x+end\Z", text)
+
+
 def test_a_shortage_of_memory_is_recognised_wherever_it_is_in_the_chain() -> None:
     with pytest.raises(RuntimeError) as of_torch:
         torch.empty(1 << 50)

@@ -329,3 +329,17 @@ def test_without_a_policy_everything_is_kept(tmp_path: Path) -> None:
     for steps_completed in range(4):
         save(store, steps_completed)
     assert [entry.steps_completed for entry in store.list()] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("form", ["{other}", "../{run}", "../b/{run}"])
+def test_delete_checkpoint_by_path_is_refused(tmp_path: Path, form: str) -> None:
+    """A store deletes its own checkpoints only, by name; a path may lead anywhere."""
+    other = tmp_path / "a" / save(local_store(tmp_path / "a"), 7)
+    store = local_store(tmp_path / "b")
+    own = save(store, 1)
+
+    with pytest.raises(CheckpointNotFoundError, match="expected a UUID from list"):
+        store.delete(form.format(other=other, run=own))
+
+    assert other.is_dir()
+    assert [checkpoint.uuid for checkpoint in store.list()] == [own]

@@ -43,6 +43,39 @@ def master(tmp_path: Path) -> Iterator[MasterForTest]:
         yield running
 
 
+REPORTING = """
+import logging, pathlib, time
+import determined as det
+logging.basicConfig(level=logging.WARNING)
+with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
+    print("ready", flush=True)
+    for step in range(1, 1000):
+        core.train.report_training_metrics(step, {"loss": 1.0})
+        time.sleep(0.1)
+        if pathlib.Path("GATE").exists():
+            break
+"""
+
+
+@pytest.mark.process
+def test_absent_master_is_one_line_of_a_log(master: MasterForTest, tmp_path: Path) -> None:
+    experiment_id = submit(master, config(), REPORTING.replace("GATE", str(tmp_path / "gate")))
+    wait_for(lambda: "ready" in log_of(master, experiment_id))
+
+    master.kill()
+    time.sleep(6)
+    master.up()
+    (tmp_path / "gate").touch()
+    wait_until(master, experiment_id, "COMPLETED")
+
+    lines = log_of(master, experiment_id).splitlines()
+    assert (
+        len([line for line in lines if "the master does not answer, and is asked until it does (" in line])
+        == 1
+    )
+    assert not [line for line in lines if "Retrying (" in line]
+
+
 @pytest.mark.process
 def test_only_the_port_that_trials_report_to_takes_back_the_trials_of_a_killed_master(
     master: MasterForTest,

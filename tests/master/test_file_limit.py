@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,7 +26,7 @@ with subprocess.Popen(["sleep", "60"]) as child:
     [
         (1024, 10000, 1984, 4096, 1024),
         (300, 300, 86, 300, 300),
-        (64, 64, 16, 64, 64),
+        (32, 160, 16, 160, 32),
         (9000, 9000, 4436, 9000, 9000),
     ],
 )
@@ -36,3 +37,15 @@ def test_the_limit_is_raised_as_far_as_allowed_and_what_is_started_gets_the_old_
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split() == [str(connections), str(raised), str(of_child)]
+
+
+@pytest.mark.parametrize("limit", [16, 24, 32, 64])
+def test_up_with_few_open_files_is_refused(tmp_path: Path, limit: int) -> None:
+    command = ["-m", "dstrial.cli", "up", "--state-dir", str(tmp_path), "--port", "0"]
+    ended = subprocess.run(
+        ["prlimit", f"--nofile={limit}", sys.executable, *command], capture_output=True, text=True, timeout=60
+    )
+
+    assert ended.returncode == 1
+    assert f"may open {limit} files (ulimit -Hn); expected at least 160 for a master" in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -11,6 +11,7 @@ from dstrial.errors import ConfigError
 from dstrial.slurm.script import (
     asks_for_devices,
     batch_script,
+    holding_script,
     notice_s,
     request_lines,
     sbatch_args,
@@ -105,3 +106,32 @@ def test_the_script_is_safe_with_any_path_and_says_where_it_comes_from() -> None
     ours, theirs = lines.index("#SBATCH --ntasks=2"), lines.index("#SBATCH --partition=gpu")
     assert ours < theirs, "the user's stand behind ours, and count"
     assert lines[-2:] == ["mkdir -p '/my runs/100%/one'", "exec /v/bin/python -m dstrial run 'a b.yaml'"]
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\n#SBATCH --uid=0", "a\tb", "a\\b", "caf\udce9"])
+def test_directory_that_slurm_cannot_have_is_refused(name: str) -> None:
+    path = Path("/", name)
+    with pytest.raises(
+        ConfigError, match="expected a path of printable characters without a backslash, for Slurm"
+    ):
+        batch_script(
+            name="x",
+            request=[],
+            options=[],
+            run_directory=path,
+            working_directory=Path("/"),
+            command=["x"],
+            submitted_by="x",
+        )
+    with pytest.raises(ConfigError, match="the run, working or state directory is"):
+        holding_script(name="x", title="x", request=[], options=[], directory=path, state_dir=path)
+
+
+def test_quotes_in_directories_are_escaped_for_sbatch() -> None:
+    """As sbatch 22.05 reads them; tests/hosts/test_run_under_slurm.py has it read them."""
+    directory = Path("""/John's "runs" #1""")
+    script = holding_script(
+        name="x", title="x", request=[], options=[], directory=directory, state_dir=directory
+    )
+
+    assert """#SBATCH --chdir="/John's \\"runs\\" #1\"""" in script.splitlines()

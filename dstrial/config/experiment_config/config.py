@@ -411,6 +411,10 @@ def _check_entrypoint(
     if isinstance(entrypoint, list) and not all(isinstance(word, str) for word in entrypoint):
         findings.problem("entrypoint", render(entrypoint), "a list of strings", "Quote every word.")
         return TrialSource(None)
+    if not "".join(entrypoint[:1] if isinstance(entrypoint, list) else entrypoint).strip():
+        fix = "Name what is to run, for example model_def:MyTrial."
+        findings.problem("entrypoint", render(entrypoint), "module:Class, or a command", fix)
+        return TrialSource(None)
     if not has_files or not context_dir.is_dir():
         return TrialSource(None)
     return check_entrypoint(entrypoint, context_dir, findings)

@@ -23,6 +23,7 @@ from dstrial.errors import TrialContractError
 from dstrial.local.json_files import write_json_atomically
 from dstrial.local.measuring_variables import RESULT_VARIABLE, SETTINGS_KEY, measuring_hyperparameters
 from dstrial.ranks import process_group
+from dstrial.visible_text import cut_text
 
 
 @contextlib.contextmanager
@@ -191,7 +192,8 @@ def failure_of(error: BaseException, timer: StepTimer) -> Failure:
     if isinstance(error, KeyboardInterrupt):
         failure = Failure(FailureKind.CANCELED, "interrupted", timer.phase)
     allocated = timer.allocated_bytes() if failure.kind is FailureKind.DEVICE_OOM else None
-    return dataclasses.replace(failure, rank=_rank(), allocated_bytes=allocated)
+    message = cut_text(failure.message, 2000)  # a longer line of the log would be several
+    return dataclasses.replace(failure, message=message, rank=_rank(), allocated_bytes=allocated)
 
 
 def _report_failure(error: BaseException, timer: StepTimer) -> None:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import queue
-import re
+import os
 import tarfile
 import threading
 import zipfile
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any
 
 from determined.common.api import bindings
 from starlette.responses import StreamingResponse
 
+from dstrial.checkpoint.storage_identity import is_uuid
 from dstrial.config.secrets import unmasked
 from dstrial.errors import RequestError
 from dstrial.master.api.metrics import report_json
@@ -32,8 +31,7 @@ from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.reports import metrics
 
-_UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 16  # what a pipe holds
 
 
 def _sizes(given: dict[str, Any] | None) -> dict[str, int]:
@@ -52,8 +50,10 @@ async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
     """``POST checkpoints``: a trial has written a checkpoint."""
     body = request.body()
     uuid, task_id = body.required_text("uuid"), body.required_text("taskId")
-    if _UUID.fullmatch(uuid) is None:
-        raise body.wrong("uuid", "a UUID")
+    if not is_uuid(uuid) or uuid == request.services.cluster_id:
+        raise body.wrong(
+            "uuid", "a new UUID in lower case with hyphens, as Python's str(uuid.uuid4()) has it"
+        )
     request.require_task(task_id)
     allocation_id = body.text("allocationId") or None
     if allocation_id is not None:
@@ -241,80 +241,40 @@ async def download(request: ApiRequest) -> StreamingResponse:
     )
 
 
-class _Pipe:
-    """A file object whose writes another thread's reader takes, a few at a time."""
-
-    def __init__(self) -> None:
-        self.chunks: queue.Queue[bytes | None] = queue.Queue(maxsize=8)
-        self.is_closed = False
-        self._position = 0
-
-    def write(self, data: bytes) -> int:
-        if data:
-            self._put(bytes(data))
-        self._position += len(data)
-        return len(data)
-
-    def end(self) -> None:
-        """Tell the reader, if it still reads, that nothing follows."""
-        with contextlib.suppress(OSError):
-            self._put(None)
-
-    def _put(self, item: bytes | None) -> None:
-        while not self.is_closed:
-            with contextlib.suppress(queue.Full):
-                self.chunks.put(item, timeout=1.0)
-                return
-        raise OSError("the reader has gone")
-
-    def tell(self) -> int:
-        return self._position
-
-    def flush(self) -> None:
-        """Do nothing: what is written is taken as it comes."""
-
-
 async def _archive(directory: Path, kind: str) -> AsyncIterator[bytes]:
     """Yield an archive of a directory's files.
 
     Raises:
-        OSError: a file cannot be read any more; the answer, which has begun, breaks off without its end.
+        Exception: a file cannot be read any more; the answer, which has begun, breaks off without its end.
     """
-    pipe = _Pipe()
-    problems: list[OSError] = []
+    read_end, write_end = os.pipe()
+    problems: list[Exception] = []
 
     def write() -> None:
         try:
-            _write_archive(directory, kind, cast(Any, pipe))
-        except OSError as error:
+            with os.fdopen(write_end, "wb") as file:
+                _write_archive(directory, kind, file)
+        except Exception as error:  # noqa: BLE001 - raised below, or the reader has gone
             problems.append(error)
-        pipe.end()
 
     thread = threading.Thread(target=write, name="dstrial-archive", daemon=True)
     thread.start()
-    try:
-        while (chunk := await asyncio.to_thread(_next, pipe)) is not None:
+    with os.fdopen(read_end, "rb", buffering=0) as file:
+        while chunk := await asyncio.to_thread(file.read, _CHUNK_BYTES):
             yield chunk
-        if problems:
-            raise problems[0]
-    finally:
-        pipe.is_closed = True
+    await asyncio.to_thread(thread.join)
+    if problems:
+        raise problems[0]
 
 
-def _next(pipe: _Pipe) -> bytes | None:
-    """Wait for the next chunk; None at the end, and when nobody waits for it any more."""
-    while not pipe.is_closed:
-        with contextlib.suppress(queue.Empty):
-            return pipe.chunks.get(timeout=1.0)
-    return None
-
-
-def _write_archive(directory: Path, kind: str, file: Any) -> None:
+def _write_archive(directory: Path, kind: str, file: IO[bytes]) -> None:
     paths = [path for path in sorted(directory.rglob("*")) if path.is_file() and not path.is_symlink()]
     if kind == "zip":
-        with zipfile.ZipFile(file, "w") as archive:
+        # ZIP knows times from 1980 to 2107, and names of characters only; tar keeps both as they are.
+        with zipfile.ZipFile(file, "w", strict_timestamps=False) as archive:
             for path in paths:
-                archive.write(path, path.relative_to(directory).as_posix())
+                name = os.fsencode(path.relative_to(directory).as_posix()).decode(errors="backslashreplace")
+                archive.write(path, name)
         return
     with tarfile.open(fileobj=file, mode="w|gz" if kind == "gzip" else "w|") as tar:
         for path in paths:

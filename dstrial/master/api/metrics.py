@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ from determined.common.api import bindings
 
 from dstrial.errors import RequestError
 from dstrial.master.clock import format_us, now_us, parse_time
+from dstrial.master.http.fields import shown
 from dstrial.master.http.messages import message
 from dstrial.master.http.router import TRIAL, ApiRequest, route
 from dstrial.master.http.serializers import stored
@@ -17,6 +19,7 @@ from dstrial.master.lifecycle import trials
 from dstrial.master.services import Services
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.reports import metrics
+from dstrial.master.store.reports.metric_summaries import MAX_NAME_CHARS
 
 _MAX_STEPS = 2**31 - 1
 
@@ -50,8 +53,15 @@ async def _store(request: ApiRequest, trial_id: int, group: str, report: Any) ->
     run_id = report.required_integer("trialRunId", 0, _MAX_STEPS)
     steps = report.integer("stepsCompleted", 0, _MAX_STEPS)
     end_us = _time(report.text("reportTime"))
-    if not group or len(group) > 256:
+    if not group or len(group) > MAX_NAME_CHARS:
         raise RequestError(400, "group is empty or too long; expected a name. Choose another.")
+    for name in itertools.chain(given, *per_batch):
+        if len(name) > MAX_NAME_CHARS:
+            raise RequestError(
+                400,
+                f"the name of a metric has {len(name):,} characters, {shown(name)}; expected at most {MAX_NAME_CHARS}. Report "
+                "it under a shorter name, and a long text as the value.",
+            )
     await request.services.write(
         lambda tx: trials.report_metrics(tx, trial_id, run_id, group, steps, end_us, given, per_batch)
     )

@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dstrial.checkpoint.storage_identity import is_uuid
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.experiment_config.startup_hook import install_timeout_s, may_install, requirements_of
 from dstrial.errors import MasterError
@@ -343,7 +344,7 @@ def begun_checkpoints(directory: Path) -> list[str]:
     As far as it knows: it may have been killed before its report was answered.
     """
     try:
-        return sorted(path.name for path in (directory / SAVING_DIRECTORY).iterdir())
+        return sorted(path.name for path in (directory / SAVING_DIRECTORY).iterdir() if is_uuid(path.name))
     except OSError:
         return []
 

@@ -15,6 +15,7 @@ the log goes on in parts, ``output.log.<bytes before it>.<lines before it>``; th
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import selectors
@@ -51,6 +52,11 @@ def main(directory: str, line: str = "", forks: Any = None) -> None:
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with open("spec.json", encoding="utf-8") as file:
         spec: dict[str, Any] = json.load(file)
+    # A cleaner of temporary files skips a directory with a lock (tmpfiles.d(5)); it ends with this process.
+    with contextlib.suppress(OSError):
+        fcntl.flock(
+            os.open(spec["temporary_directory"], os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_EX | fcntl.LOCK_NB
+        )
     requests = _Requests()
     write_json("supervisor.json", {"pid": os.getpid(), "start_time": start_time(os.getpid())})
     try:

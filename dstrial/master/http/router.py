@@ -448,7 +448,9 @@ class Api:
         except Exception as error:
             problem = await self._explained(error)
             if problem.status >= 500 and problem.status != 501:
-                logger.exception("%s %s is answered %d", scope["method"], scope["path"], problem.status)
+                # Only a defect has a cause that the answer does not name.
+                words = (scope["method"], scope["path"], problem.status, problem.text)
+                logger.error("%s %s is answered %d: %s", *words, exc_info=problem.status == 500)
             response = error_response(problem)
         await response(scope, receive, send)
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import uuid
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from dstrial.checkpoint.completion_marker import MARKER_NAME, read_marker
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file
-from dstrial.checkpoint.storage_identity import StorageIdentity
+from dstrial.checkpoint.storage_identity import StorageIdentity, is_uuid
 from dstrial.errors import CheckpointError
 from dstrial.master.lifecycle.checkpoint_gc import remaining
 from dstrial.master.lifecycle.storages import LOOK_TIMEOUT_S, StorageLook, root_of
@@ -257,7 +256,7 @@ def _unknown(root: Path, known: Collection[str]) -> list[Finding]:
     """Return directories named as checkpoints that are none of this master's."""
     findings = []
     for path in sorted(root.iterdir()) if root.is_dir() else []:
-        if path.name in known or not _is_uuid(path.name) or path.is_symlink() or not path.is_dir():
+        if path.name in known or not is_uuid(path.name) or path.is_symlink() or not path.is_dir():
             continue
         if (path / "tensorboard").is_dir():  # of a cluster, whose id it is
             continue
@@ -272,13 +271,6 @@ def _unknown(root: Path, known: Collection[str]) -> list[Finding]:
 
 def _files_in(directory: Path) -> dict[str, int]:
     return {name: size for name, size in remaining(directory).items() if not name.endswith("/")}
-
-
-def _is_uuid(name: str) -> bool:
-    try:
-        return str(uuid.UUID(name)) == name
-    except ValueError:
-        return False
 
 
 def _named(names: Sequence[str]) -> str:

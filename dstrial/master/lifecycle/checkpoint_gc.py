@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dstrial.checkpoint.storage_identity import is_uuid
 from dstrial.errors import MasterError
 
 
@@ -96,11 +97,11 @@ def checkpoint_directory(storage: Mapping[str, Any], uuid: str) -> Path:
     """Return where a checkpoint's files lie on this machine.
 
     Raises:
-        MasterError: the storage is no directory of this machine.
+        MasterError: the storage is no directory of this machine, or the name is no UUID.
     """
     root = storage_root(storage)
-    if not uuid or "/" in uuid or uuid in (".", ".."):
-        raise MasterError(f"{uuid!r} is no checkpoint's uuid; expected one without slashes.")
+    if not is_uuid(uuid):
+        raise MasterError(f"the name of a checkpoint is {uuid[:80]!r}; expected a UUID in lower case.")
     return root / uuid
 
 
@@ -137,9 +138,15 @@ def delete_files(storage: Mapping[str, Any], uuid: str, globs: Sequence[str] = (
     Nothing outside the checkpoint's directory is touched: links are deleted, not followed. No patterns delete nothing.
 
     Raises:
-        MasterError: the storage cannot be reached, or a file cannot be deleted.
+        MasterError: the storage cannot be reached, its directory of that name is no checkpoint's, or a file cannot be deleted.
     """
     directory = checkpoint_directory(storage, uuid)
+    # A cluster's id, too, is a UUID that names a directory of the storage.
+    if directory.is_symlink() or (directory / "tensorboard" / "experiment").is_dir():
+        raise MasterError(
+            f"{directory} is a link, or has the TensorBoard files of a cluster; expected a checkpoint's directory. Nothing in it "
+            "is deleted."
+        )
     if not directory.is_dir():
         return {}
     if not globs:

@@ -32,15 +32,8 @@ def report_metrics(
 ) -> None:
     """Store a report; a "validation" report goes to the searcher in the same write.
 
-    Args:
-        tx: the write.
-        trial_id: the trial.
-        run_id: the trial's run that reports.
-        group: name of the group of metrics.
-        steps: batches completed; None for a report that belongs to no batch (profiling).
-        end_us: when the trial took it.
-        metrics: value by name.
-        per_batch: values by name of each batch since the last report, which are only kept.
+    ``steps`` are batches completed, None for a report that belongs to no batch (profiling). ``per_batch``, values by name of
+    each batch since the last report, are only kept.
 
     Raises:
         StoreError: unknown trial, an older run or values that contradict an earlier report.

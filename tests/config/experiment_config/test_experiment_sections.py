@@ -273,6 +273,14 @@ def test_an_entrypoint_is_needed_only_where_it_is_asked_for(load):
         load(text, require_entrypoint=True)
 
 
+@pytest.mark.parametrize("entrypoint", ["[]", "['']", "['', x]", "''", "' '"])
+def test_entrypoint_without_a_word_is_refused(load, entrypoint):
+    with pytest.raises(
+        ConfigError, match=r"entrypoint is .*; expected module:Class, or a command\. Name what is to run"
+    ):
+        load(EXPERIMENT.replace("model_def:MyTrial", entrypoint))
+
+
 @pytest.mark.parametrize(
     "entrypoint",
     [

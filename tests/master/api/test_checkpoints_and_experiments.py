@@ -7,6 +7,7 @@ import http.client
 import io
 import os
 import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from serving import Master
 pytestmark = pytest.mark.process
 
 _LARGE_BYTES = 32 * 2**20
+NEW_UUID = "b3b4a7b8-0000-4000-8000-000000000001"
 
 
 def test_a_trial_reads_the_checkpoint_it_started_from_and_changes_only_its_own(fresh_master: Master) -> None:
@@ -41,10 +43,33 @@ def test_a_trial_reports_for_no_other_allocation(
     fresh_master: Master, allocation_id: str | None, status: int
 ) -> None:
     line = {"taskId": "1.request", "allocationId": allocation_id, "log": "x\n"}
-    made = {"uuid": "b3b4", "taskId": "1.request", "allocationId": allocation_id, "metadata": {}}
+    made = {"uuid": NEW_UUID, "taskId": "1.request", "allocationId": allocation_id, "metadata": {}}
 
     assert fresh_master.send("POST", "/api/v1/task/logs", {"logs": [line]}, token="trial-1").status == status
     assert fresh_master.send("POST", "/api/v1/checkpoints", made, token="trial-1").status == status
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "<cluster id>",
+        "..",
+        "logs",
+        ".dstrial-storage.json",
+        NEW_UUID.upper(),
+        NEW_UUID.replace("-", ""),
+        f"{NEW_UUID}\n",
+    ],
+)
+def test_report_checkpoint_other_name_than_uuid_is_refused(fresh_master: Master, name: str) -> None:
+    uuid = fresh_master.services.cluster_id if name == "<cluster id>" else name
+    body = {"uuid": uuid, "taskId": "1.request", "metadata": {}}
+
+    answer = fresh_master.send("POST", "/api/v1/checkpoints", body, token="trial-1")
+
+    assert answer.status == 400
+    assert "expected a new UUID in lower case with hyphens" in answer.error
+    assert fresh_master.rows("SELECT uuid FROM checkpoints WHERE uuid = ?", uuid) == []
 
 
 def test_the_metrics_of_a_checkpoint_are_those_of_the_trials_that_use_it(fresh_master: Master) -> None:
@@ -137,11 +162,13 @@ def _large_checkpoint(master: Master, tmp_path: Path) -> Path:
     return directory / "large"
 
 
-def _download(master: Master) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-    connection = http.client.HTTPConnection("127.0.0.1", master.port, timeout=30)
+def _download(
+    master: Master, accept: str = "application/x-tar"
+) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    connection = http.client.HTTPConnection("127.0.0.1", master.port, timeout=10)
     headers = {
         "Host": "localhost",
-        "Accept": "application/x-tar",
+        "Accept": accept,
         "Authorization": f"Bearer {master.tokens['determined']}",
     }
     connection.request("GET", f"/checkpoints/{master.checkpoints[1]}", headers=headers)
@@ -154,6 +181,29 @@ def test_a_checkpoint_is_downloaded_as_a_tar(fresh_master: Master, tmp_path: Pat
     with tarfile.open(fileobj=io.BytesIO(answer.read())) as archive:
         assert [(member.name, member.size) for member in archive] == [("large", _LARGE_BYTES)]
     connection.close()
+
+
+@pytest.mark.parametrize("kind", ["zip", "x-tar", "gzip"])
+def test_download_of_odd_names_and_times_is_whole(fresh_master: Master, tmp_path: Path, kind: str) -> None:
+    directory = _large_checkpoint(fresh_master, tmp_path).parent
+    (directory / "large").unlink()
+    for name, time_s in ((b"caf\xe9", 0), ("café".encode(), 2**33), (b"now", 1_700_000_000)):
+        path = Path(os.fsdecode(os.fsencode(directory) + b"/" + name))
+        path.write_bytes(name)
+        os.utime(path, (time_s, time_s))
+
+    connection, answer = _download(fresh_master, f"application/{kind}")
+    content = io.BytesIO(answer.read())
+    connection.close()
+
+    if kind == "zip":
+        with zipfile.ZipFile(content) as archive:
+            found = {name: archive.read(name) for name in archive.namelist()}
+    else:
+        with tarfile.open(fileobj=content) as tar:
+            found = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr] # files only
+    odd = "caf\\xe9" if kind == "zip" else "caf\udce9"
+    assert found == {odd: b"caf\xe9", "café": "café".encode(), "now": b"now"}
 
 
 def test_a_download_whose_file_shrinks_breaks_off(fresh_master: Master, tmp_path: Path) -> None:

@@ -118,3 +118,17 @@ def test_the_log_is_followed(fresh_master: Master, session: api.Session) -> None
     with path.open("a") as file:
         file.write(" a line\n")
     assert [answer.logEntry.message for answer in answers] == ["x: new", "x: half a line"]
+
+
+def test_health_without_database_is_one_line_of_log(
+    fresh_master: Master, caplog: pytest.LogCaptureFixture
+) -> None:
+    fresh_master.change("ALTER TABLE cluster RENAME TO gone")
+
+    health = fresh_master.get("/health", None)
+
+    assert health.status == 503
+    assert "the database does not answer (no such table: cluster)" in health.error
+    (told,) = [record for record in caplog.records if "is answered" in record.getMessage()]
+    assert told.getMessage() == f"GET /health is answered 503: {health.error}"
+    assert not told.exc_info

@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tmp_cleaner import clean
 from waiting import wait_for
 
 from dstrial.master import backends
@@ -143,6 +145,21 @@ def test_a_flood_takes_a_bounded_part_of_the_disk_and_keeps_its_beginning_and_it
     assert num_lost > 100_000
     # What is left is whole lines, each once and in order.
     assert texts == sorted(set(texts))
+
+
+def test_temporary_directory_in_use_survives_a_cleaner(
+    run: Callable[..., Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "t"
+    root.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(root))
+    directory, handle = run('touch "$TMPDIR/used" && echo ready && sleep 60')
+    wait_for(lambda: any("ready" in line.text for line in read_lines(directory, 0, 1000).lines))
+
+    clean(root)
+
+    assert [path.name for path in root.glob("*/*")] == ["used"]
+    backends.kill(handle, directory)
 
 
 def test_whatever_it_started_dies_with_it(run: Callable[..., Started]) -> None:

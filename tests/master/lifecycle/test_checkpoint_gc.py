@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from dstrial.errors import MasterError
+from dstrial.master.backends.local import begun_checkpoints
 from dstrial.master.lifecycle.checkpoint_gc import Candidate, Policy, delete_files, plan
 
+UUID = "b3b4a7b8-0000-4000-8000-000000000001"
 CANDIDATES = [
     Candidate("a1", 1, 10, 0.9),
     Candidate("a2", 1, 20, 0.5),
@@ -48,21 +50,63 @@ def test_files_are_deleted_by_pattern_and_links_are_not_followed(tmp_path: Path)
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "keep").write_text("x")
-    checkpoint = tmp_path / "ck" / "uuid"
+    checkpoint = tmp_path / "ck" / UUID
     (checkpoint / "model").mkdir(parents=True)
     (checkpoint / "model" / "w.pt").write_text("weights")
     (checkpoint / "meta.json").write_text("{}")
     (checkpoint / "link").symlink_to(outside)
     storage = {"type": "shared_fs", "host_path": str(tmp_path), "storage_path": "ck"}
 
-    assert delete_files(storage, "uuid", ["**/*.pt"]) == {"link": len(str(outside)), "meta.json": 2}
-    assert delete_files(storage, "uuid") == {}
+    assert delete_files(storage, UUID, ["**/*.pt"]) == {"link": len(str(outside)), "meta.json": 2}
+    assert delete_files(storage, UUID) == {}
     assert (outside / "keep").exists()
     assert not checkpoint.exists()
 
 
-def test_a_uuid_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(MasterError, match="without slashes"):
-        delete_files({"type": "directory", "container_path": str(tmp_path)}, "../x")
+@pytest.mark.parametrize("name", ["", "..", "../x", "runs", UUID.upper(), f"{UUID}/model"])
+def test_delete_files_other_name_than_uuid_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir(parents=True, exist_ok=True)
+
+    with pytest.raises(MasterError, match="expected a UUID in lower case"):
+        delete_files({"type": "directory", "container_path": str(tmp_path)}, name)
+
+    assert (tmp_path / name).is_dir()
+
+
+@pytest.mark.parametrize("globs", [["**/*"], ["**/*.pt"]])
+def test_delete_files_of_a_cluster_is_refused(tmp_path: Path, globs: list[str]) -> None:
+    """A cluster's id is a UUID, too, and names the directory with the TensorBoard files of all its trials."""
+    file = tmp_path / UUID / "tensorboard" / "experiment" / "1" / "trial" / "1" / "events.pt"
+    file.parent.mkdir(parents=True)
+    file.write_text("x")
+
+    with pytest.raises(MasterError, match="has the TensorBoard files of a cluster"):
+        delete_files({"type": "directory", "container_path": str(tmp_path)}, UUID, globs)
+
+    assert file.exists()
+
+
+def test_delete_files_behind_a_link_is_refused(tmp_path: Path) -> None:
+    outside, root = tmp_path / "outside", tmp_path / "storage"
+    outside.mkdir()
+    (outside / "weights.pt").write_text("x")
+    root.mkdir()
+    (root / UUID).symlink_to(outside)
+
+    with pytest.raises(MasterError, match="is a link"):
+        delete_files({"type": "directory", "container_path": str(root)}, UUID, ["*.pt"])
+
+    assert (outside / "weights.pt").exists()
+
+
+def test_begun_checkpoints_other_names_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "saving").mkdir()
+    for name in (UUID, "runs", f"{UUID}.tmp"):
+        (tmp_path / "saving" / name).touch()
+
+    assert begun_checkpoints(tmp_path) == [UUID]
+
+
+def test_a_storage_that_is_no_directory_is_refused() -> None:
     with pytest.raises(MasterError, match="expected shared_fs or directory"):
-        delete_files({"type": "s3", "bucket": "b"}, "uuid")
+        delete_files({"type": "s3", "bucket": "b"}, UUID)

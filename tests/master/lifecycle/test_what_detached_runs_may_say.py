@@ -117,11 +117,12 @@ def test_a_new_run_hides_what_it_trains_again_and_shuts_out_the_old_one(fresh_ma
     for steps in range(1, 5):
         send(fresh_master, "POST", f"/trials/{one}/metrics", report(1, steps, 1 / steps))
     task = send(fresh_master, "GET", f"/trials/{one}")["trial"]["taskId"]
-    saved = {"uuid": "c-2", "taskId": task, "resources": {"a": "1"}, "metadata": {"steps_completed": 2}}
+    uuid = "b3b4a7b8-0000-4000-8000-000000000002"
+    saved = {"uuid": uuid, "taskId": task, "resources": {"a": "1"}, "metadata": {"steps_completed": 2}}
     send(fresh_master, "POST", "/checkpoints", {**saved, "state": "STATE_COMPLETED"})
 
     assert started(fresh_master, one, resume=False) == (2, None, 0)
-    assert started(fresh_master, one) == (3, "c-2", 2)
+    assert started(fresh_master, one) == (3, uuid, 2)
 
     assert "expected 3, the current run" in refused(
         fresh_master, "POST", f"/trials/{one}/metrics", report(1, 5, 0.1)

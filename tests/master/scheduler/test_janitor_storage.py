@@ -18,7 +18,7 @@ from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.store import background_jobs
 from dstrial.master.store.database import Database
 
-UUIDS = ("a", "b", "c")
+UUIDS = [f"0f4f1f9e-8f0a-4c3e-9a53-00000000000{letter}" for letter in "abc"]
 
 
 @pytest.fixture
@@ -69,14 +69,14 @@ def states(database: Database) -> list[str]:
 def test_what_is_left_to_delete_is_put_off(
     database: Database, root: Path, away: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    payload = {"uuids": list(UUIDS), "globs": ["**/*"]}
+    payload = {"uuids": UUIDS, "globs": ["**/*"]}
     database.write(lambda tx: background_jobs.request(tx, "delete_checkpoints", 1, payload))
 
     with working(database):
         wait_for(away.exists)
         wait_for(lambda: is_claimed(database) == [] and num_pending(database) == 1)
     assert states(database) == ["COMPLETED"] * 3
-    assert sorted(path.name for path in away.iterdir() if path.is_dir()) == ["b", "c"]
+    assert sorted(path.name for path in away.iterdir() if path.is_dir()) == UUIDS[1:]
 
     monkeypatch.undo()
     away.rename(root)

@@ -16,7 +16,10 @@ from dstrial.master.store.reports.logs import add_master_line
 from dstrial.master.store.reports.metric_values import summarised
 
 MAX_NAMES = 10_000
-"""Names that a group of one trial may have; others are left out."""
+"""Names that all groups of one trial may have together; others are left out. A list of trials holds the names of each."""
+
+MAX_NAME_CHARS = 256
+"""Of a metric or of a group. MLflow allows 250; a trial's names and newest texts then come to a few MiB."""
 
 MAX_GROUPS = 100
 """Groups that a trial may have; others are left out."""
@@ -51,36 +54,25 @@ class Admitted:
 def admit(tx: Transaction, trial: sqlite3.Row, group: str, values: Mapping[str, Any]) -> Admitted | None:
     """Return what may be stored of a report; the trial's log tells once of the rest.
 
-    The searcher's metric always may.
-
-    Args:
-        tx: the write.
-        trial: its row.
-        group: of the report.
-        values: by name, as JSON holds them.
-
-    Returns:
-        None if nothing of this group may be stored.
+    The searcher's metric always may. None if nothing of this group may be stored.
     """
     before = _summaries(tx.connection, trial["id"], group, values)
     new = [name for name in values if name not in before]
     if not new:
         return Admitted(dict(values), before)
-    row = tx.execute(
-        "SELECT num_names, is_told FROM metric_groups WHERE trial_id = ? AND group_name = ?",
-        (trial["id"], group),
-    ).fetchone()
-    if row is None and not _may_begin(tx, trial, group):
+    rows = tx.execute("SELECT * FROM metric_groups WHERE trial_id = ?", (trial["id"],)).fetchall()
+    told = {row["group_name"]: bool(row["is_told"]) for row in rows}
+    if group not in told and not _may_begin(tx, trial, group, told.keys()):
         return None
-    num_names, is_told = (0, False) if row is None else (int(row["num_names"]), bool(row["is_told"]))
-    left_out = _one_too_many(tx, trial, new, MAX_NAMES - num_names)
+    is_told = told.get(group, False)
+    left_out = _one_too_many(tx, trial, new, MAX_NAMES - sum(row["num_names"] for row in rows))
     if left_out and not is_told:
         example = next(name for name in new if name in left_out)
         _warn(
             tx,
             trial,
-            f"the trial has {MAX_NAMES:,} metric names in group {group!r}, and others are left out from here on, "
-            f"{_short(example)} for example; expected at most so many. Report under names that stay the same.",
+            f"the trial has {MAX_NAMES:,} metric names, and others are left out from here on, {_short(example)} of group "
+            f"{group!r} for example; expected at most so many. Report under names that stay the same.",
         )
     tx.execute(
         "INSERT INTO metric_groups (trial_id, group_name, num_names, is_told) VALUES (:trial, :group, :new, :told) "
@@ -106,9 +98,7 @@ def _one_too_many(tx: Transaction, trial: sqlite3.Row, new: list[str], room: int
     return set(new[max(room, 0) :]) - {searcher_metric}
 
 
-def _may_begin(tx: Transaction, trial: sqlite3.Row, group: str) -> bool:
-    rows = tx.execute("SELECT group_name FROM metric_groups WHERE trial_id = ?", (trial["id"],)).fetchall()
-    names = {row["group_name"] for row in rows}
+def _may_begin(tx: Transaction, trial: sqlite3.Row, group: str, names: Collection[str]) -> bool:
     # The search reads validations.
     if len(names) < MAX_GROUPS or group == "validation":
         return True

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
+MAX_LAST_CHARS = 256  # a text may have megabytes, and lists of trials show the newest of each metric
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -34,13 +36,16 @@ def _plain_value(value: Any) -> Any:
 def summarised(before: Mapping[str, Any] | None, value: Any) -> dict[str, Any]:
     """Return a metric's summary with one value more; ``before`` is None for the first.
 
-    Of numbers ``{count, sum, mean, min, max, last, type}``, of anything else ``{count, last, type}``.
+    Of numbers ``{count, sum, mean, min, max, last, type}``, of anything else ``{count, last, type}``, whose ``last`` is cut to
+    ``MAX_LAST_CHARS`` of its text.
     """
     number = as_number(value)
     if number is None:
         kind = {str: "string", bool: "boolean", dict: "object", list: "array"}.get(type(value), "null")
         count = (before or {}).get("count", 0) + 1
-        return {"count": count, "last": value, "type": kind}
+        text = value if isinstance(value, str) else json.dumps(value)
+        last = value if len(text) <= MAX_LAST_CHARS else f"{text[:MAX_LAST_CHARS]}…"
+        return {"count": count, "last": last, "type": kind}
     last = _plain_value(value)
     if before is None or before.get("type") != "number" or "sum" not in before:
         return {

@@ -140,9 +140,10 @@ def test_a_summary_of_numbers_words_and_nan(store: Store) -> None:
     assert summary["name"] == {"count": 2, "last": "y", "type": "string"}
 
 
-def test_a_group_of_a_trial_has_so_many_names_and_the_log_says_once_that_others_are_left_out(
+def test_metric_names_beyond_the_limit_are_left_out(
     store: Store,
 ) -> None:
+    """The limit holds for all groups of a trial together; the log says once for each group that names are left out."""
     names = [f"name{number}" for number in range(metric_summaries.MAX_NAMES + 5)]
 
     store.report(1, dict.fromkeys(names[:9000], 1.0))
@@ -150,16 +151,27 @@ def test_a_group_of_a_trial_has_so_many_names_and_the_log_says_once_that_others_
     store.report(3, {"name0": 3.0, "another": 1.0})
     store.report(3, {"name1": 3.0, "another": 1.0})
     store.report(3, {"loss": 1.0}, "other")
+    store.report(4, {"loss": 1.0}, "other")
 
     summaries = store.summaries()
     assert len(summaries) == metric_summaries.MAX_NAMES
     assert (summaries["name0"]["count"], summaries["name1"]["count"]) == (2, 2)
     assert json.loads(store.row("metrics", 3)["metrics"]) == {"name0": 3.0, "name1": 3.0}
-    assert store.summaries("other") == {"loss": store.summaries("other")["loss"]}
-    warnings = [line for line in store.lines() if line.startswith("WARNING")]
-    assert len(warnings) == 1
-    assert "the trial has 10,000 metric names in group 'training', and others are left out" in warnings[0]
-    assert "'name10000'" in warnings[0]
+    assert store.summaries("other") == {}
+    first, second = [line for line in store.lines() if line.startswith("WARNING")]
+    assert (
+        "the trial has 10,000 metric names, and others are left out from here on, 'name10000' of group 'training'"
+        in first
+    )
+    assert "'loss' of group 'other' for example" in second
+
+
+@pytest.mark.parametrize("value", ["x" * 10**6, ["x" * 10**6], {"key": "x" * 10**6}])
+def test_summary_of_long_text_is_cut(store: Store, value: Any) -> None:
+    store.report(1, {"text": value})
+
+    assert len(store.summaries()["text"]["last"]) == 257
+    assert json.loads(store.row("metrics", 1)["metrics"]) == {"text": value}
 
 
 def test_the_searchers_metric_is_never_left_out(store: Store) -> None:
