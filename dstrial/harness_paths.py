@@ -86,7 +86,7 @@ def _patch_constants(module: Any, allocation: str) -> None:
     logs = os.path.join(allocation, "logs")
     module.CONTAINER_STDOUT = os.path.join(logs, "stdout.log")
     module.CONTAINER_STDERR = os.path.join(logs, "stderr.log")
-    module.MANAGED_TRAINING_MODEL_COPY = os.path.join(allocation, "workdir")
+    module.MANAGED_TRAINING_MODEL_COPY = os.path.join(allocation, "model")
 
 
 def _patch_ipc(module: Any, allocation: str) -> None:

@@ -8,11 +8,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.run_resume import add_experiment_arguments, chosen_point
+from dstrial.cli.streams import context_text
 from dstrial.config import CheckResult, DeepSpeedSource, ExperimentConfig, explain, load_experiment
 from dstrial.config.deepspeed_rules.check import DEFAULT_ORIGIN
 from dstrial.config.experiment_config.origins import deepspeed_checks, explained_rows
 from dstrial.config.experiment_config.training_checks import explained
 from dstrial.config.secrets import SecretNames, masked
+from dstrial.context_directory import Context, list_context
 from dstrial.errors import ConfigError
 from dstrial.visible_text import visible_line
 
@@ -66,6 +68,8 @@ def main(args: argparse.Namespace) -> int:
             slots=args.slots,
             resumed=None if point is None else point.saved_run(),
         )
+        context = list_context(config.context_dir)
+        context.require_packable()
     except ConfigError as error:
         if args.as_json:
             _print_json({"ok": False, "problems": [_problem(problem) for problem in error.problems]})
@@ -76,9 +80,11 @@ def main(args: argparse.Namespace) -> int:
             sys.stderr.write(f"{args.experiment}: {count} {'problem' if count == 1 else 'problems'}\n")
         return 1
     if args.as_json:
-        _print_json(_summary(config, with_values=args.explain or args.with_defaults))
+        _print_json(_summary(config, context, with_values=args.explain or args.with_defaults))
     else:
-        _print_text(config, with_values=args.explain or args.with_defaults, with_defaults=args.with_defaults)
+        _print_text(
+            config, context, with_values=args.explain or args.with_defaults, with_defaults=args.with_defaults
+        )
     return 0
 
 
@@ -92,7 +98,7 @@ def _problem(problem: Any) -> dict[str, str]:
     }
 
 
-def _summary(config: ExperimentConfig, *, with_values: bool) -> dict[str, Any]:
+def _summary(config: ExperimentConfig, context: Context, *, with_values: bool) -> dict[str, Any]:
     configs: dict[str, Any] = {}
     for key, (source, checked) in deepspeed_checks(config).items():
         configs[key] = {
@@ -107,13 +113,21 @@ def _summary(config: ExperimentConfig, *, with_values: bool) -> dict[str, Any]:
         **(watched if with_values else {}),
         "ok": True,
         "problems": [],
-        "warnings": list(config.warnings),
+        "warnings": [*config.warnings, *context.warnings()],
         "notes": list(config.notes),
+        "context": {
+            "files": context.num_files,
+            "bytes": context.num_bytes,
+            "largest": context.largest()[0],
+            "left_out": list(context.left_out),
+        },
         "deepspeed": configs,
     }
 
 
-def _print_text(config: ExperimentConfig, *, with_values: bool, with_defaults: bool) -> None:
+def _print_text(
+    config: ExperimentConfig, context: Context, *, with_values: bool, with_defaults: bool
+) -> None:
     checks = deepspeed_checks(config)
     if with_values:
         for key, (source, checked) in checks.items():
@@ -121,10 +135,11 @@ def _print_text(config: ExperimentConfig, *, with_values: bool, with_defaults: b
                 f"hyperparameters.{key} ({source.label})", source, checked, with_defaults=with_defaults
             )
         _print_training_checks(config)
-    for warning in config.warnings:
+    for warning in (*config.warnings, *context.warnings()):
         sys.stdout.write(f"warning: {warning}\n")
     for note in config.notes:
         sys.stdout.write(f"note: {note}\n")
+    sys.stdout.write(f"context directory: {context_text(context)}\n")
     for source, checked in checks.values():
         if checked.batch:
             sys.stdout.write(f"{source.label}: {checked.batch.equation}\n")

@@ -32,6 +32,7 @@ from dstrial.cli.run_outcome import failure_text
 from dstrial.config import ExperimentConfig, load_experiment, merge_deepspeed
 from dstrial.config.dotted_keys import nested
 from dstrial.config.parsing.documents import yaml_text
+from dstrial.context_directory import is_marked
 from dstrial.errors import (
     CheckpointError,
     CheckpointLayoutError,
@@ -361,7 +362,11 @@ def _in_a_copy(context_dir: Path, workspace: Path) -> Iterator[None]:
     """Work in a copy of the model definition, as a script writes beside itself."""
     before = Path.cwd()
     copied = workspace / "context"
-    shutil.copytree(context_dir, copied)
+    shutil.copytree(
+        context_dir,
+        copied,
+        ignore=lambda parent, names: [name for name in names if is_marked(Path(parent, name))],
+    )
     os.chdir(copied)
     try:
         yield

@@ -34,7 +34,7 @@ from dstrial.cli.run_resume import (
     newest_resumable,
     run_directory_of,
 )
-from dstrial.cli.streams import LossTolerantStream, det_for, page_of, typed
+from dstrial.cli.streams import LossTolerantStream, context_text, det_for, page_of, typed
 from dstrial.config import ExperimentConfig, load_experiment
 from dstrial.config.dotted_keys import apply_overrides, dstrial_section
 from dstrial.config.experiment_config.check import unused_by_run
@@ -42,6 +42,7 @@ from dstrial.config.experiment_config.loggers import KEY as LOGGERS_KEY
 from dstrial.config.experiment_config.loggers import LOGGERS, with_loggers
 from dstrial.config.experiment_config.startup_hook import HOOK_NAME, requirements_of
 from dstrial.config.parsing.documents import read_yaml
+from dstrial.context_directory import Context, list_context
 from dstrial.errors import ConfigError, ConfigProblem, LaunchError
 from dstrial.hosts.arguments import add_host_arguments, require_hostfile
 from dstrial.hosts.hostfile import Host
@@ -256,6 +257,10 @@ def _read_request(args: argparse.Namespace) -> _Request:
         from dstrial.cli.run_hosts import require_trainable_on_hosts
 
         require_trainable_on_hosts(given, entrypoint, is_search=is_search)
+    else:
+        context = list_context(given.context_dir)
+        context.require_packable()
+        given = dataclasses.replace(given, warnings=(*given.warnings, *context.warnings()))
     _show_warnings(args, given, point)
     return _Request(
         args,
@@ -546,7 +551,9 @@ def _train(
         display.message(f"run directory: {shown_path(run_directory.path)}")
         if point is not None:
             display.message(f"resuming from checkpoint {point.checkpoint}")
-        experiment_id, known = _start(request, master, run_directory, num_slots)
+        context = list_context(experiment.context_dir)
+        display.message(f"context:       {context_text(context)}")
+        experiment_id, known = _start(request, master, run_directory, num_slots, context)
         display.message(
             f"experiment:    {experiment_id} ({det_for(master.record.address)} experiment describe {experiment_id})"
         )
@@ -637,7 +644,7 @@ def _recorded(
 
 
 def _start(
-    request: _Request, master: Master, run_directory: RunDirectory, num_slots: int
+    request: _Request, master: Master, run_directory: RunDirectory, num_slots: int, context: Context
 ) -> tuple[int, dict[int, int]]:
     """Submit the run, activate its paused experiment, or join the active one.
 
@@ -648,7 +655,7 @@ def _start(
     from dstrial.master.store.views import observe
 
     experiment, point = request.experiment, request.point
-    files = submission.read_context(experiment.context_dir)
+    files = context.v1_files()
     config = submission.submitted_config(
         experiment, request.entrypoint, num_slots=num_slots, max_restarts=request.max_restarts
     )

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from dstrial.cli.run_display import number
 from dstrial.cli.run_follow import FollowResult, follow
 from dstrial.cli.run_stalls import StalledTrials
-from dstrial.cli.run_submission import Master, Submission, config_of_run, fingerprint, read_context, submit
+from dstrial.cli.run_submission import Master, Submission, config_of_run, fingerprint, submit
 from dstrial.cli.run_submission import submitted_config as config_of
-from dstrial.cli.streams import det_for, page_of, text_table
+from dstrial.cli.streams import context_text, det_for, page_of, text_table
 from dstrial.config.secrets import SecretNames, masked
+from dstrial.context_directory import list_context
 from dstrial.local.run_directory import RunDirectory, RunState, shown_path
 from dstrial.master.store.views import observe
 from dstrial.master.store.views.observe import ExperimentView, Start, TrialView
@@ -39,10 +40,12 @@ def search(
     max_restarts: int,
 ) -> int:
     """Submit a search, follow it, print its trials, and return the exit status."""
-    files = read_context(experiment.context_dir)
+    context = list_context(experiment.context_dir)
+    files = context.v1_files()
     config = config_of(experiment, entrypoint, num_slots=num_slots, max_restarts=max_restarts)
     whole = config_of_run(config, experiment, run_directory, checkpoint=None, is_test=False, is_search=True)
     out.write(f"run directory: {shown_path(run_directory.path)}\n")
+    out.write(f"context:       {context_text(context)}\n")
     experiment_id = submit(master, whole, files)
     storage = dict(config.get("checkpoint_storage") or {})
     mark = fingerprint(config, files)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import hashlib
-import io
 import json
 import os
 import sys
@@ -18,7 +16,7 @@ from dstrial.cli.run_entrypoint import Entrypoint
 from dstrial.cli.streams import det_for
 from dstrial.config import ExperimentConfig
 from dstrial.config.parsing.documents import yaml_text
-from dstrial.errors import ConfigError, ConfigProblem, DstrialError, MasterError
+from dstrial.errors import DstrialError, MasterError
 from dstrial.local.json_files import read_json, write_json_atomically
 from dstrial.local.run_directory import RUN_DIR_VARIABLE, TEST_VARIABLE, RunDirectory
 from dstrial.master import daemon
@@ -116,28 +114,6 @@ def find_or_start_master(num_slots: int) -> tuple[Master, bool]:
         record = daemon.start(state, options, may_take_another_port=True)
         log_in(record, lambda _address: False)
     return Master(state, record, session(record)), is_new
-
-
-def read_context(context_dir: Path) -> list[v1File]:
-    """Read the model definition as ``det`` does, without what ``.detignore`` names.
-
-    Raises:
-        ConfigError: it is too large.
-    """
-    from determined.common import context
-
-    try:
-        # It prints a progress line, which is no part of ours.
-        with contextlib.redirect_stdout(io.StringIO()):
-            return list(context.read_v1_context(context_dir))
-    except ValueError as error:
-        problem = ConfigProblem(
-            str(context_dir),
-            f"no usable context directory ({error})",
-            "a model definition of at most 95 MB",
-            "Name what the trial does not need in a file .detignore, with the patterns of .gitignore.",
-        )
-        raise ConfigError([problem]) from error
 
 
 def fingerprint(config: Mapping[str, Any], files: list[v1File]) -> str:

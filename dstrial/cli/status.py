@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dstrial.cli.streams import size_text
 from dstrial.cli.up import add_state_dir_argument, describe_slots
 from dstrial.errors import DstrialError, MasterError, RequestError
 from dstrial.master.backends.fork_servers import shown_servers
@@ -164,10 +165,10 @@ def _text(record: MasterRecord | None, fields: dict[str, Any]) -> str:
         where = f"trial {one['trial']} of experiment {one['experiment']}"
         rows.append(("stalled", f"{where}: {one['text']}, for {one['seconds']:.0f} s"))
     for one in fields["warm"]:
-        memory = "" if one["memory_bytes"] is None else f", {_size(one['memory_bytes'])}"
+        memory = "" if one["memory_bytes"] is None else f", {size_text(one['memory_bytes'])}"
         does = "imports what trials import" if one["state"] == "importing" else "trials start as its forks"
         rows.append(("warm", f"process {one['pid']}: {does}; {one['num_forks']} so far{memory}"))
-    rows.append(("state", f"{fields['state_dir']} ({_size(fields['disk_bytes'])})"))
+    rows.append(("state", f"{fields['state_dir']} ({size_text(fields['disk_bytes'])})"))
     return "".join(f"{name + ':':<13}{value}\n" for name, value in rows)
 
 
@@ -190,12 +191,3 @@ def _disk_bytes(path: Path) -> int:
         except OSError:
             continue
     return total
-
-
-def _size(num_bytes: int) -> str:
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.3g} {unit}"
-        value /= 1024
-    return f"{value:.3g} TiB"

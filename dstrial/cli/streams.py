@@ -18,6 +18,8 @@ from dstrial.visible_text import visible_line
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from dstrial.context_directory import Context
+
 
 class LossTolerantStream:
     """A text stream that goes silent when it cannot be written any more.
@@ -162,6 +164,17 @@ def size_text(num_bytes: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" or value >= 999.5 else f"{value:.3g} {unit}"
         value /= 1024
     return f"{value:.3g} TiB"
+
+
+def context_text(context: Context) -> str:
+    """Return a line on a context directory: its size, what is largest and left out."""
+    name, size = context.largest()
+    text = f"{context.num_files} files, {size_text(context.num_bytes)}"
+    if size:
+        text += f", most of it {name} ({size_text(size)})"
+    if context.left_out:
+        text += f"; without {', '.join(context.left_out)} (det packs what .detignore does not name)"
+    return text
 
 
 def typed(name: str) -> str:

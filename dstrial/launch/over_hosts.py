@@ -8,7 +8,6 @@ lease.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import dataclasses
 import io
@@ -23,7 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from dstrial.errors import ConfigError, ConfigProblem, LaunchError
+from dstrial.context_directory import list_context
+from dstrial.errors import LaunchError
 from dstrial.hosts.connection import HostConnection
 from dstrial.hosts.environment import travelling
 from dstrial.hosts.heartbeats import BEAT_S, LOST_S
@@ -45,7 +45,6 @@ _KILLED_S = 10.0
 _LOST_EXIT_CODE = 255  # ssh's own, for a connection that ended
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NODE = ["-m", "dstrial.launch.node"]
-_MOST_BYTES = 95 * 2**20  # as much as a model definition may have
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -484,34 +483,15 @@ class _Hosts:
 
 
 def packed_context(context_dir: Path) -> bytes:
-    """Return a directory as a tar archive, without what ``.detignore`` names.
+    """Return what is packed of a directory as a tar archive.
 
     Raises:
         ConfigError: it is too large to travel.
     """
-    from determined.common import context
-
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints a progress line
-            files = list(context.read_v1_context(context_dir))
-    except ValueError as error:
-        problem = ConfigProblem(
-            str(context_dir),
-            f"too large to be sent to hosts that do not see it ({error})",
-            f"at most {_MOST_BYTES // 2**20} MB",
-            "Name what training does not need in a file .detignore, or put the directory on a file system that all hosts mount.",
-        )
-        raise ConfigError([problem]) from error
+    context = list_context(context_dir)
+    context.require_packable()
     packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as archive:
-        for file in files:
-            entry = tarfile.TarInfo(file.path)
-            entry.mode, entry.mtime = file.mode, int(file.mtime)
-            if file.type == ord(tarfile.DIRTYPE):
-                entry.type = tarfile.DIRTYPE
-                archive.addfile(entry)
-            else:
-                content = base64.b64decode(file.content)
-                entry.size = len(content)
-                archive.addfile(entry, io.BytesIO(content))
+    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1, dereference=True) as archive:
+        for file in context.files:
+            archive.add(file.path, file.name, recursive=False)
     return packed.getvalue()

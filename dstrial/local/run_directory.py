@@ -17,6 +17,7 @@
     metadata.json             what ``set_metadata`` stored
     tensorboard/              event files
     checkpoints/<uuid>/       one directory per checkpoint
+    .dstrial-output           marks what is no part of a context directory
     logs/attempt_<n>/         everything the ranks printed, one directory per attempt
 
 This module starts no process and knows nothing about training.
@@ -39,6 +40,7 @@ from typing import Any
 
 from dstrial.config.parsing.documents import yaml_text
 from dstrial.config.secrets import SecretNames, secrets_in
+from dstrial.context_directory import OUTPUT_MARK, make_output_directory
 from dstrial.errors import DstrialError, LaunchError
 from dstrial.file_writes import replace_file
 from dstrial.local.json_files import read_json, write_json_atomically
@@ -281,7 +283,8 @@ class RunDirectory:
             state=RunState.RUNNING,
         )
         try:
-            run_directory.path.mkdir(parents=True, exist_ok=is_named)
+            make_output_directory(run_directory.path)
+            (run_directory.path / OUTPUT_MARK).touch()
             for directory in (
                 run_directory.tensorboard_path,
                 run_directory.checkpoints_path,

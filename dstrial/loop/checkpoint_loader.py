@@ -99,6 +99,7 @@ class CheckpointLoader:
             return {}, False
         _require_same_data(uuid, state, expected_epoch_length, expected_records)
         self._continue_counts(state)
+        self._state.last_code = path / "code"
         return dict(state["loop"]), True
 
     def _load_engines(

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import filecmp
 import io
 import json
 import logging
+import os
 import pathlib
 import shutil
 from collections.abc import Mapping, Sequence
@@ -335,9 +337,11 @@ class CheckpointSaver:
             )
         if self._state.context.distributed.rank == 0:
             (copied.path / "load_data.json").write_text(copied.configuration)
-            has_code = pathlib.Path(constants.MANAGED_TRAINING_MODEL_COPY).is_dir()
-            if self._state.runtime.core.info is not None and has_code:
-                det.util.write_user_code(copied.path, True)
+            model = pathlib.Path(constants.MANAGED_TRAINING_MODEL_COPY)
+            if self._state.runtime.core.info is not None and model.is_dir():
+                code = copied.path / "code"
+                _copy_code(model, code, self._state.last_code)
+                self._state.last_code = code
 
     def _hash(self, copied: _Copied) -> tuple[dict[str, Any], tuple[str, ...]]:
         distributed = self._state.context.distributed
@@ -462,3 +466,19 @@ def _require_picklable(state: Mapping[str, Any]) -> None:
                 f"{name} cannot be pickled ({type(error).__name__}: {error}); expected what torch.save can write. Have "
                 "state_dict or on_checkpoint_save_start leave it out."
             ) from None
+
+
+def _copy_code(model: pathlib.Path, code: pathlib.Path, last_code: pathlib.Path | None) -> None:
+    """Copy the model definition; link files that the last checkpoint has."""
+
+    def copy(source: str, target: str) -> str:
+        if last_code is not None:
+            known = last_code / pathlib.Path(target).relative_to(code)
+            with contextlib.suppress(OSError):  # no such file, another file system, or one without links
+                if filecmp.cmp(source, known, shallow=False):
+                    os.link(known, target)
+                    return target
+        return str(shutil.copy2(source, target))
+
+    shutil.copytree(model, code, copy_function=copy)
+    code.chmod(0o755)

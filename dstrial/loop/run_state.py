@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import io
 import logging
+import pathlib
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -39,6 +40,7 @@ class RunState:
         progress: the run's counters.
         window: the open window of training metrics.
         trial_id: number of the trial; a checkpoint of another trial gives weights only.
+        last_code: directory ``code/`` of the trial's checkpoint before; None before the first.
     """
 
     trial: Checkpointable
@@ -47,6 +49,7 @@ class RunState:
     progress: Progress
     window: MetricWindow
     trial_id: int
+    last_code: pathlib.Path | None = dataclasses.field(default=None, init=False)
     _layouts: list[dict[str, Any]] | None = dataclasses.field(default=None, init=False)
 
     @property

@@ -130,6 +130,29 @@ def test_neither_torch_nor_deepspeed_nor_determined_is_imported(context, argumen
     assert result.returncode in (0, 1)
 
 
+def test_check_says_how_large_the_context_is(context):
+    (context / "data").mkdir()
+    (context / "data" / "large.bin").touch()
+    os.truncate(context / "data" / "large.bin", 40 * 2**20)
+    (context / ".venv").mkdir()
+    (context / ".venv" / "pyvenv.cfg").touch()
+
+    said = check(context, "exp.yaml", ".")
+    found = json.loads(check(context, "exp.yaml", ".", "--json").stdout)
+
+    assert re.search(
+        r"^context directory: \d+ files, 40 MiB, most of it data/ \(40 MiB\); without .venv/",
+        said.stdout,
+        re.M,
+    )
+    assert "warning: the context directory has 40 MB, data/ alone 40 MB;" in said.stdout
+    assert (found["context"]["largest"], found["context"]["left_out"]) == ("data/", [".venv/"])
+    os.truncate(context / "data" / "large.bin", 96 * 2**20)
+    refused = check(context, "exp.yaml", ".")
+    assert refused.returncode == 1
+    assert "data/ alone 96 MB; expected a context directory of at most 95 MB" in refused.stderr
+
+
 def test_every_shipped_config_is_good():
     root = Path(__file__).resolve().parents[2]
     configs = sorted((root / "experiment_configs").glob("*.yaml"))

@@ -11,10 +11,10 @@ from dstrial.cli.run_submission import (
     Submission,
     config_of_run,
     fingerprint,
-    read_context,
     submitted_config,
 )
 from dstrial.config import ExperimentConfig, load_experiment
+from dstrial.context_directory import list_context
 from dstrial.local.run_directory import RunDirectory
 
 CONFIG = """
@@ -107,12 +107,12 @@ def test_another_config_or_another_file_is_another_submission(tmp_path: Path) ->
     (context / "train.py").write_text("a")
     (context / "data.bin").write_text("large")
     (context / ".detignore").write_text("*.bin\n")
-    first = fingerprint({"a": 1}, read_context(context))
+    first = fingerprint({"a": 1}, list_context(context).v1_files())
     (context / "data.bin").write_text("larger")
-    assert fingerprint({"a": 1}, read_context(context)) == first
-    assert fingerprint({"a": 2}, read_context(context)) != first
+    assert fingerprint({"a": 1}, list_context(context).v1_files()) == first
+    assert fingerprint({"a": 2}, list_context(context).v1_files()) != first
     (context / "train.py").write_text("b")
-    assert fingerprint({"a": 1}, read_context(context)) != first
+    assert fingerprint({"a": 1}, list_context(context).v1_files()) != first
 
 
 def test_what_was_submitted_is_remembered(run_directory: RunDirectory) -> None:

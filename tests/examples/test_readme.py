@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -81,3 +82,41 @@ def test_the_trial_of_the_readme_trains_and_goes_on_with_another_number_of_slots
     assert [report["steps_completed"] for report in both] == [4, 4, 6, 6]
     assert all(math.isfinite(value) for report in both for value in report["metrics"].values())
     assert all(0 <= report["metrics"]["accuracy"] <= 1 for report in both if report["group"] == "validation")
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("_master")
+def test_checkpoints_share_files_of_the_packed_code(project: Path) -> None:
+    model = project / "model_def.py"
+    model.write_text(model.read_text() + '\nopen("written_by_the_trial.txt", "w").close()\n')
+    settings = {
+        "min_checkpoint_period": {"batches": 2},
+        "checkpoint_storage": {"type": "shared_fs", "host_path": "/", "save_trial_latest": 9},
+    }
+    given = [word for key, value in settings.items() for word in ("--config", f"{key}={json.dumps(value)}")]
+
+    def trained(num_batches: int, *arguments: str) -> str:
+        length = f'searcher.max_length={{"batches": {num_batches}}}'
+        return dstrial(
+            "run", "exp.yaml", ".", "--slots", "1", "--config", length, *given, *arguments, cwd=project
+        )
+
+    trained(4)
+    said = trained(6, "--resume", "latest")
+    checkpoints = sorted(project.glob("runs/circle/*/checkpoints/*/COMPLETE"))
+    codes = [path.parent / "code" for path in checkpoints]
+    assert len(codes) == 3
+    for name in ("exp.yaml", "model_def.py"):
+        assert {(code / name).stat().st_nlink for code in codes} == {3}
+    for code in codes:
+        assert {path.name for path in code.iterdir()} == {"exp.yaml", "model_def.py"}
+
+    assert re.search(
+        r"^context: +2 files, 2.\d+ KiB, most of it model_def.py .*; without runs/", said, re.MULTILINE
+    )
+
+    shutil.rmtree(codes[0].parent)
+    dstrial("checkpoint", "verify", str(codes[1].parent), cwd=project)
+    trained(2)
+    (latest,) = set(project.glob("runs/circle/*/checkpoints/*/code")) - set(codes)
+    assert {path.name for path in latest.iterdir()} == {"exp.yaml", "model_def.py"}

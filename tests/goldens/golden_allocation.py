@@ -100,7 +100,7 @@ def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, s
 
 
 def _content(name: str, text: str) -> Any:
-    if name.startswith("workdir"):
+    if name.startswith(("workdir", "model/")):
         return None
     content = json.loads(text) if name.endswith(".json") else text
     if name == "spec.json":

@@ -203,6 +203,27 @@ def test_create_leaves_out_what_detignore_names(det: Det) -> None:
     assert names == {"train.py", "kept.txt", "extra/inner.txt"}
 
 
+def test_create_leaves_out_marked_directories(det: Det) -> None:
+    context = det.directory / "marked"
+    for name in (
+        ".venv/pyvenv.cfg",
+        ".venv/bin/x",
+        "runs/.dstrial-output",
+        "runs/x/log",
+        "train.py",
+        "own/x.py",
+    ):
+        (context / name).parent.mkdir(parents=True, exist_ok=True)
+        (context / name).write_text("x")
+
+    text = det.ok("e", "create", "--paused", str(det.short), str(context))
+
+    [number] = re.findall(r"Created experiment (\d+)", text)
+    tgz = base64.b64decode(det.master.client().get(f"/api/v1/experiments/{number}/model_def")["b64Tgz"])
+    with tarfile.open(fileobj=io.BytesIO(tgz)) as archive:
+        assert sorted(archive.getnames()) == ["own", "own/x.py", "train.py"]
+
+
 def test_create_test_mode(det: Det) -> None:
     assert "Model definition test succeeded" in det.ok(
         "e", "create", "--test-mode", str(det.short), str(det.context)

@@ -64,10 +64,11 @@ def test_everything_that_a_master_writes_is_private_and_what_its_trials_write_fo
                 give_up -= 1
                 assert give_up, log_of(master, experiment_id)
             # The trial's own files are the trial's; nobody reaches them through the directories above.
-            alive = open_to_others(master.state.path, below=("workdir", "tensorboard"))
+            alive = open_to_others(master.state.path, below=("workdir", "model", "tensorboard"))
             (allocation,) = master.state.allocations_path.iterdir()
             walls = {
-                name: f"{stat.S_IMODE((allocation / name).stat().st_mode):04o}" for name in ("workdir", ".")
+                name: f"{stat.S_IMODE((allocation / name).stat().st_mode):04o}"
+                for name in ("workdir", "model", ".")
             }
             (spec,) = allocation.glob("spec.json")
             temporary = Path(yaml.safe_load(spec.read_text())["temporary_directory"])
@@ -86,7 +87,7 @@ def test_everything_that_a_master_writes_is_private_and_what_its_trials_write_fo
 
     assert alive == {}
     assert ended == {}
-    assert walls == {"workdir": "0700", ".": "0700", "TMPDIR": "0700"}
+    assert walls == {"workdir": "0700", "model": "0700", ".": "0700", "TMPDIR": "0700"}
     assert "umask 0o22 0o644" in log
     assert set(stored.values()) == {"0755", "0644"}, stored
     assert any("tfevents" in path for path in stored)

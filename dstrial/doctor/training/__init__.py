@@ -72,6 +72,7 @@ def run_training_checks(options: TrainOptions, checks: Sequence[Check] | None = 
 
 
 def _directory(asked: Path | None) -> Path:
+    from dstrial.context_directory import make_output_directory
     from dstrial.local.run_directory import default_runs_dir
 
     if asked is not None:
@@ -80,7 +81,7 @@ def _directory(asked: Path | None) -> Path:
         return made
     stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
     parent = default_runs_dir() / "doctor"
-    parent.mkdir(parents=True, exist_ok=True)
+    make_output_directory(parent)
     for attempt in range(1000):
         made = parent / (f"{stamp}-{attempt}" if attempt else stamp)
         try:

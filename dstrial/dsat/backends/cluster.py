@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from determined.common import api, context
 from determined.common.api import authentication, bindings, errors
 from determined.experimental import Determined
 from determined.experimental.client import Experiment, ExperimentState
 
+from dstrial.config.parsing.documents import yaml_text
+from dstrial.context_directory import list_context
 from dstrial.dsat.backends.base import Ended
 from dstrial.dsat.backends.experiments import Submitted, outcome_of
 from dstrial.dsat.backends.trial_spec import TrialSpec, results_config
@@ -21,7 +24,7 @@ from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.outcome import Failure, FailureKind
 from dstrial.dsat.worker.messages import TaskQueue
 from dstrial.dsat.worker.transport import are_orders, is_outage, notes_of
-from dstrial.errors import DstrialError
+from dstrial.errors import ConfigError, ConfigProblem, DstrialError
 
 logger = logging.getLogger("dstrial.dsat")
 
@@ -251,12 +254,30 @@ class ClusterBackend:
             is_repeated = True
             if taken:
                 return taken[0]
-            includes = [Path(path) for path in self._settings.flags.include]
-            # The client writes how far it is with the files, again and again, into the middle of the search's table.
-            with contextlib.redirect_stdout(io.StringIO()):
-                return self._client.create_experiment(config, self._settings.context_dir, includes=includes)
+            files = self._model_definition()
+            body = bindings.v1CreateExperimentRequest(
+                activate=True, config=yaml_text(config), modelDefinition=files
+            )
+            created = bindings.post_CreateExperiment(self._session, body=body)
+            for warning in created.warnings or ():
+                logger.warning(api.WARNING_MESSAGE_MAP[warning])
+            return self._client.get_experiment(created.experiment.id)
 
         return self.retry_until_available(submit)
+
+    def _model_definition(self) -> list[bindings.v1File]:
+        files = list_context(self._settings.context_dir).v1_files()
+        includes = [Path(path) for path in self._settings.flags.include]
+        # The client writes how far it is with the files, again and again, into the middle of the search's table.
+        with contextlib.redirect_stdout(io.StringIO()):
+            included = context.read_v1_context(None, includes)
+        twice = {file.path for file in files} & {file.path for file in included}
+        if twice:
+            problem = ConfigProblem(
+                "--include", f"{min(twice)}, which the model definition has too", "other names", "Rename one."
+            )
+            raise ConfigError([problem])
+        return [*files, *included]
 
     def find(self, label: str) -> Experiment | None:
         """Return the newest experiment of a label that was not canceled."""

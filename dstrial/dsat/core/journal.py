@@ -31,6 +31,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from dstrial.context_directory import OUTPUT_MARK, make_output_directory
 from dstrial.errors import ConfigError, ConfigProblem, LaunchError
 from dstrial.local.json_files import (
     append_json_line,
@@ -123,7 +124,7 @@ class SearchRecord:
                     "--output", f"{path}, which holds something else", "a directory of a search", fix
                 )
                 raise ConfigError([problem])
-            path.mkdir(parents=True, exist_ok=True)
+            make_output_directory(path)
             known = {
                 "format": 1,
                 "search_id": secrets.token_hex(4),
@@ -183,7 +184,9 @@ class SearchRecord:
 
 def _is_of_others(path: Path) -> bool:
     """Say whether a file is none that a search leaves which is killed while it begins."""
-    return not (path.name.startswith(".search.json.") and path.name.endswith(".tmp"))
+    return path.name != OUTPUT_MARK and not (
+        path.name.startswith(".search.json.") and path.name.endswith(".tmp")
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

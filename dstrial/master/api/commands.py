@@ -16,9 +16,10 @@ from dstrial.config.diagnostics import Diagnostics
 from dstrial.config.experiment_config.command import NAMES, CommandConfig, CommandKind, check_command
 from dstrial.config.parsing.limits import check_value
 from dstrial.config.secrets import masked, unmasked
+from dstrial.context_directory import MAX_BYTES
 from dstrial.errors import RequestError
 from dstrial.master.api.engine_refusals import refuse_what_never_starts
-from dstrial.master.backends.model_definition import MAX_BYTES, pack
+from dstrial.master.backends.model_definition import pack
 from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.messages import message, page_of
 from dstrial.master.http.router import USER, ApiRequest, Handler, Route, route

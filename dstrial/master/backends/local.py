@@ -124,9 +124,10 @@ def _write_given(request: AllocationRequest, workdir: Path) -> None:
     if directory.exists():
         remove(directory)
     directory.mkdir(mode=0o700, parents=True)
-    workdir.mkdir(mode=0o700)
-    if request.model_definition:
-        unpack(request.model_definition, workdir)
+    # Checkpoints keep a copy of the second, in which no trial writes.
+    for path in (workdir, directory / "model"):
+        path.mkdir(mode=0o700)
+        unpack(request.model_definition, path)
     events = directory / "events"
     for name, target in request.links.items():
         events.mkdir(mode=0o700, exist_ok=True)

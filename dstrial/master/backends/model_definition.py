@@ -17,10 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
+from dstrial.context_directory import MARKS, MAX_BYTES
 from dstrial.errors import MasterError, RequestError
 
-MAX_BYTES = 95 * 1024 * 1024
-"""Most bytes that the files of a model definition have together, as in Determined's client."""
 MAX_MEMBERS = 100_000
 MAX_PATH_BYTES = 1024
 """Longest path of a member; the directory in which a trial runs has to fit in front of it."""
@@ -36,12 +35,21 @@ _REGULAR, _DIRECTORY = ord("0"), ord("5")
 def pack(files: Iterable[Mapping[str, Any]]) -> bytes:
     """Pack the files of ``POST /experiments``; equal files give equal bytes.
 
+    Marked directories are left out.
+
     Args:
         files: ``path``, ``type`` (48 a file, 53 a directory), ``content`` (base64), ``mtime`` (seconds, a string), ``mode``.
 
     Raises:
         RequestError: 400 for a path that leads out or a member that is no file or directory, 413 for too much.
     """
+    files = list(files)
+    # Determined's client packs them too.
+    left_out = {
+        str(PurePosixPath(path).parent)
+        for file in files
+        if isinstance(path := file.get("path"), str) and PurePosixPath(path).name in MARKS
+    } - {"."}
     buffer = io.BytesIO()
     total = 0
     num_members = 0
@@ -51,6 +59,9 @@ def pack(files: Iterable[Mapping[str, Any]]) -> bytes:
     ):
         for file in files:
             member, content = _member(file)
+            inside = PurePosixPath(member.name)
+            if left_out & {str(path) for path in (inside, *inside.parents)}:
+                continue
             total += len(content)
             num_members += 1
             if total > MAX_BYTES or num_members > MAX_MEMBERS:

@@ -12,7 +12,8 @@ from determined.common import api
 from determined.common.api import bindings, errors
 from serving import Master
 
-from dstrial.master.backends import model_definition
+from dstrial.context_directory import MAX_BYTES
+from dstrial.master.backends.model_definition import MAX_SHOWN_BYTES
 
 pytestmark = pytest.mark.process
 CONFIG = "entrypoint: 'true'\nsearcher: {name: single, metric: loss}\n"
@@ -161,11 +162,11 @@ def test_a_damaged_archive_is_told_of(session: api.Session, fresh_master: Master
 
 
 def test_what_unpacks_to_too_much_is_refused(session: api.Session, fresh_master: Master) -> None:
-    store(fresh_master, archive(member("large", size=model_definition.MAX_SHOWN_BYTES + 1)))
+    store(fresh_master, archive(member("large", size=MAX_SHOWN_BYTES + 1)))
     assert paths(shown(session, 1)) == ["large"]
     with pytest.raises(errors.APIException, match="of a file that is shown"):
         content(session, 1, "large")
-    store(fresh_master, archive(member("larger", size=model_definition.MAX_BYTES + 1)))
+    store(fresh_master, archive(member("larger", size=MAX_BYTES + 1)))
     with pytest.raises(errors.APIException, match="too large"):
         shown(session, 1)
 

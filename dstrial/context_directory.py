@@ -1,0 +1,199 @@
+"""Decides which files of a context directory are packed for a trial.
+
+Left out is what ``.detignore`` names, and each directory that holds a mark: outputs of dstrial, checkpoint storages and virtual
+environments. Imports neither torch nor determined.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dstrial.errors import ConfigError, ConfigProblem
+from dstrial.storage_guard import IDENTITY_NAME
+
+if TYPE_CHECKING:
+    from determined.common.api.bindings import v1File
+
+OUTPUT_MARK = ".dstrial-output"
+"""Name of the file that marks a directory as output of dstrial."""
+
+MARKS = frozenset({OUTPUT_MARK, IDENTITY_NAME, "pyvenv.cfg"})
+"""A directory below the context directory that holds a file of one of these names is not packed."""
+
+MAX_BYTES = 95 * 2**20
+"""Most bytes that the files of a context have together, as in Determined's client."""
+
+LARGE_BYTES = 30 * 2**20
+"""From this size on a warning names what is largest: every run sends and keeps a copy."""
+
+# Source: Determined 0.38.1, ``common/constants.py``, DEFAULT_DETIGNORE, whose import takes as long as all of `dstrial check`.
+DEFAULT_PATTERNS = (
+    "__pycache__/",
+    "*.py[co]",
+    "*$py.class",
+    "terraform",
+    "terraform_data",
+    "terraform.tfstate*",
+    "terraform.tfvars*",
+    ".terraform*",
+    ".git/",
+    ".vscode/",
+    ".idea/",
+    ".mypy_cache/",
+    "/shared_fs",
+)
+
+
+def make_output_directory(path: Path) -> None:
+    """Create a directory; mark the highest one created as output."""
+    highest = path
+    while not highest.parent.exists():
+        highest = highest.parent
+    is_new = not highest.exists()
+    path.mkdir(parents=True, exist_ok=True)
+    if is_new:
+        (highest / OUTPUT_MARK).touch()
+
+
+def is_marked(path: Path) -> bool:
+    """Return whether a directory holds a mark, by which it is not packed."""
+    return any((path / mark).exists() for mark in MARKS)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ContextFile:
+    """A file or directory that is packed.
+
+    Attributes:
+        name: path below the context directory, with slashes.
+        path: where it lies.
+        size: bytes; 0 for a directory.
+        is_directory: whether it is one.
+    """
+
+    name: str
+    path: Path
+    size: int = 0
+    is_directory: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Context:
+    """What is packed of a context directory.
+
+    Attributes:
+        root: the directory, absolute.
+        files: what is packed, a directory before what it holds.
+        left_out: the marked directories that are not packed, with a slash at the end.
+    """
+
+    root: Path
+    files: tuple[ContextFile, ...]
+    left_out: tuple[str, ...]
+
+    @property
+    def num_files(self) -> int:
+        """Number of files, without directories."""
+        return sum(not file.is_directory for file in self.files)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files together."""
+        return sum(file.size for file in self.files)
+
+    def largest(self) -> tuple[str, int]:
+        """Return the largest file or directory at the top, and its bytes."""
+        sizes: dict[str, int] = {}
+        for file in self.files:
+            top, slash, _ = file.name.partition("/")
+            name = f"{top}/" if slash or file.is_directory else top
+            sizes[name] = sizes.get(name, 0) + file.size
+        return max(sizes.items(), key=lambda item: item[1], default=("", 0))
+
+    def require_packable(self) -> None:
+        """Do nothing if a master takes the context.
+
+        Raises:
+            ConfigError: it is too large.
+        """
+        if self.num_bytes <= MAX_BYTES:
+            return
+        name, size = self.largest()
+        problem = ConfigProblem(
+            "CONTEXT_DIR",
+            f"{self.root}, which has {_megabytes(self.num_bytes)}, {name} alone {_megabytes(size)}",
+            f"a context directory of at most {_megabytes(MAX_BYTES)}",
+            "Name what the trial does not need in a file .detignore there, with the patterns of .gitignore.",
+        )
+        raise ConfigError([problem])
+
+    def warnings(self) -> list[str]:
+        """Return a warning for a large context."""
+        if self.num_bytes < LARGE_BYTES:
+            return []
+        name, size = self.largest()
+        return [
+            f"the context directory has {_megabytes(self.num_bytes)}, {name} alone {_megabytes(size)}; every run sends and "
+            f"keeps a copy, and {_megabytes(MAX_BYTES)} is the most. Name what the trial does not need in .detignore"
+        ]
+
+    def v1_files(self) -> list[v1File]:
+        """Read the files as Determined's protocol has them.
+
+        Raises:
+            ConfigError: the context is too large.
+        """
+        from determined.common import v1file_utils
+
+        self.require_packable()
+        return [
+            v1file_utils.v1File_from_local_dir(file.name, file.path)
+            if file.is_directory
+            else v1file_utils.v1File_from_local_file(file.name, file.path)
+            for file in self.files
+        ]
+
+
+def list_context(directory: Path) -> Context:
+    """Find what is packed of a context directory.
+
+    As Determined's client does, but for marked directories. Links to directories are not followed. What cannot be read, and
+    what is no file, is left out.
+    """
+    import pathspec
+
+    root = directory.resolve()
+    ignore_path = root / ".detignore"
+    patterns = [*DEFAULT_PATTERNS, *(ignore_path.read_text().splitlines() if ignore_path.is_file() else ())]
+    ignored = pathspec.PathSpec.from_lines("gitwildmatch", patterns)
+    found: list[ContextFile] = []
+    left_out: list[str] = []
+    for parent, directories, names in os.walk(root):
+        below = Path(parent).relative_to(root)
+        kept = []
+        for name in directories:
+            relative = (below / name).as_posix()
+            if ignored.match_file(relative) or ignored.match_file(f"{relative}/"):
+                continue
+            path = root / relative
+            if is_marked(path):
+                left_out.append(f"{relative}/")
+                continue
+            kept.append(name)
+            found.append(ContextFile(relative, path, is_directory=True))
+        directories[:] = kept
+        for name in names:
+            relative = (below / name).as_posix()
+            path = root / relative
+            if name == ".detignore" or ignored.match_file(relative):
+                continue
+            if path.is_file() and os.access(path, os.R_OK):
+                found.append(ContextFile(relative, path, path.stat().st_size))
+    return Context(root, tuple(found), tuple(left_out))
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.0f} MB"

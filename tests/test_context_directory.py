@@ -1,0 +1,114 @@
+"""What is packed of a context directory: what Determined's client packs, without outputs and environments."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+from determined.common import constants, context
+
+from dstrial.context_directory import (
+    DEFAULT_PATTERNS,
+    LARGE_BYTES,
+    MAX_BYTES,
+    OUTPUT_MARK,
+    list_context,
+    make_output_directory,
+)
+from dstrial.errors import ConfigError
+from dstrial.launch.over_hosts import packed_context
+from dstrial.local.run_directory import RunDirectory
+from dstrial.storage_guard import IDENTITY_NAME
+
+
+def write(root: Path, *names: str, size: int = 1) -> None:
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        os.truncate(path, size)
+
+
+def names_in(root: Path) -> set[str]:
+    return {file.name for file in list_context(root).files}
+
+
+def test_limits_and_patterns_are_those_of_determined() -> None:
+    assert list(DEFAULT_PATTERNS) == constants.DEFAULT_DETIGNORE
+    assert MAX_BYTES == constants.MAX_CONTEXT_SIZE
+
+
+def test_context_without_marks_is_what_determined_packs(tmp_path: Path) -> None:
+    root = tmp_path / "context"
+    write(
+        root, "train.py", "a/b/deep.txt", "a/__pycache__/x.pyc", ".git/config", "shared_fs/x", "a/shared_fs/x"
+    )
+    write(root, "data/large.bin", "data/kept.bin", "logs/x.log", "notes.secret", "a/.detignore", "empty.txt")
+    (root / ".detignore").write_text("# comment\n*.bin\n!kept.bin\nlogs/\n/notes.*\n")
+    (root / "link.py").symlink_to("train.py")
+    (root / "broken.py").symlink_to("nowhere")
+    (root / "linked").symlink_to("a")
+
+    expected = [(file.path, file.type, file.mode, file.content) for file in context.read_v1_context(root)]
+
+    packed = list_context(root).v1_files()
+    assert [(file.path, file.type, file.mode, file.content) for file in packed] == expected
+    assert "data/kept.bin" in names_in(root)
+
+
+def test_run_directories_are_never_packed(tmp_path: Path) -> None:
+    root = tmp_path / "context"
+    write(root, "train.py")
+    (root / "older").mkdir()
+    made = [
+        RunDirectory.create(runs_dir, name="x", context_dir=root, command=[], config={}, path=path)
+        for runs_dir, path in ((root / "runs", None), (root / "older", None), (root, root / "named"))
+    ]
+    made[1].path.rename(root / "kept")
+
+    assert names_in(root) == {"train.py", "older"}
+    assert set(list_context(root).left_out) == {"runs/", "older/x/", "named/", "kept/"}
+
+
+@pytest.mark.parametrize("mark", [OUTPUT_MARK, IDENTITY_NAME, "pyvenv.cfg"])
+def test_marked_directories_are_left_out_and_named(tmp_path: Path, mark: str) -> None:
+    write(tmp_path, "train.py", f"deep/marked/{mark}", "deep/marked/more/file", "deep/file", mark)
+
+    found = list_context(tmp_path)
+
+    assert {file.name for file in found.files} == {"train.py", "deep", "deep/file", mark}
+    assert found.left_out == ("deep/marked/",)
+
+
+def test_output_directory_that_exists_is_not_marked(tmp_path: Path) -> None:
+    make_output_directory(tmp_path)
+    make_output_directory(tmp_path / "runs" / "doctor")
+
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob(OUTPUT_MARK)] == [
+        f"runs/{OUTPUT_MARK}"
+    ]
+
+
+def test_large_context_warns_of_its_largest_part(tmp_path: Path) -> None:
+    write(tmp_path, "train.py")
+    assert list_context(tmp_path).warnings() == []
+
+    write(tmp_path, "data/a.bin", "data/b.bin", size=LARGE_BYTES // 2)
+
+    (warning,) = list_context(tmp_path).warnings()
+    assert "30 MB, data/ alone 30 MB" in warning
+
+
+def test_too_large_context_is_refused_with_its_largest_part(tmp_path: Path) -> None:
+    write(tmp_path, "data/a.bin", size=MAX_BYTES)
+    write(tmp_path, "train.py")
+    for pack in (list_context(tmp_path).v1_files, lambda: packed_context(tmp_path)):
+        with pytest.raises(ConfigError, match=r"has 95 MB, data/ alone 95 MB.*at most 95 MB.*\.detignore"):
+            pack()
+
+    (tmp_path / ".detignore").write_text("data/\n")
+    with tarfile.open(fileobj=io.BytesIO(packed_context(tmp_path))) as archive:
+        assert archive.getnames() == ["train.py"]
