@@ -80,14 +80,9 @@ READS: list[Callable[[sqlite3.Connection], object]] = [
 ]
 
 
-@pytest.fixture(params=["new", "of an old release"])
-def connection(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[sqlite3.Connection]:
-    path = tmp_path / "master.db"
-    if request.param != "new":
-        with contextlib.closing(sqlite3.connect(path)) as old:
-            schema = Path(__file__).with_name("schema_1.sql").read_text(encoding="utf-8")
-            old.executescript(f"{schema} PRAGMA user_version = 1;")
-    with contextlib.closing(Database(path)) as database, database.read() as found:
+@pytest.fixture
+def connection(tmp_path: Path) -> Iterator[sqlite3.Connection]:
+    with contextlib.closing(Database(tmp_path / "master.db")) as database, database.read() as found:
         yield found
 
 
