@@ -118,7 +118,7 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def prepare(connection: sqlite3.Connection, path: Path) -> None:
-    """Make the schema in a new file, all of it or nothing; refuse a file with another schema."""
+    """Make the schema in a new file; refuse a file with another schema."""
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version == SCHEMA_VERSION:
         return
