@@ -66,7 +66,6 @@ READS: list[Callable[[sqlite3.Connection], object]] = [
     lambda c: models.list_models(c, models.ModelFilter()),
     lambda c: models.list_versions(c, 1),
     lambda c: projects.require(c, 1),
-    lambda c: listings.list_runs(c),
     lambda c: resizing.resizable_trials(c),
     lambda c: resizing.run_spans(c, 1, count_to=3),
     lambda c: tokens.list_access_tokens(c, None),

@@ -16,7 +16,7 @@ from dstrial.master import mending
 from dstrial.master.store.file import copies, integrity, marks, page_checksums
 from dstrial.master.store.file.log_keeper import LogKeeper
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 _BUSY_TIMEOUT_S = 30.0
 _CORRUPT, _NOT_A_DATABASE = 11, 26
 """SQLite's codes of a damaged page, and of a damaged first one."""

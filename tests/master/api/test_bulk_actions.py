@@ -1,0 +1,140 @@
+"""Many experiments at once: by their numbers, by filters, each with its own result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from determined.common import api
+from determined.common.api import bindings
+from serving import Master
+
+pytestmark = pytest.mark.process
+
+
+def session_of(master: Master, username: str = "determined") -> api.Session:
+    return api.Session(master.address, username, master.tokens[username], None)
+
+
+@pytest.fixture
+def session(fresh_master: Master) -> api.Session:
+    """Of the user determined, on a master whose experiments 1 and 2 are active, 3 paused and 4 of another project."""
+    body = {
+        "config": "entrypoint: 'true'\nsearcher: {name: single, metric: loss}\nlabels: [mine]\n",
+        "activate": False,
+    }
+    for name in ("third", "fourth"):
+        given = {**body, "config": f"{body['config']}name: {name}\n"}
+        assert fresh_master.send("POST", "/api/v1/experiments", given, token="determined").status == 200
+    assert fresh_master.send("POST", "/api/v1/workspaces", {"name": "w"}, token="determined").status == 200
+    made = fresh_master.send("POST", "/api/v1/workspaces/2/projects", {"name": "p"}, token="determined")
+    move = {"destinationProjectId": made.json["project"]["id"]}
+    assert fresh_master.send("POST", "/api/v1/experiments/4/move", move, token="determined").status == 200
+    fresh_master.change("UPDATE allocations SET state = 'TERMINATED', end_us = 2, exit_code = 0")
+    return session_of(fresh_master)
+
+
+def states(master: Master) -> dict[int, str]:
+    return {row["id"]: row["state"] for row in master.rows("SELECT id, state FROM experiments ORDER BY id")}
+
+
+def results(answer: Any) -> dict[int, str]:
+    return {one.id: one.error for one in answer.results}
+
+
+def test_experiments_are_paused_and_activated_by_number(session: api.Session, fresh_master: Master) -> None:
+    request = bindings.v1PauseExperimentsRequest(experimentIds=[1, 2, 99, 4], projectId=1)
+    found = results(bindings.post_PauseExperiments(session, body=request, projectId=1))
+
+    assert list(found) == [1, 2, 99, 4]
+    assert (found[1], found[2]) == ("", "")
+    assert "experiment 99 is not found" in found[99]
+    assert "is in project 2; expected one of project 1" in found[4]
+    assert states(fresh_master) == {1: "PAUSED", 2: "PAUSED", 3: "PAUSED", 4: "PAUSED"}
+
+    again = bindings.v1ActivateExperimentsRequest(experimentIds=[1], projectId=1)
+    assert results(bindings.post_ActivateExperiments(session, body=again, projectId=1)) == {1: ""}
+    assert states(fresh_master)[1] == "ACTIVE"
+
+
+def test_experiments_are_killed_archived_and_taken_back_by_filter(
+    session: api.Session, fresh_master: Master
+) -> None:
+    wanted = bindings.v1BulkExperimentFilters(
+        states=[bindings.experimentv1State.RUNNING], excludedExperimentIds=[2]
+    )
+    kill = bindings.v1KillExperimentsRequest(experimentIds=[2, 3], filters=wanted, projectId=1)
+    assert results(bindings.post_KillExperiments(session, body=kill, projectId=1)) == {1: ""}
+    cancel = bindings.v1CancelExperimentsRequest(
+        experimentIds=[], filters=bindings.v1BulkExperimentFilters(labels=["mine"]), projectId=1
+    )
+    assert results(bindings.post_CancelExperiments(session, body=cancel, projectId=1)) == {3: ""}
+    assert states(fresh_master) == {1: "CANCELED", 2: "ACTIVE", 3: "CANCELED", 4: "PAUSED"}
+
+    everything = bindings.v1BulkExperimentFilters()
+    archive = bindings.v1ArchiveExperimentsRequest(experimentIds=[], filters=everything, projectId=1)
+    found = results(bindings.post_ArchiveExperiments(session, body=archive, projectId=1))
+    assert (found[1], found[3]) == ("", "")
+    assert "expected one that has ended" in found[2]
+    archived = bindings.v1BulkExperimentFilters(archived=True)
+    back = bindings.v1UnarchiveExperimentsRequest(experimentIds=[], filters=archived, projectId=1)
+    assert results(bindings.post_UnarchiveExperiments(session, body=back, projectId=1)) == {1: "", 3: ""}
+
+
+def test_experiments_are_moved_their_logs_kept_and_deleted_together(
+    session: api.Session, fresh_master: Master
+) -> None:
+    keep = bindings.v1PutExperimentsRetainLogsRequest(experimentIds=[1, 2], numDays=5, projectId=1)
+    assert results(bindings.put_PutExperimentsRetainLogs(session, body=keep, projectId=1)) == {1: "", 2: ""}
+    move = bindings.v1MoveExperimentsRequest(experimentIds=[2, 3], destinationProjectId=2, projectId=1)
+    assert results(bindings.post_MoveExperiments(session, body=move, projectId=1)) == {2: "", 3: ""}
+    rows = fresh_master.rows("SELECT project_id, log_retention_days FROM experiments ORDER BY id")
+    assert [tuple(row.values()) for row in rows] == [(1, 5), (2, 5), (2, None), (2, None)]
+
+    fresh_master.change("UPDATE experiments SET state = 'COMPLETED', end_us = 2 WHERE id IN (2, 3)")
+    delete = bindings.v1DeleteExperimentsRequest(experimentIds=[2, 3, 4], projectId=2)
+    other = results(
+        bindings.delete_DeleteExperiments(session_of(fresh_master, "other"), body=delete, projectId=2)
+    )
+    assert all("another user's" in error for error in other.values())
+    found = results(bindings.delete_DeleteExperiments(session, body=delete, projectId=2))
+    assert (found[2], found[3]) == ("", "")
+    assert "expected one that has ended" in found[4]
+    assert states(fresh_master) == {1: "ACTIVE", 2: "DELETING", 3: "DELETING", 4: "PAUSED"}
+
+
+def test_old_logs_are_deleted_at_once_when_asked_for(session: api.Session, fresh_master: Master) -> None:
+    for trial_id in (1, 2):
+        fresh_master.change(
+            "INSERT INTO logs (task_id, trial_id, time_us, source, log) VALUES ('t', ?, 1, 'task', 'x')",
+            trial_id,
+        )
+    fresh_master.change("UPDATE trials SET end_us = 3 WHERE id IN (1, 2)")
+    bindings.put_PutTrialRetainLogs(
+        session, body=bindings.v1PutTrialRetainLogsRequest(trialId=1, numDays=1), trialId=1
+    )
+    assert fresh_master.send("POST", "/api/v1/cleanup_logs", token="determined").status == 403
+    removed = bindings.post_CleanupLogs(session_of(fresh_master, "admin")).removedCount
+    assert int(removed) == 1
+    assert [
+        row["trial_id"]
+        for row in fresh_master.rows("SELECT DISTINCT trial_id FROM logs WHERE source = 'task'")
+    ] == [2]
+
+
+def test_experiments_last_in_seconds_up_to_now_and_trials_say_what_they_did_last(
+    session: api.Session, fresh_master: Master
+) -> None:
+    fresh_master.change("UPDATE trials SET start_us = 1, end_us = 90500001 WHERE id = 1")
+    fresh_master.change("UPDATE experiments SET start_us = 1, end_us = 91500001 WHERE id = 1")
+    started = "CAST(strftime('%s', 'now') AS INTEGER) * 1000000 - 3600000000"
+    fresh_master.change(f"UPDATE trials SET start_us = {started} WHERE id = 2")
+    fresh_master.change(f"UPDATE experiments SET start_us = {started} WHERE id = 2")
+    state = bindings.v1TrialRunnerMetadata(state="validating")
+    bindings.post_PostTrialRunnerMetadata(session, body=state, trialId=1)
+
+    assert bindings.get_GetExperiment(session, experimentId=1).experiment.duration == 91
+    assert 3600 <= (bindings.get_GetExperiment(session, experimentId=2).experiment.duration or 0) < 7200
+    # What `det experiment create --test` compares with.
+    assert bindings.get_GetTrial(session, trialId=1).trial.runnerState == "validating"
+    assert bindings.get_GetTrial(session, trialId=2).trial.runnerState == "UNSPECIFIED"
