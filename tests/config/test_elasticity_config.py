@@ -43,7 +43,7 @@ def test_what_is_said_and_what_follows_where_nothing_is() -> None:
     )
     assert not elasticity_of({}, 4).makes_room
     assert elasticity_of({"min_slots": 1}, 4).makes_room
-    assert elasticity_of({"max_slots": 8}, 4).is_measured
+    assert elasticity_of({"max_slots": 8}, 4).is_asked_for
 
 
 @pytest.mark.parametrize(

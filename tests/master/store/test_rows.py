@@ -67,7 +67,6 @@ READS: list[Callable[[sqlite3.Connection], object]] = [
     lambda c: models.list_versions(c, 1),
     lambda c: projects.require(c, 1),
     lambda c: resizing.resizable_trials(c),
-    lambda c: resizing.run_spans(c, 1, count_to=3),
     lambda c: tokens.list_access_tokens(c, None),
     lambda c: tasks.living(c),
     lambda c: tasks.living_of(c, "a"),
