@@ -32,11 +32,6 @@ class Elasticity:
     period_s: float
 
     @property
-    def makes_room(self) -> bool:
-        """Whether it goes on with fewer slots than there are, where others use them."""
-        return self.at_least is not None
-
-    @property
     def is_asked_for(self) -> bool:
         """Whether its user has given another bound than ``slots_per_trial``."""
         return self.at_least is not None or self.at_most > self.wish
