@@ -77,7 +77,7 @@ class RecordedGrid:
 
     @classmethod
     def read(cls, path: Path) -> RecordedGrid:
-        """Read a file that ``record_dsat_grid.py`` has written."""
+        """Read a file of rows such as ``dsat_recorded/grid.json``."""
         return cls(json.loads(path.read_text(encoding="utf-8")))
 
     @property

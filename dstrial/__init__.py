@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dstrial import collector, harness_paths, old_paths
+from dstrial import collector, harness_paths
 from dstrial.lazy_names import lazily
 
 __version__ = "0.1.0"
@@ -121,4 +121,3 @@ def __dir__() -> list[str]:
 
 
 harness_paths.install_outside_of_allocations()
-old_paths.install()

@@ -285,7 +285,6 @@ class Trainer:
             on_start=self._on_start,
             on_progress=self._on_progress,
             on_steps=self._on_steps,
-            looks_for_metric=not (self._runtime.hparams or {}).get(AROUND_FIT_KEY),
             metric_sinks=[*loggers.sinks, *metric_sinks],
         )
         result = loop.run()

@@ -13,10 +13,9 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
-import house_figures
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -234,31 +233,6 @@ def test_the_commands_of_a_document_are_understood(document: str) -> None:
         )  # leaves the process where it does not understand
 
 
-def ends_of(paths: Iterable[str]) -> set[str]:
-    """Return every name by which a text may mean one of these dotted paths: the path, and what follows a dot of it."""
-    parts = [path.split(".") for path in paths]
-    return {".".join(names[start:]) for names in parts for start in range(len(names))}
-
-
-@pytest.fixture(scope="module")
-def names_that_modules_had() -> set[str]:
-    """The names of modules that have moved and that no module of the repository has now."""
-    folders = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
-    files = (file for folder in folders for file in folder.rglob("*.py"))
-    now = {".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files}
-    return ends_of(json.loads(text_of("dstrial/old_paths.json"))) - ends_of(now)
-
-
-@pytest.mark.parametrize("document", [name for name in DOCUMENTS if name != "CHANGELOG.md"])
-def test_no_document_names_a_module_by_the_path_that_it_had(
-    document: str, names_that_modules_had: set[str]
-) -> None:
-    named = re.findall(r"`(\w+(?:/\w+)+|\w+(?=\.py))(?:\.py)?", text_of(document))
-
-    dotted = {name.replace("/", ".") for name in named} - {"checkpointing"}  # a module of accelerate, too
-    assert sorted(dotted & names_that_modules_had) == []
-
-
 def test_the_makefile_has_the_targets_that_the_documents_name() -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", text_of("Makefile"), flags=re.MULTILINE))
 
@@ -270,25 +244,16 @@ def test_the_makefile_has_the_targets_that_the_documents_name() -> None:
         assert named <= targets, document
 
 
-@pytest.fixture(scope="module")
-def house() -> house_figures.House:
-    """Every module of the package."""
-    return house_figures.read(ROOT)
+def test_a_docstring_begins_with_a_short_line() -> None:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = [
+        (path.relative_to(ROOT).as_posix(), ast.get_docstring(node) or "")
+        for path in (ROOT / "dstrial").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_bytes()))
+        if isinstance(node, documented)
+    ]
 
-
-def test_a_docstring_begins_with_a_short_line(house: house_figures.House) -> None:
-    most = house_figures.MAX_FIRST_LINE
-
-    assert [
-        module.name for module in house.modules.values() if max(module.first_lines, default=0) > most
-    ] == []
-
-
-def test_no_module_imports_itself_by_way_of_others_or_of_the_packages_around_them(
-    house: house_figures.House,
-) -> None:
-    # Such a module can be imported by some only, and fails whoever begins with another.
-    assert house_figures.cycles(house) == []
+    assert [(path, text) for path, text in docstrings if len(text.split("\n")[0]) > 80] == []
 
 
 def test_no_two_test_modules_have_one_name() -> None:
@@ -450,7 +415,7 @@ def installed_modules() -> dict[str, str]:
 def imported_in(path: Path) -> set[str]:
     """Return the first parts of the names of all modules that a file imports anywhere."""
     names = set()
-    for node in house_figures.statements(ast.parse(path.read_bytes())):
+    for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

@@ -175,9 +175,8 @@ def _print_table(title: str, source: DeepSpeedSource, checked: CheckResult, *, w
 
 def _print_training_checks(config: ExperimentConfig) -> None:
     for key, value, is_given in explained(config.raw):
-        shown = "true, but for pipelines" if value is None else json.dumps(value)
         origin = config.path if is_given else "dstrial's default"
-        sys.stdout.write(f"{key:<34} {shown:<24} {origin}\n")
+        sys.stdout.write(f"{key:<34} {json.dumps(value):<24} {origin}\n")
 
 
 def _print_json(value: dict[str, Any]) -> None:

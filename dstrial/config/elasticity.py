@@ -32,16 +32,8 @@ class Elasticity:
     period_s: float
 
     @property
-    def makes_room(self) -> bool:
-        """Whether it goes on with fewer slots than there are, where others use them."""
-        return self.at_least is not None
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether it gives back slots that did not make it faster.
-
-        So it does where its user has asked for elasticity.
-        """
+    def is_asked_for(self) -> bool:
+        """Whether its user has given another bound than ``slots_per_trial``."""
         return self.at_least is not None or self.at_most > self.wish
 
 

@@ -19,7 +19,7 @@ from dstrial.errors import (
     PeerFailedError,
     RankError,
 )
-from dstrial.loop import early_check, sync_point
+from dstrial.loop import sync_point
 from dstrial.loop.boundaries import (
     Boundary,
     Period,
@@ -64,8 +64,6 @@ class TrainingLoop:
         on_progress: told the finished batches and the total on the chief at points of agreement.
         on_steps: told the optimizer steps of the run and how many of them were skipped on the chief, at reports where
             there are any and at the end.
-        looks_for_metric: whether the searcher's metric may be looked for before training; not where somebody else counts what
-            engines do.
         metric_sinks: where reported metrics go besides the places of every run.
 
     Raises:
@@ -82,7 +80,6 @@ class TrainingLoop:
         on_progress: Callable[[int, int], None],
         on_steps: Callable[[int, int], None] = lambda _steps, _skipped: None,
         *,
-        looks_for_metric: bool = True,
         metric_sinks: Sequence[MetricSink] = (),
     ) -> None:
         require_engine(trial, context)
@@ -106,7 +103,6 @@ class TrainingLoop:
         self._weights: FiniteWeights | None = None
         self._guard: NonFiniteGuard | None = None
         self._is_holding_back = False
-        self._looks_for_metric = looks_for_metric
         self._first_batch = 0
         self._periods = {
             Boundary.REPORT: Period.from_train_unit(settings.reporting_period),
@@ -159,7 +155,6 @@ class TrainingLoop:
             loop_state = self._restore()
             self._on_start(progress.batches_trained)
             self._start_checks()
-            self._look_for_metric()
             drawn = int(loop_state.get("micro_batches_drawn", 0))
             assert self._stream is not None
             self._iterator = self._stream.open(drawn)
@@ -194,15 +189,6 @@ class TrainingLoop:
         return FitResult(
             progress.batches_trained, self._batches_total, stopped, self._checkpoint_uuid, skipped
         )
-
-    def _look_for_metric(self) -> None:
-        """Find a wrong ``searcher.metric`` before training. Ranks: all, collectively."""
-        settings, searched = self._settings, self._settings.searcher_metric
-        if self._validation is None or searched is None or not self._looks_for_metric:
-            return
-        if early_check.is_wanted(settings, self._context):
-            objects = [self._trial, self._validation.dataset, self._stream]
-            early_check.check_metric(searched, self._validation, self._context, objects)
 
     def _make_instruments(self) -> Instruments:
         engine = self._context.models[0]
@@ -562,7 +548,7 @@ class TrainingLoop:
     def _check_searcher_metric(self, metrics: Mapping[str, Any]) -> None:
         """Refuse metrics that the searcher cannot compare; the same on every rank."""
         searched = self._settings.searcher_metric
-        if searched is None or searched in early_check.NEVER_MISSING:
+        if searched is None or searched in ("batches", "epochs"):  # every validation has them
             return
         if searched not in metrics:
             raise SearcherMetricError(

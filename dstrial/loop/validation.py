@@ -33,9 +33,6 @@ class Validation:
         callbacks: the user's callbacks.
         stream: the validation records of this rank, which may be none.
         max_rounds: evaluate at most this many rounds, for test runs; None for all.
-
-    Attributes:
-        is_agreed: False once user code has failed here and the other ranks have not come to hear of it.
     """
 
     def __init__(
@@ -56,13 +53,7 @@ class Validation:
         self._is_collective = self._runtime.forward_is_collective
         self._on_chief_only = util.is_overridden(trial.evaluate_full_dataset, DeepSpeedTrial)
         self._num_runs = 0
-        self.is_agreed = True
         self._takes_batch_idx = util.has_param(trial.evaluate_batch, "batch_idx", 2)
-
-    @property
-    def dataset(self) -> Any:
-        """The validation records; None on ranks that read none."""
-        return self._stream.dataset
 
     def agree_on_extent(self) -> bool:
         """Compare the validation loaders. Ranks: all, collectively (one all-gather).
@@ -220,7 +211,6 @@ class Validation:
                     sync_point.described(error),
                 )
             if not sync_point.all_arrived(distributed, place, timeout_s):
-                self.is_agreed = False
                 raise error
         gathered = distributed.allgather((share, sync_point.described(error)))
         if error is not None:
@@ -229,47 +219,6 @@ class Validation:
         if failures:
             raise sync_point.peer_failed("evaluation", failures)
         return [handed_in for handed_in, _ in gathered]
-
-    def sample(self) -> set[str] | None:
-        """Evaluate the first round; return the names that validations will return.
-
-        Calls no callback and combines no reducer. What else it changes is for the caller to put back.
-
-        Returns:
-            None where the round cannot be evaluated without traces, or callbacks and reducers decide what there is.
-
-        Raises:
-            TrialContractError: ``evaluate_batch`` breaks its contract.
-            Exception: what user code has raised here.
-            PeerFailedError: it has raised on another rank.
-
-        Ranks: all, collectively (two ``allgather``).
-        """
-        context = self._context
-        can = self._extent.num_records is not None and not self._on_chief_only and self._stream.can_be_sampled
-        if not all(context.distributed.allgather(can)):
-            return None
-        window = loop_metrics.MetricWindow("evaluate_batch", self._reducer_of())
-        error: Exception | None = None
-        self._runtime.set_training(False)
-        try:
-            with torch.no_grad():
-                validation_round, items = self._stream.first_round(self._extent)
-                self._evaluate_round(0, validation_round, items, window)
-        except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
-            error = caught
-        finally:
-            for adapter in self._runtime.adapters:
-                adapter.bind_validation_round(None, None)
-                adapter.set_training(True)
-        share = window.totals() if self._runtime.mpu.should_report_metrics and len(window) else None
-        values = loop_metrics.combine(self._agreed(share, error), "evaluate_batch", self._reducer_of())
-        _require_numbers(values)
-        reducers = [wrapped for wrapped in self._runtime.wrapped_reducers if wrapped.for_validation]
-        is_open = any(wrapped.name is None for wrapped in reducers) or any(
-            self._callbacks.overrides(name) for name in ("on_validation_end", "on_validation_epoch_end")
-        )
-        return None if is_open else {*values, *(str(wrapped.name) for wrapped in reducers)}
 
     def _evaluate_round(
         self,

@@ -67,11 +67,6 @@ class RankIdentity:
         """Whether this is rank 0."""
         return self.rank == 0
 
-    @property
-    def is_local_chief(self) -> bool:
-        """Whether this is the first rank of its machine."""
-        return self.local_rank == 0
-
 
 def identify(environ: Mapping[str, str]) -> RankIdentity:
     """Say which rank this process is.

@@ -122,11 +122,6 @@ class Searcher:
         """Start the search."""
         return self._finished(self._method.initial_trials(self._random))
 
-    def trial_created(self, request_id: str) -> list[Action]:
-        """Take that a trial exists; no method of today acts on it."""
-        del request_id
-        return []
-
     def validation_completed(self, request_id: str, metrics: Mapping[str, Any]) -> list[Action]:
         """Take a validation of a trial.
 

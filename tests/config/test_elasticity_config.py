@@ -41,9 +41,9 @@ def test_what_is_said_and_what_follows_where_nothing_is() -> None:
     assert elasticity_of({"min_slots": 2, "max_slots": 8, "resize_period": 60}, 4) == Elasticity(
         4, 2, 8, 60.0
     )
-    assert not elasticity_of({}, 4).makes_room
-    assert elasticity_of({"min_slots": 1}, 4).makes_room
-    assert elasticity_of({"max_slots": 8}, 4).is_measured
+    assert not elasticity_of({}, 4).is_asked_for
+    assert elasticity_of({"min_slots": 1}, 4).is_asked_for
+    assert elasticity_of({"max_slots": 8}, 4).is_asked_for
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def _fit(result_path: pathlib.Path, _case: str) -> dict[str, Any]:
         "overwrite_deepspeed_args": {},
         "_use_dsat_mode": True,
         "_dsat": {"max_s": 0.3, "window_s": 0.02},
-        "_around_fit": "dstrial.dsat.trial.reporting:around_fit",
+        "_around_fit": "dstrial.dsat.rank.context:around_fit",
     }
     os.environ["DSTRIAL_DSAT_HPARAMS"] = json.dumps(hparams)
     os.environ["DSTRIAL_DSAT_RESULT"] = str(result_path)

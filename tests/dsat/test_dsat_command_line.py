@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,7 @@ from dstrial import dsat
 from dstrial.cli import app
 from dstrial.dsat import __main__ as dsat_door
 from dstrial.dsat import compat
-from dstrial.dsat.backends.trial_spec import full_config, local_command, measuring_spec
+from dstrial.dsat.backends.trial_spec import RESULTS_EXPERIMENT, full_config, local_command, measuring_spec
 from dstrial.dsat.cli import build_parser, flags_of, with_method
 from dstrial.dsat.config import read_config
 from dstrial.dsat.methods import METHOD_NAMES
@@ -221,7 +223,7 @@ def test_a_measuring_trial_is_an_ordinary_single_experiment_that_is_never_restar
         "max_length": {"batches": 1000},
     }
     assert spec.config["max_restarts"] == 0
-    assert spec.config["entrypoint"].endswith("-m dstrial.dsat.trial --trial model_def:MyTrial")
+    assert spec.config["entrypoint"].endswith("-m dstrial.dsat.rank --trial model_def:MyTrial")
     assert "min_validation_period" not in spec.config
     hparams = spec.config["hyperparameters"]
     assert hparams["_use_dsat_mode"] is True
@@ -252,8 +254,26 @@ def test_a_script_is_started_without_a_master_by_our_launcher(experiment: Path, 
     command = local_command(settings, "gen.yaml", "python")
 
     launch = ["python", "-m", "dstrial.launch", "--slots", "2", "--config", "gen.yaml", "--context-dir", "."]
-    script = ["-m", "dstrial.dsat.trial.local_script", "train.py", "--deepspeed", "ds.json"]
+    script = ["-m", "dstrial.dsat.rank.standalone_script", "train.py", "--deepspeed", "ds.json"]
     assert command == [*launch, *script]
+
+
+def test_module_paths_in_configs_of_dsat_are_importable(experiment: Path) -> None:
+    model = str(experiment.parent / "model")
+    trial = read_config(flags_of(_parse("asha", str(experiment), model)))
+    script_path = _write(experiment.parent, entrypoint="python3 train.py --deepspeed ds.json")
+    script = read_config(flags_of(_parse("asha", str(script_path), model)))
+    written = [str(RESULTS_EXPERIMENT["entrypoint"]), *local_command(script, "gen.yaml", "python")]
+    for settings in (trial, script):
+        written.append(json.dumps(measuring_spec(settings, settings.space.smallest(), 3, "abcd").config))
+
+    paths = re.findall(r"\b(dstrial(?:\.\w+)+):?(\w*)", "\n".join(written))
+
+    assert len({path for path, _ in paths}) >= 5
+    for module, name in set(paths):
+        found = importlib.import_module(module)
+        assert found.__name__ == module
+        assert not name or hasattr(found, name)
 
 
 @pytest.mark.parametrize(

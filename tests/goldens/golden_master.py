@@ -44,7 +44,6 @@ _QUERIES = {
     "/api/v1/trials/metrics/training_metrics": "?trialIds=1",
     "/api/v1/trials/metrics/validation_metrics": "?trialIds=1",
     "/api/v1/experiments/metrics-stream/metric-names": "?ids=1&periodSeconds=1",
-    "/api/v1/trials/time-series": "?trialIds=1&metricIds=training.loss&metricIds=custom.speed",
     "/api/v1/tokens": "?showInactive=true",
     "/experiments/{experiment_id:int}/preview_gc": "?saveExperimentBest=0&saveTrialBest=1&saveTrialLatest=1",
     "/api/v1/trials/{trial_id:int}/workloads": "?includeBatchMetrics=true",
@@ -57,9 +56,6 @@ _QUERIES = {
     "&period=RESOURCE_ALLOCATION_AGGREGATION_PERIOD_DAILY",
 }
 """What a route is asked for besides."""
-_STREAM = "/api/v1/experiments/{experiment_id:int}/metrics-stream"
-_FOLLOWED = {f"{_STREAM}/{name}" for name in ("batches", "trials-sample", "trials-snapshot")}
-"""Streams that go on while their experiment does; ``golden_web`` records them."""
 _PAGES = re.compile(r"/$|/page/|/det($|/)")
 """What the master's own page asks for changes with it, and has tests in ``tests/master/web``."""
 
@@ -75,7 +71,7 @@ def answers(scratch: Path) -> dict[str, str]:
         values = _seed(master)
         sections = []
         for route in sorted(all_routes(), key=lambda one: one.path):
-            if route.method == "GET" and route.path not in _FOLLOWED and not _PAGES.match(route.path):
+            if route.method == "GET" and not _PAGES.match(route.path):
                 for path in _filled(route.path, values):
                     answer = master.get(path + _QUERIES.get(route.path, ""), "admin")
                     sections.append(_section(route, path + _QUERIES.get(route.path, ""), answer))

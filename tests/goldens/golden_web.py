@@ -13,20 +13,6 @@ from typing import Any
 from normalization import normalized
 from record import ROOT
 
-_FILTER = json.dumps(
-    {
-        "filterGroup": {
-            "kind": "group",
-            "conjunction": "and",
-            "children": [
-                {"kind": "field", "columnName": "hp.model.depth", "operator": "=", "value": 4},
-                {"kind": "field", "columnName": "validation.loss.last", "operator": "<", "value": 1},
-            ],
-        },
-        "showArchived": False,
-    }
-)
-
 
 def answers(scratch: Path) -> dict[str, str]:
     """Record the answers about a search that has ended, in a master that stands still."""
@@ -124,43 +110,7 @@ def _questions() -> dict[str, Callable[[Any], Any]]:
     """Return what is asked, by a name for people."""
     from determined.common.api import bindings as b
 
-    training = b.v1MetricType.TRAINING
     return {
-        "GET users/setting": lambda session: b.get_GetUserSetting(session),
-        "POST users/setting": lambda session: b.post_PostUserSetting(
-            session,
-            body=b.v1PostUserSettingRequest(
-                settings=[b.v1UserWebSetting(key="columns", storagePath="table", value='["id"]')]
-            ),
-        ),
-        "GET users/setting, afterwards": lambda session: b.get_GetUserSetting(session),
-        "POST users/setting/reset": lambda session: b.post_ResetUserSetting(session),
-        "GET users/setting, in the end": lambda session: b.get_GetUserSetting(session),
-        "POST users/activity": lambda session: b.post_PostUserActivity(
-            session,
-            body=b.v1PostUserActivityRequest(
-                activityType=b.v1ActivityType.GET, entityId=1, entityType=b.v1EntityType.PROJECT
-            ),
-        ),
-        "GET trials/time-series": lambda session: b.get_CompareTrials(
-            session,
-            trialIds=[1, 3],
-            metricIds=["training.loss", "validation.loss", "throughput.records"],
-            maxDatapoints=3,
-        ),
-        "POST experiments-search": lambda session: b.post_SearchExperiments(
-            session, body=b.v1SearchExperimentsRequest(filter=_FILTER, sort="validation.loss.min=asc")
-        ),
-        "GET projects/1/columns?tableType=TABLE_TYPE_EXPERIMENT": lambda session: b.get_GetProjectColumns(
-            session, id=1, tableType=b.v1TableType.EXPERIMENT
-        ),
-        "GET projects/1/columns?tableType=TABLE_TYPE_RUN": lambda session: b.get_GetProjectColumns(
-            session, id=1, tableType=b.v1TableType.RUN
-        ),
-        "GET projects/1/experiments/metric-ranges": lambda session: b.get_GetProjectNumericMetricsRange(
-            session, id=1
-        ),
-        "GET experiment/labels": lambda session: b.get_GetExperimentLabels(session),
         "PUT experiments/1/labels/new": lambda session: b.put_PutExperimentLabel(
             session, experimentId=1, label="new"
         ),
@@ -179,18 +129,6 @@ def _questions() -> dict[str, Callable[[Any], Any]]:
         ),
         "GET resource-pools/default/workspace-bindings": lambda session: b.get_ListWorkspacesBoundToRP(
             session, resourcePoolName="default"
-        ),
-        "POST runs": lambda session: b.post_SearchRuns(
-            session, body=b.v1SearchRunsRequest(sort="id=asc", limit=1)
-        ),
-        "GET experiments/1/metrics-stream/batches": lambda session: b.get_MetricBatches(
-            session, experimentId=1, metricName="loss", metricType=training
-        ),
-        "GET experiments/1/metrics-stream/trials-sample": lambda session: b.get_TrialsSample(
-            session, experimentId=1, metricName="loss", metricType=training, maxTrials=1, startBatches=3
-        ),
-        "GET experiments/1/metrics-stream/trials-snapshot": lambda session: b.get_TrialsSnapshot(
-            session, experimentId=1, metricName="loss", group="validation", batchesProcessed=4
         ),
     }
 

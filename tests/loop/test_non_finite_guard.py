@@ -5,7 +5,6 @@ import torch
 
 from dstrial.engine.finite_weights import StepCounts
 from dstrial.errors import NonFiniteError
-from dstrial.loop.early_check import AttributeSnapshot
 from dstrial.loop.metrics import LossTail, MetricWindow
 from dstrial.loop.non_finite import NonFiniteGuard, StateEvidence, lost_weight, why_not_save
 
@@ -101,32 +100,3 @@ def test_what_speaks_against_a_state():
     assert why_not_save([silent, silent]) is None
     assert lost_weight([silent, no_loss]) is None
     assert lost_weight([good, lost]) == "the weights are not finite (w on rank 1)"
-
-
-class Holder:
-    def __init__(self):
-        self.count = 0
-        self.items = [1, {"a": [2]}]
-        self.names = {"x"}
-        self.generator = torch.Generator().manual_seed(3)
-        self.module = torch.nn.Linear(1, 1)
-
-
-def test_attributes_contents_and_generators_are_put_back():
-    one = Holder()
-    expected = torch.rand(2, generator=torch.Generator().manual_seed(3)).tolist()
-    items, module = one.items, one.module
-    snapshot = AttributeSnapshot([one])
-    torch.rand(1, generator=one.generator)
-    one.count, one.new, one.module = 5, 1, None
-    items[1]["a"].append(3)
-    items[1]["b"] = 1
-    items.append(4)
-    one.names.clear()
-    one.items = None
-    snapshot.restore()
-    assert (one.count, one.items, one.names) == (0, [1, {"a": [2]}], {"x"})
-    assert one.items is items
-    assert one.module is module
-    assert not hasattr(one, "new")
-    assert torch.rand(2, generator=one.generator).tolist() == expected

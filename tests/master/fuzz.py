@@ -126,16 +126,6 @@ _CHECKPOINT = {
     "state": "STATE_COMPLETED",
     "training": {},
 }
-_RUN_FILTER = json.dumps(
-    {
-        "filterGroup": {
-            "kind": "group",
-            "conjunction": "and",
-            "children": [{"kind": "field", "columnName": "id", "operator": ">", "value": 0}],
-        },
-        "showArchived": True,
-    }
-)
 # What a mutation puts into a YAML text; the hostile texts of tests/security are put there whole.
 _YAML_PIECES = [
     *(
@@ -243,17 +233,7 @@ _BODIES: dict[str, Any] = {
     "models/{model}/move": {"destinationWorkspaceId": 1},
     "models/{model}/versions": {"checkpointUuid": "OWN", "name": "v", "labels": ["l"]},
     "models/{model}/versions/{version}": {"notes": "n", "metadata": {"a": 1}},
-    "runs": {"projectId": 1, "sort": "id=desc,hp.lr=asc", "filter": _RUN_FILTER},
-    "experiments-search": {"projectId": 1, "sort": "id=desc,hp.lr=asc", "filter": _RUN_FILTER},
     "experiments/{experiment_id}/file": {"experimentId": 1, "path": "a/b.py"},
-    "users/setting": {"settings": [{"key": "k", "storagePath": "p", "value": "1"}]},
-    "users/activity": {
-        "activityType": "ACTIVITY_TYPE_GET",
-        "entityType": "ENTITY_TYPE_PROJECT",
-        "entityId": 1,
-    },
-    "runs/pause": {"runIds": [1, 2], "projectId": 1},
-    "runs/move": {"runIds": [1], "sourceProjectId": 1, "destinationProjectId": 2},
     "preview-hp-search": {
         "config": {"searcher": {"name": "random", "metric": "a", "max_trials": 3}},
         "seed": 3,

@@ -224,15 +224,6 @@ def test_no_route_fails_at_a_body_of_20000_brackets(player: Player) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("depth", [101, 900, 1010, 20_000])
-def test_a_filter_of_runs_that_is_nested_deeply_is_refused(depth: int, player: Player) -> None:
-    text = '{"filterGroup": ' + "[" * depth + "]" * depth + "}"
-    status, answer = player.send("POST", "/api/v1/runs", {"filter": text})
-    assert status == 400, answer
-    assert "the filter or sort of runs has" in answer
-
-
-@pytest.mark.process
 def test_a_body_of_millions_of_values_is_refused_and_one_of_long_logs_is_not(player: Player) -> None:
     many = b'{"config": [' + b"[]," * 5_000_000 + b"[]]}"
     played = player.play("PATCH", "/api/v1/templates/many", many)

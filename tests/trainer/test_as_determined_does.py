@@ -29,7 +29,6 @@ def counted(num_records=64, **arguments):
     fit(
         trial_class(build_callbacks=lambda self: {"counter": counter}),
         {"num_records": num_records},
-        {**EXP_CONF, "data": {"dstrial": {"early_metric_check": False}}},
         **arguments,
     )
     return counter.calls

@@ -6,15 +6,13 @@ import pathlib
 import time
 
 import pytest
-from in_process_fits import EXP_CONF, fit
+from in_process_fits import fit
 from small_runs import deepspeed_config, experiment, train
 
 from dstrial import Batch
 from dstrial.errors import TrialContractError
 
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
-
-LATE = {**EXP_CONF, "data": {"dstrial": {"early_metric_check": False}}}
 
 
 def wrong(name):
@@ -28,7 +26,7 @@ def saved():
 
 def test_a_wrong_metric_at_the_end_loses_nothing_and_the_run_goes_on():
     with pytest.raises(TrialContractError, match="searcher's metric"):
-        fit(wrong("WrongMetric"), exp_conf=LATE)
+        fit(wrong("WrongMetric"))
     assert saved() == 4
     (run,) = pathlib.Path("runs").glob("*/*/run.json")
     import small_trials

@@ -114,19 +114,22 @@ def test_a_master_has_them_of_a_trial_with_two_slots(shared_master: MasterForTes
 
 
 def require_system_metrics(session: api.Session, trial_id: int) -> None:
-    (answer,) = bindings.get_GetTrialProfilerAvailableSeries(session, trialId=trial_id)
-    names = {label.name for label in answer.labels}
-    assert {"cpu_util_simple", "memory_free", "net_throughput_recv", "net_throughput_sent"} <= names
+    def read(group: str) -> list[dict[str, dict[str, float]]]:
+        lines = bindings.get_GetMetrics(session, trialIds=[trial_id], group=group)
+        return [report.metrics["avg_metrics"] for line in lines for report in line.metrics]
+
     agents = {agent.id for agent in bindings.get_GetAgents(session).agents}
-    assert {label.agentId for label in answer.labels} == agents
-    batches = [
-        one.batch
-        for one in bindings.get_GetTrialProfilerMetrics(
-            session, labels_trialId=trial_id, labels_name="cpu_util_simple"
-        )
-    ]
-    times = [time for batch in batches for time in batch.timestamps]
-    assert times
+    for group, names in {
+        "cpu": {"cpu_util_simple"},
+        "memory": {"memory_free"},
+        "network": {"net_throughput_recv", "net_throughput_sent"},
+    }.items():
+        found = read(group)
+        assert found
+        assert all(one.keys() == agents for one in found)
+        assert all(names <= values.keys() for one in found for values in one.values())
+    lines = bindings.get_GetMetrics(session, trialIds=[trial_id], group="cpu")
+    times = [report.endTime for line in lines for report in line.metrics]
     assert len(times) == len(set(times)), "one rank of the node collects"
 
 

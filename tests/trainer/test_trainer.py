@@ -58,11 +58,24 @@ def test_checkpoint_policies_off_a_cluster(policy, expected):
     assert done.rows("validation")[6]["records"] == 21
 
 
-def test_the_searcher_metric_must_be_among_the_validation_metrics():
+def test_wrong_searcher_metric_fails_at_first_validation():
+    trained = []
+    base = trial_class()
+
+    def train_batch(self, items, epoch_idx, batch_idx):
+        trained.append(batch_idx)
+        return base.train_batch(self, items, epoch_idx, batch_idx)
+
+    def evaluate_batch(self, items, batch_idx):
+        return {"other": float(len(next(items)))}
+
+    trial = type("Wrong", (base,), {"train_batch": train_batch, "evaluate_batch": evaluate_batch})
     with pytest.raises(
-        TrialContractError, match="searcher's metric is 'validation_loss', but validation returned"
+        TrialContractError,
+        match=r"searcher's metric is 'validation_loss', but validation returned \['other'\]",
     ):
-        fit(trial_class(evaluate_batch=lambda self, items, idx: {"other": float(len(next(items)))}))
+        fit(trial, validation_period=Batch(2), max_length=Batch(6))
+    assert set(trained) == {0, 1}
 
 
 def test_validation_is_weighted_by_records_and_reducers_see_each_record_once():
@@ -113,8 +126,7 @@ def test_validation_is_weighted_by_records_and_reducers_see_each_record_once():
 
     expected = float(small_trials.Records(21, 2).features.sum(1).mean())
     assert done.rows("validation")[3]["validation_loss"] == pytest.approx(expected, rel=1e-5)
-    # The first one is that of the early check of searcher.metric.
-    assert seen[:7] == [4, 4, 4, 4, 4, 4, 1]
+    assert seen[:6] == [4, 4, 4, 4, 4, 1]
     assert done.rows("validation")[3]["count"] == 21
     assert {steps: row["count"] for steps, row in done.rows("training").items()} == {4: 32, 8: 32}
 

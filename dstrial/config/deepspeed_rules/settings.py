@@ -41,10 +41,6 @@ class Settings:
         """Say whether the config has the dotted key; null and "auto" count as absent."""
         return value_at(self._config, key) not in (None, AUTO)
 
-    def is_at_default(self, key: str, default: object) -> bool:
-        """Say whether the effective value is the given one."""
-        return bool(self.value(key) == default)
-
     @property
     def stage(self) -> int:
         """ZeRO stage, 0 to 3."""

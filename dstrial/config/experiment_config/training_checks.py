@@ -12,7 +12,7 @@ from dstrial.config.dotted_keys import dstrial_section
 MODES = ("fail", "warn", "ignore")
 STALL_ACTIONS = ("report", "restart")
 
-KEYS = ("non_finite", "non_finite_patience", "early_metric_check", "stall_timeout", "stall_action")
+KEYS = ("non_finite", "non_finite_patience", "stall_timeout", "stall_action")
 """Keys of ``data.dstrial`` that this module reads."""
 
 
@@ -24,8 +24,6 @@ class TrainingChecks:
         non_finite: what follows where reports in a row have no finite loss or no optimizer step: the trial fails, a
             warning, or nothing. With ``fail`` no checkpoint of weights that are not finite is saved.
         non_finite_patience: how many reports in a row.
-        early_metric_check: whether ``searcher.metric`` is looked for before the first batch, in the evaluation of one
-            batch; None where the engine decides: yes for data-parallel ones, no for pipelines.
         stall_timeout: how many seconds longer than the longest so far a batch, validation or checkpoint may take before the
             ranks count as stalled.
         stall_action: what follows then: the log tells of it, or the ranks are ended and the trial starts again.
@@ -33,7 +31,6 @@ class TrainingChecks:
 
     non_finite: Literal["fail", "warn", "ignore"] = "fail"
     non_finite_patience: int = 3
-    early_metric_check: bool | None = None
     stall_timeout: float = 120.0
     stall_action: Literal["report", "restart"] = "report"
 
@@ -72,14 +69,6 @@ def check_training_checks(section: Mapping[str, Any], findings: Diagnostics) -> 
             render(patience),
             "a number of reports of at least 1",
             "Set it to how many reports in a row may be without a finite loss.",
-        )
-    early = section.get("early_metric_check")
-    if early is not None and not isinstance(early, bool):
-        findings.problem(
-            "data.dstrial.early_metric_check",
-            render(early),
-            "true or false",
-            "Write false to have searcher.metric looked for at the first validation only.",
         )
     _check_stalls(section, findings)
 

@@ -16,9 +16,8 @@ from dstrial.dsat.core.candidate import Candidate, layered
 from dstrial.dsat.methods import METHODS
 from dstrial.local.measuring_variables import AROUND_FIT_KEY, BENCHMARK_KEY, MEASURING_KEY, SETTINGS_KEY
 
-# Written into configs: the paths of before modules moved, which dstrial.old_paths answers for.
-_MEASURING_MODULE = "dstrial.dsat.trial"
-_SCRIPT_MODULE = "dstrial.dsat.trial.local_script"
+_MEASURING_MODULE = "dstrial.dsat.rank"
+_SCRIPT_MODULE = "dstrial.dsat.rank.standalone_script"
 _WORKER_MODULE = "dstrial.dsat.worker"
 _LAUNCHER = "dstrial.launch"
 _LAUNCH_MODULES = (
@@ -26,13 +25,13 @@ _LAUNCH_MODULES = (
     "determined.launch.deepspeed",
     "determined.launch.torch_distributed",
 )
-_AROUND_FIT = "dstrial.dsat.trial.reporting:around_fit"
+_AROUND_FIT = "dstrial.dsat.rank.context:around_fit"
 RESULTS_EXPERIMENT: Mapping[str, Any] = MappingProxyType(
     {
         "searcher": {"name": "single", "max_length": {"batches": 1}},
         "max_restarts": 0,
         "resources": {"slots_per_trial": 0},
-        "entrypoint": "python3 -m dstrial.dsat.keep",
+        "entrypoint": "python3 -m dstrial.dsat.worker.result_archiver",
     }
 )
 """The experiment whose checkpoint holds the results of launched trials."""

@@ -62,7 +62,7 @@ class Machine:
 
     @classmethod
     def from_metrics(cls, metrics: Mapping[str, float]) -> Machine | None:
-        """Read what ``dsat.trial.machine`` has reported; None if it has not."""
+        """Read what ``dsat.rank.microbench`` has reported; None if it has not."""
         found = {
             name.removeprefix(METRIC_PREFIX): value
             for name, value in metrics.items()

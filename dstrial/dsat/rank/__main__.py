@@ -20,7 +20,7 @@ from dstrial.ranks.process_group import prepare_accelerator
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure a trial class by this trial's hyperparameters. Ranks: all, collectively."""
-    parser = argparse.ArgumentParser(prog="python -m dstrial.dsat.trial")
+    parser = argparse.ArgumentParser(prog="python -m dstrial.dsat.rank")
     parser.add_argument("--trial", required=True)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--context-dir", type=Path, default=Path())

@@ -142,7 +142,7 @@ class RankServer:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Answer orders until the guardian closes the pipe. Ranks: all, collectively."""
-    parser = argparse.ArgumentParser(prog="python -m dstrial.dsat.trial.living_rank")
+    parser = argparse.ArgumentParser(prog="python -m dstrial.dsat.rank.rank_server")
     parser.add_argument("--trial", required=True)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--context-dir", type=Path, default=Path())

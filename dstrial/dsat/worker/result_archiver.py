@@ -28,7 +28,7 @@ def main() -> int:
     info = det.get_cluster_info()
     if info is None or info.task_type != "TRIAL":
         raise DstrialError(
-            "python3 -m dstrial.dsat.keep is no trial of a master; expected to be one. Let dsat submit it."
+            "python3 -m dstrial.dsat.worker.result_archiver is no trial of a master; expected to be one. Let dsat submit it."
         )
     with core.init(distributed=core.DummyDistributedContext()) as context:
         trial = info.trial

@@ -14,7 +14,6 @@ PARENT_VARIABLE = "DSTRIAL_DRYRUN_PARENT_PID"
 """Environment variable with the process for which a dry run runs, and with which it ends."""
 
 Target = Literal["cpu", "cuda"]
-Pool = Literal["device", "host"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

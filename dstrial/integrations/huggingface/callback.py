@@ -20,7 +20,6 @@ from dstrial.integrations.huggingface.non_finite import LossWatch
 from dstrial.integrations.huggingface.preemption import LeaveTrainingError, PreemptionHandler
 from dstrial.integrations.huggingface.resume import OpenedCheckpoint
 from dstrial.integrations.huggingface.save_schedule import SaveSchedule
-from dstrial.integrations.huggingface.stall_detector import StallDetector
 from dstrial.integrations.huggingface.startup import Startup
 from dstrial.integrations.huggingface.trainer_handle import TrainerHandle
 from dstrial.integrations.huggingface.trainer_telemetry import TrainerTelemetry
@@ -86,7 +85,6 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self._losses = LossWatch(facts.exp_conf, is_chief=rank == 0, is_off=facts.is_measuring)
         self._telemetry = TrainerTelemetry(core_context, facts.exp_conf, is_off=facts.is_measuring)
         self._preemption = PreemptionHandler(core_context, facts.signals)
-        self._stall_detector = StallDetector(rank, lambda: self._preemption.stop_request() is not None)
         self._trainer_handle = TrainerHandle()
         self._heartbeat = heartbeat()
         self._in_training = False
@@ -148,7 +146,6 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         if step > 0:
             self._save_schedule.last_step = step
         self._preemption.start()
-        self._stall_detector.start()
         if wants_system_metrics(self._startup.facts.exp_conf) and not self._startup.facts.is_measuring:
             self.core_context.profiler.on()
         is_last, leaves = self._has_finished, self._leaves_evaluation
@@ -163,7 +160,6 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
                 step,
                 state.max_steps,
             )
-        self._stall_detector.begin(step)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
@@ -171,7 +167,6 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         """Note that the batch has come."""
         del args, control
         self._enter(Phase.BATCH, state.global_step)
-        self._stall_detector.end()
         self._reporter.speed.resume()
         self._reporter.flush(state)
         self._telemetry.begin_step(self._trainer_handle.trainer, state.global_step)
@@ -230,18 +225,14 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         if may_save or self._save_schedule.is_stale(state.global_step):
             self._save_schedule.prepare(args, state.global_step)
         if control.should_evaluate or control.should_save:
-            self._stall_detector.end()
             self._reporter.speed.pause()
             self._telemetry.pause()
-        else:
-            self._stall_detector.begin(state.global_step)
         if (
             control.should_evaluate
             and self._leaves_evaluation
             and state.global_step > self._save_schedule.last_step
         ):
             self._save_schedule.now(self._trainer_handle.trainer, args, state, control)
-            self._stall_detector.end()
         if control.should_evaluate:
             otherwise = Phase.VALIDATION
         elif control.should_save:
@@ -294,8 +285,6 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             self._save_schedule.now(self._trainer_handle.trainer, args, state, control, tells_again=False)
         elif control.should_save or arguments.saves_best(args):
             self._save_schedule.prepare(args, state.global_step)
-        if not control.should_save:
-            self._stall_detector.begin(state.global_step)
         # Other callbacks hear of the evaluation now, or the next of several sets is evaluated.
         self._heartbeat.follow(Phase.SAVE if control.should_save else Phase.SCRIPT, state.global_step)
 
@@ -315,7 +304,6 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
                 state,
                 self._trainer_handle.train_batch_size(args, state),
             )
-        self._stall_detector.begin(state.global_step)
         self._heartbeat.follow(Phase.SCRIPT, state.global_step)
 
     def on_epoch_begin(
@@ -324,14 +312,12 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         """Note that the first batch of an epoch is asked for."""
         del args, control
         self._reporter.flush(state)
-        self._stall_detector.begin(state.global_step)
         self._heartbeat.follow(Phase.BATCH, state.global_step)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
     ) -> None:
         """Ask for the last evaluation and the last checkpoint where training ends."""
-        self._stall_detector.end()
         self._reporter.flush(state)
         step = state.global_step
         if control.should_training_stop or step >= state.max_steps:
@@ -375,7 +361,6 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         """Give up the threads, the hook and the opened checkpoint; safe to call again."""
         self._heartbeat.end()
         self._telemetry.close(is_complete=False)
-        self._stall_detector.stop()
         self._preemption.close()
         self._save_schedule.close()
         self._startup.close()

@@ -70,18 +70,18 @@ class _WorkerStart:
 
 
 def torch_loader(
-    loader: pytorch.DataLoader, dataset: Any, batch_sampler: Any, seed: int, *, is_sample: bool = False
+    loader: pytorch.DataLoader, dataset: Any, batch_sampler: Any, seed: int
 ) -> data.DataLoader[Any]:
     """Build the loader that reads ``batch_sampler``'s records as ``loader`` would.
 
     It gets a generator of its own, because a loader without one draws from the training's random state
     every time it is started. Where the user gave no ``timeout``, it waits for silent workers as long as ranks wait for
-    each other, not for ever. A sample of a few micro batches has at most one worker, which ends with it.
+    each other, not for ever.
     """
     return data.DataLoader(
         dataset,
         batch_sampler=batch_sampler,
-        num_workers=min(loader.num_workers, 1) if is_sample else loader.num_workers,
+        num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout or (timeout_from_environ() if loader.num_workers else 0),
@@ -89,7 +89,7 @@ def torch_loader(
         multiprocessing_context=loader.multiprocessing_context,
         generator=torch.Generator().manual_seed(seed),
         prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers and not is_sample,
+        persistent_workers=loader.persistent_workers,
     )
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from determined import pytorch
-from torch.utils import data
 
 from dstrial.engine.adapters.base import EngineAdapter
 from dstrial.engine.adapters.validation_plan import ValidationRound
@@ -127,48 +126,6 @@ class ValidationStream:
             own = self.extent if self.extent is not None else agreed
             assert own.num_micro_batches is not None
             yield from self._unplanned(own.num_micro_batches)
-
-    @property
-    def can_be_sampled(self) -> bool:
-        """Whether this rank can read a first round and put everything back afterwards.
-
-        A loader of the user's own and a sampler that keeps a state of its own would go on from another place.
-        """
-        loader = self._loader
-        if loader is None:
-            return True
-        if not isinstance(loader, pytorch.DataLoader) or loader.batch_size is None:
-            return False
-        sampler = loader.sampler
-        is_plain = type(sampler) is data.SequentialSampler
-        return is_plain or (type(sampler) is data.RandomSampler and sampler.generator is None)
-
-    @property
-    def dataset(self) -> Any:
-        """The validation records; None on ranks that read none."""
-        return getattr(self._loader, "dataset", None)
-
-    def first_round(self, agreed: Extent) -> tuple[ValidationRound, Iterator[Any] | None]:
-        """Return the first round with its iterator, apart from those of ``rounds``.
-
-        ``agreed`` is the ranks' extent, by records. Ranks: any, where ``can_be_sampled`` on all of them; no communication.
-        """
-        assert agreed.num_records is not None
-        assert agreed.records_per_micro_batch is not None
-        first = self._adapter.validation_rounds(
-            agreed.num_records, agreed.records_per_micro_batch, all_replicas=self._all_replicas
-        )[0]
-        if self._loader is None:
-            return first, None
-        order = epoch_order(self._loader.sampler, len(self._loader.sampler), self._seed)(0)
-        micro_batches = [
-            [order[position] for position in range(start, stop)] for start, stop in first.record_ranges
-        ]
-        # In a worker where the user has workers: what a data set opens when it is first read may not be open in the
-        # process that they are forked from.
-        return first, iter(
-            torch_loader(self._loader, self._loader.dataset, micro_batches, self._seed, is_sample=True)
-        )
 
     def _planned(
         self, num_records: int, records_per_micro_batch: int

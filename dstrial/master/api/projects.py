@@ -26,7 +26,6 @@ _ORDER: dict[str, Callable[[projects.ProjectInfo], Any]] = {
     "SORT_BY_LAST_EXPERIMENT_START_TIME": lambda row: row.last_us or 0,
 }
 _MAX_NOTES_BYTES = 1 << 20
-_NUM_RECENT = 5
 
 
 def project_json(row: projects.ProjectInfo) -> dict[str, Any]:
@@ -86,13 +85,6 @@ async def show_project(request: ApiRequest) -> dict[str, Any]:
 async def show_by_key(request: ApiRequest) -> dict[str, Any]:
     """``GET projects/key/{key}``."""
     return {"project": project_json(await request.services.read(projects.by_key, request.path_params["key"]))}
-
-
-async def list_recent(request: ApiRequest) -> dict[str, Any]:
-    """``GET user/projects/activity``: where this user last was or put experiments."""
-    user_id, limit = request.user.id, request.query_int("limit") or _NUM_RECENT
-    rows = await request.services.read(projects.recent_of, user_id, max(limit, 0))
-    return {"projects": [project_json(row) for row in rows]}
 
 
 async def create_project(request: ApiRequest) -> dict[str, Any]:
@@ -245,7 +237,6 @@ _ONE = "/projects/{project_id:int}"
 routes = [
     route("GET", "/workspaces/{workspace_id:int}/projects", list_projects, access=USER),
     route("POST", "/workspaces/{workspace_id:int}/projects", create_project, access=USER),
-    route("GET", "/user/projects/activity", list_recent, access=USER),
     route("GET", "/projects/key/{key}", show_by_key, access=USER),
     route("GET", _ONE, show_project, access=USER),
     route("PATCH", _ONE, patch_project, access=USER),

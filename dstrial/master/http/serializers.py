@@ -14,7 +14,7 @@ from dstrial.master.clock import format_us, now_us
 from dstrial.master.http.messages import message
 from dstrial.master.services import Services
 from dstrial.master.store.checkpoints import CheckpointInfo
-from dstrial.master.store.views.listings import ListedExperiment, ListedTrial, Run
+from dstrial.master.store.views.listings import ListedExperiment, ListedTrial
 
 _ADVANCE = {None: "QUEUED", 1: "STARTING", 2: "RUNNING"}
 
@@ -44,7 +44,7 @@ def elapsed_s(start_us: int, end_us: int | None) -> int:
     return max((now_us() if end_us is None else end_us) - start_us, 0) // 1_000_000
 
 
-def shown_state(row: ListedExperiment | ListedTrial | Run) -> str:
+def shown_state(row: ListedExperiment | ListedTrial) -> str:
     """Return the state of an experiment or trial that clients see (``advance`` tells)."""
     return f"STATE_{_ADVANCE[row.advance] if row.state == 'ACTIVE' else row.state}"
 

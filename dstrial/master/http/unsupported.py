@@ -18,7 +18,13 @@ NOUNS = {
     "groups": "user groups",
     "permissions": "role-based access control",
     "config-policies": "config policies",
-    "users": "roles of users",
+    "users": "roles and web settings of users",
+    "user": "projects last looked at",
+    "runs": "tables of runs and actions on them",
+    "experiments-search": "tables of experiments",
+    "experiments": "charts of experiments",
+    "experiment": "lists of labels",
+    "projects": "tables of projects",
     "oauth2": "single sign-on",
     "namespace-bindings": "Kubernetes",
     "k8s-resource-managers": "Kubernetes",
@@ -38,7 +44,7 @@ INSTEAD = {
 
 ENDINGS = {
     "workspace-bindings": "changes of the bindings of resource pools",
-    "profiler": "the profiler of older releases",
+    "profiler": "charts of system metrics",
 }
 """Later segment of a path -> what a person calls it, where the first one says too little."""
 

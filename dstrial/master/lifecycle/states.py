@@ -4,7 +4,6 @@ from __future__ import annotations
 
 TERMINAL = frozenset({"COMPLETED", "CANCELED", "ERROR"})
 STOPPING = frozenset({"STOPPING_COMPLETED", "STOPPING_CANCELED", "STOPPING_ERROR", "STOPPING_KILLED"})
-RUNNABLE = frozenset({"ACTIVE"})
 DELETING = frozenset({"DELETING", "DELETE_FAILED"})
 
 END_OF = {

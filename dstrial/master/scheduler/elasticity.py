@@ -1,22 +1,16 @@
 """Which trials change their number of slots; pure.
 
-A trial that runs changes by stopping with a checkpoint and beginning again. Three things make it: somebody more urgent waits, or
-its node is being drained (it makes room); slots are free and nobody waits (it grows); what it grew to was not worth it (it gives
-slots back).
+A trial that runs changes by stopping with a checkpoint and beginning again. Two things make it: somebody more urgent waits, or
+its node is being drained (it makes room); slots are free and nobody waits (it grows).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 from dstrial.master.scheduler.placement import by_node, could_ever_fit, place
 from dstrial.master.scheduler.queue import Waiting, assignments
-
-LEAST_REPORTS = 3
-"""Training reports of a run from which is known how long a batch takes."""
-_UNMEASURED_PERIODS = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -221,119 +215,3 @@ class Growth:
     is_on_one_node: bool = False
     kept_off: frozenset[int] = frozenset()
     is_move: bool = False
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Stage:
-    """A run of a trial on a number of slots, as its training reports tell of it.
-
-    Times are in seconds, of one clock.
-
-    Attributes:
-        num_slots: its slots.
-        steps_at_start: batches at its checkpoint.
-        start_s: when it began.
-        asked_s: when it was asked to stop; None if it was not.
-        end_s: when it ended; None while it runs.
-        num_reports: training reports; ``LEAST_REPORTS`` for more.
-        first: batch and time of the first; None without one.
-        last: batch and time of the last.
-    """
-
-    num_slots: int
-    steps_at_start: int
-    start_s: float
-    asked_s: float | None
-    end_s: float | None
-    num_reports: int
-    first: tuple[int, float] | None
-    last: tuple[int, float] | None
-
-    @property
-    def batch_s(self) -> float | None:
-        """Seconds per batch between its first report and its last.
-
-        None where they do not tell.
-        """
-        if self.first is None or self.last is None or self.num_reports < LEAST_REPORTS:
-            return None
-        batches = self.last[0] - self.first[0]
-        return (self.last[1] - self.first[1]) / batches if batches > 0 else None
-
-    @property
-    def measured_s(self) -> float:
-        """How long it was measured."""
-        return 0.0 if self.first is None or self.last is None else self.last[1] - self.first[1]
-
-
-def is_due_to_grow(stages: Sequence[Stage], for_s: float, period_s: float) -> bool:
-    """Say whether a trial has kept its number of slots long enough to take more.
-
-    What it takes is judged by what it had before: so that has to be measured first, for three periods at most.
-
-    Args:
-        stages: the trial's runs, in order; the last one is that which runs.
-        for_s: how long that runs.
-        period_s: how long a trial keeps a number of slots at least.
-    """
-    is_measured = bool(stages) and stages[-1].batch_s is not None
-    return for_s >= period_s * (1 if is_measured else _UNMEASURED_PERIODS)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Verdict:
-    """That more slots were not worth their restart.
-
-    Attributes:
-        num_slots: what is enough.
-        more: what was tried.
-        before_s: seconds a batch with what is enough.
-        after_s: seconds a batch with more.
-        cost_s: seconds that the change took.
-    """
-
-    num_slots: int
-    more: int
-    before_s: float
-    after_s: float
-    cost_s: float
-
-    @property
-    def text(self) -> str:
-        """The same in words."""
-        return (
-            f"with {self.more} slots a batch takes {self.after_s:.3g} s, with {self.num_slots} it took "
-            f"{self.before_s:.3g} s; the change took {self.cost_s:.0f} s"
-        )
-
-
-def not_worth(stages: Sequence[Stage], period_s: float) -> Verdict | None:
-    """Return which number of slots is enough for a trial.
-
-    It is judged by what the trial has measured; None if more were worth it.
-
-    More slots are worth it if within ``period_s`` they save more time than the change to them took. They are judged once they
-    have been measured for as long as the change took. It takes what the trial needs to stop, and to begin
-    until its first batch; what lies between (a pause, a queue, a master that is down) is no matter of slots.
-
-    Args:
-        stages: the trial's runs, in order.
-        period_s: how long a trial keeps a number of slots at least.
-    """
-    found: Verdict | None = None
-    for before, after in itertools.pairwise(stages):
-        if after.num_slots <= before.num_slots or before.asked_s is None or after.first is None:
-            continue
-        old_s, new_s = before.batch_s, after.batch_s
-        if old_s is None or new_s is None:
-            continue
-        first_batch, first_s = after.first
-        between_s = 0.0 if before.end_s is None else max(after.start_s - before.end_s, 0.0)
-        start_and_stop_s = first_s - before.asked_s - between_s
-        cost_s = max(start_and_stop_s - (first_batch - after.steps_at_start) * new_s, 0.0)
-        if after.measured_s < cost_s:
-            continue
-        is_least = found is None or before.num_slots < found.num_slots
-        if is_least and period_s * (old_s / new_s - 1) <= cost_s:
-            found = Verdict(before.num_slots, after.num_slots, old_s, new_s, cost_s)
-    return found

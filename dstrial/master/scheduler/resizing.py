@@ -17,17 +17,12 @@ from dstrial.master.backends.backend import Key, Lent
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import endings, resume
 from dstrial.master.scheduler.elasticity import (
-    LEAST_REPORTS,
     Growth,
     Running,
-    Stage,
-    Verdict,
     grown,
     has_to_move,
-    is_due_to_grow,
     larger,
     leaves_drained,
-    not_worth,
     who_makes_room,
 )
 from dstrial.master.scheduler.queue import Waiting
@@ -48,7 +43,6 @@ logger = logging.getLogger("dstrial.master.scheduler")
 SLOTS_GROUP = "resources"
 """Group of metrics in which a trial has a mark for each change of its slots, at the batch from which it goes on."""
 _LOOK_S = 1.0
-_JUDGE_S = 5.0
 _MOST_KNOWN = 10_000
 
 
@@ -86,30 +80,12 @@ class _Known:
     saves: bool
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Measured:
-    """What a trial has measured.
-
-    Attributes:
-        read_s: when it was read, by the monotonic clock.
-        allocation_id: what ran then; None for nothing. With another one it is read again.
-        spans: its runs, of which only the last one may still change.
-        stages: the same.
-    """
-
-    read_s: float
-    allocation_id: str | None
-    spans: Sequence[rows.RunSpan]
-    stages: Sequence[Stage]
-
-
 class Resizing:
     """Which trials change their slots. Called by the scheduler's thread."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._known: dict[int, _Known] = {}
-        self._measured: dict[int, _Measured] = {}
         # The newest checkpoint when a change was wished for, by allocation: it follows the next one.
         self._wished: dict[str, str] = {}
         self._looked_s = -_LOOK_S
@@ -125,8 +101,6 @@ class Resizing:
         }
         if len(self._known) > _MOST_KNOWN:
             self._known.clear()
-        if len(self._measured) > _MOST_KNOWN:
-            self._measured.clear()
         return any(_may_change(one) for one in found)
 
     def choices(
@@ -145,7 +119,7 @@ class Resizing:
         if row.section is None:
             return ()
         elasticity = _elasticity(row.section, row.slots_per_trial)
-        if not elasticity.is_measured:
+        if not elasticity.is_asked_for:
             return ()
         most = elasticity.at_most
         if at_most is not None:
@@ -153,10 +127,6 @@ class Resizing:
         at_least = elasticity.wish
         if elasticity.at_least is not None and capacity.is_settled:
             at_least = elasticity.at_least
-        verdict = self._verdict(connection, row.id, elasticity)
-        if verdict is not None:
-            most = max(min(most, verdict.num_slots), elasticity.at_least or 1)
-            at_least = min(at_least, most)
         return self._choices(connection, row.id, row.experiment_id, at_least, most).choices
 
     def make_room(
@@ -212,18 +182,15 @@ class Resizing:
                 return  # the next one is asked once this one has what it takes
 
     def change_sizes(self, connection: Connection, capacity: Capacity) -> None:
-        """Let one trial at most take what is free; nobody waits.
-
-        Those whose slots were not worth it give them back.
-        """
-        for row in self.give_back(connection):
+        """Let one trial at most take what is free; nobody waits."""
+        if not capacity.is_settled:
+            return
+        for row in rows.resizable_trials(connection):
             elasticity = _elasticity(row.section, row.slots_per_trial)
             num_slots = len(json.loads(row.slots))
-            verdict = self._verdict(connection, row.trial_id, elasticity, row.allocation_id)
-            most = elasticity.at_most if verdict is None else min(elasticity.at_most, verdict.num_slots)
-            if num_slots >= most or not capacity.is_settled or not self._is_due(connection, row, elasticity):
+            if num_slots >= elasticity.at_most or not _is_due(row, elasticity):
                 continue
-            one = self._running(connection, row, at_most=most)
+            one = self._running(connection, row, at_most=elasticity.at_most)
             if one is None:
                 continue
             used = capacity.used_by.get(row.experiment_id, 0)
@@ -233,23 +200,6 @@ class Resizing:
                     row.trial_id, f"it grows from {num_slots} to {target} slots, which nobody else wants"
                 )
                 return
-
-    def give_back(self, connection: Connection) -> list[rows.ResizableTrial]:
-        """Have trials give back slots that were not worth it.
-
-        Each does at its next checkpoint. Returns the others.
-        """
-        others = []
-        for row in rows.resizable_trials(connection):
-            elasticity = _elasticity(row.section, row.slots_per_trial)
-            num_slots = len(json.loads(row.slots))
-            verdict = self._verdict(connection, row.trial_id, elasticity, row.allocation_id)
-            if verdict is None or num_slots <= verdict.num_slots:
-                others.append(row)
-            elif self._at_next_checkpoint(connection, row, elasticity):
-                text = f"it goes back from {num_slots} to {verdict.num_slots} slots: {verdict.text}"
-                self._ask(row.trial_id, text)
-        return others
 
     def growing(
         self,
@@ -276,11 +226,9 @@ class Resizing:
         for row in rows.resizable_trials(connection):
             elasticity = _elasticity(row.section, row.slots_per_trial)
             num_slots = len(json.loads(row.slots))
-            if num_slots >= elasticity.at_most or not self._is_due(connection, row, elasticity):
+            if num_slots >= elasticity.at_most or not _is_due(row, elasticity):
                 continue
-            verdict = self._verdict(connection, row.trial_id, elasticity, row.allocation_id)
-            most = elasticity.at_most if verdict is None else min(elasticity.at_most, verdict.num_slots)
-            one = self._running(connection, row, at_most=most)
+            one = self._running(connection, row, at_most=elasticity.at_most)
             there = lent(row.trial_id)
             if one is None or there is None or one.choices[0] <= num_slots:
                 continue
@@ -307,14 +255,6 @@ class Resizing:
         """
         how = ", for which it gives back those that it has" if is_move else ""
         self._ask(trial_id, f"it grows to {num_slots} slots, which are there for it{how}")
-
-    def _is_due(self, connection: Connection, row: rows.ResizableTrial, elasticity: Elasticity) -> bool:
-        for_s = (now_us() - row.start_us) / 1e6
-        if for_s < elasticity.period_s or not elasticity.is_measured:
-            return for_s >= elasticity.period_s
-        return is_due_to_grow(
-            self._stages(connection, row.trial_id, row.allocation_id), for_s, elasticity.period_s
-        )
 
     def _at_next_checkpoint(
         self, connection: Connection, row: rows.ResizableTrial, elasticity: Elasticity
@@ -391,31 +331,6 @@ class Resizing:
             known = self._known[trial_id] = _Known(key, found, _saves(config))
         return known
 
-    def _verdict(
-        self, connection: Connection, trial_id: int, elasticity: Elasticity, allocation_id: str | None = None
-    ) -> Verdict | None:
-        """Return which number of slots has proved enough for a trial that runs or waits."""
-        if not elasticity.is_measured:
-            return None
-        return not_worth(self._stages(connection, trial_id, allocation_id), elasticity.period_s)
-
-    def _stages(self, connection: Connection, trial_id: int, allocation_id: str | None) -> Sequence[Stage]:
-        """Return what a trial has measured.
-
-        The run that goes on is read again after some seconds, those before it never.
-        """
-        known = self._measured.get(trial_id)
-        is_same = known is not None and known.allocation_id == allocation_id
-        if known is not None and is_same and time.monotonic() < known.read_s + _JUDGE_S:
-            return known.stages
-        done = [] if known is None else known.spans[:-1]
-        after_run = done[-1].run_id if done else 0
-        found = rows.run_spans(connection, trial_id, count_to=LEAST_REPORTS, after_run=after_run)
-        spans = [*done, *found]
-        stages = [_stage(span) for span in spans]
-        self._measured[trial_id] = _Measured(time.monotonic(), allocation_id, spans, stages)
-        return stages
-
 
 def note_slots(tx: Transaction, allocation: Allocation, num_slots: int, num_wanted: int) -> None:
     """Say that a trial goes on with another number of slots.
@@ -458,12 +373,13 @@ def note_slots(tx: Transaction, allocation: Allocation, num_slots: int, num_want
 
 
 def _may_change(row: rows.ResizableTrial) -> bool:
-    """Say whether a trial could have more slots, or may have to lose some.
-
-    It may have to give some back or to leave them.
-    """
+    """Say whether a trial could have more slots, or may have to lose some."""
     elasticity = _elasticity(row.section, row.slots_per_trial)
-    return elasticity.is_measured or len(json.loads(row.slots)) < row.slots_per_trial
+    return elasticity.is_asked_for or len(json.loads(row.slots)) < row.slots_per_trial
+
+
+def _is_due(row: rows.ResizableTrial, elasticity: Elasticity) -> bool:
+    return (now_us() - row.start_us) / 1e6 >= elasticity.period_s
 
 
 def _elasticity(section: str | None, wish: int) -> Elasticity:
@@ -475,19 +391,3 @@ def _saves(config: Mapping[str, Any]) -> bool:
     period = config.get("min_checkpoint_period")
     counts: Iterable[Any] = period.values() if isinstance(period, Mapping) else (period,)
     return any(isinstance(count, int | Sequence) and bool(count) for count in counts)
-
-
-def _stage(span: rows.RunSpan) -> Stage:
-    def point(steps: int | None, time_us: int | None) -> tuple[int, float] | None:
-        return None if steps is None or time_us is None else (steps, time_us / 1e6)
-
-    return Stage(
-        span.num_slots,
-        span.steps_at_start,
-        span.start_us / 1e6,
-        None if span.preempt_us is None else span.preempt_us / 1e6,
-        None if span.end_us is None else span.end_us / 1e6,
-        span.num_reports,
-        point(span.first_steps, span.first_us),
-        point(span.last_steps, span.last_us),
-    )

@@ -803,14 +803,13 @@ class Scheduler:
     ) -> Mapping[int, Growth]:
         """Return which trials ask an engine for more slots, and for how many.
 
-        None while somebody waits; one that is stopping for them keeps what it has got. What was not worth it goes back.
+        None while somebody waits; one that is stopping for them keeps what it has got.
         """
         if self._services.engine is None:
             return {}
         stopping = {row.trial_id for row in live if row.preempt_us is not None}
         kept = {trial_id: growth for trial_id, growth in self._growing.items() if trial_id in stopping}
         with self._database.read() as connection:
-            self._resizing.give_back(connection)
             if any(one.num_slots for one in waiting):
                 return kept
             found = self._resizing.growing(connection, self._backend.lent, self._growing, used_by, off)

@@ -7,7 +7,7 @@ import json
 import re
 import sqlite3
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from dstrial.checkpoint.manifest import MANIFEST_DIGEST
 from dstrial.master.clock import now_us
@@ -16,8 +16,6 @@ from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFo
 from dstrial.master.store.trials import Trial
 
 _SHA256 = re.compile("[0-9a-f]{64}")
-
-SortKey = Literal["UUID", "TRIAL_ID", "BATCH_NUMBER", "END_TIME", "STATE", "SEARCHER_METRIC"]
 
 _SELECT = (
     "SELECT checkpoints.*, trials.hparams AS trial_hparams, experiments.config AS experiment_config, "

@@ -72,7 +72,7 @@ def fetch_each(kind: type[T], connection: Connection, sql: str, parameters: Para
         raise TypeError(
             f"columns are {columns}; expected those of {kind.__name__}, {list(names)}. Read these."
         )
-    # By name: a table that an older release made has its columns in another order.
+    # By name: a statement may name its columns in another order.
     places = [columns.index(name) for name in names]
     for row in cursor:
         values = [row[place] for place in places]
@@ -152,7 +152,7 @@ class Database:
     """The master's database.
 
     Args:
-        path: the file; created with the schema if it does not exist, brought to it if an older release wrote it.
+        path: the file; created with the schema if it does not exist.
         on_commit: called in the writer thread with the published topics after every commit that has any.
 
     Attributes:

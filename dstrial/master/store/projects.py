@@ -8,7 +8,6 @@ import re
 import secrets
 import sqlite3
 import string
-from collections.abc import Iterator
 from typing import Any
 
 from dstrial.master.clock import now_us
@@ -216,29 +215,6 @@ def delete(tx: Transaction, project_id: int) -> None:
     tx.execute("DELETE FROM projects WHERE id = ?", (project_id,))
 
 
-def recent_of(connection: sqlite3.Connection, user_id: int, limit: int) -> list[ProjectInfo]:
-    """Return the projects that a user was at last, the latest first.
-
-    The user looked at them or put an experiment into them.
-    """
-    rows = connection.execute(
-        "SELECT project_id FROM (SELECT project_id, start_us AS at_us FROM experiments WHERE owner_id = :user "
-        "UNION ALL SELECT project_id, viewed_us FROM project_views WHERE user_id = :user) "
-        "GROUP BY project_id ORDER BY MAX(at_us) DESC LIMIT :limit",
-        {"user": user_id, "limit": limit},
-    )
-    return [require(connection, row["project_id"]) for row in rows]
-
-
-def note_view(tx: Transaction, project_id: int, user_id: int) -> None:
-    """Keep that a user looks at a project now."""
-    tx.execute(
-        "INSERT INTO project_views VALUES (:user, :project, :now) "
-        "ON CONFLICT (user_id, project_id) DO UPDATE SET viewed_us = :now",
-        {"user": user_id, "project": project_id, "now": now_us()},
-    )
-
-
 def metadata_of_runs(connection: sqlite3.Connection, project_id: int) -> list[str]:
     """Return the metadata, JSON, of a project's runs that have some."""
     rows = connection.execute(
@@ -247,9 +223,3 @@ def metadata_of_runs(connection: sqlite3.Connection, project_id: int) -> list[st
         (project_id,),
     )
     return [str(row["metadata"]) for row in rows]
-
-
-def metadata_objects(connection: sqlite3.Connection, project_id: int) -> Iterator[object]:
-    """Yield the metadata of each of a project's runs that has some."""
-    for text in metadata_of_runs(connection, project_id):
-        yield json.loads(text)

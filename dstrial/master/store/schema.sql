@@ -485,23 +485,6 @@ CREATE TABLE webhook_events (
 );
 CREATE INDEX webhook_events_by_webhook ON webhook_events (webhook_id, given_up_us, due_us);
 
--- What a user has set in Determined's web interface.
-CREATE TABLE user_settings (
-    user_id      INTEGER NOT NULL REFERENCES users (id),
-    storage_path TEXT    NOT NULL,                -- the page or table that it is of; may be empty
-    key          TEXT    NOT NULL,
-    value        TEXT    NOT NULL,                -- as sent, JSON usually
-    PRIMARY KEY (user_id, storage_path, key)
-) WITHOUT ROWID;
-
--- When a user last looked at a project there.
-CREATE TABLE project_views (
-    user_id    INTEGER NOT NULL REFERENCES users (id),
-    project_id INTEGER NOT NULL REFERENCES projects (id) ON DELETE CASCADE,
-    viewed_us  INTEGER NOT NULL,
-    PRIMARY KEY (user_id, project_id)
-) WITHOUT ROWID;
-
 -- What an allocation has said of its accelerators, a row for each of its containers.
 CREATE TABLE allocation_accelerators (
     allocation_id TEXT NOT NULL REFERENCES allocations (id) ON DELETE CASCADE,

@@ -12,10 +12,10 @@ def load(tmp_path, values):
 
 
 def test_the_settings_are_read(tmp_path):
-    raw = load(tmp_path, "non_finite: warn, non_finite_patience: 5, early_metric_check: false").raw
+    raw = load(tmp_path, "non_finite: warn, non_finite_patience: 5").raw
 
-    assert TrainingChecks.from_config(raw) == TrainingChecks("warn", 5, False)
-    assert TrainingChecks.from_config(None) == TrainingChecks("fail", 3, None)
+    assert TrainingChecks.from_config(raw) == TrainingChecks("warn", 5)
+    assert TrainingChecks.from_config(None) == TrainingChecks("fail", 3)
 
 
 @pytest.mark.parametrize(
@@ -30,10 +30,6 @@ def test_the_settings_are_read(tmp_path):
             r"data\.dstrial\.non_finite_patience is 0; expected a number of reports of at least 1",
         ),
         ("non_finite_patience: true", r"data\.dstrial\.non_finite_patience is true"),
-        (
-            "early_metric_check: soon",
-            r"data\.dstrial\.early_metric_check is \"soon\"; expected true or false",
-        ),
     ],
 )
 def test_anything_else_is_refused(tmp_path, values, message):

@@ -143,7 +143,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         new("zero3", stage=3, micro=1, accumulation=2),
         new("zero3-paused", stage=3, micro=1, accumulation=2, pause_at=3),
         new("zero3-resumed", "zero3-paused", stage=3, micro=1, accumulation=2, resume="latest"),
-        new("ddp", slow_rank=1, options={**each_step, "save_steps": 2, "save_total_limit": 1}),
+        new("ddp", options={**each_step, "save_steps": 2, "save_total_limit": 1}),
         new("ddp-paused", pause_at=3, options=each_step),
         new("ddp-resumed", "ddp-paused", resume_step=2, options=each_step),
         new("ended", stage=2, pause_in_evaluation=2, eval_steps=2),
@@ -288,12 +288,6 @@ def test_another_trials_checkpoint_gives_its_weights_and_counting_starts_at_0(ru
     (fact,) = runs.facts["weights-plain"]
     assert "starts without the weights of checkpoint" in fact["error"]
     assert "dstrial.integrations.huggingface.train(trainer, callback)" in fact["error"]
-
-
-def test_the_rank_that_waits_for_data_is_told_and_no_other(runs: Runs) -> None:
-    chief, slow = (fact["warnings"] for fact in runs.facts["ddp"])
-    assert any(text.startswith("rank 1 has waited") for text in slow)
-    assert not any("has waited" in text for text in chief)
 
 
 def test_a_search_without_an_evaluation_is_warned_of(runs: Runs) -> None:

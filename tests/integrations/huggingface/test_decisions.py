@@ -29,7 +29,6 @@ from dstrial.integrations.huggingface.logged_metrics import (
     require_searcher_metrics,
 )
 from dstrial.integrations.huggingface.preemption import CoordinatedStop
-from dstrial.integrations.huggingface.stall_detector import STOPPING_WAIT_S, WAIT_S, StallDetector
 from dstrial.loop.sync_point import StopReason
 from dstrial.resume.metadata import SavedRun
 
@@ -181,30 +180,6 @@ def test_evaluations_and_checkpoints_do_not_count_as_training_time() -> None:
         "tokens_per_second": 200.0,
     }
     assert speed.report(4, 800.0, train_batch_size=10) == {}
-
-
-def test_a_long_wait_for_data_names_the_rank_and_is_told_again_when_it_has_doubled() -> None:
-    clock = Clock()
-    wait = StallDetector(3, lambda: False, clock)
-    wait.begin(7)
-    clock.now_s += WAIT_S - 1
-    assert wait.look() is None
-    clock.now_s += 1
-    assert "rank 3 has waited 30 s for its next batch after step 7" in str(wait.look())
-    clock.now_s += WAIT_S - 1
-    assert wait.look() is None
-    clock.now_s += 1
-    assert "60 s" in str(wait.look())
-    wait.end()
-    assert wait.look() is None
-
-
-def test_where_a_stop_is_asked_for_a_wait_is_told_sooner() -> None:
-    clock = Clock()
-    wait = StallDetector(0, lambda: True, clock)
-    wait.begin(7)
-    clock.now_s += STOPPING_WAIT_S
-    assert "follows it after its next step" in str(wait.look())
 
 
 @pytest.mark.parametrize("pauses_s", [(0.0005, 0.004, 0.001), (0.002, 0.0005, 0.0005)])

@@ -13,8 +13,6 @@ import os
 import shutil
 import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +35,6 @@ from transformers import (
 from dstrial.cli.app import main as dstrial
 from dstrial.errors import DstrialError
 from dstrial.integrations import huggingface
-from dstrial.integrations.huggingface import stall_detector
 from dstrial.ranks.process_group import without_compiled_collectives
 from dstrial.resume.metadata import RESUME_VARIABLE
 
@@ -52,7 +49,6 @@ DEFAULTS: dict[str, Any] = {
     "num_eval_sets": 1,
     "counts_tokens": False,
     "leave_evaluation": False,
-    "slow_rank": None,  # has no record until it was warned of that
     "is_made_cut": False,  # whether the model is made under ZeRO 3, so that no rank ever has all of it
     "forgets_output": False,  # whether the output directory of an earlier attempt is gone
     "storage": None,  # a directory: use Determined's own core context, outside of any cluster, with checkpoints there
@@ -77,8 +73,7 @@ DEFAULTS: dict[str, Any] = {
 class Records(torch.utils.data.Dataset):
     """Tokens that differ from record to record, the same on every machine."""
 
-    def __init__(self, num_records: int, is_slow: Callable[[], bool] | None = None) -> None:
-        self.is_slow = is_slow
+    def __init__(self, num_records: int) -> None:
         generator = torch.Generator().manual_seed(7)
         self.tokens = torch.randint(0, 64, (num_records, 16), generator=generator)
 
@@ -86,8 +81,6 @@ class Records(torch.utils.data.Dataset):
         return len(self.tokens)
 
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
-        while self.is_slow is not None and self.is_slow():
-            time.sleep(0.02)
         return {"input_ids": self.tokens[idx], "labels": self.tokens[idx]}
 
 
@@ -158,9 +151,6 @@ class Warnings(logging.Handler):
         super().__init__(logging.WARNING)
         self.texts: list[str] = []
 
-    def are_awaited(self) -> bool:
-        return not self.texts
-
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
 
@@ -199,7 +189,7 @@ def context_of(asked: dict[str, Any]) -> Any:
     return huggingface.init(exp_conf=exp_conf, run_dir=asked["run_dir"])
 
 
-def run(asked: dict[str, Any], warnings: Warnings) -> dict[str, Any]:
+def run(asked: dict[str, Any]) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     if asked["forgets_output"]:
         shutil.rmtree(asked["output"])
@@ -226,7 +216,6 @@ def run(asked: dict[str, Any], warnings: Warnings) -> dict[str, Any]:
         )
         set_seed(args.seed)
         interruption = Interruption(asked, callback, facts)
-        is_slow = warnings.are_awaited if args.process_index == asked["slow_rank"] else None
         early = [EarlyStoppingCallback(asked["patience"])] if asked["patience"] else []
         make = functools.partial(model, is_made_cut=asked["is_made_cut"])
         made = {"model_init": lambda: make()} if asked["has_model_init"] else {"model": make()}
@@ -235,7 +224,7 @@ def run(asked: dict[str, Any], warnings: Warnings) -> dict[str, Any]:
         trainer = Trainer(
             **made,
             args=args,
-            train_dataset=Records(40, is_slow),
+            train_dataset=Records(40),
             eval_dataset=evaluation_sets(asked),
             callbacks=[*early, interruption, callback, *late],
         )
@@ -268,7 +257,6 @@ def main(path: Path) -> None:
     os.environ["LOCAL_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]
     with without_compiled_collectives(is_cpu=True):
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    stall_detector.WAIT_S, stall_detector._LOOK_S = 2.0, 0.1
     warnings = Warnings()
     logging.getLogger("dstrial.integrations.huggingface").addHandler(warnings)
     found = []
@@ -280,7 +268,7 @@ def main(path: Path) -> None:
         if asked["resume"]:
             os.environ[RESUME_VARIABLE] = asked["resume"]
         try:
-            found.append(export(*asked["exports"]) if asked["exports"] else run(asked, warnings))
+            found.append(export(*asked["exports"]) if asked["exports"] else run(asked))
         except DstrialError as error:
             if not asked["error"]:
                 raise

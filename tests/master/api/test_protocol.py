@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -106,25 +105,6 @@ def test_project_minus_one_is_all_projects(
     assert [one["state"] for one in states] == ["PAUSED", "PAUSED"]
 
 
-def test_runs_are_found_with_their_stored_states(session: api.Session) -> None:
-    runs = bindings.post_SearchRuns(session, body=bindings.v1SearchRunsRequest()).runs
-
-    assert {run.state for run in runs} == {bindings.trialv1State.ACTIVE}
-    where = {"filterGroup": {"kind": "group", "conjunction": "and", "children": []}, "showArchived": False}
-    where["filterGroup"]["children"].append(  # type: ignore[index]
-        {
-            "kind": "field",
-            "columnName": "state",
-            "location": "LOCATION_TYPE_RUN",
-            "operator": "=",
-            "type": "COLUMN_TYPE_TEXT",
-            "value": "ACTIVE",
-        }
-    )
-    body = bindings.v1SearchRunsRequest(filter=json.dumps(where))
-    assert len(bindings.post_SearchRuns(session, body=body).runs) == 2
-
-
 def test_experiments_tell_their_trials_and_by_which_names_others_know_them(
     fresh_master: Master, session: api.Session
 ) -> None:
@@ -138,11 +118,6 @@ def test_experiments_tell_their_trials_and_by_which_names_others_know_them(
     assert found.displayName == found.username == "determined"
     listed = bindings.get_GetExperiments(session).experiments
     assert {one.displayName for one in listed} == {"determined"}
-    runs = bindings.post_SearchRuns(session, body=bindings.v1SearchRunsRequest()).runs
-    of_first = next(run for run in runs if run.id == 1)
-    assert of_first.externalRunId == "first"
-    assert of_first.experiment is not None
-    assert of_first.experiment.externalExperimentId == "mine"
 
 
 def test_an_experiment_needs_no_model_definition(det: DetHere, tmp_path: Path) -> None:

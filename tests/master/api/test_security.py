@@ -47,7 +47,6 @@ _OWN_BODIES: dict[str, Any] = {
     "GET /api/v1/trials/metrics/trial_metrics": "?trialIds=1&group=training",
     "GET /api/v1/trials/metrics/training_metrics": "?trialIds=1",
     "GET /api/v1/trials/metrics/validation_metrics": "?trialIds=1",
-    "GET /api/v1/trials/time-series": "?trialIds=1&metricIds=training.loss",
     "POST /api/v1/trials/profiler/metrics": {},
     "POST /api/v1/webhooks/custom": {"experimentId": 1, "trialId": 1, "data": {"title": "t"}},
     "POST /api/v1/trial-source-info": {"trialSourceInfo": {"trialId": 1, "checkpointUuid": "OWN"}},

@@ -157,22 +157,6 @@ def test_a_trial_follows_the_slots_down_and_up_and_trains_what_it_would_have(
     assert state_of(master, trial) == "COMPLETED"
 
 
-def test_slots_that_do_not_make_it_faster_are_given_back_and_not_taken_again(
-    master: MasterForTest, tmp_path: Path
-) -> None:
-    trial = create(master, elastic(tmp_path, "back", [0.2, 0.6], num_slots=1, max_slots=2, resize_period=2))
-    wait_for_size(master, trial, 1, 2, 1)
-    log = log_of(master, trial)
-    assert "it grows from 1 to 2 slots, which nobody else wants" in log
-    assert re.search(
-        r"it goes back from 2 to 1 slots: with 2 slots a batch takes \S+ s, with 1 it took \S+ s", log
-    )
-    (tmp_path / "slow").unlink()
-    wait_for_end(master, trial)
-    assert sizes_of(master, trial) == [1, 2, 1]
-    assert [int(values(row)["slots"]) for row in reports(master, trial, "resources")] == [2, 1]
-
-
 def test_a_number_of_slots_that_its_own_code_cannot_use_is_tried_once_and_counts_as_no_restart(
     master: MasterForTest, tmp_path: Path
 ) -> None:

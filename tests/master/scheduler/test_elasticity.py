@@ -1,4 +1,4 @@
-"""Which trials change their number of slots: pure decisions over what runs, what waits and what was measured."""
+"""Which trials change their number of slots: pure decisions over what runs and what waits."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from hypothesis import strategies as st
 
 from dstrial.master.scheduler.elasticity import (
     Running,
-    Stage,
     grown,
     has_to_move,
-    is_due_to_grow,
     larger,
     leaves_drained,
-    not_worth,
     who_makes_room,
 )
 from dstrial.master.scheduler.queue import Waiting, assignments
@@ -138,62 +135,6 @@ def test_a_trial_of_one_node_grows_on_one_node_only() -> None:
     assert grown(one, free=slots - {first}, enabled=slots, used=1) == 2
 
 
-def stage(
-    num_slots: int,
-    start: int,
-    first_s: float,
-    batch_s: float,
-    asked_s: float | None = None,
-    num: int = 10,
-    *,
-    start_s: float = 0.0,
-    end_s: float | None = None,
-) -> Stage:
-    first, last = (start + 1, first_s), (start + num, first_s + (num - 1) * batch_s)
-    return Stage(num_slots, start, start_s, asked_s, end_s, num, first, last)
-
-
-def test_more_slots_are_worth_what_they_save_until_the_next_change() -> None:
-    before = stage(2, 0, first_s=0.0, batch_s=10.0, asked_s=100.0)
-    # It took 20 s from being asked to the beginning of the first batch, which is reported at 125.
-    faster = stage(4, 10, first_s=125.0, batch_s=5.0)
-
-    assert not_worth([before, faster], period_s=30.0) is None, "30 s at twice the speed save 30 s"
-    verdict = not_worth([before, faster], period_s=19.0)
-    assert verdict is not None
-    assert (verdict.num_slots, verdict.more, verdict.before_s, verdict.after_s) == (2, 4, 10.0, 5.0)
-    assert verdict.cost_s == 20.0
-    assert verdict.text == "with 4 slots a batch takes 5 s, with 2 it took 10 s; the change took 20 s"
-
-
-def test_slots_that_make_it_slower_are_never_worth_it() -> None:
-    assert not_worth([stage(1, 0, 0.0, 1.0, 10.0), stage(2, 10, 12.0, 2.0)], period_s=1e9) is not None
-
-
-def test_nothing_is_judged_that_was_not_measured_long_enough() -> None:
-    before = stage(2, 0, first_s=0.0, batch_s=1.0, asked_s=100.0)
-
-    assert not_worth([before, stage(4, 10, first_s=121.0, batch_s=1.0, num=10)], 600.0) is None, "9 s of 20"
-    assert not_worth([before, stage(4, 10, first_s=121.0, batch_s=1.0, num=30)], 600.0) is not None
-    assert not_worth([before, Stage(4, 10, 0.0, None, None, 0, None, None)], 600.0) is None
-    assert not_worth([stage(2, 0, 0.0, 1.0, None), stage(4, 10, 121.0, 9.0)], 600.0) is None, (
-        "a failure, no change"
-    )
-    assert not_worth([stage(4, 0, 0.0, 1.0, 10.0), stage(2, 10, 12.0, 9.0)], 600.0) is None, "it shrank"
-
-
-def test_what_lies_between_a_stop_and_the_next_beginning_is_no_cost_of_slots() -> None:
-    # Paused for two hours: 8 s until it has stopped, and 12 s from its beginning to the first batch.
-    before = stage(2, 0, first_s=0.0, batch_s=10.0, asked_s=100.0, end_s=108.0)
-    faster = stage(4, 10, first_s=7325.0, batch_s=5.0, num=3000, start_s=7308.0)
-
-    assert not_worth([before, faster], period_s=600.0) is None, "twice as fast"
-    assert not_worth([before, faster], period_s=30.0) is None
-    verdict = not_worth([before, faster], period_s=19.0)
-    assert verdict is not None
-    assert verdict.cost_s == 20.0
-
-
 def asked(
     one: Running, *, wish: int, spare: dict[int, int] | None = None, used: int = 0, before: int = 0
 ) -> int:
@@ -263,14 +204,3 @@ def test_who_has_less_than_it_asks_for_gives_its_job_back_where_only_its_own_slo
     alone = Running(1, 1, LOW, (0, 1), (3, 2), is_on_one_node=True)
     assert has_to_move(alone, 3, wish=4, spare={0: 1})
     assert not has_to_move(alone, 3, wish=4, spare={1: 1}), "on another node"
-
-
-def test_what_a_trial_has_is_measured_before_it_takes_more() -> None:
-    def stage(num_reports: int) -> Stage:
-        return Stage(1, 0, 0.0, None, None, num_reports, (5, 2.0), (5 * num_reports, 2.0 * num_reports))
-
-    assert not is_due_to_grow([stage(3)], 9.0, 10.0)
-    assert is_due_to_grow([stage(3)], 10.0, 10.0)
-    assert not is_due_to_grow([stage(3), stage(2)], 29.0, 10.0), "more could never be judged"
-    assert is_due_to_grow([stage(2)], 30.0, 10.0), "it reports too seldom"
-    assert not is_due_to_grow([], 29.0, 10.0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dstrial.errors import MasterError
-from dstrial.master.store.database import Database, Transaction
+from dstrial.master.store.database import SCHEMA_VERSION, Database, Transaction
 
 
 def put(key: str, value: str):
@@ -101,9 +101,10 @@ def test_closing_finishes_what_was_submitted_and_refuses_more(tmp_path: Path) ->
     again.close()
 
 
-def test_a_file_of_another_schema_version_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [SCHEMA_VERSION - 1, SCHEMA_VERSION + 1])
+def test_a_file_of_another_schema_version_is_refused(tmp_path: Path, version: int) -> None:
     with sqlite3.connect(tmp_path / "master.db") as connection:
-        connection.execute("PRAGMA user_version = 99")
+        connection.execute(f"PRAGMA user_version = {version}")
 
-    with pytest.raises(MasterError, match="schema version 99; expected at most 8"):
+    with pytest.raises(MasterError, match=f"schema version {version}; expected {SCHEMA_VERSION}. Start"):
         Database(tmp_path / "master.db")

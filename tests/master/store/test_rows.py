@@ -66,9 +66,7 @@ READS: list[Callable[[sqlite3.Connection], object]] = [
     lambda c: models.list_models(c, models.ModelFilter()),
     lambda c: models.list_versions(c, 1),
     lambda c: projects.require(c, 1),
-    lambda c: listings.list_runs(c),
     lambda c: resizing.resizable_trials(c),
-    lambda c: resizing.run_spans(c, 1, count_to=3),
     lambda c: tokens.list_access_tokens(c, None),
     lambda c: tasks.living(c),
     lambda c: tasks.living_of(c, "a"),
@@ -80,14 +78,9 @@ READS: list[Callable[[sqlite3.Connection], object]] = [
 ]
 
 
-@pytest.fixture(params=["new", "of an old release"])
-def connection(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[sqlite3.Connection]:
-    path = tmp_path / "master.db"
-    if request.param != "new":
-        with contextlib.closing(sqlite3.connect(path)) as old:
-            schema = Path(__file__).with_name("schema_1.sql").read_text(encoding="utf-8")
-            old.executescript(f"{schema} PRAGMA user_version = 1;")
-    with contextlib.closing(Database(path)) as database, database.read() as found:
+@pytest.fixture
+def connection(tmp_path: Path) -> Iterator[sqlite3.Connection]:
+    with contextlib.closing(Database(tmp_path / "master.db")) as database, database.read() as found:
         yield found
 
 

@@ -7,9 +7,7 @@ import threading
 import time
 
 import pytest
-from seeded import add_experiment
 from seeded_cluster import add_task
-from seeded_trials import add_metric, trials_of
 from serving import Master
 
 from dstrial.master.store.database import Transaction
@@ -63,19 +61,4 @@ def test_the_list_of_tasks_is_made_where_it_is_read(seeded_master: Master) -> No
 
     seeded_master.services.database.write(fill)
     found = who_makes(seeded_master, "/page/tasks", "task_json")
-    assert all(name.startswith("dstrial-reader") for name in found)
-
-
-@pytest.mark.parametrize("what", ["metrics", "available_series"])
-def test_readings_of_system_metrics_are_made_where_they_are_read(seeded_master: Master, what: str) -> None:
-    def fill(tx: Transaction) -> int:
-        trial = trials_of(tx, add_experiment(tx))[0]
-        devices = {f"GPU-{number}": {f"metric {idx}": idx / 3 for idx in range(20)} for number in range(8)}
-        add_metric(tx, trial, "gpu", [(-1, {"node": devices}) for _ in range(60)])
-        return trial
-
-    trial = seeded_master.services.database.write(fill)
-    path = f"/api/v1/trials/{trial}/profiler/{what}"
-    assert len(seeded_master.get(path).content) > 1000
-    found = who_makes(seeded_master, path, "readings")
     assert all(name.startswith("dstrial-reader") for name in found)

@@ -1,17 +1,11 @@
 """Trials whose user code goes wrong at a report or a validation, on all ranks or on one."""
 
-import torch
-from small_trials import DataParallelTrial, PipelineTrial
+from small_trials import DataParallelTrial
 
 from dstrial import PyTorchCallback
 
 
 class WrongMetric(DataParallelTrial):
-    def evaluate_batch(self, dataloader_iter, batch_idx):
-        return {"other": super().evaluate_batch(dataloader_iter, batch_idx)["validation_loss"]}
-
-
-class WrongMetricOfPipeline(PipelineTrial):
     def evaluate_batch(self, dataloader_iter, batch_idx):
         return {"other": super().evaluate_batch(dataloader_iter, batch_idx)["validation_loss"]}
 
@@ -38,24 +32,3 @@ class Raising(PyTorchCallback):
 class CallbackFails(DataParallelTrial):
     def build_callbacks(self):
         return {"raising": Raising(self.context, self.hparams["method"])}
-
-
-class Noting(DataParallelTrial):
-    """Writes down what random states and records it meets, so that two runs can be compared."""
-
-    def __init__(self, context):
-        super().__init__(context)
-        self.num_evaluated = 0
-        self.seen = []
-
-    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
-        metrics = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
-        metrics["evaluated"] = self.num_evaluated + len(self.seen)
-        metrics["drawn"] = torch.rand(())
-        return metrics
-
-    def evaluate_batch(self, dataloader_iter, batch_idx):
-        self.num_evaluated += 1
-        self.seen.append(batch_idx)
-        torch.rand(3)
-        return super().evaluate_batch(dataloader_iter, batch_idx)

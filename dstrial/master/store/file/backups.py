@@ -65,34 +65,6 @@ def make_copy(
     return description
 
 
-def copy_of_older_schema(database: Path, schema_version: int, now_s: float) -> str:
-    """Copy a database whose schema is about to be changed.
-
-    The release that made it can go on with the copy.
-
-    Returns:
-        What the log is to say; empty where there is nothing to copy, or it was copied since its last write.
-    """
-    kind = ""
-    if database.is_file() and database.stat().st_size:
-        with integrity.reading(database) as connection:
-            version = int(connection.execute("PRAGMA user_version").fetchone()[0])
-        kind = f"schema{version}" if 0 < version < schema_version else ""
-    if not kind or copies.is_kept_since(database, kind):
-        return ""
-    target = copies.new_path(database, now_s, kind)
-    try:
-        made = make_copy(database, target)
-    except MasterError as error:
-        return f"the database is brought to schema version {schema_version} without a copy of it as it was: {error}"
-    # An opening that fails writes to the file, too: each would leave a copy of the same, until the disk is full.
-    same = copies.find_same(database, kind, made, target)
-    if same is not None:
-        copies.remove(target)
-        target = same
-    return f"the database is brought to schema version {schema_version}; {target} is a copy of it as it was"
-
-
 def _copy(database: Path, temporary: Path, on_progress: Callable[[float], None]) -> copies.Description:
     with integrity.reading(database) as source, contextlib.closing(_open(temporary)) as made:
         # A read transaction of our own: without it the copy would begin again whenever the master writes.

@@ -2,9 +2,8 @@
 
 Opens no database.
 
-``<state dir>/backups/`` holds ``daily-DATE-TIME.db``, of which the newest are kept, ``master-DATE-TIME.db``, which a person
-has asked for, and ``schemaN-DATE-TIME.db``, made before the schema N of an older release was changed; these two stay. Beside
-each lies ``….db.json`` (:class:`Description`). Times are UTC.
+``<state dir>/backups/`` holds ``daily-DATE-TIME.db``, of which the newest are kept, and ``master-DATE-TIME.db``, which a person
+has asked for and which stays. Beside each lies ``….db.json`` (:class:`Description`). Times are UTC.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ NUM_DAILY = 7
 DAY_S = 24 * 3600.0
 
 _FORMAT = 1
-_NAME = re.compile(r"(daily|master|schema\d+)-(\d{8}-\d{6})\.db")
+_NAME = re.compile(r"(daily|master)-(\d{8}-\d{6})\.db")
 _TIME = "%Y%m%d-%H%M%S"
 
 
@@ -72,35 +71,10 @@ def new_path(database: Path, now_s: float, kind: str) -> Path:
     Args:
         database: what is copied.
         now_s: seconds since the epoch.
-        kind: ``daily``, ``master`` or ``schemaN``.
+        kind: ``daily`` or ``master``.
     """
     moment = datetime.datetime.fromtimestamp(now_s, datetime.timezone.utc)
     return directory_of(database) / f"{kind}-{moment.strftime(_TIME)}.db"
-
-
-def is_kept_since(database: Path, kind: str) -> bool:
-    """Say whether a copy of this kind was made after the database was last written to."""
-    written = [file.stat().st_mtime for file in (database, Path(f"{database}-wal")) if file.exists()]
-    # Names tell whole seconds.
-    made = [copy.time_s for copy in list_copies(database) if copy.path.name.startswith(f"{kind}-")]
-    return bool(written and made) and max(made) > max(written)
-
-
-def find_same(database: Path, kind: str, made: Description, copy: Path) -> Path | None:
-    """Return another copy of this kind with the same content; None without one.
-
-    The content is that of a copy that was just made.
-    """
-    for other in list_copies(database):
-        if other.path == copy or not other.path.name.startswith(f"{kind}-"):
-            continue
-        try:
-            described = read_description(other.path)
-        except ValueError:
-            continue
-        if described is not None and described.sha256 == made.sha256:
-            return other.path
-    return None
 
 
 def list_copies(database: Path) -> list[Copy]:

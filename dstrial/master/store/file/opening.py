@@ -8,17 +8,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sqlite3
-import time
 from importlib import resources
 from pathlib import Path
 
 from dstrial.errors import MasterError
 from dstrial.master import mending
 from dstrial.master.store.file import copies, integrity, marks, page_checksums
-from dstrial.master.store.file.backups import copy_of_older_schema
 from dstrial.master.store.file.log_keeper import LogKeeper
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 _BUSY_TIMEOUT_S = 30.0
 _CORRUPT, _NOT_A_DATABASE = 11, 26
 """SQLite's codes of a damaged page, and of a damaged first one."""
@@ -46,14 +44,14 @@ def is_damage(error: BaseException) -> bool:
 
 
 def open_for_writer(path: Path) -> tuple[tuple[str, ...], sqlite3.Connection, LogKeeper]:
-    """Look at a database, open it for the writer, and bring it to the schema.
+    """Look at a database and open it for the writer; make the schema in a new one.
 
     Returns:
         What was found and is not lost by it, the connection, and the keeper of its log.
 
     Raises:
         DatabaseDamagedError: it is not the one that the last master left.
-        MasterError: a newer release wrote it.
+        MasterError: it has another schema.
         sqlite3.Error: SQLite cannot use it.
         OSError: it, or what lies beside it, cannot be written.
     """
@@ -61,7 +59,6 @@ def open_for_writer(path: Path) -> tuple[tuple[str, ...], sqlite3.Connection, Lo
     verdict = integrity.judge(path, facts)
     if verdict.refusal:
         raise integrity.refuse(path, verdict.refusal, facts.copy)
-    of_upgrade = copy_of_older_schema(path, SCHEMA_VERSION, time.time())
     log = facts.log
     last = marks.Marks(
         cluster_id=facts.cluster_id,
@@ -87,11 +84,11 @@ def open_for_writer(path: Path) -> tuple[tuple[str, ...], sqlite3.Connection, Lo
         if keeper is not None:
             keeper.close()
         raise
-    return (*verdict.notes, *filter(None, [of_upgrade])), connection, keeper
+    return verdict.notes, connection, keeper
 
 
 def make_table(path: Path) -> None:
-    """Bring a database that nobody has open to the schema, and make its checksums."""
+    """Make the schema and the checksums of a database that nobody has open."""
     with contextlib.closing(connect(path)) as connection:
         prepare(connection, path)
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -121,33 +118,14 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def prepare(connection: sqlite3.Connection, path: Path) -> None:
-    """Make the schema in a new file, or upgrade an older one, all of it or nothing."""
+    """Make the schema in a new file; refuse a file with another schema."""
     version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if version > SCHEMA_VERSION:
+    if version == SCHEMA_VERSION:
+        return
+    if version:
         raise MasterError(
-            f"{path} is of schema version {version}; expected at most {SCHEMA_VERSION}. "
+            f"{path} is of schema version {version}; expected {SCHEMA_VERSION}. "
             "Start the release of dstrial that wrote it, or pass another --state-dir."
         )
-    steps = (
-        ["schema.sql"]
-        if version == 0
-        else [f"upgrade_{to}.sql" for to in range(version + 1, SCHEMA_VERSION + 1)]
-    )
-    if steps:
-        folder = resources.files("dstrial.master.store")
-        sql = "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in steps)
-        if version == 1:
-            sql = f"{_missing_of_1(connection)} {sql}"
-        connection.executescript(f"BEGIN; {sql} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
-
-
-def _missing_of_1(connection: sqlite3.Connection) -> str:
-    """Return SQL for what an early database of schema version 1 lacks."""
-    steps = [
-        "CREATE TABLE IF NOT EXISTS trial_sources (checkpoint_uuid TEXT NOT NULL, "
-        "trial_id INTEGER NOT NULL REFERENCES trials (id) ON DELETE CASCADE, type TEXT NOT NULL, "
-        "PRIMARY KEY (checkpoint_uuid, trial_id, type)) WITHOUT ROWID;"
-    ]
-    if "per_batch" not in {row["name"] for row in connection.execute("PRAGMA table_info(metrics)")}:
-        steps.append("ALTER TABLE metrics ADD COLUMN per_batch TEXT;")
-    return " ".join(steps)
+    sql = resources.files("dstrial.master.store").joinpath("schema.sql").read_text(encoding="utf-8")
+    connection.executescript(f"BEGIN; {sql} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")

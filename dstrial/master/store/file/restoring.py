@@ -135,10 +135,10 @@ def _check_copy(copy: Path) -> bool:
         raise _unusable_copy(copy, error) from error
     if problem:
         raise _unusable_copy(copy, problem)
-    if not 1 <= version <= SCHEMA_VERSION:
+    if version != SCHEMA_VERSION:
         raise MasterError(
-            f"{copy} is of schema version {version}; expected 1 to {SCHEMA_VERSION}. Take a copy of dstrial's database, with "
-            "a release that knows it."
+            f"{copy} is of schema version {version}; expected {SCHEMA_VERSION}. Take a copy of dstrial's database, with "
+            "the release of dstrial that wrote it."
         )
     return description is not None
 

@@ -7,6 +7,7 @@ other, and meanwhile no other thread of the master could do anything. What is ke
 from __future__ import annotations
 
 import bisect
+import re
 import sqlite3
 from itertools import compress
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 import orjson
 
 from dstrial.master.store.reports.metric_values import as_number
-from dstrial.master.store.reports.series import path_of, value_of
 
+# SQLite 3.40 compares the label of a path with the JSON text as it stands, escapes and all.
+_PLAIN_NAME = re.compile(r"[ !#-\[\]-~]+")
 _AT_ONCE = 50_000
 """Reports of one text."""
 # The operator that gives a value as it is written; what else gives it goes through 15 digits.
@@ -35,7 +37,7 @@ def curve(
 
     That is batches, times in microseconds and values. Archived reports and those of no batch are left out, and what is no number.
     """
-    path = path_of(name)
+    path = _path_of(name)
     if path is None or not _HAS_ARROW:
         return _by_row(connection, trial_id, group, name, after)
     steps: list[int] = []
@@ -71,7 +73,7 @@ def _numbers(columns: list[list[Any]]) -> list[list[Any]]:
 def _by_row(
     connection: sqlite3.Connection, trial_id: int, group: str, name: str, after: int
 ) -> tuple[list[int], list[int], list[float]]:
-    value, parameters = value_of(name)
+    value, parameters = _value_of(name)
     cursor = connection.execute(
         f"SELECT m.steps, m.end_us, {value} FROM metrics m WHERE {_WHERE} ORDER BY m.steps, m.run_id",  # noqa: S608 - constants and marks
         (*parameters, trial_id, group, after),
@@ -80,3 +82,25 @@ def _by_row(
     columns = list(map(list, zip(*cursor, strict=True))) or [[], [], []]
     steps, times, values = _numbers(columns)
     return steps, times, values
+
+
+def _path_of(name: str) -> str | None:
+    """Return the JSON path of a report's metric; None where SQLite finds none."""
+    return f'$."{name}"' if _PLAIN_NAME.fullmatch(name) else None
+
+
+def _value_of(name: str) -> tuple[str, tuple[str, ...]]:
+    """Return an SQL expression for a metric of a report, and its parameters.
+
+    The report is ``m``, and the metric may be a number. It finds nothing of a name with a zero byte, at which texts of SQLite's
+    JSON functions end.
+    """
+    path = _path_of(name)
+    if path is not None:
+        kinds = "('integer', 'real', 'text')"
+        value = f"CASE WHEN json_type(m.metrics, ?) IN {kinds} THEN json_extract(m.metrics, ?) END"
+        return value, (path, path)
+    return (
+        "(SELECT j.value FROM json_each(m.metrics) j WHERE j.key = ? AND j.type IN ('integer', 'real', 'text'))",
+        (name,),
+    )

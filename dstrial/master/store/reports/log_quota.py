@@ -70,7 +70,7 @@ def add_lines(
         quota_bytes: how much may be kept of the log, rows included.
         num_lost: lines before these that were deleted before anybody read them.
     """
-    size = _size_of(tx, owner, quota_bytes // 2)
+    size = _size_of(tx, owner)
     if num_lost:
         size = dataclasses.replace(size, num_left_out=size.num_left_out + num_lost)
         why = "they were printed while the master was away, or faster than it reads"
@@ -106,20 +106,14 @@ def tell_at_end(tx: Transaction, owner: LogOwner) -> None:
         _say(tx, owner, f"{_lines(size.num_left_out)} left out of this log")
 
 
-def _size_of(tx: Transaction, owner: LogOwner, head_bytes: int) -> LogSize:
+def _size_of(tx: Transaction, owner: LogOwner) -> LogSize:
     sql = f"SELECT * FROM log_sizes WHERE {owner.condition}"  # noqa: S608 - one of two
     found = fetch_one(LogSize, tx.connection, sql, (owner.key,))
     if found is not None:
         return found
-    # An older release may have stored lines.
-    num_bytes = tail_id = 0
-    for row in _lines_behind(tx, owner, 0):
-        num_bytes += int(row["bytes"])
-        if num_bytes <= head_bytes:
-            tail_id = int(row["id"])
     tx.execute(
-        "INSERT INTO log_sizes (task_id, trial_id, num_bytes, is_head_full, tail_id) VALUES (?, ?, ?, ?, ?)",
-        (owner.task_id, owner.trial_id, num_bytes, num_bytes > head_bytes, tail_id),
+        "INSERT INTO log_sizes (task_id, trial_id, num_bytes, is_head_full, tail_id) VALUES (?, ?, 0, 0, 0)",
+        (owner.task_id, owner.trial_id),
     )
     found = fetch_one(LogSize, tx.connection, sql, (owner.key,))
     assert found is not None

@@ -9,13 +9,11 @@ import dataclasses
 import sqlite3
 from collections.abc import Sequence
 
-from dstrial.master.store.database import fetch_all, fetch_one
-from dstrial.master.store.errors import NotFoundError
+from dstrial.master.store.database import fetch_all
 from dstrial.master.store.experiments import Experiment
 from dstrial.master.store.reports.metric_summaries import SUMMARY_METRICS
 from dstrial.master.store.trials import Trial
 
-_IDS_AT_ONCE = 500  # SQLite takes 999 parameters at a time, or more.
 _EXPERIMENT_ORDER = {
     "SORT_BY_ID": "e.id",
     "SORT_BY_DESCRIPTION": "e.description",
@@ -84,17 +82,6 @@ LEFT JOIN metrics b ON b.id = t.best_validation_id
 LEFT JOIN metrics l ON l.id = t.latest_validation_id
 LEFT JOIN checkpoints c ON c.uuid = t.best_checkpoint_uuid
 """  # noqa: S608 - a constant
-_RUN_SELECT = f"""
-SELECT t.*, e.name AS experiment_name, e.description AS experiment_description, e.state AS experiment_state,
-    e.archived AS experiment_archived, e.labels, e.parent_id, e.progress AS experiment_progress, e.searcher_type,
-    e.searcher_metric, e.unmanaged, e.external_id AS external_experiment_id,
-    e.owner_id, u.username, e.project_id, p.name AS project_name, p.key AS project_key,
-    p.workspace_id, w.name AS workspace_name, p.is_archived OR w.is_archived AS is_parent_archived,
-    (SELECT COUNT(*) FROM trials o WHERE o.experiment_id = e.id) AS num_trials, {_TRIAL_ADVANCE},
-    {SUMMARY_METRICS} AS summary_metrics
-FROM trials t JOIN experiments e ON e.id = t.experiment_id JOIN users u ON u.id = e.owner_id
-JOIN projects p ON p.id = e.project_id JOIN workspaces w ON w.id = p.workspace_id
-"""  # noqa: S608 - a constant
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,34 +121,6 @@ class ListedTrial(Trial):
     advance: int | None
     run_us: int
     task_ids: str
-    summary_metrics: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Run(Trial):
-    """A trial with its experiment, owner, project and workspace."""
-
-    experiment_name: str
-    experiment_description: str
-    experiment_state: str
-    experiment_archived: bool
-    labels: str
-    parent_id: int | None
-    experiment_progress: float
-    searcher_type: str
-    searcher_metric: str
-    unmanaged: bool
-    external_experiment_id: str | None
-    owner_id: int
-    username: str
-    project_id: int
-    project_name: str
-    project_key: str
-    workspace_id: int
-    workspace_name: str
-    is_parent_archived: bool
-    num_trials: int
-    advance: int | None
     summary_metrics: str
 
 
@@ -264,30 +223,6 @@ def list_experiments(
     return fetch_all(ListedExperiment, connection, sql, (*values, limit, offset))
 
 
-def experiments_of(connection: sqlite3.Connection, ids: Sequence[int]) -> list[ListedExperiment]:
-    """Return experiments by their numbers, in the order of these.
-
-    Those that are gone are left out.
-    """
-    found: dict[int, ListedExperiment] = {}
-    for start in range(0, len(ids), _IDS_AT_ONCE):
-        rows = list_experiments(connection, ExperimentFilter(ids=ids[start : start + _IDS_AT_ONCE]))
-        found.update((row.id, row) for row in rows)
-    return [found[one] for one in ids if one in found]
-
-
-def trials_of(connection: sqlite3.Connection, ids: Sequence[int], now_us: int) -> dict[int, ListedTrial]:
-    """Return trials by their numbers, as :func:`list_trials` does."""
-    found: dict[int, ListedTrial] = {}
-    for start in range(0, len(ids), _IDS_AT_ONCE):
-        some = ids[start : start + _IDS_AT_ONCE]
-        marks = ", ".join(f":t{idx}" for idx in range(len(some)))
-        values = {"now": now_us, **{f"t{idx}": one for idx, one in enumerate(some)}}
-        sql = f"{_TRIAL_SELECT} WHERE t.id IN ({marks})"
-        found.update((row.id, row) for row in fetch_all(ListedTrial, connection, sql, values))
-    return found
-
-
 def get_experiment(connection: sqlite3.Connection, experiment_id: int) -> ListedExperiment | None:
     """Return one experiment as :func:`list_experiments` does, None if unknown."""
     rows = list_experiments(connection, ExperimentFilter(ids=[experiment_id]))
@@ -337,25 +272,3 @@ def list_trials(
         **names,
     }
     return fetch_all(ListedTrial, connection, sql, values)
-
-
-def list_runs(connection: sqlite3.Connection, project_id: int | None = None) -> list[Run]:
-    """Return a project's runs, or all, by number, with where each belongs."""
-    return fetch_all(
-        Run,
-        connection,
-        f"{_RUN_SELECT} WHERE ? IS NULL OR e.project_id = ? ORDER BY t.id",
-        (project_id, project_id),
-    )
-
-
-def require_run(connection: sqlite3.Connection, run_id: int) -> Run:
-    """Return one run, as :func:`list_runs` does.
-
-    Raises:
-        NotFoundError: there is none.
-    """
-    row = fetch_one(Run, connection, f"{_RUN_SELECT} WHERE t.id = ?", (run_id,))
-    if row is None:
-        raise NotFoundError(f"run {run_id} is not found; expected the number of a trial. Name another.")
-    return row

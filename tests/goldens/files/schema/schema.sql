@@ -1,4 +1,4 @@
--- schema version 8
+-- schema version 9
 BEGIN TRANSACTION;
 CREATE TABLE access_tokens (
     id          INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -249,12 +249,6 @@ CREATE TABLE past_usage (
     start_us       INTEGER NOT NULL,
     end_us         INTEGER NOT NULL
 ) WITHOUT ROWID;
-CREATE TABLE project_views (
-    user_id    INTEGER NOT NULL REFERENCES users (id),
-    project_id INTEGER NOT NULL REFERENCES projects (id) ON DELETE CASCADE,
-    viewed_us  INTEGER NOT NULL,
-    PRIMARY KEY (user_id, project_id)
-) WITHOUT ROWID;
 CREATE TABLE projects (
     id           INTEGER PRIMARY KEY AUTOINCREMENT,
     workspace_id INTEGER NOT NULL REFERENCES workspaces (id),
@@ -345,13 +339,6 @@ CREATE TABLE trials (
     is_node_excluded       INTEGER NOT NULL DEFAULT 0,   -- 1: an exclude_node policy matched; 2: and it has failed, and does not start on this machine again
     UNIQUE (experiment_id, request_id)
 );
-CREATE TABLE user_settings (
-    user_id      INTEGER NOT NULL REFERENCES users (id),
-    storage_path TEXT    NOT NULL,                -- the page or table that it is of; may be empty
-    key          TEXT    NOT NULL,
-    value        TEXT    NOT NULL,                -- as sent, JSON usually
-    PRIMARY KEY (user_id, storage_path, key)
-) WITHOUT ROWID;
 CREATE TABLE users (
     id            INTEGER PRIMARY KEY AUTOINCREMENT,
     username      TEXT    NOT NULL UNIQUE COLLATE NOCASE,

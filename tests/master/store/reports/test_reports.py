@@ -20,7 +20,7 @@ from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.store.errors import ConflictError, InvalidError
-from dstrial.master.store.reports import logs, metric_summaries, metrics, system_metrics
+from dstrial.master.store.reports import logs, metric_summaries, metrics
 from dstrial.master.store.views import listings
 
 CONFIG = """
@@ -277,7 +277,6 @@ def test_no_list_reads_all_reports(store: Store) -> None:
     reads: list[Callable[[sqlite3.Connection], object]] = [
         lambda c: metrics.report_ids(c, 1, None),
         lambda c: metrics.report_ids(c, 1, "validation"),
-        lambda c: system_metrics.report_ids(c, 1, 0),
         lambda c: metrics.report_keys(c, 1),
         lambda c: list(metrics.every_report(c, 1, "validation")),
         lambda c: metrics.series(c, 1, "validation", "score"),
@@ -288,7 +287,7 @@ def test_no_list_reads_all_reports(store: Store) -> None:
         lambda c: checkpoint_rows.latest_completed(c, 1),
     ]
 
-    assert [whole_tables(store, lambda tx, read=read: read(tx.connection)) for read in reads] == [[]] * 11  # type: ignore[misc]
+    assert [whole_tables(store, lambda tx, read=read: read(tx.connection)) for read in reads] == [[]] * 10  # type: ignore[misc]
 
 
 def test_no_experiment_that_is_deleted_has_a_whole_table_read(store: Store) -> None:
