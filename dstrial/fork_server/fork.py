@@ -15,14 +15,12 @@ import importlib
 import importlib.machinery
 import io
 import itertools
-import math
 import os
 import runpy
 import signal
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import types
 import warnings
@@ -39,7 +37,6 @@ ROOM_BYTES = 1024
 FAILED_TO_BEGIN = 70
 """Exit code of a fork that could not be made like a new process (EX_SOFTWARE of sysexits.h)."""
 
-_COMPARED_FOR_S = 5.0
 _DEFAULTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
 # With their objects, as a directory is removed as well when nobody has its object any more.
 _directories_of_imports: list[tuple[tempfile.TemporaryDirectory[str], Callable[[], object]]] = []
@@ -100,8 +97,6 @@ class Origin:
         copied: modules whose programs have a copy of what they were before they began, for forks of their own.
         marks_at: address and bytes of the memory that /proc/PID/environ shows for marks; None for none.
         words_at: the same of /proc/PID/cmdline.
-        compared_s: when the files were compared before this process was forked, by the monotonic clock. For a moment a program
-            and its ranks, forked one after the other from the same, are of one version without comparing them again.
     """
 
     environment: Mapping[str, str]
@@ -115,7 +110,6 @@ class Origin:
     copied: frozenset[str]
     marks_at: tuple[int, int] | None
     words_at: tuple[int, int] | None
-    compared_s: float = -math.inf
 
     @classmethod
     def here(
@@ -144,11 +138,6 @@ class Origin:
             marks_at=marks_at,
             words_at=words_at,
         )
-
-    @property
-    def is_just_compared(self) -> bool:
-        """Whether files were compared a moment before this process was forked."""
-        return time.monotonic() < self.compared_s + _COMPARED_FOR_S
 
     def why_not_keep(self, files: Iterable[int]) -> str:
         """Return what keeps a fork from having files of these numbers; empty if nothing."""
@@ -184,8 +173,6 @@ class Origin:
         cuda = getattr(sys.modules.get("torch"), "cuda", None)
         if cuda is not None and (cuda.is_initialized() or (cuda._is_in_bad_fork() and _may_have_devices())):
             return "it has used an accelerator"
-        if self.is_just_compared:
-            return ""
         for file, known in self.sources.items():
             if _version_of(file) != known:
                 return f"{file} has changed since it was imported"

@@ -22,7 +22,6 @@ import signal
 import socket
 import struct
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -206,8 +205,6 @@ def _fork(message: dict[str, Any], files: Sequence[int], origin: Origin) -> dict
     )
     if why_not:
         return {"refused": why_not}
-    if not origin.is_just_compared:
-        origin = dataclasses.replace(origin, compared_s=time.monotonic())  # for what this fork forks
     *standard, go = files
     told, tell = os.pipe()
     try:

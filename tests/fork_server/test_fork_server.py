@@ -358,28 +358,6 @@ def test_a_module_that_has_changed_since_is_no_fork(tmp_path: Path) -> None:
         server.close()
 
 
-COMPARED = """
-import dataclasses, time
-import changing
-from dstrial.fork_server.fork import Origin
-here = Origin.here({}, [], ())
-open(changing.__file__, "a").write("value = 2")
-for ago_s in (0.1, 6.0):
-    print(dataclasses.replace(here, compared_s=time.monotonic() - ago_s).why_not_fork())
-print(here.why_not_fork())
-"""
-
-
-def test_a_program_and_its_ranks_which_are_forked_behind_each_other_are_compared_once(tmp_path: Path) -> None:
-    module = tmp_path / "changing.py"
-    module.write_text("value = 1\n")
-
-    ended = _run(None, [_script(tmp_path, COMPARED)])
-
-    has_changed = f"{module} has changed since it was imported"
-    assert ended.stdout.splitlines() == ["", has_changed, has_changed], ended.stderr
-
-
 def test_a_server_ends_with_who_has_started_it(tmp_path: Path) -> None:
     script = _script(
         tmp_path,

@@ -36,7 +36,6 @@ SHOWN_NAME = "fork-servers.json"
 MAX_SERVERS = 2
 START_TIMEOUT_S = 120.0
 """After this long a fork server that has not imported everything is given up."""
-_MEASURED_EVERY_S = 10.0
 _SHELL_CHARACTERS = frozenset("|&;<>()$`\\\"'*?[]#~=%!{}\n")
 
 
@@ -47,12 +46,10 @@ class ForkSettings:
     Attributes:
         is_on: whether there are any.
         idle_timeout_s: how long one is kept when no trial runs or waits, seconds.
-        memory_bytes: how much one may use by itself.
     """
 
     is_on: bool = True
     idle_timeout_s: float = 300.0
-    memory_bytes: int = 2**31
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,14 +61,12 @@ class ShownServer:
         python: its interpreter.
         state: ``importing`` or ``ready``.
         num_forks: how many trials it has started.
-        memory_bytes: that it uses; None if unknown.
     """
 
     pid: int | None
     python: str
     state: str
     num_forks: int
-    memory_bytes: int | None
 
 
 def forkable_words(command: Sequence[str], environment: Mapping[str, str], python: str) -> list[str] | None:
@@ -105,8 +100,6 @@ class _Running:
     started_s: float
     used_s: float
     num_forks: int = 0
-    memory_bytes: int | None = None
-    measured_s: float = 0.0
 
 
 class ForkServers:
@@ -180,7 +173,7 @@ class ForkServers:
         return pid, ""
 
     def look(self, *, is_busy: bool) -> None:
-        """End the servers that are idle, too large or late.
+        """End the servers that are idle or late.
 
         Args:
             is_busy: whether a trial runs or waits.
@@ -209,7 +202,6 @@ class ForkServers:
                 python=one.python,
                 state="ready" if one.server.was_ready else "importing",
                 num_forks=one.num_forks,
-                memory_bytes=one.memory_bytes,
             )
             for one in self._running
         ]
@@ -274,12 +266,6 @@ class ForkServers:
         if now_s - found.used_s > self._settings.idle_timeout_s:
             logger.info("process %s, which imported ahead, is not needed any more", found.server.pid)
             return False
-        if now_s - found.measured_s > _MEASURED_EVERY_S:
-            found.measured_s = now_s
-            found.memory_bytes = None if found.server.pid is None else own_bytes(found.server.pid)
-            if (found.memory_bytes or 0) > self._settings.memory_bytes:
-                self._give_up(found, f"it uses {found.memory_bytes} bytes (warm_memory_mib)")
-                return False
         return True
 
     def _give_up(self, found: _Running, why: str) -> None:
@@ -299,18 +285,3 @@ def shown_servers(state_dir: Path) -> list[ShownServer]:
     except (OSError, ValueError):
         return []
     return [ShownServer(**one) for one in found if read_state(one["pid"]) is not None]
-
-
-def own_bytes(pid: int) -> int | None:
-    """Return a process's memory; what is shared is divided among who shares it.
-
-    None if it is gone, or the kernel does not tell (``/proc/PID/smaps_rollup``, Linux 4.14).
-    """
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
-    except OSError:
-        return None
-    for line in text.splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    return None
