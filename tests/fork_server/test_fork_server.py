@@ -295,7 +295,7 @@ def server_of_found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkSe
         ("other.py", ["program.py"], ""),
     ],
 )
-def test_a_program_with_a_module_named_like_an_imported_one_is_no_fork(
+def test_program_beside_shadowing_module_is_no_fork(
     server_of_found: ForkServer, tmp_path: Path, file: str, words: list[str], named_like: str
 ) -> None:
     (tmp_path / "program.py").write_text("", encoding="utf-8")

@@ -270,7 +270,7 @@ def test_a_script_is_a_new_process(master: MasterForTest) -> None:
         assert "torch: False" in text
 
 
-def test_a_module_named_like_an_installed_one_is_imported(master: MasterForTest) -> None:
+def test_module_named_like_an_installed_one_is_imported(master: MasterForTest) -> None:
     """As by a process in which nothing was imported yet."""
     until_ready(master)
     first_line = "import tabulate\nprint('it is', tabulate.__file__)\n"
