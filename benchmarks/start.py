@@ -94,6 +94,9 @@ def main(words: list[str] | None = None) -> int:
             for num_ranks in options.ranks:
                 for turn in range(num_unmeasured + options.repeats):
                     for way in ways:
+                        if way in (FORKED, DET_FORKED) and not WORKLOADS[name].is_trial:
+                            progress.advance(task)
+                            continue
                         progress.update(task, description=f"{name}, ranks {num_ranks}: {way}")
                         with tempfile.TemporaryDirectory(prefix="dstrial-start-") as scratch:
                             start = measure(
@@ -168,7 +171,7 @@ def measure(
         "DSTRIAL_RUNS_DIR": str(scratch / "runs"),
     }
     # Its imports are not what is measured.
-    server = fork_server(tuple(sorted(key_of(environ).items())), workload.imports) if way == FORKED else None
+    server = fork_server(tuple(sorted(key_of(environ).items()))) if way == FORKED else None
     before, began_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
     with ForkedPopen(
         server,
@@ -251,9 +254,9 @@ def running_master(setting: str, num_slots: int) -> Iterator[MasterForTest]:
 
 
 @functools.cache
-def fork_server(variables: tuple[tuple[str, str], ...], imports: tuple[str, ...]) -> ForkServer:
+def fork_server(variables: tuple[tuple[str, str], ...]) -> ForkServer:
     """Start the process that is forked, as a master does, and wait until it has imported everything."""
-    names = ["dstrial.launch.imported_ahead", *imports]
+    names = ["dstrial.launch.imported_ahead"]
     server = ForkServer.start(dict(variables), names, log=pathlib.Path(os.devnull))
     atexit.register(server.close)
     while not server.is_ready(1.0):

@@ -31,7 +31,6 @@ class Workload:
         launched: what ``dstrial.launch`` starts: its options, or a script.
         options: words for both.
         metric: that the searcher asks for.
-        imports: what a master learns that its trials import.
     """
 
     name: str
@@ -40,7 +39,11 @@ class Workload:
     launched: tuple[str, ...]
     options: tuple[str, ...]
     metric: str
-    imports: tuple[str, ...]
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether it is a trial class; a script is never a fork."""
+        return self.launched[0] == "--trial"
 
     def write_context(self, directory: pathlib.Path) -> None:
         """Make the context directory, with the programs of this benchmark in it."""
@@ -92,7 +95,6 @@ WORKLOADS = {
             launched=("--trial", "start_trial:StartTrial"),
             options=(),
             metric="validation_loss",
-            imports=("sklearn.datasets",),
         ),
         Workload(
             name="stdlib_lm",
@@ -101,7 +103,6 @@ WORKLOADS = {
             launched=("--trial", "start_stdlib_lm:StartStdlibLmTrial"),
             options=(),
             metric="bits_per_char",
-            imports=(),
         ),
         Workload(
             name="hf_clm",
@@ -110,16 +111,6 @@ WORKLOADS = {
             launched=("start_hf_clm.py",),
             options=tuple(_HF_OPTIONS),
             metric="eval_loss",
-            imports=(
-                "transformers.trainer",
-                "transformers.hf_argparser",
-                "transformers.integrations.deepspeed",
-                "transformers.models.gpt2.modeling_gpt2",
-                "transformers.models.auto.modeling_auto",
-                "transformers.tokenization_utils_tokenizers",
-                "tokenizers.trainers",
-                "accelerate.utils.deepspeed",
-            ),
         ),
     )
 }

@@ -40,7 +40,6 @@ from dstrial.local.run_directory import (
 from dstrial.ranks import process_group
 from dstrial.ranks.control_channel import ControlChannel, timeout_from_environ
 from dstrial.ranks.identity import RankIdentity, identify
-from dstrial.ranks.imported_names import note_imports
 from dstrial.ranks.stop_signals import StopSignals
 
 logger = logging.getLogger("dstrial.trainer")
@@ -145,7 +144,6 @@ def process_runtime(
         is_own = False
         if info is not None:
             exp_conf = info.trial._config
-            note_imports()
             made = core.init(
                 distributed=channel,
                 preempt_mode=core.PreemptMode.ChiefOnly,

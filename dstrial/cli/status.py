@@ -165,9 +165,8 @@ def _text(record: MasterRecord | None, fields: dict[str, Any]) -> str:
         where = f"trial {one['trial']} of experiment {one['experiment']}"
         rows.append(("stalled", f"{where}: {one['text']}, for {one['seconds']:.0f} s"))
     for one in fields["warm"]:
-        memory = "" if one["memory_bytes"] is None else f", {size_text(one['memory_bytes'])}"
         does = "imports what trials import" if one["state"] == "importing" else "trials start as its forks"
-        rows.append(("warm", f"process {one['pid']}: {does}; {one['num_forks']} so far{memory}"))
+        rows.append(("warm", f"process {one['pid']}: {does}; {one['num_forks']} so far"))
     rows.append(("state", f"{fields['state_dir']} ({size_text(fields['disk_bytes'])})"))
     return "".join(f"{name + ':':<13}{value}\n" for name, value in rows)
 

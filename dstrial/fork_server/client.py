@@ -30,16 +30,35 @@ logger = logging.getLogger(__name__)
 ANSWER_TIMEOUT_S = 10.0
 """A fork takes some 10 ms; who does not answer in this time is ended."""
 END_TIMEOUT_S = 2.0
-LAUNCHERS = ("dstrial.launch", "determined.launch.deepspeed")
-"""Modules that start ranks, which are then forks of what the launcher has been before it began."""
-WITH_COPIES = (*LAUNCHERS, "dstrial.dsat.worker")
+WITH_COPIES = ("dstrial.launch", "dstrial.dsat.worker")
 """Modules that start others, which are then forks of what they have been before they began."""
+_MEASURING_MODULES = ("dstrial.dsat.trial", "dstrial.dsat.worker")
 MAX_KEPT_FILES = MAX_FILES - 4
 """How many open files a fork may have besides the three standard ones, and the one by which it is told to begin."""
 SHARED_VARIABLE = "DSTRIAL_FORK_SERVER"
-"""A variable: the socket of a fork server of another process, for masters; without it a master has its own."""
+"""A variable: the socket of a fork server of another process, for masters of tests; without it a master has its own."""
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 _adopting = threading.Lock()
+
+
+def trains_trial_class(words: Sequence[str]) -> bool:
+    """Say whether a command line behind the interpreter is our launcher's, of ranks that import a trial class.
+
+    These import ``dstrial.launch.imported_ahead`` before the user's module. A script says itself what is imported when.
+    """
+    if tuple(words[:2]) != ("-m", "dstrial.launch"):
+        return False
+    options = iter(words[2:])
+    for word in options:
+        if word == "-m":
+            return next(options, None) in _MEASURING_MODULES
+        if word.partition("=")[0] == "--trial":
+            return True
+        if not word.startswith("--") or word == "--":
+            return False
+        if "=" not in word:
+            next(options, None)
+    return False
 
 
 class ForkRefusedError(Exception):
@@ -116,7 +135,7 @@ class Connection:
             raise ForkRefusedError(why_not)
         asked = {"program": program.to_json(), "call": None, "title": list(program.words), "mark": mark}
         with _adopting_orphans():
-            return self._ask(asked | {"is_adopted": True}, files, known)
+            return self._ask(asked | {"places": program.places, "is_adopted": True}, files, known)
 
     def start_call(
         self,
@@ -126,6 +145,7 @@ class Connection:
         files: Sequence[int],
         *,
         title: Sequence[str],
+        places: Sequence[str] = (),
         mark: str | None = None,
         known: Callable[[int], None] = _do_nothing,
     ) -> int:
@@ -137,6 +157,7 @@ class Connection:
             arguments: of the function.
             files: standard input, output and error.
             title: what /proc/PID/cmdline shows behind the interpreter.
+            places: ``Program.places`` of the program that the function will start.
             mark: as of ``start_program``.
             known: as of ``start_program``.
 
@@ -148,7 +169,7 @@ class Connection:
         """
         call = {"file": str(file), "name": name, "arguments": list(arguments)}
         asked = {"program": None, "call": call, "title": list(title), "mark": mark, "is_adopted": False}
-        return self._ask(asked, files, known)
+        return self._ask(asked | {"places": list(places)}, files, known)
 
     def close(self) -> None:
         """Let the server end."""
@@ -172,7 +193,7 @@ class Connection:
         try:
             try:
                 with self._lock:
-                    answer = self._answer({"kind": "fork", **asked}, [*files, wait])
+                    answer = self._answer(asked, [*files, wait])
             finally:
                 os.close(wait)
             if "pid" not in answer:
@@ -210,7 +231,6 @@ class ForkServer(Connection):
     Args:
         connection: one end of a pair of sockets.
         environment: of which forks share the key.
-        imports: what it has been told to import ahead.
         added: variables that its imports have set, where they are known.
         free: names of variables in which forks may differ besides.
     """
@@ -219,13 +239,11 @@ class ForkServer(Connection):
         self,
         connection: socket.socket,
         environment: Mapping[str, str],
-        imports: Sequence[str] = (),
         added: Mapping[str, str] = types.MappingProxyType({}),
         free: Sequence[str] = (),
     ) -> None:
         super().__init__(connection, environment, added, free)
         self.key = key_of(environment)
-        self.imports = tuple(imports)
         self._ready: dict[str, Any] | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -259,7 +277,7 @@ class ForkServer(Connection):
             OSError: it cannot be started.
         """
         ours, theirs = socket.socketpair()
-        server = cls(ours, key_of(environment), imports, free=free)
+        server = cls(ours, key_of(environment), free=free)
         others = [] if listener is None else [listener.fileno()]
         options = {
             "descriptor": theirs.fileno(),
@@ -311,13 +329,8 @@ class ForkServer(Connection):
 
     @property
     def was_ready(self) -> bool:
-        """Whether it was, when it was last asked."""
+        """Whether it had imported everything when it was last asked."""
         return bool(self._ready and self._ready["ready"])
-
-    @property
-    def modules(self) -> frozenset[str]:
-        """What it had imported when it was last ready."""
-        return frozenset((self._ready or {}).get("modules", ()))
 
     def is_ready(self, timeout_s: float = 0.0) -> bool:
         """Say whether it has imported everything, within a time, seconds.
@@ -340,20 +353,6 @@ class ForkServer(Connection):
             failures = [f"{name}: {text}" if name else text for name, text in self._ready["failures"].items()]
             raise ForkRefusedError("; ".join(failures))
         return True
-
-    def begin_imports(self, modules: Sequence[str]) -> None:
-        """Have more imported ahead; it is not ready until it has.
-
-        Raises:
-            ForkRefusedError: it is gone.
-        """
-        self._ready = None
-        try:
-            send(self._socket, {"kind": "import", "modules": list(modules)})
-        except OSError as error:
-            self._socket.close()
-            raise ForkRefusedError(f"it does not answer ({error})") from None
-        self.imports += tuple(modules)
 
     def close(self) -> None:
         """End it, if it is this process's; what was forked from it goes on."""

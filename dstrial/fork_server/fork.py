@@ -12,15 +12,15 @@ import faulthandler
 import fcntl
 import gc
 import importlib
+import importlib.machinery
 import io
-import math
+import itertools
 import os
 import runpy
 import signal
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import types
 import warnings
@@ -37,7 +37,6 @@ ROOM_BYTES = 1024
 FAILED_TO_BEGIN = 70
 """Exit code of a fork that could not be made like a new process (EX_SOFTWARE of sysexits.h)."""
 
-_COMPARED_FOR_S = 5.0
 _DEFAULTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
 # With their objects, as a directory is removed as well when nobody has its object any more.
 _directories_of_imports: list[tuple[tempfile.TemporaryDirectory[str], Callable[[], object]]] = []
@@ -61,6 +60,17 @@ class Program:
     leads_session: bool = False
     kept_files: tuple[int, ...] = ()
 
+    @property
+    def places(self) -> list[str]:
+        """Directories whose modules it finds before those that are installed."""
+        own = "" if self.words[0] == "-m" else Path(self.words[0]).parent
+        places = [own]
+        for word, following in itertools.pairwise((*self.words, "")):
+            # The directory of a model definition, as our launcher and its ranks are told it; flags may be shortened.
+            if word.startswith("--cont"):
+                places.append(word.partition("=")[2] or following)
+        return [str(Path(self.directory, place).resolve()) for place in places]
+
     def to_json(self) -> dict[str, Any]:
         """Return what ``from_json`` reads."""
         return dataclasses.asdict(self)
@@ -83,11 +93,10 @@ class Origin:
         descriptors: open files that its imports keep.
         foreign: open files by which it is asked.
         sources: for each file of a module, when it was changed (ns since 1970), and its bytes.
+        absent: modules that its imports asked for and did not find.
         copied: modules whose programs have a copy of what they were before they began, for forks of their own.
         marks_at: address and bytes of the memory that /proc/PID/environ shows for marks; None for none.
         words_at: the same of /proc/PID/cmdline.
-        compared_s: when the files were compared before this process was forked, by the monotonic clock. For a moment a program
-            and its ranks, forked one after the other from the same, are of one version without comparing them again.
     """
 
     environment: Mapping[str, str]
@@ -97,10 +106,10 @@ class Origin:
     descriptors: frozenset[int]
     foreign: frozenset[int]
     sources: Mapping[str, tuple[int, int]]
+    absent: frozenset[str]
     copied: frozenset[str]
     marks_at: tuple[int, int] | None
     words_at: tuple[int, int] | None
-    compared_s: float = -math.inf
 
     @classmethod
     def here(
@@ -109,6 +118,7 @@ class Origin:
         path: Sequence[str],
         foreign: Iterable[int],
         copied: Iterable[str] = (),
+        absent: Iterable[str] = (),
     ) -> Origin:
         """Describe this process; ``foreign`` are the open files that are not its imports'."""
         _prepare_to_fork()
@@ -123,20 +133,33 @@ class Origin:
             descriptors=frozenset(_open_descriptors()).difference(foreign),
             foreign=frozenset(foreign),
             sources=_sources(),
+            absent=frozenset(absent),
             copied=frozenset(copied),
             marks_at=marks_at,
             words_at=words_at,
         )
 
-    @property
-    def is_just_compared(self) -> bool:
-        """Whether files were compared a moment before this process was forked."""
-        return time.monotonic() < self.compared_s + _COMPARED_FOR_S
-
     def why_not_keep(self, files: Iterable[int]) -> str:
         """Return what keeps a fork from having files of these numbers; empty if nothing."""
         taken = sorted(self.descriptors.intersection(files))
         return f"what is imported keeps files {taken} open" if taken else ""
+
+    def why_not_import(self, places: Iterable[str]) -> str:
+        """Return which module a new process would find in these directories instead of the imported one; empty if none."""
+        for place in places:
+            sys.path_importer_cache.pop(place, None)
+            with contextlib.suppress(OSError):
+                for name in {entry.partition(".")[0] for entry in os.listdir(place)} - {"__main__"}:
+                    if name not in sys.modules and name not in self.absent:
+                        continue
+                    found = importlib.machinery.PathFinder.find_spec(name, [place])
+                    file = None if found is None else found.origin  # none for a directory without __init__.py
+                    known = getattr(getattr(sys.modules.get(name), "__spec__", None), "origin", None)
+                    if file is not None and (
+                        known is None or os.path.realpath(known) != os.path.realpath(file)
+                    ):
+                        return f"{file} is named like {name}, which is imported ahead"
+        return ""
 
     def why_not_fork(self) -> str:
         """Return what makes its forks unlike new processes; empty if nothing does.
@@ -150,8 +173,6 @@ class Origin:
         cuda = getattr(sys.modules.get("torch"), "cuda", None)
         if cuda is not None and (cuda.is_initialized() or (cuda._is_in_bad_fork() and _may_have_devices())):
             return "it has used an accelerator"
-        if self.is_just_compared:
-            return ""
         for file, known in self.sources.items():
             if _version_of(file) != known:
                 return f"{file} has changed since it was imported"
@@ -348,6 +369,8 @@ def _reset_modules(program: Program, origin: Origin) -> None:
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = sys.modules["builtins"]
     sys.modules["__main__"] = main
+    if "__mp_main__" in sys.modules:  # as multiprocessing has it
+        sys.modules["__mp_main__"] = main
     if program.words[0] == "-m":
         name = program.words[1]
         # Of a package runpy runs ``__main__``; the package itself stays, with its modules as its attributes.
@@ -375,6 +398,9 @@ def _reset_modules(program: Program, origin: Origin) -> None:
     with contextlib.suppress(ImportError):
         # It reads the variables of this process.
         importlib.import_module("sitecustomize")
+    if "determined.constants" in sys.modules:
+        # It reads the ports of this process's allocation.
+        importlib.reload(sys.modules["determined.constants"])
 
 
 def _place(files: Sequence[int], numbers: Sequence[int]) -> None:

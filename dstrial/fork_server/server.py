@@ -9,6 +9,7 @@ of who has started it, which the kernel closes.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import fcntl
 import gc
@@ -21,9 +22,9 @@ import signal
 import socket
 import struct
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from dstrial import collector
@@ -38,13 +39,14 @@ from dstrial.fork_server.fork import (
     run_call,
     show,
 )
-from dstrial.fork_server.huge_pages import use_huge_pages
 from dstrial.fork_server.key import NVML_CHECK_VARIABLE, import_places
 from dstrial.fork_server.messages import receive, send
 
 _PID = struct.Struct("i")
 _REAPS_EVERY_S = 1.0
 _BEGINS_WITHIN_S = 5.0
+_MADV_COLLAPSE = 25  # asm-generic/mman-common.h
+_HUGE_PAGE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 
 
 def main(words: Sequence[str]) -> None:
@@ -58,22 +60,47 @@ def main(words: Sequence[str]) -> None:
     environment = {name: value for name, value in os.environ.items() if name != NVML_CHECK_VARIABLE}
     path = sys.path[1 + len(import_places(environment)) :]
     with collector.paused_for_good():
-        failures = _import(options["imports"])
+        failures, absent = _import(options["imports"])
     if options["huge_pages"]:
         use_huge_pages()
-    origin = Origin.here(environment, path, foreign, options["copied"])
+    origin = Origin.here(environment, path, foreign, options["copied"], absent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # its end is the end of who has started it
     show(origin, None, [sys.executable, "-m", "dstrial.fork_server.server", "(imported ahead)"])
     why_not = origin.why_not_fork()
     if why_not:
         failures[""] = why_not
-    send(connection, {"ready": not failures, "failures": failures, "modules": list(sys.modules)})
+    send(connection, {"ready": not failures, "failures": failures})
     listener = None
     if options["listener"] is not None:
         listener = socket.socket(fileno=options["listener"])
         listener.set_inheritable(False)
     serve(connection, origin, listener, options["free"], at_end=remove_directories_of_imports)
+
+
+def use_huge_pages() -> int:
+    """Move this process's own memory, not that of files, into huge pages; return the bytes moved.
+
+    A fork copies the page tables of its parent: an entry for each 4 KiB, or one for each huge page, of 2 MiB on x86. To be called
+    before there are forks, which share the pages that are moved away from. Needs Linux 6.1; elsewhere nothing is moved.
+    """
+    try:
+        size = int(_HUGE_PAGE_FILE.read_text(encoding="utf-8"))
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+        libc = ctypes.CDLL(None)
+    except (OSError, ValueError):
+        return 0
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    moved = 0
+    for line in maps.splitlines():
+        places, rights, *_, inode_or_name = line.split(maxsplit=5)
+        if not rights.startswith("rw-p") or inode_or_name not in ("0", "[heap]"):
+            continue
+        begin, end = (int(place, 16) for place in places.split("-"))
+        for address in range(-(-begin // size) * size, end - size + 1, size):
+            # One after the other: the first that cannot be moved, as it was never written to, would end a larger call.
+            moved += size if libc.madvise(address, size, _MADV_COLLAPSE) == 0 else 0
+    return moved
 
 
 def serve(
@@ -101,13 +128,13 @@ def serve(
             if connection is listener:
                 asking += _accepted(listener, origin, free)
                 continue
-            answered, origin = _answer(connection, origin)
-            if not answered and connection is owner:
+            if _answer(connection, origin):
+                continue
+            if connection is owner:
                 at_end()
                 os._exit(0)
-            if not answered:
-                asking.remove(connection)
-                connection.close()
+            asking.remove(connection)
+            connection.close()
 
 
 def _accepted(listener: socket.socket, origin: Origin, free: Sequence[str]) -> list[socket.socket]:
@@ -122,20 +149,17 @@ def _accepted(listener: socket.socket, origin: Origin, free: Sequence[str]) -> l
     return [connection]
 
 
-def _answer(connection: socket.socket, origin: Origin) -> tuple[bool, Origin]:
+def _answer(connection: socket.socket, origin: Origin) -> bool:
     """Do what somebody asks, and say whether there was anybody."""
     try:
         received = receive(connection)
     except OSError:
         received = None
     if received is None:
-        return False, origin
+        return False
     message, files = received
     try:
-        if message["kind"] == "import":
-            origin, answer = _import_more(message["modules"], origin)
-        else:
-            answer = _fork(message, files, origin)
+        answer = _fork(message, files, origin)
     except Exception:  # noqa: BLE001  # whatever is wrong with one request, the next one is another
         answer = {"refused": traceback.format_exc()}
     finally:
@@ -143,39 +167,44 @@ def _answer(connection: socket.socket, origin: Origin) -> tuple[bool, Origin]:
             os.close(file)
     with contextlib.suppress(OSError):
         send(connection, answer)
-    return True, origin
+    return True
 
 
-def _import(names: Sequence[str]) -> dict[str, str]:
-    """Import modules; return why, by name, for those that cannot be."""
+def _import(names: Sequence[str]) -> tuple[dict[str, str], set[str]]:
+    """Import modules; return why, by name, for those that cannot be, and which ones they did not find."""
     failures = {}
+    last = _LastFinder()
+    sys.meta_path.append(last)
     for name in names:
         try:
             importlib.import_module(name)
         except Exception as error:  # noqa: BLE001  # a process that needs it says what is wrong
             failures[name] = f"{type(error).__name__}: {error}"
-    return failures
+    sys.meta_path.remove(last)
+    return failures, last.absent
 
 
-def _import_more(names: Sequence[str], origin: Origin) -> tuple[Origin, dict[str, Any]]:
-    """Import what an earlier fork has needed, too."""
-    with collector.paused_for_good():
-        failures = _import([name for name in names if name not in sys.modules])
-    now = Origin.here(origin.environment, origin.path, origin.foreign, origin.copied)
-    why_not = now.why_not_fork()
-    # What an earlier fork has imported, and this process cannot, is left to the forks.
-    failures = {"": why_not} if why_not else failures
-    return now, {"ready": not why_not, "failures": failures, "modules": list(sys.modules)}
+class _LastFinder:
+    """Notes the modules that no other finder has found."""
+
+    def __init__(self) -> None:
+        self.absent: set[str] = set()
+
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        del target
+        if path is None:
+            self.absent.add(name)
 
 
 def _fork(message: dict[str, Any], files: Sequence[int], origin: Origin) -> dict[str, Any]:
     """Fork a process that begins when it is told to; answer with its pid."""
     program = message["program"]
-    why_not = origin.why_not_fork() or origin.why_not_keep(program["kept_files"] if program else ())
+    kept_files = program["kept_files"] if program else ()
+    why_not = (
+        origin.why_not_fork() or origin.why_not_keep(kept_files) or origin.why_not_import(message["places"])
+    )
     if why_not:
         return {"refused": why_not}
-    if not origin.is_just_compared:
-        origin = dataclasses.replace(origin, compared_s=time.monotonic())  # for what this fork forks
     *standard, go = files
     told, tell = os.pipe()
     try:

@@ -25,10 +25,9 @@ from dstrial.errors import ConfigError, LaunchError, TrialImportError
 from dstrial.launch.failures import keep_whole, record_exception
 from dstrial.launch.memory_shortage import memory_advice
 from dstrial.launch.tracebacks import MAX_SHOWN_CHARS, short_traceback, whole_traceback
-from dstrial.launch.trial_import import import_trial, is_determined_trial
+from dstrial.launch.trial_import import find_modules_first, import_trial, is_determined_trial
 from dstrial.ranks.accelerate_backend import show_ranks_to_accelerate
 from dstrial.ranks.identity import identify
-from dstrial.ranks.imported_names import note_imports
 from dstrial.ranks.stack_dump import dump_stacks_on_signal
 from dstrial.ranks.startup_phase import begin_phase, end_phases
 from dstrial.ranks.stop_signals import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
@@ -166,28 +165,24 @@ def _parse_trial(words: Sequence[str]) -> argparse.Namespace:
 
 def _run_trial(options: argparse.Namespace) -> None:
     begin_phase("importing torch and DeepSpeed")
+    # As for a script beside them: a fork, for which they would be imported already, is none where a module there has their name.
+    find_modules_first(options.context_dir)
     with collector.paused_for_good():
-        import determined.pytorch  # noqa: F401
-
-        from dstrial.ranks.process_group import prepare_accelerator
+        import dstrial.launch.imported_ahead  # noqa: F401
+        from dstrial.config import load_experiment
         from dstrial.ranks.rendezvous_store import meet_privately
         from dstrial.resume.locate import saved_run_to_resume
+        from dstrial.trainer import run_trial
 
-    prepare_accelerator()
     # The launcher serves no store for a trial, whose module may make the process group while it is imported.
     meet_privately(identify(os.environ))
     os.chdir(options.context_dir)
     begin_phase(f"importing {options.trial.partition(':')[0]}")
     trial_class = import_trial(options.trial, options.context_dir)
-    note_imports()
     if is_determined_trial(trial_class):
         end_phases()
         _run_determined_trial(trial_class, options.trial)
         return
-    with collector.paused():
-        from dstrial.config import load_experiment
-        from dstrial.trainer import run_trial
-
     experiment = None
     if options.config is not None:
         slots = identify(os.environ).world_size

@@ -32,9 +32,7 @@ def import_trial(spec: str, context_dir: Path) -> type[Any]:
         raise TrialImportError(
             f"--trial is {spec!r}; expected module:Class. Write model_def:MyTrial for class MyTrial in model_def.py."
         )
-    directory = str(context_dir.resolve())
-    if sys.path[:1] != [directory]:
-        sys.path.insert(0, directory)
+    find_modules_first(context_dir)
     importlib.invalidate_caches()
     module = _import_module(module_name, spec, context_dir)
     found = getattr(module, class_name, None)
@@ -53,6 +51,13 @@ def import_trial(spec: str, context_dir: Path) -> type[Any]:
         f"--trial is {spec!r}, and {module.__file__} has no class {class_name}; "
         f"expected one of {', '.join(classes) or '(it defines no class)'}. {fix}"
     )
+
+
+def find_modules_first(context_dir: Path) -> None:
+    """Put a directory first on the module path, for good."""
+    directory = str(context_dir.resolve())
+    if sys.path[:1] != [directory]:
+        sys.path.insert(0, directory)
 
 
 def is_determined_trial(trial_class: type[Any]) -> bool:

@@ -190,11 +190,7 @@ class Services:
         self.storages = Storages(self.database, umask=umask_of_trials())
         settings = self.settings
         fork_servers = ForkServers(
-            ForkSettings(
-                is_on=settings.warm,
-                idle_timeout_s=settings.warm_idle_timeout,
-                memory_bytes=settings.warm_memory_mib * 2**20,
-            ),
+            ForkSettings(is_on=settings.warm, idle_timeout_s=settings.warm_idle_timeout),
             self.state_dir / "fork-server.log",
             os.environ.get(SHARED_VARIABLE) or None,
         )
@@ -265,7 +261,6 @@ class Services:
             is_warm=self.settings.warm,
             forks_with_accelerators=self.settings.warm_accelerators,
             warm_idle_timeout_s=self.settings.warm_idle_timeout,
-            warm_memory_bytes=self.settings.warm_memory_mib * 2**20,
             transport=self.transport or SshTransport(),
         )
 

@@ -22,7 +22,6 @@ DEFAULT_TENSORBOARD_TIMEOUT_S = 300
 DEFAULT_TENSORBOARD_MEMORY_MIB = 4096
 DEFAULT_TOKEN_DAYS = 30
 DEFAULT_WARM_IDLE_TIMEOUT_S = 300
-DEFAULT_WARM_MEMORY_MIB = 2048
 DEFAULT_TRIAL_LOG_BYTES = 2**30
 BACKENDS = ("agent", "slurm", "ray")
 DEFAULT_RAY_ADDRESS = "auto"
@@ -82,7 +81,6 @@ _SETTINGS = Section(
         "warm": Rule(types=("boolean",), default=True),
         "warm_accelerators": Rule(types=("boolean",), default=False),
         "warm_idle_timeout": Rule(types=("integer",), default=DEFAULT_WARM_IDLE_TIMEOUT_S, minimum=1),
-        "warm_memory_mib": Rule(types=("integer",), default=DEFAULT_WARM_MEMORY_MIB, minimum=64),
         "security": _section(
             token=_section(
                 default_lifespan_days=Rule(
@@ -140,7 +138,6 @@ class MasterSettings:
         warm: whether trials start as forks of a process that has imported torch and DeepSpeed.
         warm_accelerators: whether those with accelerators do, too.
         warm_idle_timeout: how long such a process is kept when no trial runs or waits, seconds.
-        warm_memory_mib: memory at which it is ended, MiB.
         allow_other_users: whether processes of other accounts of this machine may connect, and log in with a password.
         trial_log_bytes: how much is kept of the log of a trial or task; its beginning and its newest lines.
         num_connections: how many may be open at once; None for 1000, or as many as the limit of open files allows.
@@ -173,7 +170,6 @@ class MasterSettings:
     warm: bool
     warm_accelerators: bool
     warm_idle_timeout: int
-    warm_memory_mib: int
     allow_other_users: bool
     num_connections: int | None
     limits: TextLimits = DEFAULT_LIMITS
@@ -234,7 +230,6 @@ class MasterSettings:
             warm=raw["warm"],
             warm_accelerators=raw["warm_accelerators"],
             warm_idle_timeout=raw["warm_idle_timeout"],
-            warm_memory_mib=raw["warm_memory_mib"],
             limits=TextLimits(raw["limits"]["config_text_bytes"], raw["limits"]["config_values"], _RAISED_BY),
             trial_log_bytes=raw["limits"]["trial_log_bytes"],
             allow_other_users=raw["allow_other_users"],
@@ -283,7 +278,6 @@ class MasterSettings:
             "warm": self.warm,
             "warm_accelerators": self.warm_accelerators,
             "warm_idle_timeout": self.warm_idle_timeout,
-            "warm_memory_mib": self.warm_memory_mib,
             "allow_other_users": self.allow_other_users,
             "limits": {
                 "connections": self.num_connections,

@@ -19,7 +19,7 @@ from waiting import wait_for
 
 from dstrial.fork_server import client
 from dstrial.fork_server.client import ForkedPopen, ForkRefusedError, ForkServer
-from dstrial.fork_server.huge_pages import use_huge_pages
+from dstrial.fork_server.server import use_huge_pages
 from dstrial.process_state import read_state
 
 pytestmark = pytest.mark.process
@@ -219,12 +219,13 @@ def test_a_server_that_is_gone_or_stopped_is_told_and_a_new_process_does(
 
 
 def test_a_server_that_hangs_is_told_and_ended(tmp_path: Path) -> None:
-    (tmp_path / "hanging.py").write_text("import time\ntime.sleep(1000)\n")
+    (tmp_path / "hanging.py").write_text(
+        "import os, time\nos.register_at_fork(before=lambda: time.sleep(1000))\n"
+    )
     env = {**_VARIABLES, "PYTHONPATH": str(tmp_path)}
-    server = ForkServer.start(env, ["json"], log=tmp_path / "log")
+    server = ForkServer.start(env, ["hanging"], log=tmp_path / "log")
     try:
         wait_for(server.is_ready, deadline_s=_DEADLINE_S)
-        server.begin_imports(["hanging"])
         server._socket.settimeout(1.0)
         reasons: list[str] = []
         script = _script(tmp_path, "print('done')")
@@ -256,22 +257,62 @@ def test_nothing_begins_where_its_pid_cannot_be_noted(server: ForkServer, tmp_pa
     assert not (tmp_path / "began").exists()
 
 
-def test_a_module_with_a_thread_is_not_imported_ahead(server: ForkServer, tmp_path: Path) -> None:
+def test_a_module_with_a_thread_is_not_imported_ahead(tmp_path: Path) -> None:
     (tmp_path / "with_thread.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
     )
     env = {**_VARIABLES, "PYTHONPATH": str(tmp_path)}
-    for is_later in (False, True):
-        names = ["json"] if is_later else ["with_thread"]
-        other = ForkServer.start(env, names, log=tmp_path / "log")
-        try:
-            if is_later:
-                wait_for(other.is_ready, deadline_s=_DEADLINE_S)
-                other.begin_imports(["with_thread"])
-            with pytest.raises(ForkRefusedError, match="it has 2 threads"):
-                wait_for(other.is_ready, deadline_s=_DEADLINE_S)
-        finally:
-            other.close()
+    server = ForkServer.start(env, ["with_thread"], log=tmp_path / "log")
+    try:
+        with pytest.raises(ForkRefusedError, match="it has 2 threads"):
+            wait_for(server.is_ready, deadline_s=_DEADLINE_S)
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def server_of_found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """One that has imported ``found``, which has asked for ``absent`` and not found it."""
+    installed = tmp_path_factory.mktemp("installed")
+    text = "try:\n    import absent\nexcept ImportError:\n    absent = None\n"
+    (installed / "found.py").write_text(text, encoding="utf-8")
+    server = ForkServer.start({**_VARIABLES, "PYTHONPATH": str(installed)}, ["found"], log=installed / "log")
+    wait_for(server.is_ready, deadline_s=_DEADLINE_S)
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("file", "words", "named_like"),
+    [
+        ("found.py", ["-m", "program"], "found"),
+        ("found/__init__.py", ["program.py"], "found"),
+        ("absent.py", ["-m", "program"], "absent"),
+        ("there/found.py", ["program.py", "--context-dir", "there"], "found"),
+        ("there/found.py", ["program.py", "--cont=there"], "found"),
+        ("there/found.py", ["program.py", "there"], ""),
+        ("found/other.py", ["program.py"], ""),
+        ("other.py", ["program.py"], ""),
+    ],
+)
+def test_program_beside_shadowing_module_is_no_fork(
+    server_of_found: ForkServer, tmp_path: Path, file: str, words: list[str], named_like: str
+) -> None:
+    (tmp_path / "program.py").write_text("", encoding="utf-8")
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("", encoding="utf-8")
+    reasons: list[str] = []
+    installed = server_of_found.key["PYTHONPATH"]
+    process = ForkedPopen(
+        server_of_found,
+        [sys.executable, *words],
+        told=reasons.append,
+        env={**_VARIABLES, "PYTHONPATH": installed},
+        cwd=tmp_path,
+    )
+    assert process.wait(_DEADLINE_S) == 0
+    named = f"{tmp_path / file} is named like {named_like}, which is imported ahead"
+    assert reasons == ([named] if named_like else [])
 
 
 def test_a_package_that_was_imported_ahead_is_run_with_what_it_has(tmp_path: Path) -> None:
@@ -315,28 +356,6 @@ def test_a_module_that_has_changed_since_is_no_fork(tmp_path: Path) -> None:
         assert reasons == [f"{module} has changed since it was imported"]
     finally:
         server.close()
-
-
-COMPARED = """
-import dataclasses, time
-import changing
-from dstrial.fork_server.fork import Origin
-here = Origin.here({}, [], ())
-open(changing.__file__, "a").write("value = 2")
-for ago_s in (0.1, 6.0):
-    print(dataclasses.replace(here, compared_s=time.monotonic() - ago_s).why_not_fork())
-print(here.why_not_fork())
-"""
-
-
-def test_a_program_and_its_ranks_which_are_forked_behind_each_other_are_compared_once(tmp_path: Path) -> None:
-    module = tmp_path / "changing.py"
-    module.write_text("value = 1\n")
-
-    ended = _run(None, [_script(tmp_path, COMPARED)])
-
-    has_changed = f"{module} has changed since it was imported"
-    assert ended.stdout.splitlines() == ["", has_changed, has_changed], ended.stderr
 
 
 def test_a_server_ends_with_who_has_started_it(tmp_path: Path) -> None:

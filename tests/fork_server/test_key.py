@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 
 import pytest
 
 from dstrial.determined_imports import SITE
-from dstrial.fork_server.key import differing, key_of
+from dstrial.fork_server.client import trains_trial_class
+from dstrial.fork_server.key import NVML_CHECK_VARIABLE, differing, is_free, key_of
 
 _ENVIRONMENT = {"PATH": "/bin", "HOME": "/home/ada", "OMP_NUM_THREADS": "1", "API_KEY": "secret"}
 
@@ -67,3 +71,59 @@ def test_the_directory_of_our_sitecustomize_is_no_difference() -> None:
 
 def test_more_names_can_be_free() -> None:
     assert differing(_ENVIRONMENT, {**_ENVIRONMENT, "HOME": "/tmp"}, {"HOME"}) == []
+
+
+READ = """
+import json, os
+READ = set()
+class Recording(type(os.environ)):
+    def __getitem__(self, name):
+        READ.add(name)
+        return super().__getitem__(name)
+    def __contains__(self, name):
+        READ.add(name)
+        return super().__contains__(name)
+    def __iter__(self):
+        # Whatever goes through all of them and takes some by their prefix, as tqdm its own.
+        return iter([name for name in super().__iter__() if name.startswith("ALL_")])
+os.environ.__class__ = Recording
+import dstrial.launch.imported_ahead
+print(json.dumps(sorted(READ)))
+"""
+
+
+@pytest.mark.process
+def test_imports_ahead_read_no_variable_that_may_differ() -> None:
+    """Neither ``RANK`` nor another one, but those that are set or read anew in a fork."""
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "ALL_OF_THEM": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", READ], env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
+    read = json.loads(ended.stdout.splitlines()[-1])
+    assert "DS_ACCELERATOR" in read
+    assert [name for name in read if is_free(name)] == [
+        "DSTRIAL_ALLOCATION_DIR",  # by dstrial; sitecustomize does for a fork what it says
+        "DTRAIN_SSH_PORT",  # by determined.constants, as the next two; a fork loads it again
+        "INTER_TRAIN_PROCESS_COMM_PORT_1",
+        "INTER_TRAIN_PROCESS_COMM_PORT_2",
+        NVML_CHECK_VARIABLE,  # set by DeepSpeed where it is not
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("-m dstrial.launch --trial model_def:T", True),
+        ("-m dstrial.launch --slots 2 --config=e.yaml --trial=model_def:T", True),
+        ("-m dstrial.launch --slots 2 -m dstrial.dsat.worker --trial model_def:T", True),
+        ("-m dstrial.launch train.py --trial model_def:T", False),
+        ("-m dstrial.launch --slots 2 train.py --trial model_def:T", False),
+        ("-m dstrial.launch -- train.py --trial model_def:T", False),
+        ("-m dstrial.launch -m train --trial model_def:T", False),
+        ("-m dstrial.launch --slots 1 -m dstrial.dsat.trial.local_script train.py", False),
+        ("-m determined.launch.deepspeed --trial model_def:T", False),
+        ("train.py --trial model_def:T", False),
+    ],
+)
+def test_only_launches_of_trial_classes_may_be_forks(words: str, expected: bool) -> None:
+    assert trains_trial_class(words.split()) is expected

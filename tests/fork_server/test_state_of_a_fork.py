@@ -25,15 +25,18 @@ STATE = """
 import dstrial.launch.imported_ahead
 import atexit, faulthandler, gc, json, locale, logging, multiprocessing, os, random, resource, signal, sys, tempfile
 import threading, warnings
-import numpy, torch
+import determined.constants, numpy, torch
 
 def shown(handler):
     return handler if isinstance(handler, (int, type(None))) else getattr(handler, "__qualname__", str(handler))
 
 ours = {"PYTEST_CURRENT_TEST"}
+origins = {name: getattr(getattr(one, "__spec__", None), "origin", None) for name, one in sys.modules.items()}
 print(json.dumps({
     "argv": sys.argv,
     "orig_argv": sys.orig_argv,
+    "modules": {name: origins[name] for name in sorted(origins)},
+    "ports": [determined.constants.DTRAIN_SSH_PORT, determined.constants.INTER_TRAIN_PROCESS_COMM_PORT_1],
     "name": __name__,
     "file": globals().get("__file__"),
     "is_main": sys.modules["__main__"].__dict__ is globals(),
@@ -141,7 +144,9 @@ def test_it_starts_in_the_same_state(
 ) -> None:
     (tmp_path / "state_of_this.py").write_text(STATE)
     words = ["-m", "state_of_this", "--a", "b c"] if way == "a module" else ["state_of_this.py", "--a", "b c"]
+    ports = {"DTRAIN_SSH_PORT": "4321", "INTER_TRAIN_PROCESS_COMM_PORT_1": "4322"}
     options: dict[str, Any] = {"start_new_session": leads_session, "stdin": subprocess.DEVNULL}
+    options["env"] = variables(TMPDIR=str(tmp_path), **ports)
 
     executed = outcome(None, words, tmp_path, **options)
     forked = outcome(server, words, tmp_path, **options)

@@ -35,7 +35,8 @@ class Trial(dstrial.DeepSpeedTrial):
         parent = pathlib.Path("/proc", str(os.getppid()), "cmdline").read_text().split("\\0")
         self.seen = {
             "before": BEFORE,
-            "forked": "dstrial.fork_server.fork" in sys.modules,
+            # It shows the variables of the program that was executed.
+            "forked": b"RANK=" not in pathlib.Path("/proc/self/environ").read_bytes(),
             "parent": parent[2],
             "colour": os.environ.get("COLOUR"),
             "losses": [],

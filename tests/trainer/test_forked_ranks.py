@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,14 +15,13 @@ from dstrial.harness_paths import WARM_VARIABLE
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
-PROGRAM = Path(__file__).parents[1] / "integrations" / "huggingface" / "trainer_program.py"
 DEADLINE_S = 280
 VARIABLES = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
 
 
 @pytest.fixture(scope="module")
 def server():
-    """The server of all tests: what a master's has imported after a trial with transformers, and more."""
+    """The server of all tests, which has imported what a master's has, and more."""
     return warm_start.fork_server()
 
 
@@ -158,32 +156,3 @@ def test_forked_ranks_train_the_same(server, tmp_path, trial, stage, hyperparame
     assert forked.reports("training") == executed.reports("training")
     assert forked.reports("validation") == executed.reports("validation")
     assert_equal_weights(weights_of(last_checkpoint(executed)), weights_of(last_checkpoint(forked)))
-
-
-def test_a_forked_trainer_of_hugging_face_trains_the_same(server, tmp_path):
-    pytest.importorskip("transformers")
-    runs = {}
-    for name, run_program in (("executed", new_process), ("forked", fork_of(server))):
-        directory = tmp_path / name
-        directory.mkdir()
-        file = directory / "runs.json"
-        file.write_text(json.dumps([{"stage": 2, "steps": 4, "eval_steps": 2}]))
-        environ = {**os.environ, "TMPDIR": str(directory)}
-        words = ["dstrial.launch", "--slots", "1", str(PROGRAM), str(file)]
-        done = run_program(words, env=environ, cwd=directory, timeout=DEADLINE_S)
-        assert done.returncode == 0, done.stdout + done.stderr
-        (metrics,) = directory.rglob("metrics.jsonl")
-        rows = map(json.loads, metrics.read_text().splitlines())
-        losses = [
-            (row["group"], row["steps_completed"], key, value)
-            for row in rows
-            for key, value in row["metrics"].items()
-            if key in {"loss", "eval_loss", "grad_norm", "learning_rate"}
-        ]
-        marks = sorted(directory.rglob("COMPLETE"), key=lambda mark: mark.stat().st_mtime_ns)
-        runs[name] = losses, weights_of(marks[-1].parent)
-    executed, forked = runs["executed"], runs["forked"]
-    assert {steps for _, steps, key, _ in executed[0] if key == "loss"} == {1, 2, 3, 4}
-    assert any(key == "eval_loss" for _, _, key, _ in executed[0])
-    assert forked[0] == executed[0]
-    assert_equal_weights(executed[1], forked[1])

@@ -14,14 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dstrial.fork_server.client import ForkedPopen, ForkRefusedError, OwnForkServer
+from dstrial.fork_server.client import ForkedPopen, ForkRefusedError, OwnForkServer, trains_trial_class
 from dstrial.process_state import read_state
 
 logger = logging.getLogger(__name__)
 
 _END_S = 20.0
 _IMPORT_TIMEOUT_S = 60.0
-_LAUNCHER = [sys.executable, "-m", "dstrial.launch"]
 _SERVER = OwnForkServer(["dstrial.launch.imported_ahead"])
 _ROOM_BYTES = 2**16
 
@@ -115,8 +114,8 @@ def _forked(
     words: Sequence[str], pid_path: Path, mark: str, options: dict[str, Any]
 ) -> subprocess.Popen[bytes] | None:
     """Start a launcher and its ranks as forks; None where only a new process will do."""
-    is_launcher = list(words[:3]) == _LAUNCHER
-    server = _SERVER.get(options["env"], _IMPORT_TIMEOUT_S) if is_launcher else None
+    may_fork = words[0] == sys.executable and trains_trial_class(words[1:])
+    server = _SERVER.get(options["env"], _IMPORT_TIMEOUT_S) if may_fork else None
     if server is None:
         return None
 

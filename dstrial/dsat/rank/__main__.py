@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.ranks.identity import identify
-from dstrial.ranks.process_group import prepare_accelerator
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -25,8 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--config", type=Path)
     parser.add_argument("--context-dir", type=Path, default=Path())
     options = parser.parse_args(arguments)
-    # DeepSpeed settles its accelerator when it is first imported, which all of these do.
-    prepare_accelerator()
+    import dstrial.launch.imported_ahead  # noqa: F401  # which a fork has imported
     from dstrial.dsat.rank.context import failures_reported, hyperparameters_of_trial, limits_from, report
     from dstrial.dsat.rank.measure import measure_trial
     from dstrial.dsat.rank.step_timer import StepTimer

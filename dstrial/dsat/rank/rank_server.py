@@ -24,26 +24,23 @@ from typing import Any
 
 import numpy as np
 
+import dstrial.launch.imported_ahead  # noqa: F401  # isort: skip  # which a fork has imported
+import torch
+from determined import core
+
+from dstrial.dsat.core.outcome import Outcome, outcome_to_json
+from dstrial.dsat.rank.cleanup import ProcessState
+from dstrial.dsat.rank.context import failure_of, limits_from
+from dstrial.dsat.rank.leak_check import ProcessUsage, process_usage, reset_host_peak
+from dstrial.dsat.rank.measure import measure_trial
+from dstrial.dsat.rank.step_timer import StepTimer
+from dstrial.engine.engine_hooks import observe_engines
+from dstrial.launch.trial_import import import_trial
+from dstrial.ranks import process_group
+from dstrial.ranks.control_channel import ControlChannel, timeout_from_environ
 from dstrial.ranks.identity import identify
-from dstrial.ranks.process_group import prepare_accelerator
-
-prepare_accelerator()
-
-import torch  # noqa: E402  # after the accelerator is chosen
-from determined import core  # noqa: E402
-
-from dstrial.dsat.core.outcome import Outcome, outcome_to_json  # noqa: E402
-from dstrial.dsat.rank.cleanup import ProcessState  # noqa: E402
-from dstrial.dsat.rank.context import failure_of, limits_from  # noqa: E402
-from dstrial.dsat.rank.leak_check import ProcessUsage, process_usage, reset_host_peak  # noqa: E402
-from dstrial.dsat.rank.measure import measure_trial  # noqa: E402
-from dstrial.dsat.rank.step_timer import StepTimer  # noqa: E402
-from dstrial.engine.engine_hooks import observe_engines  # noqa: E402
-from dstrial.launch.trial_import import import_trial  # noqa: E402
-from dstrial.ranks import process_group  # noqa: E402
-from dstrial.ranks.control_channel import ControlChannel, timeout_from_environ  # noqa: E402
-from dstrial.trial.context import DeepSpeedTrialContext  # noqa: E402
-from dstrial.trial.trial import DeepSpeedTrial  # noqa: E402
+from dstrial.trial.context import DeepSpeedTrialContext
+from dstrial.trial.trial import DeepSpeedTrial
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -1,8 +1,8 @@
-"""Which trials start as forks of a process that has imported torch and DeepSpeed.
+"""Which trials start as forks of a process that has imported torch, DeepSpeed and dstrial.
 
 Importing takes seconds of each start, a fork milliseconds. A fork server is started beside the first trial of a kind that has
-none, and serves the trials after it: those with the same interpreter and the same environment, but for what tells a trial and a
-rank who they are (``dstrial.fork_server.key``). In doubt a trial is a new process.
+none, and serves the trials after it: those of trial classes, with the same interpreter and the same environment, but for what
+tells a trial and a rank who they are (``dstrial.fork_server.key``). A script is a new process, and so is a trial in doubt.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.file_writes import replace_file
-from dstrial.fork_server.client import LAUNCHERS, ForkRefusedError, ForkServer
+from dstrial.fork_server.client import SHARED_VARIABLE, ForkRefusedError, ForkServer, trains_trial_class
+from dstrial.fork_server.fork import Program
 from dstrial.fork_server.key import differing
 from dstrial.master.backends import supervisor
 from dstrial.master.backends.environment import MARKER_VARIABLE
 from dstrial.process_state import read_state
-from dstrial.ranks.imported_names import IMPORTED_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,6 @@ SHOWN_NAME = "fork-servers.json"
 MAX_SERVERS = 2
 START_TIMEOUT_S = 120.0
 """After this long a fork server that has not imported everything is given up."""
-_MEASURED_EVERY_S = 10.0
 _SHELL_CHARACTERS = frozenset("|&;<>()$`\\\"'*?[]#~=%!{}\n")
 
 
@@ -47,12 +46,10 @@ class ForkSettings:
     Attributes:
         is_on: whether there are any.
         idle_timeout_s: how long one is kept when no trial runs or waits, seconds.
-        memory_bytes: how much one may use by itself.
     """
 
     is_on: bool = True
     idle_timeout_s: float = 300.0
-    memory_bytes: int = 2**31
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,14 +61,12 @@ class ShownServer:
         python: its interpreter.
         state: ``importing`` or ``ready``.
         num_forks: how many trials it has started.
-        memory_bytes: that it uses; None if unknown.
     """
 
     pid: int | None
     python: str
     state: str
     num_forks: int
-    memory_bytes: int | None
 
 
 def forkable_words(command: Sequence[str], environment: Mapping[str, str], python: str) -> list[str] | None:
@@ -85,7 +80,9 @@ def forkable_words(command: Sequence[str], environment: Mapping[str, str], pytho
     words = list(command)
     if len(words) == 3 and words[:2] == ["sh", "-c"] and not _SHELL_CHARACTERS & set(words[2]):
         words = shlex.split(words[2])
-    if len(words) < 3 or words[1] != "-m" or words[2] not in LAUNCHERS:
+    # Tests share a server, of which scripts are forks as well: they would import the same for most of their time.
+    is_launcher = words[1:2] == ["-m"] and words[2:3] in (["dstrial.launch"], ["determined.launch.deepspeed"])
+    if not (trains_trial_class(words[1:]) or (is_launcher and os.environ.get(SHARED_VARIABLE))):
         return None
     program = shutil.which(words[0], path=environment.get("PATH"))
     if program is None or Path(program).parent != Path(python).parent:
@@ -103,9 +100,6 @@ class _Running:
     started_s: float
     used_s: float
     num_forks: int = 0
-    memory_bytes: int | None = None
-    measured_s: float = 0.0
-    experiment: str | None = None  # whose trials' imports it has learned; nobody else's trials are its forks
 
 
 class ForkServers:
@@ -125,9 +119,6 @@ class ForkServers:
         self._shown: list[ShownServer] = []
         # Environments, with their interpreter, of which no server is to be had.
         self._given_up: list[tuple[str, dict[str, str]]] = []
-        self._not_ahead: set[str] = set()
-        # Where the imports of a trial will be found, for which server, and of which experiment the trial is.
-        self._unread: dict[Path, tuple[_Running, str | None]] = {}
 
     def start_supervisor(
         self, directory: Path, spec: Mapping[str, Any], log: int, known: Callable[[int], None]
@@ -154,10 +145,8 @@ class ForkServers:
         found = self._find(python, environment)
         if found is None:
             self._begin(python, environment)
-            self._expect(directory, spec)
             return None, ""
         found.used_s = time.monotonic()
-        self._expect(directory, spec)
         try:
             if not found.server.is_ready():
                 return None, ""
@@ -169,6 +158,7 @@ class ForkServers:
                     [str(directory), ""],
                     [null, log, log],
                     title=["-I", "-S", supervisor.__file__, str(directory)],
+                    places=Program(tuple(words), environment, spec["working_directory"]).places,
                     mark=f"{MARKER_VARIABLE}={spec['marker']}",
                     known=known,
                 )
@@ -178,13 +168,12 @@ class ForkServers:
             logger.info("process %s forks no more: %s", found.server.pid, reason)
             self._end(found)
             self._begin(python, environment)
-            self._expect(directory, spec)
             return None, str(reason)
         found.num_forks += 1
         return pid, ""
 
     def look(self, *, is_busy: bool) -> None:
-        """Do what is due: learn what trials import, end who is idle, too large or late.
+        """End the servers that are idle or late.
 
         Args:
             is_busy: whether a trial runs or waits.
@@ -197,7 +186,6 @@ class ForkServers:
                 found.used_s = now_s
             if not self._is_well(found, now_s):
                 self._end(found)
-        self._learn()
         self._show()
 
     def close(self) -> None:
@@ -214,7 +202,6 @@ class ForkServers:
                 python=one.python,
                 state="ready" if one.server.was_ready else "importing",
                 num_forks=one.num_forks,
-                memory_bytes=one.memory_bytes,
             )
             for one in self._running
         ]
@@ -230,12 +217,9 @@ class ForkServers:
                 path.unlink(missing_ok=True)
 
     def _find(self, python: str, environment: Mapping[str, str]) -> _Running | None:
-        experiment = environment.get("DET_EXPERIMENT_ID")
-        for wanted in (experiment, None):
-            for found in self._running:
-                is_like = found.python == python and not found.server.why_not(environment)
-                if is_like and found.experiment == wanted:
-                    return found
+        for found in self._running:
+            if found.python == python and not found.server.why_not(environment):
+                return found
         return None
 
     def _begin(self, python: str, environment: Mapping[str, str]) -> None:
@@ -269,17 +253,6 @@ class ForkServers:
                 now_s = time.monotonic()
                 self._running.append(_Running(ForkServer.connect(self._shared), python, now_s, now_s))
 
-    def _expect(self, directory: Path, spec: Mapping[str, Any]) -> None:
-        """Learn what a trial will have imported, if others of its experiment follow.
-
-        A server that has learned serves that experiment only: with a single trial it would be of no use to anybody.
-        """
-        if not spec.get("has_siblings"):
-            return
-        found = self._find(str(spec["python"]), spec["environment"])
-        if found is not None:
-            self._unread[directory] = (found, spec["environment"].get("DET_EXPERIMENT_ID"))
-
     def _is_well(self, found: _Running, now_s: float) -> bool:
         """Say whether a server is to be kept."""
         try:
@@ -293,45 +266,12 @@ class ForkServers:
         if now_s - found.used_s > self._settings.idle_timeout_s:
             logger.info("process %s, which imported ahead, is not needed any more", found.server.pid)
             return False
-        if now_s - found.measured_s > _MEASURED_EVERY_S:
-            found.measured_s = now_s
-            found.memory_bytes = None if found.server.pid is None else own_bytes(found.server.pid)
-            if (found.memory_bytes or 0) > self._settings.memory_bytes:
-                self._give_up(found, f"it uses {found.memory_bytes} bytes (warm_memory_mib)")
-                return False
         return True
 
     def _give_up(self, found: _Running, why: str) -> None:
-        """Have no such server again, or only one that imports less."""
+        """Have no such server again."""
         logger.warning("process %s imports nothing ahead: %s", found.server.pid, why)
-        learned = found.server.imports[len(IMPORTS) :]
-        if learned:
-            self._not_ahead.update(learned)
-        else:
-            self._given_up.append((found.python, dict(found.server.key)))
-
-    def _learn(self) -> None:
-        """Import ahead what trials have imported of installed packages."""
-        for directory, (found, experiment) in list(self._unread.items()):
-            if not directory.exists() or found not in self._running:
-                del self._unread[directory]
-                continue
-            try:
-                if not found.server.is_ready():
-                    continue
-                names: list[str] = json.loads((directory / IMPORTED_NAME).read_text(encoding="utf-8"))
-            except (OSError, ValueError, ForkRefusedError):
-                continue
-            del self._unread[directory]
-            known = found.server.modules | self._not_ahead
-            new = [one for one in names if one not in known]
-            # Another experiment's trials may need it as it is.
-            if new and found.experiment in (None, experiment):
-                found.experiment = experiment
-                logger.info("process %s imports %d modules more", found.server.pid, len(new))
-                found.started_s = time.monotonic()
-                with contextlib.suppress(ForkRefusedError):  # The next look ends it.
-                    found.server.begin_imports(new)
+        self._given_up.append((found.python, dict(found.server.key)))
 
     def _end(self, found: _Running) -> None:
         self._running.remove(found)
@@ -345,18 +285,3 @@ def shown_servers(state_dir: Path) -> list[ShownServer]:
     except (OSError, ValueError):
         return []
     return [ShownServer(**one) for one in found if read_state(one["pid"]) is not None]
-
-
-def own_bytes(pid: int) -> int | None:
-    """Return a process's memory; what is shared is divided among who shares it.
-
-    None if it is gone, or the kernel does not tell (``/proc/PID/smaps_rollup``, Linux 4.14).
-    """
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
-    except OSError:
-        return None
-    for line in text.splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    return None

@@ -96,8 +96,6 @@ def prepare(
             {
                 "command": command,
                 "forkable": _forkable(request, command, environment, is_warm, forks_with_accelerators),
-                # Whether the experiment has other trials.
-                "has_siblings": request.config.get("searcher", {}).get("name") not in (None, "single"),
                 "python": request.interpreter or sys.executable,
                 "working_directory": request.working_directory or str(workdir),
                 "temporary_directory": str(temporary),

@@ -353,7 +353,7 @@ def _group_of(pid: int) -> list[int]:
     found = [pid]
     for one in found:
         try:
-            with open(f"/proc/{one}/task/{one}/children", encoding="ascii") as file:
+            with open(f"/proc/{one}/task/{one}/children", encoding="utf-8") as file:
                 children = file.read().split()
         except OSError:  # it has ended, or a kernel without CONFIG_PROC_CHILDREN
             continue
@@ -460,7 +460,7 @@ def start_time(pid: int) -> str | None:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             boot = file.read().strip()
     except OSError:
         return None

@@ -207,7 +207,7 @@ def _read_cluster(services: Services, connection: Connection) -> Json:
         if lender is None
         else {"name": lender.name, "away": lender.why_away, "jobs": lender.jobs},
         "warm": [
-            {"pid": one.pid, "state": one.state, "forks": one.num_forks, "bytes": one.memory_bytes}
+            {"pid": one.pid, "state": one.state, "forks": one.num_forks}
             for one in shown_servers(services.state_dir)
         ],
     }

@@ -117,11 +117,7 @@ class Agent:
         self._is_warm = bool(hello["is_warm"])
         self._forks_with_accelerators = bool(hello["forks_with_accelerators"])
         self._fork_servers = ForkServers(
-            ForkSettings(
-                is_on=self._is_warm,
-                idle_timeout_s=hello["warm_idle_timeout_s"],
-                memory_bytes=hello["warm_memory_bytes"],
-            ),
+            ForkSettings(is_on=self._is_warm, idle_timeout_s=hello["warm_idle_timeout_s"]),
             self._directory / f"fork-server{self._place}.log",
             None,
         )

@@ -73,7 +73,6 @@ class AgentSettings:
     is_warm: bool
     forks_with_accelerators: bool
     warm_idle_timeout_s: float
-    warm_memory_bytes: int
     transport: Transport = dataclasses.field(default_factory=SshTransport)
 
 
@@ -465,7 +464,6 @@ class HostLink:
                 "is_warm": settings.is_warm,
                 "forks_with_accelerators": settings.forks_with_accelerators,
                 "warm_idle_timeout_s": settings.warm_idle_timeout_s,
-                "warm_memory_bytes": settings.warm_memory_bytes,
                 "live": live,
             }
         )

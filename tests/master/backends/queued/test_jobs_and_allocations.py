@@ -118,8 +118,8 @@ class Made:
 @pytest.fixture
 def made(tmp_path: Path) -> Iterator[Made]:
     engine, told = InMemory(), threading.Event()
-    servers = ForkServers(ForkSettings(is_on=False, idle_timeout_s=1.0, memory_bytes=0), tmp_path / "log")
-    settings = AgentSettings("python", "c", 1, None, False, False, 1.0, 0, NoWay())
+    servers = ForkServers(ForkSettings(is_on=False, idle_timeout_s=1.0), tmp_path / "log")
+    settings = AgentSettings("python", "c", 1, None, False, False, 1.0, NoWay())
     backend = QueuedBackend(
         LocalBackend("here", (), servers),
         engine,

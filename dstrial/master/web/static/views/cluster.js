@@ -2,7 +2,6 @@
 
 import { html } from "htm/preact/standalone";
 import { get } from "../api.js";
-import { bytes } from "../format.js";
 import { useLive } from "../live.js";
 import { Problem } from "../parts/basics.js";
 import { Tabs } from "../router.js";
@@ -42,7 +41,7 @@ function Machines() {
     <${Usage} />
     ${data.warm.length > 0 && html`<h2>Warm processes</h2>
       <ul>${data.warm.map((/** @type {any} */ one) => html`<li>process ${one.pid}: ${one.state === "importing" ? "imports what trials import" : "trials start as its forks"};
-        ${one.forks} so far${one.bytes === null ? "" : `, ${bytes(one.bytes)}`}</li>`)}</ul>`}`;
+        ${one.forks} so far</li>`)}</ul>`}`;
 }
 
 /** @param {{ engine: any }} props what lends nodes */
