@@ -475,7 +475,7 @@ def _attempt_on_hosts(
     finally:
         display.close()
     status = read_json(run_directory.status_path) or {}
-    verdict = judge(outcome, status, is_trial=request.entrypoint.trial is not None)
+    verdict = judge(outcome, status)
     verdict = site.judged(verdict, outcome.stopped_by, run_directory)
     lines, exit_code = _recorded(request, run_directory, verdict, outcome, monitor)
     if site.is_started_again:  # nobody has to type it
@@ -592,7 +592,7 @@ def _end(
 ) -> tuple[list[str], int, LaunchOutcome]:
     """Record the attempt's end; return lines to print, exit status and ranks' outcome."""
     outcome = outcome_of(run_directory, followed)
-    verdict = _verdict(request, run_directory, followed, outcome)
+    verdict = judge_experiment(followed, judge(outcome, read_json(run_directory.status_path) or {}))
     lines, exit_code = _recorded(request, run_directory, verdict, outcome, monitor)
     if not request.args.test and verdict.state is not RunState.COMPLETED and followed.view is not None:
         lines += _ways_on(followed)
@@ -673,14 +673,6 @@ def _shower(display: Display) -> Any:
             display.rank_line(rank, stream, line)
 
     return show
-
-
-def _verdict(
-    request: _Request, run_directory: RunDirectory, followed: FollowResult, outcome: LaunchOutcome
-) -> Verdict:
-    status = read_json(run_directory.status_path) or {}
-    judged = judge(outcome, status, is_trial=request.entrypoint.trial is not None)
-    return judge_experiment(followed, judged)
 
 
 def _ways_on(followed: FollowResult) -> list[str]:

@@ -72,17 +72,16 @@ def judge_experiment(followed: FollowResult, judged: Verdict) -> Verdict:
     return judged
 
 
-def judge(outcome: LaunchOutcome, status: Mapping[str, object], *, is_trial: bool) -> Verdict:
+def judge(outcome: LaunchOutcome, status: Mapping[str, object]) -> Verdict:
     """Decide what became of an attempt.
 
     Args:
         outcome: how the ranks ended.
         status: what the trial kept in ``status.json``: its last status text and early exit.
-        is_trial: whether the ranks ran a trial class, which says at its end that it completed.
 
     Returns:
-        Completed only if all ranks exited 0 and, for a trial, it says so; a trial that asked itself to stop
-        has completed, too, and so has one that said so before the ranks were asked to stop.
+        Completed only if all ranks exited 0, which the launcher takes for a failure before the end of training; a trial that
+        asked itself to stop has completed, too, and so has one that said so before the ranks were asked to stop.
     """
     text = str(status.get("status", ""))
     if outcome.ended_at_once:
@@ -102,8 +101,6 @@ def judge(outcome: LaunchOutcome, status: Mapping[str, object], *, is_trial: boo
         return Verdict(RunState.COMPLETED, 0, "the trial's own request")
     if text.startswith("stopped"):
         return Verdict(RunState.STOPPED, _BY_SIGTERM, text.partition(": ")[2] or text)
-    if is_trial and text != "completed":
-        return Verdict(RunState.FAILED, 1, "all ranks exited 0 before training was complete")
     return Verdict(RunState.COMPLETED, 0)
 
 

@@ -466,7 +466,7 @@ class _Hosts:
         if at_once:
             exit_code = 128 + signal.SIGINT
         elif first is not None:
-            exit_code = first.failure.exit_code
+            exit_code = first.failure.exit_code or 1
         return LaunchOutcome(
             exit_code,
             None if first is None else first.failure,

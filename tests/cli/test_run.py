@@ -573,6 +573,27 @@ def test_a_trial_is_tested_stopped_on_both_ranks_at_the_same_batch_and_resumed(
     assert run_directory.read_record().state is RunState.COMPLETED
 
 
+@pytest.mark.ranks
+def test_exit_0_in_training_fails_run_and_experiment(
+    make_project: MakeProject, shared_master: MasterForTest
+) -> None:
+    exits = "        if batch_idx == 6:\n            raise SystemExit\n        loss ="
+    project = make_project(TRIAL.replace("        loss =", exits, 1))
+    project.config.write_text(TRIAL_CONFIG)
+    (project.directory / "ds_config.json").write_text(json.dumps(DEEPSPEED_CONFIG))
+    ended = project.run()
+    assert ended.returncode == 1
+    assert re.search(r"rank \d failed first \(", ended.stderr)
+    assert "ends the rank with exit code 0 at batch 6 of 4000" in ended.stderr
+    (run_directory,) = project.run_directories()
+    assert run_directory.read_record().state is RunState.FAILED
+    submission = Submission.read(run_directory)
+    assert submission is not None
+    view = until_settled(shared_master, submission.experiment_id)
+    assert view.state == "ERROR"
+    assert "ends the rank with exit code 0" in str(view.end_reason)
+
+
 STARTING_UP = TRIAL.replace(
     "        self.context = context\n",
     "        import time\n        print('up', flush=True)\n        time.sleep(600)\n",
