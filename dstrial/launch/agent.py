@@ -194,7 +194,11 @@ def run_ranks(
         if watched is not None:
             stack.enter_context(
                 watched_training(
-                    watched, stalls or StallSettings(), on_start or logger.warning, files.end_stalled
+                    watched,
+                    stalls or StallSettings(),
+                    on_start or logger.warning,
+                    files.end_stalled,
+                    supervisor.end_left,
                 )
             )
         if on_ready is not None:

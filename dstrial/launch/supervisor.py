@@ -69,6 +69,7 @@ class Supervisor:
         self._ended: dict[int, tuple[float, int]] = {}
         self._term_sent_s: dict[int, float] = {}
         self._kill_sent: set[int] = set()
+        self._end_left: set[int] = set()
         self._stop_signal: str | None = None
         self._stop_passed_on_s: float | None = None
         self._kill_requested = self._killed_by_user = False
@@ -98,6 +99,12 @@ class Supervisor:
     def kill_now(self) -> None:
         """Kill all ranks at the next tick."""
         self._kill_requested = True
+
+    def end_left(self, local_rank: int) -> None:
+        """Kill a rank whose program has ended with exit code 0, which stays its exit code."""
+        if local_rank not in self._ended:
+            self._end_left.add(local_rank)
+            _kill_group(self._pids[local_rank])
 
     def tell_peer_failed(self) -> None:
         """Treat ranks of other machines as those of this one: somebody there has failed."""
@@ -203,7 +210,7 @@ class Supervisor:
         failure = self._failure(local_rank, status, error, **told)
         return RankEnding(failure, ended_s if record is None else record.time_s, is_caused)
 
-    def _failure(self, local_rank: int, status: int, error: str, **told: str) -> RankFailure:
+    def _failure(self, local_rank: int, status: int, error: str, **told: Any) -> RankFailure:
         return RankFailure(
             rank=self._ranks[local_rank],
             local_rank=local_rank,
@@ -236,6 +243,8 @@ class Supervisor:
                 time.sleep(0.02)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
+        if status == -signal.SIGKILL and local_rank in self._end_left:
+            status = 0
         if status == 0 and local_rank not in self._term_sent_s:
             self._left[local_rank] = self._why_left[local_rank]()
         self._ended[local_rank] = (ended_s, status)

@@ -1,5 +1,8 @@
 """Ranks that leave training with exit code 0 before its end, and ranks that do not end after it."""
 
+import subprocess
+import sys
+
 import pytest
 from small_runs import deepspeed_config, experiment, train
 
@@ -34,3 +37,34 @@ def test_exit_0_before_training_fails_a_trial(tmp_path, how):
     assert run.returncode == 1, run.output
     assert "rank 0 failed first" in run.output
     assert "exit code 0" in run.output
+
+
+# A launcher whose ranks may take 3 s to end instead of a minute.
+HURRIED = """
+import sys
+from dstrial.launch.stalls import stall_watch
+stall_watch.EXIT_TIMEOUT_S = 3.0
+from dstrial.launch.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def launch_hurried(words, **options):
+    return subprocess.run(
+        [sys.executable, "-c", HURRIED, *words[1:]], capture_output=True, text=True, check=False, **options
+    )
+
+
+@pytest.mark.parametrize(("how", "named"), [("thread", "thread 'server'"), ("handler", "an exit handler")])
+def test_rank_held_after_training_is_named_and_ended(tmp_path, how, named):
+    config = leaving(how, [])
+    run = train(
+        tmp_path, "StayingTrial", config, 2, module="leaving_trials", run_program=launch_hurried, timeout_s=100
+    )
+    assert run.returncode == 0, run.output
+    assert "warning: rank 1 has not ended 3 s after its program: " in run.output
+    assert f"{named} is in serve_for_ever (leaving_trials.py:" in run.output
+    assert f"stack of {named} of rank 1" in run.output
+    assert "'daemon'" not in run.output
+    assert "rank 0 has not ended" not in run.output
+    assert run.checkpoints() == [12]

@@ -26,6 +26,7 @@ from dstrial.launch.stalls.stacks import (
     place_of,
     place_of_save,
     saving_stack,
+    thread_names,
 )
 from dstrial.launch.stalls.stall_account import (
     PREFIX,
@@ -37,6 +38,7 @@ from dstrial.launch.stalls.stall_account import (
 )
 from dstrial.launch.stalls.stall_board import NodeAccount, StallBoard
 from dstrial.launch.stalls.stall_rules import (
+    EXIT_TIMEOUT_S,
     RankView,
     Stall,
     StallSettings,
@@ -86,6 +88,7 @@ def watched_training(
     settings: StallSettings,
     print_line: Callable[[str], None],
     end_ranks: Callable[[int | None, str], None],
+    end_left: Callable[[int], None],
     *,
     every_s: float = _LOOK_EVERY_S,
 ) -> Iterator[None]:
@@ -96,11 +99,12 @@ def watched_training(
         settings: when they count as stalled, and what follows.
         print_line: shows a line; called from the thread.
         end_ranks: ends all ranks, for a rank (None where nobody knows which) and a reason; called from the thread.
+        end_left: ends the rank of a slot, whose program has ended well; called from the thread.
         every_s: how often to look, seconds.
 
     Ranks: none; for the launcher, around its ranks.
     """
-    watch = StallWatch(watched, settings, print_line, end_ranks)
+    watch = StallWatch(watched, settings, print_line, end_ranks, end_left)
     with watching(watch.look, watch.close, name="dstrial-stall-watch", every_s=every_s):
         yield
 
@@ -125,6 +129,7 @@ class StallWatch:
         settings: when they count as stalled, and what follows.
         print_line: shows a line.
         end_ranks: ends all ranks, for a rank and a reason.
+        end_left: ends the rank of a slot.
         clock: seconds that never run backwards.
     """
 
@@ -134,12 +139,14 @@ class StallWatch:
         settings: StallSettings,
         print_line: Callable[[str], None],
         end_ranks: Callable[[int | None, str], None],
+        end_left: Callable[[int], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._watched = watched
         self._settings = settings
         self._print_line = print_line
         self._end_ranks = end_ranks
+        self._end_left = end_left
         self._clock = clock
         self._looked_s = clock()
         self._now_s = 0.0
@@ -151,6 +158,7 @@ class StallWatch:
         self._began_s = 0.0
         self._has_ended_them = False
         self._shown = ShownFile(STALLED_NAME)
+        self._left: set[int] = set()
 
     def look(self) -> None:
         """Look at all ranks once, and say what is due."""
@@ -159,7 +167,13 @@ class StallWatch:
         now_s = self._clock()
         self._now_s += min(now_s - self._looked_s, _MOST_PER_LOOK_S)
         self._looked_s = now_s
-        views = [view for slot in list(self._watched.ranks) if (view := self._view(slot)) is not None]
+        views = []
+        for slot in list(self._watched.ranks):
+            view = self._view(slot)
+            if view is not None and view.beat.phase is Phase.LEAVING:
+                self._end_if_late(slot, view)
+            elif view is not None:
+                views.append(view)
         if any(view.is_stopped for view in views):
             for seen in self._seen.values():
                 seen.counts = False
@@ -189,6 +203,33 @@ class StallWatch:
                 if beat is not None:
                     self._advance(slot, beat)
             self._tell_went_on(self._stall)
+
+    def _end_if_late(self, slot: int, view: RankView) -> None:
+        """End a rank that its threads or exit handlers keep for too long, and say which."""
+        if view.age_s <= EXIT_TIMEOUT_S or slot in self._left:
+            return
+        self._left.add(slot)
+        path = self._watched.stacks_files[view.rank]
+        stacks = ask_for_stacks([view], {view.rank: path}, self._watched.kept_stacks).get(view.rank, [])
+        names = thread_names(path.read_text(errors="replace")) if path.exists() else {}
+        held = [(f"thread {names[one.thread_id]!r}", one) for one in stacks if one.thread_id in names]
+        main = main_stack(stacks, view.beat.thread_id)
+        if not held and main is not None:
+            held = [("an exit handler", main)]
+        texts = []
+        for name, one in held:
+            place = place_of([one], one.thread_id)
+            texts.append(f"{name} is in {place.user_call}" if place and place.user_call else f"{name} runs")
+        why = "; ".join(texts) or "it has no Python stack, so that native code or a signal holds it"
+        self._print_line(
+            f"warning: rank {view.rank} has not ended {EXIT_TIMEOUT_S:g} s after its program: {why}. The rank is ended now, and "
+            "what it trained counts. Have threads and exit handlers end with the program."
+        )
+        for name, one in held:
+            self._print_line(f"stack of {name} of rank {view.rank}, most recent call first:")
+            for frame in one.frames[:_SHOWN_FRAMES]:
+                self._print_line(f"  {frame}")
+        self._end_left(slot)
 
     # ---- what ranks say --------------------------------------------------------------------------------
 
