@@ -59,7 +59,13 @@ def launch_hurried(words, **options):
 def test_rank_held_after_training_is_named_and_ended(tmp_path, how, named):
     config = leaving(how, [])
     run = train(
-        tmp_path, "StayingTrial", config, 2, module="leaving_trials", run_program=launch_hurried, timeout_s=100
+        tmp_path,
+        "StayingTrial",
+        config,
+        2,
+        module="leaving_trials",
+        run_program=launch_hurried,
+        timeout_s=100,
     )
     assert run.returncode == 0, run.output
     assert "warning: rank 1 has not ended 3 s after its program: " in run.output
