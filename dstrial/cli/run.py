@@ -517,7 +517,7 @@ def _train(
     num_slots: int,
 ) -> int:
     from dstrial.cli.run_display import Refresher, make_display
-    from dstrial.cli.run_follow import LogTail, follow
+    from dstrial.cli.run_follow import LogTail, follow, kill_command
     from dstrial.master.store.views import observe
 
     experiment, args, point = request.experiment, request.args, request.point
@@ -565,6 +565,8 @@ def _train(
     finally:
         display.close()
     lines, exit_code, outcome = _end(request, run_directory, followed, monitor)
+    if followed.is_detached:
+        lines.append(f"{'kill with:':<15}{kill_command(master, experiment_id)}")
     _print_end(lines, outcome, out, err)
     return exit_code
 
@@ -583,8 +585,12 @@ def _stop_text(request: _Request, *, has_trained: bool) -> str:
     if has_trained:
         what = "stopping all ranks at the same batch, saving a checkpoint"
     elif request.entrypoint.trial is not None:
-        what = "stopping all ranks; training has not begun"
-    return f"{what} (Ctrl-C again to leave that to the master)"
+        what = "stopping all ranks, training has not begun"
+    limit_s = request.experiment.preemption_timeout_s
+    return (
+        f"{what}; ranks that have not ended after {limit_s} s (preemption_timeout) are killed "
+        "(Ctrl-C again to leave that to the master)"
+    )
 
 
 def _end(

@@ -32,11 +32,13 @@ class Verdict:
         state: for the run's record.
         exit_code: of this command.
         reason: why it did not complete, or by what it was stopped; None if it simply completed.
+        goes_on: whether the master may still save a checkpoint of it, so that nobody knows what is lost.
     """
 
     state: RunState
     exit_code: int
     reason: str | None = None
+    goes_on: bool = False
 
 
 def outcome_of(run_directory: RunDirectory, followed: FollowResult) -> LaunchOutcome:
@@ -61,9 +63,14 @@ def judge_experiment(followed: FollowResult, judged: Verdict) -> Verdict:
     if view is None:
         return Verdict(RunState.FAILED, 1, "the experiment was deleted")
     if followed.is_detached:
-        return Verdict(RunState.STOPPED, 128 + signal.SIGINT, "left to the master")
+        saved = max(
+            (trial.batches_saved for trial in view.trials if trial.batches_saved is not None), default=None
+        )
+        what = "nothing" if saved is None else f"batch {saved}"
+        reason = f"left to the master, which has saved {what} so far"
+        return Verdict(RunState.STOPPED, 128 + signal.SIGINT, reason, goes_on=True)
     if followed.is_master_gone:
-        return Verdict(RunState.STOPPED, 1, "the master has ended")
+        return Verdict(RunState.STOPPED, 1, "the master has ended", goes_on=True)
     if view.state == "CANCELED":
         return Verdict(RunState.STOPPED, 1, "cancelled")
     if view.state == "ERROR" and judged.state is not RunState.FAILED:
@@ -188,6 +195,8 @@ def _what_remains(
     if verdict.state is RunState.COMPLETED:
         has_trained = None in (steps_before, batches_trained) or batches_trained != steps_before
         return None if has_trained else "nothing was left to train"
+    if verdict.goes_on:
+        return None
     if batches_saved is None:
         return "no checkpoint"
     is_ahead = batches_trained is not None and batches_trained > batches_saved

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from dstrial import collector, determined_imports
 from dstrial.config.dotted_keys import dstrial_section
+from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S
 from dstrial.errors import ConfigError, DstrialError, LaunchError
 from dstrial.file_writes import replace_file
 from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE, ENDING_NAME, WARM_VARIABLE
@@ -33,7 +35,6 @@ from dstrial.launch.output import Stream
 from dstrial.launch.rank_main import script_command, trial_command
 from dstrial.launch.slots import slots_argument
 from dstrial.launch.slurm_step import SlurmStep, slurm_task, step_of
-from dstrial.launch.supervisor import DEFAULT_SHUTDOWN_TIMEOUT_S
 from dstrial.local.experiment_file import EXPERIMENT_VARIABLE, write_experiment
 from dstrial.local.json_files import write_json_atomically
 from dstrial.local.run_directory import (
@@ -192,10 +193,8 @@ def _launch_off_cluster(
             command,
             num_ranks=num_ranks,
             env=env,
-            shutdown_timeout_s=(
-                experiment.preemption_timeout_s if experiment is not None else DEFAULT_SHUTDOWN_TIMEOUT_S
-            ),
-            on_stop=_tell_stopping,
+            shutdown_timeout_s=_stop_timeout_s(experiment),
+            on_stop=functools.partial(_tell_stopping, _stop_timeout_s(experiment)),
             on_start=_warn if placement is None else _warn_by_host,
             placement=placement,
             serves_store=not options.trial,
@@ -239,9 +238,7 @@ def _launch_on_hosts(options: argparse.Namespace) -> LaunchOutcome:
         config=None if experiment is None else experiment.raw,
         hyperparameters={} if experiment is None else experiment.hyperparameters,
         tracebacks_dir=default_runs_dir() / "tracebacks" / f"{utc_stamp()}-{os.getpid()}",
-        shutdown_timeout_s=(
-            experiment.preemption_timeout_s if experiment is not None else DEFAULT_SHUTDOWN_TIMEOUT_S
-        ),
+        shutdown_timeout_s=_stop_timeout_s(experiment),
     )
     preflight = check_hosts(
         hosts,
@@ -260,7 +257,7 @@ def _launch_on_hosts(options: argparse.Namespace) -> LaunchOutcome:
         python=python_of(options),
         on_line=_print_for_cluster,
         on_note=_warn,
-        on_stop=_tell_stopping,
+        on_stop=functools.partial(_tell_stopping, job.shutdown_timeout_s),
     )
 
 
@@ -304,7 +301,7 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
     )
     _require_resumable(info)
     placement = cluster_placement(info)
-    timeout_s = info.trial._config.get("preemption_timeout") or DEFAULT_SHUTDOWN_TIMEOUT_S
+    timeout_s = info.trial._config.get("preemption_timeout") or DEFAULT_PREEMPTION_TIMEOUT_S
     running: list[RunningRanks] = []
     env = {"DET_CHIEF_IP": placement.master_addr}
     with scratch_directory("dstrial-script-") as directory:
@@ -328,7 +325,7 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
             log_dir=None if run is None else run.begin_logs(),
             shutdown_timeout_s=float(timeout_s),
             on_line=_print_for_cluster,
-            on_stop=_tell_stopping,
+            on_stop=functools.partial(_tell_stopping, float(timeout_s)),
             on_start=_warn if len(info.container_addrs) == 1 else _warn_by_host,
             placement=placement,
             serves_store=not options.trial,
@@ -416,8 +413,15 @@ def _print_for_cluster(rank: int, stream: Stream, line: str) -> None:
     target.flush()
 
 
-def _tell_stopping(signal_name: str) -> None:
-    _warn(f"{signal_name} received: the ranks were asked to stop; Ctrl-C ends them at once")
+def _stop_timeout_s(experiment: ExperimentConfig | None) -> float:
+    return DEFAULT_PREEMPTION_TIMEOUT_S if experiment is None else experiment.preemption_timeout_s
+
+
+def _tell_stopping(timeout_s: float, signal_name: str) -> None:
+    _warn(
+        f"{signal_name} received: the ranks were asked to stop, and are killed after {timeout_s:g} s (preemption_timeout); "
+        "Ctrl-C ends them at once"
+    )
 
 
 def _warn_by_host(text: str) -> None:

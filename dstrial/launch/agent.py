@@ -23,6 +23,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S
 from dstrial.errors import LaunchError, RankStalledError
 from dstrial.fork_server import client
 from dstrial.fork_server.key import NVML_CHECK_VARIABLE
@@ -41,7 +42,7 @@ from dstrial.launch.stalls.stall_board import StallBoard
 from dstrial.launch.stalls.stall_rules import StallSettings
 from dstrial.launch.stalls.stall_watch import WatchedRanks, watched_training
 from dstrial.launch.start_watch import watched_start
-from dstrial.launch.supervisor import DEFAULT_FAILURE_GRACE_S, DEFAULT_SHUTDOWN_TIMEOUT_S, Supervisor
+from dstrial.launch.supervisor import DEFAULT_FAILURE_GRACE_S, Supervisor
 from dstrial.ranks.heartbeat import HEARTBEAT_VARIABLE, Phase, make_heartbeat_file, read_beat
 from dstrial.ranks.identity import LOOPBACK_ADDR
 from dstrial.ranks.job_secret import SECRET_VARIABLE, STORE_VARIABLE, new_secret, store_variable
@@ -106,7 +107,7 @@ def run_ranks(
     num_ranks: int,
     env: Mapping[str, str] | None = None,
     log_dir: Path | None = None,
-    shutdown_timeout_s: float = DEFAULT_SHUTDOWN_TIMEOUT_S,
+    shutdown_timeout_s: float = DEFAULT_PREEMPTION_TIMEOUT_S,
     failure_grace_s: float = DEFAULT_FAILURE_GRACE_S,
     on_line: OnLine | None = None,
     on_stop: Callable[[str], None] | None = None,

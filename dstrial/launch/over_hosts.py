@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S
 from dstrial.errors import ConfigError, ConfigProblem, LaunchError
 from dstrial.hosts.connection import HostConnection
 from dstrial.hosts.environment import travelling
@@ -32,7 +33,6 @@ from dstrial.hosts.transport import last_line
 from dstrial.launch.failures import LaunchOutcome, RankEnding, RankFailure, first_ending
 from dstrial.launch.node import CONTEXT, FILES, UNSTARTED, NodeRequest
 from dstrial.launch.output import OnLine
-from dstrial.launch.supervisor import DEFAULT_SHUTDOWN_TIMEOUT_S
 from dstrial.ranks.job_secret import SECRET_VARIABLE, new_secret
 
 START_S = 120.0
@@ -74,7 +74,7 @@ class Job:
     hyperparameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     log_dir: Path | None = None
     tracebacks_dir: Path | None = None
-    shutdown_timeout_s: float = DEFAULT_SHUTDOWN_TIMEOUT_S
+    shutdown_timeout_s: float = DEFAULT_PREEMPTION_TIMEOUT_S
 
     @property
     def paths(self) -> list[Path]:

@@ -30,8 +30,6 @@ from dstrial.launch.failures import (
 from dstrial.launch.memory_shortage import killed_text, oom_kills
 from dstrial.launch.output import tail
 
-DEFAULT_SHUTDOWN_TIMEOUT_S = 3600.0
-"""How long after a request to stop ranks are killed, seconds."""
 DEFAULT_FAILURE_GRACE_S = 10.0
 """How long after the first failure the other ranks are killed, seconds."""
 

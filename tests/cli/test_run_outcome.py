@@ -196,7 +196,7 @@ FAILED = Verdict(RunState.FAILED, 3, "rank 1 failed first")
 
 
 def experiment(state: str, exit_code: int | None = 0, end_reason: str | None = None) -> ExperimentView:
-    trial = TrialView(1, state, "{}", 0, 0, None, False, exit_code, None, 1)
+    trial = TrialView(1, state, "{}", 0, 0, None, False, exit_code, None, 1, 384)
     return ExperimentView(1, state, 0.0, end_reason, (trial,))
 
 
@@ -215,12 +215,14 @@ def experiment(state: str, exit_code: int | None = 0, end_reason: str | None = N
         (
             FollowResult(experiment("PAUSED"), "SIGINT", is_detached=True),
             COMPLETED,
-            Verdict(RunState.STOPPED, 130, "left to the master"),
+            Verdict(
+                RunState.STOPPED, 130, "left to the master, which has saved batch 384 so far", goes_on=True
+            ),
         ),
         (
             FollowResult(experiment("ACTIVE"), None, is_master_gone=True),
             COMPLETED,
-            Verdict(RunState.STOPPED, 1, "the master has ended"),
+            Verdict(RunState.STOPPED, 1, "the master has ended", goes_on=True),
         ),
     ],
 )
