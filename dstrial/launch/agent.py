@@ -40,9 +40,10 @@ from dstrial.launch.rendezvous import Rendezvous
 from dstrial.launch.stale_locks import remove_stale_locks
 from dstrial.launch.stalls.stall_board import StallBoard
 from dstrial.launch.stalls.stall_rules import StallSettings
-from dstrial.launch.stalls.stall_watch import WatchedRanks, watched_training
+from dstrial.launch.stalls.stall_watch import LOOK_EVERY_S, StallWatch, WatchedRanks
 from dstrial.launch.start_watch import watched_start
 from dstrial.launch.supervisor import DEFAULT_FAILURE_GRACE_S, Supervisor
+from dstrial.launch.watches import watching
 from dstrial.ranks.heartbeat import HEARTBEAT_VARIABLE, Phase, make_heartbeat_file, read_beat
 from dstrial.ranks.identity import LOOPBACK_ADDR
 from dstrial.ranks.job_secret import SECRET_VARIABLE, STORE_VARIABLE, new_secret, store_variable
@@ -193,14 +194,15 @@ def run_ranks(
             board = StallBoard(addr, port, where.node_rank, where.num_nodes)
         watched = files.watched_ranks(num_ranks, stall_memory, board)
         if watched is not None:
+            watch = StallWatch(
+                watched,
+                stalls or StallSettings(),
+                on_start or logger.warning,
+                files.end_stalled,
+                supervisor.end_left,
+            )
             stack.enter_context(
-                watched_training(
-                    watched,
-                    stalls or StallSettings(),
-                    on_start or logger.warning,
-                    files.end_stalled,
-                    supervisor.end_left,
-                )
+                watching(watch.look, watch.close, name="dstrial-stall-watch", every_s=LOOK_EVERY_S)
             )
         if on_ready is not None:
             on_ready(RunningRanks(supervisor, watched))
@@ -343,7 +345,7 @@ class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch
         write_record(self._work_dir / f"rank_{named}.error.json", error, text, line=text)
 
     def _why_left(self, local_rank: int) -> str:
-        """Say why exit code 0 of a rank is a failure; empty where training had ended, or had not begun."""
+        """Say why exit code 0 of a rank is a failure; empty where it is none."""
         phase = read_phase(self._phase_files[self._ranks[local_rank]])
         if phase is None or not (phase[0] in (FIRST_BATCH, TRAINING) or (self._is_trial and phase[0])):
             return ""

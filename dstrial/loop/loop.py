@@ -55,7 +55,7 @@ logger = logging.getLogger("dstrial.loop")
 
 @contextlib.contextmanager
 def exits_refused(where: Callable[[], str]) -> Iterator[None]:
-    """Turn an exit with code 0, which would pass for the end of training, into an error.
+    """Turn an exit with code 0, which would pass for an end, into an error.
 
     Raises:
         TrialContractError: user code exited with code 0 in the block.

@@ -39,7 +39,8 @@ def dump_stacks_on_signal() -> None:
 
 
 def name_threads() -> None:
-    """Tell the launcher which threads keep this process from ending: the dumps of Python 3.13 and before have no names."""
+    """Tell the launcher which threads keep this process from ending."""
+    # The dumps of Python 3.13 and before have no names.
     for thread in threading.enumerate():
         if _kept and not thread.daemon and thread is not threading.main_thread():
             _kept[-1].write(f"Thread 0x{thread.ident:016x} is named {thread.name}\n".encode())

@@ -13,7 +13,7 @@ import json
 import linecache
 import mmap
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from dstrial.launch.stalls.stack_requests import ask_for_stacks, ask_workers
@@ -47,13 +47,13 @@ from dstrial.launch.stalls.stall_rules import (
     may_restart,
     stall_of,
 )
-from dstrial.launch.watches import ShownFile, watching
+from dstrial.launch.watches import ShownFile
 from dstrial.local.run_directory import shown_path
 from dstrial.process_state import kernel_function, read_state
 from dstrial.ranks.heartbeat import Beat, Phase, read_beat
 
 STALLED_NAME = "stalled.json"
-_LOOK_EVERY_S = 0.5
+LOOK_EVERY_S = 0.5
 # A launcher that was itself stopped, or a machine that slept, has not watched meanwhile.
 _MOST_PER_LOOK_S = 2.0
 _UNINTERRUPTIBLE_LOOKS = 6
@@ -80,33 +80,6 @@ class WatchedRanks:
     kept_stacks: Path | None = None
     memory: Path | None = None
     board: StallBoard | None = None
-
-
-@contextlib.contextmanager
-def watched_training(
-    watched: WatchedRanks,
-    settings: StallSettings,
-    print_line: Callable[[str], None],
-    end_ranks: Callable[[int | None, str], None],
-    end_left: Callable[[int], None],
-    *,
-    every_s: float = _LOOK_EVERY_S,
-) -> Iterator[None]:
-    """Watch ranks while they train, in a thread.
-
-    Args:
-        watched: the ranks.
-        settings: when they count as stalled, and what follows.
-        print_line: shows a line; called from the thread.
-        end_ranks: ends all ranks, for a rank (None where nobody knows which) and a reason; called from the thread.
-        end_left: ends the rank of a slot, whose program has ended well; called from the thread.
-        every_s: how often to look, seconds.
-
-    Ranks: none; for the launcher, around its ranks.
-    """
-    watch = StallWatch(watched, settings, print_line, end_ranks, end_left)
-    with watching(watch.look, watch.close, name="dstrial-stall-watch", every_s=every_s):
-        yield
 
 
 @dataclasses.dataclass(slots=True)
