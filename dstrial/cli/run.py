@@ -176,7 +176,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _run_on_hosts(request: _Request, site: RunSite) -> int:
-    """Train on hosts of a hostfile, or on the nodes of the job we are in."""
     from dstrial.cli.run_hosts import ready_hosts
 
     args = request.args
@@ -596,7 +595,6 @@ def _stop_text(request: _Request, *, has_trained: bool) -> str:
 def _end(
     request: _Request, run_directory: RunDirectory, followed: FollowResult, monitor: RunMonitor
 ) -> tuple[list[str], int, LaunchOutcome]:
-    """Record the attempt's end; return lines to print, exit status and ranks' outcome."""
     outcome = outcome_of(run_directory, followed)
     verdict = judge_experiment(followed, judge(outcome, read_json(run_directory.status_path) or {}))
     lines, exit_code = _recorded(request, run_directory, verdict, outcome, monitor)
@@ -612,7 +610,6 @@ def _recorded(
     outcome: LaunchOutcome,
     monitor: RunMonitor,
 ) -> tuple[list[str], int]:
-    """Put an attempt's end on record; return the lines to print and the exit status."""
     failure = outcome.first_failure.in_one_line if outcome.first_failure is not None else verdict.reason
     run_directory.end_attempt(verdict.state, failure if verdict.state is RunState.FAILED else None)
     if request.args.test:
@@ -719,7 +716,6 @@ def _summary_of(
 
 
 def _end_test(run_directory: RunDirectory, verdict: Verdict, outcome: LaunchOutcome) -> tuple[list[str], int]:
-    """Return what to print after ``--test`` and its exit status; remove a passed run."""
     checkpoint = newest_checkpoint(run_directory.checkpoints_path)
     if verdict.state is RunState.COMPLETED and checkpoint is not None:
         shutil.rmtree(run_directory.path)

@@ -152,7 +152,6 @@ def _expected_ranks(
 
 
 def _variables(experiment: ExperimentConfig | None) -> dict[str, str]:
-    """Return what ranks get off a cluster."""
     # Ranks of a trial go to the context directory before they look for a relative one.
     env = {RUNS_DIR_VARIABLE: str(default_runs_dir())}
     if experiment is not None:
@@ -204,7 +203,6 @@ def _launch_off_cluster(
 
 
 def _launch_on_hosts(options: argparse.Namespace) -> LaunchOutcome:
-    """Launch on the hosts of a hostfile, or on none of them."""
     if is_on_cluster(os.environ):
         raise LaunchError(
             f"--hostfile is {str(options.hostfile)!r} in a trial of a master, which has its own hosts; expected one of the "
@@ -269,7 +267,6 @@ def _variables_of_hosts(experiment: ExperimentConfig | None) -> dict[str, str]:
 def _script_variables(
     experiment: ExperimentConfig, num_ranks: int, directory: Path, env: Mapping[str, str]
 ) -> dict[str, str]:
-    """Name the experiment and its DeepSpeed config to ranks, which read none of ours."""
     path = directory / "experiment.json"
     write_experiment(path, experiment.raw, experiment.hyperparameters)
     accelerate = accelerate_variables(
@@ -341,7 +338,6 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
 
 
 def _leave_ending(running: Sequence[RunningRanks]) -> None:
-    """Let the master tell which of several nodes has failed by itself."""
     directory = os.environ.get(ALLOCATION_DIR_VARIABLE)
     ending = running[0].supervisor.first_ending() if running else None
     if directory and ending is not None:
@@ -351,11 +347,6 @@ def _leave_ending(running: Sequence[RunningRanks]) -> None:
 
 
 def _require_resumable(info: ClusterInfo) -> None:
-    """Refuse a readable checkpoint that cannot go on with this config on these slots.
-
-    Raises:
-        ConfigError: with everything that keeps it from going on.
-    """
     problems = resumption_problems(
         info.trial._config,
         info.trial.hparams,
@@ -380,7 +371,6 @@ def _stall_memory() -> Path | None:
 
 
 def _run_directory() -> RunDirectory | None:
-    """The run directory of ``dstrial run``, kept beside what the master knows."""
     path = os.environ.get(RUN_DIR_VARIABLE)
     return RunDirectory.open(path) if path else None
 
@@ -425,7 +415,6 @@ def _tell_stopping(timeout_s: float, signal_name: str) -> None:
 
 
 def _warn_by_host(text: str) -> None:
-    """Say on which of several machines something is so."""
     _warn(f"{socket.gethostname()}: {text}")
 
 

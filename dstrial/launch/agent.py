@@ -212,7 +212,6 @@ def run_ranks(
 
 
 def _outcome(supervisor: Supervisor, failure: RankFailure | None) -> LaunchOutcome:
-    """Say how the launch ended, once all ranks have."""
     exit_codes = supervisor.exit_codes()
     if supervisor.was_killed_by_user:
         exit_code = 130

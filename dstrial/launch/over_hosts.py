@@ -418,7 +418,6 @@ class _Hosts:
             self._tell_all({"do": "kill", "why": why}, host)
 
     def _look(self) -> None:
-        """Find hosts that are silent, and give up what does not end after it was killed."""
         now_s = time.monotonic()
         for host in self._hosts:
             if host.is_over:

@@ -217,7 +217,6 @@ def _run_trial(options: argparse.Namespace) -> None:
 
 
 def _run_determined_trial(trial_class: type[Any], spec: str) -> None:
-    """Run one of Determined's own trials in Determined's harness, on a cluster only."""
     import determined
     from determined.exec import harness
 

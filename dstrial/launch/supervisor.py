@@ -221,7 +221,6 @@ class Supervisor:
         )
 
     def _has_left(self, local_rank: int) -> bool:
-        """Say whether a rank has ended with exit code 0, and nobody had asked it to stop."""
         return self._ended[local_rank][1] == 0 and local_rank not in self._term_sent_s
 
     def _await_end(self, local_rank: int, pid: int) -> None:

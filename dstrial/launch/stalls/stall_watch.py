@@ -178,7 +178,6 @@ class StallWatch:
             self._tell_went_on(self._stall)
 
     def _end_if_late(self, slot: int, view: RankView) -> None:
-        """End a rank that its threads or exit handlers keep for too long, and say which."""
         if view.age_s <= EXIT_TIMEOUT_S or slot in self._left:
             return
         self._left.add(slot)
@@ -234,7 +233,6 @@ class StallWatch:
         )
 
     def _advance(self, slot: int, beat: Beat) -> _Seen:
-        """Note what a rank says now, and how long what it said before has taken."""
         seen = self._seen.get(slot)
         if seen is None or seen.beat.pid != beat.pid:
             seen = self._seen[slot] = _Seen(beat, self._now_s, self._now_s)
@@ -261,7 +259,6 @@ class StallWatch:
             self._print_line(f"{prefix} no longer, training {training}")
 
     def _tell_went_on(self, stall: Stall) -> None:
-        """Say that ranks went on before they ended, where they did."""
         batch = _farthest(seen.beat for seen in self._seen.values())
         if batch > self._told_batch:
             self._tell_end(stall, f"went on to batch {batch}")
@@ -291,10 +288,6 @@ class StallWatch:
             self._print_line(f"{PREFIX} it is left to node {guilty.node_rank} to end its ranks")
 
     def _ask_others(self, stall: Stall, told: Account) -> list[NodeAccount]:
-        """Tell the launchers of other machines of a stall.
-
-        Say what they tell, where no rank of this machine is to blame.
-        """
         board = self._watched.board
         if board is None:
             return []
@@ -350,17 +343,12 @@ class StallWatch:
 
 
 def _farthest(beats: Iterable[Beat]) -> int:
-    """Return how many batches the rank has trained that has trained most."""
     return max((beat.batch for beat in beats), default=0)
 
 
 def _shown_stacks(
     views: Sequence[RankView], stacks: Mapping[int, Sequence[ThreadStack]], *, is_saving: bool
 ) -> list[str]:
-    """Return lines with the calls of each rank's main thread, equal ones once.
-
-    Or of the thread that saves, where that stalls.
-    """
     by_calls: dict[tuple[str, ...], list[RankView]] = {}
     for view in views:
         threads = stacks.get(view.rank, [])
