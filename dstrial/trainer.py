@@ -28,7 +28,7 @@ from dstrial.local.measuring_variables import AROUND_FIT_KEY, measuring_hyperpar
 from dstrial.local.run_directory import REWRITE_VARIABLE, TEST_VARIABLE, RunState
 from dstrial.loggers.run_loggers import RunLoggers, loggers_of
 from dstrial.loop.boundaries import searcher_length, train_unit
-from dstrial.loop.loop import TrainingLoop, require_engine
+from dstrial.loop.loop import TrainingLoop, exits_refused, require_engine
 from dstrial.loop.metric_sinks import MetricSink
 from dstrial.loop.settings import FitResult, LoopSettings
 from dstrial.loop.sync_point import StopReason
@@ -288,6 +288,7 @@ class Trainer:
             metric_sinks=[*loggers.sinks, *metric_sinks],
         )
         result = loop.run()
+        end_phases()
         if result.stopped is not None:
             loggers.note_stop()
         runtime = self._runtime
@@ -422,12 +423,15 @@ def run_trial(
         info.trial._config if info is not None else cast(ExperimentConfig, experiment).raw
     )
     hparams = info.trial.hparams if info is not None else cast(ExperimentConfig, experiment).hyperparameters
-    with init(
-        hparams=dict(hparams),
-        exp_conf=None if info is not None else dict(config),
-        run_dir=run_dir,
-        latest_checkpoint=resume,
-    ) as context:
+    with (
+        init(
+            hparams=dict(hparams),
+            exp_conf=None if info is not None else dict(config),
+            run_dir=run_dir,
+            latest_checkpoint=resume,
+        ) as context,
+        exits_refused(lambda: "before training"),
+    ):
         trial = trial_class(context)
         trainer = Trainer(trial, context)
         require_engine(trial, context)

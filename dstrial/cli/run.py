@@ -179,7 +179,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _run_on_hosts(request: _Request, site: RunSite) -> int:
-    """Train on hosts of a hostfile, or on the nodes of the job we are in."""
     from dstrial.cli.run_hosts import ready_hosts
 
     args = request.args
@@ -496,7 +495,7 @@ def _attempt_on_hosts(
     finally:
         display.close()
     status = read_json(run_directory.status_path) or {}
-    verdict = judge(outcome, status, is_trial=request.entrypoint.trial is not None)
+    verdict = judge(outcome, status)
     verdict = site.judged(verdict, outcome.stopped_by, run_directory)
     lines, exit_code = _recorded(request, run_directory, verdict, outcome, monitor)
     if site.is_started_again:  # nobody has to type it
@@ -538,7 +537,7 @@ def _train(
     num_slots: int,
 ) -> int:
     from dstrial.cli.run_display import Refresher, make_display
-    from dstrial.cli.run_follow import LogTail, follow
+    from dstrial.cli.run_follow import LogTail, follow, kill_command
     from dstrial.master.store.views import observe
 
     experiment, args, point = request.experiment, request.args, request.point
@@ -588,6 +587,8 @@ def _train(
     finally:
         display.close()
     lines, exit_code, outcome = _end(request, master, run_directory, followed, monitor)
+    if followed.is_detached:
+        lines.append(f"{'kill with:':<15}{kill_command(master, experiment_id)}")
     _print_end(lines, outcome, out, err)
     return exit_code
 
@@ -606,8 +607,12 @@ def _stop_text(request: _Request, *, has_trained: bool) -> str:
     if has_trained:
         what = "stopping all ranks at the same batch, saving a checkpoint"
     elif request.entrypoint.trial is not None:
-        what = "stopping all ranks; training has not begun"
-    return f"{what} (Ctrl-C again to leave that to the master)"
+        what = "stopping all ranks, training has not begun"
+    limit_s = request.experiment.preemption_timeout_s
+    return (
+        f"{what}; ranks that have not ended after {limit_s} s (preemption_timeout) are killed "
+        "(Ctrl-C again to leave that to the master)"
+    )
 
 
 def _end(
@@ -617,9 +622,8 @@ def _end(
     followed: FollowResult,
     monitor: RunMonitor,
 ) -> tuple[list[str], int, LaunchOutcome]:
-    """Record the attempt's end; return lines to print, exit status and ranks' outcome."""
     outcome = outcome_of(run_directory, followed)
-    verdict = _verdict(request, run_directory, followed, outcome)
+    verdict = judge_experiment(followed, judge(outcome, read_json(run_directory.status_path) or {}))
     lines, exit_code = _recorded(request, run_directory, verdict, outcome, monitor)
     if not request.args.test and verdict.state is not RunState.COMPLETED and followed.view is not None:
         lines += _ways_on(followed, master)
@@ -633,7 +637,6 @@ def _recorded(
     outcome: LaunchOutcome,
     monitor: RunMonitor,
 ) -> tuple[list[str], int]:
-    """Put an attempt's end on record; return the lines to print and the exit status."""
     failure = outcome.first_failure.in_one_line if outcome.first_failure is not None else verdict.reason
     run_directory.end_attempt(verdict.state, failure if verdict.state is RunState.FAILED else None)
     if request.args.test:
@@ -703,14 +706,6 @@ def _shower(display: Display) -> Any:
     return show
 
 
-def _verdict(
-    request: _Request, run_directory: RunDirectory, followed: FollowResult, outcome: LaunchOutcome
-) -> Verdict:
-    status = read_json(run_directory.status_path) or {}
-    judged = judge(outcome, status, is_trial=request.entrypoint.trial is not None)
-    return judge_experiment(followed, judged)
-
-
 def _ways_on(followed: FollowResult, master: Master) -> list[str]:
     view = followed.view
     assert view is not None
@@ -749,7 +744,6 @@ def _summary_of(
 
 
 def _end_test(run_directory: RunDirectory, verdict: Verdict, outcome: LaunchOutcome) -> tuple[list[str], int]:
-    """Return what to print after ``--test`` and its exit status; remove a passed run."""
     checkpoint = newest_checkpoint(run_directory.checkpoints_path)
     if verdict.state is RunState.COMPLETED and checkpoint is not None:
         shutil.rmtree(run_directory.path)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from dstrial.cli.run_stalls import StoppedMaster
 from dstrial.cli.run_submission import Master
+from dstrial.cli.streams import det_for
 from dstrial.errors import MasterError, RequestError
 from dstrial.master.store.views import observe
 from dstrial.master.store.views.observe import ExperimentView, LogRow
@@ -122,6 +123,7 @@ def follow(
             if is_asked:
                 on_stop(asked)
         if asked is not None and signal.SIGINT in signals[1:]:
+            view = observe.experiment_view(master.state, experiment_id)
             return FollowResult(view, asked.name, is_detached=True)
         if time.monotonic() >= next_look_at_s:
             next_look_at_s = time.monotonic() + _LOOK_PERIOD_S
@@ -137,6 +139,11 @@ def follow(
         if gone_since_s is not None and time.monotonic() - gone_since_s > _GONE_AFTER_S:
             return FollowResult(view, asked.name if asked else None, is_master_gone=True)
         time.sleep(_POLL_PERIOD_S)
+
+
+def kill_command(master: Master, experiment_id: int) -> str:
+    """Return what frees an experiment's slots at once."""
+    return f"{det_for(master.record.address)} experiment kill {experiment_id}"
 
 
 def _pause(master: Master, experiment_id: int) -> bool:

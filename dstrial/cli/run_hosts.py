@@ -216,7 +216,8 @@ class HostRun:
 
     def _tell_stop(self, name: str) -> None:
         again = " (Ctrl-C again ends them at once)" if name == signal.SIGINT.name else ""
-        self._display.message(f"{name}: stopping all ranks at the same batch{again}")
+        limit = f"ranks that have not ended after {self._experiment.preemption_timeout_s} s are killed"
+        self._display.message(f"{name}: stopping all ranks at the same batch; {limit}{again}")
 
     def _job(self, command: list[str]) -> Job:
         env = {**self._experiment.environment_variables, RUN_DIR_VARIABLE: str(self._run_directory.path)}

@@ -32,11 +32,13 @@ class Verdict:
         state: for the run's record.
         exit_code: of this command.
         reason: why it did not complete, or by what it was stopped; None if it simply completed.
+        goes_on: whether the master may still save a checkpoint of it, so that nobody knows what is lost.
     """
 
     state: RunState
     exit_code: int
     reason: str | None = None
+    goes_on: bool = False
 
 
 def outcome_of(run_directory: RunDirectory, followed: FollowResult) -> LaunchOutcome:
@@ -61,9 +63,14 @@ def judge_experiment(followed: FollowResult, judged: Verdict) -> Verdict:
     if view is None:
         return Verdict(RunState.FAILED, 1, "the experiment was deleted")
     if followed.is_detached:
-        return Verdict(RunState.STOPPED, 128 + signal.SIGINT, "left to the master")
+        saved = max(
+            (trial.batches_saved for trial in view.trials if trial.batches_saved is not None), default=None
+        )
+        what = "nothing" if saved is None else f"batch {saved}"
+        reason = f"left to the master, which has saved {what} so far"
+        return Verdict(RunState.STOPPED, 128 + signal.SIGINT, reason, goes_on=True)
     if followed.is_master_gone:
-        return Verdict(RunState.STOPPED, 1, "the master has ended")
+        return Verdict(RunState.STOPPED, 1, "the master has ended", goes_on=True)
     if view.state == "CANCELED":
         return Verdict(RunState.STOPPED, 1, "cancelled")
     if view.state == "ERROR" and judged.state is not RunState.FAILED:
@@ -72,17 +79,16 @@ def judge_experiment(followed: FollowResult, judged: Verdict) -> Verdict:
     return judged
 
 
-def judge(outcome: LaunchOutcome, status: Mapping[str, object], *, is_trial: bool) -> Verdict:
+def judge(outcome: LaunchOutcome, status: Mapping[str, object]) -> Verdict:
     """Decide what became of an attempt.
 
     Args:
         outcome: how the ranks ended.
         status: what the trial kept in ``status.json``: its last status text and early exit.
-        is_trial: whether the ranks ran a trial class, which says at its end that it completed.
 
     Returns:
-        Completed only if all ranks exited 0 and, for a trial, it says so; a trial that asked itself to stop
-        has completed, too, and so has one that said so before the ranks were asked to stop.
+        Completed only if all ranks exited 0, which the launcher takes for a failure before the end of training; a trial that
+        asked itself to stop has completed, too, and so has one that said so before the ranks were asked to stop.
     """
     text = str(status.get("status", ""))
     if outcome.ended_at_once:
@@ -102,8 +108,6 @@ def judge(outcome: LaunchOutcome, status: Mapping[str, object], *, is_trial: boo
         return Verdict(RunState.COMPLETED, 0, "the trial's own request")
     if text.startswith("stopped"):
         return Verdict(RunState.STOPPED, _BY_SIGTERM, text.partition(": ")[2] or text)
-    if is_trial and text != "completed":
-        return Verdict(RunState.FAILED, 1, "all ranks exited 0 before training was complete")
     return Verdict(RunState.COMPLETED, 0)
 
 
@@ -198,6 +202,8 @@ def _what_remains(
     if verdict.state is RunState.COMPLETED:
         has_trained = None in (steps_before, batches_trained) or batches_trained != steps_before
         return None if has_trained else "nothing was left to train"
+    if verdict.goes_on:
+        return None
     if batches_saved is None:
         return "no checkpoint"
     is_ahead = batches_trained is not None and batches_trained > batches_saved

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from dstrial.cli.run_display import number
-from dstrial.cli.run_follow import FollowResult, follow
+from dstrial.cli.run_follow import FollowResult, follow, kill_command
 from dstrial.cli.run_stalls import StalledTrials
 from dstrial.cli.run_submission import Master, Submission, config_of_run, fingerprint, submit
 from dstrial.cli.run_submission import submitted_config as config_of
@@ -73,10 +73,17 @@ def search(
             _tell_start(observe.starting(master.state, experiment_id), told_starts, out)
 
     def on_stop(_signal: signal.Signals) -> None:
-        say("pausing all trials with a checkpoint (Ctrl-C again to leave that to the master)")
+        limit_s = experiment.preemption_timeout_s
+        say(
+            f"pausing all trials with a checkpoint; what has not ended after {limit_s} s (preemption_timeout) is killed "
+            "(Ctrl-C again to leave that to the master)"
+        )
 
     followed = follow(master, experiment_id, signals, on_look=on_look, on_stop=on_stop, say=say)
-    return _end(experiment, master, run_directory, followed, out)
+    exit_code = _end(experiment, master, run_directory, followed, out)
+    if followed.is_detached:
+        out.write(f"{'kill with:':<15}{kill_command(master, experiment_id)}\n")
+    return exit_code
 
 
 def _tell_start(starts: list[Start], told: set[str], out: LossTolerantStream) -> None:

@@ -11,6 +11,10 @@ from typing import Any, Literal, cast
 
 from dstrial.config.keys import Rule, Section
 
+DEFAULT_PREEMPTION_TIMEOUT_S = 600
+"""How long ranks may take to save and end after a request to stop, seconds. Determined gives an hour, in which a hung rank
+holds its slots."""
+
 
 def _rule(*types: str, default: Any = None, **bounds: Any) -> Rule:
     return Rule(types=types, default=default, **bounds)

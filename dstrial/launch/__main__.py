@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from dstrial import collector, determined_imports
 from dstrial.config.dotted_keys import dstrial_section
+from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S
 from dstrial.errors import ConfigError, DstrialError, LaunchError
 from dstrial.file_writes import replace_file
 from dstrial.harness_paths import ALLOCATION_DIR_VARIABLE, ENDING_NAME, WARM_VARIABLE
@@ -33,7 +35,6 @@ from dstrial.launch.output import Stream
 from dstrial.launch.rank_main import script_command, trial_command
 from dstrial.launch.slots import slots_argument
 from dstrial.launch.slurm_step import SlurmStep, slurm_task, step_of
-from dstrial.launch.supervisor import DEFAULT_SHUTDOWN_TIMEOUT_S
 from dstrial.local.experiment_file import EXPERIMENT_VARIABLE, write_experiment
 from dstrial.local.json_files import write_json_atomically
 from dstrial.local.run_directory import (
@@ -153,7 +154,6 @@ def _expected_ranks(
 
 
 def _variables(experiment: ExperimentConfig | None) -> dict[str, str]:
-    """Return what ranks get off a cluster."""
     # Ranks of a trial go to the context directory before they look for a relative one.
     env = {RUNS_DIR_VARIABLE: str(default_runs_dir())}
     if experiment is not None:
@@ -194,10 +194,8 @@ def _launch_off_cluster(
             command,
             num_ranks=num_ranks,
             env=env,
-            shutdown_timeout_s=(
-                experiment.preemption_timeout_s if experiment is not None else DEFAULT_SHUTDOWN_TIMEOUT_S
-            ),
-            on_stop=_tell_stopping,
+            shutdown_timeout_s=_stop_timeout_s(experiment),
+            on_stop=functools.partial(_tell_stopping, _stop_timeout_s(experiment)),
             on_start=_warn if placement is None else _warn_by_host,
             placement=placement,
             serves_store=not options.trial,
@@ -207,7 +205,6 @@ def _launch_off_cluster(
 
 
 def _launch_on_hosts(options: argparse.Namespace) -> LaunchOutcome:
-    """Launch on the hosts of a hostfile, or on none of them."""
     if is_on_cluster(os.environ):
         raise LaunchError(
             f"--hostfile is {str(options.hostfile)!r} in a trial of a master, which has its own hosts; expected one of the "
@@ -241,9 +238,7 @@ def _launch_on_hosts(options: argparse.Namespace) -> LaunchOutcome:
         config=None if experiment is None else experiment.raw,
         hyperparameters={} if experiment is None else experiment.hyperparameters,
         tracebacks_dir=default_runs_dir() / "tracebacks" / f"{utc_stamp()}-{os.getpid()}",
-        shutdown_timeout_s=(
-            experiment.preemption_timeout_s if experiment is not None else DEFAULT_SHUTDOWN_TIMEOUT_S
-        ),
+        shutdown_timeout_s=_stop_timeout_s(experiment),
     )
     preflight = check_hosts(
         hosts,
@@ -262,7 +257,7 @@ def _launch_on_hosts(options: argparse.Namespace) -> LaunchOutcome:
         python=python_of(options),
         on_line=_print_for_cluster,
         on_note=_warn,
-        on_stop=_tell_stopping,
+        on_stop=functools.partial(_tell_stopping, job.shutdown_timeout_s),
     )
 
 
@@ -274,7 +269,6 @@ def _variables_of_hosts(experiment: ExperimentConfig | None) -> dict[str, str]:
 def _script_variables(
     experiment: ExperimentConfig, num_ranks: int, directory: Path, env: Mapping[str, str]
 ) -> dict[str, str]:
-    """Name the experiment and its DeepSpeed config to ranks, which read none of ours."""
     path = directory / "experiment.json"
     write_experiment(path, experiment.raw, experiment.hyperparameters)
     accelerate = accelerate_variables(
@@ -306,7 +300,7 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
     )
     _require_resumable(info)
     placement = cluster_placement(info)
-    timeout_s = info.trial._config.get("preemption_timeout") or DEFAULT_SHUTDOWN_TIMEOUT_S
+    timeout_s = info.trial._config.get("preemption_timeout") or DEFAULT_PREEMPTION_TIMEOUT_S
     running: list[RunningRanks] = []
     env = {"DET_CHIEF_IP": placement.master_addr}
     with scratch_directory("dstrial-script-") as directory:
@@ -330,7 +324,7 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
             log_dir=None if run is None else run.begin_logs(),
             shutdown_timeout_s=float(timeout_s),
             on_line=_print_for_cluster,
-            on_stop=_tell_stopping,
+            on_stop=functools.partial(_tell_stopping, float(timeout_s)),
             on_start=_warn if len(info.container_addrs) == 1 else _warn_by_host,
             placement=placement,
             serves_store=not options.trial,
@@ -346,7 +340,6 @@ def _launch_on_cluster(options: argparse.Namespace, info: ClusterInfo) -> Launch
 
 
 def _leave_ending(running: Sequence[RunningRanks]) -> None:
-    """Let the master tell which of several nodes has failed by itself."""
     directory = os.environ.get(ALLOCATION_DIR_VARIABLE)
     ending = running[0].supervisor.first_ending() if running else None
     if directory and ending is not None:
@@ -356,11 +349,6 @@ def _leave_ending(running: Sequence[RunningRanks]) -> None:
 
 
 def _require_resumable(info: ClusterInfo) -> None:
-    """Refuse a readable checkpoint that cannot go on with this config on these slots.
-
-    Raises:
-        ConfigError: with everything that keeps it from going on.
-    """
     problems = resumption_problems(
         info.trial._config,
         info.trial.hparams,
@@ -385,7 +373,6 @@ def _stall_memory() -> Path | None:
 
 
 def _run_directory() -> RunDirectory | None:
-    """The run directory of ``dstrial run``, kept beside what the master knows."""
     path = os.environ.get(RUN_DIR_VARIABLE)
     return RunDirectory.open(path) if path else None
 
@@ -418,12 +405,18 @@ def _print_for_cluster(rank: int, stream: Stream, line: str) -> None:
     target.flush()
 
 
-def _tell_stopping(signal_name: str) -> None:
-    _warn(f"{signal_name} received: the ranks were asked to stop; Ctrl-C ends them at once")
+def _stop_timeout_s(experiment: ExperimentConfig | None) -> float:
+    return DEFAULT_PREEMPTION_TIMEOUT_S if experiment is None else experiment.preemption_timeout_s
+
+
+def _tell_stopping(timeout_s: float, signal_name: str) -> None:
+    _warn(
+        f"{signal_name} received: the ranks were asked to stop, and are killed after {timeout_s:g} s (preemption_timeout); "
+        "Ctrl-C ends them at once"
+    )
 
 
 def _warn_by_host(text: str) -> None:
-    """Say on which of several machines something is so."""
     _warn(f"{socket.gethostname()}: {text}")
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
+import mmap
 import os
 import shutil
 import signal
@@ -21,6 +23,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S
 from dstrial.errors import LaunchError, RankStalledError
 from dstrial.fork_server import client
 from dstrial.fork_server.key import NVML_CHECK_VARIABLE
@@ -37,15 +40,16 @@ from dstrial.launch.rendezvous import Rendezvous
 from dstrial.launch.stale_locks import remove_stale_locks
 from dstrial.launch.stalls.stall_board import StallBoard
 from dstrial.launch.stalls.stall_rules import StallSettings
-from dstrial.launch.stalls.stall_watch import WatchedRanks, watched_training
+from dstrial.launch.stalls.stall_watch import LOOK_EVERY_S, StallWatch, WatchedRanks
 from dstrial.launch.start_watch import watched_start
-from dstrial.launch.supervisor import DEFAULT_FAILURE_GRACE_S, DEFAULT_SHUTDOWN_TIMEOUT_S, Supervisor
+from dstrial.launch.supervisor import DEFAULT_FAILURE_GRACE_S, Supervisor
+from dstrial.launch.watches import watching
 from dstrial.ranks.heartbeat import HEARTBEAT_VARIABLE, Phase, make_heartbeat_file, read_beat
 from dstrial.ranks.identity import LOOPBACK_ADDR
 from dstrial.ranks.job_secret import SECRET_VARIABLE, STORE_VARIABLE, new_secret, store_variable
 from dstrial.ranks.sockets import loopback_only
 from dstrial.ranks.stack_dump import STACKS_FILE_VARIABLE
-from dstrial.ranks.startup_phase import PHASE_FILE_VARIABLE
+from dstrial.ranks.startup_phase import FIRST_BATCH, PHASE_FILE_VARIABLE, TRAINING, read_phase
 from dstrial.ranks.stop_signals import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
 from dstrial.scratch import compile_cache, scratch_directory
 
@@ -104,7 +108,7 @@ def run_ranks(
     num_ranks: int,
     env: Mapping[str, str] | None = None,
     log_dir: Path | None = None,
-    shutdown_timeout_s: float = DEFAULT_SHUTDOWN_TIMEOUT_S,
+    shutdown_timeout_s: float = DEFAULT_PREEMPTION_TIMEOUT_S,
     failure_grace_s: float = DEFAULT_FAILURE_GRACE_S,
     on_line: OnLine | None = None,
     on_stop: Callable[[str], None] | None = None,
@@ -173,7 +177,9 @@ def run_ranks(
         variables = _rank_variables(env or {}, num_ranks, where, is_redirected=is_redirected)
         if where.num_nodes == 1:
             variables |= _private_variables(env or {}, work_dir, rendezvous.master_port, num_ranks)
-        files = _RankFiles(work_dir, log_dir, on_line, variables, supervisor, tracebacks_dir)
+        files = _RankFiles(
+            work_dir, log_dir, on_line, variables, supervisor, tracebacks_dir, is_trial=not serves_store
+        )
         stack.callback(files.close)
         stack.enter_context(_quiet_torchelastic())
         stack.enter_context(_stop_on_signals(supervisor))
@@ -188,10 +194,15 @@ def run_ranks(
             board = StallBoard(addr, port, where.node_rank, where.num_nodes)
         watched = files.watched_ranks(num_ranks, stall_memory, board)
         if watched is not None:
+            watch = StallWatch(
+                watched,
+                stalls or StallSettings(),
+                on_start or logger.warning,
+                files.end_stalled,
+                supervisor.end_left,
+            )
             stack.enter_context(
-                watched_training(
-                    watched, stalls or StallSettings(), on_start or logger.warning, files.end_stalled
-                )
+                watching(watch.look, watch.close, name="dstrial-stall-watch", every_s=LOOK_EVERY_S)
             )
         if on_ready is not None:
             on_ready(RunningRanks(supervisor, watched))
@@ -204,12 +215,11 @@ def run_ranks(
 
 
 def _outcome(supervisor: Supervisor, failure: RankFailure | None) -> LaunchOutcome:
-    """Say how the launch ended, once all ranks have."""
     exit_codes = supervisor.exit_codes()
     if supervisor.was_killed_by_user:
         exit_code = 130
     elif failure is not None:
-        exit_code = failure.exit_code
+        exit_code = failure.exit_code or 1
     else:
         exit_code = next((code for code in exit_codes if code != 0), 0)
     return LaunchOutcome(
@@ -296,8 +306,11 @@ class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch
         variables: Mapping[str, str],
         supervisor: Supervisor,
         tracebacks_dir: Path | None,
+        *,
+        is_trial: bool,
     ) -> None:
         super().__init__(log_dir=str(log_dir) if log_dir is not None else None)
+        self._is_trial = is_trial
         self._work_dir = work_dir
         self._log_dir = log_dir
         self._on_line = on_line
@@ -309,6 +322,7 @@ class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch
         self._heartbeats = work_dir / "heartbeats"
         self._ranks: dict[int, int] = {}
         self._stacks_files: dict[int, Path] = {}
+        self._beats: mmap.mmap | None = None
 
     def watched_ranks(
         self, num_ranks: int, memory: Path | None, board: StallBoard | None
@@ -322,6 +336,7 @@ class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch
         except OSError as error:
             logger.warning("stalls are not watched for, %s cannot be made: %s", self._heartbeats, error)
             return None
+        self._beats = beats
         kept = self._tracebacks_dir or self._log_dir
         return WatchedRanks(beats, self._ranks, self._stacks_files, kept, memory, board)
 
@@ -330,6 +345,18 @@ class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch
         named = next(iter(self._ranks.values())) if rank is None else rank
         error = RankStalledError(text)
         write_record(self._work_dir / f"rank_{named}.error.json", error, text, line=text)
+
+    def _why_left(self, local_rank: int) -> str:
+        """Say why exit code 0 of a rank is a failure; empty where it is none."""
+        phase = read_phase(self._phase_files[self._ranks[local_rank]])
+        if phase is None or not (phase[0] in (FIRST_BATCH, TRAINING) or (self._is_trial and phase[0])):
+            return ""
+        beat = None if self._beats is None else read_beat(self._beats, local_rank)
+        where = "before training" if beat is None else f"at batch {beat.batch}, before the end of training"
+        return (
+            f"It ended with exit code 0 {where}. To stop training early, call context.set_stop_requested(True) or exit with "
+            "another code."
+        )
 
     def phase_files(self) -> list[Path]:
         """Where starting ranks say what they do; empty before the ranks are known."""
@@ -379,6 +406,7 @@ class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch
                 local_rank,
                 error_file=error_file,
                 stderr_file=rank_dir / "stderr.log" if self._log_dir is not None else None,
+                why_left=functools.partial(self._why_left, local_rank),
             )
         if self._on_line is not None:
             self._reader = LineReader(paths, self._on_line)

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S
 from dstrial.context_directory import list_context
 from dstrial.errors import LaunchError
 from dstrial.hosts.connection import HostConnection
@@ -32,7 +33,6 @@ from dstrial.hosts.transport import last_line
 from dstrial.launch.failures import LaunchOutcome, RankEnding, RankFailure, first_ending
 from dstrial.launch.node import CONTEXT, FILES, UNSTARTED, NodeRequest
 from dstrial.launch.output import OnLine
-from dstrial.launch.supervisor import DEFAULT_SHUTDOWN_TIMEOUT_S
 from dstrial.ranks.job_secret import SECRET_VARIABLE, new_secret
 
 START_S = 120.0
@@ -73,7 +73,7 @@ class Job:
     hyperparameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     log_dir: Path | None = None
     tracebacks_dir: Path | None = None
-    shutdown_timeout_s: float = DEFAULT_SHUTDOWN_TIMEOUT_S
+    shutdown_timeout_s: float = DEFAULT_PREEMPTION_TIMEOUT_S
 
     @property
     def paths(self) -> list[Path]:
@@ -417,7 +417,6 @@ class _Hosts:
             self._tell_all({"do": "kill", "why": why}, host)
 
     def _look(self) -> None:
-        """Find hosts that are silent, and give up what does not end after it was killed."""
         now_s = time.monotonic()
         for host in self._hosts:
             if host.is_over:
@@ -465,7 +464,7 @@ class _Hosts:
         if at_once:
             exit_code = 128 + signal.SIGINT
         elif first is not None:
-            exit_code = first.failure.exit_code
+            exit_code = first.failure.exit_code or 1
         return LaunchOutcome(
             exit_code,
             None if first is None else first.failure,

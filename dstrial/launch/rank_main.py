@@ -27,8 +27,9 @@ from dstrial.launch.memory_shortage import memory_advice
 from dstrial.launch.tracebacks import MAX_SHOWN_CHARS, short_traceback, whole_traceback
 from dstrial.launch.trial_import import find_modules_first, import_trial, is_determined_trial
 from dstrial.ranks.accelerate_backend import show_ranks_to_accelerate
+from dstrial.ranks.heartbeat import leave
 from dstrial.ranks.identity import identify
-from dstrial.ranks.stack_dump import dump_stacks_on_signal
+from dstrial.ranks.stack_dump import dump_stacks_on_signal, name_threads
 from dstrial.ranks.startup_phase import begin_phase, end_phases
 from dstrial.ranks.stop_signals import LAUNCHED_VARIABLE, LAUNCHER_PID_VARIABLE
 from dstrial.visible_text import cut_text
@@ -128,6 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except SystemExit as exit_:
         if isinstance(exit_.code, str):
             record_exception(exit_, exit_.code)
+        elif not exit_.code:
+            _leave()
         raise
     except (TrialImportError, ConfigError) as error:
         text = cut_text(f"{type(error).__name__}: {error}", MAX_SHOWN_CHARS)
@@ -137,6 +140,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BaseException as error:  # noqa: BLE001  # trial process main: recorded, shown, and the process ends
         _record_failure(error)
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+    _leave()
+
+
+def _leave() -> None:
+    """Have the launcher end what threads and exit handlers would keep for ever."""
+    name_threads()
+    leave()
 
 
 def _record_failure(error: BaseException) -> None:
@@ -203,7 +213,6 @@ def _run_trial(options: argparse.Namespace) -> None:
 
 
 def _run_determined_trial(trial_class: type[Any], spec: str) -> None:
-    """Run one of Determined's own trials in Determined's harness, on a cluster only."""
     import determined
     from determined.exec import harness
 

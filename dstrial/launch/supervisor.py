@@ -30,8 +30,6 @@ from dstrial.launch.failures import (
 from dstrial.launch.memory_shortage import killed_text, oom_kills
 from dstrial.launch.output import tail
 
-DEFAULT_SHUTDOWN_TIMEOUT_S = 3600.0
-"""How long after a request to stop ranks are killed, seconds."""
 DEFAULT_FAILURE_GRACE_S = 10.0
 """How long after the first failure the other ranks are killed, seconds."""
 
@@ -64,18 +62,27 @@ class Supervisor:
         self._pids: dict[int, int] = {}
         self._error_files: dict[int, Path] = {}
         self._stderr_files: dict[int, Path] = {}
+        self._why_left: dict[int, Callable[[], str]] = {}
+        self._left: dict[int, str] = {}
         self._ended: dict[int, tuple[float, int]] = {}
         self._term_sent_s: dict[int, float] = {}
         self._kill_sent: set[int] = set()
+        self._end_left: set[int] = set()
         self._stop_signal: str | None = None
         self._stop_passed_on_s: float | None = None
         self._kill_requested = self._killed_by_user = False
         self._failing_since_s: float | None = None
         self._oom_kills_before = oom_kills()
 
-    def set_files(self, local_rank: int, *, error_file: Path, stderr_file: Path | None) -> None:
-        """Say where a rank records its error and prints its standard error, if in a file."""
+    def set_files(
+        self, local_rank: int, *, error_file: Path, stderr_file: Path | None, why_left: Callable[[], str]
+    ) -> None:
+        """Say where a rank records its error and prints its standard error, if in a file.
+
+        ``why_left`` tells why its exit code 0 is a failure; empty where it is none.
+        """
         self._error_files[local_rank] = error_file
+        self._why_left[local_rank] = why_left
         if stderr_file is not None:
             self._stderr_files[local_rank] = stderr_file
 
@@ -90,6 +97,12 @@ class Supervisor:
     def kill_now(self) -> None:
         """Kill all ranks at the next tick."""
         self._kill_requested = True
+
+    def end_left(self, local_rank: int) -> None:
+        """Kill a rank whose program has ended with exit code 0, which stays its exit code."""
+        if local_rank not in self._ended:
+            self._end_left.add(local_rank)
+            _kill_group(self._pids[local_rank])
 
     def tell_peer_failed(self) -> None:
         """Treat ranks of other machines as those of this one: somebody there has failed."""
@@ -156,7 +169,15 @@ class Supervisor:
         And whether a rank elsewhere caused it.
         """
         endings = (self._ending(local_rank) for local_rank in sorted(self._ended))
-        return first_ending(ending for ending in endings if ending is not None)
+        first = first_ending(ending for ending in endings if ending is not None)
+        if first is None or not first.is_consequence:
+            return first
+        left = [(self._ended[i][0], i) for i in self._ended if self._has_left(i)]
+        if not left:
+            return first
+        ended_s, local_rank = min(left)
+        text = "It ended while other ranks waited for it. Let all ranks end together."
+        return RankEnding(self._failure(local_rank, 0, text), ended_s, is_consequence=True)
 
     def _ending(self, local_rank: int) -> RankEnding | None:
         ended_s, status = self._ended[local_rank]
@@ -164,6 +185,9 @@ class Supervisor:
         ours = (status == -signal.SIGTERM and local_rank in self._term_sent_s) or (
             status == -signal.SIGKILL and local_rank in self._kill_sent
         )
+        if status == 0 and record is None:
+            why = self._left.get(local_rank)
+            return RankEnding(self._failure(local_rank, 0, why), ended_s, False) if why else None
         if status == 0 or (ours and record is None):
             return None
         is_caused = is_consequence(record)
@@ -181,7 +205,11 @@ class Supervisor:
             told = {"summary": record.line, "advice": record.advice, "whole": record.whole}
         if ours:
             status = 1
-        failure = RankFailure(
+        failure = self._failure(local_rank, status, error, **told)
+        return RankEnding(failure, ended_s if record is None else record.time_s, is_caused)
+
+    def _failure(self, local_rank: int, status: int, error: str, **told: Any) -> RankFailure:
+        return RankFailure(
             rank=self._ranks[local_rank],
             local_rank=local_rank,
             pid=self._pids[local_rank],
@@ -191,7 +219,9 @@ class Supervisor:
             error=error,
             **told,
         )
-        return RankEnding(failure, ended_s if record is None else record.time_s, is_caused)
+
+    def _has_left(self, local_rank: int) -> bool:
+        return self._ended[local_rank][1] == 0 and local_rank not in self._term_sent_s
 
     def _await_end(self, local_rank: int, pid: int) -> None:
         try:
@@ -210,10 +240,14 @@ class Supervisor:
                 time.sleep(0.02)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
+        if status == -signal.SIGKILL and local_rank in self._end_left:
+            status = 0
+        if status == 0 and local_rank not in self._term_sent_s:
+            self._left[local_rank] = self._why_left[local_rank]()
         self._ended[local_rank] = (ended_s, status)
 
     def _has_failure(self) -> bool:
-        if any(status != 0 for _, status in self._ended.values()):
+        if any(status != 0 for _, status in self._ended.values()) or any(self._left.values()):
             return True
         return any(path.exists() for path in self._error_files.values())
 

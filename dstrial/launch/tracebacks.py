@@ -204,7 +204,6 @@ def _count(frames: Sequence[_Frame], place: str = "") -> list[str]:
 
 
 def _place(frame: _Frame) -> str:
-    """Return where a frame of a package is, as ``torch/nn/modules/linear.py:134``."""
     installed = _INSTALLED.search(frame.file)
     name = frame.file[installed.start(1) :] if installed is not None else Path(frame.file).name
     found = _LINE.search(frame.text)

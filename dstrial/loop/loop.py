@@ -18,6 +18,7 @@ from dstrial.errors import (
     NonFiniteError,
     PeerFailedError,
     RankError,
+    TrialContractError,
 )
 from dstrial.loop import sync_point
 from dstrial.loop.boundaries import (
@@ -43,13 +44,33 @@ from dstrial.loop.settings import FitResult, LoopSettings
 from dstrial.loop.sync_point import StopReason, SyncPoints
 from dstrial.loop.validation import Validation
 from dstrial.ranks.heartbeat import Phase, heartbeat
-from dstrial.ranks.startup_phase import TRAINING, begin_phase
+from dstrial.ranks.startup_phase import FIRST_BATCH, TRAINING, begin_phase
 from dstrial.telemetry.instruments import Instruments
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 from dstrial.trial.determined_errors import AccumulationError, InvalidTrialError, SearcherMetricError
 from dstrial.trial.trial import DeepSpeedTrial
 
 logger = logging.getLogger("dstrial.loop")
+
+
+@contextlib.contextmanager
+def exits_refused(where: Callable[[], str]) -> Iterator[None]:
+    """Turn an exit with code 0, which would pass for an end, into an error.
+
+    Raises:
+        TrialContractError: user code exited with code 0 in the block.
+
+    Ranks: each its own; no communication.
+    """
+    try:
+        yield
+    except SystemExit as exit_:
+        if type(exit_) is not SystemExit or exit_.code:  # dsat ends what it measures by a subclass
+            raise
+        raise TrialContractError(
+            f"user code ends the rank with exit code 0 {where()}; expected training to go on to its end. To stop it early, call "
+            "context.set_stop_requested(True) or exit with another code."
+        ).with_traceback(exit_.__traceback__) from None
 
 
 class TrainingLoop:
@@ -144,6 +165,9 @@ class TrainingLoop:
         """
         settings, callbacks, progress = self._settings, self._callbacks, self._progress
         with contextlib.ExitStack() as stack:
+            stack.enter_context(
+                exits_refused(lambda: f"at batch {progress.batches_trained} of {self._batches_total}")
+            )
             callbacks.call("on_trial_startup", self._context.get_initial_batch(), settings.latest_checkpoint)
             stack.callback(callbacks.call, "on_trial_shutdown")
             stack.callback(self._saver.close)
@@ -283,7 +307,7 @@ class TrainingLoop:
             self._reports.tell_progress()
         stepped_before = self._adapter.micro_batches_stepped
         is_unproven = self._runtime.accumulates_itself
-        begin_phase("training the first batch")
+        begin_phase(FIRST_BATCH)
         while progress.batches_trained < self._batches_total:
             self._train_until(progress.batches_trained + 1 if is_unproven else self._next_event())
             if is_unproven:

@@ -58,6 +58,8 @@ class Phase(enum.IntEnum):
     """A callback of the user's, between batches."""
     SCRIPT = 6
     """Code between two batches of which nothing is known: how long it may take is its own affair."""
+    LEAVING = 7
+    """Nothing: the program has ended, and threads and exit handlers keep the process."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -174,10 +176,10 @@ class Heartbeat:
             self._note(Phase.SAVE, time.monotonic() - since_s)
         _SAVE.pack_into(self._buffer, self._offset + _SAVE_AT, batch, 0.0)
 
-    def end(self) -> None:
+    def end(self, phase: Phase = Phase.NONE) -> None:
         """Say that nothing is known from now on but how many batches were trained."""
         _, _, batch, _ = _MAIN.unpack_from(self._buffer, self._offset)
-        self.begin(Phase.NONE, batch)
+        self.begin(phase, batch)
 
     def _note(self, phase: Phase, seconds: float) -> None:
         at = self._offset + _LONGEST_AT + _LONGEST.size * int(phase)
@@ -189,6 +191,12 @@ class Heartbeat:
 def heartbeat() -> Heartbeat:
     """Return this process's heartbeat, the same at every call. Ranks: each its own."""
     return _opened(os.environ.get(HEARTBEAT_VARIABLE, ""), os.getpid())
+
+
+def leave() -> None:
+    """Say that this rank's program has ended; nothing where it has not trained."""
+    if _opened.cache_info().currsize:
+        heartbeat().end(Phase.LEAVING)
 
 
 @functools.lru_cache(maxsize=1)

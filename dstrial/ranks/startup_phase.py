@@ -16,6 +16,8 @@ from dstrial.file_writes import replace_file
 PHASE_FILE_VARIABLE = "DSTRIAL_PHASE_FILE"
 """Environment variable that names the file in which a rank says what it is doing before its first batch."""
 
+FIRST_BATCH = "training the first batch"
+
 TRAINING = "training"
 """The last phase: batches are trained, and whoever compiles something does not hold this rank up."""
 

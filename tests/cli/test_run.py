@@ -208,8 +208,8 @@ class TestScripts:
         code, output = run_and_signal(project, project.command(), "waiting for a signal", [signal_])
         assert code == exit_code, output
         assert (
-            "stopping all ranks at the same batch, saving a checkpoint (Ctrl-C again to leave that to the master)"
-            in output
+            "stopping all ranks at the same batch, saving a checkpoint; ranks that have not ended after 600 s "
+            "(preemption_timeout) are killed (Ctrl-C again to leave that to the master)" in output
         )
         assert f"stopped at batch 5 of 10 ({signal_.name})" in output
         assert re.search(r"resume with: .*--resume latest", output)
@@ -234,12 +234,16 @@ class TestScripts:
             project, project.command(), "waiting for a signal", [signal.SIGINT, signal.SIGINT]
         )
         assert code == 130
-        assert "stopped at batch 5 of 10 (left to the master; no checkpoint)" in output
+        assert "stopped at batch 5 of 10 (left to the master, which has saved nothing so far)" in output
+        assert "lost" not in output
+        kill = re.search(r"^kill with: +(?:\S*/)?det -m (\S+) experiment kill (\d+)$", output, re.M)
+        assert kill is not None, output
         (run_directory,) = project.run_directories()
         refused = project.run("--resume", str(run_directory.path))
         assert refused.returncode == 1
         submission = Submission.read(run_directory)
         assert submission is not None
+        assert kill.groups() == (shared_master.record.address, str(submission.experiment_id))
         view = until_settled(shared_master, submission.experiment_id)
         assert view.state == "PAUSED"
         assert len(list_checkpoints(run_directory.checkpoints_path)) == 1
@@ -248,6 +252,36 @@ class TestScripts:
         again = Submission.read(run_directory)
         assert again is not None
         assert again.experiment_id == submission.experiment_id
+
+    def test_second_ctrl_c_tells_what_the_master_saved(
+        self, make_project: MakeProject, shared_master: MasterForTest
+    ) -> None:
+        hangs = "is_stopping = True\n        if is_stopping:\n            time.sleep(600)"
+        saves = "if batch in (3, 10):"
+        script = CORE_API_SCRIPT.replace("is_stopping = True", hangs)
+        project = make_project(
+            script.replace("if is_stopping or batch == 10:", saves), "python3 train.py wait"
+        )
+        code, output = run_and_signal(
+            project, project.command(), "waiting for a signal", [signal.SIGINT, signal.SIGINT]
+        )
+        assert code == 130
+        assert "stopped at batch 5 of 10 (left to the master, which has saved batch 3 so far)" in output
+        (run_directory,) = project.run_directories()
+        submission = Submission.read(run_directory)
+        assert submission is not None
+        client = shared_master.client()
+        client.post(f"/api/v1/experiments/{submission.experiment_id}/kill")
+        assert until_settled(shared_master, submission.experiment_id).state == "CANCELED"
+
+    def test_ctrl_c_on_ranks_that_hang_ends_in_time(self, make_project: MakeProject) -> None:
+        hangs = "is_stopping = True\n            time.sleep(600)"
+        project = make_project(CORE_API_SCRIPT.replace("is_stopping = True", hangs), "python3 train.py wait")
+        command = project.command("--config", "preemption_timeout=2")
+        code, output = run_and_signal(project, command, "waiting for a signal", [signal.SIGINT])
+        assert code == 130
+        assert "ranks that have not ended after 2 s (preemption_timeout) are killed" in output
+        assert "forcibly killing allocation: it did not stop within preemption_timeout (2 s)" in output
 
     def test_a_run_that_a_down_stopped_goes_on_at_the_next_up_and_can_be_followed_again(
         self, make_project: MakeProject, tmp_path: Path
@@ -421,7 +455,7 @@ class TestScripts:
         train.write_text("import time\nprint('up', flush=True)\ntime.sleep(600)\n")
         code, output = run_and_signal(project, project.command(), "up", [signal.SIGINT])
         assert code == 130
-        assert "stopping all ranks (Ctrl-C again to leave that to the master)" in output
+        assert "stopping all ranks; ranks that have not ended after 600 s" in output
         assert "state:         stopped (SIGINT; no checkpoint)" in output
         train.write_text(CORE_API_SCRIPT)
         ended = project.run("--resume", "latest")
@@ -615,6 +649,27 @@ def test_a_trial_is_tested_stopped_on_both_ranks_at_the_same_batch_and_resumed(
     assert run_directory.read_record().state is RunState.COMPLETED
 
 
+@pytest.mark.ranks
+def test_exit_0_in_training_fails_run_and_experiment(
+    make_project: MakeProject, shared_master: MasterForTest
+) -> None:
+    exits = "        if batch_idx == 6:\n            raise SystemExit\n        loss ="
+    project = make_project(TRIAL.replace("        loss =", exits, 1))
+    project.config.write_text(TRIAL_CONFIG)
+    (project.directory / "ds_config.json").write_text(json.dumps(DEEPSPEED_CONFIG))
+    ended = project.run()
+    assert ended.returncode == 1
+    assert re.search(r"rank \d failed first \(", ended.stderr)
+    assert "ends the rank with exit code 0 at batch 6 of 4000" in ended.stderr
+    (run_directory,) = project.run_directories()
+    assert run_directory.read_record().state is RunState.FAILED
+    submission = Submission.read(run_directory)
+    assert submission is not None
+    view = until_settled(shared_master, submission.experiment_id)
+    assert view.state == "ERROR"
+    assert "ends the rank with exit code 0" in str(view.end_reason)
+
+
 STARTING_UP = TRIAL.replace(
     "        self.context = context\n",
     "        import time\n        print('up', flush=True)\n        time.sleep(600)\n",
@@ -630,5 +685,5 @@ def test_a_trial_that_is_stopped_before_it_trains_promises_no_checkpoint(make_pr
         project, project.command("--test", "--slots", "1"), "up", [signal.SIGINT] * 2
     )
     assert code == 130, output
-    assert "stopping all ranks; training has not begun (Ctrl-C again to leave that to the master)" in output
+    assert "stopping all ranks, training has not begun; ranks that have not ended after 600 s" in output
     assert "test stopped by SIGINT; its files are in" in output

@@ -31,40 +31,36 @@ ENDED_AT_ONCE = LaunchOutcome(130, None, (137, 0), "SIGINT", (0,), ended_at_once
 
 
 @pytest.mark.parametrize(
-    ("ended", "status", "is_trial", "state", "exit_code"),
+    ("ended", "status", "state", "exit_code"),
     [
-        (outcome(), {"status": "completed"}, True, RunState.COMPLETED, 0),
-        (outcome(), {}, False, RunState.COMPLETED, 0),
-        (outcome(), {}, True, RunState.FAILED, 1),
-        (outcome(), {"status": "training"}, True, RunState.FAILED, 1),
-        (outcome(), {"status": "stopped: requested"}, True, RunState.COMPLETED, 0),
-        (outcome(), {"status": "stopped: signal"}, True, RunState.STOPPED, 143),
-        (outcome(), {"early_exit": "INVALID_HP"}, False, RunState.FAILED, 1),
-        (outcome(stopped_by="SIGINT"), {"status": "stopped: signal"}, True, RunState.STOPPED, 130),
-        (outcome(stopped_by="SIGTERM"), {}, False, RunState.STOPPED, 143),
-        (outcome(stopped_by="SIGINT"), {"status": "completed"}, True, RunState.COMPLETED, 0),
-        (outcome(130, stopped_by="SIGINT"), {"status": "training"}, True, RunState.STOPPED, 130),
-        (outcome(143, stopped_by="SIGINT"), {"status": "completed"}, True, RunState.COMPLETED, 0),
-        (outcome(143, stopped_by="SIGTERM"), {"status": "checkpointing"}, True, RunState.STOPPED, 143),
-        (outcome(137, stopped_by="SIGTERM"), {"status": "completed"}, True, RunState.FAILED, 137),
-        (ENDED_AT_ONCE, {"status": "training"}, True, RunState.STOPPED, 130),
-        (ENDED_AT_ONCE, {"status": "completed"}, True, RunState.STOPPED, 130),
-        (outcome(3, FAILURE), {"status": "training"}, True, RunState.FAILED, 3),
-        (outcome(3, FAILURE, "SIGINT"), {"status": "checkpointing"}, True, RunState.FAILED, 3),
-        (outcome(5), {}, False, RunState.FAILED, 5),
+        (outcome(), {"status": "completed"}, RunState.COMPLETED, 0),
+        (outcome(), {}, RunState.COMPLETED, 0),
+        (outcome(), {"status": "stopped: requested"}, RunState.COMPLETED, 0),
+        (outcome(), {"status": "stopped: signal"}, RunState.STOPPED, 143),
+        (outcome(), {"early_exit": "INVALID_HP"}, RunState.FAILED, 1),
+        (outcome(stopped_by="SIGINT"), {"status": "stopped: signal"}, RunState.STOPPED, 130),
+        (outcome(stopped_by="SIGTERM"), {}, RunState.STOPPED, 143),
+        (outcome(stopped_by="SIGINT"), {"status": "completed"}, RunState.COMPLETED, 0),
+        (outcome(130, stopped_by="SIGINT"), {"status": "training"}, RunState.STOPPED, 130),
+        (outcome(143, stopped_by="SIGINT"), {"status": "completed"}, RunState.COMPLETED, 0),
+        (outcome(143, stopped_by="SIGTERM"), {"status": "checkpointing"}, RunState.STOPPED, 143),
+        (outcome(137, stopped_by="SIGTERM"), {"status": "completed"}, RunState.FAILED, 137),
+        (ENDED_AT_ONCE, {"status": "training"}, RunState.STOPPED, 130),
+        (ENDED_AT_ONCE, {"status": "completed"}, RunState.STOPPED, 130),
+        (outcome(3, FAILURE), {"status": "training"}, RunState.FAILED, 3),
+        (outcome(3, FAILURE, "SIGINT"), {"status": "checkpointing"}, RunState.FAILED, 3),
+        (outcome(5), {}, RunState.FAILED, 5),
     ],
 )
-def test_only_a_run_that_says_so_and_whose_ranks_exit_0_has_completed(
-    ended: LaunchOutcome, status: dict[str, Any], is_trial: bool, state: RunState, exit_code: int
+def test_verdict_follows_ranks_status_and_signal(
+    ended: LaunchOutcome, status: dict[str, Any], state: RunState, exit_code: int
 ) -> None:
-    verdict = judge(ended, status, is_trial=is_trial)
+    verdict = judge(ended, status)
     assert (verdict.state, verdict.exit_code) == (state, exit_code)
 
 
 def test_the_first_failing_rank_is_the_reason() -> None:
-    assert (
-        judge(outcome(3, FAILURE), {}, is_trial=True).reason == "rank 1 failed first (exit code 3, host here)"
-    )
+    assert judge(outcome(3, FAILURE), {}).reason == "rank 1 failed first (exit code 3, host here)"
 
 
 def summary_of(
@@ -200,7 +196,7 @@ FAILED = Verdict(RunState.FAILED, 3, "rank 1 failed first")
 
 
 def experiment(state: str, exit_code: int | None = 0, end_reason: str | None = None) -> ExperimentView:
-    trial = TrialView(1, state, "{}", 0, 0, None, False, exit_code, None, 1)
+    trial = TrialView(1, state, "{}", 0, 0, None, False, exit_code, None, 1, 384)
     return ExperimentView(1, state, 0.0, end_reason, (trial,))
 
 
@@ -219,12 +215,14 @@ def experiment(state: str, exit_code: int | None = 0, end_reason: str | None = N
         (
             FollowResult(experiment("PAUSED"), "SIGINT", is_detached=True),
             COMPLETED,
-            Verdict(RunState.STOPPED, 130, "left to the master"),
+            Verdict(
+                RunState.STOPPED, 130, "left to the master, which has saved batch 384 so far", goes_on=True
+            ),
         ),
         (
             FollowResult(experiment("ACTIVE"), None, is_master_gone=True),
             COMPLETED,
-            Verdict(RunState.STOPPED, 1, "the master has ended"),
+            Verdict(RunState.STOPPED, 1, "the master has ended", goes_on=True),
         ),
     ],
 )

@@ -28,7 +28,7 @@ def experiment(tmp_path: Path) -> ExperimentConfig:
 
 def trial(number: int, state: str, metric: float | None) -> TrialView:
     hparams = {"lr": 0.00123456, "width": 8, "nested": {"depth": number, "fixed": 1}}
-    return TrialView(number, state, json.dumps(hparams), 10 * number, 0, metric, False, None, None, 1)
+    return TrialView(number, state, json.dumps(hparams), 10 * number, 0, metric, False, None, None, 1, None)
 
 
 VIEW = ExperimentView(

@@ -57,6 +57,13 @@ def exit_with_7_on_rank_1() -> None:
         sys.exit(7)
 
 
+def leave_on_rank_1() -> None:
+    meet()
+    if RANK == 1:
+        os._exit(0)
+    wait_for_peers()
+
+
 def raise_on_rank_0_while_rank_1_hangs() -> None:
     if RANK == 0:
         raise RuntimeError("nobody listens")

@@ -127,6 +127,13 @@ def test_an_exit_code_without_a_traceback_is_passed_on(tmp_path: Path) -> None:
     assert "rank 1 failed first (exit code 7, host " in result.stderr
 
 
+def test_rank_that_exits_0_early_is_named_first(tmp_path: Path) -> None:
+    result = launch("--slots", "2", str(PROGRAMS), "leave_on_rank_1", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "rank 1 failed first (exit code 0, host " in result.stderr
+    assert "rank 0 failed first" not in result.stderr
+
+
 @pytest.mark.exhaustive("[hangs]")
 @pytest.mark.parametrize("how", ["hangs", "works_in_another_thread"])
 def test_a_rank_that_hangs_after_a_failure_is_killed_and_not_blamed(how: str, tmp_path: Path) -> None:

@@ -130,6 +130,21 @@ def test_what_stalls_at_the_same_batch_again_is_not_ended_again(
     assert trial_of(client, trial_id)["restarts"] == 1
 
 
+def test_pause_of_stalled_ranks_frees_their_slots(shared_master: MasterForTest, tmp_path: Path) -> None:
+    client = shared_master.client()
+    trial_id = create(shared_master, tmp_path, action="report")
+    wait_for(lambda: stall_on_the_page(client, trial_id), deadline_s=180)
+    experiment_id = trial_of(client, trial_id)["experimentId"]
+    client.post(f"/api/v1/experiments/{experiment_id}/pause")
+    wait_for(lambda: not client.get("/api/v1/tasks")["allocationIdToSummary"], deadline_s=90)
+    log = shared_master.det("trial", "logs", str(trial_id)).stdout
+    assert (
+        "killing allocation: it did not stop within 30 s, and rank 1 is stopped (SIGSTOP) at batch 5" in log
+    )
+    assert trial_of(client, trial_id)["state"].endswith("PAUSED")
+    client.post(f"/api/v1/experiments/{experiment_id}/kill")
+
+
 def wait_until_told(log: Path, text: str, deadline_s: float) -> None:
     give_up_at_s = time.monotonic() + deadline_s
     while text not in log.read_text():

@@ -36,7 +36,7 @@ from dstrial.config.experiment_config.storage import check_storage
 from dstrial.config.keys import Dialect, check_keys
 from dstrial.config.parallel_dims import DIM_KEYS, ParallelDims
 from dstrial.config.parsing.documents import Document, read_yaml
-from dstrial.config.schema import EXPERIMENT, Length, is_length
+from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S, EXPERIMENT, Length, is_length
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.metadata import SavedRun
 from dstrial.resume.rules import check_resumption, with_kept_batch
@@ -47,7 +47,6 @@ _DIALECT = Dialect(
 )
 
 
-_PREEMPTION_TIMEOUT_S = 3600
 _MAX_ENTRYPOINT_CHARS = 2**16
 _MAX_OTHER_ENGINES = 20
 
@@ -265,7 +264,7 @@ def _fields_of(raw: Mapping[str, Any]) -> dict[str, Any]:
         "checkpoint_policy": raw["checkpoint_policy"],
         "experiment_seed": raw["reproducibility"]["experiment_seed"],
         "profiling_enabled": raw["profiling"]["enabled"],
-        "preemption_timeout_s": raw["preemption_timeout"] or _PREEMPTION_TIMEOUT_S,
+        "preemption_timeout_s": raw["preemption_timeout"] or DEFAULT_PREEMPTION_TIMEOUT_S,
         "max_restarts": raw["max_restarts"],
     }
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-fA-F]+)(?: \[.*\])? \(most recent call first\):")
+_NAME = re.compile(r"^Thread 0x([0-9a-fA-F]+) is named (.*)$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
 # Whatever of these is innermost waits for other ranks.
@@ -115,6 +116,11 @@ def parse_stacks(text: str) -> list[ThreadStack]:
             number = int(frame.group(2)) if frame.group(2).isdigit() else 0
             found[-1][1].append(Frame(frame.group(1), number, frame.group(3)))
     return [ThreadStack(thread_id, tuple(frames)) for thread_id, frames in found]
+
+
+def thread_names(text: str) -> dict[int, str]:
+    """Return the threads that keep a process from ending, as it has named them."""
+    return {int(number, 16): name for number, name in _NAME.findall(text)}
 
 
 def main_stack(stacks: Sequence[ThreadStack], thread_id: int) -> ThreadStack | None:

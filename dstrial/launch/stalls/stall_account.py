@@ -141,7 +141,6 @@ def _guilty(views: Sequence[RankView], places: Mapping[int, Place]) -> RankView 
 
 
 def _account_of_collectives(views: Sequence[RankView], places: Mapping[int, Place]) -> Account:
-    """Say which collectives ranks wait in if all of them do, else where they are."""
     if len(places) < len(views) or not all(_waits(place) for place in places.values()):
         return Account(_states(views, places), None)
     if any(place.wait is Wait.DEVICE for place in places.values()):

@@ -15,6 +15,9 @@ from dstrial.ranks.heartbeat import Beat, Phase
 STOPPED_AFTER_S = 10.0
 """How long a rank is stopped before that is told: nobody has to wonder whether it still works."""
 
+EXIT_TIMEOUT_S = 60.0
+"""How long threads and exit handlers may keep a rank that has trained after its program, seconds: loggers send their rest."""
+
 UNITS = {
     Phase.BATCH: "batch",
     Phase.VALIDATION: "validation",

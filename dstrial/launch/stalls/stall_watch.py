@@ -13,7 +13,7 @@ import json
 import linecache
 import mmap
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from dstrial.launch.stalls.stack_requests import ask_for_stacks, ask_workers
@@ -26,6 +26,7 @@ from dstrial.launch.stalls.stacks import (
     place_of,
     place_of_save,
     saving_stack,
+    thread_names,
 )
 from dstrial.launch.stalls.stall_account import (
     PREFIX,
@@ -37,6 +38,7 @@ from dstrial.launch.stalls.stall_account import (
 )
 from dstrial.launch.stalls.stall_board import NodeAccount, StallBoard
 from dstrial.launch.stalls.stall_rules import (
+    EXIT_TIMEOUT_S,
     RankView,
     Stall,
     StallSettings,
@@ -45,13 +47,13 @@ from dstrial.launch.stalls.stall_rules import (
     may_restart,
     stall_of,
 )
-from dstrial.launch.watches import ShownFile, watching
+from dstrial.launch.watches import ShownFile
 from dstrial.local.run_directory import shown_path
 from dstrial.process_state import kernel_function, read_state
 from dstrial.ranks.heartbeat import Beat, Phase, read_beat
 
 STALLED_NAME = "stalled.json"
-_LOOK_EVERY_S = 0.5
+LOOK_EVERY_S = 0.5
 # A launcher that was itself stopped, or a machine that slept, has not watched meanwhile.
 _MOST_PER_LOOK_S = 2.0
 _UNINTERRUPTIBLE_LOOKS = 6
@@ -80,31 +82,6 @@ class WatchedRanks:
     board: StallBoard | None = None
 
 
-@contextlib.contextmanager
-def watched_training(
-    watched: WatchedRanks,
-    settings: StallSettings,
-    print_line: Callable[[str], None],
-    end_ranks: Callable[[int | None, str], None],
-    *,
-    every_s: float = _LOOK_EVERY_S,
-) -> Iterator[None]:
-    """Watch ranks while they train, in a thread.
-
-    Args:
-        watched: the ranks.
-        settings: when they count as stalled, and what follows.
-        print_line: shows a line; called from the thread.
-        end_ranks: ends all ranks, for a rank (None where nobody knows which) and a reason; called from the thread.
-        every_s: how often to look, seconds.
-
-    Ranks: none; for the launcher, around its ranks.
-    """
-    watch = StallWatch(watched, settings, print_line, end_ranks)
-    with watching(watch.look, watch.close, name="dstrial-stall-watch", every_s=every_s):
-        yield
-
-
 @dataclasses.dataclass(slots=True)
 class _Seen:
     """What the watch knows of one rank from one look to the next."""
@@ -125,6 +102,7 @@ class StallWatch:
         settings: when they count as stalled, and what follows.
         print_line: shows a line.
         end_ranks: ends all ranks, for a rank and a reason.
+        end_left: ends the rank of a slot.
         clock: seconds that never run backwards.
     """
 
@@ -134,12 +112,14 @@ class StallWatch:
         settings: StallSettings,
         print_line: Callable[[str], None],
         end_ranks: Callable[[int | None, str], None],
+        end_left: Callable[[int], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._watched = watched
         self._settings = settings
         self._print_line = print_line
         self._end_ranks = end_ranks
+        self._end_left = end_left
         self._clock = clock
         self._looked_s = clock()
         self._now_s = 0.0
@@ -151,6 +131,7 @@ class StallWatch:
         self._began_s = 0.0
         self._has_ended_them = False
         self._shown = ShownFile(STALLED_NAME)
+        self._left: set[int] = set()
 
     def look(self) -> None:
         """Look at all ranks once, and say what is due."""
@@ -159,7 +140,13 @@ class StallWatch:
         now_s = self._clock()
         self._now_s += min(now_s - self._looked_s, _MOST_PER_LOOK_S)
         self._looked_s = now_s
-        views = [view for slot in list(self._watched.ranks) if (view := self._view(slot)) is not None]
+        views = []
+        for slot in list(self._watched.ranks):
+            view = self._view(slot)
+            if view is not None and view.beat.phase is Phase.LEAVING:
+                self._end_if_late(slot, view)
+            elif view is not None:
+                views.append(view)
         if any(view.is_stopped for view in views):
             for seen in self._seen.values():
                 seen.counts = False
@@ -189,6 +176,32 @@ class StallWatch:
                 if beat is not None:
                     self._advance(slot, beat)
             self._tell_went_on(self._stall)
+
+    def _end_if_late(self, slot: int, view: RankView) -> None:
+        if view.age_s <= EXIT_TIMEOUT_S or slot in self._left:
+            return
+        self._left.add(slot)
+        path = self._watched.stacks_files[view.rank]
+        stacks = ask_for_stacks([view], {view.rank: path}, self._watched.kept_stacks).get(view.rank, [])
+        names = thread_names(path.read_text(errors="replace")) if path.exists() else {}
+        held = [(f"thread {names[one.thread_id]!r}", one) for one in stacks if one.thread_id in names]
+        main = main_stack(stacks, view.beat.thread_id)
+        if not held and main is not None:
+            held = [("an exit handler", main)]
+        texts = []
+        for name, one in held:
+            place = place_of([one], one.thread_id)
+            texts.append(f"{name} is in {place.user_call}" if place and place.user_call else f"{name} runs")
+        why = "; ".join(texts) or "it has no Python stack, so that native code or a signal holds it"
+        self._print_line(
+            f"warning: rank {view.rank} has not ended {EXIT_TIMEOUT_S:g} s after its program: {why}. The rank is ended now, and "
+            "what it trained counts. Have threads and exit handlers end with the program."
+        )
+        for name, one in held:
+            self._print_line(f"stack of {name} of rank {view.rank}, most recent call first:")
+            for frame in one.frames[:_SHOWN_FRAMES]:
+                self._print_line(f"  {frame}")
+        self._end_left(slot)
 
     # ---- what ranks say --------------------------------------------------------------------------------
 
@@ -220,7 +233,6 @@ class StallWatch:
         )
 
     def _advance(self, slot: int, beat: Beat) -> _Seen:
-        """Note what a rank says now, and how long what it said before has taken."""
         seen = self._seen.get(slot)
         if seen is None or seen.beat.pid != beat.pid:
             seen = self._seen[slot] = _Seen(beat, self._now_s, self._now_s)
@@ -247,7 +259,6 @@ class StallWatch:
             self._print_line(f"{prefix} no longer, training {training}")
 
     def _tell_went_on(self, stall: Stall) -> None:
-        """Say that ranks went on before they ended, where they did."""
         batch = _farthest(seen.beat for seen in self._seen.values())
         if batch > self._told_batch:
             self._tell_end(stall, f"went on to batch {batch}")
@@ -277,10 +288,6 @@ class StallWatch:
             self._print_line(f"{PREFIX} it is left to node {guilty.node_rank} to end its ranks")
 
     def _ask_others(self, stall: Stall, told: Account) -> list[NodeAccount]:
-        """Tell the launchers of other machines of a stall.
-
-        Say what they tell, where no rank of this machine is to blame.
-        """
         board = self._watched.board
         if board is None:
             return []
@@ -336,17 +343,12 @@ class StallWatch:
 
 
 def _farthest(beats: Iterable[Beat]) -> int:
-    """Return how many batches the rank has trained that has trained most."""
     return max((beat.batch for beat in beats), default=0)
 
 
 def _shown_stacks(
     views: Sequence[RankView], stacks: Mapping[int, Sequence[ThreadStack]], *, is_saving: bool
 ) -> list[str]:
-    """Return lines with the calls of each rank's main thread, equal ones once.
-
-    Or of the thread that saves, where that stalls.
-    """
     by_calls: dict[tuple[str, ...], list[RankView]] = {}
     for view in views:
         threads = stacks.get(view.rank, [])

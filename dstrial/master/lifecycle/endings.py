@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S
 from dstrial.errors import SearchError
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle.states import END_OF, STOPPING, TERMINAL, may_follow
@@ -22,7 +23,6 @@ from dstrial.master.store.reports.logs import add_master_line
 from dstrial.master.webhooks import events
 from dstrial.search import Action, Create, ExitReason, Searcher, Shutdown
 
-DEFAULT_PREEMPTION_TIMEOUT_S = 3600
 STOPPED_BY_SEARCHER = "the searcher has stopped this trial"
 
 
@@ -52,20 +52,18 @@ def release(tx: Transaction, trial_id: int, why: str, *, is_kill: bool = False) 
     if is_kill or not allocation.is_ready:
         if allocation.kill_us is None:
             allocation_rows.update(tx, allocation.id, kill_us=now, kill_reason=why)
-            _log_line(tx, allocation.task_id, trial_id, allocation.id, f"forcibly killing allocation: {why}")
+            text, level = f"forcibly killing allocation: {why}", "INFO"
+            if allocation.preempt_us is not None:
+                level = "WARNING"
+            add_master_line(tx, allocation.task_id, trial_id, text, level=level, allocation_id=allocation.id)
     elif allocation.preempt_us is None:
         experiment = experiment_rows.require(tx.connection, allocation.experiment_id)
         timeout_s = json.loads(experiment.config).get("preemption_timeout") or DEFAULT_PREEMPTION_TIMEOUT_S
         deadline = now + int(timeout_s) * 1_000_000
         allocation_rows.update(tx, allocation.id, preempt_us=now, preempt_deadline_us=deadline)
-        _log_line(
-            tx, allocation.task_id, trial_id, allocation.id, f"gracefully terminating allocation: {why}"
-        )
+        text = f"gracefully terminating allocation: {why}"
+        add_master_line(tx, allocation.task_id, trial_id, text, allocation_id=allocation.id)
     tx.publish("scheduler", f"allocation:{allocation.id}")
-
-
-def _log_line(tx: Transaction, task_id: str, trial_id: int, allocation_id: str, text: str) -> None:
-    add_master_line(tx, task_id, trial_id, text, allocation_id=allocation_id)
 
 
 def close_trial(

@@ -53,6 +53,7 @@ from dstrial.master.store.reports import log_quota
 from dstrial.master.store.reports import metrics as metric_rows
 from dstrial.master.store.reports.log_quota import LogOwner
 from dstrial.master.store.reports.logs import add_master_line
+from dstrial.master.store.views.observe import stall_in
 from dstrial.master.webhooks import events
 from dstrial.visible_text import visible_line
 
@@ -66,6 +67,8 @@ _IDLE_TICK_S = 1.0
 # Without a change the queue is looked at so often, for what nobody has told of.
 _QUEUE_PERIOD_S = 1.0
 _KILL_AGAIN_S = 2.0
+# How long ranks that stall may take to stop: what holds them up may just have ended.
+_STALLED_STOP_S = 30.0
 _LOOK_AGAIN_S = 1.0
 # How long a master that ends stores what killed trials have printed.
 _REST_OF_OUTPUT_S = 15.0
@@ -456,11 +459,9 @@ class Scheduler:
 
     def _kill_if_due(self, row: Allocation, run: RunRef) -> None:
         allocation_id = row.id
-        if row.kill_us is None and self._is_late(row):
-            limit = f"{life.STOP_TIMEOUT_S} s" if _is_command(row) else "preemption_timeout"
-            self._database.write(
-                lambda tx: _release(tx, row, f"it did not stop within {limit}", is_kill=True)
-            )
+        why = None if row.kill_us is not None else self._why_late(row)
+        if why is not None:
+            self._database.write(lambda tx: _release(tx, row, f"it did not stop within {why}", is_kill=True))
         if row.preempt_us is not None and _is_command(row) and allocation_id not in self._terminated:
             self._terminated.add(allocation_id)
             self._backend.ask_to_stop(run)
@@ -468,21 +469,29 @@ class Scheduler:
             self._killed_s[allocation_id] = time.monotonic() + _KILL_AGAIN_S
             self._backend.kill(run)
 
-    def _is_late(self, row: Allocation) -> bool:
-        """Say whether what was asked to stop has had its time.
+    def _why_late(self, row: Allocation) -> str | None:
+        """Return which time to stop is over, None while there is some left.
 
-        A wall clock that jumps meanwhile changes nothing. The time is counted from where this is seen first, so that it
-        begins anew with a master that has just started.
+        Ranks that had stalled before they were asked save nothing either, and have less. A clock that jumps meanwhile changes
+        nothing. The time is counted from where this is seen first, so that it begins anew with a master that has just started.
         """
         deadline_us = row.preempt_deadline_us
         if deadline_us is None:
-            return False
+            return None
+        asked_us = now_us() if row.preempt_us is None else row.preempt_us
+        limit_s = (deadline_us - asked_us) / 1e6
         known = self._late_s.get(row.id)
         if known is None or known[0] != deadline_us:
-            asked_us = now_us() if row.preempt_us is None else row.preempt_us
-            left_s = (deadline_us - asked_us) / 1e6
-            known = self._late_s[row.id] = (deadline_us, time.monotonic() + left_s)
-        return time.monotonic() > known[1]
+            known = self._late_s[row.id] = (deadline_us, time.monotonic() + limit_s)
+        left_s = known[1] - time.monotonic()
+        if left_s < 0:
+            return f"{life.STOP_TIMEOUT_S} s" if _is_command(row) else f"preemption_timeout ({limit_s:.0f} s)"
+        if row.preempt_us is None or limit_s - left_s < _STALLED_STOP_S:
+            return None
+        stall = stall_in(Path(row.directory))
+        if stall is None or stall[1] * 1e6 > asked_us:
+            return None
+        return f"{_STALLED_STOP_S:g} s, and {stall[0]}"
 
     def _take_in(self, row: Allocation, run: RunRef) -> bool:
         """Take in new output of an allocation; say whether there may be more."""

@@ -22,7 +22,7 @@ def test_the_defaults_are_those_of_determined_but_for_name_and_seed(load):
 
     assert config.name == "exp"
     assert config.experiment_seed == 0
-    assert (config.scheduling_unit, config.max_restarts, config.preemption_timeout_s) == (100, 5, 3600)
+    assert (config.scheduling_unit, config.max_restarts, config.preemption_timeout_s) == (100, 5, 600)
     assert (config.checkpoint_policy, config.slots_per_trial, config.smaller_is_better) == ("best", 1, True)
     assert (config.min_validation_period, config.min_checkpoint_period) == (None, None)
     assert config.raw["profiling"] == {

@@ -107,6 +107,6 @@ def test_a_policy_that_changes_the_action_only_keeps_its_pattern(tmp_path: Path)
     assert found[0] == {"name": "CUDA OOM", "pattern": ".*CUDA out of memory.*", "action": "cancel_retries"}
 
 
-def test_a_preemption_timeout_that_is_not_given_is_null_and_means_an_hour(tmp_path: Path) -> None:
+def test_preemption_timeout_is_null_unless_given(tmp_path: Path) -> None:
     assert submit(tmp_path).config["preemption_timeout"] is None
     assert submit(tmp_path, preemption_timeout=7).config["preemption_timeout"] == 7

@@ -225,8 +225,8 @@ def test_the_rank_that_a_checkpoint_in_the_background_waits_for_is_named() -> No
 
 
 def test_the_longest_of_each_phase_is_that_of_any_rank() -> None:
-    slow = (0.0, 0.0, 0.0, 9.0, 0.0, 0.0, 0.0)
-    slower = (0.0, 0.0, 0.0, 11.0, 2.0, 0.0, 0.0)
+    slow = (0.0, 0.0, 0.0, 9.0, 0.0, 0.0, 0.0, 0.0)
+    slower = (0.0, 0.0, 0.0, 11.0, 2.0, 0.0, 0.0, 0.0)
     found = longest_of([view(0, longest_s=slow), view(1, longest_s=slower)], 3.0)
     assert found == {Phase.BATCH: 3.0, Phase.VALIDATION: 11.0, Phase.SAVE: 2.0}
 

@@ -23,13 +23,20 @@ pytestmark = pytest.mark.process
 # Says each batch that it is told on its standard input; `data` is a wait for its loader, `end` the end of training.
 RANK = """
 import sys
-from dstrial.ranks.heartbeat import heartbeat
-from dstrial.ranks.stack_dump import dump_stacks_on_signal
+import threading
+from dstrial.ranks.heartbeat import heartbeat, leave
+from dstrial.ranks.stack_dump import dump_stacks_on_signal, name_threads
 dump_stacks_on_signal()
 beat = heartbeat()
 def read_records():
     return sys.stdin.readline().strip()
 while word := read_records():
+    if word == "leave":
+        threading.Thread(target=read_records, name="reader").start()
+        name_threads()
+        leave()
+        print(word, flush=True)
+        break
     say = {"data": beat.await_data, "end": beat.end}.get(word)
     say() if say else beat.begin_batch(int(word))
     print(word, flush=True)
@@ -42,6 +49,7 @@ class Ranks:
     def __init__(self, directory: Path, settings: StallSettings) -> None:
         self.lines: list[str] = []
         self.ended: list[int | None] = []
+        self.ended_slots: list[int] = []
         self.now_s = 0.0
         beats = make_heartbeat_file(directory / "heartbeats", 2)
         files = {rank: directory / f"{rank}.stacks" for rank in range(2)}
@@ -62,7 +70,12 @@ class Ranks:
         ]
         watched = WatchedRanks(beats, {0: 0, 1: 1}, files, directory / "kept", directory / "memory.json")
         self.watch = StallWatch(
-            watched, settings, self.lines.append, lambda rank, _: self.ended.append(rank), lambda: self.now_s
+            watched,
+            settings,
+            self.lines.append,
+            lambda rank, _: self.ended.append(rank),
+            self.ended_slots.append,
+            lambda: self.now_s,
         )
         wait_for(lambda: all(read_beat(beats, slot) for slot in range(2)))
 
@@ -84,6 +97,10 @@ class Ranks:
         for _ in range(round(seconds / 0.5)):
             self.now_s += 0.5
             self.watch.look()
+
+    def close_input(self, rank: int) -> None:
+        process = self.processes[rank]
+        process.communicate()
 
     def close(self) -> None:
         for process in self.processes:
@@ -203,6 +220,22 @@ def test_ranks_are_ended_once_for_a_position_and_not_before_a_first_batch_has_en
     both.pass_time(200)
     assert both.ended == [1]
     assert (tmp_path / "memory.json").read_text() == '["batch 2"]'
+
+
+def test_rank_left_too_long_ago_is_ended_once(ranks: Callable[..., Ranks]) -> None:
+    both = ranks(timeout_s=20.0)
+    both.train(0, 1)
+    for rank in range(2):
+        both.say(rank, "leave")
+    both.close_input(0)
+    both.pass_time(60)
+    assert (both.lines, both.ended_slots) == ([], [])
+    both.pass_time(60)
+    assert both.ended_slots == [1]
+    assert both.lines[0].startswith(
+        "warning: rank 1 has not ended 60 s after its program: thread 'reader' is in read_records (rank.py:"
+    )
+    assert both.ended == []
 
 
 def test_a_process_that_does_not_catch_the_signal_never_gets_it(

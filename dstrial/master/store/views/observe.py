@@ -43,6 +43,7 @@ class TrialView:
         exit_code: of its last allocation that has ended, as a shell sees it; None if none has.
         exit_reason: why that ended, one sentence; None if it says nothing.
         num_allocations: how many it has had.
+        batches_saved: in its complete checkpoint of most batches; None without one.
     """
 
     id: int
@@ -55,6 +56,7 @@ class TrialView:
     exit_code: int | None
     exit_reason: str | None
     num_allocations: int
+    batches_saved: int | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -181,6 +183,7 @@ _TRIALS = """
 SELECT trials.id, trials.state, hparams, total_batches, restarts, searcher_metric_value,
     EXISTS (SELECT 1 FROM allocations WHERE trial_id = trials.id AND allocations.state != 'TERMINATED') AS is_running,
     (SELECT COUNT(*) FROM allocations WHERE trial_id = trials.id) AS num_allocations,
+    (SELECT MAX(steps) FROM checkpoints WHERE trial_id = trials.id AND state = 'COMPLETED') AS batches_saved,
     last.exit_code, last.exit_reason
 FROM trials LEFT JOIN allocations AS last ON last.id = (
     SELECT id FROM allocations WHERE trial_id = trials.id AND state = 'TERMINATED' ORDER BY run_id DESC LIMIT 1)
@@ -208,6 +211,7 @@ def experiment_view(state: StateDirectory, experiment_id: int) -> ExperimentView
                 exit_code=row["exit_code"],
                 exit_reason=row["exit_reason"],
                 num_allocations=row["num_allocations"],
+                batches_saved=row["batches_saved"],
             )
             for row in connection.execute(_TRIALS, (experiment_id,))
         )
