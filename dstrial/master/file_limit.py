@@ -13,7 +13,7 @@ _FILES_PER_CONNECTION = 2
 """One that is passed on to a task's service has a second one behind it."""
 _MIN_CONNECTIONS = 16
 
-_SPARE_FILES = 16
+_SPARE_FILES = 8
 """With fewer left the master is short of them: an answer takes a connection, and a file or two."""
 
 _soft_before: int | None = None
@@ -41,7 +41,7 @@ def restore_limit(pid: int) -> None:
 
 
 def shortage() -> str:
-    """Say that this process can open hardly any more files; empty if it can."""
+    """Say that this process can hardly open more files; empty if it can."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         num_open = sum(1 for _ in Path("/proc/self/fd").iterdir())
@@ -56,7 +56,7 @@ def shortage() -> str:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Say whether an error, or what it was raised from, is that no more files can be opened."""
+    """Say whether an error, or its cause, is that no more files can be opened."""
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return True
     # SQLite's words for it, which it has for other failures, too.

@@ -332,7 +332,7 @@ class Services:
         self.scheduler_step = step, time.monotonic()
 
     def describe_trouble(self) -> str:
-        """Say what keeps the master from its work: its database, open files or scheduler; empty for nothing."""
+        """Say what keeps the master from its work; empty for nothing."""
         what, since_s = self.scheduler_step or ("", math.inf)
         late_s = time.monotonic() - since_s
         scheduler = (

@@ -51,11 +51,10 @@ def test_the_limit_is_raised_as_far_as_allowed_and_what_is_started_gets_the_old_
 
 
 @contextlib.contextmanager
-def with_files_left(pid: int, count: int) -> Iterator[None]:
-    """Let a process open so many files more, and no others, while the block lasts."""
+def limited(pid: int, num_files: int) -> Iterator[None]:
+    """Let a process have so many files, those that it has among them, while the block lasts."""
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    num_open = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (num_open + count, before[1]))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (num_files, before[1]))
     try:
         yield
     finally:
@@ -66,7 +65,7 @@ def test_a_master_short_of_files_says_so(tmp_path: Path) -> None:
     with master_for_test(tmp_path, num_slots=1) as master:
         client, pid = master.client(), master.record.pid
         assert client.get("/health")["status"] == "up"
-        with with_files_left(pid, 5):
+        with limited(pid, len(list(Path(f"/proc/{pid}/fd").iterdir())) + 5):
             with pytest.raises(RequestError, match=r"the master has .* files open, and its limit is") as told:
                 client.get("/health")
             assert told.value.status == 503
@@ -86,7 +85,7 @@ def test_a_request_without_files_left_is_told_why(tmp_path: Path) -> None:
         with contextlib.closing(held):
             held.request("GET", "/health")
             assert held.getresponse().read()
-            with with_files_left(master.record.pid, 0):
+            with limited(master.record.pid, 3):  # It has more, so that it can open none.
                 # Whether the storage is there is seen in a file.
                 held.request("GET", f"/page/checkpoints/{uuid}/look", headers=headers)
                 answer = held.getresponse()

@@ -52,7 +52,7 @@ async def show_info(request: ApiRequest) -> dict[str, Any]:
 
 
 async def show_health(request: ApiRequest) -> dict[str, Any]:
-    """``GET //health``: whether the database is well, files can be opened and the scheduler goes on."""
+    """``GET //health``: whether anything keeps the master from its work."""
     if trouble := request.services.describe_trouble():
         raise RequestError(503, trouble)
     try:

@@ -24,6 +24,7 @@ from dstrial.fork_server.client import LAUNCHERS, ForkRefusedError, ForkServer
 from dstrial.fork_server.key import differing
 from dstrial.master.backends import supervisor
 from dstrial.master.backends.environment import MARKER_VARIABLE
+from dstrial.master.trial_files import read_json
 from dstrial.process_state import read_state
 from dstrial.ranks.imported_names import IMPORTED_NAME
 
@@ -319,12 +320,16 @@ class ForkServers:
             try:
                 if not found.server.is_ready():
                     continue
-                names: list[str] = json.loads((directory / IMPORTED_NAME).read_text(encoding="utf-8"))
-            except (OSError, ValueError, ForkRefusedError):
+                names = read_json(directory / IMPORTED_NAME)
+            except (OSError, ForkRefusedError):
                 continue
+            except ValueError as error:
+                logger.warning("%s; expected what a trial has imported, which is not imported ahead", error)
+                names = None
             del self._unread[directory]
             known = found.server.modules | self._not_ahead
-            new = [one for one in names if one not in known]
+            names = names if isinstance(names, list) else []
+            new = [one for one in names if isinstance(one, str) and one not in known]
             # Another experiment's trials may need it as it is.
             if new and found.experiment in (None, experiment):
                 found.experiment = experiment

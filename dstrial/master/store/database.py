@@ -227,7 +227,6 @@ class Database:
             raise told from error
 
     def _take_reader(self) -> sqlite3.Connection:
-        """Return the connection that was used last, or a new one if all are in use: nobody waits for another reader."""
         with self._lock:
             if self._is_closed:
                 raise self._closed()
