@@ -63,7 +63,8 @@ def sync_path(path: Path) -> None:
 
 
 def _write(path: Path, content: str | bytes, flag: int, *, sync: bool, is_private: bool) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | flag
+    # Not to wait where somebody has made a pipe of that name.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | flag
     with os.fdopen(os.open(path, flags, 0o600 if is_private else 0o666), "wb") as file:
         if is_private:
             os.fchmod(file.fileno(), 0o600)

@@ -75,6 +75,8 @@ def what_is_there_instead(path: str, known: Mapping[str, Any]) -> str | None:
             return f"a directory without {IDENTITY_NAME}, such as a mount point where nothing is mounted"
         return "no directory"
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):  # It says nothing of the storage.
+            raise
         return f"what cannot be read ({error.strerror or error})"
     if found.get("id") != expected and expected:
         return f"another storage, of id {str(found.get('id'))[:40]}"

@@ -47,14 +47,14 @@ def main(args: argparse.Namespace) -> int:
     record = state.running()
     usage, starting, stalled, unusable = _observed(state, record)
     stopped = record is not None and is_stopped(record.pid)
-    answers, damage = (False, "") if record is None or stopped else _health(record)
+    answers, trouble = (False, "") if record is None or stopped else _health(record)
     fields: dict[str, Any] = {
         "running": record is not None,
         "address": None if record is None else record.address,
         "pid": None if record is None else record.pid,
         "stopped": stopped,
         "answers": answers,
-        "database": damage or unusable,
+        "trouble": trouble or unusable,
         "slots": None if record is None else _slots(record, usage.num_slots_used),
         "experiments": usage.experiments,
         "trials": usage.trials,
@@ -113,7 +113,7 @@ def _shown(found: Sequence[observe.Start | observe.Stalled], key: str) -> list[d
 
 
 def _health(record: MasterRecord) -> tuple[bool, str]:
-    """Whether the master answers its owner, and what is wrong with its database.
+    """Whether the master answers its owner, and what keeps it from its work.
 
     However many others ask at its port.
     """
@@ -144,8 +144,8 @@ def _text(record: MasterRecord | None, fields: dict[str, Any]) -> str:
             rows.append(("stopped", f"process {record.pid} is stopped (SIGSTOP) and answers nobody; {way}"))
         elif not fields["answers"]:
             rows.append(("answers", f"no, not in {_ANSWER_TIMEOUT_S:g} s; see why with `dstrial logs`"))
-        if fields["database"]:
-            rows.append(("database", fields["database"]))
+        if fields["trouble"]:
+            rows.append(("trouble", fields["trouble"]))
     for host in fields["hosts"]:
         slots = f"{host['num_slots']} slot{'s' if host['num_slots'] != 1 else ''}"
         since_s = max(time.time() - host["since_us"] / 1e6, 0.0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import resource
+from pathlib import Path
 
 from dstrial.errors import MasterError
 
@@ -13,6 +15,9 @@ _FILES_PER_CONNECTION = 2
 """One that is passed on to a task's service has a second one behind it."""
 _MIN_CONNECTIONS = 16
 _MIN_FILES = _RESERVED_FILES + _MIN_CONNECTIONS * _FILES_PER_CONNECTION
+
+_SPARE_FILES = 8
+"""With fewer left the master is short of them: an answer takes a connection, and a file or two."""
 
 _soft_before: int | None = None
 
@@ -45,3 +50,28 @@ def restore_limit(pid: int) -> None:
     if _soft_before is not None:
         _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (_soft_before, hard))
+
+
+def shortage() -> str:
+    """Say that this process can hardly open more files; empty if it can."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        num_open = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    except OSError:
+        num_open = soft
+    if soft == resource.RLIM_INFINITY or num_open + _SPARE_FILES <= soft:
+        return ""
+    return (
+        f"the master has {num_open} files open, and its limit is {soft} (ulimit -n); expected at least {_SPARE_FILES} more. "
+        "End clients that hold connections, or start it again with a higher limit."
+    )
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Say whether an error, or its cause, is that no more files can be opened."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return True
+    # SQLite's words for it, which it has for other failures, too.
+    if "unable to open database file" in str(error) and shortage():
+        return True
+    return error.__cause__ is not None and is_shortage(error.__cause__)

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import gc
 import json
+import math
 import os
 import socket
 import sys
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from dstrial.errors import MasterError
 from dstrial.file_writes import replace_file
 from dstrial.fork_server.client import SHARED_VARIABLE
+from dstrial.master import file_limit
 from dstrial.master.backends import Backend, ForkServers, ForkSettings, LocalBackend, umask_of_trials
 from dstrial.master.clock import now_us
 from dstrial.master.http.login import LoginLinks, LoginThrottle, ServiceGrants
@@ -49,6 +51,7 @@ P = ParamSpec("P")
 
 _NUM_READERS = 4
 _SCRUB_PERIOD_S = 60.0
+_SCHEDULER_LATE_S = 30.0
 
 VERSION = "0.38.1"
 """The release of Determined whose protocol is spoken; its clients warn about any other."""
@@ -147,6 +150,7 @@ class Services:
         grants: codes that open the services of a task in a browser.
         activity: when the services of tasks were used.
         signing_key: by which webhooks are signed.
+        scheduler_step: what the scheduler does, and since when, monotonic seconds; None before it has begun.
         next_scrub_s: before which the database is not looked through again because of a failed request, monotonic seconds.
         tokens: who is asking.
         webhook_sender: sends what webhooks are told.
@@ -176,6 +180,7 @@ class Services:
     grants: ServiceGrants = dataclasses.field(default_factory=ServiceGrants)
     activity: Activity = dataclasses.field(default_factory=Activity)
     signing_key: str = dataclasses.field(default="", repr=False)
+    scheduler_step: tuple[str, float] | None = None
     next_scrub_s: float = 0.0
     tokens: TokenStore = dataclasses.field(init=False)
     webhook_sender: Sender = dataclasses.field(init=False)
@@ -318,6 +323,24 @@ class Services:
                 return function(connection, *args, **kwargs)
 
         return await asyncio.get_running_loop().run_in_executor(self.executor, run)
+
+    def note_scheduler(self, step: str) -> None:
+        """Note what the scheduler does from now on."""
+        self.scheduler_step = step, time.monotonic()
+
+    def describe_trouble(self) -> str:
+        """Say what keeps the master from its work; empty for nothing."""
+        what, since_s = self.scheduler_step or ("", math.inf)
+        late_s = time.monotonic() - since_s
+        scheduler = (
+            f"the scheduler has been {what} for {late_s:.0f} s; expected at most {_SCHEDULER_LATE_S:.0f} s. No trial starts or "
+            f"ends: see `dstrial logs`. Trials that run go on while the master restarts: `kill -9 {os.getpid()}; dstrial up`."
+        )
+        return (
+            self.database.describe_trouble()
+            or file_limit.shortage()
+            or (scheduler if late_s > _SCHEDULER_LATE_S else "")
+        )
 
     async def find_damage(self) -> str:
         """Say what is damaged of the database; empty if nothing.

@@ -173,9 +173,9 @@ def test_a_page_damaged_while_the_master_runs_is_named_and_never_answered_500(ma
     assert statuses <= {200, 503}
     assert 503 in statuses
     shown = master.dstrial("status")
-    assert "database:" in shown.stdout
+    assert "trouble:" in shown.stdout
     assert "is damaged" in shown.stdout
-    assert json.loads(master.dstrial("status", "--json").stdout)["database"]
+    assert json.loads(master.dstrial("status", "--json").stdout)["trouble"]
 
 
 def test_a_flipped_value_of_a_running_master_is_named_and_never_answered_500(master: MasterForTest) -> None:

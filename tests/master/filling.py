@@ -109,7 +109,7 @@ def submit_until_refused(client: Client) -> tuple[set[int], str]:
 
 def database_row(master: MasterForTest) -> str:
     """Return what ``dstrial status`` says of the database."""
-    return str(json.loads(master.dstrial("status", "--json").stdout)["database"])
+    return str(json.loads(master.dstrial("status", "--json").stdout)["trouble"])
 
 
 def num_reports(master: MasterForTest) -> int:

@@ -71,7 +71,7 @@ def test_everything_that_a_master_writes_is_private_and_what_its_trials_write_fo
                 for name in ("workdir", "model", ".")
             }
             (spec,) = allocation.glob("spec.json")
-            temporary = Path(yaml.safe_load(spec.read_text())["temporary_directory"])
+            temporary = Path(yaml.safe_load(spec.read_text())["environment"]["TMPDIR"])
             walls["TMPDIR"] = f"{stat.S_IMODE(temporary.stat().st_mode):04o}"
             gate.touch()
             wait_until(master, experiment_id, "COMPLETED")

@@ -52,8 +52,8 @@ async def show_info(request: ApiRequest) -> dict[str, Any]:
 
 
 async def show_health(request: ApiRequest) -> dict[str, Any]:
-    """``GET //health``: whether the database answers, can be written, and is whole."""
-    if trouble := request.services.database.describe_trouble():
+    """``GET //health``: whether anything keeps the master from its work."""
+    if trouble := request.services.describe_trouble():
         raise RequestError(503, trouble)
     try:
         await request.services.read(ping)

@@ -59,11 +59,13 @@ class RunRef:
     Attributes:
         directory: of its files on the master's machine.
         shares: at least one, in the order of its ranks.
+        supervisor: on the master's own machine, once the row has it.
     """
 
     allocation_id: str
     directory: Path
     shares: tuple[Share, ...]
+    supervisor: SupervisorHandle | None = None
 
     @property
     def is_on_own_node(self) -> bool:
@@ -363,4 +365,9 @@ def run_of(allocation: Allocation, slots: Sequence[int]) -> RunRef:
     for slot_id in slots:
         shares.setdefault(node_of(slot_id), []).append(slot_id)
     parts = tuple(Share(node_id, tuple(ids)) for node_id, ids in shares.items())
-    return RunRef(allocation.id, Path(allocation.directory), parts or (Share(OWN_NODE, ()),))
+    supervisor = (
+        SupervisorHandle(allocation.supervisor_pid, allocation.supervisor_start)
+        if allocation.supervisor_pid is not None and allocation.supervisor_start is not None
+        else None
+    )
+    return RunRef(allocation.id, Path(allocation.directory), parts or (Share(OWN_NODE, ()),), supervisor)

@@ -7,10 +7,11 @@ start time, ``output.log`` has what was printed, and ``exit.json`` is there once
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
 import json
 import logging
 import os
-import secrets
 import shlex
 import shutil
 import signal
@@ -52,6 +53,7 @@ from dstrial.master.backends.overlay.start import BOOT
 from dstrial.master.backends.request import TRIAL, AllocationRequest
 from dstrial.master.clock import now_us
 from dstrial.master.store.nodes import OWN_NODE
+from dstrial.master.trial_files import read_record
 from dstrial.storage_guard import SAVING_DIRECTORY
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,8 @@ _KILL_TRIES = 80
 _KILL_PERIOD_S = 0.1
 # For how many tries those are left alive who delete what the killed ones have in /dev/shm.
 _TRACKER_TRIES = 50
+# A trial may name what it likes; what is returned of it is deleted from the storage.
+_MAX_BEGUN = 1000
 trial_umask: int | None = None
 """Umask of entrypoints, for a master whose own keeps everything private; None for that of this process."""
 # Supervisors that are children of this process, so that they can be reaped.
@@ -84,8 +88,7 @@ def prepare(
     directory, workdir = request.directory, request.directory / "workdir"
     try:
         _write_given(request, workdir)
-        marker = secrets.token_hex(16)
-        temporary = Path(tempfile.gettempdir()) / f"dstrial-{marker[:10]}"
+        marker, temporary = _marker_of(directory), _temporary_of(directory)
         command = _with_hooks(request, directory)
         environment = trial_environment(request, marker=marker, temporary_directory=temporary)
         is_warm = is_warm and dstrial_section(request.config).get("warm") is not False
@@ -105,13 +108,21 @@ def prepare(
                 "environment": environment,
             },
         )
-        # Last: whoever ends this allocation, or finds it half made, deletes what the file above names.
         temporary.mkdir(mode=0o700)
     except OSError as error:
         raise MasterError(
             f"{directory} cannot be made ({error.strerror}); expected a directory for the trial's files. "
             "Free some space, or start the master with another --state-dir."
         ) from error
+
+
+def _marker_of(directory: Path) -> str:
+    """Return by what an allocation's processes are found."""
+    return hashlib.sha256(os.fsencode(directory)).hexdigest()[:32]
+
+
+def _temporary_of(directory: Path) -> Path:
+    return Path(tempfile.gettempdir()) / f"dstrial-{_marker_of(directory)[:10]}"
 
 
 def _write_given(request: AllocationRequest, workdir: Path) -> None:
@@ -204,10 +215,10 @@ def start(directory: Path, fork_servers: ForkServers | None = None) -> Superviso
     Raises:
         MasterError: it could not be started.
     """
-    spec = _read_json(directory / "spec.json") or {}
+    spec = json.loads((directory / "spec.json").read_text(encoding="utf-8"))
     line = ""
     with (directory / "supervisor.log").open("ab") as log:
-        if fork_servers is not None and spec:
+        if fork_servers is not None:
             pid, why_not = fork_servers.start_supervisor(directory, spec, log.fileno(), _restore_limit)
             if pid is not None:
                 return SupervisorHandle(pid, supervisor.start_time(pid) or "ended")
@@ -218,7 +229,7 @@ def start(directory: Path, fork_servers: ForkServers | None = None) -> Superviso
                 # A master that starts before the supervisor has left its record finds it by this, too.
                 env={
                     **os.environ,
-                    MARKER_VARIABLE: str(spec.get("marker")),
+                    MARKER_VARIABLE: _marker_of(directory),
                 },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -249,11 +260,16 @@ def _restore_limit(pid: int) -> None:
 
 def find(directory: Path) -> SupervisorHandle | None:
     """Return the supervisor that works in a directory, None if none does (any more)."""
-    record = _read_json(directory / "supervisor.json")
-    if record is None:
+    try:
+        handle = read_record(directory / "supervisor.json", SupervisorHandle)
+        words = Path(f"/proc/{handle.pid}/cmdline").read_bytes().split(b"\0")
+    except FileNotFoundError:
         return None
-    handle = SupervisorHandle(int(record["pid"]), str(record["start_time"]))
-    return handle if is_alive(handle) else None
+    except (ValueError, ProcessLookupError) as error:
+        logger.warning("no valid record of a supervisor: %s", error)
+        return None
+    # What a trial has written there must not have another process killed.
+    return handle if os.fsencode(directory) in words and is_alive(handle) else None
 
 
 def is_alive(handle: SupervisorHandle) -> bool:
@@ -270,21 +286,35 @@ def is_stopped(handle: SupervisorHandle) -> bool:
 
 
 def poll_exit(directory: Path, handle: SupervisorHandle | None) -> AllocationExit | None:
-    """Return how the allocation ended, None while it runs.
+    """Return how the allocation ended, None while its supervisor lives.
 
-    Without a record and without its supervisor it is lost; what is left of it is then to be ended by :func:`kill`.
+    What is left of its processes is killed before its record is read, which they could write. Without a record it is lost;
+    with one that no supervisor has written it has failed.
     """
-    if not (directory / "exit.json").exists() and handle is not None and is_alive(handle):
+    if handle is not None and is_alive(handle):
         return None
-    record = _read_json(directory / "exit.json")
-    if record is None:
-        return AllocationExit(
-            128 + signal.SIGKILL, signal.SIGKILL, time.time_ns() // 1000, "its supervisor was killed", True
-        )
-    if handle is not None:
-        is_alive(handle)
-    code, number = int(record["exit_code"]), record["signal"]
-    return AllocationExit(code, number, int(record["time_us"]), explain_exit(code, number), False)
+    kill(None, directory)
+    try:
+        record = read_record(directory / "exit.json", _ExitRecord)
+    except FileNotFoundError:
+        why = "its supervisor was killed"
+        return AllocationExit(128 + signal.SIGKILL, signal.SIGKILL, now_us(), why, True)
+    except ValueError as error:
+        logger.warning("no valid exit record: %s", error)
+        return AllocationExit(1, None, now_us(), f"no valid exit record: {error}", False)
+    explanation = explain_exit(record.exit_code, record.signal)
+    return AllocationExit(record.exit_code, record.signal, record.time_us, explanation, False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ExitRecord:
+    exit_code: int
+    signal: int | None
+    time_us: int
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.exit_code < 256 and 0 <= (self.signal or 0) < 128 and 0 <= self.time_us < 2**63):
+            raise ValueError(f"{self} is out of range")
 
 
 def terminate(handle: SupervisorHandle) -> None:
@@ -307,11 +337,8 @@ def kill(handle: SupervisorHandle | None, directory: Path, *, leaves_record: boo
         _signal(handle, signal.SIGUSR1 if leaves_record else signal.SIGKILL)
         if leaves_record:
             return
-    spec = _read_json(directory / "spec.json")
-    if spec is None:
-        return
     for kill_try in range(_KILL_TRIES):
-        left = _marked(f"{MARKER_VARIABLE}={spec['marker']}")
+        left = _marked(f"{MARKER_VARIABLE}={_marker_of(directory)}")
         if not left:
             return
         for pid in left:
@@ -342,17 +369,16 @@ def begun_checkpoints(directory: Path) -> list[str]:
 
     As far as it knows: it may have been killed before its report was answered.
     """
-    try:
-        return sorted(path.name for path in (directory / SAVING_DIRECTORY).iterdir() if is_uuid(path.name))
-    except OSError:
-        return []
+    saving = directory / SAVING_DIRECTORY
+    with contextlib.suppress(OSError):
+        if not saving.is_symlink():
+            return sorted(path.name for path in saving.iterdir() if is_uuid(path.name))[:_MAX_BEGUN]
+    return []
 
 
 def remove(directory: Path) -> None:
     """Delete an ended allocation's directory, and its temporary directory."""
-    spec = _read_json(directory / "spec.json")
-    if spec is not None:
-        _delete(Path(spec["temporary_directory"]))
+    _delete(_temporary_of(directory))
     _delete(directory)
 
 
@@ -396,7 +422,7 @@ def _marked(assignment: str) -> set[int]:
     found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
                 if wanted in _environ(entry).split(b"\0"):
                     found.add(int(entry.name))
     return found
@@ -417,14 +443,6 @@ def _write_private(path: Path, content: dict[str, Any]) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         json.dump(content, file)
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 class LocalBackend:
@@ -452,6 +470,7 @@ class LocalBackend:
         self._is_warm = is_warm
         self._forks_with_accelerators = forks_with_accelerators
         self._handles: dict[str, SupervisorHandle | None] = {}
+        self._exits: dict[str, AllocationExit] = {}
 
     def nodes(self) -> tuple[Node, ...]:
         """Return this machine."""
@@ -488,7 +507,10 @@ class LocalBackend:
         What a master before this one has started is looked for once.
         """
         if run.allocation_id not in self._handles:
-            self._handles[run.allocation_id] = find(run.directory)
+            known = run.supervisor
+            self._handles[run.allocation_id] = (
+                find(run.directory) if known is None else known if is_alive(known) else None
+            )
         return self._handles[run.allocation_id]
 
     def supervisors(self, run: RunRef) -> Mapping[int, SupervisorHandle]:
@@ -498,10 +520,10 @@ class LocalBackend:
 
     def observe(self, run: RunRef) -> AllocationExit | None:
         """Return how it ended; without its supervisor, and without a record, it is lost."""
-        exit_ = poll_exit(run.directory, self.find(run))
-        if exit_ is not None and exit_.was_lost:
-            kill(None, run.directory)
-        return exit_
+        name = run.allocation_id
+        if name not in self._exits and (exit_ := poll_exit(run.directory, self.find(run))) is not None:
+            self._exits[name] = exit_
+        return self._exits.get(name)
 
     def stopped_supervisor(self, run: RunRef) -> int | None:
         """Return the supervisor's pid if it is stopped."""
@@ -539,6 +561,7 @@ class LocalBackend:
     def forget(self, run: RunRef) -> None:
         """Delete its directory."""
         self._handles.pop(run.allocation_id, None)
+        self._exits.pop(run.allocation_id, None)
         remove(run.directory)
 
     def begin(self) -> None:

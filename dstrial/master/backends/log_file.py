@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from dstrial.master.store.reports.logs import LogLine
+from dstrial.master.trial_files import open_regular
 
 CHUNK_BYTES = 512 * 1024
 """Read at a time: an allocation that floods its log delays neither the others nor its own end."""
@@ -94,12 +96,12 @@ def read_lines(directory: Path, offset: int, max_bytes: int, *, num_lines: int =
 def _read(part: _Part, offset: int, max_bytes: int) -> bytes | None:
     """Return what a part has from an offset on; None if there is no such file."""
     try:
-        with part.path.open("rb") as file:
+        with open_regular(part.path) as file:
             file.seek(offset - part.start)
             data = file.read(max_bytes)
             if len(data) == max_bytes and b"\n" not in data:
-                data += file.readline()
-    except FileNotFoundError:
+                data += file.readline(CHUNK_BYTES)
+    except (FileNotFoundError, ValueError):
         return None
     return data
 
@@ -113,14 +115,20 @@ def _complete(data: bytes, offset: int, max_bytes: int, *, is_last: bool) -> Log
     return LogRead(lines, offset + len(complete) + 1, has_more=has_more)
 
 
+def log_paths(directory: Path) -> list[Path]:
+    """Return the files of the log, in order; the first may be missing."""
+    return [directory / _NAME, *(part.path for part in _further_parts(directory))]
+
+
 def _further_parts(directory: Path) -> list[_Part]:
     """Return the parts that are there behind the first one, in order."""
     found = []
-    with contextlib.suppress(FileNotFoundError):
-        for path in directory.iterdir():
-            part = _PART.fullmatch(path.name)
-            if part is not None:
-                found.append(_Part(path, int(part[1]), int(part[2])))
+    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+        for entry in entries:
+            part = _PART.fullmatch(entry.name)
+            # A trial may have made something else of that name, which the supervisor has not written to.
+            if part is not None and entry.is_file(follow_symlinks=False):
+                found.append(_Part(directory / entry.name, int(part[1]), int(part[2])))
     return sorted(found, key=lambda part: part.start)
 
 

@@ -59,14 +59,14 @@ def main(directory: str, line: str = "", forks: Any = None) -> None:
         )
     requests = _Requests()
     write_json("supervisor.json", {"pid": os.getpid(), "start_time": start_time(os.getpid())})
+    log = _open_part("output.log")
     try:
         child = _start(spec, libc, forks)
     except OSError as error:
-        with open("output.log", "ab") as log:
-            log.write(b"%d e %s\n" % (_now_us(), f"{spec['command'][0]}: {error.strerror}".encode()))
+        os.write(log, b"%d e %s\n" % (_now_us(), f"{spec['command'][0]}: {error.strerror}".encode()))
         _leave(requests, 127 if isinstance(error, FileNotFoundError) else 126, None)
         return
-    output = _Output(child, requests, spec.get("log_bytes"))
+    output = _Output(child, requests, log, spec.get("log_bytes"))
     output.say(line)
     status = output.follow()
     _leave(requests, status if status >= 0 else 128 - status, -status if status < 0 else None)
@@ -78,6 +78,8 @@ def _leave(requests: "_Requests", exit_code: int, signal_number: int | None) -> 
         try:
             write_json("exit.json", record)
             return
+        except (FileExistsError, IsADirectoryError):
+            return  # The trial has put something else there.
         except OSError:
             if not requests.may_try_again():
                 return
@@ -159,11 +161,15 @@ class _Output:
     """Follows the entrypoint: logs its output, and ends all that it started."""
 
     def __init__(
-        self, child: "subprocess.Popen[bytes] | _Fork", requests: _Requests, log_bytes: "int | None"
+        self,
+        child: "subprocess.Popen[bytes] | _Fork",
+        requests: _Requests,
+        log: int,
+        log_bytes: "int | None",
     ) -> None:
         self._child = child
         self._requests = requests
-        self._log = _open_part("output.log")
+        self._log = log
         self._part_bytes = None if log_bytes is None else max(log_bytes // _NUM_PARTS, 1)
         self._parts: list[str] = []  # but for the first one
         self._num_bytes = self._num_lines = self._size = 0  # of the whole log, and of its newest part
@@ -307,7 +313,8 @@ class _Output:
 
 
 def _open_part(name: str) -> int:
-    return os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    # A trial may have put a pipe there, which nobody reads.
+    return os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
 
 
 class _StoppedWatch:
@@ -456,13 +463,17 @@ def _has_ended(fields: list[bytes]) -> bool:
 
 
 def start_time(pid: int) -> str | None:
-    """Return a living process's start as opaque text, unique among uses of its pid."""
+    """Return a living process's start as opaque text, unique among uses of its pid.
+
+    Raises:
+        OSError: it cannot be looked at, as no more files can be opened.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
         with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             boot = file.read().strip()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in (b"Z", b"X") else f"{boot}/{fields[19].decode()}"
 
@@ -480,7 +491,9 @@ def _group_lives(group: int) -> bool:
 def write_json(name: str, value: dict[str, Any]) -> None:
     """Write a file that is either complete or not there."""
     temporary = f".{name}.new"
-    with open(temporary, "w", encoding="utf-8") as file:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary)  # A trial may have put a pipe there, which nobody reads.
+    with open(temporary, "x", encoding="utf-8") as file:
         json.dump(value, file)
         file.flush()
         os.fsync(file.fileno())

@@ -7,6 +7,7 @@ import dataclasses
 from starlette.responses import Response
 
 from dstrial.errors import DatabaseDamagedError, DstrialError, MasterError, RequestError
+from dstrial.master import file_limit
 from dstrial.master.advice import text_of
 from dstrial.master.http.messages import to_json
 from dstrial.master.store.database import OperationalError
@@ -61,6 +62,8 @@ def status_and_text(error: BaseException) -> Problem:
     A master that cannot write now answers 503, which in-trial sessions send again; what the request itself is to
     blame for answers 4xx; everything else is our defect, 500, whose cause stays in the master's log.
     """
+    if file_limit.is_shortage(error):
+        return problem(503, file_limit.shortage() or str(error))
     if isinstance(error, RequestError):
         return problem(error.status, str(error))
     if isinstance(error, StoreError):

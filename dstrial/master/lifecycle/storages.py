@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from dstrial.checkpoint.storage_identity import StorageIdentity, claim_identity, seen_again
 from dstrial.errors import MasterError
+from dstrial.master import file_limit
 from dstrial.master.lifecycle.checkpoint_gc import storage_root
 from dstrial.master.store import storages as storage_rows
 from dstrial.master.store.database import Connection, Database, find_cluster_id
@@ -86,6 +87,9 @@ class Storages:
         Args:
             storage: the ``checkpoint_storage`` of an experiment.
             is_fresh: whether to look now, whatever was seen within the last second.
+
+        Raises:
+            OSError, MasterError: the process can open no more files.
         """
         root = root_of(storage)
         if root is None:
@@ -166,6 +170,8 @@ class Storages:
             if self._looks.get(root) is look:
                 del self._looks[root]
         if look.error is not None:
+            if file_limit.is_shortage(look.error):
+                raise look.error
             return f"checkpoint storage {root} cannot be looked at: {look.error}"
         return look.result
 

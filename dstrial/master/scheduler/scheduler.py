@@ -376,6 +376,7 @@ class Scheduler:
         return any(self._backend.observe(_run_of(row)) is None for row in live)
 
     def _run(self) -> None:
+        self._services.note_scheduler("connecting to the nodes")
         self._backend.begin()
         while not self._is_stopping:
             try:
@@ -389,22 +390,26 @@ class Scheduler:
 
     def _tick(self) -> float:
         """Do what is due; return in how many seconds there may be more."""
+        self._services.note_scheduler("reading the allocations")
         with self._database.read() as connection:
             live = allocation_rows.all_live(connection)
         wait_s = _TICK_S if live else _IDLE_TICK_S
         for row in live:
             if time.monotonic() < self._troubled_s.get(row.id, 0.0):
                 continue
+            self._services.note_scheduler(f"looking after allocation {row.id}")
             try:
                 if self._watch(row):
                     wait_s = 0.0
             except Exception:
                 logger.exception("allocation %s had a problem and is looked at again", row.id)
                 self._troubled_s[row.id] = time.monotonic() + _LOOK_AGAIN_S
+        self._services.note_scheduler("assigning slots")
         if not self._is_draining and self._is_queue_due() and self._assign():
             wait_s = min(wait_s, _TICK_S)
         self._heartbeat_timeout.check()
         self._backend.look(is_busy=bool(live))
+        self._services.note_scheduler("waiting")
         return wait_s
 
     # What runs
@@ -412,6 +417,7 @@ class Scheduler:
     def _watch(self, row: Allocation) -> bool:
         """Do what is due for one allocation and say whether there is more to do at once."""
         run = _run_of(row)
+        self._kill_if_asked(row, run)  # Whatever its files say, and even if they cannot be read.
         # Before the output is read, so that what was printed before the end is read after it.
         exit_ = self._backend.observe(run)
         if row.state == "ASSIGNED" and len(self._backend.supervisors(run)) == len(run.shares):
@@ -419,7 +425,7 @@ class Scheduler:
         self._add_notes(row, run)
         if exit_ is None:
             self._leave_if_due(row, run)
-            self._kill_if_due(row, run)
+            self._stop_if_due(row, run)
             self._commands.look(row, run)
             self._supervisors.look(row, run)
         has_more = self._take_in(row, run)
@@ -457,17 +463,18 @@ class Scheduler:
             if why is not None:
                 self._database.write(lambda tx: _release(tx, row, why, is_kill=False))
 
-    def _kill_if_due(self, row: Allocation, run: RunRef) -> None:
-        allocation_id = row.id
+    def _kill_if_asked(self, row: Allocation, run: RunRef) -> None:
+        if row.kill_us is not None and time.monotonic() > self._killed_s.get(row.id, 0.0):
+            self._killed_s[row.id] = time.monotonic() + _KILL_AGAIN_S
+            self._backend.kill(run)
+
+    def _stop_if_due(self, row: Allocation, run: RunRef) -> None:
         why = None if row.kill_us is not None else self._why_late(row)
         if why is not None:
             self._database.write(lambda tx: _release(tx, row, f"it did not stop within {why}", is_kill=True))
-        if row.preempt_us is not None and _is_command(row) and allocation_id not in self._terminated:
-            self._terminated.add(allocation_id)
+        if row.preempt_us is not None and _is_command(row) and row.id not in self._terminated:
+            self._terminated.add(row.id)
             self._backend.ask_to_stop(run)
-        if row.kill_us is not None and time.monotonic() > self._killed_s.get(allocation_id, 0.0):
-            self._killed_s[allocation_id] = time.monotonic() + _KILL_AGAIN_S
-            self._backend.kill(run)
 
     def _why_late(self, row: Allocation) -> str | None:
         """Return which time to stop is over, None while there is some left.

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from dstrial.errors import DatabaseDamagedError, MasterError
-from dstrial.master import mending
+from dstrial.master import file_limit, mending
 from dstrial.master.store.file.opening import SCHEMA_VERSION, connect, is_damage, open_for_writer, unusable
 
 __all__ = ["SCHEMA_VERSION", "Database", "Transaction", "unusable"]
@@ -35,6 +35,7 @@ _MAX_GROUP = 512
 _MAX_GROUP_S = 0.05
 _SCRUB_PAGES = 2048
 """How many pages are compared between two groups of writes; 8 MiB take some ten milliseconds."""
+_MAX_IDLE_READERS = 8
 _JUST_NOW_S = 30.0
 """For how long a failed write is told of; clients that were refused ask again within it."""
 
@@ -168,8 +169,8 @@ class Database:
         self.path = path
         self._on_commit = on_commit
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._local = threading.local()
-        self._readers: list[sqlite3.Connection] = []
+        self._readers: set[sqlite3.Connection] = set()
+        self._idle: list[sqlite3.Connection] = []
         self._lock = threading.Lock()
         self._is_closed = False
         self._is_fold_failing = False
@@ -203,36 +204,48 @@ class Database:
 
     @contextlib.contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """Give this thread's read-only connection, inside one snapshot. Do not nest.
+        """Give a read-only connection inside one snapshot.
 
         Raises:
             DatabaseDamagedError: a page that was needed is damaged.
+            MasterError: the database is closed, or the process can open no more files.
         """
         try:
-            connection = self._reader()
-            connection.execute("BEGIN")
+            connection = self._take_reader()
             try:
-                yield connection
+                connection.execute("BEGIN")
+                try:
+                    yield connection
+                finally:
+                    connection.execute("COMMIT")
             finally:
-                connection.execute("COMMIT")
+                self._return_reader(connection)
         except sqlite3.DatabaseError as error:
             told = self._told(error)
             if told is error:
                 raise
             raise told from error
 
-    def _reader(self) -> sqlite3.Connection:
-        """Return this thread's read-only connection."""
-        connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
-        if connection is None:
-            with self._lock:
-                if self._is_closed:
-                    raise self._closed()
-                connection = connect(self.path)
-                self._readers.append(connection)
+    def _take_reader(self) -> sqlite3.Connection:
+        with self._lock:
+            if self._is_closed:
+                raise self._closed()
+            if self._idle:
+                return self._idle.pop()
+            connection = connect(self.path)
             connection.execute("PRAGMA query_only = 1")
-            self._local.connection = connection
+            self._readers.add(connection)
         return connection
+
+    def _return_reader(self, connection: sqlite3.Connection) -> None:
+        with self._lock:
+            if connection not in self._readers:  # The database has been closed.
+                return
+            if len(self._idle) < _MAX_IDLE_READERS and not connection.in_transaction:
+                self._idle.append(connection)
+                return
+            self._readers.remove(connection)
+        connection.close()
 
     def close(self) -> None:
         """Finish what was submitted, checkpoint the log into the file, and close."""
@@ -253,12 +266,15 @@ class Database:
             for connection in self._readers:
                 connection.close()
             self._readers.clear()
+            self._idle.clear()
 
     def _told(self, error: BaseException) -> BaseException:
         """Return what to tell of an error.
 
         Of a damaged page the log and the status tell, too.
         """
+        if file_limit.is_shortage(error):
+            return MasterError(file_limit.shortage() or str(error))
         if isinstance(error, OSError):
             return MasterError(
                 f"{self.path} cannot be kept on its disk ({error.strerror}); expected room and a disk that answers. Make room, "

@@ -114,7 +114,7 @@ def metrics_json(found: list[tuple[str, str]]) -> Json:
 async def get_session(request: ApiRequest) -> Json:
     """``GET /page/session``: who is logged in where.
 
-    And what is wrong with the database.
+    And what is wrong with the master.
     """
     services = request.services
     return {
@@ -124,7 +124,7 @@ async def get_session(request: ApiRequest) -> Json:
         "pool": services.settings.pool_name,
         "slots": len(services.slots),
         "master": services.master_id,
-        "damage": services.database.describe_trouble(),
+        "damage": services.describe_trouble(),
         "now": format_us(now_us()),
     }
 

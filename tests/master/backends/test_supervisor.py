@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +23,8 @@ from dstrial.master import backends
 from dstrial.master.backends import AllocationExit, AllocationRequest, Slot, SupervisorHandle
 from dstrial.master.backends.log_file import read_lines
 from dstrial.master.backends.model_definition import pack
-from dstrial.master.backends.supervisor import descendants
+from dstrial.master.backends.supervisor import descendants, start_time
+from dstrial.storage_guard import SAVING_DIRECTORY
 
 pytestmark = pytest.mark.process
 
@@ -288,6 +291,164 @@ def test_a_supervisor_without_a_record_is_found_by_its_marker(run: Callable[...,
 
     wait_for(lambda: not backends.is_alive(handle))
     assert living("7654") == []
+
+
+def promptly(ask: Callable[[], Any]) -> Any:
+    """Return an answer that is there within ten seconds: what waits for a pipe that nobody writes to waits for ever."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(ask()), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert found, "no answer"
+    return found[0]
+
+
+FORGED = '{"exit_code": 0, "signal": null, "time_us": 1}'
+
+
+@pytest.mark.parametrize("forged", [f"echo '{FORGED}' > exit.json", "mkfifo exit.json"])
+def test_exit_record_of_running_trial_is_not_believed(run: Callable[..., Started], forged: str) -> None:
+    directory, handle = run(f"cd $DSTRIAL_ALLOCATION_DIR && {forged}; sleep 3541; exit 3")
+    wait_for(lambda: living("3541"))
+
+    assert promptly(lambda: [backends.poll_exit(directory, handle)]) == [None]
+    for pid in living("3541"):
+        os.kill(pid, signal.SIGTERM)
+
+    assert promptly(lambda: ended((directory, handle))).exit_code == 3
+
+
+def forge(path: Path, how: str) -> None:
+    """Put something in the place of an exit record."""
+    texts = {
+        "empty object": "{}",
+        "list": "[]",
+        "text": "no JSON",
+        "deep": "[" * 100_000,
+        "other types": FORGED.replace("0,", '"0",'),
+        "a truth value": FORGED.replace("0,", "true,"),
+        "a huge number": FORGED.replace("0,", f"1{'0' * 30},"),
+        "a huge file": FORGED + " " * (1 << 24),
+    }
+    if how == "pipe":
+        os.mkfifo(path)
+    elif how == "directory":
+        path.mkdir()
+    elif how == "link":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_text(texts[how])
+
+
+@pytest.mark.exhaustive("[pipe]", "[empty object]", "[a huge number]")
+@pytest.mark.parametrize(
+    "how",
+    [
+        "pipe", "directory", "link", "empty object", "list", "text", "deep", "other types", "a truth value",
+        "a huge number", "a huge file",
+    ],
+)  # fmt: skip
+def test_invalid_exit_record_means_failed_allocation(
+    run: Callable[..., Started], caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    directory, handle = run("echo begun; setsid sleep 3542")
+    wait_for(lambda: living("3542"))
+    os.kill(handle.pid, signal.SIGKILL)
+    wait_for(lambda: not backends.is_alive(handle))
+    forge(directory / "exit.json", how)
+
+    exit_ = promptly(lambda: backends.poll_exit(directory, handle))
+
+    assert (exit_.was_lost, exit_.exit_code) == (False, 1)
+    assert living("3542") == []
+    (line,) = [record.message for record in caplog.records]
+    assert str(directory / "exit.json") in line
+
+
+def test_exit_record_is_read_after_processes_end(run: Callable[..., Started]) -> None:
+    directory, handle = run(f"echo '{FORGED}' > $DSTRIAL_ALLOCATION_DIR/exit.json; setsid sleep 3543")
+    wait_for(lambda: living("3543"))
+    os.kill(handle.pid, signal.SIGKILL)
+    wait_for(lambda: not backends.is_alive(handle))
+
+    assert backends.poll_exit(directory, handle) is not None
+
+    assert living("3543") == []
+
+
+@pytest.mark.parametrize("forged", ['{"marker": "none"}', "{}", None])
+def test_kill_reads_no_file_of_the_trial(run: Callable[..., Started], forged: str | None) -> None:
+    directory, handle = run("setsid sleep 3544")
+    wait_for(lambda: living("3544"))
+    os.kill(handle.pid, signal.SIGKILL)
+    wait_for(lambda: not backends.is_alive(handle))
+    (directory / "spec.json").unlink()
+    if forged is not None:
+        (directory / "spec.json").write_text(forged)
+
+    backends.kill(handle, directory)
+
+    assert living("3544") == []
+
+
+def test_supervisor_record_naming_another_process_is_refused(
+    run: Callable[..., Started], tmp_path: Path
+) -> None:
+    directory, handle = run("sleep 3545")
+    wait_for(lambda: (directory / "supervisor.json").exists())
+    with subprocess.Popen(["sleep", "3546"]) as other:
+        record = {"pid": other.pid, "start_time": start_time(other.pid)}
+        (directory / "supervisor.json").write_text(json.dumps(record))
+        try:
+            assert backends.find(directory) is None
+        finally:
+            other.kill()
+    for forged in ("{}", '{"pid": "1", "start_time": 1}', "no JSON"):
+        (directory / "supervisor.json").write_text(forged)
+        assert backends.find(directory) is None
+    backends.kill(handle, directory)
+
+
+def test_what_a_removed_allocation_names_is_not_deleted(run: Callable[..., Started], tmp_path: Path) -> None:
+    directory, handle = run("true")
+    ended((directory, handle))
+    (tmp_path / "mine").mkdir()
+    (directory / "spec.json").write_text(json.dumps({"temporary_directory": str(tmp_path / "mine")}))
+
+    backends.remove(directory)
+
+    assert (tmp_path / "mine").exists()
+
+
+def test_pipes_among_its_files_stop_no_supervisor(run: Callable[..., Started]) -> None:
+    # The log goes on in parts that are named by its bytes and lines: one of these is in the way of each.
+    names = [".exit.json.new", *(f"output.log.{count * 22}.{count}" for count in range(1, 60))]
+    started = run(
+        [
+            "bash",
+            "-c",
+            f"cd $DSTRIAL_ALLOCATION_DIR; mkfifo {' '.join(names)}; for i in {{1..50}}; do echo 12; sleep 0.01; done; exit 5",
+        ],
+        log_bytes=8 * 240,
+    )
+
+    exit_ = promptly(lambda: ended(started))
+
+    assert exit_.exit_code == 5
+    assert promptly(lambda: len(printed(started[0]))) == 50
+
+
+def test_notes_of_begun_checkpoints_are_only_uuids(tmp_path: Path) -> None:
+    uuid = "0b4ae0d4-0b0b-4b0b-8b0b-0123456789ab"
+    saving = tmp_path / SAVING_DIRECTORY
+    saving.mkdir()
+    for name in (uuid, "datasets", ".hidden"):
+        (saving / name).touch()
+    assert backends.begun_checkpoints(tmp_path) == [uuid]
+
+    saving.rename(tmp_path / "elsewhere")
+    saving.symlink_to(tmp_path / "elsewhere")
+    assert backends.begun_checkpoints(tmp_path) == []
 
 
 def test_what_determineds_harness_writes_stays_in_the_allocation(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import threading
 from pathlib import Path
@@ -85,6 +86,25 @@ def test_a_reader_cannot_write(tmp_path: Path) -> None:
     with pytest.raises(sqlite3.OperationalError, match="readonly"), database.read() as connection:
         connection.execute("INSERT INTO cluster VALUES ('a', '1')")
     database.close()
+
+
+def test_reads_of_many_threads_share_few_connections(tmp_path: Path) -> None:
+    with contextlib.closing(Database(tmp_path / "master.db")) as database:
+        keys(database)
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for _ in range(100):
+            thread = threading.Thread(target=keys, args=(database,))
+            thread.start()
+            thread.join()
+        assert len(list(Path("/proc/self/fd").iterdir())) <= before + 2
+
+
+def test_reads_inside_reads_wait_for_nobody(tmp_path: Path) -> None:
+    with contextlib.closing(Database(tmp_path / "master.db")) as database, contextlib.ExitStack() as stack:
+        outer = [stack.enter_context(database.read()) for _ in range(20)]
+        database.write(put("a", "1"))
+        assert keys(database) == {"a"}
+        assert len(set(map(id, outer))) == len(outer)
 
 
 def test_closing_finishes_what_was_submitted_and_refuses_more(tmp_path: Path) -> None:

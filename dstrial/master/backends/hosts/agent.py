@@ -37,15 +37,16 @@ from dstrial.master.backends.backend import SupervisorHandle
 from dstrial.master.backends.devices import Slot, find_slots
 from dstrial.master.backends.fork_servers import ForkServers, ForkSettings
 from dstrial.master.backends.hosts.streams import Streams, account_of
+from dstrial.master.backends.log_file import log_paths
 from dstrial.master.backends.overlay import store as overlays
 from dstrial.master.backends.ports import choose_ports
 from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.state_directory import StateDirectory
+from dstrial.master.trial_files import open_regular, read_json
 
 MIRRORED = ("starting.json", "stalled.json")
 """Files of an allocation's directory that the master shows."""
 _LOOK_S = 0.1
-_LOG = "output.log"
 _CHUNK_BYTES = 256 * 1024
 _TRACEBACKS_LAST_S = 30 * 86_400.0
 _BACKLOG = 128
@@ -201,7 +202,6 @@ class Agent:
         if not os.read(read_end, 1):
             for directory in self._allocations.iterdir():
                 local.kill(local.find(directory), directory, leaves_record=False)
-                local.kill(None, directory)
         os._exit(0)
 
     def _find_runs(self, live: set[str]) -> None:
@@ -212,7 +212,6 @@ class Agent:
                 self._runs[directory.name] = _Run(directory, handle)
             else:
                 local.kill(handle, directory, leaves_record=False)
-                local.kill(None, directory)
                 local.remove(directory)
                 shutil.rmtree(directory, ignore_errors=True)
 
@@ -327,8 +326,6 @@ class Agent:
             runs = list(self._runs.values())
         for run in runs:
             local.kill(run.handle, run.directory, leaves_record=False)
-        for run in runs:
-            local.kill(None, run.directory)
         os._exit(1)
 
     def _look(self) -> None:
@@ -354,8 +351,6 @@ class Agent:
         if run.sent is None or run.is_told:
             return
         exit_ = local.poll_exit(run.directory, run.handle)
-        if exit_ is not None and exit_.was_lost:
-            local.kill(None, run.directory)
         while self._send_output(name, run):
             pass
         self._send_shown(name, run)
@@ -377,19 +372,19 @@ class Agent:
     def _send_output(self, name: str, run: _Run) -> bool:
         """Send a piece of the log; return whether there may be more at once."""
         assert run.sent is not None
-        parts = sorted(
-            (path.name for path in run.directory.glob(f"{_LOG}*")),
-            key=lambda part: int(part.split(".")[2]) if part != _LOG else -1,
-        )
+        parts = [path.name for path in log_paths(run.directory)]
         gone = [part for part in run.sent if part not in parts]
         for part in gone:
             del run.sent[part]
             self._line.say({"log": name, "gone": part})
         for part in parts:
             at = run.sent.get(part, 0)
-            with (run.directory / part).open("rb") as file:
-                file.seek(at)
-                data = file.read(_CHUNK_BYTES)
+            try:
+                with open_regular(run.directory / part) as file:
+                    file.seek(at)
+                    data = file.read(_CHUNK_BYTES)
+            except (FileNotFoundError, ValueError):
+                continue
             if data:
                 run.sent[part] = at + len(data)
                 text = base64.b64encode(data).decode()
@@ -399,10 +394,9 @@ class Agent:
 
     def _send_shown(self, name: str, run: _Run) -> None:
         for file in MIRRORED:
-            try:
-                text = (run.directory / file).read_text(encoding="utf-8")
-            except OSError:
-                text = ""
+            text = ""
+            with contextlib.suppress(OSError, ValueError):
+                text = json.dumps(read_json(run.directory / file))
             if text != run.shown.get(file, ""):
                 run.shown[file] = text
                 self._line.say({"shown": name, "file": file, "text": text})
@@ -461,8 +455,8 @@ def _shown_handle(handle: SupervisorHandle | None) -> dict[str, Any]:
 
 def _is_consequence(directory: Path) -> bool:
     """Say whether the launcher has found that a rank elsewhere failed first."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        return bool(json.loads((directory / ENDING_NAME).read_text(encoding="utf-8"))["is_consequence"])
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return bool(read_json(directory / ENDING_NAME)["is_consequence"])
     return False
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import sqlite3
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from dstrial.master.state_directory import StateDirectory
 from dstrial.master.store import storages as storage_rows
 from dstrial.master.store.file.integrity import reading
 from dstrial.master.store.storages import StoredFiles
+from dstrial.master.trial_files import read_json
 from dstrial.visible_text import visible_line
 
 TERMINAL_STATES = frozenset({"COMPLETED", "CANCELED", "ERROR"})
@@ -271,11 +271,10 @@ def stall_in(directory: Path) -> tuple[str, float] | None:
 
 
 def _said(path: Path, key: str) -> tuple[str, float] | None:
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        if path.is_file():
-            fields = json.loads(path.read_text(encoding="utf-8"))
-            text, since_s = visible_line(str(fields[key])), float(fields["since_s"])
-            return (text, since_s) if math.isfinite(since_s) else None
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
+        fields = read_json(path)
+        text, since_s = visible_line(str(fields[key])), float(fields["since_s"])
+        return (text, since_s) if math.isfinite(since_s) else None
     return None
 
 

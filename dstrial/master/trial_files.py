@@ -1,0 +1,75 @@
+"""Reads files that a trial's processes can write.
+
+They are believed as far as they are regular, of this account, bounded and as their schema says.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar, get_type_hints
+
+T = TypeVar("T")
+
+MAX_RECORD_BYTES = 1 << 20
+_NO_FILE = (errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EACCES)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file of this account, and wait for no pipe.
+
+    Raises:
+        FileNotFoundError: there is no file.
+        ValueError: it is a link, a pipe, a directory or another account's file.
+        OSError: it cannot be opened now.
+    """
+    try:
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    except IsADirectoryError as error:
+        raise ValueError(f"{path} is a directory") from error
+    except OSError as error:
+        if error.errno not in _NO_FILE:
+            raise
+        raise ValueError(f"{path} is no file that can be read ({error.strerror})") from error
+    found = os.fstat(file.fileno())
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        file.close()
+        raise ValueError(f"{path} is no regular file of this account")
+    return file
+
+
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds, of ``MAX_RECORD_BYTES`` at most.
+
+    Raises:
+        ValueError: it is none; besides what :func:`open_regular` raises.
+    """
+    with open_regular(path) as file:
+        content = file.read(MAX_RECORD_BYTES + 1)
+    if len(content) > MAX_RECORD_BYTES:
+        raise ValueError(f"{path} has more than {MAX_RECORD_BYTES} bytes")
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON ({error})") from error
+
+
+def read_record(path: Path, kind: type[T]) -> T:
+    """Return a JSON object as a dataclass, without other keys.
+
+    Raises:
+        ValueError: it is none; besides what :func:`open_regular` raises.
+    """
+    found = read_json(path)
+    fields = {}
+    for name, wanted in get_type_hints(kind).items():
+        value = fields[name] = found.get(name) if isinstance(found, dict) else None
+        if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+            raise ValueError(f"{path}: {name} is {str(value)[:40]!r}; expected {wanted}")
+    try:
+        return kind(**fields)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

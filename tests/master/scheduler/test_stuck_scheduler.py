@@ -1,0 +1,56 @@
+"""What would hold up the scheduler: files that trials forge do not, and what does is told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+
+import pytest
+from serving import Master
+from submitting import config, submit, trials
+from waiting import wait_for
+
+from dstrial.master.scheduler.scheduler import Scheduler
+from dstrial.testing.master import master_for_test
+
+pytestmark = pytest.mark.process
+
+
+def test_health_tells_of_a_stuck_scheduler(fresh_master: Master) -> None:
+    services = fresh_master.services
+    assert fresh_master.get("/health", None).status == 200
+
+    services.scheduler_step = "looking after allocation 1.x.1", time.monotonic() - 31
+
+    answer = fresh_master.get("/health", None)
+    assert answer.status == 503
+    assert "has been looking after allocation 1.x.1 for 31 s" in answer.error
+    assert fresh_master.get("/page/session").json["damage"] == answer.error
+    scheduler = Scheduler(services)
+    with contextlib.ExitStack() as stack:
+        scheduler.start()
+        stack.callback(scheduler.stop, graceful=False, timeout_s=0)
+        wait_for(lambda: fresh_master.get("/health", None).status == 200)
+
+
+@pytest.mark.parametrize(
+    "forged", ["mkfifo exit.json", "echo {} > exit.json", "rm output.log; mkfifo output.log"]
+)
+def test_trial_that_forges_files_is_killed(tmp_path: Path, forged: str) -> None:
+    with master_for_test(tmp_path, num_slots=2) as master:
+        forging = submit(
+            master, config(f"cd $DSTRIAL_ALLOCATION_DIR && {forged}; touch workdir/forged; sleep 600")
+        )
+        wait_for(lambda: list(master.state.allocations_path.glob("*/workdir/forged")))
+        other = submit(master, config("python3 train.py"))
+        wait_for(
+            lambda: [one["state"] for one in trials(master, other)] == ["STATE_COMPLETED"], "the other one"
+        )
+        assert [one["state"] for one in trials(master, forging)] == ["STATE_RUNNING"]
+
+        master.client().post(f"/api/v1/experiments/{forging}/kill")
+
+        wait_for(lambda: [one["state"] for one in trials(master, forging)] == ["STATE_CANCELED"], "its end")
+        assert json.loads(master.dstrial("status", "--json").stdout)["trouble"] == ""
