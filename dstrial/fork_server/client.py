@@ -42,7 +42,7 @@ _adopting = threading.Lock()
 
 
 def trains_trial_class(words: Sequence[str]) -> bool:
-    """Say whether a command line behind the interpreter is our launcher's, of ranks that import a trial class.
+    """Return whether a command line launches ranks that import a trial class.
 
     These import ``dstrial.launch.imported_ahead`` before the user's module. A script says itself what is imported when.
     """

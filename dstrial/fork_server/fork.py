@@ -145,7 +145,7 @@ class Origin:
         return f"what is imported keeps files {taken} open" if taken else ""
 
     def why_not_import(self, places: Iterable[str]) -> str:
-        """Return which module a new process would find in these directories instead of the imported one; empty if none."""
+        """Return a module that these directories shadow; empty if there is none."""
         for place in places:
             sys.path_importer_cache.pop(place, None)
             with contextlib.suppress(OSError):

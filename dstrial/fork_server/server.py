@@ -79,7 +79,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def use_huge_pages() -> int:
-    """Move this process's own memory, not that of files, into huge pages; return the bytes moved.
+    """Move this process's anonymous memory into huge pages; return the bytes moved.
 
     A fork copies the page tables of its parent: an entry for each 4 KiB, or one for each huge page, of 2 MiB on x86. To be called
     before there are forks, which share the pages that are moved away from. Needs Linux 6.1; elsewhere nothing is moved.
@@ -171,7 +171,7 @@ def _answer(connection: socket.socket, origin: Origin) -> bool:
 
 
 def _import(names: Sequence[str]) -> tuple[dict[str, str], set[str]]:
-    """Import modules; return why, by name, for those that cannot be, and which ones they did not find."""
+    """Import modules; return failures by name, and the modules that were not found."""
     failures = {}
     last = _LastFinder()
     sys.meta_path.append(last)

@@ -1,4 +1,4 @@
-"""What is imported before a trial's own module: by each rank, or once by the process that ranks are forked from.
+"""Imports before a trial's own module: by each rank, or once by a fork server.
 
 Nothing here runs a tensor operation, starts a thread or asks for a device, and nothing reads which rank a process is: a fork
 would not be what a new process is.

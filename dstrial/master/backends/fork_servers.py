@@ -1,4 +1,4 @@
-"""Which trials start as forks of a process that has imported torch, DeepSpeed and dstrial.
+"""Fork servers: processes with torch and DeepSpeed imported, which start trials.
 
 Importing takes seconds of each start, a fork milliseconds. A fork server is started beside the first trial of a kind that has
 none, and serves the trials after it: those of trial classes, with the same interpreter and the same environment, but for what

@@ -176,7 +176,7 @@ class LoginLinks:
 
 
 class ServiceGrants:
-    """Codes that open the services of one task with a user's token, in the master's memory."""
+    """Codes that open the services of one task for a user; kept in memory."""
 
     def __init__(self) -> None:
         self._tokens: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
@@ -199,7 +199,7 @@ class ServiceGrants:
         return token
 
     def renew(self, code: str, task_id: str) -> str | None:
-        """Return another code in the place of one that has stood in an address; None if it is not valid."""
+        """Exchange a one-time code for a cookie's code; None if it is not valid."""
         token = self.token_of(code, task_id)
         if token is None:
             return None

@@ -104,7 +104,7 @@ class ProxyMiddleware:
         return None
 
     def _take_grant(self, raw: str, query: str, task_id: str) -> Response:
-        """Take the code out of an address, and give it back as a cookie that no page can read."""
+        """Replace the code in an address by an HttpOnly cookie."""
         query, _, code = query.rpartition(_GRANT)
         response = RedirectResponse(_with_query(raw, query.removesuffix("&")), 307)
         granted = self._services.grants.renew(code, task_id)

@@ -1,4 +1,4 @@
-"""Which service a request of the proxy means, who may reach it and at which address, and which headers it sees.
+"""Proxied services: their addresses, access, and the headers they receive.
 
 In a browser the services of a task have the address ``http://TASK.localhost:PORT/proxy/TASK…``, which is another site than
 the master's: what they show can neither ask the master in the user's name nor leave cookies or workers with it.
@@ -170,7 +170,7 @@ async def connect(service: Service) -> tuple[asyncio.StreamReader, asyncio.Strea
 
 
 def _account_behind(port: int, own_port: int) -> int | None:
-    """Return the user id of who has accepted a connection to a port of 127.0.0.1, or else of who listens there."""
+    """Return the user id that accepted a loopback connection, else the listener's."""
     pattern = re.compile(_SOCKET.format(port=f"{port:04X}"))
     listener = None
     for name in ("tcp", "tcp6"):

@@ -156,7 +156,7 @@ class WebSocketProxy(asyncio.StreamReaderProtocol):
         writer: asyncio.StreamWriter,
         up_writer: asyncio.StreamWriter,
     ) -> int:
-        """Pass on what the client's frames hold until one ends the WebSocket, and return the code to answer with."""
+        """Forward the client's frames until the WebSocket ends; return the close code."""
         with contextlib.suppress(OSError):
             while data := await reader.read(_CHUNK_BYTES):
                 self._services.activity.touch(service.task_id)
@@ -178,7 +178,7 @@ class WebSocketProxy(asyncio.StreamReaderProtocol):
 
 
 async def _first_of(*directions: Coroutine[Any, Any, int]) -> int:
-    """Wait until one direction has ended, end the other, and return the code with which to close."""
+    """Wait for one direction, end the other, and return the close code."""
     both = [asyncio.ensure_future(direction) for direction in directions]
     try:
         ended, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
