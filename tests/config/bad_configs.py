@@ -199,10 +199,11 @@ BAD_CONFIGS: tuple[BadConfig, ...] = (
         bf16={"enabled": True},
     ),
     ds(
-        "fp16 without ZeRO",
-        "zero_optimization.stage is 0 (DeepSpeed's default); expected 1, 2 or 3 with fp16.",
-        "divides gradients by a loss scale that it has not multiplied the loss by",
+        "fp16 and SGD without ZeRO",
+        "zero_optimization.stage is 0 (DeepSpeed's default); expected 1, 2 or 3 with fp16 and SGD.",
+        "divides gradients by a loss scale by which it has not multiplied the loss",
         fp16={"enabled": True},
+        optimizer={"type": "SGD", "params": {"lr": 0.1}},
         zero_optimization=None,
     ),
     ds(
