@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from dstrial.config.batch import BATCH_KEYS, solve_batch
 from dstrial.config.deepspeed_rules.calls import check_second_engines, check_two_configs
 from dstrial.config.deepspeed_rules.check import CheckResult, check_deepspeed
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, other_configs, read_deepspeed
@@ -218,8 +219,9 @@ def check_experiment(
     if resumed is not None and not resumed.engines:
         resumed = None
     notes: list[str] = []
-    sizes = _sizes(raw, slots_per_trial, slots_key, source, resumed, findings, notes)
-    engines = _read_engines(hyperparameters, document, path, context_dir, findings, notes)
+    engines = [*_read_engines(hyperparameters, document, path, context_dir, findings, notes)]
+    stages = _stages_of_source(source, hyperparameters, engines, max(slots_per_trial, 1))
+    sizes = _sizes(raw, slots_per_trial, slots_key, stages, resumed, findings, notes)
     checks = {
         key: (found, _check_engine(key, found, source, sizes, resumed, findings, notes))
         for key, found in engines
@@ -423,12 +425,12 @@ def _sizes(
     raw: Mapping[str, Any],
     slots: int,
     slots_key: str,
-    source: TrialSource,
+    stages: int | None,
     resumed: SavedRun | None,
     findings: Diagnostics,
     notes: list[str],
 ) -> ParallelDims:
-    """Return the config's layout, or the checkpoint's, or replicas of one rank."""
+    """Return the config's layout, or the checkpoint's, or the source's, or replicas of one rank."""
     told = {field: parallel_extent(raw, key, findings) for key, field in DIM_KEYS.items()}
     world_size = max(slots, 1)
     is_resumed = resumed is not None and resumed.keeps_batch
@@ -437,19 +439,16 @@ def _sizes(
         for field, number in told.items():
             if number is None and (field != "pp" or saved.is_pipeline):
                 told[field] = getattr(saved, field)
-    if not any(told.values()):
-        if source.mentions_pipeline and world_size > 1:
-            findings.problem(
-                "data.dstrial.pipeline_stages",
-                f"not given, while {source.trial} uses PipelineModule on {world_size} slots",
-                "the number of stages, without which the replicas that share a batch cannot be counted",
-                "Write data: {dstrial: {pipeline_stages: 2}}, for example; 1 if it is a pipeline of one stage.",
-            )
-        elif world_size > 1:
-            notes.append(
-                f"data.dstrial.{' and '.join(DIM_KEYS)} are not given: assumed 1, so {world_size} "
-                "data-parallel replicas"
-            )
+    if stages is not None and not any(told.values()) and world_size > 1:
+        told["pp"] = stages
+        notes.append(
+            f"data.dstrial.pipeline_stages is not given: assumed {stages}, by the source of the trial and the batch sizes"
+        )
+    elif not any(told.values()) and world_size > 1:
+        notes.append(
+            f"data.dstrial.{' and '.join(DIM_KEYS)} are not given: assumed 1, so {world_size} "
+            "data-parallel replicas"
+        )
     sizes = {field: number or 1 for field, number in told.items()}
     replica = ParallelDims.of_replica(**sizes, is_pipeline=told["pp"] is not None)
     per_replica = replica.ranks_per_replica
@@ -468,6 +467,30 @@ def _sizes(
         )
         return replica
     return replica.on(world_size)
+
+
+def _stages_of_source(
+    source: TrialSource,
+    hyperparameters: Mapping[str, Any],
+    engines: Sequence[tuple[str, DeepSpeedSource]],
+    world_size: int,
+) -> int | None:
+    """Return the ``num_stages`` in the trial's source, else the least that the batch allows; None without a pipeline."""
+    if not source.mentions_pipeline:
+        return None
+    for name in source.num_stages:
+        stages = hyperparameters.get(name) if isinstance(name, str) else name
+        if type(stages) is int and stages > 0:
+            return stages
+    batch = [dict(engines)[MAIN_KEY].merged.get(key) for key in BATCH_KEYS] if engines else []
+    for stages in range(1, world_size + 1 if batch else 1):
+        if world_size % stages == 0:
+            try:
+                solve_batch(*batch, world_size // stages)
+            except ConfigError:
+                continue
+            return stages
+    return 1
 
 
 def _max_length(searcher: Mapping[str, Any]) -> Length | None:
