@@ -82,6 +82,14 @@ def test_a_setting_without_effect_is_a_warning(keys, fragment):
     assert any(fragment in warning for warning in warnings(**keys))
 
 
+def test_underscore_keys_are_comments_where_deepspeed_ignores_them():
+    comment = {"_comment": "as in the paper", "__note": {"a": 1}}
+
+    assert warnings(**comment, activation_checkpointing=comment) == ()
+    [problem, _] = check_deepspeed({**BASE, "zero_optimization": comment}, ONE, installed=RELEASE).problems
+    assert "zero_optimization._comment is not a key of zero_optimization" in str(problem)
+
+
 def test_tensor_parallel_ranks_count_as_replicas_as_they_do_in_deepspeed():
     config = {**BASE, "tensor_parallel": {"autotp_size": 2}}
     result = check_deepspeed(config, ParallelDims(4, tp=2))
