@@ -9,9 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from dstrial.config.batch import AUTO, BATCH_KEYS
+from dstrial.config.parsing.documents import yaml_text
 from dstrial.errors import ConfigError
 from dstrial.integrations.accelerate.converter.deepspeed_keys import SECTION
 from dstrial.integrations.accelerate.converter.result import JSON_NAME, Choices, Conversion, ConversionDraft
@@ -179,4 +178,5 @@ def _is_open(conversion: Conversion) -> bool:
 
 
 def _scalar(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
+    text = yaml_text([value]).removeprefix("- ").strip()
+    return text if "\n" not in text else json.dumps(value, ensure_ascii=False)

@@ -13,8 +13,9 @@ import yaml
 
 from dstrial.cli.app import main
 from dstrial.config import load_experiment
+from dstrial.config.parsing.documents import read_yaml
 from dstrial.errors import ConfigError
-from dstrial.integrations.accelerate.converter.convert import convert
+from dstrial.integrations.accelerate.converter.convert import convert, experiment_yaml
 from dstrial.integrations.accelerate.converter.result import Choices, Conversion
 
 CONFIGS = sorted((Path(__file__).parent / "configs").glob("*.yaml"))
@@ -214,6 +215,14 @@ def test_wrong_values_and_other_libraries_are_refused_all_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         converted(config)
     assert [problem.where.rpartition(" ")[2] for problem in caught.value.problems] == list(config)
+
+
+@pytest.mark.parametrize("name", ["1e5", "08", "0o7", "true", "two: words", f"{'long ' * 40}end"])
+def test_experiment_yaml_names_are_read_back(name: str, tmp_path: Path) -> None:
+    text = experiment_yaml(converted(plugin(), Choices(None, 4, name)), "default_config.yaml")
+    (tmp_path / "experiment.yaml").write_text(text)
+
+    assert read_yaml(tmp_path / "experiment.yaml", "experiment.yaml").value["name"] == name
 
 
 def test_existing_files_are_replaced_only_when_asked_to(
