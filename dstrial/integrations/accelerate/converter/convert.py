@@ -45,10 +45,11 @@ def convert(
         ConfigError: it is for something else than DeepSpeed on machines of one's own, or a value has the wrong type.
     """
     draft = ConversionDraft(config, label, deepspeed_file)
-    plugin = draft.section(SECTION)
-    if plugin or config.get("distributed_type", "DEEPSPEED") == "DEEPSPEED":
-        stage = plugin.get("zero_stage", _DEFAULT_STAGE)
+    if draft.is_deepspeed:
+        stage = draft.section(SECTION).get("zero_stage", _DEFAULT_STAGE)
         draft.stage = draft.whole_number(stage, f"{SECTION}.zero_stage", 0)
+    elif config.get("mixed_precision", "fp16" if config.get("fp16") else "no") == "fp16":
+        draft.stage = 1  # in stage 0 DeepSpeed does not scale the loss
     for key, value in config.items():
         take_key(draft, key, value)
     if draft.problems:
