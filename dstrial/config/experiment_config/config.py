@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dstrial.config.batch import BATCH_KEYS, solve_batch
-from dstrial.config.deepspeed_rules.calls import check_second_engines, check_two_configs
+from dstrial.config.deepspeed_rules.calls import check_batch_norm, check_second_engines, check_two_configs
 from dstrial.config.deepspeed_rules.check import CheckResult, check_deepspeed
+from dstrial.config.deepspeed_rules.ignored import check_on_cpu
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, other_configs, read_deepspeed
 from dstrial.config.diagnostics import Diagnostics, render
-from dstrial.config.dotted_keys import apply_overrides, check_dotted_names, dstrial_section
+from dstrial.config.dotted_keys import apply_overrides, check_dotted_names, dstrial_section, value_at
 from dstrial.config.elasticity import check_shared_batch
 from dstrial.config.experiment_config.check import (
     check_dstrial_section,
@@ -226,6 +227,9 @@ def check_experiment(
         key: (found, _check_engine(key, found, source, sizes, resumed, findings, notes))
         for key, found in engines
     }
+    kind = _device_kind()
+    if kind == "cpu" or slots_per_trial == 0 or variables[kind].get("DS_ACCELERATOR") == "cpu":
+        _check_on_cpu(source, [*checks.values()], findings)
     if resumed is not None:
         check_resumption(raw, resumed, slots_per_trial, slots_key, [*checks.values()], findings)
     deepspeed, checked = checks.pop(MAIN_KEY, (None, None))
@@ -240,7 +244,7 @@ def check_experiment(
         hyperparameters=hyperparameters,
         raw=raw,
         slots_per_trial=slots_per_trial,
-        environment_variables=variables[_device_kind()],
+        environment_variables=variables[kind],
         warnings=tuple(findings.warnings),
         notes=(*findings.notes, *notes),
         deepspeed=deepspeed,
@@ -347,6 +351,18 @@ def _check_engine(
     findings.problems.extend(checked.problems)
     findings.warnings.extend(checked.warnings)
     return checked
+
+
+def _check_on_cpu(
+    source: TrialSource, checks: Sequence[tuple[DeepSpeedSource, CheckResult]], findings: Diagnostics
+) -> None:
+    for found, checked in checks:
+        own = Diagnostics(found.lines, found.label)
+        check_on_cpu(checked.effective, own)
+        findings.warnings.extend(own.warnings)
+    if any(value_at(checked.effective, "fp16.enabled") for _, checked in checks):
+        for called in source.called:
+            check_batch_norm(called, findings)
 
 
 def _check_calls(
