@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from dstrial.config.auto_values import AutoValues
 from dstrial.config.batch import BATCH_KEYS, solve_batch
 from dstrial.config.deepspeed_rules.calls import check_batch_norm, check_second_engines, check_two_configs
 from dstrial.config.deepspeed_rules.check import CheckResult, check_deepspeed
@@ -35,6 +36,11 @@ from dstrial.config.experiment_config.loggers import check_loggers
 from dstrial.config.experiment_config.sections import check_integrations
 from dstrial.config.experiment_config.startup_hook import HOOK_NAME, check_startup, requirements_of
 from dstrial.config.experiment_config.storage import check_storage
+from dstrial.config.experiment_config.trainer_flags import (
+    TrainerLength,
+    check_trainer_flags,
+    length_problems,
+)
 from dstrial.config.keys import Dialect, check_keys
 from dstrial.config.parallel_dims import DIM_KEYS, ParallelDims
 from dstrial.config.parsing.documents import Document, read_yaml
@@ -234,6 +240,9 @@ def check_experiment(
         check_resumption(raw, resumed, slots_per_trial, slots_key, [*checks.values()], findings)
     deepspeed, checked = checks.pop(MAIN_KEY, (None, None))
     _check_calls(source, hyperparameters, checked, findings)
+    if source.filler is not None and source.filler.is_trainer:
+        check_trainer_flags(source.filler, source.called, deepspeed, context_dir, findings)
+        _check_trainer_length(raw["searcher"], source.filler, checked, findings)
     if checked is not None and checked.batch is not None:
         batch = checked.batch.train_batch_size
         check_shared_batch(dstrial_section(raw), slots_per_trial, batch, sizes.ranks_per_replica, findings)
@@ -377,6 +386,17 @@ def _check_calls(
         check_two_configs(called, hyperparameters, findings)
         if is_stage_0:
             check_second_engines(called, findings)
+
+
+def _check_trainer_length(
+    searcher: Mapping[str, Any], filler: AutoValues, checked: CheckResult | None, findings: Diagnostics
+) -> None:
+    steps = filler.arguments.value("max_steps") or ""
+    batch = None if checked is None else checked.batch
+    if steps.isdecimal() and int(steps) and isinstance(searcher["max_length"], (Mapping, int)):
+        length = TrainerLength.of(int(steps), 0)
+        for problem in length_problems(searcher, length, batch.train_batch_size if batch else 1):
+            findings.warnings.append(str(problem))
 
 
 def _check_sections(raw: dict[str, Any], given: Mapping[str, Any], findings: Diagnostics) -> None:
