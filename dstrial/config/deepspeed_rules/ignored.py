@@ -100,6 +100,12 @@ def check_ignored(settings: Settings) -> None:
             "data_efficiency.enabled",
             "but its data sampling needs DeepSpeed's own loader, which a trial does not use",
         )
+    for section in ("tensorboard", "csv_monitor"):
+        if s.value(f"{section}.enabled") and not str(s.value(f"{section}.output_path")).startswith("/"):
+            s.warn(
+                f"{section}.output_path",
+                "below the working directory of the ranks, which a master deletes after the trial. Write an absolute path",
+            )
     if s.value("dataloader_drop_last"):
         s.warn(
             "dataloader_drop_last",
