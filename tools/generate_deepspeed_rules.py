@@ -266,6 +266,7 @@ def _signature(function: Callable[..., Any]) -> dict[str, Any]:
 
 def _optimizers() -> dict[str, Any]:
     """Describe every optimizer type the JSON may name; DeepSpeed's own names are in lower case."""
+    import deepspeed.runtime.engine
     import torch
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -304,6 +305,11 @@ def _optimizers() -> dict[str, Any]:
             if classes is adam:
                 accepted |= {config.TORCH_ADAM_PARAM, config.ADAM_W_MODE, "fp32_optimizer_states"}
             result[name]["params"] = sorted(accepted)
+    engine = deepspeed.runtime.engine.DeepSpeedEngine
+    if hasattr(engine, "_MUON_HALF_KEYS"):  # since 0.19.8; Muon ignores all others
+        by_engine = {config.TORCH_ADAM_PARAM, config.ADAM_W_MODE, "fp32_optimizer_states", "foreach"}
+        halves = {*engine._MUON_HALF_KEYS, *engine._ADAM_HALF_KEYS, "muon_lr", "adam_lr"}
+        result[config.MUON_OPTIMIZER]["params"] = sorted(halves | by_engine)
     base = torch.optim.Optimizer
     for name, cls in vars(torch.optim).items():
         is_optimizer = inspect.isclass(cls) and issubclass(cls, base) and cls is not base

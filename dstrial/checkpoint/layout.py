@@ -235,6 +235,7 @@ def reshape_problems(saved: Layout, now: Layout) -> list[str]:
         now.offload_parameters,
     ):
         problems.append("offload to NVMe: set the offload device to cpu or none on both sides")
+    changed: dict[str, list[str]] = {"trained": [], "frozen": []}
     before, after = _by_name(saved), _by_name(now)
     for name in sorted(before.keys() | after.keys()):
         was_place, is_place = before.get(name), after.get(name)
@@ -247,8 +248,13 @@ def reshape_problems(saved: Layout, now: Layout) -> list[str]:
                 f"parameter {name} had shape {was_place.shape}, has {is_place.shape}: use the same model"
             )
         elif _is_trained(was_place) != _is_trained(is_place):
-            state = "trained" if _is_trained(is_place) else "frozen"
-            problems.append(f"parameter {name} is {state} now and was not: use the same model")
+            changed["trained" if _is_trained(is_place) else "frozen"].append(name)
+    problems += [
+        f"{len(names)} parameters are {state} now and were not ({', '.join(names[:3])}{', …' if names[3:] else ''}): set their "
+        "requires_grad as it was, or begin a new trial with the weights that `dstrial checkpoint export` writes"
+        for state, names in changed.items()
+        if names
+    ]
     return problems
 
 

@@ -140,7 +140,7 @@ def _deepspeed_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | N
     """Read the file that the config names, from here as accelerate does, or beside it."""
     section = config.get("deepspeed_config")
     named = section.get("deepspeed_config_file") if isinstance(section, Mapping) else None
-    if named in (None, "", "none"):
+    if named in (None, "", "none") or config.get("distributed_type", "DEEPSPEED") != "DEEPSPEED":
         return None
     found = next((place for place in (Path(str(named)), path.parent / str(named)) if place.is_file()), None)
     where = f"{path}: deepspeed_config.deepspeed_config_file"

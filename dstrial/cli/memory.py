@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.run_entrypoint import Entrypoint, parse_entrypoint
 from dstrial.config import ExperimentConfig, load_experiment
-from dstrial.config.dotted_keys import dstrial_section
 from dstrial.errors import ConfigError, DstrialError, LaunchError
 from dstrial.local.json_files import read_json, write_json_atomically
 from dstrial.local.run_directory import RunDirectory
@@ -260,7 +259,7 @@ def _requests_of(
         words = _python_words(entrypoint.words)
         request = script_request(words, context_dir, experiment.hyperparameters, config, **shared)
         return [(Placement(num_slots, micro_batch_size, None), request)]
-    num_stages = int(dstrial_section(experiment.raw).get("pipeline_stages") or 1)
+    num_stages = experiment.sizes.pp
     stages = [None] if num_stages == 1 else list(range(num_stages))
     return [
         (

@@ -152,6 +152,8 @@ def check_keys(
 def _unknown_key(
     section: Section, key: str, value: object, dialect: Dialect, findings: Diagnostics, path: KeyPath
 ) -> None:
+    if key.startswith(("_", "//", "comment")) and dialect.consequence and not section.strict:
+        return  # a comment: the reader ignores the key, and its author knows
     inner = (*path, key)
     owner = dotted(path)
     if key in dialect.removed.get(owner, ()):

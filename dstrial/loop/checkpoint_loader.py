@@ -162,6 +162,7 @@ class CheckpointLoader:
             problems.append(
                 f"{trial_class.__name__} writes its checkpoints itself: resume it with the layout it was written for"
             )
+        differences[3:] = [f"and {len(differences) - 3} more"] if differences[3:] else []
         if problems:
             raise CheckpointLayoutError(
                 f"checkpoint {path} was written for another layout ({'; '.join(differences)}), and it cannot be brought into "

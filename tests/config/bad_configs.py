@@ -37,6 +37,8 @@ DEEPSPEED = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW",
 
 NOT_IN_0_19_0 = frozenset(
     {
+        "removed optimizer",
+        "parameter that Muon ignores",
         "unknown top-level key",
         "removed section, switched off",
         "removed ZeRO key",
@@ -199,10 +201,11 @@ BAD_CONFIGS: tuple[BadConfig, ...] = (
         bf16={"enabled": True},
     ),
     ds(
-        "fp16 without ZeRO",
-        "zero_optimization.stage is 0 (DeepSpeed's default); expected 1, 2 or 3 with fp16.",
-        "divides gradients by a loss scale that it has not multiplied the loss by",
+        "fp16 and SGD without ZeRO",
+        "zero_optimization.stage is 0 (DeepSpeed's default); expected 1, 2 or 3 with fp16 and SGD.",
+        "divides gradients by a loss scale by which it has not multiplied the loss",
         fp16={"enabled": True},
+        optimizer={"type": "SGD", "params": {"lr": 0.1}},
         zero_optimization=None,
     ),
     ds(
@@ -340,6 +343,43 @@ BAD_CONFIGS: tuple[BadConfig, ...] = (
         'optimizer.type is "sgd"',
         'Set it to "SGD".',
         optimizer={"type": "sgd", "params": {"lr": 0.1}},
+    ),
+    ds(
+        "removed optimizer",
+        'optimizer.type is "OneBitAdam", which this release of DeepSpeed has removed; expected adam, adamw',
+        'Set it to "AdamW"',
+        optimizer={"type": "OneBitAdam", "params": {"lr": 0.1}},
+    ),
+    ds(
+        "quoted learning rate",
+        'optimizer.params.lr is "1e-3"; expected a number of at least 0. Write 0.001 without quotes.',
+        optimizer={"type": "AdamW", "params": {"lr": "1e-3"}},
+    ),
+    ds(
+        "negative learning rate",
+        "optimizer.params.lr is -1; expected a number of at least 0.",
+        optimizer={"type": "AdamW", "params": {"lr": -1}},
+    ),
+    ds(
+        "one beta",
+        "optimizer.params.betas is [0.9]; expected two numbers of at least 0 and below 1. Write [0.9, 0.999]",
+        optimizer={"type": "AdamW", "params": {"betas": [0.9]}},
+    ),
+    ds(
+        "parameter that Muon ignores",
+        "optimizer.params.muonlr is not a parameter of Muon; expected one of adam_lr",
+        "Write muon_lr instead.",
+        optimizer={"type": "Muon", "params": {"muonlr": 0.1}},
+    ),
+    ds(
+        "warm-up of no steps",
+        "scheduler.params.warmup_num_steps is 0; expected an integer of at least 1.",
+        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 0}},
+    ),
+    ds(
+        "warm-up of a number with an exponent",
+        "scheduler.params.warmup_num_steps is 1000.0; expected an integer. Write 1000, without exponent",
+        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 1e3}},
     ),
     ds(
         "misspelt optimizer parameter",

@@ -29,6 +29,7 @@ FOR_BOTH = {
     "bf16": {"enabled": "auto"},
     "zero_optimization": {"stage": 2},
 }
+SCHEDULER = {"type": "WarmupLR", "params": {}}
 TRAINER = "from transformers import Trainer\n"
 ACCELERATE = "from accelerate import Accelerator\n"
 
@@ -165,6 +166,51 @@ def test_a_given_batch_is_solved_with_the_arguments(load: Load) -> None:
 def test_a_batch_without_a_solution_is_a_problem_for_scripts_too(load: Load) -> None:
     with pytest.raises(ConfigError, match=r"ds\.json:2: train_batch_size is 33"):
         load({**FOR_BOTH, "train_batch_size": 33}, TRAINER)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "config", "warning"),
+    [
+        ("--fp16", {"fp16": {"enabled": False}}, "has --fp16 True, but fp16.enabled is false"),
+        ("--bf16 False", {"bf16": {"enabled": True}}, "has --bf16 False, but bf16.enabled is true"),
+        ("--bf16", {"bf16": {"enabled": "auto"}}, ""),
+        ("--deepspeed other.json", {}, "has --deepspeed other.json, but hyperparameters.deepspeed_config is"),
+        ("--deepspeed ./ds.json", {}, ""),
+        (
+            "--max_steps 20",
+            {},
+            "searcher.max_length is {'batches': 10}; expected the length of the Trainer, 20 batches",
+        ),
+        ("--max_steps 10", {}, ""),
+        ("--evaluation_strategy steps", {}, "which transformers 5 has removed. Write --eval_strategy"),
+        ("--overwrite_output_dir", {}, ""),
+        (
+            "--lr_scheduler_type cosine",
+            {"scheduler": SCHEDULER},
+            "--lr_scheduler_type, which has no effect beside scheduler",
+        ),
+        (
+            "--optim adafactor",
+            {"optimizer": {"type": "AdamW"}},
+            "has --optim, which has no effect beside optimizer",
+        ),
+    ],
+)
+def test_trainer_arguments_are_checked_against_the_configs(
+    load: Load, arguments: str, config: dict[str, Any], warning: str
+) -> None:
+    script = f"{TRAINER}class Mine:\n    overwrite_output_dir: bool = False\n"
+
+    warnings = load({**BATCH, "zero_optimization": {"stage": 1}, **config}, script, arguments).warnings
+
+    assert any(warning in one for one in warnings) if warning else not warnings, warnings
+    reconciled = (
+        f"{script}from dstrial.dsat import get_hf_args_with_overwrites\nget_hf_args_with_overwrites()\n"
+    )
+    if arguments.split()[0] in ("--fp16", "--bf16", "--deepspeed"):
+        assert (
+            load({**BATCH, "zero_optimization": {"stage": 1}, **config}, reconciled, arguments).warnings == ()
+        )
 
 
 def test_accelerate_fills_in_from_the_script(load: Load) -> None:

@@ -92,7 +92,6 @@ def test_ranks_stages_offload_and_precision_may_change() -> None:
             with_place(shape=(3, 4)),
             "parameter weight had shape (4, 3), has (3, 4): use the same model",
         ),
-        (with_place(group_idx=None), "parameter weight is frozen now and was not: use the same model"),
         (
             dataclasses.replace(LAYOUT, wrapper="MiCS_Optimizer"),
             "MiCS_Optimizer cuts its state in a way of its own: go on with the layout that wrote it",
@@ -101,6 +100,27 @@ def test_ranks_stages_offload_and_precision_may_change() -> None:
 )
 def test_what_cannot_change_is_named_with_what_to_do(now: Layout, problem: str) -> None:
     assert problem in reshape_problems(LAYOUT, now)
+
+
+@pytest.mark.parametrize("is_unfrozen", [True, False])
+def test_reshape_of_unfrozen_model_says_what_to_do(is_unfrozen: bool) -> None:
+    frozen, trained = (
+        dataclasses.replace(
+            LAYOUT,
+            parameters=tuple(
+                dataclasses.replace(PLACE, name=f"layer{idx}", trainable=trainable) for idx in range(50)
+            ),
+        )
+        for trainable in (False, True)
+    )
+
+    [problem] = reshape_problems(frozen, trained) if is_unfrozen else reshape_problems(trained, frozen)
+
+    state = "trained" if is_unfrozen else "frozen"
+    assert problem == (
+        f"50 parameters are {state} now and were not (layer0, layer1, layer10, …): set their requires_grad as it was, or begin "
+        "a new trial with the weights that `dstrial checkpoint export` writes"
+    )
 
 
 def test_model_parallel_layers_are_not_taken_for_whole_ones() -> None:

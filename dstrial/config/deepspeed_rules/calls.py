@@ -73,6 +73,18 @@ def check_second_engines(source: CalledSource, findings: Diagnostics) -> None:
                 _check_function(function, engines, source.label, findings)
 
 
+def check_batch_norm(source: CalledSource, findings: Diagnostics) -> None:
+    """Warn of batch normalisation in fp16 on CPU ranks."""
+    # DeepSpeed 0.19.8 with torch 2.13, ZeRO 0 to 2: "expected scalar type Half but found Float".
+    for node in ast.walk(source.tree):
+        name = getattr(node, "attr", getattr(node, "id", None))
+        if isinstance(name, str) and name.startswith("BatchNorm"):
+            findings.warnings.append(
+                f"{source.label}:{getattr(node, 'lineno', 1)}: {name} fails in fp16 on CPU ranks. Train in bf16 or fp32 there."
+            )
+            return
+
+
 def _check_function(function: ast.FunctionDef, engines: set[str], label: str, findings: Diagnostics) -> None:
     assignments = _assignments(function)
     for call in itertools.islice(_calls(function, "backward"), _MAX_CALLS):

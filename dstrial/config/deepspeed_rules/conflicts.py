@@ -10,6 +10,11 @@ from collections.abc import Callable
 from dstrial.config.deepspeed_rules.settings import Settings
 
 _ZERO = "zero_optimization"
+_LINEAR_IN_GRADIENT = (
+    "sgd",
+    "asgd",
+    "musgd",
+)  # whose step shrinks with the gradient; Adam and its like rescale
 _DTYPES = {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
 
 
@@ -93,11 +98,20 @@ def _loss_scale(s: Settings) -> None:
                 s.problem(key, "an integer of at least 1 with dynamic loss scaling", "Set it to 1 or more.")
     if s.value("fp16.enabled") and not s.value("bf16.enabled") and s.stage == 0 and scale != 1:
         # engine.py 3417 scales losses for ZeRO's optimizers only; those of fp16/ divide by the scale all the same.
-        fix = (
-            f"Set {_ZERO}.stage to 1, which trains the same, or train in bf16. In stage 0 DeepSpeed 0.19 divides gradients by "
-            "a loss scale that it has not multiplied the loss by, so that weights hardly change (its pull request 8393)."
+        cause = (
+            "In stage 0 DeepSpeed 0.19 divides gradients by a loss scale by which it has not multiplied the loss "
+            "(its pull request 8393)"
         )
-        s.problem(f"{_ZERO}.stage", "1, 2 or 3 with fp16", fix)
+        fix = f"Set {_ZERO}.stage to 1, which trains the same, or train in bf16"
+        if s.optimizer in _LINEAR_IN_GRADIENT:
+            s.problem(
+                f"{_ZERO}.stage", f"1, 2 or 3 with fp16 and {s.value('optimizer.type')}", f"{fix}. {cause}."
+            )
+        else:
+            s.warn(
+                f"{_ZERO}.stage",
+                f"with fp16. {cause}: SGD does not move, Adam does. To be safe: {fix}",
+            )
     if s.optimizer == "lamb" and scale != 0:
         s.problem("fp16.loss_scale", "0 (dynamic) with LAMB", "Remove fp16.loss_scale.")
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from dstrial.config.deepspeed_rules.settings import Settings
+from dstrial.config.diagnostics import Diagnostics, render
+from dstrial.config.dotted_keys import value_at
 
 _ZERO = "zero_optimization"
 
@@ -95,11 +100,34 @@ def check_ignored(settings: Settings) -> None:
             "data_efficiency.enabled",
             "but its data sampling needs DeepSpeed's own loader, which a trial does not use",
         )
+    for section in ("tensorboard", "csv_monitor"):
+        if s.value(f"{section}.enabled") and not str(s.value(f"{section}.output_path")).startswith("/"):
+            s.warn(
+                f"{section}.output_path",
+                "below the working directory of the ranks, which a master deletes after the trial. Write an absolute path",
+            )
     if s.value("dataloader_drop_last"):
         s.warn(
             "dataloader_drop_last",
             "which only DeepSpeed's own loader reads; set drop_last on the trial's DataLoader",
         )
+
+
+def check_on_cpu(effective: Mapping[str, Any], findings: Diagnostics) -> None:
+    """Warn of every setting whose operator DeepSpeed has for accelerators only.
+
+    Source: DeepSpeed 0.19.8 accelerator/cpu_accelerator.py, ``get_op_builder``.
+    """
+    keys = [f"{_ZERO}.{key}" for key in _STAGE_3_ONLY if key.startswith("zero_quantized_")]
+    is_offloaded = value_at(effective, f"{_ZERO}.offload_optimizer.device") not in (None, "none")
+    if str(value_at(effective, "optimizer.type")).lower() in ("lamb", *(() if is_offloaded else ("lion",))):
+        keys.append("optimizer.type")
+    for key in keys:
+        if value_at(effective, key):
+            findings.warn(
+                key,
+                f"is {render(value_at(effective, key))}, for which DeepSpeed has no operator on CPUs: CPU ranks fail",
+            )
 
 
 def _check_zero(s: Settings) -> None:

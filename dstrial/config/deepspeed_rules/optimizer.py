@@ -8,9 +8,23 @@ from typing import Any
 
 from dstrial.config.auto_values import AutoValues
 from dstrial.config.deepspeed_rules.settings import Settings
-from dstrial.config.deepspeed_schema import DeepSpeedRules
-from dstrial.config.diagnostics import render
-from dstrial.config.keys import AUTO
+from dstrial.config.deepspeed_schema import DeepSpeedRules, read_table, releases
+from dstrial.config.diagnostics import key_path, render
+from dstrial.config.keys import AUTO, Dialect, Rule, Section, check_keys
+
+_OF_DEEPSPEED = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+_RATE = Rule(("number",), minimum=0)
+_FLAG = Rule(("boolean",))
+_VALUES: Mapping[str, Rule] = {
+    **dict.fromkeys(("lr", "muon_lr", "adam_lr", "weight_decay", "momentum"), _RATE),
+    **dict.fromkeys(("torch_adam", "adam_w_mode", "bias_correction", "amsgrad"), _FLAG),
+    **dict.fromkeys(("warmup_num_steps", "total_num_steps"), Rule(("integer",), minimum=1)),
+    **dict.fromkeys(("warmup_min_lr", "warmup_max_lr"), Rule(("number", "list", "null"), minimum=0)),
+    "eps": Rule(("number", "list"), minimum=0),  # Adafactor has two
+    "betas": Rule(("list",)),
+    "warmup_type": Rule(("string",), enum=("log", "linear")),
+}
+"""Parameters by name. DeepSpeed and PyTorch look at few of them, late and in each rank."""
 
 _KNOWN = {
     "optimizer": "adam, adamw, adagrad, lamb, lion, muon, or the exact name of a torch.optim class",
@@ -106,14 +120,40 @@ def _parameters(
             settings.findings.problem(path, render(AUTO), expected, fix)
         elif value == AUTO:
             settings.warn(path, "which only another tool (Hugging Face Trainer) can fill in")
+        elif section == "optimizer" or name in _OF_DEEPSPEED:
+            _check_value(settings, f"{section}.params", key, value)
     for key in rule.get("required", ()):
         if key not in parameters:
             path = f"{section}.params.{key}"
             settings.findings.problem(path, "not given", f"a value, which {name} requires", f"Add {key}.")
 
 
+def _check_value(settings: Settings, section: str, key: str, value: Any) -> None:
+    rule = _VALUES.get(key)
+    if rule is None:
+        return
+    path = f"{section}.{key}"
+    if rule.types == ("integer",) and isinstance(value, float) and value.is_integer():
+        fix = f"Write {int(value)}, without exponent and decimal point."
+        settings.findings.problem(path, render(value), "an integer", fix)
+    elif key == "betas" and isinstance(value, list):
+        if len(value) != 2 or not all(type(one) in (int, float) and 0 <= one < 1 for one in value):
+            fix = "Write [0.9, 0.999], for example."
+            settings.findings.problem(path, render(value), "two numbers of at least 0 and below 1", fix)
+    else:
+        one = Section({key: rule})
+        check_keys(one, {key: value}, Dialect(name="DeepSpeed"), settings.findings, key_path(section))
+
+
 def _unknown_type(settings: Settings, section: str, name: str, known: list[str]) -> None:
     by_lower = {candidate.lower(): candidate for candidate in known}
+    if name.lower() in {
+        one.lower() for release in releases() for one in read_table(release)[f"{section}s"]
+    } - {*by_lower}:
+        fix = 'Set it to "AdamW", or to "Lamb" for OneBitLamb.'
+        got = f"{render(name)}, which this release of DeepSpeed has removed"
+        settings.findings.problem(f"{section}.type", got, _KNOWN[section], fix)
+        return
     close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
     fix = (
         f"Set it to {render(by_lower[close[0]])}." if close else "Correct the name, or make it in the trial."

@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from dstrial.config.deepspeed_rules.calls import check_second_engines, check_two_configs
+from dstrial.config.auto_values import AutoValues
+from dstrial.config.batch import BATCH_KEYS, solve_batch
+from dstrial.config.deepspeed_rules.calls import check_batch_norm, check_second_engines, check_two_configs
 from dstrial.config.deepspeed_rules.check import CheckResult, check_deepspeed
+from dstrial.config.deepspeed_rules.ignored import check_on_cpu
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, other_configs, read_deepspeed
 from dstrial.config.diagnostics import Diagnostics, render
-from dstrial.config.dotted_keys import apply_overrides, check_dotted_names, dstrial_section
+from dstrial.config.dotted_keys import apply_overrides, check_dotted_names, dstrial_section, value_at
 from dstrial.config.elasticity import check_shared_batch
 from dstrial.config.experiment_config.check import (
     check_dstrial_section,
@@ -33,6 +36,11 @@ from dstrial.config.experiment_config.loggers import check_loggers
 from dstrial.config.experiment_config.sections import check_integrations
 from dstrial.config.experiment_config.startup_hook import HOOK_NAME, check_startup, requirements_of
 from dstrial.config.experiment_config.storage import check_storage
+from dstrial.config.experiment_config.trainer_flags import (
+    TrainerLength,
+    check_trainer_flags,
+    length_problems,
+)
 from dstrial.config.keys import Dialect, check_keys
 from dstrial.config.parallel_dims import DIM_KEYS, ParallelDims
 from dstrial.config.parsing.documents import Document, read_yaml
@@ -218,16 +226,23 @@ def check_experiment(
     if resumed is not None and not resumed.engines:
         resumed = None
     notes: list[str] = []
-    sizes = _sizes(raw, slots_per_trial, slots_key, source, resumed, findings, notes)
-    engines = _read_engines(hyperparameters, document, path, context_dir, findings, notes)
+    engines = [*_read_engines(hyperparameters, document, path, context_dir, findings, notes)]
+    stages = _stages_of_source(source, hyperparameters, engines, max(slots_per_trial, 1))
+    sizes = _sizes(raw, slots_per_trial, slots_key, stages, resumed, findings, notes)
     checks = {
         key: (found, _check_engine(key, found, source, sizes, resumed, findings, notes))
         for key, found in engines
     }
+    kind = _device_kind()
+    if kind == "cpu" or slots_per_trial == 0 or variables[kind].get("DS_ACCELERATOR") == "cpu":
+        _check_on_cpu(source, [*checks.values()], findings)
     if resumed is not None:
         check_resumption(raw, resumed, slots_per_trial, slots_key, [*checks.values()], findings)
     deepspeed, checked = checks.pop(MAIN_KEY, (None, None))
     _check_calls(source, hyperparameters, checked, findings)
+    if source.filler is not None and source.filler.is_trainer:
+        check_trainer_flags(source.filler, source.called, deepspeed, context_dir, findings)
+        _check_trainer_length(raw["searcher"], source.filler, checked, findings)
     if checked is not None and checked.batch is not None:
         batch = checked.batch.train_batch_size
         check_shared_batch(dstrial_section(raw), slots_per_trial, batch, sizes.ranks_per_replica, findings)
@@ -238,7 +253,7 @@ def check_experiment(
         hyperparameters=hyperparameters,
         raw=raw,
         slots_per_trial=slots_per_trial,
-        environment_variables=variables[_device_kind()],
+        environment_variables=variables[kind],
         warnings=tuple(findings.warnings),
         notes=(*findings.notes, *notes),
         deepspeed=deepspeed,
@@ -347,6 +362,18 @@ def _check_engine(
     return checked
 
 
+def _check_on_cpu(
+    source: TrialSource, checks: Sequence[tuple[DeepSpeedSource, CheckResult]], findings: Diagnostics
+) -> None:
+    for found, checked in checks:
+        own = Diagnostics(found.lines, found.label)
+        check_on_cpu(checked.effective, own)
+        findings.warnings.extend(own.warnings)
+    if any(value_at(checked.effective, "fp16.enabled") for _, checked in checks):
+        for called in source.called:
+            check_batch_norm(called, findings)
+
+
 def _check_calls(
     source: TrialSource,
     hyperparameters: Mapping[str, Any],
@@ -359,6 +386,17 @@ def _check_calls(
         check_two_configs(called, hyperparameters, findings)
         if is_stage_0:
             check_second_engines(called, findings)
+
+
+def _check_trainer_length(
+    searcher: Mapping[str, Any], filler: AutoValues, checked: CheckResult | None, findings: Diagnostics
+) -> None:
+    steps = filler.arguments.value("max_steps") or ""
+    batch = None if checked is None else checked.batch
+    if steps.isdecimal() and int(steps) and isinstance(searcher["max_length"], (Mapping, int)):
+        length = TrainerLength.of(int(steps), 0)
+        for problem in length_problems(searcher, length, batch.train_batch_size if batch else 1):
+            findings.warnings.append(str(problem))
 
 
 def _check_sections(raw: dict[str, Any], given: Mapping[str, Any], findings: Diagnostics) -> None:
@@ -423,12 +461,12 @@ def _sizes(
     raw: Mapping[str, Any],
     slots: int,
     slots_key: str,
-    source: TrialSource,
+    stages: int | None,
     resumed: SavedRun | None,
     findings: Diagnostics,
     notes: list[str],
 ) -> ParallelDims:
-    """Return the config's layout, or the checkpoint's, or replicas of one rank."""
+    """Return the config's layout, or the checkpoint's, or the source's, or replicas of one rank."""
     told = {field: parallel_extent(raw, key, findings) for key, field in DIM_KEYS.items()}
     world_size = max(slots, 1)
     is_resumed = resumed is not None and resumed.keeps_batch
@@ -437,19 +475,16 @@ def _sizes(
         for field, number in told.items():
             if number is None and (field != "pp" or saved.is_pipeline):
                 told[field] = getattr(saved, field)
-    if not any(told.values()):
-        if source.mentions_pipeline and world_size > 1:
-            findings.problem(
-                "data.dstrial.pipeline_stages",
-                f"not given, while {source.trial} uses PipelineModule on {world_size} slots",
-                "the number of stages, without which the replicas that share a batch cannot be counted",
-                "Write data: {dstrial: {pipeline_stages: 2}}, for example; 1 if it is a pipeline of one stage.",
-            )
-        elif world_size > 1:
-            notes.append(
-                f"data.dstrial.{' and '.join(DIM_KEYS)} are not given: assumed 1, so {world_size} "
-                "data-parallel replicas"
-            )
+    if stages is not None and not any(told.values()) and world_size > 1:
+        told["pp"] = stages
+        notes.append(
+            f"data.dstrial.pipeline_stages is not given: assumed {stages}, by the source of the trial and the batch sizes"
+        )
+    elif not any(told.values()) and world_size > 1:
+        notes.append(
+            f"data.dstrial.{' and '.join(DIM_KEYS)} are not given: assumed 1, so {world_size} "
+            "data-parallel replicas"
+        )
     sizes = {field: number or 1 for field, number in told.items()}
     replica = ParallelDims.of_replica(**sizes, is_pipeline=told["pp"] is not None)
     per_replica = replica.ranks_per_replica
@@ -468,6 +503,30 @@ def _sizes(
         )
         return replica
     return replica.on(world_size)
+
+
+def _stages_of_source(
+    source: TrialSource,
+    hyperparameters: Mapping[str, Any],
+    engines: Sequence[tuple[str, DeepSpeedSource]],
+    world_size: int,
+) -> int | None:
+    """Return the ``num_stages`` in the trial's source, else the least that the batch allows; None without a pipeline."""
+    if not source.mentions_pipeline:
+        return None
+    for name in source.num_stages:
+        stages = hyperparameters.get(name) if isinstance(name, str) else name
+        if type(stages) is int and stages > 0:
+            return stages
+    batch = [dict(engines)[MAIN_KEY].merged.get(key) for key in BATCH_KEYS] if engines else []
+    for stages in range(1, world_size + 1 if batch else 1):
+        if world_size % stages == 0:
+            try:
+                solve_batch(*batch, world_size // stages)
+            except ConfigError:
+                continue
+            return stages
+    return 1
 
 
 def _max_length(searcher: Mapping[str, Any]) -> Length | None:

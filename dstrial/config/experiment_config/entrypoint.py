@@ -9,7 +9,7 @@ import importlib.util
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dstrial.config.auto_values import AutoValues
@@ -33,6 +33,7 @@ class TrialSource:
     Attributes:
         trial: ``module:Class``, or None if the entrypoint names none.
         mentions_pipeline: whether ``PipelineModule`` appears in the class, or in what of its module it refers to.
+        num_stages: what is passed there as ``num_stages``: numbers, and names that may be hyperparameters.
         filler: what puts values in place of ``"auto"`` in the DeepSpeed config of a script; None for a trial, and where the
             script's source does not tell.
         called: the sources that may call DeepSpeed, as far as they are found and not too large to be looked at.
@@ -40,6 +41,7 @@ class TrialSource:
 
     trial: str | None
     mentions_pipeline: bool = False
+    num_stages: tuple[int | str, ...] = ()
     filler: AutoValues | None = None
     called: tuple[CalledSource, ...] = ()
 
@@ -87,7 +89,10 @@ def check_entrypoint(
             "entrypoint", f"{render(trial)}, and {path} has no {class_name}", "an existing class", fix
         )
     called = CalledSource(_label(path), tree)
-    return TrialSource(trial, "PipelineModule" in _names_used(tree, class_name), called=(called,))
+    used = _definitions_used(tree, class_name)
+    is_pipeline = any("PipelineModule" in _names(node) for node in used)
+    num_stages = tuple(_num_stages(used)) if is_pipeline else ()
+    return TrialSource(trial, is_pipeline, num_stages, called=(called,))
 
 
 def _check_importable(trial: str, context_dir: Path, findings: Diagnostics) -> None:
@@ -134,8 +139,8 @@ def _label(path: Path) -> str:
     return os.path.normpath(path)
 
 
-def _names_used(tree: ast.Module, name: str) -> set[str]:
-    """Return the names used in a definition and in the definitions it refers to."""
+def _definitions_used(tree: ast.Module, name: str) -> list[ast.AST]:
+    """Return a definition and the definitions of its module to which it refers."""
     # A module may define an ordinary trial beside a pipeline, so what stands elsewhere in it says nothing. Where the
     # module does not define the name itself, everything in it counts.
     definitions = {
@@ -143,14 +148,38 @@ def _names_used(tree: ast.Module, name: str) -> set[str]:
         for node in tree.body
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
     }
-    found: set[str] = set()
-    waiting: list[ast.AST] = [definitions.get(name, tree)]
+    found: list[ast.AST] = []
+    waiting: list[ast.AST] = [definitions.pop(name, tree)]
     while waiting:
-        names = {getattr(node, "id", getattr(node, "attr", None)) for node in ast.walk(waiting.pop())}
-        new = {one for one in names if isinstance(one, str)} - found
-        found |= new
-        waiting += [definitions[one] for one in sorted(new & definitions.keys())]
+        found.append(waiting.pop())
+        waiting += [definitions.pop(one) for one in sorted(_names(found[-1]) & definitions.keys())]
     return found
+
+
+def _names(root: ast.AST) -> set[str]:
+    names = {getattr(node, "id", getattr(node, "attr", None)) for node in ast.walk(root)}
+    return {one for one in names if isinstance(one, str)}
+
+
+def _num_stages(used: Sequence[ast.AST]) -> Iterator[int | str]:
+    """Yield the numbers and names in each value of a keyword ``num_stages``."""
+    nodes = [node for root in used for node in ast.walk(root)]
+    waiting = [node.value for node in nodes if isinstance(node, ast.keyword) and node.arg == "num_stages"]
+    values = {
+        target.id: node.value
+        for node in nodes
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for value in waiting:
+        for node in ast.walk(value):
+            if isinstance(node, ast.Name) and node.id in values:
+                waiting.append(values.pop(node.id))
+            elif isinstance(node, ast.Attribute):
+                yield node.attr
+            elif isinstance(node, ast.Constant) and type(node.value) in (int, str):
+                yield node.value
 
 
 def _words(entrypoint: str | Sequence[str] | None) -> list[str]:

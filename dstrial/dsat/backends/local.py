@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from dstrial.config.parsing.documents import yaml_text
 from dstrial.dsat.backends.base import Ended
 from dstrial.dsat.backends.pool import WorkerExit
 from dstrial.dsat.backends.processes import LauncherProcess, found, launch, log_lines
@@ -247,7 +246,7 @@ class LocalPlacement:
 
 
 def _write_yaml(path: Path, config: Mapping[str, Any]) -> None:
-    path.write_text(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    path.write_text(yaml_text(dict(config)), encoding="utf-8")
 
 
 def _outcome(directory: Path, exit_code: int) -> Outcome:

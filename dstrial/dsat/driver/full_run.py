@@ -10,8 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import yaml
-
+from dstrial.config.parsing.documents import yaml_text
 from dstrial.config.secrets import SecretNames, secrets_in
 from dstrial.dsat.backends import BackendFactory
 from dstrial.dsat.backends.trial_spec import full_config, local_training_command
@@ -52,7 +51,7 @@ def run_full(
     """
     config = full_config(settings, best.candidate)
     path = record.path / "full_experiment.yaml"
-    text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+    text = yaml_text(config)
     replace_file(path, text, is_private=bool(secrets_in(config, SecretNames())))
     if settings.flags.local:
         return _train_here(settings, path, signals, print_line)

@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import yaml
-
+from dstrial.config.parsing.documents import yaml_text
 from dstrial.config.secrets import SecretNames, secrets_in
 from dstrial.dsat.backends.base import Backend
 from dstrial.dsat.backends.trial_spec import full_config
@@ -54,7 +53,7 @@ class SearchFiles:
             best = write_results(self._record, self._settings.space, trials, self._settings.flags.metric)
             if best is not None:
                 config = full_config(self._settings, best.candidate)
-                text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+                text = yaml_text(config)
                 # It is to be run as it is, so that its secrets are in it.
                 is_private = bool(secrets_in(config, SecretNames()))
                 replace_file(self._record.best_experiment_path, text, is_private=is_private)

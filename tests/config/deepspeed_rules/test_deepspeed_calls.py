@@ -143,3 +143,31 @@ def test_a_hostile_source_is_looked_at_within_bounds(tmp_path):
     )
     source = f"class MyTrial:\n{engines}    def train_batch(self, x):\n{calls}        z = {chain}\n"
     assert len(load(tmp_path, source).warnings) == 50
+
+
+NET = "import torch\n\nclass MyTrial(DeepSpeedTrial):\n    net = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.{})\n"
+
+
+@pytest.mark.parametrize(
+    ("layer", "device", "is_told"),
+    [("BatchNorm2d(2)", "cpu", True), ("GroupNorm(1, 2)", "cpu", False), ("BatchNorm2d(2)", "cuda", False)],
+)
+def test_fp16_with_batch_norm_warns_on_cpu(tmp_path, monkeypatch, layer, device, is_told):
+    monkeypatch.setenv("DS_ACCELERATOR", device)
+    fp16 = {**DEEPSPEED, "fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+
+    warnings = load(tmp_path, NET.format(layer), deepspeed=fp16).warnings
+
+    assert any("model_def.py:8: BatchNorm2d fails in fp16 on CPU ranks" in one for one in warnings) == is_told
+    assert load(tmp_path, NET.format(layer)).warnings == ()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_operators_that_cpus_lack_are_told(tmp_path, monkeypatch, device):
+    monkeypatch.setenv("DS_ACCELERATOR", device)
+    keys = {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}
+
+    warnings = load(tmp_path, INIT.format(args=1, call=""), deepspeed={**DEEPSPEED, **keys}).warnings
+
+    expected = "zero_quantized_weights is true, for which DeepSpeed has no operator on CPUs: CPU ranks fail"
+    assert [one.endswith(expected) for one in warnings] == ([True] if device == "cpu" else [])

@@ -74,12 +74,22 @@ def warnings(sizes=ONE, **keys):
             "the offloaded optimizer runs in PyTorch",
         ),
         ({"compile": {"deepcompile": True}}, "which falls back to plain torch.compile in ZeRO stage 0"),
+        ({"csv_monitor": {"enabled": True, "output_path": "logs"}}, 'output_path is "logs", below the working directory of'),
+        ({"tensorboard": {"enabled": True}}, 'tensorboard.output_path is "", below the working directory of the ranks'),
         ({"dataloader_drop_last": True}, "which only DeepSpeed's own loader reads"),
         ({"gradient_accumulation_steps": "auto"}, 'gradient_accumulation_steps is "auto", solved to 1'),
     ],
 )  # fmt: skip
 def test_a_setting_without_effect_is_a_warning(keys, fragment):
     assert any(fragment in warning for warning in warnings(**keys))
+
+
+def test_underscore_keys_are_comments_where_deepspeed_ignores_them():
+    comment = {"_comment": "as in the paper", "__note": {"a": 1}, "comment": "", "//": ""}
+
+    assert warnings(**comment, activation_checkpointing=comment) == ()
+    problem = check_deepspeed({**BASE, "zero_optimization": comment}, ONE, installed=RELEASE).problems[0]
+    assert "zero_optimization._comment is not a key of zero_optimization" in str(problem)
 
 
 def test_tensor_parallel_ranks_count_as_replicas_as_they_do_in_deepspeed():

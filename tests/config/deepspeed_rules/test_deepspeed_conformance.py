@@ -238,19 +238,31 @@ def test_what_deepspeed_refuses_in_a_pipeline_is_refused_before(name, outcomes):
 
 
 @pytest.mark.ranks
-def test_weights_hardly_change_with_fp16_in_stage_0_which_is_refused():
-    fp16 = {"fp16": {"enabled": True, "loss_scale": 256}}
-    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True}
-    configs = [full({**fp16, **sgd, "zero_optimization": {"stage": stage}}) for stage in (0, 1)]
+def test_fp16_stage_0_refuses_sgd_and_warns_of_adam():
+    fp16 = {"fp16": {"enabled": True, "loss_scale": 256}, "zero_allow_untested_optimizer": True}
+    configs = [
+        full({**fp16, "optimizer": optimizer, "zero_optimization": {"stage": stage}})
+        for optimizer in ({"type": "SGD", "params": {"lr": 0.1}}, ADAM)
+        for stage in (0, 1)
+    ]
 
-    unscaled, scaled = map(float, probe([{"config": one, "pipeline": False, "steps": 3} for one in configs]))
+    sgd, sgd_1, adam, adam_1 = map(
+        float, probe([{"config": one, "pipeline": False, "steps": 3} for one in configs])
+    )
 
-    assert 0 <= unscaled < scaled / 20
-    [problem] = check_deepspeed(configs[0], ParallelDims(1)).problems
-    assert "1, 2 or 3 with fp16" in str(problem)
-    assert not check_deepspeed(configs[1], ParallelDims(1)).problems
+    assert 0 <= sgd < sgd_1 / 20
+    assert adam > adam_1 / 2
+    checks = [check_deepspeed(one, ParallelDims(1)) for one in configs]
+    assert [len(one.problems) for one in checks] == [1, 0, 0, 0]
+    assert "1, 2 or 3 with fp16" in str(checks[0].problems[0])
+    assert [any("loss scale" in warning for warning in one.warnings) for one in checks] == [
+        False,
+        False,
+        True,
+        False,
+    ]
     without_scale = full({"fp16": {"enabled": True, "loss_scale": 1}})
-    assert not check_deepspeed(without_scale, ParallelDims(1)).problems
+    assert not check_deepspeed(without_scale, ParallelDims(1)).warnings
 
 
 @pytest.mark.ranks

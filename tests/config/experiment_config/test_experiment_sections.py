@@ -192,17 +192,32 @@ class MyTrial(Ordinary):
 """
 
 
-def test_a_pipeline_whose_stages_nobody_names_is_refused_on_several_slots(load, tmp_path):
-    path, context_dir = write(BadConfig("none", (), None, EXPERIMENT), tmp_path)
-    (tmp_path / "model_def.py").write_text(PIPELINE_SOURCE)
+@pytest.mark.parametrize(
+    ("stages", "stages_found"),
+    [
+        ("num_stages=2", 2),
+        ("num_stages=self.args.pipe_parallel_size", 4),
+        ('num_stages=self.context.get_hparam("pipe_parallel_size")', 4),
+        ('num_stages=self.context.get_hparams()["pipe_parallel_size"]', 4),
+        ("num_stages=num_stages", 4),
+        ("num_stages=self.counted_elsewhere", 2),
+        ("topology=self.topology", 2),
+    ],
+)
+def test_pipeline_stages_come_from_the_trial(stages, stages_found, tmp_path):
+    # Two replicas are the most that eight records allow.
+    sizes = {"train_batch_size": 16 // stages_found, "train_micro_batch_size_per_gpu": 2}
+    deepspeed = DEEPSPEED | sizes | {"gradient_accumulation_steps": 2}
+    experiment = EXPERIMENT.replace("ds.json\n", "ds.json\n  pipe_parallel_size: 4\n")
+    path, context_dir = write(BadConfig("none", (), deepspeed, experiment), tmp_path)
+    source = PIPELINE_SOURCE.replace("PipelineModule([])", f"PipelineModule([], {stages})")
+    source = source.replace("build():", "build(self):\n    num_stages = self.args.pipe_parallel_size")
+    (tmp_path / "model_def.py").write_text(source)
 
-    with pytest.raises(
-        ConfigError, match=r"data\.dstrial\.pipeline_stages is not given, while model_def:MyTrial"
-    ):
-        load_experiment(path, context_dir, slots=2)
-    assert load_experiment(path, context_dir, slots=1).sizes.dp == 1
-    path.write_text(EXPERIMENT + "data: {dstrial: {pipeline_stages: 2}}\n")
-    assert load_experiment(path, context_dir, slots=2).sizes.dp == 1
+    config = load_experiment(path, context_dir, slots=4)
+
+    assert (config.sizes.pp, config.sizes.dp) == (stages_found, 4 // stages_found)
+    assert config.notes[0].startswith(f"data.dstrial.pipeline_stages is not given: assumed {stages_found}")
 
 
 def test_a_pipeline_elsewhere_in_the_module_says_nothing_of_an_ordinary_trial(load, tmp_path):

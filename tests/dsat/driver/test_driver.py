@@ -13,6 +13,7 @@ import pytest
 import yaml
 from surfaces import BASE, surface
 
+from dstrial.config.parsing.documents import read_yaml
 from dstrial.dsat.backends.base import Ended
 from dstrial.dsat.backends.trial_spec import TrialSpec, full_config
 from dstrial.dsat.cli import build_parser, flags_of
@@ -187,14 +188,17 @@ def test_the_best_experiment_is_written_whole_and_the_report_names_keys_that_do_
 ) -> None:
     dead = {**BASE, "zero_optimization": {"stage": 1, "stage3_max_live_parameters": 10**6}}
     (experiment.parent / "model" / "ds.json").write_text(json.dumps(dead))
+    # A word that PyYAML writes as a number of YAML 1.2.
+    experiment.write_text(experiment.read_text() + 'description: "1e5"\n')
     settings = _settings(experiment, "--max-trials", "4")
 
     _, driver, _ = _run(settings, {"started": {}})
 
     best = best_of(list(driver.trials.values()), "throughput")
     assert best is not None
-    written = yaml.safe_load((settings.output / "best_experiment.yaml").read_text())
+    written = read_yaml(settings.output / "best_experiment.yaml", "best").value
     assert written == full_config(settings, best.candidate)
+    assert written["description"] == "1e5"
     assert written["searcher"] == yaml.safe_load(experiment.read_text())["searcher"]
     notes = json.loads((settings.output / "report.json").read_text())["notes"]
     assert [note for note in notes if "stage3_max_live_parameters" in note]

@@ -12,8 +12,8 @@ import torch
 from sample_layouts import plain_saved_run
 
 from dstrial.config.command_line import CommandLine
+from dstrial.config.experiment_config.trainer_flags import TrainerLength, length_problems
 from dstrial.errors import ConfigError, RankTimeoutError, TrialContractError
-from dstrial.integrations.huggingface.arguments import TrainerLength, length_problems
 from dstrial.integrations.huggingface.batch_sizes import (
     ArgumentSizes,
     batch_problems,

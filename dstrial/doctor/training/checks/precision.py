@@ -1,6 +1,6 @@
 """ZeRO 0 to 3 in fp32, bf16 and fp16: every combination trains here.
 
-fp16 starts with a loss scale of 2**32, which must overflow, skip the step and halve; not in stage 0, which is refused. On CPU
+fp16 starts with a loss scale of 2**32, which must overflow, skip the step and halve; not in stage 0. On CPU
 ranks gloo carries the gradients; NCCL, a device's kernels and, where torch has no fp16 for this CPU, fp16 are not shown.
 """
 

@@ -1,6 +1,6 @@
 """Train each ZeRO stage in each precision for five batches, in the same ranks.
 
-fp16 in stage 0 is left out: ``dstrial.config`` refuses it, because DeepSpeed 0.19 does not scale its losses.
+fp16 in stage 0 is left out: DeepSpeed 0.19 does not scale its losses.
 """
 
 from __future__ import annotations

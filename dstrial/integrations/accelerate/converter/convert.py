@@ -9,9 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from dstrial.config.batch import AUTO, BATCH_KEYS
+from dstrial.config.parsing.documents import yaml_text
 from dstrial.errors import ConfigError
 from dstrial.integrations.accelerate.converter.deepspeed_keys import SECTION
 from dstrial.integrations.accelerate.converter.result import JSON_NAME, Choices, Conversion, ConversionDraft
@@ -46,10 +45,11 @@ def convert(
         ConfigError: it is for something else than DeepSpeed on machines of one's own, or a value has the wrong type.
     """
     draft = ConversionDraft(config, label, deepspeed_file)
-    plugin = draft.section(SECTION)
-    if plugin or config.get("distributed_type", "DEEPSPEED") == "DEEPSPEED":
-        stage = plugin.get("zero_stage", _DEFAULT_STAGE)
+    if draft.is_deepspeed:
+        stage = draft.section(SECTION).get("zero_stage", _DEFAULT_STAGE)
         draft.stage = draft.whole_number(stage, f"{SECTION}.zero_stage", 0)
+    elif config.get("mixed_precision", "fp16" if config.get("fp16") else "no") == "fp16":
+        draft.stage = 1  # in stage 0 DeepSpeed does not scale the loss
     for key, value in config.items():
         take_key(draft, key, value)
     if draft.problems:
@@ -179,4 +179,5 @@ def _is_open(conversion: Conversion) -> bool:
 
 
 def _scalar(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
+    text = yaml_text([value]).removeprefix("- ").strip()
+    return text if "\n" not in text else json.dumps(value, ensure_ascii=False)

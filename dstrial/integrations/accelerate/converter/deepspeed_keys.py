@@ -23,7 +23,10 @@ def take_plugin(draft: ConversionDraft, key: str, value: Any) -> None:
         draft.note(key, value, "nowhere", NOTHING)
     for name, inner in plugin.items():
         full = f"{SECTION}.{name}"
-        if name == "deepspeed_config_file":
+        if not draft.is_deepspeed:
+            reason = f"accelerate ignores it under distributed_type {draft.config['distributed_type']}"
+            draft.note(full, inner, "left", reason)
+        elif name == "deepspeed_config_file":
             _take_file(draft, full, inner)
         elif name in PLUGIN_VARIABLES:
             _take_variable(draft, full, inner)

@@ -103,21 +103,23 @@ class ConversionDraft:
         variables: environment variables by name.
         slots: ranks of the job.
         is_cpu: whether the file asks for training on the CPU.
+        is_deepspeed: whether Accelerate would train with DeepSpeed.
         keys: what became of each key.
         problems: what is wrong with the file.
     """
 
     def __init__(self, config: Mapping[str, Any], label: str, file: Mapping[str, Any] | None) -> None:
         self.config = config
-        self.file = file
         self.deepspeed: dict[str, Any] = {}
         self.zero: dict[str, Any] = {}
         self.stage = 0
         self.variables: dict[str, str] = {}
         self.slots = 1
         self.is_cpu = False
+        self.is_deepspeed = config.get("distributed_type", "DEEPSPEED") == "DEEPSPEED"
         self.keys: list[ConvertedKey] = []
         self.problems: list[ConfigProblem] = []
+        self.file = file if self.is_deepspeed else None
         self._label = label
 
     def note(self, key: str, value: Any, outcome: KeyStatus, explanation: str) -> None:

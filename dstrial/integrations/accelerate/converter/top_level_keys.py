@@ -45,9 +45,10 @@ def _take_distributed_type(draft: ConversionDraft, key: str, value: Any) -> None
         draft.problem(key, value, f"DEEPSPEED ({OTHER_TYPES[kind]})", fix)
     elif kind == "DEEPSPEED":
         draft.note(key, value, "yaml", "hyperparameters.deepspeed_config")
-    elif draft.section(SECTION):
-        reason = "hyperparameters.deepspeed_config, because the file has a deepspeed_config"
-        draft.note(key, value, "yaml", reason)
+    elif draft.stage:
+        draft.note(
+            key, value, "json", "zero_optimization.stage 1, because DeepSpeed scales no loss in stage 0"
+        )
     else:
         draft.note(key, value, "json", "zero_optimization.stage 0, DeepSpeed's plain data parallelism")
 

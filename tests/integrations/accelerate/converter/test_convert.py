@@ -13,8 +13,9 @@ import yaml
 
 from dstrial.cli.app import main
 from dstrial.config import load_experiment
+from dstrial.config.parsing.documents import read_yaml
 from dstrial.errors import ConfigError
-from dstrial.integrations.accelerate.converter.convert import convert
+from dstrial.integrations.accelerate.converter.convert import convert, experiment_yaml
 from dstrial.integrations.accelerate.converter.result import Choices, Conversion
 
 CONFIGS = sorted((Path(__file__).parent / "configs").glob("*.yaml"))
@@ -174,6 +175,27 @@ def test_a_deepspeed_file_is_taken_over_whole_and_decides() -> None:
     assert config["deepspeed_config"]["zero_stage"] == 3
 
 
+def test_fp16_without_deepspeed_becomes_stage_1() -> None:
+    for config in ({"mixed_precision": "fp16"}, {"fp16": True}):
+        conversion = converted({"distributed_type": "MULTI_GPU", "num_processes": 2, **config})
+        assert conversion.deepspeed["zero_optimization"] == {"stage": 1}
+        assert explained(conversion, "distributed_type")[1].startswith("zero_optimization.stage 1")
+
+
+def test_deepspeed_section_without_deepspeed_is_ignored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {**plugin(deepspeed_config_file="absent.json", zero_stage=3), "distributed_type": "NO"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+
+    assert main(["convert", "accelerate", str(tmp_path / "config.yaml"), "-o", str(tmp_path)]) == 0
+
+    said = "accelerate ignores it under distributed_type NO"
+    assert "note: deepspeed_config.deepspeed_config_file" in (output := capsys.readouterr().out)
+    assert said in output
+    assert json.loads((tmp_path / "ds_config.json").read_text())["zero_optimization"] == {"stage": 0}
+
+
 def test_unknown_keys_are_named_and_nothing_is_done_with_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,6 +236,14 @@ def test_wrong_values_and_other_libraries_are_refused_all_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         converted(config)
     assert [problem.where.rpartition(" ")[2] for problem in caught.value.problems] == list(config)
+
+
+@pytest.mark.parametrize("name", ["1e5", "08", "0o7", "true", "two: words", f"{'long ' * 40}end"])
+def test_experiment_yaml_names_are_read_back(name: str, tmp_path: Path) -> None:
+    text = experiment_yaml(converted(plugin(), Choices(None, 4, name)), "default_config.yaml")
+    (tmp_path / "experiment.yaml").write_text(text)
+
+    assert read_yaml(tmp_path / "experiment.yaml", "experiment.yaml").value["name"] == name
 
 
 def test_existing_files_are_replaced_only_when_asked_to(

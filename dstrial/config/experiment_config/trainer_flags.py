@@ -1,0 +1,174 @@
+"""What an entrypoint's arguments for Hugging Face's Trainer say beside its configs. Pure.
+
+Source: transformers 4.56 and 5.24 ``integrations/deepspeed.py``, which refuses what contradicts the DeepSpeed config.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dstrial.config.auto_values import AutoValues
+from dstrial.config.deepspeed_rules.calls import CalledSource
+from dstrial.config.deepspeed_source import DeepSpeedSource
+from dstrial.config.diagnostics import Diagnostics, locate, render
+from dstrial.config.dotted_keys import value_at
+from dstrial.errors import ConfigProblem
+
+_REMOVED = {
+    "evaluation_strategy": "Write --eval_strategy instead",
+    "no_cuda": "Write --use_cpu instead",
+    "per_gpu_train_batch_size": "Write --per_device_train_batch_size instead",
+    "per_gpu_eval_batch_size": "Write --per_device_eval_batch_size instead",
+    "warmup_ratio": "Write --warmup_steps with a number of steps, or a part of 1, instead",
+    **dict.fromkeys(
+        ("overwrite_output_dir", "fp16_backend", "fp16_opt_level", "half_precision_backend", "sharded_ddp"),
+        "Remove it",
+    ),
+}
+"""Fields of ``TrainingArguments`` that transformers 5 has no longer, and what to do."""
+_GIVEN_TWICE = {"lr_scheduler_type": "scheduler", "optim": "optimizer"}
+_RECONCILES = "get_hf_args_with_overwrites"
+
+
+def check_trainer_flags(
+    filler: AutoValues,
+    called: Sequence[CalledSource],
+    source: DeepSpeedSource | None,
+    context_dir: Path,
+    findings: Diagnostics,
+) -> None:
+    """Warn of arguments that the Trainer refuses or ignores.
+
+    Args:
+        filler: the Trainer, with the arguments of the entrypoint.
+        called: the script and the modules that it imports.
+        source: the DeepSpeed config of the experiment; None if it names none.
+        context_dir: directory in which the script runs.
+        findings: receives the warnings.
+    """
+    words = filler.arguments
+    nodes = [node for one in called for node in ast.walk(one.tree)]
+    declared = {
+        node.target.id
+        for node in nodes
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    declared |= {str(node.value).lstrip("-") for node in nodes if isinstance(node, ast.Constant)}
+    for name, fix in _REMOVED.items():
+        if words.find(name) is not None and name not in declared and _has_transformers_5():
+            findings.warn("entrypoint", f"has --{name}, which transformers 5 has removed. {fix}")
+    if source is None:
+        return
+    for name, section in _GIVEN_TWICE.items():
+        if words.find(name) is not None and source.merged.get(section) is not None:
+            place = locate(source.lines, (section,), source.label)
+            findings.warn(
+                "entrypoint",
+                f"has --{name}, which has no effect beside {section} ({place}). Remove one of the two",
+            )
+    if any(getattr(node, "id", getattr(node, "attr", None)) == _RECONCILES for node in nodes):
+        return
+    for name in ("fp16", "bf16"):
+        in_json, flag = value_at(source.merged, f"{name}.enabled"), words.truth(name)
+        if isinstance(in_json, bool) and flag is not None and flag != in_json:
+            place = locate(source.lines, (name, "enabled"), source.label)
+            findings.warn(
+                "entrypoint",
+                f"has --{name} {flag}, but {name}.enabled is {render(in_json)} ({place}): the Trainer refuses the two. "
+                'Change one of them, or write "auto" in the DeepSpeed config',
+            )
+    named = words.value("deepspeed")
+    if (
+        named is not None
+        and source.path is not None
+        and (context_dir / named).resolve() != source.path.resolve()
+    ):
+        findings.warn(
+            "entrypoint",
+            f"has --deepspeed {named}, but hyperparameters.deepspeed_config is {source.label}, which is the one checked here. "
+            f"Name the same file, or pass the arguments through dstrial.dsat.{_RECONCILES}",
+        )
+
+
+def _has_transformers_5() -> bool:
+    try:
+        return int(importlib.metadata.version("transformers").partition(".")[0]) >= 5
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return False
+
+
+_UNITS = ("batches", "epochs")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrainerLength:
+    """How long the Trainer's arguments say to train.
+
+    Attributes:
+        value: batches or epochs.
+        unit: which of them.
+        argument: the command-line argument that says so.
+    """
+
+    value: float
+    unit: str
+    argument: str
+
+    @classmethod
+    def of(cls, max_steps: int, num_train_epochs: float) -> TrainerLength:
+        """Return what ``TrainingArguments`` mean: ``max_steps`` above 0, else epochs."""
+        if max_steps > 0:
+            return cls(max_steps, "batches", "--max_steps")
+        return cls(num_train_epochs, "epochs", "--num_train_epochs")
+
+    def __str__(self) -> str:
+        return f"{self.value:g} {self.unit}"
+
+
+def length_problems(
+    searcher: Mapping[str, Any], length: TrainerLength, train_batch_size: int
+) -> list[ConfigProblem]:
+    """Return every contradiction between the searcher's lengths and the Trainer's.
+
+    A ``max_time`` counted in anything but batches and epochs is the searcher's own affair and agrees with any length.
+
+    Args:
+        searcher: the ``searcher`` section of the experiment config.
+        length: the Trainer's.
+        train_batch_size: records of one batch over all ranks, by which a length in records is counted.
+    """
+    problems = []
+    max_length = searcher.get("max_length")
+    if isinstance(max_length, Mapping) and len(max_length) == 1:
+        unit, value = next(iter(max_length.items()))
+        if unit == "records":
+            unit, value = "batches", max(int(value) // train_batch_size, 1)
+        problems += _problem("searcher.max_length", f"{dict(max_length)}", str(unit), value, length)
+    elif max_length is not None:
+        unit = str(searcher.get("unit") or "batches")
+        problems += _problem("searcher.max_length", f"{max_length}", unit, max_length, length)
+    max_time, time_metric = searcher.get("max_time"), searcher.get("time_metric")
+    if max_time is not None and time_metric in _UNITS:
+        got = f"{max_time} with searcher.time_metric {time_metric}"
+        problems += _problem("searcher.max_time", got, str(time_metric), max_time, length)
+    return problems
+
+
+def _problem(where: str, got: str, unit: str, value: Any, length: TrainerLength) -> list[ConfigProblem]:
+    if unit == length.unit and float(value) == float(length.value):
+        return []
+    flag = {"batches": "--max_steps", "epochs": "--num_train_epochs"}.get(unit, length.argument)
+    clear = " and leave --max_steps out" if unit == "epochs" and length.unit == "batches" else ""
+    return [
+        ConfigProblem(
+            where,
+            got,
+            f"the length of the Trainer, {length} ({length.argument})",
+            f"Pass {flag} {value}{clear}, or change {where}.",
+        )
+    ]
