@@ -26,6 +26,9 @@ MARKS = frozenset({OUTPUT_MARK, IDENTITY_NAME, "pyvenv.cfg"})
 MAX_BYTES = 95 * 2**20
 """Most bytes that the files of a context have together, as in Determined's client."""
 
+MAX_DEPTH = 100
+"""Most directories above a packed file: Python 3.11 walks at most some hundred levels."""
+
 LARGE_BYTES = 30 * 2**20
 """From this size on a warning names what is largest: every run sends and keeps a copy."""
 
@@ -60,7 +63,7 @@ def make_output_directory(path: Path) -> None:
 
 def is_marked(path: Path) -> bool:
     """Return whether a directory holds a mark, by which it is not packed."""
-    return any((path / mark).exists() for mark in MARKS)
+    return any(os.path.exists(path / mark) for mark in MARKS)  # noqa: PTH110  # False where the directory may not be entered
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ class Context:
     Attributes:
         root: the directory, absolute.
         files: what is packed, a directory before what it holds.
-        left_out: the marked directories that are not packed, with a slash at the end.
+        left_out: what is not packed: marked directories, with a slash at the end, and names that are not UTF-8.
     """
 
     root: Path
@@ -162,19 +165,32 @@ def list_context(directory: Path) -> Context:
 
     As Determined's client does, but for marked directories. Links to directories are not followed. What cannot be read, and
     what is no file, is left out.
+
+    Raises:
+        ConfigError: ``.detignore`` is not UTF-8, or directories are nested more than ``MAX_DEPTH`` deep.
     """
     import pathspec
 
     root = directory.resolve()
     ignore_path = root / ".detignore"
-    patterns = [*DEFAULT_PATTERNS, *(ignore_path.read_text().splitlines() if ignore_path.is_file() else ())]
+    try:
+        lines = ignore_path.read_text(encoding="utf-8").splitlines() if ignore_path.is_file() else []
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            [ConfigProblem(str(ignore_path), f"no UTF-8 ({error})", "patterns in UTF-8", "Save it as UTF-8.")]
+        ) from None
+    patterns = [*DEFAULT_PATTERNS, *lines]
     ignored = pathspec.PathSpec.from_lines("gitwildmatch", patterns)
     found: list[ContextFile] = []
     left_out: list[str] = []
     for parent, directories, names in os.walk(root):
         below = Path(parent).relative_to(root)
+        if len(below.parts) > MAX_DEPTH:
+            got = f"{below.parts[0]}/, with directories nested more than {MAX_DEPTH} deep"
+            fix = "Remove them, or name them in .detignore."
+            raise ConfigError([ConfigProblem("CONTEXT_DIR", got, f"at most {MAX_DEPTH} levels", fix)])
         kept = []
-        for name in directories:
+        for name in _in_utf8(directories, below, left_out):
             relative = (below / name).as_posix()
             if ignored.match_file(relative) or ignored.match_file(f"{relative}/"):
                 continue
@@ -185,14 +201,26 @@ def list_context(directory: Path) -> Context:
             kept.append(name)
             found.append(ContextFile(relative, path, is_directory=True))
         directories[:] = kept
-        for name in names:
+        for name in _in_utf8(names, below, left_out):
             relative = (below / name).as_posix()
             path = root / relative
             if name == ".detignore" or ignored.match_file(relative):
                 continue
-            if path.is_file() and os.access(path, os.R_OK):
+            if os.path.isfile(path) and os.access(path, os.R_OK):  # noqa: PTH113  # False behind a link into a private directory
                 found.append(ContextFile(relative, path, path.stat().st_size))
     return Context(root, tuple(found), tuple(left_out))
+
+
+def _in_utf8(names: list[str], below: Path, left_out: list[str]) -> list[str]:
+    """Return the names that are UTF-8; add the others to what is left out."""
+    kept = []
+    for name in names:
+        try:
+            name.encode()
+            kept.append(name)
+        except UnicodeEncodeError:
+            left_out.append(os.fsencode(below / name).decode(errors="backslashreplace"))
+    return kept
 
 
 def _megabytes(num_bytes: int) -> str:

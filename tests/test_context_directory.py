@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -112,3 +114,43 @@ def test_too_large_context_is_refused_with_its_largest_part(tmp_path: Path) -> N
     (tmp_path / ".detignore").write_text("data/\n")
     with tarfile.open(fileobj=io.BytesIO(packed_context(tmp_path))) as archive:
         assert archive.getnames() == ["train.py"]
+
+
+def test_names_that_are_not_utf8_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path, "train.py")
+    (tmp_path / os.fsdecode(b"odd\xe9.txt")).touch()
+
+    assert names_in(tmp_path) == {"train.py"}
+    assert list_context(tmp_path).left_out == ("odd\\xe9.txt",)
+
+
+def test_detignore_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / ".detignore").write_bytes(b"caf\xe9/\n")
+
+    with pytest.raises(ConfigError, match=r"\.detignore is no UTF-8 .*; expected patterns in UTF-8"):
+        list_context(tmp_path)
+
+
+def test_deeply_nested_directories_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, "kept/" * 100 + "file")
+    assert list_context(tmp_path).num_files == 1
+    write(tmp_path, "deep/" * 101 + "file")
+
+    with pytest.raises(ConfigError, match="deep/, with directories nested more than 100 deep"):
+        list_context(tmp_path)
+
+
+@pytest.mark.process
+def test_directory_of_another_account_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path, "train.py", "private/secret")
+    (tmp_path / "link").symlink_to(tmp_path / "private" / "secret")
+    (tmp_path / "private").chmod(0)
+    program = (
+        "import sys, pathlib; from dstrial.context_directory import list_context; "
+        "print([file.name for file in list_context(pathlib.Path(sys.argv[1])).files])"
+    )
+    drop = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+
+    done = subprocess.run([*drop, sys.executable, "-c", program, tmp_path], capture_output=True, text=True)
+
+    assert done.stdout.split() == ["['private',", "'train.py']"], done.stderr

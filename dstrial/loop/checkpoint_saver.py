@@ -478,7 +478,9 @@ def _copy_code(model: pathlib.Path, code: pathlib.Path, last_code: pathlib.Path 
                 if filecmp.cmp(source, known, shallow=False):
                     os.link(known, target)
                     return target
-        return str(shutil.copy2(source, target))
+        shutil.copy2(source, target)
+        os.chmod(target, os.stat(source).st_mode & 0o555)  # noqa: PTH101, PTH116  # later checkpoints share the file
+        return target
 
     shutil.copytree(model, code, copy_function=copy)
     code.chmod(0o755)

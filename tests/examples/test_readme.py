@@ -108,6 +108,7 @@ def test_checkpoints_share_files_of_the_packed_code(project: Path) -> None:
     assert len(codes) == 3
     for name in ("exp.yaml", "model_def.py"):
         assert {(code / name).stat().st_nlink for code in codes} == {3}
+        assert not (codes[0] / name).stat().st_mode & 0o222, "a shared file is read-only"
     for code in codes:
         assert {path.name for path in code.iterdir()} == {"exp.yaml", "model_def.py"}
 
