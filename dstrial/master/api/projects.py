@@ -108,9 +108,11 @@ def _own(connection: Connection, request: ApiRequest, verb: str) -> projects.Pro
     """Return the project of the path, which the user may change.
 
     Raises:
-        RequestError: 404 unknown, 403 another user's, 400 immutable; in this order, before anything of the body is said.
+        RequestError: 404 unknown, 403 another user's, 400 immutable (before 403 to a PATCH, as in Determined 0.38.1).
     """
     row = projects.require(connection, request.path_params["project_id"])
+    if request.route.method == "PATCH":
+        projects.refuse_immutable(row, verb)
     require_owner(request.user, row.owner_id, f"project {row.name!r}")
     projects.refuse_immutable(row, verb)
     return row
