@@ -12,6 +12,7 @@ from dstrial.config.experiment_config.command import check_command
 from dstrial.config.experiment_config.submission import NO_IMAGE, MasterDefaults, Submission, check_submission
 from dstrial.config.merge import merge_template
 from dstrial.errors import ConfigError
+from dstrial.master.scheduler.log_policies import compile_policies
 
 GOOD: dict[str, Any] = {
     "name": "t",
@@ -94,10 +95,25 @@ def test_gpu_beside_cuda_and_unknown_devices_are_problems(tmp_path: Path) -> Non
 def test_a_policy_that_is_only_named_is_switched_off(tmp_path: Path) -> None:
     policies = [{"name": "CUDA OOM"}, {"name": "mine", "pattern": "x"}]
     found = submit(tmp_path, log_policies=policies).config["log_policies"]
-    assert [policy["name"] for policy in found] == ["ECC Error", "mine"]
+    assert {policy["name"]: policy["pattern"] for policy in found} == {
+        "CUDA OOM": None,
+        "ECC Error": ".*uncorrectable ECC error encountered.*",
+        "mine": "x",
+    }
 
     over_template = submit(tmp_path, {"log_policies": policies}, log_policies=[{"name": "mine"}])
-    assert [policy["name"] for policy in over_template.config["log_policies"]] == ["ECC Error"]
+    found = over_template.config["log_policies"]
+    assert [policy["name"] for policy in found if policy["pattern"]] == ["ECC Error"]
+
+
+@pytest.mark.parametrize("off", [{}, {"pattern": None}], ids=["named", "null"])
+def test_shown_log_policies_submitted_again_stay_off(tmp_path: Path, off: dict[str, Any]) -> None:
+    both = [{"name": "CUDA OOM", **off}, {"name": "ECC Error", **off}]
+
+    shown = submit(tmp_path, log_policies=both).config["log_policies"]
+
+    assert compile_policies({"log_policies": shown}) == ()
+    assert submit(tmp_path, log_policies=shown).config["log_policies"] == shown
 
 
 def test_a_policy_that_changes_the_action_only_keeps_its_pattern(tmp_path: Path) -> None:
