@@ -123,6 +123,19 @@ def test_a_policy_that_changes_the_action_only_keeps_its_pattern(tmp_path: Path)
     assert found[0] == {"name": "CUDA OOM", "pattern": ".*CUDA out of memory.*", "action": "cancel_retries"}
 
 
+@pytest.mark.parametrize("size", [4, "1.5 gb", "1", "1219021 b", ".5T", "4GiB"])
+def test_memory_size_is_accepted(tmp_path: Path, size: Any) -> None:
+    assert submit(tmp_path, resources={"shm_size": size}).config["resources"]["shm_size"] == size
+
+
+@pytest.mark.parametrize("size", ["giga", "1.gb", "1 gi", "1 i", "", "-1", "1 gb "])
+def test_shm_size_not_a_memory_size_is_refused(tmp_path: Path, size: str) -> None:
+    with pytest.raises(ConfigError, match=r"resources\.shm_size is .*; expected a memory size"):
+        submit(tmp_path, resources={"shm_size": size})
+    with pytest.raises(ConfigError, match=r"resources\.shm_size is .*; expected a memory size"):
+        check_command({"entrypoint": "true", "resources": {"shm_size": size}}, "COMMAND", num_slots=1)
+
+
 def test_preemption_timeout_is_null_unless_given(tmp_path: Path) -> None:
     assert submit(tmp_path).config["preemption_timeout"] is None
     assert submit(tmp_path, preemption_timeout=7).config["preemption_timeout"] == 7
