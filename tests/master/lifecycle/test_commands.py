@@ -407,7 +407,7 @@ def test_a_command_that_no_longer_fits_says_once_that_it_waits(det: TasksHere) -
         # The queue is looked at again, and nothing is said a second time.
         det.wait(det.run("true", **{"resources.slots": 0}), "TERMINATED")
     finally:
-        det.session.post(f"{slot}/enable")
+        det.master.client("admin").post(f"/{slot}/enable")
 
     det.wait(task_id, "TERMINATED")
     assert det.log(task_id) == ["done"]
@@ -418,7 +418,7 @@ def _switched_off(det: TasksHere) -> str:
     """Disable the slot, and return its path."""
     (agent,) = det.session.get("api/v1/agents").json()["agents"]
     slot = f"api/v1/agents/{agent['id']}/slots/0"
-    det.session.post(f"{slot}/disable", json={})
+    det.master.client("admin").post(f"/{slot}/disable")
     return slot
 
 
