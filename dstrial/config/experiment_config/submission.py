@@ -516,7 +516,7 @@ def _log_policies(given: list[Any]) -> list[dict[str, Any]]:
     merged = [*named.values(), *unnamed]
     # What is switched off stays, so that the shown config means the same when it is submitted.
     return [
-        {"name": None, "pattern": None, "action": None, **policy}
+        {"name": None, "action": None, "pattern": None, **policy}
         for policy in merged
         if policy.get("pattern") or policy.get("name")
     ]
