@@ -46,7 +46,7 @@ from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import projects, workspaces
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
-from dstrial.master.store.reports import metric_summaries, metrics
+from dstrial.master.store.reports import metric_summaries
 from dstrial.master.store.views import listings
 
 _MAX_SUBMISSION_BYTES = 130 * 2**20
@@ -494,7 +494,6 @@ def _relabel(change: Callable[[set[str], str], Any]) -> Callable[[ApiRequest], A
 
         return {"labels": await request.services.write(perform)}
 
-    handle.__doc__ = "``experiments/{id}/labels/{label}``."
     return handle
 
 
@@ -510,34 +509,6 @@ async def best_searcher_validation_metric(request: ApiRequest) -> dict[str, Any]
     if row.best_metric is None:
         raise RequestError(404, f"experiment {row.id} has no validation yet.")
     return {"metric": row.best_metric}
-
-
-async def validation_history(request: ApiRequest) -> dict[str, Any]:
-    """``GET experiments/{id}/validation-history``: validations that were a new best."""
-    experiment_id = request.path_params["experiment_id"]
-
-    def read(connection: Connection) -> list[dict[str, Any]]:
-        experiment = experiment_rows.require(connection, experiment_id)
-        best: float | None = None
-        history = []
-        for trial_id, end_us, value in metrics.validations(
-            connection, experiment_id, experiment.searcher_metric
-        ):
-            if value != value:
-                continue
-            if best is None or (value < best if experiment.smaller_is_better else value > best):
-                best = value
-                history.append(
-                    message(
-                        bindings.v1ValidationHistoryEntry,
-                        endTime=format_us(end_us),
-                        searcherMetric=value,
-                        trialId=trial_id,
-                    )
-                )
-        return history
-
-    return {"validationHistory": await request.services.read(read)}
 
 
 async def stream_metric_names(request: ApiRequest) -> NdjsonResponse:
@@ -597,6 +568,5 @@ routes = [
         best_searcher_validation_metric,
         access=TRIAL,
     ),
-    route("GET", f"{_ONE}/validation-history", validation_history, access=TRIAL),
     route("GET", "/experiments/metrics-stream/metric-names", stream_metric_names, access=USER),
 ]

@@ -196,9 +196,6 @@ def _archive(is_archived: bool) -> Callable[[ApiRequest], Any]:
         await request.services.write(write)
         return {}
 
-    handle.__doc__ = (
-        f"``POST workspaces/{{id}}/{'archive' if is_archived else 'unarchive'}``, with what is in it."
-    )
     return handle
 
 
@@ -213,7 +210,6 @@ def _pin(is_pinned: bool) -> Callable[[ApiRequest], Any]:
         await request.services.write(write)
         return {}
 
-    handle.__doc__ = f"``POST workspaces/{{id}}/{'pin' if is_pinned else 'unpin'}``, for the user who asks."
     return handle
 
 

@@ -265,10 +265,6 @@ def test_projects_are_found_by_key_by_activity_and_moved(
         body=bindings.v1MoveExperimentRequest(destinationProjectId=project.id, experimentId=2),
         experimentId=2,
     )
-    bindings.post_PostRunMetadata(
-        session, body=bindings.v1PostRunMetadataRequest(runId=2, metadata={"a": {"b": ["x", "y"]}}), runId=2
-    )
-    assert bindings.get_GetMetadataValues(session, key="a.b", projectId=project.id).values == ["x", "y"]
 
 
 def test_the_storage_of_a_workspace_is_that_of_its_experiments(
