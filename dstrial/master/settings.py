@@ -312,7 +312,7 @@ def _path(text: str | None, config_file: Path | None) -> str | None:
 
 
 def _pool_name(raw: Mapping[str, Any], findings: Diagnostics) -> str:
-    """Return the pool's name, and lay the pool's ``task_container_defaults`` over the master's.
+    """Return the pool's name; lay its ``task_container_defaults`` over the master's.
 
     Source: Determined 0.38.1 ``TaskContainerDefaultsConfig.Merge``: variables add up, the pool's hook replaces the master's.
     """

@@ -47,9 +47,9 @@ _MEMORY_SIZE = re.compile(r"([0-9]*\.)?[0-9]+ ?([kmgtp](i?b)?|b)?", re.ASCII | r
 
 
 def complete_mounts(raw: dict[str, Any], findings: Diagnostics) -> None:
-    """Complete ``bind_mounts``, ``resources.devices``, ``environment.proxy_ports``; check ``resources.shm_size``.
+    """Complete ``bind_mounts``, ``resources.devices``, ``environment.proxy_ports``.
 
-    It replaces the three lists in ``raw``, the config with defaults.
+    It replaces the three lists in ``raw``, the config with defaults, and checks ``resources.shm_size``.
     """
     size = raw["resources"]["shm_size"]
     if isinstance(size, str) and not _MEMORY_SIZE.fullmatch(size):

@@ -512,7 +512,7 @@ async def best_searcher_validation_metric(request: ApiRequest) -> dict[str, Any]
 
 
 async def stream_metric_names(request: ApiRequest) -> NdjsonResponse:
-    """``GET experiments/metrics-stream/metric-names``: new names, until the experiments end.
+    """``GET experiments/metrics-stream/metric-names``: names until all have ended.
 
     Of a stream Determined's clients add up what the messages name.
     """

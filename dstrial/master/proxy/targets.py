@@ -193,7 +193,7 @@ async def connect(service: Service) -> tuple[asyncio.StreamReader, asyncio.Strea
 
 
 def _behind(port: int, own_port: int) -> tuple[int | None, str]:
-    """Return user id and inode of the socket that has accepted a connection to a port, or else of the listening one."""
+    """Return user id and inode of the socket that accepted, or of the listener."""
     pattern = re.compile(_SOCKET.format(port=f"{port:04X}"))
     listener: tuple[int | None, str] = (None, "")
     for name in ("tcp", "tcp6"):

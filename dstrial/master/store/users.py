@@ -183,7 +183,7 @@ def _check_name(username: str) -> None:
 
 
 def _checked_display_name(connection: sqlite3.Connection, name: str, own_id: int | None) -> str:
-    """Return a display name without outer spaces; refuse one that looks like another user's name.
+    """Return a stripped display name; refuse one that looks like another user's.
 
     Source: Determined 0.38.1, ``PatchUser``: ASCII only, and no other user's username or display name, whatever the case.
     """

@@ -233,7 +233,7 @@ def format_message(row: StoredLine) -> str:
 
 
 def shown_text(row: StoredLine) -> str:
-    """Return the text of a line, safe for a terminal; a NUL, which terminals ignore and clients match, stays."""
+    """Return the text of a line, safe for a terminal; a NUL is kept."""
     return "\0".join(visible(part) for part in row.log.split("\0"))
 
 
