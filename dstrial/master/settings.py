@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.config.diagnostics import Diagnostics, render
+from dstrial.config.diagnostics import Diagnostics, KeyPath, render
 from dstrial.config.experiment_config.submission import MasterDefaults
 from dstrial.config.keys import Dialect, Rule, Section, check_keys
 from dstrial.config.parsing.documents import read_yaml
@@ -37,6 +37,8 @@ def _section(**keys: Rule) -> Rule:
     return Rule(types=("mapping",), section=Section(keys))
 
 
+_TASK_DEFAULTS = _section(environment_variables=Rule(types=("list",), default=[]), startup_hook=_STRING)
+_POOL = Section({"pool_name": _STRING, "description": _STRING, "task_container_defaults": _TASK_DEFAULTS})
 _SETTINGS = Section(
     {
         "port": Rule(types=("integer",), minimum=1, maximum=65535),
@@ -66,10 +68,7 @@ _SETTINGS = Section(
             default_aux_resource_pool=_STRING,
         ),
         "resource_pools": Rule(types=("list",), default=[]),
-        "task_container_defaults": _section(
-            environment_variables=Rule(types=("list",), default=[]),
-            startup_hook=_STRING,
-        ),
+        "task_container_defaults": _TASK_DEFAULTS,
         "tensorboard_timeout": Rule(types=("integer",), default=DEFAULT_TENSORBOARD_TIMEOUT_S, minimum=0),
         "tensorboard_memory_mib": Rule(
             types=("integer",), default=DEFAULT_TENSORBOARD_MEMORY_MIB, minimum=64
@@ -208,8 +207,8 @@ class MasterSettings:
             )
             findings.raise_if_any()
         raw = check_keys(_SETTINGS, given, _DIALECT, findings)
-        pool = _pool_name(raw, findings)
         _check(raw, findings)
+        pool = _pool_name(raw, findings)
         findings.raise_if_any()
         level = str(raw["log"]["level"]).lower()
         return cls(
@@ -313,6 +312,10 @@ def _path(text: str | None, config_file: Path | None) -> str | None:
 
 
 def _pool_name(raw: Mapping[str, Any], findings: Diagnostics) -> str:
+    """Return the pool's name; lay its ``task_container_defaults`` over the master's.
+
+    Source: Determined 0.38.1 ``TaskContainerDefaultsConfig.Merge``: variables add up, the pool's hook replaces the master's.
+    """
     pools = raw["resource_pools"]
     if len(pools) > 1:
         findings.problem(
@@ -329,24 +332,22 @@ def _pool_name(raw: Mapping[str, Any], findings: Diagnostics) -> str:
                 "Write {pool_name: default}.",
             )
             continue
-        for key in sorted(set(map(str, pool)) - {"pool_name", "description"}):
-            findings.problem(
-                ("resource_pools", index, key), "not a key of a pool here", "pool_name", "Remove it."
-            )
+        path = ("resource_pools", index)
+        own = check_keys(_POOL, pool, _DIALECT, findings, path)["task_container_defaults"]
+        _check_variables(own, (*path, "task_container_defaults"), findings)
+        defaults = raw["task_container_defaults"]
+        defaults["environment_variables"] = [
+            *defaults["environment_variables"],
+            *own["environment_variables"],
+        ]
+        defaults["startup_hook"] = own["startup_hook"] or defaults["startup_hook"]
         name = name or pool["pool_name"]
     return str(name or DEFAULT_POOL)
 
 
 def _check(raw: Mapping[str, Any], findings: Diagnostics) -> None:
     _check_backend(raw, findings)
-    for index, entry in enumerate(raw["task_container_defaults"]["environment_variables"]):
-        if not isinstance(entry, str) or not entry.partition("=")[0] or "=" not in entry:
-            findings.problem(
-                ("task_container_defaults", "environment_variables", index),
-                render(entry),
-                "NAME=value",
-                "Write OMP_NUM_THREADS=4, for example.",
-            )
+    _check_variables(raw["task_container_defaults"], ("task_container_defaults",), findings)
     for index, entry in enumerate(raw["masked_names"]):
         if not isinstance(entry, str) or not entry.strip("*? "):
             findings.problem(
@@ -365,6 +366,17 @@ def _check(raw: Mapping[str, Any], findings: Diagnostics) -> None:
         findings.problem(
             "checkpoint_storage.host_path", render(host_path), "an absolute path", f"Write /{host_path}."
         )
+
+
+def _check_variables(defaults: Mapping[str, Any], path: KeyPath, findings: Diagnostics) -> None:
+    for index, entry in enumerate(defaults["environment_variables"]):
+        if not isinstance(entry, str) or not entry.partition("=")[0] or "=" not in entry:
+            findings.problem(
+                (*path, "environment_variables", index),
+                render(entry),
+                "NAME=value",
+                "Write OMP_NUM_THREADS=4, for example.",
+            )
 
 
 def _check_backend(raw: Mapping[str, Any], findings: Diagnostics) -> None:

@@ -73,6 +73,9 @@ def answers(scratch: Path) -> dict[str, str]:
         for route in sorted(all_routes(), key=lambda one: one.path):
             if route.method == "GET" and not _PAGES.match(route.path):
                 for path in _filled(route.path, values):
+                    # The stream of names ends with the experiment.
+                    state = "COMPLETED" if "metrics-stream" in path else "ACTIVE"
+                    master.change("UPDATE experiments SET state = ? WHERE id = 1", state)
                     answer = master.get(path + _QUERIES.get(route.path, ""), "admin")
                     sections.append(_section(route, path + _QUERIES.get(route.path, ""), answer))
         containers = master.rows("SELECT resources_id AS id FROM allocations")

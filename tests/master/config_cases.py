@@ -465,10 +465,16 @@ CASES: dict[str, Case] = {
                 {"name": "ECC Error", "pattern": None},
             ]
         },
-        {"log_policies": [{"name": "CUDA OOM", "pattern": "mine", "action": {"type": "exclude_node"}}]},
+        {
+            "log_policies": [
+                {"name": "CUDA OOM", "pattern": "mine", "action": {"type": "exclude_node"}},
+                {"name": "ECC Error", "pattern": None, "action": None},
+            ]
+        },
     ),
     "a default policy that is only named": Case(
-        {"log_policies": [{"name": "CUDA OOM"}]}, {"log_policies": POLICIES[1:]}
+        {"log_policies": [{"name": "CUDA OOM"}]},
+        {"log_policies": [{"name": "CUDA OOM", "pattern": None, "action": None}, *POLICIES[1:]]},
     ),
     "how long to keep logs": Case({"retention_policy": {"log_retention_days": 30}}),
     "logs for ever": Case({"retention_policy": {"log_retention_days": -1}}),

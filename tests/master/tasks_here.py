@@ -33,6 +33,7 @@ class TasksHere:
         self.session = api.Session(master.address, USERNAME, self.token, None)
         self._det = DetHere(master.address, USERNAME, self.token, home)
         self.ok = self._det.ok
+        self.ok_as_admin = DetHere(master.address, "admin", new_token(master.record, "admin"), home).ok
         self.refused = self._det.refused
 
     def run(self, *words: str, **changes: Any) -> str:

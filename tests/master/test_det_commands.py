@@ -105,6 +105,11 @@ class Det:
         assert done.returncode == 0, f"det {' '.join(words)}: {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout
 
+    def ok_as_admin(self, *words: str) -> str:
+        done = self.type(f"{self.master.password('admin')}\n", "-u", "admin", *words)
+        assert done.returncode == 0, f"det {' '.join(words)}: {done.returncode}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
     def create(self, config: Path, *options: str) -> int:
         found = re.search(
             r"Created experiment (\d+)", self.ok("e", "create", *options, str(config), str(self.context))
@@ -554,17 +559,17 @@ def test_the_master_and_its_agent(det: Det) -> None:
     assert config["checkpoint_storage"]["type"] == "shared_fs"
     assert "serving at" in det.ok("master", "logs")
     [agent] = json.loads(det.ok("agent", "list", "--json"))
-    det.ok("slot", "disable", agent["id"], "0")
+    det.ok_as_admin("slot", "disable", agent["id"], "0")
     assert "False" in det.ok("slot", "list")
-    det.ok("slot", "enable", agent["id"], "0")
-    det.ok("agent", "disable", agent["id"])
-    det.ok("agent", "enable", agent["id"])
+    det.ok_as_admin("slot", "enable", agent["id"], "0")
+    det.ok_as_admin("agent", "disable", agent["id"])
+    det.ok_as_admin("agent", "enable", agent["id"])
     assert "False" not in det.ok("slot", "list").replace("| False ", "", 2)
 
 
 def test_slots_and_the_queue_decide_who_runs(det: Det) -> None:
     agent = str(det.master.client().get("/api/v1/agents")["agents"][0]["id"])
-    det.ok("slot", "disable", agent, "1")
+    det.ok_as_admin("slot", "disable", agent, "1")
     first, second, third = (det.create(det.long) for _ in range(3))
     det.wait(first, "RUNNING")
     det.settle(second, "QUEUED")
@@ -578,11 +583,11 @@ def test_slots_and_the_queue_decide_who_runs(det: Det) -> None:
     ]
     det.ok("e", "kill", str(first))
     det.wait(third, "RUNNING")
-    det.ok("agent", "disable", "--drain", agent)
-    det.ok("slot", "enable", agent, "1")
+    det.ok_as_admin("agent", "disable", "--drain", agent)
+    det.ok_as_admin("slot", "enable", agent, "1")
     det.settle(second, "QUEUED")
     assert det.experiment(third)["state"] == "STATE_RUNNING"
-    det.ok("agent", "enable", "--all")
+    det.ok_as_admin("agent", "enable", "--all")
     det.wait(second, "RUNNING")
     for experiment_id in (second, third):
         det.ok("e", "kill", str(experiment_id))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from determined.common import api
+from determined.common.api import bindings
 from submitting import config, log_of, submit, trials, wait_until
 
 from dstrial.testing.master import MasterForTest, master_for_test
@@ -35,6 +37,18 @@ def test_what_a_trial_s_log_says(master: MasterForTest, entrypoint: str, state: 
     assert line.endswith(f") on agent {agent}")
     assert text in log
     assert len(trials(master, experiment_id)) == 1
+
+
+def test_nul_in_a_log_message_comes_back(master: MasterForTest) -> None:
+    experiment_id = submit(master, config(r"printf 'a\0b \033[2J\n'"), "")
+    wait_until(master, experiment_id, "COMPLETED")
+    (trial,) = trials(master, experiment_id)
+
+    session = api.Session(master.address, "determined", master.client().token, None)
+    lines = list(bindings.get_TrialLogs(session, trialId=trial["id"]))
+
+    assert [line.message.partition("|| ")[2] for line in lines if "\0" in line.message] == ["a\0b \\x1b[2J\n"]
+    assert [line.log for line in lines if "\0" in (line.log or "")] == ["a\0b \\x1b[2J\n"]
 
 
 @pytest.mark.parametrize(("script", "text"), [("exit 0", ENDED_WELL), ("exit 3", FAILED)])

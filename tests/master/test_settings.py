@@ -46,6 +46,27 @@ retention_policy: {log_retention_days: 30}
     assert settings.defaults(tmp_path).checkpoint_storage["save_trial_latest"] == 5
 
 
+@pytest.mark.parametrize(("hook", "runs"), [("startup_hook: pool", "pool"), ("", "master")])
+def test_pool_defaults_lie_over_the_masters(tmp_path: Path, hook: str, runs: str) -> None:
+    text = f"""
+task_container_defaults: {{environment_variables: [A=1], startup_hook: master}}
+resource_pools:
+- pool_name: mine
+  description: of a team
+  task_container_defaults: {{environment_variables: [A=2], {hook}}}
+"""
+    settings = MasterSettings.load(written(tmp_path, text))
+
+    assert (settings.environment_variables, settings.startup_hook) == (("A=1", "A=2"), runs)
+    wrong = (
+        "resource_pools: [{pool_name: a, task_container_defaults: {environment_variables: [B], image: x}}]\n"
+    )
+    with pytest.raises(ConfigError) as raised:
+        MasterSettings.load(written(tmp_path, wrong))
+    for part in ("environment_variables[0] is", "image is not a key"):
+        assert f"resource_pools[0].task_container_defaults.{part}" in str(raised.value)
+
+
 def test_every_problem_is_named_with_its_line(tmp_path: Path) -> None:
     text = "prot: 1\nlog: {level: loud}\ncheckpoint_storage: {host_path: data}\nresource_pools: [{name: x}, {}]\n"
 

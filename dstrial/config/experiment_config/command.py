@@ -110,21 +110,25 @@ def check_command(
     num_slots: int,
     environment_variables: tuple[str, ...] = (),
     template: Mapping[str, Any] | None = None,
+    launch_error: bool = True,
 ) -> CommandConfig:
     """Check a config and fill in every default.
 
     Args:
         given: as the client sends it; not changed.
         kind: what it is for. A TensorBoard takes no slots, another one slot unless its config says otherwise.
-        num_slots: how many slots the machine with the most has; a command that needs more is refused.
+        num_slots: how many slots the machine with the most has; a config that asks for more is refused.
         environment_variables: ``NAME=value`` each, before those of the config.
         template: part of a config that gives what the config leaves out; fields that no command has are left out.
+        launch_error: whether a template that asks for more slots is refused too, and not queued.
 
     Raises:
         ConfigError: with all problems.
     """
     label = f"{NAMES[kind]} config"
     findings = Diagnostics({}, label)
+    own = given.get("resources")
+    has_own_slots = isinstance(own, Mapping) and own.get("slots") is not None
     if template is not None:
         given = merge_template({key: template[key] for key in template if key in _COMMAND.keys}, given)
     raw = check_keys(_COMMAND, given, _DIALECT, findings)
@@ -140,9 +144,10 @@ def check_command(
         del resources["slots_per_trial"]
     if resources["slots"] is None:
         resources["slots"] = 0 if kind == "TENSORBOARD" else 1
-    # Whatever launch_error says: a command waits for one machine to have room, and this one never will (Determined 0.38.1,
-    # agentrm, ValidateResources).
-    if isinstance(resources["slots"], int) and resources["slots"] > num_slots:
+    # Determined 0.38.1 refuses slots of the config itself whatever launch_error says (agentrm, ValidateResources), and looks
+    # at the config before the template is under it (api_command.go).
+    may_wait = template is not None and not has_own_slots and not launch_error
+    if isinstance(resources["slots"], int) and resources["slots"] > num_slots and not may_wait:
         findings.problem(
             "resources.slots",
             str(resources["slots"]),

@@ -7,6 +7,7 @@ Source: Determined 0.38.1 schemas/expconf/v0 (bind-mount, device, proxy-port) an
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,13 +42,20 @@ _PORT = Section(
     }
 )
 _DIALECT = Dialect(name="the experiment config", null_is_absent=True)
+# Source: Determined 0.38.1 schemas/expconf/v0/resources.json.
+_MEMORY_SIZE = re.compile(r"([0-9]*\.)?[0-9]+ ?([kmgtp](i?b)?|b)?", re.ASCII | re.IGNORECASE)
 
 
 def complete_mounts(raw: dict[str, Any], findings: Diagnostics) -> None:
     """Complete ``bind_mounts``, ``resources.devices``, ``environment.proxy_ports``.
 
-    It replaces the three lists in ``raw``, the config with defaults.
+    It replaces the three lists in ``raw``, the config with defaults, and checks ``resources.shm_size``.
     """
+    size = raw["resources"]["shm_size"]
+    if isinstance(size, str) and not _MEMORY_SIZE.fullmatch(size):
+        findings.problem(
+            ("resources", "shm_size"), render(size), "a memory size", "Write 1.5 gb, for example."
+        )
     raw["bind_mounts"] = [
         _item(_MOUNT, ("bind_mounts", index), item, ("host_path", "container_path"), findings)
         for index, item in enumerate(raw["bind_mounts"] or [])

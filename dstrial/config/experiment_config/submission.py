@@ -514,7 +514,12 @@ def _log_policies(given: list[Any]) -> list[dict[str, Any]]:
             is_off = set(policy) == {"name"}
             named[name] = {**({} if is_off else named.get(name, {})), **policy}
     merged = [*named.values(), *unnamed]
-    return [{"name": None, "action": None, **policy} for policy in merged if policy.get("pattern")]
+    # What is switched off stays, so that the shown config means the same when it is submitted.
+    return [
+        {"name": None, "action": None, "pattern": None, **policy}
+        for policy in merged
+        if policy.get("pattern") or policy.get("name")
+    ]
 
 
 def random_name(what: str) -> str:
@@ -589,13 +594,7 @@ def continued_config(active: Mapping[str, Any], changes: Mapping[str, Any]) -> s
 
     Source: Determined 0.38.1, master/internal, ``parseAndMergeContinueConfig``: ``schemas.Merge(provided, active)``.
     """
-    policies = active.get("log_policies") or []
-    named = {policy.get("name") for policy in policies}
-    # A default that the user has switched off is absent, and would be there again.
-    off = [
-        {"name": policy["name"], "pattern": None} for policy in _LOG_POLICIES if policy["name"] not in named
-    ]
-    merged = merge_template({**active, "log_policies": [*policies, *off]}, changes)
+    merged = merge_template(active, changes)
     before, after = (_searcher_name(config) for config in (active, merged))
     if before != after:
         problem = ConfigProblem(

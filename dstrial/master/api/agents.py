@@ -17,7 +17,7 @@ from dstrial.master.backends import Node
 from dstrial.master.clock import format_us
 from dstrial.master.http.fields import shown
 from dstrial.master.http.messages import message, page_of
-from dstrial.master.http.router import USER, ApiRequest, Handler, route
+from dstrial.master.http.router import ADMIN, USER, ApiRequest, Handler, route
 from dstrial.master.services import VERSION, Services
 from dstrial.master.store import allocations, jobs
 from dstrial.master.store.allocations import Allocation
@@ -325,12 +325,12 @@ def queue_stats(num_queued: int, num_scheduled: int) -> dict[str, Any]:
 routes = [
     route("GET", "/agents", list_agents, access=USER),
     route("GET", "/agents/{agent_id}", show_agent, access=USER),
-    route("POST", "/agents/{agent_id}/enable", _switch_agent(is_on=True), access=USER),
-    route("POST", "/agents/{agent_id}/disable", _switch_agent(is_on=False), access=USER),
+    route("POST", "/agents/{agent_id}/enable", _switch_agent(is_on=True), access=ADMIN),
+    route("POST", "/agents/{agent_id}/disable", _switch_agent(is_on=False), access=ADMIN),
     route("GET", "/agents/{agent_id}/slots", list_slots, access=USER),
     route("GET", "/agents/{agent_id}/slots/{slot_id}", show_slot, access=USER),
-    route("POST", "/agents/{agent_id}/slots/{slot_id}/enable", _switch_slot(is_on=True), access=USER),
-    route("POST", "/agents/{agent_id}/slots/{slot_id}/disable", _switch_slot(is_on=False), access=USER),
+    route("POST", "/agents/{agent_id}/slots/{slot_id}/enable", _switch_slot(is_on=True), access=ADMIN),
+    route("POST", "/agents/{agent_id}/slots/{slot_id}/disable", _switch_slot(is_on=False), access=ADMIN),
     route("GET", "/resource-pools", list_pools, access=USER),
     route("GET", "/resource-pools/{pool}/workspace-bindings", list_bindings, access=USER),
 ]

@@ -64,6 +64,7 @@ async def checked(
             num_slots=max((len(node.slots) for node in services.backend.nodes()), default=0),
             environment_variables=services.settings.environment_variables,
             template=template,
+            launch_error=services.settings.launch_error,
         )
 
     spec = await services.check(check)

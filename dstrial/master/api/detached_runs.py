@@ -91,7 +91,7 @@ async def _created(request: ApiRequest, body: Fields, external_id: str | None) -
 
 async def _shown(services: Services, trial_id: int) -> dict[str, Any]:
     rows = await services.read(listings.list_trials, now_us=now_us(), trial_id=trial_id)
-    return trial_json(rows[0], services.secret_names)
+    return trial_json(services, rows[0])
 
 
 async def start_trial(request: ApiRequest) -> dict[str, Any]:

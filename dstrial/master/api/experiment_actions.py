@@ -39,7 +39,6 @@ def plain(perform: Perform) -> Prepare:
     def prepare(_request: ApiRequest) -> Perform:
         return perform
 
-    prepare.__doc__ = (perform.__doc__ or "").partition("\n")[0]
     return prepare
 
 
@@ -73,7 +72,6 @@ def _one(prepare: Prepare, *, is_owners: bool = False) -> Callable[[ApiRequest],
         await request.services.write(of_owner(prepare(request), request.path_params["experiment_id"], user))
         return {}
 
-    handle.__doc__ = f"``experiments/{{id}}``: {prepare.__doc__}"
     return handle
 
 
@@ -94,7 +92,6 @@ def _many(prepare: Prepare, *, is_owners: bool = False) -> Callable[[ApiRequest]
             results.append(message(bindings.v1ExperimentActionResult, error=error, id=experiment_id))
         return {"results": results}
 
-    handle.__doc__ = f"``projects/{{id}}/experiments``: {prepare.__doc__} Each has its own result."
     return handle
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import dataclasses
 import json
@@ -38,18 +39,20 @@ from dstrial.master.http.serializers import as_data, experiment_json, stored_sta
 from dstrial.master.http.streams import NdjsonResponse, ndjson
 from dstrial.master.lifecycle import containers, detached_runs, experiments, resume
 from dstrial.master.lifecycle.interpreter import check_interpreter
+from dstrial.master.lifecycle.states import DELETING, TERMINAL
 from dstrial.master.scheduler.wishes import wish_of_config
 from dstrial.master.services import Services
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import projects, workspaces
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
-from dstrial.master.store.reports import metric_summaries, metrics
+from dstrial.master.store.reports import metric_summaries
 from dstrial.master.store.views import listings
 
 _MAX_SUBMISSION_BYTES = 130 * 2**20
 _LARGE_CHARS = 2**16
 _NAMES_AT_ONCE = 1000
+_NAMES_PERIOD_S = 30  # Determined 0.38.1, defaultMetricsStreamPeriod
 
 
 def checked(
@@ -491,7 +494,6 @@ def _relabel(change: Callable[[set[str], str], Any]) -> Callable[[ApiRequest], A
 
         return {"labels": await request.services.write(perform)}
 
-    handle.__doc__ = "``experiments/{id}/labels/{label}``."
     return handle
 
 
@@ -509,57 +511,45 @@ async def best_searcher_validation_metric(request: ApiRequest) -> dict[str, Any]
     return {"metric": row.best_metric}
 
 
-async def validation_history(request: ApiRequest) -> dict[str, Any]:
-    """``GET experiments/{id}/validation-history``: validations that were a new best."""
-    experiment_id = request.path_params["experiment_id"]
-
-    def read(connection: Connection) -> list[dict[str, Any]]:
-        experiment = experiment_rows.require(connection, experiment_id)
-        best: float | None = None
-        history = []
-        for trial_id, end_us, value in metrics.validations(
-            connection, experiment_id, experiment.searcher_metric
-        ):
-            if value != value:
-                continue
-            if best is None or (value < best if experiment.smaller_is_better else value > best):
-                best = value
-                history.append(
-                    message(
-                        bindings.v1ValidationHistoryEntry,
-                        endTime=format_us(end_us),
-                        searcherMetric=value,
-                        trialId=trial_id,
-                    )
-                )
-        return history
-
-    return {"validationHistory": await request.services.read(read)}
-
-
 async def stream_metric_names(request: ApiRequest) -> NdjsonResponse:
-    """``GET experiments/metrics-stream/metric-names``: reported names, in pages.
+    """``GET experiments/metrics-stream/metric-names``: names until all have ended.
 
     Of a stream Determined's clients add up what the messages name.
     """
-    ids = request.query_ints("ids")
+    ids, period_s = request.query_ints("ids"), request.query_int("periodSeconds") or 0
     searcher = [
         (await request.services.read(experiment_rows.require, experiment_id)).searcher_metric
         for experiment_id in ids
     ]
-    names = await request.services.read(metric_summaries.metric_names, ids)
-    return ndjson(_names(searcher, names))
+    return ndjson(_names(request.services, ids, searcher, period_s if period_s > 0 else _NAMES_PERIOD_S))
 
 
-async def _names(searcher: list[str], names: list[tuple[str, str]]) -> AsyncIterator[dict[str, Any]]:
-    for start in range(0, max(len(names), 1), _NAMES_AT_ONCE):
-        some = names[start : start + _NAMES_AT_ONCE]
-        yield {
-            "searcherMetrics": searcher if start == 0 else [],
-            "trainingMetrics": [name for group, name in some if group == "training"],
-            "validationMetrics": [name for group, name in some if group == "validation"],
-            "metricNames": [{"group": group, "name": name} for group, name in some],
-        }
+async def _names(
+    services: Services, ids: Sequence[int], searcher: list[str], period_s: float
+) -> AsyncIterator[dict[str, Any]]:
+    sent: set[tuple[str, str]] = set()
+    while True:
+        # Read the states before the names: an experiment that ends in between has reported every name.
+        is_over = await services.read(_have_ended, ids)
+        names = [name for name in await services.read(metric_summaries.metric_names, ids) if name not in sent]
+        for start in range(0, max(len(names), 1), _NAMES_AT_ONCE):
+            some = names[start : start + _NAMES_AT_ONCE]
+            yield {
+                "searcherMetrics": searcher,
+                "trainingMetrics": [name for group, name in some if group == "training"],
+                "validationMetrics": [name for group, name in some if group == "validation"],
+                "metricNames": [{"group": group, "name": name} for group, name in some],
+            }
+            searcher = []
+        if is_over:
+            return
+        sent.update(names)
+        await asyncio.sleep(period_s)
+
+
+def _have_ended(connection: Connection, ids: Sequence[int]) -> bool:
+    rows = [experiment_rows.get(connection, experiment_id) for experiment_id in ids]
+    return all(row is None or row.state in TERMINAL | DELETING for row in rows)
 
 
 _ONE = "/experiments/{experiment_id:int}"
@@ -578,6 +568,5 @@ routes = [
         best_searcher_validation_metric,
         access=TRIAL,
     ),
-    route("GET", f"{_ONE}/validation-history", validation_history, access=TRIAL),
     route("GET", "/experiments/metrics-stream/metric-names", stream_metric_names, access=USER),
 ]

@@ -13,6 +13,7 @@ from dstrial.errors import RequestError
 from dstrial.master.clock import format_us, now_us, parse_time
 from dstrial.master.http.messages import message
 from dstrial.master.http.router import ADMIN, TRIAL, ApiRequest, route
+from dstrial.master.http.serializers import as_data
 from dstrial.master.http.streams import NdjsonResponse, ndjson
 from dstrial.master.services import Services
 from dstrial.master.store import tasks
@@ -20,7 +21,6 @@ from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.reports import log_quota, logs
 from dstrial.master.webhooks import events
-from dstrial.visible_text import visible
 
 _CHUNK = 2000
 _FOLLOW_WAIT_S = 30.0
@@ -126,11 +126,11 @@ def _line_json(services: Services, wanted: logs.LogFilter, row: logs.StoredLine)
     common = {
         "id": str(row.id),
         "level": f"LOG_LEVEL_{row.level or 'UNSPECIFIED'}",
-        "message": logs.format_message(row),
+        "message": as_data(logs.format_message(row)),
         "timestamp": format_us(row.time_us),
         "agentId": services.agent_id if row.allocation_id else None,
         "containerId": row.container_id,
-        "log": visible(row.log),
+        "log": as_data(logs.shown_text(row)),
         "rankId": row.rank,
         "source": row.source,
         "stdtype": row.stdtype,

@@ -38,7 +38,6 @@ def _of_group(group: str) -> Callable[[ApiRequest], Any]:
     async def handle(request: ApiRequest) -> dict[str, Any]:
         return await _store(request, request.path_params["trial_id"], group, request.body())
 
-    handle.__doc__ = f"``POST trials/{{id}}/{group}_metrics``, as older clients report."
     return handle
 
 
@@ -92,9 +91,6 @@ def _streaming(group: str | None) -> Callable[[ApiRequest], Any]:
             await request.services.read(trial_rows.require, trial_id)
         return ndjson(_reports(request.services, trial_ids, chosen))
 
-    handle.__doc__ = (
-        f"``GET trials/metrics/{group or 'trial'}_metrics``: a stream of reports by trial and batch."
-    )
     return handle
 
 

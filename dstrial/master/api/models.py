@@ -192,7 +192,6 @@ def _archive(is_archived: bool) -> Callable[[ApiRequest], Any]:
         await request.services.write(write)
         return {}
 
-    handle.__doc__ = f"``POST models/{{name or id}}/{'archive' if is_archived else 'unarchive'}``."
     return handle
 
 

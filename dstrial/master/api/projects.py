@@ -108,9 +108,11 @@ def _own(connection: Connection, request: ApiRequest, verb: str) -> projects.Pro
     """Return the project of the path, which the user may change.
 
     Raises:
-        RequestError: 404 unknown, 403 another user's, 400 immutable; in this order, before anything of the body is said.
+        RequestError: 404 unknown, 403 another user's, 400 immutable (before 403 to a PATCH, as in Determined 0.38.1).
     """
     row = projects.require(connection, request.path_params["project_id"])
+    if request.route.method == "PATCH":
+        projects.refuse_immutable(row, verb)
     require_owner(request.user, row.owner_id, f"project {row.name!r}")
     projects.refuse_immutable(row, verb)
     return row
@@ -150,7 +152,6 @@ def _archive(is_archived: bool) -> Callable[[ApiRequest], Any]:
         await request.services.write(write)
         return {}
 
-    handle.__doc__ = f"``POST projects/{{id}}/{'archive' if is_archived else 'unarchive'}``."
     return handle
 
 
@@ -200,7 +201,6 @@ def _annotate(
 
         return {"notes": await request.services.write(write)}
 
-    handle.__doc__ = f"``projects/{{id}}/notes``: {collect.__doc__}"
     return handle
 
 
@@ -212,25 +212,6 @@ def _all_notes(request: ApiRequest, _before: list[Any]) -> list[dict[str, str]]:
 def _one_more(request: ApiRequest, before: list[Any]) -> list[dict[str, str]]:
     """Add a note."""
     return [*before, _note(request.body())]
-
-
-async def list_metadata_values(request: ApiRequest) -> dict[str, Any]:
-    """``GET projects/{id}/metadata/{key}``: the texts that its runs have under a key."""
-    project_id, key = request.path_params["project_id"], request.path_params["key"]
-
-    def read(connection: Connection) -> list[str]:
-        projects.require(connection, project_id)
-        found: set[str] = set()
-        for metadata in projects.metadata_of_runs(connection, project_id):
-            value: Any = json.loads(metadata)
-            for part in key.split("."):
-                value = value.get(part) if isinstance(value, dict) else None
-            found.update(
-                one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)
-            )
-        return sorted(found)
-
-    return {"values": await request.services.read(read)}
 
 
 _ONE = "/projects/{project_id:int}"
@@ -246,5 +227,4 @@ routes = [
     route("POST", f"{_ONE}/move", move_project, access=USER),
     route("POST", f"{_ONE}/notes", _annotate(_one_more), access=USER),
     route("PUT", f"{_ONE}/notes", _annotate(_all_notes), access=USER),
-    route("GET", f"{_ONE}/metadata/{{key}}", list_metadata_values, access=USER),
 ]

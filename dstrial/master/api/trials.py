@@ -53,8 +53,7 @@ async def list_trials(request: ApiRequest) -> dict[str, Any]:
         return page, rows
 
     page, rows = await request.services.read(read)
-    names = request.services.secret_names
-    return {"pagination": page.to_json(), "trials": [trial_json(row, names) for row in rows]}
+    return {"pagination": page.to_json(), "trials": [trial_json(request.services, row) for row in rows]}
 
 
 async def show_trial(request: ApiRequest) -> dict[str, Any]:
@@ -66,7 +65,7 @@ async def show_trial(request: ApiRequest) -> dict[str, Any]:
         return listings.list_trials(connection, now_us=now_us(), trial_id=trial_id)
 
     rows = await request.services.read(read)
-    return message(bindings.v1GetTrialResponse, trial=trial_json(rows[0], request.services.secret_names))
+    return message(bindings.v1GetTrialResponse, trial=trial_json(request.services, rows[0]))
 
 
 async def list_workloads(request: ApiRequest) -> dict[str, Any]:

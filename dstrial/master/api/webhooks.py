@@ -85,8 +85,9 @@ def _may_edit(connection: Connection, user: User, workspace_id: int | None) -> b
 
 def _require_may_edit(connection: Connection, user: User, workspace_id: int | None) -> None:
     if not _may_edit(connection, user, workspace_id):
+        # Not 403: Determined 0.38.1 answers a code whose exception is no ForbiddenException.
         raise RequestError(
-            403,
+            400,
             f"user {user.username!r} is neither an administrator nor the owner of the webhook's workspace; expected one of "
             "them. Ask with `det -u admin`, or make it in a workspace of your own.",
         )
@@ -124,7 +125,7 @@ def _given(body: Fields) -> Webhook:
     kind = (body.choice("webhookType", bindings.v1WebhookType) or "").removeprefix("WEBHOOK_TYPE_")
     mode = (body.choice("mode", bindings.v1WebhookMode) or "").removeprefix("WEBHOOK_MODE_")
     return Webhook(
-        name=body.required_text("name"),
+        name=body.text("name") or "",
         url=body.required_text("url"),
         type="SLACK" if kind == "SLACK" else "DEFAULT",
         mode="SPECIFIC" if mode == "SPECIFIC" else "WORKSPACE",

@@ -151,9 +151,11 @@ def _own(connection: Connection, request: ApiRequest, verb: str) -> workspaces.W
     """Return the workspace of the path, which the user may change.
 
     Raises:
-        RequestError: 404 unknown, 403 another user's, 400 immutable; in this order, before anything of the body is said.
+        RequestError: 404 unknown, 403 another user's, 400 immutable (before 403 to a PATCH, as in Determined 0.38.1).
     """
     row = workspaces.require(connection, request.path_params["workspace_id"])
+    if request.route.method == "PATCH":
+        workspaces.refuse_immutable(row, verb)
     require_owner(request.user, row.owner_id, f"workspace {row.name!r}")
     workspaces.refuse_immutable(row, verb)
     return row
@@ -194,9 +196,6 @@ def _archive(is_archived: bool) -> Callable[[ApiRequest], Any]:
         await request.services.write(write)
         return {}
 
-    handle.__doc__ = (
-        f"``POST workspaces/{{id}}/{'archive' if is_archived else 'unarchive'}``, with what is in it."
-    )
     return handle
 
 
@@ -211,7 +210,6 @@ def _pin(is_pinned: bool) -> Callable[[ApiRequest], Any]:
         await request.services.write(write)
         return {}
 
-    handle.__doc__ = f"``POST workspaces/{{id}}/{'pin' if is_pinned else 'unpin'}``, for the user who asks."
     return handle
 
 

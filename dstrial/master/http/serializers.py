@@ -99,8 +99,10 @@ def experiment_json(services: Services, row: ListedExperiment) -> dict[str, Any]
     )
 
 
-def trial_json(row: ListedTrial, names: SecretNames) -> dict[str, Any]:
+def trial_json(services: Services, row: ListedTrial) -> dict[str, Any]:
     """Return a row of ``listings.list_trials`` as a ``trialv1Trial``."""
+    names = services.secret_names
+    log_days = (row.own_log_days, services.settings.log_retention_days, -1)
     return message(
         bindings.trialv1Trial,
         experimentId=row.experiment_id,
@@ -116,7 +118,7 @@ def trial_json(row: ListedTrial, names: SecretNames) -> dict[str, Any]:
         endTime=time_or_none(row.end_us),
         latestValidation=_validation(row.latest_metrics, row.latest_steps, row.latest_us),
         logPolicyMatched=row.log_policy_matched,
-        logRetentionDays=row.log_retention_days,
+        logRetentionDays=next(days for days in log_days if days is not None),
         metadata=stored(row.metadata),
         runnerState=row.runner_state,
         searcherMetricValue=row.searcher_metric_value,

@@ -20,10 +20,12 @@ from urllib.parse import unquote
 from starlette.datastructures import Headers
 
 from dstrial.errors import RequestError
+from dstrial.master.backends.supervisor import descendants
 from dstrial.master.http import access
 from dstrial.master.http.fields import shown
 from dstrial.master.store import tasks
 from dstrial.master.store.database import Connection
+from dstrial.process_state import has_open
 
 if TYPE_CHECKING:
     from dstrial.master.services import Services
@@ -61,12 +63,14 @@ class Service:
         port: on 127.0.0.1.
         is_tcp: whether it speaks no HTTP, so that a WebSocket carries its bytes.
         is_ready: whether it has answered already.
+        rivals: process ids of the supervisors of other living tasks that offer the same port.
     """
 
     task_id: str
     port: int
     is_tcp: bool
     is_ready: bool
+    rivals: tuple[int, ...] = ()
 
 
 def task_of_host(headers: Headers) -> str | None:
@@ -130,11 +134,19 @@ def _find(connection: Connection, name: str) -> Service:
     port = json.loads(row.ports).get("TENSORBOARD_PORT")
     if port is not None and asked["port"] is None:
         return Service(task_id, port, False, row.is_ready)
-    offered: list[dict[str, Any]] = (json.loads(row.config).get("environment") or {}).get("proxy_ports") or []
+    offered = _offered(row)
     for one in offered:
         is_default = asked["port"] is None and (len(offered) == 1 or one.get("default_service_id"))
         if is_default or str(one["proxy_port"]) == asked["port"]:
-            return Service(task_id, int(one["proxy_port"]), bool(one.get("proxy_tcp")), True)
+            port = int(one["proxy_port"])
+            rivals = tuple(
+                other.supervisor_pid
+                for other in tasks.living(connection)
+                if other.id != row.id
+                and other.supervisor_pid is not None
+                and port in [int(theirs["proxy_port"]) for theirs in _offered(other)]
+            )
+            return Service(task_id, port, bool(one.get("proxy_tcp")), True, rivals)
     names = ", ".join(str(one["proxy_port"]) for one in offered) or "none"
     raise RequestError(
         404,
@@ -143,11 +155,15 @@ def _find(connection: Connection, name: str) -> Service:
     )
 
 
+def _offered(row: tasks.LivingAllocation) -> list[dict[str, Any]]:
+    return (json.loads(row.config).get("environment") or {}).get("proxy_ports") or []
+
+
 async def connect(service: Service) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to a service.
 
     Raises:
-        RequestError: 503, nobody answers at its port (yet); 502, another account does.
+        RequestError: 503, nobody answers at its port (yet); 502, another account or task does.
     """
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
@@ -157,7 +173,14 @@ async def connect(service: Service) -> tuple[asyncio.StreamReader, asyncio.Strea
             f"port {service.port} of task {service.task_id} does not answer; expected its service. Try again soon.",
         ) from error
     own_port = writer.get_extra_info("sockname")[1]
-    account = await asyncio.to_thread(_account_behind, service.port, own_port)
+    account, inode = await asyncio.to_thread(_behind, service.port, own_port)
+    if bool(service.rivals) and await asyncio.to_thread(_holds, service.rivals, inode):
+        writer.close()
+        raise RequestError(
+            502,
+            f"port {service.port} of task {service.task_id} is held by another task; expected that only one task at a time "
+            "offers a port. Have each offer a port of its own in environment.proxy_ports.",
+        )
     if account not in (os.geteuid(), 0):
         writer.close()
         whose = "an unknown account" if account is None else f"user id {account}"
@@ -169,10 +192,10 @@ async def connect(service: Service) -> tuple[asyncio.StreamReader, asyncio.Strea
     return reader, writer
 
 
-def _account_behind(port: int, own_port: int) -> int | None:
-    """Return the user id that accepted a loopback connection, else the listener's."""
+def _behind(port: int, own_port: int) -> tuple[int | None, str]:
+    """Return user id and inode of the socket that accepted, or of the listener."""
     pattern = re.compile(_SOCKET.format(port=f"{port:04X}"))
-    listener = None
+    listener: tuple[int | None, str] = (None, "")
     for name in ("tcp", "tcp6"):
         text = ""
         with contextlib.suppress(OSError):  # a machine without IPv6
@@ -180,10 +203,16 @@ def _account_behind(port: int, own_port: int) -> int | None:
         for address, peer, state, account, inode in pattern.findall(text):
             # Until it is accepted a connection has no inode. An IPv4 address stands at the end of an IPv6 one.
             if peer.endswith(f"{_LOOPBACK}:{own_port:04X}") and inode != "0":
-                return int(account)
+                return int(account), inode
             if state == _LISTEN and (address.endswith(_LOOPBACK) or not address.strip("0")):
-                listener = int(account) if listener is None else listener
+                listener = (int(account), inode) if listener[0] is None else listener
     return listener
+
+
+def _holds(supervisors: Iterable[int], inode: str) -> bool:
+    """Say whether a process below one of the supervisors has a socket open."""
+    socket = Path(f"socket:[{inode}]")
+    return any(has_open(pid, socket) for one in supervisors for pid in descendants(one))
 
 
 def forwarded(

@@ -34,25 +34,13 @@ class LogPolicy:
 
 
 def compile_policies(config: Mapping[str, Any]) -> tuple[LogPolicy, ...]:
-    """Compile the policies of a config with defaults, except those without a pattern.
-
-    One that RE2 does not read is left out; an older version of dstrial may have accepted it.
-    """
+    """Compile the policies of a checked config, except those without a pattern."""
     found = []
     for policy in config.get("log_policies") or []:
-        if not policy.get("pattern"):
-            continue
-        try:
-            pattern = compile_pattern(str(policy["pattern"]))
-        except ValueError:
-            continue
-        action = policy.get("action")
-        kind = action.get("type") if isinstance(action, Mapping) else action
-        found.append(
-            LogPolicy(
-                policy.get("name"), str(policy["pattern"]), pattern, None if kind is None else str(kind)
-            )
-        )
+        text, action = policy.get("pattern"), policy.get("action")
+        if text:
+            kind = action.get("type") if isinstance(action, Mapping) else action
+            found.append(LogPolicy(policy.get("name"), text, compile_pattern(text), kind))
     return tuple(found)
 
 

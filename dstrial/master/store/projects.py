@@ -213,13 +213,3 @@ def change(tx: Transaction, project_id: int, **fields: Any) -> None:
 def delete(tx: Transaction, project_id: int) -> None:
     """Delete a project that has no experiments any more."""
     tx.execute("DELETE FROM projects WHERE id = ?", (project_id,))
-
-
-def metadata_of_runs(connection: sqlite3.Connection, project_id: int) -> list[str]:
-    """Return the metadata, JSON, of a project's runs that have some."""
-    rows = connection.execute(
-        "SELECT t.metadata FROM trials t JOIN experiments e ON e.id = t.experiment_id "
-        "WHERE e.project_id = ? AND t.metadata IS NOT NULL",
-        (project_id,),
-    )
-    return [str(row["metadata"]) for row in rows]

@@ -454,7 +454,6 @@ CREATE TABLE webhooks (
     last_us       INTEGER,                        -- when it was tried last, NULL: never
     last_result   TEXT                            -- what came of that
 );
-CREATE UNIQUE INDEX webhooks_by_name ON webhooks (COALESCE(workspace_id, 0), name);
 
 CREATE TABLE webhook_triggers (
     id         INTEGER PRIMARY KEY AUTOINCREMENT,

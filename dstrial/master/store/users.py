@@ -97,6 +97,7 @@ def create_user(
         StoreError: a name that is not valid, or is taken.
     """
     _check_name(username)
+    display_name = _checked_display_name(tx.connection, display_name, None)
     if find_by_name(tx.connection, username) is not None:
         raise _taken(username)
     tx.must_last()
@@ -131,6 +132,8 @@ def change_user(
         other = find_by_name(tx.connection, username)
         if other is not None and other.id != user_id:
             raise _taken(username)
+    if display_name is not None and display_name != row.display_name:
+        display_name = _checked_display_name(tx.connection, display_name, user_id)
     columns = {
         "username": username,
         "display_name": display_name,
@@ -177,6 +180,28 @@ def _check_name(username: str) -> None:
         raise InvalidError(
             f"username is {username[:80]!r}; expected 1 to {_MAX_NAME} printable characters. Choose another name."
         )
+
+
+def _checked_display_name(connection: sqlite3.Connection, name: str, own_id: int | None) -> str:
+    """Return a stripped display name; refuse one that looks like another user's.
+
+    Source: Determined 0.38.1, ``PatchUser``: ASCII only, and no other user's username or display name, whatever the case.
+    """
+    name = name.strip()
+    if len(name) > _MAX_NAME or not (name.isascii() and name.isprintable()):
+        raise InvalidError(
+            f"displayName is {name[:80]!r}; expected at most {_MAX_NAME} printable ASCII characters. Choose another name."
+        )
+    similar = connection.execute(
+        "SELECT username FROM users WHERE id IS NOT ? AND lower(?) IN (lower(username), lower(display_name))",
+        (own_id, name),
+    ).fetchone()
+    if name and similar is not None:
+        raise InvalidError(
+            f"displayName is {name!r}, a name of user {similar['username']!r}; expected a name that no other user has, "
+            "whatever its case. Choose another name."
+        )
+    return name
 
 
 def _taken(username: str) -> ConflictError:

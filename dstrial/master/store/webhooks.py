@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from dstrial.config.experiment_config.sections import compile_pattern
 from dstrial.master.clock import now_us
 from dstrial.master.store.database import Transaction, fetch_all, fetch_one
-from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
+from dstrial.master.store.errors import Hint, InvalidError, NotFoundError
 from dstrial.master.store.experiments import Experiment
 
 TOPIC = "webhooks"
@@ -96,7 +96,7 @@ class Webhook:
     """One webhook.
 
     Attributes:
-        name: by which configs name it; one of a kind in its workspace.
+        name: by which configs name it; may be empty, and the same for several.
         url: where it is sent.
         type: DEFAULT or SLACK.
         mode: WORKSPACE, or SPECIFIC for experiments that name it.
@@ -120,7 +120,7 @@ def create(tx: Transaction, webhook: Webhook) -> int:
     """Store a webhook and return its number.
 
     Raises:
-        StoreError: a name, address or trigger that is not valid, too many of them, a name that is taken.
+        StoreError: a name, address or trigger that is not valid, too many of them.
     """
     check(webhook)
     if tx.execute("SELECT COUNT(*) FROM webhooks").fetchone()[0] >= _MAX_WEBHOOKS:
@@ -132,14 +132,6 @@ def create(tx: Transaction, webhook: Webhook) -> int:
         raise InvalidError(
             f"there are {num_log} triggers on logs; expected at most {_MAX_LOG_TRIGGERS} with the new ones. Join patterns "
             "with |."
-        )
-    taken = tx.execute(
-        "SELECT 1 FROM webhooks WHERE name = ? AND COALESCE(workspace_id, 0) = ?",
-        (webhook.name, webhook.workspace_id or 0),
-    ).fetchone()
-    if taken is not None:
-        raise ConflictError(
-            f"webhook {webhook.name!r} already exists there; expected a new name. Choose another."
         )
     cursor = tx.execute(
         "INSERT INTO webhooks (name, url, type, mode, workspace_id, created_us) VALUES (?, ?, ?, ?, ?, ?)",
@@ -156,9 +148,9 @@ def create(tx: Transaction, webhook: Webhook) -> int:
 
 def check(webhook: Webhook) -> None:
     """Refuse (400) a webhook that is not valid."""
-    if not 1 <= len(webhook.name.strip()) <= _MAX_NAME or not webhook.name.isprintable():
+    if len(webhook.name) > _MAX_NAME or not webhook.name.isprintable():
         raise InvalidError(
-            f"the name of the webhook is {webhook.name[:80]!r}; expected 1 to {_MAX_NAME} printable characters. Choose "
+            f"the name of the webhook is {webhook.name[:80]!r}; expected at most {_MAX_NAME} printable characters. Choose "
             "another."
         )
     check_url(webhook.url)

@@ -33,6 +33,19 @@ def test_defaults_are_filled_in() -> None:
     assert set(command.config["environment"]["image"]) == {"cpu", "cuda", "rocm"}
 
 
+def test_slots_of_a_template_wait_without_launch_error() -> None:
+    large = {"resources": {"slots": 100}}
+    waits = check_command({"entrypoint": "x"}, "COMMAND", num_slots=1, template=large, launch_error=False)
+    assert waits.num_slots == 100
+    with pytest.raises(ConfigError, match="request unfulfillable"):
+        check_command({"entrypoint": "x"}, "COMMAND", num_slots=1, template=large)
+    for template in (None, large):
+        with pytest.raises(ConfigError, match="request unfulfillable"):
+            check_command(
+                {"entrypoint": "x", **large}, "COMMAND", num_slots=1, template=template, launch_error=False
+            )
+
+
 def test_a_template_and_the_masters_variables_lie_under_the_config() -> None:
     template = {"resources": {"slots": 2, "priority": 7}, "searcher": {"name": "single"}, "labels": ["x"]}
     given = {

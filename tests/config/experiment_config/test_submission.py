@@ -70,7 +70,7 @@ def test_what_the_user_says_wins_over_the_master(tmp_path: Path) -> None:
     )
     assert config["environment"]["environment_variables"]["cpu"] == ["A=2", "B=3"]
     assert [policy["pattern"] for policy in config["log_policies"]] == [
-        ".*uncorrectable ECC error encountered.*", "boom",
+        None, ".*uncorrectable ECC error encountered.*", "boom",
     ]  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from dstrial.config.experiment_config.command import check_command
 from dstrial.config.experiment_config.submission import NO_IMAGE, MasterDefaults, Submission, check_submission
 from dstrial.config.merge import merge_template
 from dstrial.errors import ConfigError
+from dstrial.master.scheduler.log_policies import compile_policies
 
 GOOD: dict[str, Any] = {
     "name": "t",
@@ -94,10 +95,25 @@ def test_gpu_beside_cuda_and_unknown_devices_are_problems(tmp_path: Path) -> Non
 def test_a_policy_that_is_only_named_is_switched_off(tmp_path: Path) -> None:
     policies = [{"name": "CUDA OOM"}, {"name": "mine", "pattern": "x"}]
     found = submit(tmp_path, log_policies=policies).config["log_policies"]
-    assert [policy["name"] for policy in found] == ["ECC Error", "mine"]
+    assert {policy["name"]: policy["pattern"] for policy in found} == {
+        "CUDA OOM": None,
+        "ECC Error": ".*uncorrectable ECC error encountered.*",
+        "mine": "x",
+    }
 
     over_template = submit(tmp_path, {"log_policies": policies}, log_policies=[{"name": "mine"}])
-    assert [policy["name"] for policy in over_template.config["log_policies"]] == ["ECC Error"]
+    found = over_template.config["log_policies"]
+    assert [policy["name"] for policy in found if policy["pattern"]] == ["ECC Error"]
+
+
+@pytest.mark.parametrize("off", [{}, {"pattern": None}], ids=["named", "null"])
+def test_shown_log_policies_submitted_again_stay_off(tmp_path: Path, off: dict[str, Any]) -> None:
+    both = [{"name": "CUDA OOM", **off}, {"name": "ECC Error", **off}]
+
+    shown = submit(tmp_path, log_policies=both).config["log_policies"]
+
+    assert compile_policies({"log_policies": shown}) == ()
+    assert submit(tmp_path, log_policies=shown).config["log_policies"] == shown
 
 
 def test_a_policy_that_changes_the_action_only_keeps_its_pattern(tmp_path: Path) -> None:
@@ -105,6 +121,19 @@ def test_a_policy_that_changes_the_action_only_keeps_its_pattern(tmp_path: Path)
         "log_policies"
     ]
     assert found[0] == {"name": "CUDA OOM", "pattern": ".*CUDA out of memory.*", "action": "cancel_retries"}
+
+
+@pytest.mark.parametrize("size", [4, "1.5 gb", "1", "1219021 b", ".5T", "4GiB"])
+def test_memory_size_is_accepted(tmp_path: Path, size: Any) -> None:
+    assert submit(tmp_path, resources={"shm_size": size}).config["resources"]["shm_size"] == size
+
+
+@pytest.mark.parametrize("size", ["giga", "1.gb", "1 gi", "1 i", "", "-1", "1 gb "])
+def test_shm_size_not_a_memory_size_is_refused(tmp_path: Path, size: str) -> None:
+    with pytest.raises(ConfigError, match=r"resources\.shm_size is .*; expected a memory size"):
+        submit(tmp_path, resources={"shm_size": size})
+    with pytest.raises(ConfigError, match=r"resources\.shm_size is .*; expected a memory size"):
+        check_command({"entrypoint": "true", "resources": {"shm_size": size}}, "COMMAND", num_slots=1)
 
 
 def test_preemption_timeout_is_null_unless_given(tmp_path: Path) -> None:

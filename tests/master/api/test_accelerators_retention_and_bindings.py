@@ -106,15 +106,19 @@ def test_the_days_that_logs_are_kept_count_from_the_end(session: api.Session, fr
     def left() -> int | None:
         return bindings.get_GetTrialRemainingLogRetentionDays(session, id=1).remainingDays
 
-    assert left() == -1
+    def kept() -> set[int | None]:
+        listed = bindings.get_GetExperimentTrials(session, experimentId=1).trials
+        return {bindings.get_GetTrial(session, trialId=1).trial.logRetentionDays, listed[0].logRetentionDays}
+
+    assert (left(), kept()) == (-1, {-1})
     fresh_master.change("UPDATE experiments SET log_retention_days = 7 WHERE id = 1")
-    assert left() == 7
+    assert (left(), kept()) == (7, {7})
     now = "CAST(strftime('%s', 'now') AS INTEGER) * 1000000"
     fresh_master.change(f"UPDATE trials SET end_us = {now} - ?", 2 * DAY_US + DAY_US // 2)
     assert left() == 5
     body = bindings.v1PutTrialRetainLogsRequest(trialId=1, numDays=2)
     bindings.put_PutTrialRetainLogs(session, body=body, trialId=1)
-    assert left() == 0
+    assert (left(), kept()) == (0, {2})
     body = bindings.v1PutTrialRetainLogsRequest(trialId=1, numDays=-1)
     bindings.put_PutTrialRetainLogs(session, body=body, trialId=1)
     assert left() == -1

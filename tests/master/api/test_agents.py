@@ -13,7 +13,7 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture
 def session(fresh_master: Master) -> api.Session:
-    return api.Session(fresh_master.address, "determined", fresh_master.tokens["determined"], None)
+    return api.Session(fresh_master.address, "admin", fresh_master.tokens["admin"], None)
 
 
 def test_the_client_joins_slots_with_what_runs_on_them(fresh_master: Master, session: api.Session) -> None:
@@ -79,6 +79,14 @@ def test_an_agent_that_is_switched_off_takes_no_work_on_any_slot(
     assert fresh_master.rows("SELECT id FROM allocations WHERE kill_us IS NOT NULL") == []
     session.post(f"api/v1/agents/{agent_id}/enable")
     assert bindings.get_GetAgent(session, agentId=agent_id).agent.enabled is True
+
+
+@pytest.mark.parametrize("path", ["enable", "disable", "slots/0/enable", "slots/0/disable"])
+def test_agents_and_slots_are_switched_by_administrators(fresh_master: Master, path: str) -> None:
+    path = f"/api/v1/agents/{fresh_master.services.agent_id}/{path}"
+    assert fresh_master.send("POST", path, {}, token="determined").status == 403
+    assert fresh_master.rows("SELECT * FROM disabled_slots") == []
+    assert fresh_master.send("POST", path, {}, token="admin").status == 200
 
 
 def test_the_scheduler_is_woken(fresh_master: Master, session: api.Session) -> None:

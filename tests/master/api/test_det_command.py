@@ -61,7 +61,7 @@ def test_users_slots_agents_jobs_and_tasks_are_listed(served: Master, tmp_path: 
 
 def test_slots_jobs_and_the_masters_log_are_changed(fresh_master: Master, tmp_path: Path) -> None:
     agent_id = fresh_master.services.agent_id
-    assert "Disabled slot 3" in _det(fresh_master, tmp_path, "slot", "disable", agent_id, "3")
+    assert "Disabled slot 3" in _det(fresh_master, tmp_path, "slot", "disable", agent_id, "3", user="admin")
     assert fresh_master.rows("SELECT slot_id FROM disabled_slots") == [{"slot_id": 3}]
     _det(fresh_master, tmp_path, "job", "update", "job-2", "--priority", "7")
     assert fresh_master.rows("SELECT priority FROM experiments WHERE id = 2") == [{"priority": 7}]

@@ -39,6 +39,7 @@ def test_names_come_in_pages_and_no_more_than_there_may_be(
     names = [f"name{number:05}" for number in range(metric_summaries.MAX_NAMES + 50)]
     report(session, 1, dict.fromkeys(names, 1.0))
     report(session, 2, {"loss": 1.0}, "validation")
+    fresh_master.change("UPDATE experiments SET state = 'COMPLETED' WHERE id = 1")
 
     user = api.Session(fresh_master.address, "determined", fresh_master.tokens["determined"], None)
     answers = list(bindings.get_ExpMetricNames(user, ids=[1]))
@@ -53,6 +54,20 @@ def test_names_come_in_pages_and_no_more_than_there_may_be(
     assert len(trial.summaryMetrics["avg_metrics"]) == metric_summaries.MAX_NAMES
     (line,) = [line for line in bindings.get_TrialLogs(user, trialId=1) if "metric names" in line.message]
     assert "the trial has 10,000 metric names" in line.message
+
+
+def test_metric_names_follow_until_experiment_ends(session: api.Session, fresh_master: Master) -> None:
+    user = api.Session(fresh_master.address, "determined", fresh_master.tokens["determined"], None)
+    report(session, 1, {"loss": 1.0})
+    answers = bindings.get_ExpMetricNames(user, ids=[1], periodSeconds=1)
+    assert next(answers).trainingMetrics == ["loss"]
+
+    report(session, 2, {"late": 1.0})
+    fresh_master.change("UPDATE experiments SET state = 'COMPLETED' WHERE id = 1")
+
+    rest = list(answers)
+    assert [name for answer in rest for name in answer.trainingMetrics or []] == ["late"]
+    assert [answer.searcherMetrics for answer in rest] == [[]] * len(rest)
 
 
 def test_reports_are_streamed_whole_and_in_order(session: api.Session, fresh_master: Master) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 from determined.common import api
-from determined.common.api import authentication, bindings
+from determined.common.api import authentication, bindings, errors
 from determined.experimental import client
 from serving import Master
 
@@ -65,6 +65,26 @@ def test_others_change_only_what_is_their_own(fresh_master: Master) -> None:
     assert patch(admin, {"password": "Password-5"}) == 403
     path = f"/api/v1/users/{admin}/password"
     assert fresh_master.send("POST", path, "Password-5", token="other").status == 403
+
+
+@pytest.mark.parametrize(
+    "name", ["Admin", " admin ", "DETERMINED", "the BOSS", "\u0430dmin", "x\ny", "x" * 300]
+)
+def test_display_name_like_another_users_is_refused(fresh_master: Master, name: str) -> None:
+    own, admin = _user_id(fresh_master, "other"), _user_id(fresh_master, "admin")
+    boss = fresh_master.send("PATCH", f"/api/v1/users/{admin}", {"displayName": "The Boss"}, token="admin")
+    assert boss.status == 200
+
+    with pytest.raises(errors.APIException, match="displayName is"):
+        bindings.patch_PatchUser(
+            _session(fresh_master, "other"), body=bindings.v1PatchUser(displayName=name), userId=own
+        )
+    new = {"user": {"username": "new", "displayName": name}, "password": "Password-1"}
+    assert fresh_master.send("POST", "/api/v1/users", new, token="admin").status == 400
+
+    for again in ("Other", " renamed display-name ", ""):
+        answer = fresh_master.send("PATCH", f"/api/v1/users/{own}", {"displayName": again}, token="other")
+        assert answer.json["user"]["displayName"] == again.strip()
 
 
 def test_a_password_is_set_by_the_request_of_its_own(fresh_master: Master) -> None:

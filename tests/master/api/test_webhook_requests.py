@@ -342,9 +342,10 @@ def test_an_alert_of_any_length_ends_no_training_and_is_cut(fresh_master: Master
 
 
 def test_administrators_and_owners_of_a_workspace_make_webhooks(fresh_master: Master) -> None:
-    with pytest.raises(errors.ForbiddenException):
+    # As in Determined 0.38.1, whose client has APIException for it and not ForbiddenException.
+    with pytest.raises(errors.APIException):
         make(fresh_master, "http://127.0.0.1:1/", user="determined")
-    with pytest.raises(errors.ForbiddenException):
+    with pytest.raises(errors.APIException):
         make(fresh_master, "http://127.0.0.1:1/", user="determined", workspaceId=1)
     fresh_master.change("INSERT INTO workspaces (name, owner_id, created_us) VALUES ('mine', 2, 1)")
     mine = make(fresh_master, "https://hooks.example/mine", user="determined", workspaceId=2)
@@ -364,7 +365,7 @@ def test_administrators_and_owners_of_a_workspace_make_webhooks(fresh_master: Ma
                 session(fresh_master, user), id=theirs.id, body=bindings.v1PatchWebhook(url="http://x")
             ),
         ):
-            with pytest.raises(errors.ForbiddenException):
+            with pytest.raises(errors.APIException):
                 request()
     assert fresh_master.send("GET", "/api/v1/webhooks", token="trial-1").status == 403
     assert mine.id is not None
@@ -385,7 +386,6 @@ BAD: dict[str, dict[str, Any]] = {
     "brackets": {"url": "http://[::1/"},
     "a long address": {"url": "http://x/" + "a" * 5000},
     "no address": {"url": None},
-    "an empty name": {"name": " "},
     "a name that moves the cursor": {"name": "a\x1b[2J"},
     "no triggers": {"triggers": []},
     "many triggers": {"triggers": [{**_STATE, "condition": {"state": "ERROR"}}] * 21},
@@ -417,9 +417,15 @@ def test_a_webhook_that_cannot_be_one_is_refused_in_one_sentence(fresh_master: M
     assert "\x1b" not in answer.error
     assert fresh_master.rows("SELECT * FROM webhooks") == []
     assert fresh_master.send("POST", "/api/v1/webhooks", good, token="admin").status == 200
-    assert fresh_master.send("POST", "/api/v1/webhooks", good, token="admin").status == 409
     if set(BAD[what]) == {"url"} and BAD[what]["url"]:
         assert fresh_master.send("PATCH", "/api/v1/webhooks/1", BAD[what], token="admin").status == 400
+
+
+@pytest.mark.parametrize("name", ["", "hook"])
+def test_webhook_names_may_be_empty_and_repeated(fresh_master: Master, name: str) -> None:
+    for workspace in ({}, {"workspaceId": 1}):
+        for _ in range(2):
+            assert make(fresh_master, "http://127.0.0.1:1/", name=name, **workspace).name == name
 
 
 def test_there_is_a_bound_to_webhooks_and_to_patterns(fresh_master: Master) -> None:

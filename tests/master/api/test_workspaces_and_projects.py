@@ -209,6 +209,9 @@ def test_what_is_archived_takes_nothing_and_its_experiments_say_so(
 def test_what_is_always_there_stays(served: Master, method: str, path: str, body: object) -> None:
     answer = served.send(method, f"/api/v1/{path}", body, token="admin")
     assert (answer.status, "is immutable" in answer.error) == (400, True)
+    # To others a PATCH has the same reason, which comes first in Determined 0.38.1.
+    status = 400 if method == "PATCH" or path.endswith("/projects") else 403
+    assert served.send(method, f"/api/v1/{path}", body, token="other").status == status
 
 
 def test_others_change_nothing_that_is_not_theirs(fresh_master: Master) -> None:
@@ -262,10 +265,6 @@ def test_projects_are_found_by_key_by_activity_and_moved(
         body=bindings.v1MoveExperimentRequest(destinationProjectId=project.id, experimentId=2),
         experimentId=2,
     )
-    bindings.post_PostRunMetadata(
-        session, body=bindings.v1PostRunMetadataRequest(runId=2, metadata={"a": {"b": ["x", "y"]}}), runId=2
-    )
-    assert bindings.get_GetMetadataValues(session, key="a.b", projectId=project.id).values == ["x", "y"]
 
 
 def test_the_storage_of_a_workspace_is_that_of_its_experiments(

@@ -295,6 +295,13 @@ def test_http_reaches_a_service_of_a_task_and_its_token_does_not(det: TasksHere,
     assert det.token not in json.dumps(seen)
     assert f"{port}" in det.ok("task", "list")
 
+    # Another task that offers the same port does not answer with this one's service.
+    other = det.run("sleep", "300", **ports)
+    wait_for(lambda: _send(det, "POST", f"/proxy/{other}:{port}/", b"")[0] == 502, "the refusal")
+    assert b"is held by another task" in _send(det, "POST", f"/proxy/{other}:{port}/", b"")[2]
+    assert _send(det, "POST", path, b"")[0] == 202
+    det.ok("command", "kill", other)
+
     # Whoever has no token, or comes from another program's page, reaches nothing.
     assert _send(det, "POST", path, b"", {"Authorization": ""})[0] == 401
     foreign = {"Authorization": "", "Cookie": f"auth={det.token}", "Origin": "http://localhost:1"}
@@ -407,7 +414,7 @@ def test_a_command_that_no_longer_fits_says_once_that_it_waits(det: TasksHere) -
         # The queue is looked at again, and nothing is said a second time.
         det.wait(det.run("true", **{"resources.slots": 0}), "TERMINATED")
     finally:
-        det.session.post(f"{slot}/enable")
+        det.master.client("admin").post(f"/{slot}/enable")
 
     det.wait(task_id, "TERMINATED")
     assert det.log(task_id) == ["done"]
@@ -418,7 +425,7 @@ def _switched_off(det: TasksHere) -> str:
     """Disable the slot, and return its path."""
     (agent,) = det.session.get("api/v1/agents").json()["agents"]
     slot = f"api/v1/agents/{agent['id']}/slots/0"
-    det.session.post(f"{slot}/disable", json={})
+    det.master.client("admin").post(f"/{slot}/disable")
     return slot
 
 

@@ -86,7 +86,7 @@ def wait_for_checkpoint(master: MasterForTest, trial_id: int) -> None:
 
 def drain(master: MasterForTest, agent: str, slot: int) -> None:
     """Switch a slot off, so that what runs there may finish, which ``det`` offers for whole agents only."""
-    master.client().post(f"/api/v1/agents/{agent}/slots/{slot}/disable", {"drain": True})
+    master.client("admin").post(f"/api/v1/agents/{agent}/slots/{slot}/disable", {"drain": True})
 
 
 def records_of(directory: Path, name: str) -> dict[int, list[int]]:
@@ -132,12 +132,12 @@ def test_a_trial_follows_the_slots_down_and_up_and_trains_what_it_would_have(
     wait_for_size(master, trial, 2, 1, 2)
     assert "it grows from 1 to 2 slots, which nobody else wants" in log_of(master, trial)
 
-    assert master.det("slot", "enable", agent, "2").returncode == 0
+    master.client("admin").post(f"/api/v1/agents/{agent}/slots/2/enable")
     wait_for_size(master, trial, 2, 3)
     (tmp_path / "slow").unlink()
     wait_for_end(master, trial)
 
-    assert master.det("slot", "enable", agent, "3").returncode == 0
+    master.client("admin").post(f"/api/v1/agents/{agent}/slots/3/enable")
     alone = create(master, elastic(tmp_path, "alone", FASTER_WITH_MORE, num_slots=1))
     (tmp_path / "slow").unlink()
     wait_for_end(master, alone)
@@ -185,4 +185,4 @@ def test_a_number_of_slots_that_its_own_code_cannot_use_is_tried_once_and_counts
     assert "is one whose batch sizes do not fit 3 ranks" in log
     (tmp_path / "slow").unlink()
     wait_for_end(master, trial)
-    assert master.det("slot", "enable", agent, "3").returncode == 0
+    master.client("admin").post(f"/api/v1/agents/{agent}/slots/3/enable")

@@ -36,7 +36,7 @@ def test_tasks_without_slots_end_with_the_agent_and_start_with_it(tasks: TasksHe
     wait_for(lambda: tasks.command(running)["state"] == "STATE_RUNNING", "the command does not run")
     wait_until(tasks.master, trial_of, "RUNNING")
 
-    tasks.ok("agent", "disable", agent)
+    tasks.ok_as_admin("agent", "disable", agent)
     try:
         wait_for(lambda: tasks.command(running)["state"] == "STATE_TERMINATED", "the command goes on")
         wait_for(lambda: experiment(tasks.master, trial_of)["state"] == "STATE_QUEUED", "the trial goes on")
@@ -48,7 +48,7 @@ def test_tasks_without_slots_end_with_the_agent_and_start_with_it(tasks: TasksHe
         assert experiment(tasks.master, other)["state"] == "STATE_QUEUED"
         assert trials(tasks.master, trial_of)[0]["restarts"] == 0
     finally:
-        tasks.ok("agent", "enable", agent)
+        tasks.ok_as_admin("agent", "enable", agent)
     wait_for(lambda: tasks.command(late)["state"] == "STATE_TERMINATED", "the command does not start")
     wait_until(tasks.master, other, "COMPLETED")
     wait_until(tasks.master, trial_of, "RUNNING")
@@ -61,14 +61,14 @@ def test_an_agent_that_is_drained_lets_them_finish_and_starts_none(tasks: TasksH
     running = tasks.run(sys.executable, "-c", program, **{"resources.slots": 0})
     wait_for(lambda: tasks.command(running)["state"] == "STATE_RUNNING", "the command does not run")
 
-    tasks.ok("agent", "disable", agent, "--drain")
+    tasks.ok_as_admin("agent", "disable", agent, "--drain")
     try:
         late = tasks.run("true", **{"resources.slots": 0})
         wait_for(lambda: WAITS in tasks.ok("task", "logs", late), "the command is not told")
         assert tasks.command(running)["state"] == "STATE_RUNNING"
         assert tasks.command(late)["state"] == "STATE_QUEUED"
     finally:
-        tasks.ok("agent", "enable", agent)
+        tasks.ok_as_admin("agent", "enable", agent)
     wait_for(lambda: tasks.command(late)["state"] == "STATE_TERMINATED", "the command does not start")
     tasks.ok("command", "kill", running)
 
@@ -76,7 +76,7 @@ def test_an_agent_that_is_drained_lets_them_finish_and_starts_none(tasks: TasksH
 def test_a_trial_that_needs_a_slot_that_is_off_is_taken_and_waits_for_it(tasks: TasksHere) -> None:
     agent = agent_of(tasks)
     slots = tasks.session.get(f"api/v1/agents/{agent}/slots").json()["slots"]
-    tasks.ok("slot", "disable", agent, "0")
+    tasks.ok_as_admin("slot", "disable", agent, "0")
     try:
         waits = submit(tasks.master, config("true", resources={"slots_per_trial": 1}), "")
         text = "needs 1 slot and waits; this master has 0. Enable what is switched off (`det agent list`, `det slot list`)"
@@ -84,5 +84,5 @@ def test_a_trial_that_needs_a_slot_that_is_off_is_taken_and_waits_for_it(tasks: 
         wait_for(lambda: text in log_of(tasks.master, waits), "the trial is not told")
         assert experiment(tasks.master, waits)["state"] == "STATE_QUEUED"
     finally:
-        tasks.ok("slot", "enable", agent, "0")
+        tasks.ok_as_admin("slot", "enable", agent, "0")
     wait_until(tasks.master, waits, "COMPLETED")

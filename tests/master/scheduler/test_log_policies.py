@@ -11,7 +11,6 @@ def test_policies_match_line_by_line() -> None:
             {"name": "oom", "pattern": ".*CUDA out of memory.*", "action": None},
             {"name": None, "pattern": "^fatal$", "action": {"type": "cancel_retries"}},
             {"name": "off", "pattern": None},
-            {"name": "broken", "pattern": "("},
         ]
     }
     policies = compile_policies(config)

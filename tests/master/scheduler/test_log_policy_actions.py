@@ -116,3 +116,19 @@ def test_a_command_that_can_never_run_is_refused_even_there(patient: MasterForTe
     assert done.returncode != 0
     assert "resources.slots is 2; expected at most 1, the most slots of one machine" in done.stderr
     assert "request unfulfillable" in done.stderr
+
+
+def test_template_with_too_many_slots_waits(patient: MasterForTest, tmp_path: Path) -> None:
+    client = patient.client()
+    template = {"resources": {"slots": 100}, "environment": {"environment_variables": ["SHOULDBE=SET"]}}
+    client.post("/api/v1/templates/large", {"name": "large", "config": template})
+
+    done = patient.det("command", "run", "--template", "large", "--detach", "true")
+
+    assert done.returncode == 0, done.stderr
+    task_id = done.stdout.split()[-1]
+    command = client.get(f"/api/v1/commands/{task_id}")
+    assert command["command"]["state"] == "STATE_QUEUED"
+    assert "SHOULDBE=SET" in str(command["config"])
+    assert patient.det("command", "run", "--config", "resources.slots=1", "true").returncode == 0
+    client.post(f"/api/v1/commands/{task_id}/kill")

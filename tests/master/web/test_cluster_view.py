@@ -65,6 +65,7 @@ def test_use_counts_deleted_experiments(seeded_master: Master, busy: dict[str, s
 def test_nodes_and_slots_are_switched_off_after_a_question_and_on_again(
     browser: Browser, seeded_master: Master, busy: dict[str, str]
 ) -> None:
+    seeded_master.change("UPDATE users SET admin = 1")
     browser.show("/det/clusters", "main table")
     node = seeded_master.services.agent_id
 

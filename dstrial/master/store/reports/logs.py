@@ -228,13 +228,13 @@ def format_message(row: StoredLine) -> str:
     rank = "" if row.rank is None else f"[rank={row.rank}] "
     level = "" if row.level is None else f"{row.level}: "
     text = shown_text(row)
-    return f"[{format_us(row.time_us)}] {container}{rank}|| {level}{text}"
+    end = "" if text.endswith("\n") else "\n"
+    return f"[{format_us(row.time_us)}] {container}{rank}|| {level}{text}{end}"
 
 
 def shown_text(row: StoredLine) -> str:
-    """Return the text of a line with its newline; what is stored is as it was printed."""
-    text = visible(row.log)
-    return text if text.endswith("\n") else f"{text}\n"
+    """Return the text of a line, safe for a terminal; a NUL is kept."""
+    return "\0".join(visible(part) for part in row.log.split("\0"))
 
 
 _DAYS = "COALESCE(trials.log_retention_days, experiments.log_retention_days, :default)"

@@ -378,17 +378,3 @@ def series(connection: sqlite3.Connection, trial_id: int, group: str, name: str)
     )
     found = ((int(row["steps"]), as_number(row["value"])) for row in rows)
     return [(steps, value) for steps, value in found if value is not None]
-
-
-def validations(
-    connection: sqlite3.Connection, experiment_id: int, name: str
-) -> list[tuple[int, int, float]]:
-    """Return (trial, time in microseconds, value) of a validation metric, by time."""
-    rows = connection.execute(
-        "SELECT m.trial_id, m.end_us, j.value FROM trials t CROSS JOIN metrics m ON m.trial_id = t.id "  # noqa: S608 - a constant
-        f"CROSS JOIN {_VALUE} AND t.experiment_id = ? AND m.group_name = 'validation' AND m.steps >= 0 "
-        "ORDER BY m.end_us",
-        (name, experiment_id),
-    )
-    found = ((int(row["trial_id"]), int(row["end_us"]), as_number(row["value"])) for row in rows)
-    return [(trial_id, end_us, value) for trial_id, end_us, value in found if value is not None]

@@ -41,7 +41,7 @@ _TRIAL_ORDER = {
     "SORT_BY_DURATION": "COALESCE(t.end_us, 9e18) - t.start_us",
     "SORT_BY_RESTARTS": "t.restarts",
     "SORT_BY_CHECKPOINT_SIZE": "t.checkpoint_size",
-    "SORT_BY_LOG_RETENTION_DAYS": "t.log_retention_days",
+    "SORT_BY_LOG_RETENTION_DAYS": "own_log_days",
 }
 _EXPERIMENT_SELECT = """
 SELECT e.*, u.username, u.display_name, p.name AS project_name, p.workspace_id, w.name AS workspace_name,
@@ -66,7 +66,7 @@ CASE WHEN e.unmanaged THEN CASE WHEN t.run_id > 0 THEN 2 END
     ELSE (SELECT MAX(CASE WHEN a.state = 'RUNNING' THEN 2 ELSE 1 END) FROM allocations a
         WHERE a.trial_id = t.id AND a.state != 'TERMINATED') END AS advance"""
 _TRIAL_SELECT = f"""
-SELECT t.*, e.config AS experiment_config, e.searcher_metric,
+SELECT t.*, COALESCE(t.log_retention_days, e.log_retention_days) AS own_log_days, e.searcher_metric,
     b.steps AS best_steps, b.end_us AS best_us, b.metrics AS best_metrics,
     l.steps AS latest_steps, l.end_us AS latest_us, l.metrics AS latest_metrics,
     c.steps AS checkpoint_steps, c.report_us AS checkpoint_us, c.state AS checkpoint_state,
@@ -103,9 +103,12 @@ class ListedExperiment(Experiment):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ListedTrial(Trial):
-    """A trial with its best and latest validation and its best checkpoint."""
+    """A trial with its best and latest validation and its best checkpoint.
 
-    experiment_config: str
+    ``own_log_days`` is for how long the trial or its experiment asks to keep logs; None leaves it to the master.
+    """
+
+    own_log_days: int | None
     searcher_metric: str
     best_steps: int | None
     best_us: int | None

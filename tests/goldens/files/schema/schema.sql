@@ -432,7 +432,6 @@ CREATE INDEX model_versions_by_checkpoint ON model_versions (checkpoint_uuid);
 CREATE INDEX commands_by_state ON commands (state);
 CREATE INDEX commands_by_parent ON commands (parent_id);
 CREATE INDEX access_tokens_by_user ON access_tokens (user_id);
-CREATE UNIQUE INDEX webhooks_by_name ON webhooks (COALESCE(workspace_id, 0), name);
 CREATE INDEX webhook_triggers_by_type ON webhook_triggers (type, condition);
 CREATE INDEX webhook_triggers_by_webhook ON webhook_triggers (webhook_id);
 CREATE INDEX webhook_task_logs_by_trigger ON webhook_task_logs (trigger_id);

@@ -280,14 +280,13 @@ def test_no_list_reads_all_reports(store: Store) -> None:
         lambda c: metrics.report_keys(c, 1),
         lambda c: list(metrics.every_report(c, 1, "validation")),
         lambda c: metrics.series(c, 1, "validation", "score"),
-        lambda c: metrics.validations(c, 1, "score"),
         lambda c: metric_summaries.metric_names(c, [1]),
         lambda c: listings.list_trials(c, now_us=0, experiment_id=1),
         lambda c: checkpoint_rows.list_checkpoints(c, experiment_id=1),
         lambda c: checkpoint_rows.latest_completed(c, 1),
     ]
 
-    assert [whole_tables(store, lambda tx, read=read: read(tx.connection)) for read in reads] == [[]] * 10  # type: ignore[misc]
+    assert [whole_tables(store, lambda tx, read=read: read(tx.connection)) for read in reads] == [[]] * 9  # type: ignore[misc]
 
 
 def test_no_experiment_that_is_deleted_has_a_whole_table_read(store: Store) -> None:
@@ -312,9 +311,7 @@ def test_the_series_of_a_metric_has_its_numbers_whatever_it_is_called(store: Sto
 
     with store.database.read() as connection:
         series = metrics.series(connection, 1, "validation", name)
-        validations = metrics.validations(connection, store.experiment_id, "score")
     assert repr(series) == "[(1, 1.0), (2, 2.5), (3, nan), (4, -inf)]"
-    assert repr([value for _, _, value in validations]) == "[1.0, 2.5, nan, -inf]"
 
 
 def test_a_stream_of_reports_comes_in_messages_of_bounded_size(store: Store) -> None:
