@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from dstrial.cli.streams import text_table
 from dstrial.config import load_experiment
@@ -31,8 +31,6 @@ from dstrial.launch.slots import slots_argument
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
-
-T = TypeVar("T")
 
 _FILES = {
     "json": JSON_NAME,
@@ -59,7 +57,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "accelerate",
         help="of a file that `accelerate config` wrote",
         description=f"Write {JSON_NAME} and {YAML_NAME} of a file that `accelerate config` wrote. What such a file cannot say "
-        "(script, micro batch, optimizer, searcher) is asked for on a terminal, and otherwise marked in the files. "
+        "(script, micro batch, optimizer, searcher) is marked in the files. "
         "Accelerate need not be installed.",
     )
     accelerate.add_argument("config", metavar="default_config.yaml", type=Path, help="the Accelerate config")
@@ -89,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
     if not isinstance(config, Mapping):
         fix = "Name a file that `accelerate config` wrote."
         raise ConfigError([ConfigProblem(label, render(config), "a mapping", fix)])
-    choices = _choices(args)
+    choices = Choices(args.entrypoint, args.micro_batch, args.config.resolve().stem)
     conversion = convert(config, choices, label=label, deepspeed_file=_deepspeed_file(args.config, config))
     _require_script(choices.entrypoint, args.output)
     targets = {
@@ -99,41 +97,6 @@ def main(args: argparse.Namespace) -> int:
     _write(targets, force=args.force)
     _print_keys(conversion)
     return _check(args.output / YAML_NAME, args.output, conversion)
-
-
-def _choices(args: argparse.Namespace) -> Choices:
-    name = args.config.resolve().stem
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return Choices(args.entrypoint, args.micro_batch, name)
-    return Choices(
-        entrypoint=args.entrypoint or _ask("Training script, with its arguments (empty: decide later)", str),
-        micro_batch_size=args.micro_batch
-        or _ask("Records of one forward pass on one rank (empty: of the script's loader)", _positive),
-        name=name,
-        metric=_ask("Validation metric that the searcher compares (empty: decide later)", str),
-        num_batches=_ask("Optimizer steps to train (empty: decide later)", _positive),
-        learning_rate=_ask(
-            "Learning rate of an AdamW in the JSON (empty: the script's own optimizer)", float
-        ),
-    )
-
-
-def _ask(question: str, read: Callable[[str], T]) -> T | None:
-    while True:
-        text = input(f"{question}: ").strip()
-        if not text:
-            return None
-        try:
-            return read(text)
-        except ValueError:
-            sys.stdout.write(f"  {text!r} cannot be read; expected a number.\n")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
 
 
 def _deepspeed_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -25,7 +25,6 @@ def check_pairs(settings: Settings) -> None:
 
 
 def _pipeline(s: Settings) -> None:
-    """Check what a pipeline excludes."""
     # runtime/pipe/engine.py 76; engine.py 2030-2036; module_inject/auto_ep_folding.py
     if not s.sizes.has_pipeline_engine:
         return
@@ -37,7 +36,6 @@ def _pipeline(s: Settings) -> None:
 
 
 def _precision(s: Settings) -> None:
-    """Check fp16, bf16 and data types."""
     # runtime/config.py 511, 702-714; base_optimizer.py 484-528; engine.py 1812, 2021, 2323
     fp16, bf16 = bool(s.value("fp16.enabled")), bool(s.value("bf16.enabled"))
     if fp16 and bf16:
@@ -117,7 +115,6 @@ def _loss_scale(s: Settings) -> None:
 
 
 def _zero_stage(s: Settings) -> None:
-    """Check what each ZeRO stage excludes."""
     # zero/config.py 390; stage_1_and_2.py 212-218, 346, 389; stage3.py 361, 389-396; engine.py 2650
     stage, key = s.stage, f"{_ZERO}.compute_grad_norm"
     if s.value(f"{_ZERO}.legacy_stage1"):
@@ -177,7 +174,6 @@ def _gradient_reduction(s: Settings) -> None:
 
 
 def _offload(s: Settings) -> None:
-    """Check the offload of parameters and optimizer."""
     # zero/config.py 396; zero/offload_config.py; stage_1_and_2.py 220; stage3.py 821; engine.py 2670, 2749
     optimizer, param = f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param"
     if s.device("offload_param") != "none" and s.stage != 3:
@@ -212,7 +208,6 @@ def _offload(s: Settings) -> None:
 
 
 def _zenflow(s: Settings) -> None:
-    """Check ZenFlow."""
     # zenflow/zenflow_config.py; zenflow/engine.py 24-62; zenflow_stage_1_and_2.py 76-145
     key = f"{_ZERO}.zenflow"
     zenflow = s.value(key)
@@ -260,7 +255,6 @@ def _compile(s: Settings) -> None:
 
 
 def _parallelism(s: Settings) -> None:
-    """Check tensor, sequence and expert parallelism."""
     # engine.py 945-1060 (AutoTP); runtime/config.py 458-474 (sequence); auto_ep_folding.py (AutoEP)
     world_size = s.sizes.world_size
     tensor = s.value("tensor_parallel.autotp_size") or 0
@@ -286,7 +280,6 @@ def _parallelism(s: Settings) -> None:
 
 
 def _features(s: Settings) -> None:
-    """Check activation checkpointing and autotuning."""
     # checkpointing.py 1229 (activation checkpointing); engine.py 1462, 3657 (autotuning)
     section = "activation_checkpointing"
     if s.value(f"{section}.contiguous_memory_optimization"):

@@ -518,11 +518,11 @@ def _stages_of_source(
         stages = hyperparameters.get(name) if isinstance(name, str) else name
         if type(stages) is int and stages > 0:
             return stages
-    batch = [dict(engines)[MAIN_KEY].merged.get(key) for key in BATCH_KEYS] if engines else []
-    for stages in range(1, world_size + 1 if batch else 1):
+    total, micro, steps = (engines[0][1].merged.get(key) if engines else None for key in BATCH_KEYS)
+    for stages in range(1, world_size + 1):
         if world_size % stages == 0:
             try:
-                solve_batch(*batch, world_size // stages)
+                solve_batch(total, micro, steps, world_size // stages)
             except ConfigError:
                 continue
             return stages

@@ -178,7 +178,7 @@ def _num_stages(used: Sequence[ast.AST]) -> Iterator[int | str]:
                 waiting.append(values.pop(node.id))
             elif isinstance(node, ast.Attribute):
                 yield node.attr
-            elif isinstance(node, ast.Constant) and type(node.value) in (int, str):
+            elif isinstance(node, ast.Constant) and isinstance(node.value, (int, str)):
                 yield node.value
 
 

@@ -44,12 +44,7 @@ def check_trainer_flags(
 ) -> None:
     """Warn of arguments that the Trainer refuses or ignores.
 
-    Args:
-        filler: the Trainer, with the arguments of the entrypoint.
-        called: the script and the modules that it imports.
-        source: the DeepSpeed config of the experiment; None if it names none.
-        context_dir: directory in which the script runs.
-        findings: receives the warnings.
+    ``source`` is the DeepSpeed config of the experiment, and ``called`` are the script and the modules that it imports.
     """
     words = filler.arguments
     nodes = [node for one in called for node in ast.walk(one.tree)]

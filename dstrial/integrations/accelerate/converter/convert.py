@@ -55,8 +55,6 @@ def convert(
     if draft.problems:
         raise ConfigError(draft.problems)
     deepspeed, overwrites = _with_sizes(draft, choices.micro_batch_size)
-    if choices.learning_rate is not None and "optimizer" not in deepspeed:
-        deepspeed["optimizer"] = {"type": "AdamW", "params": {"lr": choices.learning_rate}}
     return Conversion(
         deepspeed, draft.slots, draft.variables, overwrites, tuple(draft.keys), choices, draft.is_cpu
     )
@@ -118,12 +116,10 @@ def experiment_yaml(conversion: Conversion, source: str) -> str:
         "",
         "searcher:",
         f"  name: single # {MARK}: or random, grid, adaptive_asha, async_halving",
-        f"  metric: {_scalar(choices.metric or DEFAULT_METRIC)}"
-        + ("" if choices.metric else f" # {MARK}: what the script reports; of a Trainer that is eval_loss"),
+        f"  metric: {DEFAULT_METRIC} # {MARK}: what the script reports; of a Trainer that is eval_loss",
         "  smaller_is_better: true",
         "  max_length:",
-        f"    batches: {choices.num_batches or _DEFAULT_BATCHES}"
-        + ("" if choices.num_batches else f" # {MARK}: how long to train, in optimizer steps"),
+        f"    batches: {_DEFAULT_BATCHES} # {MARK}: how long to train, in optimizer steps",
         "",
         f"min_validation_period: {{batches: {_DEFAULT_PERIOD}}} # {MARK}: when the reporter has the script validate",
         f"min_checkpoint_period: {{batches: {_DEFAULT_PERIOD}}} # {MARK}: how much a crash may cost",
@@ -161,15 +157,13 @@ def open_decisions(conversion: Conversion) -> list[str]:
         found.append(
             "optimizer: the script's own, or add one to the JSON and use accelerate.utils.DummyOptim"
         )
-    if conversion.choices.metric is None:
-        found.append(f"searcher.metric: {DEFAULT_METRIC} is a guess")
-    if conversion.choices.num_batches is None:
-        found.append(f"searcher.max_length: {_DEFAULT_BATCHES} batches is a guess")
-    found.append(
+    return [
+        *found,
+        f"searcher.metric: {DEFAULT_METRIC} is a guess",
+        f"searcher.max_length: {_DEFAULT_BATCHES} batches is a guess",
         f"min_validation_period and min_checkpoint_period: {_DEFAULT_PERIOD} batches are guesses; not for a Trainer, which has "
-        "--eval_steps and --save_steps"
-    )
-    return found
+        "--eval_steps and --save_steps",
+    ]
 
 
 def _is_open(conversion: Conversion) -> bool:

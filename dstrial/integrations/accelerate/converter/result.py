@@ -28,17 +28,11 @@ class Choices:
         entrypoint: the script with its arguments; None if it is not known.
         micro_batch_size: records of one forward pass on one rank; None to leave it to the script's loader.
         name: name of the experiment.
-        metric: the validation metric that the searcher compares; None if it is not known.
-        num_batches: how long to train, optimizer steps; None if it is not known.
-        learning_rate: of an AdamW in the DeepSpeed JSON; None if the script makes its own optimizer.
     """
 
     entrypoint: str | None
     micro_batch_size: int | None
     name: str
-    metric: str | None = None
-    num_batches: int | None = None
-    learning_rate: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
