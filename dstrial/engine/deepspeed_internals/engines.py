@@ -29,6 +29,7 @@ DOCUMENTED = frozenset(
         "get_lr",
         "gradient_accumulation_steps",
         "is_first_stage",
+        "is_gradient_accumulation_boundary",
         "is_last_stage",
         "load_checkpoint",
         "module",
@@ -59,6 +60,7 @@ ATTRIBUTES: Mapping[str, type | tuple[type, ...]] = {
     "global_samples": int,
     "global_steps": int,
     "has_moe_layers": bool,
+    "inside_no_sync_ctxt": bool,
     "load_universal_checkpoint": Callable,  # type: ignore[dict-item]
     "lr_scheduler": object,
     "micro_steps": int,
