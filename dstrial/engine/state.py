@@ -278,6 +278,21 @@ def optimizer_settings(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
     return [{name: group[name] for name in names if name in group} for group in groups]
 
 
+def describe_optimizer(engine: DeepSpeedEngine) -> str:
+    """Return class and settings of an engine's optimizer, as ``AdamW (lr 0.1, eps 1e-08)``."""
+    optimizer = optimizers.base_optimizer(engine.optimizer)
+    group = optimizer.param_groups[0]
+    settings = [f"{name} {group[name]}" for name in _OPTIMIZER_SETTINGS if name in group]
+    return f"{type(optimizer).__name__} ({', '.join(settings)})"
+
+
+def is_optimizer_setting(engine: DeepSpeedEngine, name: str, value: Any) -> bool:
+    """Say whether an engine's optimizer began with a value of a setting."""
+    group = optimizers.base_optimizer(engine.optimizer).param_groups[0]
+    started = group.get("initial_lr", group["lr"]) if name == "lr" else group.get(name)
+    return bool(_as_tuple(started) == _as_tuple(value))
+
+
 def differing_settings(
     engine: DeepSpeedEngine, before: Sequence[Mapping[str, Any]], *, overrides: bool
 ) -> list[str]:

@@ -51,6 +51,8 @@ DOCUMENTED = frozenset(
 ATTRIBUTES: Mapping[str, type | tuple[type, ...]] = {
     "bfloat16_enabled": Callable,  # type: ignore[dict-item]  # isinstance takes it
     "checkpoint_engine": CheckpointEngine,
+    "client_lr_scheduler": object,
+    "client_optimizer": object,
     "config": Mapping,
     "curriculum_learning_enabled": Callable,  # type: ignore[dict-item]
     "data_parallel_group": object,
