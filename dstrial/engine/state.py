@@ -279,7 +279,7 @@ def optimizer_settings(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
 
 
 def describe_optimizer(engine: DeepSpeedEngine) -> str:
-    """Return class and settings of an engine's optimizer, as ``AdamW (lr 0.1, eps 1e-08)``."""
+    """Return an engine's optimizer, as ``AdamW (lr 0.1, eps 1e-08)``."""
     optimizer = optimizers.base_optimizer(engine.optimizer)
     group = optimizer.param_groups[0]
     settings = [f"{name} {group[name]}" for name in _OPTIMIZER_SETTINGS if name in group]

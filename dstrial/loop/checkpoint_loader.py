@@ -132,7 +132,7 @@ class CheckpointLoader:
             self._compare_settings(engine_idx, settings[engine_idx])
 
     def _compare_settings(self, engine_idx: int, before: list[dict[str, Any]]) -> None:
-        """Say which optimizer settings the checkpoint has otherwise; apply ``override_optimizer``."""
+        """Name differing optimizer settings; apply ``override_optimizer``."""
         context = self._state.context
         overrides = dstrial_section(self._state.runtime.exp_conf).get("override_optimizer") is True
         found = differing_settings(context.models[engine_idx], before, overrides=overrides)

@@ -245,7 +245,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
                 logger.warning("%s", warning)
 
     def _check_overruled(self, engine: Any) -> None:
-        """Say which sections of the config DeepSpeed does not use; refuse a search over them."""
+        """Name overruled sections of the config; refuse a search over them."""
         given = {"optimizer": engine.client_optimizer, "scheduler": engine.client_lr_scheduler}
         for section, client in given.items():
             if client is None or not engine.config.get(section):
@@ -273,7 +273,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
                 raise ConfigError([problem])
 
     def _searched_below(self, section: str, engine: Any) -> list[str]:
-        """Return the searched values in a section of the config that the engine has otherwise."""
+        """Return searched values of a section that the engine does not use."""
         specs = (self._runtime.exp_conf or {}).get("hyperparameters") or {}
         hparams = self._runtime.given_hparams or {}
         found = []

@@ -74,7 +74,7 @@ def check_second_engines(source: CalledSource, findings: Diagnostics) -> None:
 
 
 def check_overruled_sections(source: CalledSource, config: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Warn of config sections that arguments of the only ``deepspeed.initialize`` overrule."""
+    """Warn of config sections that the only ``deepspeed.initialize`` overrules."""
     calls = list(itertools.islice(_calls(source.tree, "initialize"), 2))
     given = {keyword.arg: keyword.value for call in calls for keyword in call.keywords}
     for argument, section in (("optimizer", "optimizer"), ("lr_scheduler", "scheduler")):

@@ -107,7 +107,7 @@ def is_searched(hyperparameters: Mapping[str, Any]) -> bool:
 def searched_values(
     hyperparameters: Mapping[str, Any], values: Any, path: KeyPath = ("hyperparameters",)
 ) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield the path of each hyperparameter that is no constant, and its value in a trial.
+    """Yield the path and value of each hyperparameter that is no constant.
 
     Args:
         hyperparameters: as written, or as :func:`normalised_specs` returns it.
