@@ -106,6 +106,12 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="with --resume: load the checkpoint also where it holds classes that are not on dstrial's list, which can run any "
         "code: for checkpoints of people whom you trust",
     )
+    parser.add_argument(
+        "--override-optimizer",
+        action="store_true",
+        help="where a checkpoint is loaded, use the optimizer's settings (lr, weight_decay, betas, ...) of this run instead of "
+        "the checkpoint's",
+    )
     kind.add_argument(
         "--test",
         action="store_true",
@@ -222,6 +228,8 @@ def _read_request(args: argparse.Namespace) -> _Request:
     point = chosen_point(args)
     resumed = None if point is None else point.saved_run()
     overrides = [*args.config, *_trust_override(args, point), *_logger_override(args)]
+    if args.override_optimizer:
+        overrides.append("data.dstrial.override_optimizer=true")
     run_slurm.require_slurm_flags(args)
     require_hostfile(args, is_under_slurm=args.slurm)
     allocation = run_slurm.own_allocation(args)
@@ -424,6 +432,8 @@ def _own_arguments(
         words.append("--no-progress")
     if args.trust_code:
         words.append("--trust-code")
+    if args.override_optimizer:
+        words.append("--override-optimizer")
     if args.test:
         words.append("--test")
     if (resume or args.resume) is not None:

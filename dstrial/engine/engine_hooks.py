@@ -11,6 +11,9 @@ from typing import Any, Protocol
 
 from deepspeed import DeepSpeedEngine, PipelineEngine
 
+from dstrial.engine.deepspeed_internals import optimizers
+from dstrial.errors import TrialContractError
+
 
 class EngineListener(Protocol):
     """Hears of the engines. All ranks with an engine call every method."""
@@ -57,3 +60,42 @@ def _wrapped(phase: str, method: Callable[..., Any], listener: EngineListener) -
         return result
 
     return call
+
+
+class LostGradientCheck:
+    """Refuses a step after ``backward`` calls whose gradients ZeRO has dropped.
+
+    Observes ``observe_engines`` in a batch. Counts calls of ``engine.backward`` only: a ``loss.backward()`` may
+    cross an engine that is not meant to step. ZeRO 0 and ``BF16_Optimizer`` add up every call.
+    """
+
+    def __init__(self) -> None:
+        self._num_calls: dict[Any, int] = {}
+        self._adds: set[Any] = set()
+
+    def run(self, phase: str, engine: Any, call: Callable[[], Any]) -> Any:
+        """Make the call.
+
+        Raises:
+            TrialContractError: it is a step, and gradients for it are lost.
+        """
+        num_calls = self._num_calls.get(engine, 0)
+        stage = optimizers.overwriting_stage(engine.optimizer)
+        if phase == "backward" and stage and not engine.inside_no_sync_ctxt:
+            drops = engine not in self._adds if stage == 3 else engine.is_gradient_accumulation_boundary()
+            self._num_calls[engine] = num_calls + drops
+        elif phase == "forward" and num_calls:
+            self._adds.add(engine)
+        elif phase == "step" and num_calls > 1:
+            raise TrialContractError(
+                f"train_batch called backward {num_calls} times before step of an engine with ZeRO stage "
+                f"{engine.zero_optimization_stage()}, which keeps the gradients of the last call only; expected one call. Add "
+                "the losses and call backward once. If each loss is of a micro batch of its own, set "
+                "gradient_accumulation_steps to their number instead, and call step after each backward."
+            )
+        return call()
+
+    def stepped(self, engine: Any) -> None:
+        """Begin the count of the engine's next optimizer step."""
+        self._num_calls.pop(engine, None)
+        self._adds.discard(engine)

@@ -20,6 +20,10 @@ from dstrial.engine.deepspeed_internals import engines, optimizers
 from dstrial.engine.files import describe_rank, engine_files, latest_tag, missing_files
 from dstrial.errors import CheckpointError, CheckpointLayoutError
 
+_SCHEDULED = ("lr", "betas", "momentum")
+# torch's schedulers keep their base in initial_lr.
+_OPTIMIZER_SETTINGS = (*_SCHEDULED, "initial_lr", "eps", "weight_decay", "dampening", "nesterov")
+
 
 def save_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> None:
     """Save ``engine`` under ``path/tag``, and check that all files were written.
@@ -259,6 +263,75 @@ def bind_load_checkpoint(engine: PipelineEngine) -> None:
         return loaded, client_state
 
     engine.load_checkpoint = load_checkpoint
+
+
+def optimizer_settings(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
+    """Return by parameter group the optimizer settings that a load replaces.
+
+    A learning-rate scheduler sets its own part. DeepSpeed's read their settings from the config again.
+
+    Ranks: any; no communication.
+    """
+    scheduled = () if engine.lr_scheduler is None else _SCHEDULED
+    groups = getattr(optimizers.base_optimizer(engine.optimizer), "param_groups", [])
+    names = [name for name in _OPTIMIZER_SETTINGS if name not in scheduled]
+    return [{name: group[name] for name in names if name in group} for group in groups]
+
+
+def describe_optimizer(engine: DeepSpeedEngine) -> str:
+    """Return an engine's optimizer, as ``AdamW (lr 0.1, eps 1e-08)``."""
+    optimizer = optimizers.base_optimizer(engine.optimizer)
+    group = optimizer.param_groups[0]
+    settings = [f"{name} {group[name]}" for name in _OPTIMIZER_SETTINGS if name in group]
+    return f"{type(optimizer).__name__} ({', '.join(settings)})"
+
+
+def is_optimizer_setting(engine: DeepSpeedEngine, name: str, value: Any) -> bool:
+    """Say whether an engine's optimizer began with a value of a setting."""
+    group = optimizers.base_optimizer(engine.optimizer).param_groups[0]
+    started = group.get("initial_lr", group["lr"]) if name == "lr" else group.get(name)
+    return bool(_as_tuple(started) == _as_tuple(value))
+
+
+def differing_settings(
+    engine: DeepSpeedEngine, before: Sequence[Mapping[str, Any]], *, overrides: bool
+) -> list[str]:
+    """Compare a loaded engine's optimizer settings with those before the load.
+
+    Args:
+        engine: just loaded.
+        before: what :func:`optimizer_settings` returned before.
+        overrides: whether to put those back.
+
+    Returns:
+        Each difference as ``lr 0.0001, in the checkpoint 0.01``.
+
+    Raises:
+        CheckpointError: ``overrides`` is set, and a scheduler of the trial's code has another base learning rate.
+
+    Ranks: any; no communication.
+    """
+    found: list[str] = []
+    for idx, (wanted, loaded) in enumerate(zip(before, optimizer_settings(engine), strict=False)):
+        changed = {
+            name: value
+            for name, value in wanted.items()
+            if name in loaded and _as_tuple(loaded[name]) != _as_tuple(value)
+        }
+        found += [f"{name} {value}, in the checkpoint {loaded[name]}" for name, value in changed.items()]
+        if overrides and "initial_lr" in changed:
+            raise CheckpointError(
+                f"override_optimizer is set, but the lr belongs to the {type(engine.lr_scheduler).__name__} of the trial's "
+                f"code, whose state is the checkpoint's ({'; '.join(found)}); expected the same lr. Set it back, or use a "
+                "scheduler of the DeepSpeed config, which is read again."
+            )
+        if overrides:
+            optimizers.base_optimizer(engine.optimizer).param_groups[idx].update(changed)
+    return list(dict.fromkeys(found))
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _tied_without_file(module: PipelineModule) -> list[str]:

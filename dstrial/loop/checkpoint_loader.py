@@ -20,12 +20,19 @@ from dstrial.checkpoint.file_roles import layouts_of, rank_state_name
 from dstrial.checkpoint.integrity import read_verified
 from dstrial.checkpoint.layout import Layout, compatible, reshape_problems
 from dstrial.checkpoint.manifest import Manifest
+from dstrial.config.dotted_keys import dstrial_section
 from dstrial.engine.adapters.batch_sizes import recount_micro_batches
 from dstrial.engine.checkpoint_reader.open import read_rank_state
 from dstrial.engine.checkpoint_reader.safe_load import load, restoring
 from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
 from dstrial.engine.reshape import load_reshaped
-from dstrial.engine.state import extra_state_for, merged_tied_modules, restore_engine_extra_state
+from dstrial.engine.state import (
+    differing_settings,
+    extra_state_for,
+    merged_tied_modules,
+    optimizer_settings,
+    restore_engine_extra_state,
+)
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointLayoutError
 from dstrial.loop.checkpoint_trust import trusts_code
 from dstrial.loop.metrics import merge_windows, weighed_window
@@ -113,6 +120,7 @@ class CheckpointLoader:
     ) -> None:
         """Load the trial with its engines, and what of them DeepSpeed does not save."""
         context = self._state.context
+        settings = [optimizer_settings(engine) for engine in context.models]
         if is_reshaped:
             self._load_reshaped(path, state["all_engines"], saved, now)
             self._state.trial._load_beside_engines(context, path)
@@ -122,6 +130,23 @@ class CheckpointLoader:
             restore_engine_extra_state(engine, self._extra_state(state, engine_idx, saved, now))
             if not is_reshaped:
                 recount_micro_batches(engine, saved[engine_idx], now[engine_idx])
+            self._compare_settings(engine_idx, settings[engine_idx])
+
+    def _compare_settings(self, engine_idx: int, before: list[dict[str, Any]]) -> None:
+        """Name differing optimizer settings; apply ``override_optimizer``."""
+        context = self._state.context
+        overrides = dstrial_section(self._state.runtime.exp_conf).get("override_optimizer") is True
+        found = differing_settings(context.models[engine_idx], before, overrides=overrides)
+        if found and context.distributed.rank == 0:
+            logger.warning(
+                "engine %d: this run sets its optimizer to %s; %s",
+                engine_idx,
+                "; ".join(found),
+                "this run's settings count (data.dstrial.override_optimizer)"
+                if overrides
+                else "the checkpoint counts. To use this run's settings, add --override-optimizer to dstrial run, or set "
+                "data.dstrial.override_optimizer to true",
+            )
 
     def _continue_counts(self, state: Mapping[str, Any]) -> None:
         """Take over progress, open metrics and reducers of a run that is continued."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from determined import pytorch, util
 
+from dstrial.engine.engine_hooks import LostGradientCheck, observe_engines
 from dstrial.engine.finite_weights import FiniteWeights, StepCounts
 from dstrial.errors import (
     CheckpointError,
@@ -402,6 +403,8 @@ class TrainingLoop:
             instruments.switch(True)
             if is_first:
                 train_batch = instruments.first_batch(train_batch)
+        if is_first:
+            train_batch = observe_engines(LostGradientCheck())(train_batch)
         for batch_idx in range(progress.batches_trained, end_batch):
             begin_batch(batch_idx)
             runtime.current_batch_idx = batch_idx
@@ -413,8 +416,8 @@ class TrainingLoop:
             if is_first:
                 is_first = False
                 begin_phase(TRAINING)
+                train_batch = self._trial.train_batch
                 if instruments is not None:
-                    train_batch = self._trial.train_batch
                     instruments.end_first_batch(batch_idx + 1, time.monotonic() - began_s)
             if context.profiler is not None:
                 context.profiler.step()

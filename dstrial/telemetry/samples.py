@@ -239,6 +239,8 @@ class RunTotals:
         tokens = tokens_of(samples)
         self.num_tokens = None if tokens is None or self.num_tokens is None else self.num_tokens + tokens
         for parts, sample in zip(self._part_s, samples, strict=True):
+            # A rank's parts are of its own time: it may wait in them while another one, whose clock stands, writes a report.
+            parts["batch"] = parts.get("batch", 0.0) + sample.seconds
             if sample.data_wait_s is not None:
                 parts["data_wait"] = parts.get("data_wait", 0.0) + sample.data_wait_s
             for name, seconds in sample.phase_s.items():

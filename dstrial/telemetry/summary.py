@@ -56,7 +56,7 @@ def summary_rows(
         return []
     batch_ms = 1e3 * float(document["seconds"]) / float(document["num_batches"])
     ranks: Sequence[Mapping[str, float]] = document["ranks"]
-    rows = [("speed", _speed(document, batch_ms)), ("step time", _parts(document, ranks, batch_ms))]
+    rows = [("speed", _speed(document, batch_ms)), ("step time", _parts(document, ranks))]
     own_work = [sum(parts.get(name, 0.0) for name in _OWN_WORK) for parts in ranks]
     slow = slowest_rank(own_work, batch_ms)
     # Stages of a pipeline do different things.
@@ -82,9 +82,10 @@ def _speed(document: Mapping[str, Any], batch_ms: float) -> str:
     return f"{', '.join(rates)}; {batch_ms:.3g} ms a batch of {size} records (the first is left out)"
 
 
-def _parts(document: Mapping[str, Any], ranks: Sequence[Mapping[str, float]], batch_ms: float) -> str:
+def _parts(document: Mapping[str, Any], ranks: Sequence[Mapping[str, float]]) -> str:
+    whole_ms = sum(parts["batch_ms"] for parts in ranks)
     shares = {
-        word: statistics.fmean(parts.get(name, 0.0) for parts in ranks) / batch_ms
+        word: sum(parts.get(name, 0.0) for parts in ranks) / whole_ms
         for name, word in _WORDS.items()
         if any(name in parts for parts in ranks)
     }

@@ -21,13 +21,16 @@ from dstrial.config import (
     overwrite_deepspeed_config,
     resolve_batch,
 )
+from dstrial.config.diagnostics import dotted
+from dstrial.config.experiment_config.hyperparameters import searched_values
 from dstrial.config.parallel_dims import replicas_of
 from dstrial.engine.adapters.base import EngineAdapter
 from dstrial.engine.adapters.batch_sizes import dims_of
 from dstrial.engine.adapters.factory import adapt, require_engine
 from dstrial.engine.checkpoint_reader.safe_load import bind_checkpoint_engine, make_plain_config
 from dstrial.engine.deepspeed_internals import engines
-from dstrial.errors import ConfigError
+from dstrial.engine.state import describe_optimizer, is_optimizer_setting
+from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.apply import ResumedRun
 from dstrial.resume.metadata import given_settings
 from dstrial.trial.determined_errors import InvalidTrialError, NoSeedError, NotTrainingError
@@ -189,7 +192,8 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
             without an iterator: they use the loader in use.
 
         Raises:
-            ConfigError: the DeepSpeed configuration cannot be right for these sizes.
+            ConfigError: the DeepSpeed configuration cannot be right for these sizes, or a search varies a section of it that
+                an object given to ``deepspeed.initialize`` takes the place of.
 
         Ranks: all, with the engines in the same order.
         """
@@ -200,6 +204,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         adapter = adapt(model)
         dims = dims_of(model)
         self._check_config(model, dims)
+        self._check_overruled(model)
         self._use_pipeline_parallel = self._use_pipeline_parallel or dims.is_pipeline
         if not self.models:
             if dims.is_pipeline:
@@ -238,6 +243,45 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         if self.distributed.rank == 0:
             for warning in result.warnings:
                 logger.warning("%s", warning)
+
+    def _check_overruled(self, engine: Any) -> None:
+        """Name overruled sections of the config; refuse a search over them."""
+        given = {"optimizer": engine.client_optimizer, "scheduler": engine.client_lr_scheduler}
+        for section, client in given.items():
+            if client is None or not engine.config.get(section):
+                continue
+            place = f"DeepSpeed config of engine {len(self.models)}: {section}"
+            trained = (
+                describe_optimizer(engine) if section == "optimizer" else type(engine.lr_scheduler).__name__
+            )
+            argument = "optimizer" if section == "optimizer" else "lr_scheduler"
+            if self.distributed.rank == 0:
+                logger.warning(
+                    "%s is not used: the %s given to deepspeed.initialize takes its place, and this run trains with %s. "
+                    "Remove the section from the config, or %s from the call",
+                    *(place, argument, trained, argument),
+                )
+            if searched := self._searched_below(section, engine):
+                problem = ConfigProblem(
+                    place,
+                    f"searched over ({', '.join(searched)}), but not used: this run trains with {trained}, the {argument} "
+                    "given to deepspeed.initialize",
+                    "a search over values that are trained with",
+                    f"Leave {argument} out of the call, or search over a hyperparameter outside of the section, from which the "
+                    f"code makes the {argument}.",
+                )
+                raise ConfigError([problem])
+
+    def _searched_below(self, section: str, engine: Any) -> list[str]:
+        """Return searched values of a section that the engine does not use."""
+        specs = (self._runtime.exp_conf or {}).get("hyperparameters") or {}
+        hparams = self._runtime.given_hparams or {}
+        found = []
+        for path, value in searched_values(specs, hparams):
+            inside = len(path) > 1 and path[1] == section
+            if inside and not (section == "optimizer" and is_optimizer_setting(engine, str(path[-1]), value)):
+                found.append(f"{dotted(path)}: {value}")
+        return found
 
     def set_mpu(self, mpu: ModelParallelUnit) -> None:
         """Describe model parallelism of your own; once, after the first engine is wrapped.

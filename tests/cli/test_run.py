@@ -632,8 +632,12 @@ def test_a_trial_is_tested_stopped_on_both_ranks_at_the_same_batch_and_resumed(
     assert f"stopped at batch {stopped_at} of 4000 (SIGINT)" in output
 
     length = stopped_at + 7
-    ended = project.run("--resume", "latest", "--config", f"searcher.max_length={{batches: {length}}}")
+    faster = {"optimizer": {"type": "Adam", "params": {"lr": 0.002, "torch_adam": True}}}
+    (project.directory / "ds_config.json").write_text(json.dumps(DEEPSPEED_CONFIG | faster))
+    until = f"searcher.max_length={{batches: {length}}}"
+    ended = project.run("--resume", "latest", "--config", until, "--override-optimizer")
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "lr 0.002, in the checkpoint 0.001; this run's settings count" in ended.stdout + ended.stderr
     assert f"completed at batch {length} of {length}" in ended.stdout
     reported = [
         row["steps_completed"]

@@ -20,8 +20,8 @@ def test_anything_else_is_refused(tmp_path):
         load(tmp_path, "sometimes")
 
 
-def test_whose_classes_determineds_names_give_can_be_switched(tmp_path):
-    config = load(tmp_path, "false", "determined_imports")
-    assert config.raw["data"]["dstrial"]["determined_imports"] is False
-    with pytest.raises(ConfigError, match=r"data\.dstrial\.determined_imports is .*; expected true or false"):
-        load(tmp_path, "sometimes", "determined_imports")
+@pytest.mark.parametrize("key", ["determined_imports", "override_optimizer"])
+def test_other_switches_take_booleans_only(tmp_path, key):
+    assert load(tmp_path, "false", key).raw["data"]["dstrial"][key] is False
+    with pytest.raises(ConfigError, match=rf"data\.dstrial\.{key} is .*; expected true or false"):
+        load(tmp_path, "sometimes", key)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dstrial.telemetry.samples import RankSample, RunTotals
 from dstrial.telemetry.summary import memory_rows, summary_rows
 
 PEAK = {
@@ -29,7 +30,9 @@ def document(**changes: Any) -> dict[str, Any]:
         "records_per_second": 320.0,
         "records_per_batch": 32.0,
         "tokens_per_second": 163840.0,
-        "ranks": [{"data_wait_ms": 5.0, "forward_ms": 30.0, "backward_ms": 40.0, "step_ms": 20.0}],
+        "ranks": [
+            {"batch_ms": 100.0, "data_wait_ms": 5.0, "forward_ms": 30.0, "backward_ms": 40.0, "step_ms": 20.0}
+        ],
         "model_tflops_per_device": 300.0,
         "mfu": 0.5,
         "hfu": 0.6,
@@ -72,8 +75,8 @@ def test_what_is_not_known_is_called_unknown_with_the_reason() -> None:
 
 
 def test_the_slowest_rank_is_named_where_one_stands_out_and_not_among_stages() -> None:
-    fast = {"data_wait_ms": 1.0, "forward_ms": 20.0, "backward_ms": 50.0, "step_ms": 20.0}
-    slow = {"data_wait_ms": 31.0, "forward_ms": 20.0, "backward_ms": 20.0, "step_ms": 20.0}
+    fast = {"batch_ms": 100.0, "data_wait_ms": 1.0, "forward_ms": 20.0, "backward_ms": 50.0, "step_ms": 20.0}
+    slow = {"batch_ms": 100.0, "data_wait_ms": 31.0, "forward_ms": 20.0, "backward_ms": 20.0, "step_ms": 20.0}
     rows = dict(summary_rows(document(ranks=[fast, fast, slow], memory_bytes=[{}, {}, {}])))
     stages = [{**fast, "stages_ms": 1.0}, {**slow, "stages_ms": 1.0}]
 
@@ -83,6 +86,19 @@ def test_the_slowest_rank_is_named_where_one_stands_out_and_not_among_stages() -
     pipeline = dict(summary_rows(document(ranks=stages)))
     assert "slowest rank" not in pipeline
     assert "other stages 1 %" in pipeline["step time"]
+
+
+def test_step_time_shares_of_unequal_ranks_are_at_most_whole() -> None:
+    """Rank 1 waits in its backward while rank 0, whose clock stands, writes the first report."""
+    samples = [
+        RankSample(1, seconds, 0.001, {"forward": 0.001, "backward": backward_s}, "host clock", None, 0, {})
+        for seconds, backward_s in ((0.010, 0.003), (0.230, 0.221))
+    ]
+    totals = RunTotals()
+    totals.add(samples, 32)
+    rows = dict(summary_rows(totals.to_json(None)))
+
+    assert rows["step time"] == "data wait 1 %, forward 1 %, backward 93 %, other 5 % (by host clock)"
 
 
 def test_memory_is_told_by_rank_and_of_many_ranks_by_its_bounds() -> None:

@@ -31,3 +31,18 @@ def test_one_accumulation_per_call_trains(tmp_path):
 
     assert done.returncode == 0, done.output
     assert list(done.reports("training")) == [3]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("stage", [0, 2])
+def test_two_backwards_before_a_step_fail_where_zero_drops_one(tmp_path, stage):
+    config = deepspeed_config(stage, gradient_accumulation_steps=1)
+    given = experiment({"deepspeed_config": config, "num_records": 64}, batches=3)
+    done = train(tmp_path, "TwoLossesTrial", given, ranks=2)
+
+    if stage == 0:
+        assert done.returncode == 0, done.output
+    else:
+        assert done.returncode != 0
+        assert "train_batch called backward 2 times before step of an engine with ZeRO stage 2" in done.output
+        assert not done.directory.metrics_path.exists() or not done.rows("training")

@@ -94,6 +94,15 @@ def test_batch_sizes_come_from_the_first_engine_and_warn_where_deprecated(contex
         assert context.num_micro_batches_per_slot == 3
 
 
+@pytest.mark.parametrize("setter", ["set_train_batch_size", "set_train_micro_batch_size"])
+def test_wrapped_engine_refuses_another_batch_size(context, engine, setter):
+    context.wrap_model_engine(engine)
+    before = engine.train_batch_size()
+    with pytest.raises(TrialContractError, match=f"{setter} is called on a wrapped engine"):
+        getattr(engine, setter)(2 * before)
+    assert engine.train_batch_size() == before
+
+
 def test_something_that_is_no_engine_is_refused(context):
     with pytest.raises(TrialContractError, match="is a Linear; expected the engine"):
         context.wrap_model_engine(torch.nn.Linear(1, 1))

@@ -85,6 +85,20 @@ def check_batch_norm(source: CalledSource, findings: Diagnostics) -> None:
             return
 
 
+def check_overruled_sections(source: CalledSource, config: Mapping[str, Any], findings: Diagnostics) -> None:
+    """Warn of config sections that the only ``deepspeed.initialize`` overrules."""
+    calls = list(itertools.islice(_calls(source.tree, "initialize"), 2))
+    given = {keyword.arg: keyword.value for call in calls for keyword in call.keywords}
+    for argument, section in (("optimizer", "optimizer"), ("lr_scheduler", "scheduler")):
+        value = given.get(argument, ast.Constant(None))
+        is_none = isinstance(value, ast.Constant) and value.value is None
+        if len(calls) == 1 and config.get(section) and not is_none:
+            findings.warnings.append(
+                f"{source.label}:{calls[0].lineno}: deepspeed.initialize({argument}=…) takes the place of the {section} section "
+                f"of the DeepSpeed config, which is not used. Remove the section, or leave {argument} out of the call."
+            )
+
+
 def _check_function(function: ast.FunctionDef, engines: set[str], label: str, findings: Diagnostics) -> None:
     assignments = _assignments(function)
     for call in itertools.islice(_calls(function, "backward"), _MAX_CALLS):

@@ -237,6 +237,7 @@ def check_dstrial_section(raw: Mapping[str, Any], findings: Diagnostics) -> None
         *DIM_KEYS,
         *ELASTICITY_KEYS,
         "background_saving",
+        "override_optimizer",
         "trust_checkpoint_code",
         *TRAINING_CHECK_KEYS,
         "determined_imports",
@@ -248,7 +249,7 @@ def check_dstrial_section(raw: Mapping[str, Any], findings: Diagnostics) -> None
     )
     check_training_checks(section, findings)
     check_elasticity(section, raw["resources"]["slots_per_trial"], findings)
-    for key in ("background_saving", "determined_imports", "warm", "telemetry"):
+    for key in ("background_saving", "override_optimizer", "determined_imports", "warm", "telemetry"):
         value = section.get(key)
         if value is not None and not isinstance(value, bool):
             findings.problem(

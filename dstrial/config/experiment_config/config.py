@@ -14,7 +14,12 @@ from typing import Any, Literal
 
 from dstrial.config.auto_values import AutoValues
 from dstrial.config.batch import BATCH_KEYS, solve_batch
-from dstrial.config.deepspeed_rules.calls import check_batch_norm, check_second_engines, check_two_configs
+from dstrial.config.deepspeed_rules.calls import (
+    check_batch_norm,
+    check_overruled_sections,
+    check_second_engines,
+    check_two_configs,
+)
 from dstrial.config.deepspeed_rules.check import CheckResult, check_deepspeed
 from dstrial.config.deepspeed_rules.ignored import check_on_cpu
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, other_configs, read_deepspeed
@@ -384,6 +389,8 @@ def _check_calls(
     is_stage_0 = checked is not None and (checked.effective.get("zero_optimization") or {}).get("stage") == 0
     for called in source.called:
         check_two_configs(called, hyperparameters, findings)
+        if checked is not None:
+            check_overruled_sections(called, checked.effective, findings)
         if is_stage_0:
             check_second_engines(called, findings)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dstrial.config.diagnostics import Diagnostics, KeyPath, dotted, render
@@ -96,21 +96,33 @@ def is_specification(spec: Mapping[str, Any], path: KeyPath) -> bool:
     return _is_known(spec["type"]) or not set(path) & set(DEEPSPEED_KEYS)
 
 
-def is_searched(hyperparameters: Mapping[str, Any], path: KeyPath = ("hyperparameters",)) -> bool:
+def is_searched(hyperparameters: Mapping[str, Any]) -> bool:
     """Say whether trials may differ: whether any hyperparameter is no constant.
 
     The mapping may be as written, or as :func:`normalised_specs` returns it.
+    """
+    return next(searched_values(hyperparameters, {}), None) is not None
+
+
+def searched_values(
+    hyperparameters: Mapping[str, Any], values: Any, path: KeyPath = ("hyperparameters",)
+) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield the path and value of each hyperparameter that is no constant.
+
+    Args:
+        hyperparameters: as written, or as :func:`normalised_specs` returns it.
+        values: of the trial; what it lacks is None.
+        path: where the mapping stands; the first part is left out of what is yielded.
     """
     for name, spec in hyperparameters.items():
         inner = (*path, str(name))
         if not isinstance(spec, Mapping):
             continue
+        value = values.get(name) if isinstance(values, Mapping) else None
         if not is_specification(spec, inner):
-            if is_searched(spec, inner):
-                return True
+            yield from searched_values(spec, value, inner)
         elif spec["type"] != "const":
-            return True
-    return False
+            yield inner[1:], value
 
 
 def _is_known(kind: object) -> bool:

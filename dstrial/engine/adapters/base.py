@@ -6,8 +6,11 @@ a pipeline engine is answered by an adapter, one per wrapped engine.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from dstrial.errors import TrialContractError
 
 if TYPE_CHECKING:
     from dstrial.checkpoint.layout import Layout
@@ -136,6 +139,8 @@ class EngineAdapter(Protocol):
 class WrappedEngine:
     """What adapters of every kind answer alike.
 
+    The batch sizes are read once: the engine's own setters refuse to change them from then on.
+
     Attributes:
         engine: the wrapped engine.
         micro_batch_size: records in one forward pass of one replica.
@@ -150,7 +155,17 @@ class WrappedEngine:
         self.micro_batches_per_batch: int = engine.gradient_accumulation_steps()
         self.data_parallel_rank = data_parallel_rank
         self.data_parallel_world_size = data_parallel_world_size
+        for setter in ("set_train_batch_size", "set_train_micro_batch_size"):
+            setattr(engine, setter, functools.partial(_refuse_batch_size, setter))
 
     def set_training(self, training: bool) -> None:
         """Put the module into training or evaluation mode. Ranks: any; no communication."""
         self.engine.train(training)
+
+
+def _refuse_batch_size(setter: str, *_args: Any, **_kwargs: Any) -> NoReturn:
+    raise TrialContractError(
+        f"{setter} is called on a wrapped engine; expected the batch sizes that it was wrapped with, in which batches, "
+        "records and the order of data are counted. Set them in the DeepSpeed config. For another batch later, begin a new "
+        "run from a checkpoint's weights (searcher.source_checkpoint_uuid)."
+    )

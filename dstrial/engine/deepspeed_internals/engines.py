@@ -29,6 +29,7 @@ DOCUMENTED = frozenset(
         "get_lr",
         "gradient_accumulation_steps",
         "is_first_stage",
+        "is_gradient_accumulation_boundary",
         "is_last_stage",
         "load_checkpoint",
         "module",
@@ -50,6 +51,8 @@ DOCUMENTED = frozenset(
 ATTRIBUTES: Mapping[str, type | tuple[type, ...]] = {
     "bfloat16_enabled": Callable,  # type: ignore[dict-item]  # isinstance takes it
     "checkpoint_engine": CheckpointEngine,
+    "client_lr_scheduler": object,
+    "client_optimizer": object,
     "config": Mapping,
     "curriculum_learning_enabled": Callable,  # type: ignore[dict-item]
     "data_parallel_group": object,
@@ -59,6 +62,7 @@ ATTRIBUTES: Mapping[str, type | tuple[type, ...]] = {
     "global_samples": int,
     "global_steps": int,
     "has_moe_layers": bool,
+    "inside_no_sync_ctxt": bool,
     "load_universal_checkpoint": Callable,  # type: ignore[dict-item]
     "lr_scheduler": object,
     "micro_steps": int,

@@ -200,6 +200,18 @@ def gather_persistent(optimizer: Any) -> None:
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
 
+def overwriting_stage(optimizer: Any) -> int:
+    """Return the ZeRO stage of a wrapper in which ``backward`` may drop gradients.
+
+    0 for every other optimizer. 2 stands for stages 1 and 2: at a boundary of the accumulation they keep the last
+    ``backward`` (``averaged_gradients``, ``runtime/zero/stage_1_and_2.py:1047``). Stage 3 copies instead of adding
+    until the first forward after a ``backward`` (``micro_step_id``, ``runtime/zero/stage3.py:2024``).
+    """
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return 3
+    return 2 if isinstance(optimizer, DeepSpeedZeroOptimizer) else 0
+
+
 def set_accumulation(optimizer: Any, micro_batches_per_batch: int) -> None:
     """Tell an optimizer that counts micro batches (ZeRO) how many are in a batch."""
     if hasattr(optimizer, "gradient_accumulation_steps"):

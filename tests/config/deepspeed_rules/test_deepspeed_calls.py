@@ -171,3 +171,29 @@ def test_operators_that_cpus_lack_are_told(tmp_path, monkeypatch, device):
 
     expected = "zero_quantized_weights is true, for which DeepSpeed has no operator on CPUs: CPU ranks fail"
     assert [one.endswith(expected) for one in warnings] == ([True] if device == "cpu" else [])
+
+
+@pytest.mark.parametrize(
+    ("call", "sections"),
+    [
+        ("model=1, optimizer=self.optimizer, lr_scheduler=self.schedule", ["optimizer", "scheduler"]),
+        ("model=1, optimizer=None, config={}", []),
+        ("model=1, config={}", []),
+    ],
+)
+def test_arguments_over_config_sections_are_a_warning(tmp_path, call, sections):
+    deepspeed = {
+        **DEEPSPEED,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+    }
+    found = load(tmp_path, INIT.format(args="None", call=call), deepspeed=deepspeed)
+    warnings = [text for text in found.warnings if "takes the place of" in text]
+    assert [text.split(" of the ")[1].split()[0] for text in warnings] == sections
+    assert all("model_def.py:10: deepspeed.initialize(" in text for text in warnings)
+
+
+def test_arguments_without_a_config_section_are_no_warning(tmp_path):
+    plain = {key: value for key, value in DEEPSPEED.items() if key not in ("optimizer", "scheduler")}
+    found = load(tmp_path, INIT.format(args="None", call="optimizer=self.optimizer"), deepspeed=plain)
+    assert not [text for text in found.warnings if "takes the place of" in text]

@@ -192,3 +192,15 @@ class ByHandTrial(DataParallelTrial):
         for _ in range(self.hparams["micro_batches"]):
             metrics = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
         return metrics
+
+
+class TwoLossesTrial(DataParallelTrial):
+    """Calls backward for each of two losses, and step once."""
+
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        features, targets = self.context.to_device(next(dataloader_iter))
+        for sign in (1, -1):
+            loss = nn.functional.mse_loss(self.model_engine(sign * features), targets)
+            self.model_engine.backward(loss)
+        self.model_engine.step()
+        return {"loss": loss}
