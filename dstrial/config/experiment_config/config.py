@@ -473,7 +473,7 @@ def _sizes(
     findings: Diagnostics,
     notes: list[str],
 ) -> ParallelDims:
-    """Return the config's layout, or the checkpoint's, or the source's, or replicas of one rank."""
+    """Return the config's, checkpoint's or source's layout, or replicas of one rank."""
     told = {field: parallel_extent(raw, key, findings) for key, field in DIM_KEYS.items()}
     world_size = max(slots, 1)
     is_resumed = resumed is not None and resumed.keeps_batch
@@ -518,7 +518,7 @@ def _stages_of_source(
     engines: Sequence[tuple[str, DeepSpeedSource]],
     world_size: int,
 ) -> int | None:
-    """Return the ``num_stages`` in the trial's source, else the least that the batch allows; None without a pipeline."""
+    """Return the ``num_stages`` of the source, else the least that the batch allows."""
     if not source.mentions_pipeline:
         return None
     for name in source.num_stages:

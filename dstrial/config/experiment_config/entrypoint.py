@@ -140,7 +140,7 @@ def _label(path: Path) -> str:
 
 
 def _definitions_used(tree: ast.Module, name: str) -> list[ast.AST]:
-    """Return a definition and the definitions of its module to which it refers."""
+    """Return a definition and those of its module to which it refers."""
     # A module may define an ordinary trial beside a pipeline, so what stands elsewhere in it says nothing. Where the
     # module does not define the name itself, everything in it counts.
     definitions = {

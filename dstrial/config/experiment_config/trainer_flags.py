@@ -1,4 +1,4 @@
-"""What an entrypoint's arguments for Hugging Face's Trainer say beside its configs. Pure.
+"""What a Trainer's command line says beside the configs. Pure.
 
 Source: transformers 4.56 and 5.24 ``integrations/deepspeed.py``, which refuses what contradicts the DeepSpeed config.
 """
