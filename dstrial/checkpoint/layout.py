@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from dstrial.resume.metadata import EngineArrangement
-from dstrial.resume.rules import KNOWN_WRAPPERS
+from dstrial.resume.rules import KNOWN_WRAPPERS, STATE_KEYS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -203,6 +203,17 @@ _SAME_OPTIMIZERS = (
 )
 
 
+def keeps_whole_matrices(layout: Layout, key: str) -> bool:
+    """Return whether each rank has state of ``key`` for all of every matrix that its partition touches.
+
+    Source: Muon of DeepSpeed 0.19.8, ``runtime/zero/stage_1_and_2.py`` ``_muon_momentum_buffer``; with the optimizer on the CPU,
+    in ZeRO 3 and in ``BF16_Optimizer`` the momentum is cut as the weights are.
+    """
+    return (layout.optimizer, layout.wrapper, layout.offload_optimizer, key) == (
+        "MuonWithAuxAdam", "DeepSpeedZeroOptimizer", "none", "momentum_buffer",
+    )  # fmt: skip
+
+
 def reshape_problems(saved: Layout, now: Layout) -> list[str]:
     """Say what keeps a checkpoint from being loaded in another layout; pure.
 
@@ -221,6 +232,10 @@ def reshape_problems(saved: Layout, now: Layout) -> list[str]:
     elif saved.model_parallel_size > 1:
         problems.append(
             f"layers are cut over {saved.model_parallel_size} model-parallel ranks: go on with the layout that wrote them"
+        )
+    if saved.optimizer and saved.optimizer not in STATE_KEYS:
+        problems.append(
+            f"the layout of the state of optimizer {saved.optimizer} is not known: go on with the layout that wrote it"
         )
     for wrapper in sorted({saved.wrapper, now.wrapper} - KNOWN_WRAPPERS):
         problems.append(f"{wrapper} cuts its state in a way of its own: go on with the layout that wrote it")
