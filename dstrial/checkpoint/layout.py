@@ -133,6 +133,7 @@ _COMPARED = (
     ("data_parallel_size", "number of data-parallel replicas"),
     ("pipeline_stages", "number of pipeline stages"),
     ("model_parallel_size", "model-parallel size"),
+    ("expert_parallel_size", "expert-parallel size"),
     ("zero_stage", "ZeRO stage"),
     ("offload_optimizer", "optimizer offload"),
     ("offload_parameters", "parameter offload"),
@@ -233,6 +234,8 @@ def reshape_problems(saved: Layout, now: Layout) -> list[str]:
         problems.append(
             f"layers are cut over {saved.model_parallel_size} model-parallel ranks: go on with the layout that wrote them"
         )
+    if saved.expert_parallel_size or now.expert_parallel_size:
+        problems.append("experts are spread over the ranks that wrote them: set the layout back")
     if saved.optimizer and saved.optimizer not in STATE_KEYS:
         problems.append(
             f"the layout of the state of optimizer {saved.optimizer} is not known: go on with the layout that wrote it"

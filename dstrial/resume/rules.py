@@ -246,7 +246,7 @@ def _kept_apart(engine: EngineRecord) -> str | None:
     # It belongs to no parameter element.
     if engine.model_parallel_size > 1:
         return f"whose layers are cut over {engine.model_parallel_size} model-parallel ranks"
-    if engine.has_experts:
+    if engine.expert_parallel_size:
         return "whose experts are spread over its ranks"
     if engine.optimizer and engine.optimizer not in STATE_KEYS:
         return f"whose optimizer {engine.optimizer} keeps state of unknown layout"

@@ -107,11 +107,11 @@ def test_a_layout_and_what_metadata_say_of_an_engine_are_written_with_their_keys
     ranks = ["engine_kind", "world_size", "data_parallel_size", "pipeline_stages", "model_parallel_size"]
     zero = ["zero_stage", "offload_optimizer", "offload_parameters"]
     rest = ["optimizer", "wrapper", "lr_scheduler", "train_batch_size", "micro_batch_size"]
-    rest += ["micro_batches_per_batch"]
+    rest += ["micro_batches_per_batch", "expert_parallel_size"]
     values = PLAIN_LAYOUT.to_json()
     assert list(values) == [*ranks, *zero, "precision", *rest, "versions", "buffers", "parameters"]
     record = EngineRecord.from_layout(values).to_json()
-    assert list(record) == [*ranks, *zero, *rest, "has_experts", "given", "micro_batch_limit"]
+    assert list(record) == [*ranks, *zero, *rest, "given", "micro_batch_limit"]
 
 
 @dataclasses.dataclass(frozen=True)

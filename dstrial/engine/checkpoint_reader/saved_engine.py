@@ -305,6 +305,11 @@ class SavedEngine:
         problems = []
         if "nvme" in (self.layout.offload_optimizer, self.layout.offload_parameters):
             problems.append("state offloaded to NVMe is not in the checkpoint's files by parameter")
+        if self.layout.expert_parallel_size > 1:
+            problems.append(
+                f"its experts are spread over {self.layout.expert_parallel_size} ranks, and the experts of different ranks "
+                "have the same names"
+            )
         if problems:
             raise CheckpointLayoutError(
                 f"{self._directory} cannot be read by parameter: {'; '.join(problems)}. Resume it with the layout that wrote it."
