@@ -97,18 +97,9 @@ class Layout(EngineArrangement):
 
     def to_json(self) -> dict[str, Any]:
         """Return the same as plain JSON values, for the manifest."""
-        values: dict[str, Any] = {}
-        for name, value in dataclasses.asdict(self).items():
-            if name == "optimizer":  # manifests have always had the precision before it
-                values["precision"] = self.precision
-            values[name] = value
+        values = dataclasses.asdict(self)
         if not self.folder:
             del values["folder"]
-        values["versions"] = dict(self.versions)
-        values["buffers"] = [dataclasses.asdict(buffer) for buffer in self.buffers]
-        values["parameters"] = [
-            {**dataclasses.asdict(place), "shape": list(place.shape)} for place in self.parameters
-        ]
         return values
 
     @classmethod
@@ -144,25 +135,20 @@ _COMPARED = (
 )
 
 
-def compatible(saved: Layout | Mapping[str, Any], now: Layout | Mapping[str, Any]) -> list[str]:
+def compatible(saved: Layout, now: Layout) -> list[str]:
     """Say what keeps a layout from loading a checkpoint of another, in words.
 
     Batch sizes and versions are not compared: DeepSpeed loads across them.
 
     Args:
-        saved: the layout of the checkpoint, or what ``to_json`` made of it.
-        now: the layout of the engine that is to load it, likewise.
+        saved: the layout of the checkpoint.
+        now: the layout of the engine that is to load it.
 
     Returns:
         One difference per entry; empty when the checkpoint can be loaded as it is.
 
     Ranks: any; no communication.
     """
-    try:
-        saved = saved if isinstance(saved, Layout) else Layout.from_json(saved)
-        now = now if isinstance(now, Layout) else Layout.from_json(now)
-    except (KeyError, TypeError) as error:
-        return [f"the layout was written by another release of dstrial ({error})"]
     differences = [
         f"{words} was {getattr(saved, field)!r}, is {getattr(now, field)!r}"
         for field, words in _COMPARED
