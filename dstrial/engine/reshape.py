@@ -74,7 +74,7 @@ def load_reshaped(engine: DeepSpeedEngine, saved: SavedEngine, now: Layout) -> N
             problems.append(
                 "the learning-rate scheduler differs between the pipeline's stages: keep the stages"
             )
-        if engine.zero_save_muon_momentum_buffer_in_memory():
+        if optimizers.keeps_momentum_beside(engine.optimizer):
             problems.append("zero_optimization.save_muon_momentum_buffer_in_memory is true: set it to false")
     if problems:
         raise CheckpointLayoutError(

@@ -12,6 +12,7 @@ import small_models
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch._utils import _unflatten_dense_tensors
 
@@ -169,8 +170,8 @@ def full_state(engine: Any) -> dict[str, torch.Tensor]:
         for name, own in keys_of_rank.items():
             keys.setdefault(name, set()).update(own)
     found = {f"{name}.momentum_buffer": momentum for name, momentum in momenta.items()}
-    if isinstance(optimizer, FP16_Optimizer):
-        return _of_flat_groups(engine)
+    if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+        return _of_half_precision(engine)
     for name, parameter in engine.module.named_parameters():
         is_plain = not hasattr(parameter, "ds_id") and not hasattr(parameter, "_hp_mapping")
         found[f"{name}.weights"] = parameter if is_plain else safe_get_full_fp32_param(parameter)
@@ -181,13 +182,16 @@ def full_state(engine: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach().float().clone() for name, value in found.items()}
 
 
-def _of_flat_groups(engine: Any) -> dict[str, torch.Tensor]:
-    """Return what ``FP16_Optimizer`` keeps in flat groups, taken apart by torch."""
+def _of_half_precision(engine: Any) -> dict[str, torch.Tensor]:
+    """Return what the wrappers without ZeRO keep: masters one by one, or in flat groups that torch takes apart."""
+    wrapper = engine.optimizer
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    is_flat = isinstance(wrapper, FP16_Optimizer)
+    masters = wrapper.fp32_groups_flat if is_flat else [m for group in wrapper.fp32_groups for m in group]
+    groups = wrapper.fp16_groups if is_flat else [[p] for group in wrapper.fp16_groups for p in group]
     found = {}
-    for flat, group in zip(engine.optimizer.fp32_groups_flat, engine.optimizer.fp16_groups, strict=True):
-        values = {"weights": flat, **engine.optimizer.optimizer.state.get(flat, {})}
-        for key, value in values.items():
+    for master, group in zip(masters, groups, strict=True):
+        for key, value in {"weights": master, **wrapper.optimizer.state.get(master, {})}.items():
             if torch.is_tensor(value) and value.dim():
                 for parameter, part in zip(group, _unflatten_dense_tensors(value, group), strict=True):
                     found[f"{names[id(parameter)]}.{key}"] = part.detach().float().clone()
