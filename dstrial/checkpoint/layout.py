@@ -191,7 +191,9 @@ _SAME_OPTIMIZERS = (
 
 
 def keeps_whole_matrices(layout: Layout, key: str) -> bool:
-    """Return whether each rank has state of ``key`` for all of every matrix that its partition touches.
+    """Return whether ranks keep state of ``key`` for whole matrices.
+
+    A rank then has all of each matrix that its partition touches.
 
     Source: Muon of DeepSpeed 0.19.8, ``runtime/zero/stage_1_and_2.py`` ``_muon_momentum_buffer``; with the optimizer on the CPU,
     in ZeRO 3 and in ``BF16_Optimizer`` the momentum is cut as the weights are.

@@ -125,7 +125,6 @@ def load_into_second_copies(directory: str) -> tuple[str | None, float, float]:
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adam": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
     "amsgrad": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True, "amsgrad": True}},
-    "fused_adam": {"type": "Adam", "params": {"lr": 1e-2}},
     "adagrad": {"type": "Adagrad", "params": {"lr": 1e-2}},
     "lamb": {"type": "Lamb", "params": {"lr": 1e-2}},
     "lion": {"type": "Lion", "params": {"lr": 1e-2}},
@@ -193,7 +192,9 @@ def _of_half_precision(engine: Any) -> dict[str, torch.Tensor]:
     for master, group in zip(masters, groups, strict=True):
         for key, value in {"weights": master, **wrapper.optimizer.state.get(master, {})}.items():
             if torch.is_tensor(value) and value.dim():
-                for parameter, part in zip(group, _unflatten_dense_tensors(value, group), strict=True):
+                for parameter, part in zip(
+                    group, _unflatten_dense_tensors(value.reshape(-1), group), strict=True
+                ):
                     found[f"{names[id(parameter)]}.{key}"] = part.detach().float().clone()
     return found
 

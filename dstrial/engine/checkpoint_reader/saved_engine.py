@@ -134,10 +134,10 @@ class SavedEngine:
         self._copy(self.place(name), key, begin, out)
 
     def recorded(self, name: str, key: str, begin: int, numel: int) -> Iterator[torch.Tensor]:
-        """Yield what ``copy`` copies, found by DeepSpeed's records in the files instead of the manifest's layout.
+        """Yield what ``copy`` copies, found by DeepSpeed's own records.
 
-        They are ``param_slice_mappings`` of ZeRO 1, 2 and ``BF16_Optimizer``, ``param_shapes`` of ZeRO 3. Other
-        optimizers are not cut and have none: there it is what ``copy`` copies.
+        They stand in the files, where ``copy`` uses the manifest's layout: ``param_slice_mappings`` of ZeRO 1, 2 and
+        ``BF16_Optimizer``, ``param_shapes`` of ZeRO 3. Other optimizers are not cut and have none: it is what ``copy`` copies.
         """
         place = self.place(name)
         if place.group_idx is None or self.layout.wrapper not in _WITH_RECORDS:
@@ -159,7 +159,7 @@ class SavedEngine:
             at += count
 
     def _records(self, place: ParameterPlace, key: str) -> Iterator[tuple[int, int, int, int]]:
-        """Yield replica, buffer, first element in its partition and number of elements, in the order of the parameter."""
+        """Yield replica, buffer, first element in the partition, number of elements."""
         numel = math.prod(place.shape)
         if self.layout.zero_stage == 3:
             for buffer_idx, shapes in enumerate(self._model_file(place.model_part, 0)["param_shapes"]):

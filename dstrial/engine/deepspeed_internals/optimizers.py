@@ -177,7 +177,7 @@ def base_optimizer(optimizer: Any) -> Any:
 
 
 def keeps_momentum_beside(optimizer: Any) -> bool:
-    """Whether ZeRO 3 has Muon's momentum beside the optimizer's state (``save_muon_momentum_buffer_in_memory``)."""
+    """Whether ZeRO 3 has Muon's momentum beside the optimizer's state."""
     return bool(getattr(optimizer, "muon_momentum_buffer_partitioned_groups_flat", None))
 
 
