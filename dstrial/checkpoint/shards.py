@@ -7,6 +7,7 @@ A parameter is a row of elements. Every layout cuts it into pieces, each within 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Iterator
 
@@ -40,6 +41,8 @@ class ShardMap:
 
     def __init__(self, layout: Layout) -> None:
         self._buffers = {(buffer.model_part, buffer.index): buffer for buffer in layout.buffers}
+        self._owned = [place for place in layout.parameters if place.tied_to in (None, place.name)]
+        self.matrices = functools.cache(self._find_matrices)
 
     def buffer(self, place: ParameterPlace) -> FlatBuffer | None:
         """Return the flat buffer that a parameter lies in, None if in none."""
@@ -64,6 +67,20 @@ class ShardMap:
         if buffer is None or buffer.num_partitions == 1:
             return self.of(place)
         return [piece for piece in self.of(place) if piece.replica == replica]
+
+    def _find_matrices(self, model_part: int, buffer_idx: int, replica: int) -> dict[str, Shard]:
+        """Return where whole matrices begin that one replica keeps one after the other.
+
+        They are those that its partition of the buffer touches, by name, in the order of the buffer.
+        """
+        found: dict[str, Shard] = {}
+        begin = 0
+        for place in sorted(self._owned, key=lambda place: place.offset or 0):
+            if (place.model_part, place.buffer_idx) == (model_part, buffer_idx) and self.on(place, replica):
+                numel = math.prod(place.shape)
+                found[place.name] = Shard(replica, begin, 0, numel)
+                begin += numel
+        return found
 
 
 def own_shard(place: ParameterPlace, replica: int) -> Shard | None:

@@ -203,6 +203,7 @@ def _engine_text(engine_idx: int, engine: Mapping[str, Any]) -> str:
         parameters += f"; frozen: {counts['frozen_parameters']:,} with {counts['frozen_elements']:,}"
     if counts["not_optimized"]:
         parameters += f"; without an optimizer: {counts['not_optimized']:,}"
+    num_parts = engine["expert_parallel_size"]
     tied = ", ".join(f"{name} = {of}" for name, of in counts["tied"].items())
     wrapper = f" in {engine['wrapper']}" if engine["wrapper"] else ""
     batch = (
@@ -217,6 +218,7 @@ def _engine_text(engine_idx: int, engine: Mapping[str, Any]) -> str:
             ("  offload", ", ".join(offloads) or None),
             ("  batch", batch),
             ("  parameters", parameters),
+            ("  experts", f"over {num_parts} ranks; parameters are those of one" if num_parts > 1 else None),
             ("  tied", tied or None),
             ("  optimizer", (engine["optimizer"] or "none") + wrapper),
             *_optimizer_fields(engine["optimizer_state"]),

@@ -87,6 +87,7 @@ def collect_layout(
         train_batch_size=int(engine.train_batch_size()),
         micro_batch_size=int(engine.train_micro_batch_size_per_gpu()),
         micro_batches_per_batch=int(engine.gradient_accumulation_steps()),
+        expert_parallel_size=engines.expert_parallel_size(engine),
         versions={
             "dstrial": __version__,
             **{package: importlib.metadata.version(package) for package in ("deepspeed", "torch")},

@@ -2,7 +2,7 @@
 
 That is another number of ranks, ZeRO stage, offload or pipeline split. Every rank copies what it owns straight from the
 mapped files into the tensors that it trains with, parameter by parameter, and never takes more memory than one piece of a
-parameter. Afterwards everything is read again and compared bit by bit, before the first step is made with it.
+parameter. Afterwards everything is read again, by DeepSpeed's own records of where it lies, and compared bit by bit.
 
 Which tensors DeepSpeed trains with is known to ``deepspeed_internals.optimizers``.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 
-from dstrial.checkpoint.layout import Layout, ParameterPlace, reshape_problems
+from dstrial.checkpoint.layout import Layout, ParameterPlace, keeps_whole_matrices, reshape_problems
 from dstrial.checkpoint.shards import Shard, ShardMap, own_shard, positions_in_groups
 from dstrial.engine.checkpoint_reader.equality import is_equal
 from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine
@@ -74,17 +74,22 @@ def load_reshaped(engine: DeepSpeedEngine, saved: SavedEngine, now: Layout) -> N
             problems.append(
                 "the learning-rate scheduler differs between the pipeline's stages: keep the stages"
             )
+        if optimizers.keeps_momentum_beside(engine.optimizer):
+            problems.append("zero_optimization.save_muon_momentum_buffer_in_memory is true: set it to false")
     if problems:
         raise CheckpointLayoutError(
             f"the checkpoint was written for another layout, and this one cannot take it: {'; '.join(problems)}."
         )
+    targets = list(live.targets())
+    for target in targets:
+        for key in saved.state_keys(target.name):
+            saved.dtype(target.name, key)  # refuses state of unknown layout before anything is changed
     with torch.no_grad():
-        targets = list(live.targets())
         for target in targets:
             saved.copy(
                 target.name, MASTER, target.begin, target.master[target.offset : target.offset + target.numel]
             )
-        _load_base_state(engine, saved, targets)
+        _load_base_state(engine, saved, live, targets)
         _load_module(saved, live)
         optimizers.gather_persistent(engine.optimizer)
     groups = _base_groups(engine)
@@ -99,7 +104,7 @@ class _Live:
     """The tensors of a running engine, by parameter."""
 
     def __init__(self, engine: DeepSpeedEngine, now: Layout) -> None:
-        self._engine = engine
+        self._now = now
         self._optimizer = engine.optimizer
         self._pieces = ShardMap(now)
         part = engines.checkpoint_part(engine)
@@ -125,6 +130,19 @@ class _Live:
                 yield _Target(
                     name, piece.parameter_begin, piece.numel, owner.data.view(-1), piece.begin, owner
                 )
+
+    def state(self, target: _Target, key: str) -> tuple[_Target, int | None]:
+        """Return the elements of a target whose state of ``key`` this rank keeps.
+
+        Together with the numel of the tensor that has them; None if it is the shape of the master.
+        """
+        place = self.places[target.name]
+        if place.buffer_idx is None or not keeps_whole_matrices(self._now, key):
+            return target, None
+        matrices = self._pieces.matrices(place.model_part, place.buffer_idx, self.replica)
+        own = matrices[target.name]
+        whole = dataclasses.replace(target, begin=0, numel=own.numel, offset=own.begin)
+        return whole, sum(matrix.numel for matrix in matrices.values())
 
     def module_tensors(self) -> Iterator[tuple[str, torch.Tensor, Shard]]:
         """Yield the elements of each parameter that the module of this rank computes with."""
@@ -190,7 +208,9 @@ def _scalars_for(engine: DeepSpeedEngine, saved: SavedEngine, name: str) -> dict
     return {**values, "step": torch.tensor(num_steps) if is_torch else int(num_steps)}
 
 
-def _load_base_state(engine: DeepSpeedEngine, saved: SavedEngine, targets: list[_Target]) -> None:
+def _load_base_state(
+    engine: DeepSpeedEngine, saved: SavedEngine, live: _Live, targets: list[_Target]
+) -> None:
     """Load the optimizer's own state: values by element, and parameters' scalars."""
     optimizer = optimizers.base_optimizer(engine.optimizer)
     if optimizer is None:
@@ -210,11 +230,16 @@ def _load_base_state(engine: DeepSpeedEngine, saved: SavedEngine, targets: list[
             )
         state = optimizer.state[target.owner]
         for key in keys:
+            held, numel = live.state(target, key)
             if key not in state:
-                dtype = saved.dtype(target.name, key)
-                state[key] = torch.zeros_like(target.owner, dtype=dtype, requires_grad=False)
-            flat = state[key].view(-1)
-            saved.copy(target.name, key, target.begin, flat[target.offset : target.offset + target.numel])
+                # Muon's momentum has the type of gradients, which differs; a load by DeepSpeed makes it the master's too.
+                is_momentum = saved.layout.optimizer == "MuonWithAuxAdam" and key == "momentum_buffer"
+                dtype = target.owner.dtype if is_momentum else saved.dtype(target.name, key)
+                shape = target.owner.shape if numel is None else (numel,)
+                state[key] = torch.zeros(shape, dtype=dtype, device=target.owner.device)
+            saved.copy(
+                target.name, key, held.begin, state[key].view(-1)[held.offset : held.offset + held.numel]
+            )
         for key, value in values.items():
             state[key] = copy.deepcopy(value)
             if key == "step" and isinstance(value, torch.Tensor) and _counts_on_device(optimizer):
@@ -273,18 +298,21 @@ def _verify(
     wrong = []
     optimizer = optimizers.base_optimizer(engine.optimizer)
     for target in targets:
-        held: list[tuple[str, torch.Tensor]] = [(MASTER, target.master)]
+        held: list[tuple[_Target, str, torch.Tensor]] = [(target, MASTER, target.master)]
         if optimizer is not None:
             state = optimizer.state.get(target.owner, {})
-            held += [(key, state[key].view(-1)) for key in saved.state_keys(target.name)]
+            held += [
+                (live.state(target, key)[0], key, state[key].view(-1))
+                for key in saved.state_keys(target.name)
+            ]
             scalars = _scalars_for(engine, saved, target.name)
             wrong += [
                 f"{key} of {target.name}"
                 for key, value in scalars.items()
                 if key not in state or not is_equal(state[key], value)
             ]
-        for key, tensor in held:
-            if not _is_same(saved, target, key, tensor):
+        for part, key, tensor in held:
+            if not _is_same(saved, part, key, tensor):
                 wrong.append(f"{key} of {target.name}")
     for name, tensor, piece in live.module_tensors():
         held_by_module = _Target(name, piece.parameter_begin, piece.numel, tensor, piece.begin, tensor)
@@ -305,11 +333,13 @@ def _verify(
 
 def _is_same(saved: SavedEngine, target: _Target, key: str, tensor: torch.Tensor) -> bool:
     for begin in range(0, target.numel, _SCRATCH_NUMEL):
-        numel = min(_SCRATCH_NUMEL, target.numel - begin)
-        held = tensor[target.offset + begin : target.offset + begin + numel]
-        wanted = torch.empty_like(held)
-        saved.copy(target.name, key, target.begin + begin, wanted)
-        if not torch.equal(_bits(held), _bits(wanted)):
+        at = target.offset + begin
+        end = at + min(_SCRATCH_NUMEL, target.numel - begin)
+        for wanted in saved.recorded(target.name, key, target.begin + begin, end - at):
+            if not torch.equal(_bits(tensor[at : at + wanted.numel()]), _bits(wanted.to(tensor))):
+                return False
+            at += wanted.numel()
+        if at != end:
             return False
     return True
 

@@ -14,7 +14,7 @@ from dstrial.resume.metadata import EngineRecord, SavedRun
 METADATA_NAME = "metadata.json"
 """File name of a checkpoint's metadata, Determined's."""
 
-_NOT_IN_LAYOUTS = ("has_experts", "given", "micro_batch_limit")
+_NOT_IN_LAYOUTS = ("given", "micro_batch_limit")
 
 
 def read_saved_run(directory: str | os.PathLike[str]) -> SavedRun:

@@ -38,6 +38,7 @@ class EngineArrangement:
         train_batch_size: records of one optimizer step over all replicas.
         micro_batch_size: records of one forward pass of one replica.
         micro_batches_per_batch: forward passes of one replica in one optimizer step.
+        expert_parallel_size: ranks over which the experts of a layer are spread; 0 without experts.
     """
 
     engine_kind: Literal["data_parallel", "pipeline"]
@@ -54,6 +55,7 @@ class EngineArrangement:
     train_batch_size: int
     micro_batch_size: int
     micro_batches_per_batch: int
+    expert_parallel_size: int = dataclasses.field(default=0, kw_only=True)
 
     @property
     def replica(self) -> ParallelDims:
@@ -67,13 +69,11 @@ class EngineRecord(EngineArrangement):
     """What the metadata of a checkpoint says of one engine.
 
     Attributes:
-        has_experts: whether there are experts, which DeepSpeed spreads over ranks.
         given: what the DeepSpeed config of the run said when it began: the three batch sizes (missing where they were not
             given), ``optimizer`` and ``scheduler`` (their types); empty if that is not known.
         micro_batch_limit: the micro batch with which the run began, and which is known to fit into memory.
     """
 
-    has_experts: bool = False
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     micro_batch_limit: int = 0
 
@@ -95,7 +95,6 @@ class EngineRecord(EngineArrangement):
             if field.name in whole
             or (field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING)
         }
-        values["has_experts"] = bool(whole.get("has_experts", False))
         values["given"] = dict(whole.get("given") or {})
         values["micro_batch_limit"] = int(whole.get("micro_batch_limit") or whole["micro_batch_size"])
         return cls(**values)

@@ -5,7 +5,6 @@ What only a running engine can tell (parameters, groups, what user code makes it
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,11 +29,25 @@ KNOWN_WRAPPERS = frozenset(
         "DeepSpeedZeroOptimizer_Stage3",
     }
 )
-# Error feedback, whose length depends on the number of ranks.
-_ONE_BIT = frozenset({"OnebitAdam", "OnebitLamb", "ZeroOneAdam"})
-# Factors of a whole matrix, which no part of a flat buffer has.
-_BY_MATRIX = frozenset({"Adafactor", "Shampoo", "DistributedShampoo", "SOAP"})
-_QUANTISED = re.compile(r"(8bit|4bit|Fp8)", re.IGNORECASE)
+_ADAM = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
+STATE_KEYS: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "NPUAdam", "NAdam", "RAdam"), _ADAM),
+    **dict.fromkeys(("FusedLamb", "FusedLion", "DeepSpeedCPULion", "Lion"), _ADAM),
+    "MuonWithAuxAdam": _ADAM | {"momentum_buffer"},
+    "Adagrad": frozenset({"sum"}),
+    "DeepSpeedCPUAdagrad": frozenset({"exp_avg_sq"}),
+    "SGD": frozenset({"momentum_buffer"}),
+    "RMSprop": frozenset({"square_avg", "momentum_buffer", "grad_avg"}),
+    "Adadelta": frozenset({"square_avg", "acc_delta"}),
+    "Adamax": frozenset({"exp_avg", "exp_inf"}),
+    "ASGD": frozenset({"ax"}),
+    "Rprop": frozenset({"prev", "step_size"}),
+}
+"""Class of an optimizer -> keys of its state with one value per element of a parameter, laid out as the weights are.
+
+The exception is Muon's momentum, see ``checkpoint.layout.keeps_whole_matrices``. The state of any other optimizer may hold
+factors of matrices, quantised blocks or errors of one rank (1-bit Adam), which no other layout can take over.
+"""
 _FAMILIES = {
     "adam": frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "ZenFlowCPUAdam", "NPUAdam"}),
     "adamw": frozenset({"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam", "ZenFlowCPUAdam", "NPUAdam"}),
@@ -233,14 +246,10 @@ def _kept_apart(engine: EngineRecord) -> str | None:
     # It belongs to no parameter element.
     if engine.model_parallel_size > 1:
         return f"whose layers are cut over {engine.model_parallel_size} model-parallel ranks"
-    if engine.has_experts:
+    if engine.expert_parallel_size:
         return "whose experts are spread over its ranks"
-    if engine.optimizer in _ONE_BIT:
-        return f"whose optimizer {engine.optimizer} keeps an error for each rank"
-    if engine.optimizer in _BY_MATRIX:
-        return f"whose optimizer {engine.optimizer} keeps state of whole matrices"
-    if _QUANTISED.search(engine.optimizer):
-        return f"whose optimizer {engine.optimizer} keeps quantised state"
+    if engine.optimizer and engine.optimizer not in STATE_KEYS:
+        return f"whose optimizer {engine.optimizer} keeps state of unknown layout"
     if engine.wrapper not in KNOWN_WRAPPERS:
         return f"whose {engine.wrapper} arranges its state in its own way"
     return None

@@ -170,10 +170,6 @@ class TrialRuntime:
             limit = given.get("train_micro_batch_size_per_gpu")
             if limit is None and idx < len(saved):
                 limit = saved[idx].micro_batch_limit
-            more = {
-                "has_experts": bool(self.engines[idx].has_moe_layers),
-                "given": given,
-                "micro_batch_limit": limit,
-            }
+            more = {"given": given, "micro_batch_limit": limit}
             engines.append(EngineRecord.from_layout(layout, more))
         return run_metadata(engines, trial_id)

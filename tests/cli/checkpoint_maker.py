@@ -23,6 +23,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "zero 3": ("WideTrial", 3, {}),
     "bf16": ("WideTrial", 1, {"bf16": {"enabled": True}}),
     "two engines": ("TwoEnginesTrial", 1, {}),
+    "spread experts": ("SpreadExpertsTrial", 2, {}),
+    "whole experts": ("WholeExpertsTrial", 2, {}),
     "pipeline": ("TiedPipelineTrial", 1, {}),
     "loose pipeline": ("LooselyTiedPipelineTrial", 0, {}),
 }

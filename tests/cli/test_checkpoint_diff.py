@@ -131,3 +131,10 @@ def test_trouble_exits_with_2(checkpoints: Any, dstrial_command: Command, tmp_pa
     exit_code, out, err = dstrial_command("checkpoint", "diff", checkpoints["zero 2"].latest, tmp_path / "no")
     assert (exit_code, out) == (2, "")
     assert "expected the directory of a checkpoint" in err
+
+
+def test_diff_spread_experts_is_refused(checkpoints: Any, dstrial_command: Command) -> None:
+    made = checkpoints["spread experts"]
+    exit_code, _, err = dstrial_command("checkpoint", "diff", made.earlier, made.latest)
+    assert exit_code == 2
+    assert "its experts are spread over 2 ranks" in err

@@ -212,6 +212,24 @@ def test_a_checkpoint_in_a_form_of_the_trials_own_is_refused(
     assert "because its trial writes its checkpoints itself" in err
 
 
+def test_export_experts_is_complete_or_refused(
+    checkpoints: Any, dstrial_command: Command, tmp_path: Path
+) -> None:
+    whole, spread = checkpoints["whole experts"], checkpoints["spread experts"]
+    output = tmp_path / "whole.safetensors"
+    assert dstrial_command("checkpoint", "export", whole.latest, output)[0] == 0
+    tensors, _ = read_safetensors(output)
+    assert tensors.keys() == whole.live[0].keys()
+    assert sum("deepspeed_experts" in name for name in tensors) == 8
+    assert all(same(tensors[name], value) for name, value in whole.live[0].items())
+    exit_code, _, err = dstrial_command(
+        "checkpoint", "export", spread.latest, tmp_path / "spread.safetensors"
+    )
+    assert exit_code == 1
+    assert "its experts are spread over 2 ranks" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["whole.safetensors"]
+
+
 @pytest.mark.parametrize(
     ("text", "num_bytes"), [("5GB", 5 * 10**9), ("500MiB", 500 << 20), ("1.5kb", 1500), ("12", 12)]
 )

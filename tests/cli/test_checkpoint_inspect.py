@@ -140,3 +140,13 @@ def test_a_damaged_engine_file_hides_the_optimizer_only(
     assert "cannot be read" in out
     assert "mp_rank_00_model_states.pt is missing" in out
     assert "ZeRO stage 2" in out
+
+
+def test_inspect_spread_experts_says_whose_parameters(checkpoints: Any, dstrial_command: Command) -> None:
+    path = checkpoints["spread experts"].latest
+    exit_code, out, _ = dstrial_command("checkpoint", "inspect", path, "--parameters")
+    assert exit_code == 0
+    assert "over 2 ranks; parameters are those of one" in out
+    assert "its experts are spread over 2 ranks" in out
+    (engine,) = inspected(dstrial_command, path)["engines"]
+    assert engine["expert_parallel_size"] == 2

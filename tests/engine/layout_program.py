@@ -111,7 +111,7 @@ def describe(options: dict[str, Any], path: pathlib.Path, rank: int) -> dict[str
     return {
         "layout": layout.to_json(),
         "survives_json": Layout.from_json(layout.to_json()) == layout,
-        "differences": compatible(layout, layout.to_json()),
+        "differences": compatible(layout, layout),
         "same": same,
         "readers": readers,
         "all_readers": allgather(readers),

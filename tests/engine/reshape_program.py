@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 from typing import Any
@@ -10,6 +11,10 @@ import deepspeed
 import small_models
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch._utils import _unflatten_dense_tensors
 
 from dstrial.checkpoint.layout import Layout
 from dstrial.engine.adapters.factory import adapt
@@ -115,6 +120,184 @@ def load_into_second_copies(directory: str) -> tuple[str | None, float, float]:
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     return problem, before, after
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adam": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
+    "amsgrad": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True, "amsgrad": True}},
+    "adagrad": {"type": "Adagrad", "params": {"lr": 1e-2}},
+    "lamb": {"type": "Lamb", "params": {"lr": 1e-2}},
+    "lion": {"type": "Lion", "params": {"lr": 1e-2}},
+    "muadam": {"type": "MuAdam", "params": {"lr": 1e-2}},
+    "muadamw": {"type": "MuAdamW", "params": {"lr": 1e-2}},
+    "musgd": {"type": "MuSGD", "params": {"lr": 1e-2, "momentum": 0.9}},
+    "muon": {"type": "Muon", "params": {"lr": 1e-2, "torch_adam": True}},
+    "sgd": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}},
+    "adafactor": {"type": "Adafactor", "params": {"lr": 1e-2}},
+}
+"""Every optimizer that DeepSpeed 0.19.8 names (``DEEPSPEED_OPTIMIZERS``), and some of torch's."""
+
+
+def build_with(optimizer: str, zero_stage: int, precision: str, is_offloaded: bool) -> Any:
+    zero = {"stage": zero_stage, "reduce_scatter": optimizer != "muon" or zero_stage < 3}
+    if is_offloaded and zero_stage:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    return build(
+        zero_stage,
+        0,
+        "plain",
+        zero_optimization=zero,
+        optimizer=OPTIMIZERS[optimizer],
+        zero_allow_untested_optimizer=True,
+        bf16={"enabled": precision == "bf16"},
+    )
+
+
+def full_state(engine: Any) -> dict[str, torch.Tensor]:
+    """Return weights and optimizer state by parameter and key, read by DeepSpeed's own public calls.
+
+    Where there are none it is what the optimizer has: without a wrapper, and of Muon's momentum in ZeRO 1 and 2.
+    """
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+    momenta: dict[str, torch.Tensor] = {}
+    keys: dict[str, set[str]] = {}
+    for whole, keys_of_rank in allgather((_whole_momenta(engine), _keys(engine))):
+        momenta |= whole
+        for name, own in keys_of_rank.items():
+            keys.setdefault(name, set()).update(own)
+    found = {f"{name}.momentum_buffer": momentum for name, momentum in momenta.items()}
+    if isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+        return _of_half_precision(engine)
+    for name, parameter in engine.module.named_parameters():
+        is_plain = not hasattr(parameter, "ds_id") and not hasattr(parameter, "_hp_mapping")
+        found[f"{name}.weights"] = parameter if is_plain else safe_get_full_fp32_param(parameter)
+        for key in sorted(keys[name]):
+            found[f"{name}.{key}"] = (
+                optimizer.state[parameter][key] if is_plain else safe_get_full_optimizer_state(parameter, key)
+            )
+    return {name: value.detach().float().clone() for name, value in found.items()}
+
+
+def _of_half_precision(engine: Any) -> dict[str, torch.Tensor]:
+    """Return what the wrappers without ZeRO keep: masters one by one, or in flat groups that torch takes apart."""
+    wrapper = engine.optimizer
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    is_flat = isinstance(wrapper, FP16_Optimizer)
+    masters = wrapper.fp32_groups_flat if is_flat else [m for group in wrapper.fp32_groups for m in group]
+    groups = wrapper.fp16_groups if is_flat else [[p] for group in wrapper.fp16_groups for p in group]
+    found = {}
+    for master, group in zip(masters, groups, strict=True):
+        for key, value in {"weights": master, **wrapper.optimizer.state.get(master, {})}.items():
+            if torch.is_tensor(value) and value.dim():
+                for parameter, part in zip(
+                    group, _unflatten_dense_tensors(value.reshape(-1), group), strict=True
+                ):
+                    found[f"{names[id(parameter)]}.{key}"] = part.detach().float().clone()
+    return found
+
+
+def _keys(engine: Any) -> dict[str, set[str]]:
+    """Return the keys of each parameter's state by element, as far as this rank has it."""
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            sub_group, *_ = engine.optimizer.grad_position[engine.optimizer.get_param_id(parameter)]
+            own = engine.optimizer.optimizer.state[engine.optimizer.fp32_partitioned_groups_flat[sub_group]]
+        elif hasattr(parameter, "_hp_mapping"):
+            own = {} if parameter._hp_mapping is None else parameter._hp_mapping.optim_fragment
+        else:
+            own = engine.optimizer.state[parameter]
+        found[name] = {key for key, value in own.items() if torch.is_tensor(value) and value.dim()}
+    return found
+
+
+def _whole_momenta(engine: Any) -> dict[str, torch.Tensor]:
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    found = {}
+    for group_idx, parameters in enumerate(getattr(engine.optimizer, "params_in_partition", ())):
+        flat = engine.optimizer.single_partition_of_fp32_groups[group_idx]
+        momentum = engine.optimizer.optimizer.state.get(flat, {}).get("momentum_buffer")
+        is_whole = type(engine.optimizer.optimizer).__name__ == "MuonWithAuxAdam"
+        if momentum is None or not is_whole or engine.zero_offload_optimizer() is not None:
+            continue
+        at = 0
+        for parameter in parameters:
+            found[names[id(parameter)]] = momentum[at : at + parameter.numel()].view(parameter.shape)
+            at += parameter.numel()
+    return found
+
+
+def save_in_all_stages(
+    directory: str, optimizer: str, precision: str, is_offloaded: bool
+) -> dict[int, str | None]:
+    """Train and save in ZeRO 0 to 3; return by stage why DeepSpeed could not."""
+    begin()
+    problems: dict[int, str | None] = {}
+    for stage in range(4):
+        path = pathlib.Path(directory, f"{torch.distributed.get_world_size()} ranks zero {stage}")
+        try:
+            engine = build_with(optimizer, stage, precision, is_offloaded)
+            train(engine, 3, torch.bfloat16 if precision == "bf16" else torch.float32)
+        except Exception as error:  # noqa: BLE001  # an optimizer that is not installed, or not for a CPU
+            problems[stage] = f"{type(error).__name__}: {error}"
+            continue
+        problems[stage] = None
+        save(engine, path)
+        state = full_state(engine)
+        if torch.distributed.get_rank() == 0:
+            torch.save(state, path / "state.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return problems
+
+
+def load_in_all_stages(directory: str, optimizer: str, precision: str, is_offloaded: bool) -> dict[str, str]:
+    """Load everything saved into new engines of ZeRO 0 to 3; return by pair the outcome."""
+    begin()
+    found = {}
+    saved = sorted(pathlib.Path(directory).iterdir())
+    for stage, path in itertools.product(range(4), saved):
+        if any(other.name.endswith(str(stage)) for other in saved):
+            engine = build_with(optimizer, stage, precision, is_offloaded)
+            before = full_state(engine)
+            problem = load(engine, path, {})
+            wanted, now = torch.load(path / "state.pt"), full_state(engine)
+            if problem is None:
+                wrong = [key for key in wanted if key not in now or not torch.equal(wanted[key], now[key])]
+                is_equal = not wrong and wanted.keys() == now.keys()
+                outcome = f"equal: {len(wanted)} tensors" if is_equal else f"wrong: {wrong}"
+            else:
+                is_kept = all(torch.equal(before[key], now[key]) for key in before)
+                outcome = f"{problem}{'' if is_kept else ' (after changes)'}"
+            found[f"{path.name} -> {torch.distributed.get_world_size()} ranks zero {stage}"] = outcome
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def load_from_swapped_places(directory: str, zero_stage: int) -> str | None:
+    """Load where the manifest's layout has two parameters of one shape in each other's places."""
+    begin()
+    path = pathlib.Path(directory, "swapped")
+    saved = build(zero_stage, 0, "plain")
+    train(saved, 3, torch.float32)
+    save(saved, path)
+    torch.distributed.barrier()  # each rank writes the layout
+    if torch.distributed.get_rank() == 0:
+        layout = json.loads((path / "layout.json").read_text())
+        one, other = (
+            place for place in layout["parameters"] if place["name"] in ("norm.weight", "second.bias")
+        )
+        one["offset"], other["offset"] = other["offset"], one["offset"]
+        (path / "layout.json").write_text(json.dumps(layout))
+    torch.distributed.barrier()
+    problem = load(build(0, 0, "plain"), path, {})
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return problem
 
 
 def merge_untied_biases(directory: str) -> str | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import reshape_program
@@ -123,6 +125,13 @@ def test_reshape_of_unfrozen_model_says_what_to_do(is_unfrozen: bool) -> None:
     )
 
 
+def test_reshape_unknown_optimizer_is_refused_by_name() -> None:
+    saved = dataclasses.replace(LAYOUT, optimizer="SOAP")
+    assert reshape_problems(saved, dataclasses.replace(saved, zero_stage=1)) == [
+        "the layout of the state of optimizer SOAP is not known: go on with the layout that wrote it"
+    ]
+
+
 def test_model_parallel_layers_are_not_taken_for_whole_ones() -> None:
     cut = dataclasses.replace(LAYOUT, model_parallel_size=2, data_parallel_size=2)
     assert reshape_problems(cut, dataclasses.replace(cut, zero_stage=1)) == [
@@ -171,3 +180,53 @@ def test_biases_that_a_tied_layer_has_on_every_stage_are_not_made_one_in_silence
             in result.value
         )
         assert "tied_weight_attr" in result.value
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_reshape_comparison_finds_a_wrong_layout(tmp_path: Path, zero_stage: int) -> None:
+    for result in run_function(reshape_program.load_from_swapped_places, 2, str(tmp_path), zero_stage):
+        assert "holds other values than the checkpoint for" in str(result.value)
+        assert "norm.weight" in result.value
+
+
+UNAVAILABLE = {"muadam": "mup", "muadamw": "mup", "musgd": "mup", "lamb": "FusedLamb", "lion": "FusedLion"}
+"""Optimizers that DeepSpeed makes only with a package that is not installed, or on a GPU."""
+
+BIT_CASES = [(name, "fp32", False) for name in reshape_program.OPTIMIZERS]
+BIT_CASES += [("adam", "bf16", False), ("muon", "bf16", False), ("muon", "fp32", True)]
+
+
+@pytest.mark.ranks
+@pytest.mark.exhaustive("[muon-fp32-False]")
+@pytest.mark.parametrize(("optimizer", "precision", "is_offloaded"), BIT_CASES)
+def test_reshape_by_optimizer_is_equal_or_refused(
+    tmp_path: Path, optimizer: str, precision: str, is_offloaded: bool
+) -> None:
+    """Each of ZeRO 0 to 3 on 1 and 2 ranks is loaded in each: 64 pairs, read by DeepSpeed's own calls."""
+    args = (str(tmp_path), optimizer, precision, is_offloaded)
+    env = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}  # else Muon is compiled, in half a minute
+
+    def on_ranks(function: Callable[..., Any], num_ranks: int) -> Any:
+        return run_function(function, num_ranks, *args, env=env, deadline_s=300)[0].value
+
+    num_saved = 0
+    for num_ranks in (1, 2):
+        problems = on_ranks(reshape_program.save_in_all_stages, num_ranks)
+        num_saved += list(problems.values()).count(None)
+        assert optimizer in UNAVAILABLE or set(problems.values()) == {None}, problems
+    outcomes: dict[str, str] = {}
+    for num_ranks in (1, 2):
+        outcomes |= on_ranks(reshape_program.load_in_all_stages, num_ranks)
+    print(*(f"{pair}: {outcome}" for pair, outcome in outcomes.items()), sep="\n")
+
+    if not outcomes:
+        pytest.skip(f"DeepSpeed makes {optimizer} here in no ZeRO stage")
+    assert len(outcomes) == num_saved**2
+    refusal = f"the layout of the state of optimizer {optimizer.capitalize()} is not known"
+    for pair, outcome in outcomes.items():
+        if optimizer == "adafactor":
+            assert refusal in outcome, pair
+            assert "after changes" not in outcome, pair
+        else:
+            assert outcome.startswith("equal"), f"{pair}: {outcome}"

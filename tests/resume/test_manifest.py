@@ -103,17 +103,6 @@ def test_shares_cover_every_file_once_and_are_even(files: list[str], parts: int)
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def test_a_layout_and_what_metadata_say_of_an_engine_are_written_with_their_keys_in_the_order_they_always_had():
-    ranks = ["engine_kind", "world_size", "data_parallel_size", "pipeline_stages", "model_parallel_size"]
-    zero = ["zero_stage", "offload_optimizer", "offload_parameters"]
-    rest = ["optimizer", "wrapper", "lr_scheduler", "train_batch_size", "micro_batch_size"]
-    rest += ["micro_batches_per_batch"]
-    values = PLAIN_LAYOUT.to_json()
-    assert list(values) == [*ranks, *zero, "precision", *rest, "versions", "buffers", "parameters"]
-    record = EngineRecord.from_layout(values).to_json()
-    assert list(record) == [*ranks, *zero, *rest, "has_experts", "given", "micro_batch_limit"]
-
-
 @dataclasses.dataclass(frozen=True)
 class LaterRecord(EngineRecord):
     later: int = 1

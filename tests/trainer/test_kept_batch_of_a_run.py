@@ -227,4 +227,8 @@ def test_metadata_says_with_which_sizes_the_run_began(definitions_and_runs, tmp_
     (engine,) = metadata["engines"]
     assert (metadata["format"], metadata["trial_id"]) == ("dstrial", 0)
     assert engine["given"] == {"train_batch_size": 12, "optimizer": "Adam", "scheduler": "WarmupLR"}
-    assert (engine["train_batch_size"], engine["micro_batch_limit"], engine["has_experts"]) == (12, 12, False)
+    assert (engine["train_batch_size"], engine["micro_batch_limit"], engine["expert_parallel_size"]) == (
+        12,
+        12,
+        0,
+    )

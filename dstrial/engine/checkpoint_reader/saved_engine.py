@@ -13,22 +13,24 @@ from __future__ import annotations
 import functools
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from dstrial.checkpoint.layout import Layout, ParameterPlace
+from dstrial.checkpoint.layout import Layout, ParameterPlace, keeps_whole_matrices
 from dstrial.checkpoint.shards import Shard, ShardMap, overlaps, own_shard, positions_in_groups
 from dstrial.engine.checkpoint_reader.equality import is_equal
 from dstrial.engine.checkpoint_reader.safe_load import load_mapped
 from dstrial.errors import CheckpointDamagedError, CheckpointLayoutError
+from dstrial.resume.rules import STATE_KEYS
 
 MASTER = "master"
 """Key of a parameter's weights as the optimizer updates them, beside the keys of the optimizer's own state."""
 
 _MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups", "fp32_groups_flat")
 _SCRATCH_NUMEL = 1 << 20
+_WITH_RECORDS = frozenset({"DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer"})
 _BASE_STATES = ("base_optimizer_state", "optimizer_state_dict")
 
 
@@ -130,6 +132,62 @@ class SavedEngine:
             CheckpointDamagedError: the files have fewer elements than the manifest says.
         """
         self._copy(self.place(name), key, begin, out)
+
+    def recorded(self, name: str, key: str, begin: int, numel: int) -> Iterator[torch.Tensor]:
+        """Yield what ``copy`` copies, found by DeepSpeed's own records.
+
+        They stand in the files, where ``copy`` uses the manifest's layout: ``param_slice_mappings`` of ZeRO 1, 2 and
+        ``BF16_Optimizer``, ``param_shapes`` of ZeRO 3. Other optimizers are not cut and have none: it is what ``copy`` copies.
+        """
+        place = self.place(name)
+        if place.group_idx is None or self.layout.wrapper not in _WITH_RECORDS:
+            out = torch.empty(numel, dtype=self.dtype(name, key))
+            self.copy(name, key, begin, out)
+            yield out
+            return
+        at = 0
+        for replica, buffer_idx, first, count in self._records(place, key):
+            low, high = max(begin, at), min(begin + numel, at + count)
+            if low < high:
+                state = self._optimizer_state(place.model_part, replica)
+                assert state is not None
+                if key == MASTER:
+                    flat = next(state[name] for name in _MASTERS if name in state)[buffer_idx]
+                else:
+                    flat = self._base_state(place.model_part, replica)["state"][buffer_idx][key]
+                yield _flat(flat)[first + low - at : first + high - at]
+            at += count
+
+    def _records(self, place: ParameterPlace, key: str) -> Iterator[tuple[int, int, int, int]]:
+        """Yield replica, buffer, first element in the partition, number of elements."""
+        numel = math.prod(place.shape)
+        if self.layout.zero_stage == 3:
+            for buffer_idx, shapes in enumerate(self._model_file(place.model_part, 0)["param_shapes"]):
+                first = 0
+                for name, shape in shapes.items():
+                    size = math.ceil(math.prod(shape) / self.layout.data_parallel_size)
+                    if name == place.name:
+                        for replica in range(math.ceil(numel / size) if size else 0):
+                            yield replica, buffer_idx, first, min(size, numel - replica * size)
+                    first += size
+            return
+        for replica in sorted({piece.replica for piece in self._pieces.of(place)}):
+            state = self._optimizer_state(place.model_part, replica)
+            assert state is not None
+            for buffer_idx, addresses in enumerate(state["param_slice_mappings"]):
+                if place.name not in addresses:
+                    continue
+                start = addresses[place.name].start
+                if keeps_whole_matrices(self.layout, key):
+                    before = (name for name, other in addresses.items() if other.start < start)
+                    yield (
+                        replica,
+                        buffer_idx,
+                        sum(math.prod(self.place(name).shape) for name in before),
+                        numel,
+                    )
+                    return
+                yield replica, buffer_idx, start, addresses[place.name].numel
 
     def unequal_copies(self) -> list[str]:
         """Return the tied layers' parameters whose copies differ between pipeline stages.
@@ -247,6 +305,11 @@ class SavedEngine:
         problems = []
         if "nvme" in (self.layout.offload_optimizer, self.layout.offload_parameters):
             problems.append("state offloaded to NVMe is not in the checkpoint's files by parameter")
+        if self.layout.expert_parallel_size > 1:
+            problems.append(
+                f"its experts are spread over {self.layout.expert_parallel_size} ranks, and the experts of different ranks "
+                "have the same names"
+            )
         if problems:
             raise CheckpointLayoutError(
                 f"{self._directory} cannot be read by parameter: {'; '.join(problems)}. Resume it with the layout that wrote it."
@@ -260,7 +323,18 @@ class SavedEngine:
         if place.group_idx is None or (key == MASTER and place.buffer_idx is None):
             numel = math.prod(place.shape)
             return [Shard(0, 0, 0, numel)]
-        return self._pieces.of(place)
+        pieces = self._pieces.of(place)
+        if key == MASTER or place.buffer_idx is None or not pieces:
+            return pieces
+        if key not in STATE_KEYS.get(self.layout.optimizer, ()):
+            raise CheckpointLayoutError(
+                f"{self._directory}: optimizer {self.layout.optimizer} keeps {key!r} of {place.name!r}, whose layout is not "
+                "known; expected state that lies as the weights do. Resume with the layout that wrote it."
+            )
+        if keeps_whole_matrices(self.layout, key):
+            matrices = self._pieces.matrices(place.model_part, place.buffer_idx, pieces[0].replica)
+            return [matrices[place.name]]
+        return pieces
 
     def _source(self, place: ParameterPlace, key: str, piece: Shard) -> torch.Tensor:
         """Return the flat tensor in a file in which a piece lies."""
@@ -286,7 +360,19 @@ class SavedEngine:
             assert place.buffer_idx is not None
             masters = next(state[name] for name in _MASTERS if name in state)
             return _flat(masters[place.buffer_idx])
-        return _flat(self._state_entry(place, piece.replica)[key])
+        flat = _flat(self._state_entry(place, piece.replica)[key])
+        buffer = self._pieces.buffer(place)
+        numel = (
+            flat.numel()
+            if buffer is None or keeps_whole_matrices(self.layout, key)
+            else buffer.partition_numel
+        )
+        if flat.numel() != numel:
+            raise CheckpointLayoutError(
+                f"{self._directory}: the optimizer's {key!r} of {place.name!r} lies in {flat.numel()} elements; expected "
+                f"{numel}, as its weights do. Resume with the layout that wrote it."
+            )
+        return flat
 
     def _state_entry(self, place: ParameterPlace, replica: int) -> Mapping[str, Any]:
         """Return the base optimizer's state of a parameter or of its flat buffer."""

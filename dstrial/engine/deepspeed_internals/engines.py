@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine, PipelineEngine, PipelineModule, comm, load_ds_config
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save as clone_tensors_for_torch_save
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine as TorchCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo as CheckpointCommitInfo
@@ -19,6 +20,7 @@ from deepspeed.runtime.config_utils import (
 )
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.utils import partition_uniform
+from deepspeed.utils import groups
 
 DOCUMENTED = frozenset(
     {
@@ -156,6 +158,15 @@ def checkpoint_part(engine: DeepSpeedEngine) -> int:
     if hasattr(engine, "checkpoint_mp_rank"):
         return int(engine.checkpoint_mp_rank)
     return 0 if engine.mpu is None else int(engine.mpu.get_model_parallel_rank())
+
+
+def expert_parallel_size(engine: DeepSpeedEngine) -> int:
+    """Return over how many ranks the experts of a layer are spread; 0 without experts.
+
+    Source: ``group_name`` of experts' parameters, ``moe/experts.py:26`` and ``module_inject/auto_ep_layer.py:674``.
+    """
+    names = {parameter.group_name for parameter in engine.module.parameters() if is_moe_param(parameter)}
+    return max(map(groups._get_expert_parallel_world_size, names), default=0)
 
 
 def model_file(engine: DeepSpeedEngine, tag: str, *, part: str | None = None) -> str:

@@ -176,6 +176,11 @@ def base_optimizer(optimizer: Any) -> Any:
     return optimizer.optimizer if is_wrapper else optimizer
 
 
+def keeps_momentum_beside(optimizer: Any) -> bool:
+    """Whether ZeRO 3 has Muon's momentum beside the optimizer's state."""
+    return bool(getattr(optimizer, "muon_momentum_buffer_partitioned_groups_flat", None))
+
+
 def has_file_per_replica(optimizer: Any) -> bool:
     """Whether an optimizer is saved in a file of each replica though ZeRO is off."""
     return isinstance(optimizer, BF16_Optimizer)

@@ -189,7 +189,6 @@ class CheckpointUploader:
         record = plain
         if layout is not None and engine is not None:
             more = {
-                "has_experts": bool(engine.has_moe_layers),
                 "given": dict(self._description.given),
                 "micro_batch_limit": self._description.micro_batch_limit,
             }

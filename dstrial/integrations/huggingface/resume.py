@@ -195,8 +195,6 @@ def _load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, d
         _load_as_it_is(engine, opened_checkpoint)
         return
     problems = reshape_problems(saved, now)
-    if engine.has_moe_layers:
-        problems.append("experts are spread over the ranks that wrote it: set the layout back")
     if problems:
         raise CheckpointLayoutError(
             f"checkpoint {opened_checkpoint.root} was written for another layout ({'; '.join(differences)}), and it cannot be "

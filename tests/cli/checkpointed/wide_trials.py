@@ -2,6 +2,8 @@
 
 import deepspeed
 import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
@@ -112,6 +114,39 @@ class TwoEnginesTrial(Common):
             config=self.context.get_deepspeed_config(),
         )
         return [*super().build_engines(), small]
+
+
+class Mixture(nn.Module):
+    def __init__(self, num_parts):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.experts = MoE(
+            8, nn.Linear(8, 8), num_experts=4, ep_size=num_parts, k=1, min_capacity=0, capacity_factor=4.0
+        )
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.last(self.experts(torch.tanh(self.first(x)))[0])
+
+
+class SpreadExpertsTrial(Common):
+    """Each rank holds two of the four experts, under the same names."""
+
+    num_parts = 2
+
+    def build_engines(self):
+        model = Mixture(self.num_parts)
+        groups = split_params_into_different_moe_groups_for_optimizer(
+            {"params": list(model.parameters()), "name": "all"}
+        )
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=groups, config=self.context.get_deepspeed_config()
+        )
+        return [engine]
+
+
+class WholeExpertsTrial(SpreadExpertsTrial):
+    num_parts = 1
 
 
 def squashed(layer, x):
