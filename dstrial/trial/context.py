@@ -454,7 +454,9 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
             data_config,
             self.distributed.size,
             model_parallel_size,
-            otherwise=engines[0].replica.ranks_per_replica if engines else 1,
+            otherwise=engines[0].world_size // engines[0].batch_replicas(engines[0].world_size)
+            if engines
+            else 1,
         )
         kept = (
             None
