@@ -146,6 +146,14 @@ def test_a_run_continues_from_its_latest_checkpoint_as_if_it_had_not_stopped():
     assert values(rest.rows("validation"))[12] == values(whole.rows("validation"))[12]
 
 
+def test_resume_with_load_universal_loads_own_checkpoint():
+    hparams = {"deepspeed_config": deepspeed_config(1, checkpoint={"load_universal": True})}
+    whole = fit(max_length=Batch(6), hparams=hparams)
+    first = fit(max_length=Batch(3), hparams=hparams)
+    rest = fit(max_length=Batch(6), hparams=hparams, run_dir=first.directory.path, latest_checkpoint="latest")
+    assert values(rest.rows("validation"))[6] == values(whole.rows("validation"))[6]
+
+
 def test_callbacks_and_context_know_the_first_batch_after_a_resume():
     told = []
 

@@ -95,6 +95,11 @@ def check_ignored(settings: Settings) -> None:
             "data_efficiency.enabled",
             "but its data sampling needs DeepSpeed's own loader, which a trial does not use",
         )
+    if s.value("checkpoint.load_universal"):
+        s.warn(
+            "checkpoint.load_universal",
+            "which only your own calls of load_checkpoint read: dstrial's own checkpoints are not universal",
+        )
     if s.value("dataloader_drop_last"):
         s.warn(
             "dataloader_drop_last",

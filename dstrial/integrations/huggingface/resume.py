@@ -22,6 +22,7 @@ from dstrial.checkpoint.manifest import MANIFEST_NAME, Manifest
 from dstrial.engine.checkpoint_reader.open import open_saved_engine
 from dstrial.engine.checkpoint_reader.safe_load import bind_checkpoint_engine, restoring
 from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
+from dstrial.engine.deepspeed_internals import engines
 from dstrial.engine.files import describe_rank, latest_tag
 from dstrial.engine.parameter_table import collect_layout
 from dstrial.engine.reshape import load_reshaped
@@ -192,7 +193,8 @@ def _load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, d
     now = collect_layout(engine, distributed.allgather)
     differences = compatible(saved, now)
     if not differences:
-        _load_as_it_is(engine, opened_checkpoint)
+        with engines.ignoring_load_universal([engine]):
+            _load_as_it_is(engine, opened_checkpoint)
         return
     problems = reshape_problems(saved, now)
     if engine.has_moe_layers:

@@ -74,6 +74,7 @@ def warnings(sizes=ONE, **keys):
             "the offloaded optimizer runs in PyTorch",
         ),
         ({"compile": {"deepcompile": True}}, "which falls back to plain torch.compile in ZeRO stage 0"),
+        ({"checkpoint": {"load_universal": True}}, "which only your own calls of load_checkpoint read"),
         ({"dataloader_drop_last": True}, "which only DeepSpeed's own loader reads"),
         ({"gradient_accumulation_steps": "auto"}, 'gradient_accumulation_steps is "auto", solved to 1'),
     ],
