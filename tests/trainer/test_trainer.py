@@ -3,6 +3,7 @@
 import json
 import pathlib
 
+import deepspeed
 import pytest
 import torch
 from in_process_fits import EXP_CONF, fit, trial_class, values
@@ -11,6 +12,9 @@ from torch import nn
 
 import dstrial
 from dstrial import Batch, DataLoader, Epoch, MetricReducer, PyTorchCallback, Reducer, init
+from dstrial.checkpoint.layout import Layout
+from dstrial.engine.checkpoint_reader.open import open_saved_engine
+from dstrial.engine.export import ModelWeights
 from dstrial.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -152,6 +156,42 @@ def test_resume_with_load_universal_loads_own_checkpoint():
     first = fit(max_length=Batch(3), hparams=hparams)
     rest = fit(max_length=Batch(6), hparams=hparams, run_dir=first.directory.path, latest_checkpoint="latest")
     assert values(rest.rows("validation"))[6] == values(whole.rows("validation"))[6]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_resume_with_and_without_compile_is_equal(stage, monkeypatch):
+    """A model compiled before ``initialize`` has the same names in checkpoints and exports as without.
+
+    DeepSpeed 0.19.8 cannot train one under ZeRO 3.
+    """
+    hparams = {"deepspeed_config": deepspeed_config(stage)}
+    plain_initialize = deepspeed.initialize
+
+    def compiled_initialize(model, **arguments):
+        first = torch.compile(model[0], backend="eager")
+        model = torch.compile(nn.Sequential(first, *model[1:], nn.BatchNorm1d(4)), backend="eager")
+        return plain_initialize(model=model, **{**arguments, "model_parameters": model.parameters()})
+
+    def uncompiled_initialize(model, **arguments):
+        model = nn.Sequential(*model, nn.BatchNorm1d(4))
+        return plain_initialize(model=model, **{**arguments, "model_parameters": model.parameters()})
+
+    variants = (uncompiled_initialize, compiled_initialize)
+    last = []
+    for before, after in (variants, variants[::-1]):
+        monkeypatch.setattr(deepspeed, "initialize", before)
+        first = fit(max_length=Batch(3), hparams=hparams)
+        (layout,) = json.loads((newest(first) / "manifest.json").read_text())["layouts"]
+        assert [place["name"] for place in layout["parameters"]][:2] == ["0.weight", "0.bias"]
+        weights = ModelWeights(open_saved_engine(newest(first), 0, Layout.from_json(layout)), None)
+        assert all(piece for spec in weights.specs for piece in weights.pieces(spec))
+        assert not [spec.name for spec in weights.specs if "_orig_mod" in spec.name]
+        monkeypatch.setattr(deepspeed, "initialize", after)
+        rest = fit(
+            max_length=Batch(6), hparams=hparams, run_dir=first.directory.path, latest_checkpoint="latest"
+        )
+        last.append(values(rest.rows("validation"))[6])
+    assert last[0] == last[1]
 
 
 def test_callbacks_and_context_know_the_first_batch_after_a_resume():

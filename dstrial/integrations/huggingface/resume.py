@@ -24,6 +24,7 @@ from dstrial.engine.checkpoint_reader.safe_load import bind_checkpoint_engine, r
 from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
 from dstrial.engine.deepspeed_internals import engines
 from dstrial.engine.files import describe_rank, latest_tag
+from dstrial.engine.parameter_names import named_buffers
 from dstrial.engine.parameter_table import collect_layout
 from dstrial.engine.reshape import load_reshaped
 from dstrial.errors import CheckpointError, CheckpointLayoutError, CheckpointNotFoundError
@@ -232,6 +233,6 @@ def _load_buffers(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
     """Load persistent buffers as replica 0 had them; the model makes the others."""
     buffers = saved.buffers()
     with torch.no_grad():
-        for name, buffer in engine.module.named_buffers():
+        for name, buffer in named_buffers(engine.module).items():
             if name in buffers:
                 buffer.copy_(buffers[name])
