@@ -194,6 +194,21 @@ def test_resume_with_and_without_compile_is_equal(stage, monkeypatch):
     assert last[0] == last[1]
 
 
+def test_zero_init_below_stage_3_is_refused(monkeypatch):
+    plain_initialize = deepspeed.initialize
+
+    def initialize(model, **arguments):
+        with deepspeed.zero.Init(config_dict_or_path=deepspeed_config(3)):
+            model = nn.Linear(8, 4)
+        return plain_initialize(model=model, **{**arguments, "model_parameters": model.parameters()})
+
+    monkeypatch.setattr(deepspeed, "initialize", initialize)
+    with pytest.raises(
+        ConfigError, match=r"zero_optimization\.stage is 1; expected 3, as deepspeed\.zero\.Init"
+    ):
+        fit(hparams={"deepspeed_config": deepspeed_config(1)})
+
+
 def test_callbacks_and_context_know_the_first_batch_after_a_resume():
     told = []
 
