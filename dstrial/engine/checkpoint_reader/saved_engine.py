@@ -57,7 +57,9 @@ class SavedEngine:
         trusts_code: bool = False,
     ) -> None:
         self._trusts_code = trusts_code
-        self._tied = {} if tied is None else {key: with_plain_names(state) for key, state in tied.items()}
+        self._tied: Mapping[str, Mapping[str, torch.Tensor]] = {
+            key: with_plain_names(state) for key, state in (tied or {}).items()
+        }
         self.layout = layout
         self._directory = pathlib.Path(root) / tag
         # Of this object, so that the files are unmapped with it.
