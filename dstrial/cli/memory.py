@@ -10,7 +10,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ _DEFAULT_SLOTS = "1,4,8"
 _DEFAULT_DEVICE_GIB = 80.0
 _DEADLINE_S = 900.0
 _NUM_PARALLEL = 2
+_MEASURE = "Train some batches, and read what the run has measured by `dstrial memory RUN_DIR`."
 
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -298,7 +299,8 @@ def _placed(made: Placement, found: object) -> Placement:
     if isinstance(found, DryRunResult):
         size = made.micro_batch_size or found.num_records
         return dataclasses.replace(made, run=found, micro_batch_size=size)
-    return dataclasses.replace(made, problem=str(found).splitlines()[0])
+    problem = f"{str(found).splitlines()[0]} {_MEASURE}"
+    return dataclasses.replace(made, problem=problem)
 
 
 def _require_describable(experiment: ExperimentConfig, entrypoint: Entrypoint) -> None:
@@ -308,6 +310,12 @@ def _require_describable(experiment: ExperimentConfig, entrypoint: Entrypoint) -
         raise LaunchError(
             f"{where}, without a hyperparameters.deepspeed_config that can be solved; expected one. Name there the file or "
             "the mapping that deepspeed.initialize is given."
+        )
+    section = experiment.deepspeed.merged.get("tensor_parallel")
+    if isinstance(section, Mapping) and (section.get("autotp_size") or 0) > 1:
+        raise LaunchError(
+            f"{experiment.path}: tensor_parallel.autotp_size is {section['autotp_size']}; expected 1, as DeepSpeed cannot make "
+            f"the groups of AutoTP on virtual devices. {_MEASURE}"
         )
     if entrypoint.trial is None and not _python_words(entrypoint.words):
         raise LaunchError(

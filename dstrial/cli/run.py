@@ -701,6 +701,8 @@ def _start(
     # Before the trial can start, which reads it.
     remembered = submission.Submission(0, master.record.cluster_id, mark, storage)
     remembered.write(run_directory)
+    if request.known_run is None:
+        submission.accept_new_storage(master, run_directory)
     experiment_id = submission.submit(master, whole, files)
     dataclasses.replace(remembered, experiment_id=experiment_id).write(run_directory)
     return experiment_id, {}

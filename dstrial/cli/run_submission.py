@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dstrial.checkpoint.storage_identity import accept_identity
 from dstrial.cli.run_entrypoint import Entrypoint
 from dstrial.cli.streams import det_for
 from dstrial.config import ExperimentConfig
@@ -187,6 +188,17 @@ def config_of_run(
         **given,
     }
     return result
+
+
+def accept_new_storage(master: Master, run_directory: RunDirectory) -> None:
+    """Tell the master that a run directory was made anew, if one at its path was used before.
+
+    Else its trial would wait for the checkpoint storage of the directory that was removed.
+    """
+    known, _ = observe.storages(master.state)
+    for identity in known:
+        if Path(identity.path) == run_directory.checkpoints_path and identity.id is not None:
+            accept_identity(identity)
 
 
 def submit(master: Master, config: Mapping[str, Any], files: list[v1File]) -> int:

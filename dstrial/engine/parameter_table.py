@@ -15,6 +15,7 @@ from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace
 from dstrial.engine.adapters.batch_sizes import dims_of
 from dstrial.engine.deepspeed_internals import engines, optimizers
 from dstrial.engine.deepspeed_internals.optimizers import FlatGroups, SubGroup
+from dstrial.engine.parameter_names import named_parameters
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ def _places(engine: DeepSpeedEngine, part: int, slots: dict[int, _Slot], stage: 
     """Return this rank's parameters in module order, with all names of shared ones."""
     first_names: dict[int, str] = {}
     places = []
-    for name, param in engine.module.named_parameters(remove_duplicate=False):
+    for name, param in named_parameters(engine.module):
         first = first_names.setdefault(id(param), name)
         slot = slots.get(id(param))
         is_cut = optimizers.is_cut(param)

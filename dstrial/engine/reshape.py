@@ -23,6 +23,7 @@ from dstrial.engine.checkpoint_reader.equality import is_equal
 from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine
 from dstrial.engine.deepspeed_internals import engines, optimizers
 from dstrial.engine.files import describe_rank
+from dstrial.engine.parameter_names import named_parameters
 from dstrial.engine.state import describe_untied
 from dstrial.errors import CheckpointError, CheckpointLayoutError
 
@@ -110,7 +111,7 @@ class _Live:
         part = engines.checkpoint_part(engine)
         self.places = {place.name: place for place in now.parameters if place.model_part == part}
         self.replica = engines.replica(engine)
-        self.parameters = dict(engine.module.named_parameters(remove_duplicate=False))
+        self.parameters = dict(named_parameters(engine.module))
 
     def targets(self) -> Iterator[_Target]:
         """Yield what this rank's optimizer updates; every element once."""

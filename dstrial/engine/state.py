@@ -18,6 +18,7 @@ from dstrial.checkpoint.layout import Layout
 from dstrial.engine.checkpoint_reader.equality import is_equal
 from dstrial.engine.deepspeed_internals import engines, optimizers
 from dstrial.engine.files import describe_rank, engine_files, latest_tag, missing_files
+from dstrial.engine.parameter_names import named_buffers
 from dstrial.errors import CheckpointError, CheckpointLayoutError
 
 _SCHEDULED = ("lr", "betas", "momentum")
@@ -99,7 +100,7 @@ def engine_extra_state(engine: DeepSpeedEngine) -> dict[str, Any]:
     state: dict[str, Any] = {
         "micro_steps": int(engine.micro_steps),
         "global_grad_norm": _plain(engine.get_global_grad_norm()),
-        "buffers": {name: _on_cpu(buffer) for name, buffer in engine.module.named_buffers()},
+        "buffers": {name: _on_cpu(buffer) for name, buffer in named_buffers(engine.module).items()},
         "rng_tracker": {
             name: _on_cpu(value) for name, value in checkpointing.get_cuda_rng_tracker().get_states().items()
         },
@@ -169,7 +170,7 @@ def extra_state_for(
     for extra in parts:
         buffers.update(extra["buffers"])
         tied.update(extra.get("tied_modules", {}))
-    wanted = [name for name, _ in engine.module.named_buffers()]
+    wanted = list(named_buffers(engine.module))
     missing = [name for name in wanted if name not in buffers]
     if missing:
         raise CheckpointLayoutError(
@@ -341,7 +342,7 @@ def _tied_without_file(module: PipelineModule) -> list[str]:
 
 
 def _restore_buffers(engine: DeepSpeedEngine, saved: Mapping[str, torch.Tensor]) -> None:
-    buffers = dict(engine.module.named_buffers())
+    buffers = named_buffers(engine.module)
     if buffers.keys() != saved.keys():
         differing = ", ".join(sorted(buffers.keys() ^ saved.keys()))
         raise CheckpointError(

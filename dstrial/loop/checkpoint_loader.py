@@ -25,6 +25,7 @@ from dstrial.engine.adapters.batch_sizes import recount_micro_batches
 from dstrial.engine.checkpoint_reader.open import read_rank_state
 from dstrial.engine.checkpoint_reader.safe_load import load, restoring
 from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
+from dstrial.engine.deepspeed_internals import engines
 from dstrial.engine.reshape import load_reshaped
 from dstrial.engine.state import (
     differing_settings,
@@ -79,6 +80,7 @@ class CheckpointLoader:
             is_trusted = trusts_code(runtime.core, uuid, path, list(manifest.files), runtime.exp_conf)
             # This holds for the user's own load, too, and for whatever it calls.
             stack.enter_context(restoring(trusts_code=is_trusted))
+            stack.enter_context(engines.ignoring_load_universal(context.models))
             saved = list(layouts_of(manifest, path))
             now = [Layout.from_json(values) for values in self._state.layouts()]
             saved_size = saved[0].world_size if saved else context.distributed.size

@@ -122,7 +122,11 @@ class ResumedRun:
         wanted = (solution.train_micro_batch_size_per_gpu, solution.gradient_accumulation_steps)
         if wanted != now:
             set_batch_sizes(engine, micro_batch_size=wanted[0], micro_batches_per_batch=wanted[1], name=name)
-        before = (saved.micro_batch_size, saved.micro_batches_per_batch, saved.data_parallel_size)
+        before = (
+            saved.micro_batch_size,
+            saved.micro_batches_per_batch,
+            saved.batch_replicas(saved.world_size),
+        )
         if is_chief and (*wanted, replicas) != before:
             logger.info("the batch of engine %d stays as it was: %s", engine_idx, in_words(saved, solution))
         return given
@@ -134,7 +138,7 @@ class ResumedRun:
                                              "Micro batch size per gpu: 0")):  # fmt: skip
             return None
         saved = self.saved.engines[min(num_wrapped, len(self.saved.engines) - 1)]
-        replicas = saved.replica.with_section(self._section).replicas_on(self._world_size)
+        replicas = saved.batch_replicas(self._world_size, saved.replica.with_section(self._section))
         if saved.train_batch_size % replicas:
             sizes = f"train_batch_size {saved.train_batch_size}"
         else:
@@ -162,15 +166,15 @@ class ResumedRun:
         engine = engine_of(merged, self.saved, is_main=is_main)
         if engine is None:
             return None
-        unit = engine.replica.with_section(self._section).ranks_per_replica
-        if self._world_size % unit:
+        replica = engine.replica.with_section(self._section)
+        if self._world_size % replica.ranks_per_replica:
             return None
         return keep_batch(
             merged,
             engine,
-            self._world_size // unit,
+            engine.batch_replicas(self._world_size, replica),
             checkpoint=self.saved.checkpoint,
-            ranks_per_replica=unit,
+            ranks_per_replica=replica.ranks_per_replica,
         )
 
     def _sizes(self, merged: Mapping[str, Any], solution: BatchSolution) -> dict[str, int]:

@@ -72,7 +72,7 @@ def is_unchanged(given: tuple[int | None, int | None, int | None], saved: Engine
     # They come to it on the replicas on which it was written.
     if any(key in saved.given for key in BATCH_KEYS) and given == given_sizes(saved.given):
         return True
-    then = _own_solution(given, saved.data_parallel_size)
+    then = _own_solution(given, saved.batch_replicas(saved.world_size))
     return then is not None and then.train_batch_size == saved.train_batch_size
 
 
@@ -92,7 +92,7 @@ def in_words(saved: EngineRecord, solution: BatchSolution) -> str:
     """Say how the batch of a run is shared now, and was before."""
     return (
         f"{solution.equation} (it was {saved.micro_batch_size} x {saved.micro_batches_per_batch} x "
-        f"{saved.data_parallel_size})"
+        f"{saved.batch_replicas(saved.world_size)})"
     )
 
 

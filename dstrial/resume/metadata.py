@@ -63,6 +63,20 @@ class EngineArrangement:
         sizes = {field: getattr(self, key) for key, field in DIM_KEYS.items()}
         return ParallelDims.of_replica(**sizes, is_pipeline=self.engine_kind == "pipeline")
 
+    def batch_replicas(self, world_size: int, replica: ParallelDims | None = None) -> int:
+        """Return the replicas in DeepSpeed's batch equation on some ranks, at least 1.
+
+        DeepSpeed counts each rank of AutoTP as a replica, and ranks that share a sequence as one.
+
+        Args:
+            world_size: number of ranks.
+            replica: how a replica is formed on these ranks; None if as in the checkpoint.
+        """
+        if replica is not None and replica != self.replica:
+            return replica.replicas_on(world_size)
+        counted = self.train_batch_size // (self.micro_batch_size * self.micro_batches_per_batch)
+        return max(world_size * counted // self.world_size, 1)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineRecord(EngineArrangement):

@@ -89,16 +89,17 @@ def resume_problems(
         if num_slots % unit:
             below = num_slots // unit * unit
             choices = " or ".join(str(n) for n in (below, below + unit) if n)
+            is_pipeline = engine.engine_kind == "pipeline"
+            ways = ", or set data.dstrial.pipeline_stages to what the model now has" if is_pipeline else ""
             problems.append(
                 ConfigProblem(
                     slots_key,
                     str(num_slots),
                     f"a multiple of {unit}, the ranks of one replica in checkpoint {saved.checkpoint}",
-                    f"Use {choices} slots, or set data.dstrial.pipeline_stages to what the model now has.",
+                    f"Use {choices} slots{ways}.",
                 )
             )
             continue
-        replicas = num_slots // unit
         config_idx = of_engine.get(idx)
         config = None if config_idx is None else configs[config_idx]
         if saved.keeps_batch:
@@ -108,7 +109,7 @@ def resume_problems(
                 keep_batch(
                     sizes,
                     engine,
-                    replicas,
+                    engine.batch_replicas(num_slots, replica),
                     checkpoint=saved.checkpoint,
                     where=places,
                     ranks_per_replica=unit,
@@ -270,15 +271,14 @@ def with_kept_batch(
     engine = engine_of(found.merged, resumed, is_main=is_main)
     if engine is None:
         return found.merged
+    replicas = engine.batch_replicas(sizes.world_size, sizes.on(sizes.ranks_per_replica))
     try:
-        solution = keep_batch(found.merged, engine, sizes.dp, checkpoint=resumed.checkpoint)
+        solution = keep_batch(found.merged, engine, replicas, checkpoint=resumed.checkpoint)
     except ConfigError:
         # What is wrong is said by check_resumption; the rest of the config is checked with sizes of which nothing is.
-        return {**found.merged, **dict.fromkeys(BATCH_KEYS, 1), BATCH_KEYS[0]: sizes.dp}
-    if (engine.data_parallel_size, engine.micro_batch_size) != (
-        solution.data_parallel_size,
-        solution.train_micro_batch_size_per_gpu,
-    ):
+        return {**found.merged, **dict.fromkeys(BATCH_KEYS, 1), BATCH_KEYS[0]: replicas}
+    before = (engine.batch_replicas(engine.world_size), engine.micro_batch_size)
+    if before != (replicas, solution.train_micro_batch_size_per_gpu):
         notes.append(f"{found.label}: checkpoint {resumed.checkpoint}: {in_words(engine, solution)}")
     return {**found.merged, **{key: getattr(solution, key) for key in BATCH_KEYS}}
 

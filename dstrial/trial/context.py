@@ -28,7 +28,7 @@ from dstrial.engine.adapters.base import EngineAdapter
 from dstrial.engine.adapters.batch_sizes import dims_of
 from dstrial.engine.adapters.factory import adapt, require_engine
 from dstrial.engine.checkpoint_reader.safe_load import bind_checkpoint_engine, make_plain_config
-from dstrial.engine.deepspeed_internals import engines
+from dstrial.engine.deepspeed_internals import engines, optimizers
 from dstrial.engine.state import describe_optimizer, is_optimizer_setting
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.apply import ResumedRun
@@ -237,7 +237,17 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     def _check_config(self, engine: Any, dims: ParallelDims) -> None:
         # Accelerate 1.15 lets DeepSpeed print its progress every infinity steps.
         config = {key: value for key, value in engine.config.items() if value != math.inf}
-        result = check_deepspeed(config, dims, where=f"DeepSpeed config of engine {len(self.models)}")
+        where = f"DeepSpeed config of engine {len(self.models)}"
+        stage = int(engine.zero_optimization_stage())
+        if stage < 3 and any(optimizers.is_cut(parameter) for parameter in engine.module.parameters()):
+            problem = ConfigProblem(
+                f"{where}: zero_optimization.stage",
+                str(stage),
+                "3, as deepspeed.zero.Init has cut the model's parameters over the ranks",
+                "Set it to 3, or make the model in deepspeed.zero.Init(enabled=False).",
+            )
+            raise ConfigError([problem])
+        result = check_deepspeed(config, dims, where=where)
         if result.problems:
             raise ConfigError(result.problems)
         if self.distributed.rank == 0:
@@ -498,7 +508,9 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
             data_config,
             self.distributed.size,
             model_parallel_size,
-            otherwise=engines[0].replica.ranks_per_replica if engines else 1,
+            otherwise=engines[0].world_size // engines[0].batch_replicas(engines[0].world_size)
+            if engines
+            else 1,
         )
         kept = (
             None

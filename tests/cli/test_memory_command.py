@@ -15,6 +15,10 @@ from dstrial.local.run_directory import RunDirectory
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = [str(ROOT / "experiment_configs" / "digits.yaml"), str(ROOT / "model_defs" / "digits")]
 SCRIPT = [str(ROOT / "experiment_configs" / "hf_clm.yaml"), str(ROOT / "model_defs" / "hf_clm")]
+ACCELERATE = [
+    str(ROOT / "experiment_configs" / "accelerate_clm.yaml"),
+    str(ROOT / "model_defs" / "accelerate_clm"),
+]
 PIPELINE = [str(ROOT / "experiment_configs" / "stdlib_lm.yaml"), str(ROOT / "model_defs" / "stdlib_lm")]
 
 
@@ -64,6 +68,21 @@ def test_a_script_is_predicted_with_the_batch_that_it_makes(capsys: pytest.Captu
     assert row["problem"] is None
     assert row["optimizer"] / row["parameters"] == pytest.approx(3, rel=0.01)
     assert row["largest"]["activations"] > row["parameters"]
+
+
+@pytest.mark.process
+@pytest.mark.timeout(600)
+def test_memory_of_accelerate_script_names_measured_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory", *ACCELERATE, "--slots", "2", "--json"]) == 1
+    (row,) = json.loads(capsys.readouterr().out)["devices"]
+    assert row["problem"].endswith("read what the run has measured by `dstrial memory RUN_DIR`.")
+
+
+def test_memory_of_autotp_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    autotp = "hyperparameters.overwrite_deepspeed_args.tensor_parallel.autotp_size=2"
+    slots = ("--slots", "2", "--config", "resources.slots_per_trial=2")
+    assert main(["memory", *SCRIPT, *slots, "--config", autotp]) == 1
+    assert "tensor_parallel.autotp_size is 2; expected 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["torchrun train.py", "accelerate launch train.py"])

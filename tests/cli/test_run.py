@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -445,6 +446,17 @@ class TestScripts:
         rows = read_json_lines(RunDirectory(own).metrics_path)
         assert [row["steps_completed"] for row in rows if row["group"] == "training"] == list(range(1, 11))
         assert project.run_directories() == [], "none beside it"
+
+    def test_run_in_removed_run_directory_begins_anew(
+        self, make_project: MakeProject, tmp_path: Path
+    ) -> None:
+        project = make_project(CORE_API_SCRIPT)
+        own = tmp_path / "r"
+        assert project.run("--run-dir", str(own)).returncode == 0
+        shutil.rmtree(own)
+        ended = project.run("--run-dir", str(own))
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert RunDirectory(own).read_record().num_attempts == 1
 
     def test_resume_latest_goes_past_a_run_that_was_stopped_before_it_began(
         self, make_project: MakeProject

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from dstrial.config import EngineRecord, SavedRun, fitting_slots, keep_batch, resume_problems, solve_batch
 from dstrial.errors import ConfigError
+from dstrial.resume.apply import ResumedRun
 from dstrial.resume.metadata import given_settings, run_metadata
 
 SIZES = st.integers(min_value=1, max_value=24)
@@ -220,10 +221,36 @@ def test_slots_that_are_no_multiple_of_a_replica_are_refused():
     assert "data.dstrial.model_parallel_size is 2; expected 1" in str(found)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "slots", "replicas"),
+    [
+        pytest.param({"data_parallel_size": 1, "model_parallel_size": 2}, 2, 2, id="autotp"),
+        pytest.param({"world_size": 4, "data_parallel_size": 4}, 2, 1, id="sequence"),
+    ],
+)
+def test_resume_counts_replicas_as_deepspeed_does(ranks, slots, replicas):
+    """Each rank of AutoTP is a replica in DeepSpeed's batch equation; ranks that share a sequence are one."""
+    saved = engine(**{"world_size": 2, "train_batch_size": 16, **ranks})
+    assert saved.batch_replicas(slots) == replicas
+    assert not any(
+        "batch" in problem.where for problem in resume_problems(run(saved), num_slots=slots, configs=[CONFIG])
+    )
+    resumed = ResumedRun(run(saved), saved.world_size, {})
+    assert resumed.hyperparameters({"deepspeed_config": CONFIG}) == {"deepspeed_config": CONFIG}
+
+
 def test_a_run_goes_on_with_the_most_slots_that_share_its_batch():
     assert fitting_slots(run(), num_available=5) == 4
-    assert fitting_slots(run(engine(train_batch_size=7, given={})), num_available=6) == 1
-    assert fitting_slots(run(engine(train_batch_size=7, given={})), num_available=6, at_least=2) is None
+    alone = engine(
+        world_size=1,
+        data_parallel_size=1,
+        train_batch_size=7,
+        micro_batch_size=7,
+        micro_batches_per_batch=1,
+        given={},
+    )
+    assert fitting_slots(run(alone), num_available=6) == 1
+    assert fitting_slots(run(alone), num_available=6, at_least=2) is None
     assert fitting_slots(run(engine(expert_parallel_size=2)), num_available=2) is None
 
 

@@ -3,6 +3,7 @@
 import json
 import pathlib
 
+import deepspeed
 import pytest
 import torch
 from in_process_fits import EXP_CONF, fit, trial_class, values
@@ -11,6 +12,9 @@ from torch import nn
 
 import dstrial
 from dstrial import Batch, DataLoader, Epoch, MetricReducer, PyTorchCallback, Reducer, init
+from dstrial.checkpoint.layout import Layout
+from dstrial.engine.checkpoint_reader.open import open_saved_engine
+from dstrial.engine.export import ModelWeights
 from dstrial.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -144,6 +148,65 @@ def test_a_run_continues_from_its_latest_checkpoint_as_if_it_had_not_stopped():
     assert rest.result.batches_trained == 12
     assert values(rest.rows("training"))[10] == values(whole.rows("training"))[10]
     assert values(rest.rows("validation"))[12] == values(whole.rows("validation"))[12]
+
+
+def test_resume_with_load_universal_loads_own_checkpoint():
+    hparams = {"deepspeed_config": deepspeed_config(1, checkpoint={"load_universal": True})}
+    whole = fit(max_length=Batch(6), hparams=hparams)
+    first = fit(max_length=Batch(3), hparams=hparams)
+    rest = fit(max_length=Batch(6), hparams=hparams, run_dir=first.directory.path, latest_checkpoint="latest")
+    assert values(rest.rows("validation"))[6] == values(whole.rows("validation"))[6]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_resume_with_and_without_compile_is_equal(stage, monkeypatch):
+    """A model compiled before ``initialize`` has the same names in checkpoints and exports as without.
+
+    DeepSpeed 0.19.8 cannot train one under ZeRO 3.
+    """
+    hparams = {"deepspeed_config": deepspeed_config(stage)}
+    plain_initialize = deepspeed.initialize
+
+    def compiled_initialize(model, **arguments):
+        first = torch.compile(model[0], backend="eager")
+        model = torch.compile(nn.Sequential(first, *model[1:], nn.BatchNorm1d(4)), backend="eager")
+        return plain_initialize(model=model, **{**arguments, "model_parameters": model.parameters()})
+
+    def uncompiled_initialize(model, **arguments):
+        model = nn.Sequential(*model, nn.BatchNorm1d(4))
+        return plain_initialize(model=model, **{**arguments, "model_parameters": model.parameters()})
+
+    variants = (uncompiled_initialize, compiled_initialize)
+    last = []
+    for before, after in (variants, variants[::-1]):
+        monkeypatch.setattr(deepspeed, "initialize", before)
+        first = fit(max_length=Batch(3), hparams=hparams)
+        (layout,) = json.loads((newest(first) / "manifest.json").read_text())["layouts"]
+        assert [place["name"] for place in layout["parameters"]][:2] == ["0.weight", "0.bias"]
+        weights = ModelWeights(open_saved_engine(newest(first), 0, Layout.from_json(layout)), None)
+        assert all(piece for spec in weights.specs for piece in weights.pieces(spec))
+        assert not [spec.name for spec in weights.specs if "_orig_mod" in spec.name]
+        monkeypatch.setattr(deepspeed, "initialize", after)
+        rest = fit(
+            max_length=Batch(6), hparams=hparams, run_dir=first.directory.path, latest_checkpoint="latest"
+        )
+        last.append(values(rest.rows("validation"))[6])
+    assert last[0] == last[1]
+
+
+def test_zero_init_below_stage_3_is_refused(monkeypatch):
+    plain_initialize = deepspeed.initialize
+
+    def initialize(model, **arguments):
+        with deepspeed.zero.Init(config_dict_or_path=deepspeed_config(3)):
+            model = nn.Linear(8, 4)
+        return plain_initialize(model=model, **{**arguments, "model_parameters": model.parameters()})
+
+    monkeypatch.setattr(deepspeed, "initialize", initialize)
+    with pytest.raises(
+        ConfigError, match=r"zero_optimization\.stage is 1; expected 3, as deepspeed\.zero\.Init"
+    ):
+        fit(hparams={"deepspeed_config": deepspeed_config(1)})
 
 
 def test_callbacks_and_context_know_the_first_batch_after_a_resume():

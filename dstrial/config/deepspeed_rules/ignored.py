@@ -106,6 +106,11 @@ def check_ignored(settings: Settings) -> None:
                 f"{section}.output_path",
                 "below the working directory of the ranks, which a master deletes after the trial. Write an absolute path",
             )
+    if s.value("checkpoint.load_universal"):
+        s.warn(
+            "checkpoint.load_universal",
+            "which only your own calls of load_checkpoint read: dstrial's own checkpoints are not universal",
+        )
     if s.value("dataloader_drop_last"):
         s.warn(
             "dataloader_drop_last",

@@ -496,7 +496,8 @@ def _sizes(
     replica = ParallelDims.of_replica(**sizes, is_pipeline=told["pp"] is not None)
     per_replica = replica.ranks_per_replica
     if world_size % per_replica and is_resumed:
-        return replica  # said by the check of the resumption
+        # The check of the resumption reports it.
+        return ParallelDims(world_size, is_pipeline=replica.is_pipeline)
     if world_size % per_replica:
         below = world_size // per_replica * per_replica
         choices = " or ".join(str(n) for n in (below, below + per_replica) if n)

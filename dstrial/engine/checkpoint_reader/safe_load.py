@@ -26,6 +26,7 @@ from dstrial.engine.deepspeed_internals.optimizers import (
     ZeroStageEnum,
     fragment_address,
 )
+from dstrial.engine.parameter_names import with_names_of
 from dstrial.errors import CheckpointDamagedError, UntrustedCheckpointError
 
 _NUMPY_NAMES = frozenset(
@@ -277,6 +278,8 @@ def _torch_listed() -> Iterator[None]:
 def bind_checkpoint_engine(engine: Any) -> None:
     """Let DeepSpeed's checkpoint engine load through ``load``, whoever asks it to.
 
+    The file may name a compiled module's parameters, and the engine's module need not be compiled, or the other way round.
+
     DeepSpeed 0.19.8 loads with ``weights_only=False`` (``torch_checkpoint_engine.py:37``). Only ``load`` is replaced: the class
     stays, by which DeepSpeed and ``copied_engine`` tell the kinds apart.
     """
@@ -285,7 +288,7 @@ def bind_checkpoint_engine(engine: Any) -> None:
         return
 
     def load_listed(path: str, map_location: Any = None) -> Any:
-        return load(pathlib.Path(path), map_location=map_location)
+        return with_names_of(engine.module, load(pathlib.Path(path), map_location=map_location))
 
     own.load = load_listed
 

@@ -22,6 +22,7 @@ from dstrial.checkpoint.layout import Layout, ParameterPlace, keeps_whole_matric
 from dstrial.checkpoint.shards import Shard, ShardMap, overlaps, own_shard, positions_in_groups
 from dstrial.engine.checkpoint_reader.equality import is_equal
 from dstrial.engine.checkpoint_reader.safe_load import load_mapped
+from dstrial.engine.parameter_names import plain_name, with_plain_names
 from dstrial.errors import CheckpointDamagedError, CheckpointLayoutError
 from dstrial.resume.rules import STATE_KEYS
 
@@ -58,7 +59,9 @@ class SavedEngine:
         trusts_code: bool = False,
     ) -> None:
         self._trusts_code = trusts_code
-        self._tied = {} if tied is None else tied
+        self._tied: Mapping[str, Mapping[str, torch.Tensor]] = {
+            key: with_plain_names(state) for key, state in (tied or {}).items()
+        }
         self.layout = layout
         self._directory = pathlib.Path(root) / tag
         # Of this object, so that the files are unmapped with it.
@@ -292,7 +295,7 @@ class SavedEngine:
         """Return the persistent buffers by name as replica 0 had them, mapped from files."""
         found: dict[str, torch.Tensor] = {}
         for part in range(self.layout.pipeline_stages):
-            for name in self._model_file(part, 0)["buffer_names"]:
+            for name in map(plain_name, self._model_file(part, 0)["buffer_names"]):
                 found[name] = self._module_tensor(name, part)
         return found
 
@@ -467,8 +470,9 @@ class SavedEngine:
         )
 
     def _map(self, name: str) -> dict[str, Any]:
-        return load_mapped(
-            self._directory / name, holds="a file of the checkpoint", trusts_code=self._trusts_code
+        path = self._directory / name
+        return with_plain_names(
+            load_mapped(path, holds="a file of the checkpoint", trusts_code=self._trusts_code)
         )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -132,6 +133,22 @@ def set_train_batch_size(engine: DeepSpeedEngine, train_batch_size: int) -> None
     """
     engine._config.train_batch_size = train_batch_size
     engine.tput_timer.batch_size = engine.train_batch_size()
+
+
+@contextlib.contextmanager
+def ignoring_load_universal(loaded: Sequence[DeepSpeedEngine]) -> Iterator[None]:
+    """Have engines load DeepSpeed's own format in the block, not a universal checkpoint.
+
+    Source: ``checkpoint.load_universal``, ``runtime/config.py:549``, which the engine reads at each load.
+    """
+    before = [engine._config.load_universal_checkpoint for engine in loaded]
+    for engine in loaded:
+        engine._config.load_universal_checkpoint = False
+    try:
+        yield
+    finally:
+        for engine, is_universal in zip(loaded, before, strict=True):
+            engine._config.load_universal_checkpoint = is_universal
 
 
 def load_config_file(path: str) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def sizes_to_keep(
     given = {
         key: size for key, size in zip(BATCH_KEYS, (total, micro, steps), strict=True) if size is not None
     }
-    replicas = engine.replica.replicas_on(num_ranks)
+    replicas = engine.batch_replicas(num_ranks)
     return keep_batch(given, engine, replicas, checkpoint=saved.checkpoint)
 
 
@@ -80,7 +80,7 @@ def kept_sizes(given: ArgumentSizes, saved: SavedRun, num_ranks: int) -> BatchSo
         ConfigError: the ranks cannot share the batch evenly.
     """
     engine = saved.engines[0]
-    replicas = engine.replica.replicas_on(num_ranks)
+    replicas = engine.batch_replicas(num_ranks)
     if given.train_batch_size(replicas) == engine.train_batch_size or not _is_as_before(given, engine):
         return None
     return _solve(engine, saved.checkpoint, replicas)
@@ -98,7 +98,7 @@ def batch_problems(given: ArgumentSizes, saved: SavedRun, num_ranks: int) -> lis
         ConfigError: the ranks cannot share the batch evenly, whatever the arguments.
     """
     engine = saved.engines[0]
-    replicas = engine.replica.replicas_on(num_ranks)
+    replicas = engine.batch_replicas(num_ranks)
     batch = given.train_batch_size(replicas)
     if batch == engine.train_batch_size:
         return []
@@ -121,7 +121,7 @@ def _is_as_before(given: ArgumentSizes, engine: EngineRecord) -> bool:
     began = (engine.given.get(BATCH_KEYS[1]), engine.given.get(BATCH_KEYS[2]))
     if (given.micro_batch_size, given.micro_batches_per_batch) == began:
         return True
-    return given.train_batch_size(engine.data_parallel_size) == engine.train_batch_size
+    return given.train_batch_size(engine.batch_replicas(engine.world_size)) == engine.train_batch_size
 
 
 def _solve(engine: EngineRecord, checkpoint: str, replicas: int) -> BatchSolution:

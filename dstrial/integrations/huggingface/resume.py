@@ -22,7 +22,9 @@ from dstrial.checkpoint.manifest import MANIFEST_NAME, Manifest
 from dstrial.engine.checkpoint_reader.open import open_saved_engine
 from dstrial.engine.checkpoint_reader.safe_load import bind_checkpoint_engine, restoring
 from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
+from dstrial.engine.deepspeed_internals import engines
 from dstrial.engine.files import describe_rank, latest_tag
+from dstrial.engine.parameter_names import named_buffers
 from dstrial.engine.parameter_table import collect_layout
 from dstrial.engine.reshape import load_reshaped
 from dstrial.errors import CheckpointError, CheckpointLayoutError, CheckpointNotFoundError
@@ -192,7 +194,8 @@ def _load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, d
     now = collect_layout(engine, distributed.allgather)
     differences = compatible(saved, now)
     if not differences:
-        _load_as_it_is(engine, opened_checkpoint)
+        with engines.ignoring_load_universal([engine]):
+            _load_as_it_is(engine, opened_checkpoint)
         return
     problems = reshape_problems(saved, now)
     if problems:
@@ -228,6 +231,6 @@ def _load_buffers(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
     """Load persistent buffers as replica 0 had them; the model makes the others."""
     buffers = saved.buffers()
     with torch.no_grad():
-        for name, buffer in engine.module.named_buffers():
+        for name, buffer in named_buffers(engine.module).items():
             if name in buffers:
                 buffer.copy_(buffers[name])

@@ -13,6 +13,7 @@ from deepspeed import DeepSpeedEngine
 from dstrial.engine.checkpoint_reader.open import open_saved_engine
 from dstrial.engine.checkpoint_reader.saved_engine import MASTER, SavedEngine
 from dstrial.engine.deepspeed_internals import optimizers
+from dstrial.engine.parameter_names import named_buffers, plain_name
 from dstrial.errors import CheckpointLayoutError
 from dstrial.integrations.huggingface.callback import DetCallback
 from dstrial.integrations.huggingface.preemption import LeaveTrainingError
@@ -159,7 +160,7 @@ def load_weights(model: torch.nn.Module, opened_checkpoint: OpenedCheckpoint) ->
     Ranks: all, collectively (ZeRO 3 gathers one parameter at a time; else no communication).
     """
     source = _saved_weights(opened_checkpoint)
-    parameters = dict(model.named_parameters())
+    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     missing = sorted(name for name in parameters if name not in source)
     if missing:
         raise CheckpointLayoutError(
@@ -171,7 +172,7 @@ def load_weights(model: torch.nn.Module, opened_checkpoint: OpenedCheckpoint) ->
             if not _is_cut(parameter) or torch.distributed.get_rank() == 0:
                 parameter.data.copy_(source[name])
     with torch.no_grad():
-        for name, buffer in model.named_buffers():
+        for name, buffer in named_buffers(model).items():
             if name in source:
                 buffer.copy_(source[name])
 

@@ -76,6 +76,7 @@ def warnings(sizes=ONE, **keys):
         ({"compile": {"deepcompile": True}}, "which falls back to plain torch.compile in ZeRO stage 0"),
         ({"csv_monitor": {"enabled": True, "output_path": "logs"}}, 'output_path is "logs", below the working directory of'),
         ({"tensorboard": {"enabled": True}}, 'tensorboard.output_path is "", below the working directory of the ranks'),
+        ({"checkpoint": {"load_universal": True}}, "which only your own calls of load_checkpoint read"),
         ({"dataloader_drop_last": True}, "which only DeepSpeed's own loader reads"),
         ({"gradient_accumulation_steps": "auto"}, 'gradient_accumulation_steps is "auto", solved to 1'),
     ],

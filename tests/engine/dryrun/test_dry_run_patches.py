@@ -97,6 +97,15 @@ def test_assigned_data_brings_its_device_along() -> None:
         assert other.device == torch.device("cpu")
 
 
+def test_unvalidated_distributions_take_fake_tensors() -> None:
+    with FakeTensorMode():
+        low, high = torch.empty(()), torch.empty(())
+        with pytest.raises((ValueError, DataDependentOutputException)):
+            torch.distributions.Uniform(low, high)
+        with patches.unvalidated_distributions():
+            assert torch.distributions.Uniform(low, high).rsample((3,)).shape == (3,)
+
+
 def test_lists_of_all_ranks_agree() -> None:
     with patches.lists_agree():
         zero_utils.assert_ints_same_as_other_ranks([3, 1, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import threading
@@ -113,6 +114,14 @@ def test_numbers_in_the_deepspeed_config_count_before_the_arguments(
         else (solution.train_micro_batch_size_per_gpu, solution.gradient_accumulation_steps)
     )
     assert found == expected
+
+
+def test_kept_sizes_on_the_same_autotp_ranks_is_none() -> None:
+    (engine,) = saved_run().engines
+    cut = dataclasses.replace(engine, data_parallel_size=1, model_parallel_size=2)
+    saved = dataclasses.replace(saved_run(), engines=(cut,))
+    assert kept_sizes(ArgumentSizes(4, 1), saved, num_ranks=2) is None
+    assert batch_problems(ArgumentSizes(4, 1), saved, num_ranks=2) == []
 
 
 def test_on_fewer_ranks_the_accumulation_keeps_the_batch() -> None:

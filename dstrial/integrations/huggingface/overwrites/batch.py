@@ -141,7 +141,9 @@ def _is_kept(own: BatchSolution | None, keys: Sizes, engine: EngineRecord, *, is
         return not is_micro_given and own.train_micro_batch_size_per_gpu > engine.micro_batch_limit
     now = (own.train_micro_batch_size_per_gpu, own.gradient_accumulation_steps)
     began = tuple(engine.given.get(key) for key in (_MICRO, _STEPS))
-    return now == began or now[0] * now[1] * engine.data_parallel_size == engine.train_batch_size
+    return (
+        now == began or now[0] * now[1] * engine.batch_replicas(engine.world_size) == engine.train_batch_size
+    )
 
 
 def _is_as_begun(engine: EngineRecord, micro: int | None, steps: int | None, solution: BatchSolution) -> bool:
