@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import pathlib
@@ -249,6 +250,8 @@ def save_in_all_stages(
         state = full_state(engine)
         if torch.distributed.get_rank() == 0:
             torch.save(state, path / "state.pt")
+        del engine
+        gc.collect()  # before its process groups, whose threads would end the process
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     return problems
@@ -273,6 +276,8 @@ def load_in_all_stages(directory: str, optimizer: str, precision: str, is_offloa
                 is_kept = all(torch.equal(before[key], now[key]) for key in before)
                 outcome = f"{problem}{'' if is_kept else ' (after changes)'}"
             found[f"{path.name} -> {torch.distributed.get_world_size()} ranks zero {stage}"] = outcome
+            del engine
+            gc.collect()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     return found
