@@ -27,6 +27,7 @@ from dstrial.checkpoint.storage_identity import is_uuid
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.experiment_config.startup_hook import install_timeout_s, may_install, requirements_of
 from dstrial.errors import MasterError
+from dstrial.file_writes import remove_tree
 from dstrial.harness_paths import WARM_VARIABLE
 from dstrial.master import file_limit
 from dstrial.master.backends import supervisor
@@ -384,16 +385,10 @@ def remove(directory: Path) -> None:
 
 def _delete(directory: Path) -> None:
     """Delete a directory, also what its trial has made read-only."""
-
-    def make_writable(_function: object, path: str, _error: object) -> None:
-        with contextlib.suppress(OSError):
-            for one in (Path(path).parent, Path(path)):
-                if not one.is_symlink() and one.is_dir():
-                    one.chmod(0o700)
-
-    if directory.is_dir():
-        shutil.rmtree(directory, onerror=make_writable)
-        shutil.rmtree(directory, ignore_errors=True)
+    try:
+        remove_tree(directory, is_forced=True)
+    except OSError as error:
+        logger.warning("%s cannot be deleted: %s", directory, error.strerror)
 
 
 def _signal(handle: SupervisorHandle, number: signal.Signals) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stubborn_trees import make_deep, nobody_changes
 from tmp_cleaner import clean
 from waiting import wait_for
 
@@ -489,6 +490,50 @@ def test_an_allocation_that_ends_leaves_no_directory_even_if_its_trial_made_one_
 
     assert not temporary.exists()
     assert not started[0].exists()
+
+
+def test_removal_of_deep_directory_leaves_nothing(run: Callable[..., Started]) -> None:
+    started = run("echo $TMPDIR")
+    ended(started)
+    temporary = Path(printed(started[0])[-1][1].strip())
+    make_deep(temporary / "deep")
+    make_deep(started[0] / "deep")
+
+    backends.remove(started[0])
+
+    assert not temporary.exists()
+    assert not started[0].exists()
+
+
+def test_linked_temporary_directory_changes_no_other_mode(
+    run: Callable[..., Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    started = run("mkdir there && rmdir $TMPDIR && ln -s $PWD/there $TMPDIR")
+    assert ended(started).exit_code == 0
+    assert [path.is_symlink() for path in shared.iterdir()] == [True]
+
+    backends.remove(started[0])
+
+    assert shared.stat().st_mode & 0o7777 == 0o1777
+    assert list(shared.iterdir()) == []
+
+
+def test_removal_that_fails_is_told_and_raises_nothing(
+    run: Callable[..., Started], caplog: pytest.LogCaptureFixture
+) -> None:
+    started = run("true")
+    ended(started)
+
+    with nobody_changes(started[0] / "workdir"):
+        (started[0] / "deletable").touch()
+        backends.remove(started[0])
+
+    assert [path.name for path in started[0].iterdir()] == ["workdir"]
+    assert str(started[0]) in caplog.text
 
 
 SEMAPHORES = """
