@@ -439,6 +439,26 @@ def test_pipes_among_its_files_stop_no_supervisor(run: Callable[..., Started]) -
     assert promptly(lambda: len(printed(started[0]))) == 50
 
 
+def test_directory_among_its_files_loses_no_record(run: Callable[..., Started]) -> None:
+    started = run("mkdir $DSTRIAL_ALLOCATION_DIR/.exit.json.new; exit 5")
+
+    exit_ = ended(started)
+
+    assert (exit_.was_lost, exit_.exit_code) == (False, 5)
+
+
+@pytest.mark.parametrize("path", [".", "output.log"])
+def test_supervisor_that_cannot_write_ends(run: Callable[..., Started], path: str) -> None:
+    directory, handle = run("until [ -e gate ]; do sleep 0.02; done; seq 100000; exit 5")
+    wait_for(lambda: (directory / "output.log").exists())
+
+    with nobody_changes(directory / path):
+        (directory / "workdir" / "gate").touch()
+        exit_ = ended((directory, handle))
+
+    assert (exit_.was_lost, exit_.exit_code) == ((True, 137) if path == "." else (False, 5))
+
+
 def test_notes_of_begun_checkpoints_are_only_uuids(tmp_path: Path) -> None:
     uuid = "0b4ae0d4-0b0b-4b0b-8b0b-0123456789ab"
     saving = tmp_path / SAVING_DIRECTORY
