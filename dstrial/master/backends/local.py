@@ -304,7 +304,9 @@ def poll_exit(directory: Path, handle: SupervisorHandle | None) -> AllocationExi
         logger.warning("no valid exit record: %s", error)
         return AllocationExit(1, None, now_us(), f"no valid exit record: {error}", False)
     explanation = explain_exit(record.exit_code, record.signal)
-    return AllocationExit(record.exit_code, record.signal, record.time_us, explanation, False)
+    # Not after now: a trial may have written it.
+    ended_us = min(record.time_us, now_us())
+    return AllocationExit(record.exit_code, record.signal, ended_us, explanation, False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -314,7 +316,7 @@ class _ExitRecord:
     time_us: int
 
     def __post_init__(self) -> None:
-        if not (0 <= self.exit_code < 256 and 0 <= (self.signal or 0) < 128 and 0 <= self.time_us < 2**63):
+        if not (0 <= self.exit_code < 256 and 0 <= (self.signal or 0) < 128 and self.time_us >= 0):
             raise ValueError(f"{self} is out of range")
 
 

@@ -366,6 +366,17 @@ def test_invalid_exit_record_means_failed_allocation(
     assert str(directory / "exit.json") in line
 
 
+def test_exit_record_from_the_future_is_of_now(run: Callable[..., Started]) -> None:
+    directory, handle = run("true")
+    assert ended((directory, handle)).exit_code == 0
+    (directory / "exit.json").write_text(FORGED.replace("1}", f"{2**63 - 1}}}"))
+
+    exit_ = ended((directory, handle))
+
+    assert exit_.exit_code == 0
+    assert exit_.time_us <= time.time_ns() // 1000
+
+
 def test_exit_record_is_read_after_processes_end(run: Callable[..., Started]) -> None:
     directory, handle = run(f"echo '{FORGED}' > $DSTRIAL_ALLOCATION_DIR/exit.json; setsid sleep 3543")
     wait_for(lambda: living("3543"))
