@@ -159,9 +159,9 @@ def delete_files(storage: Mapping[str, Any], uuid: str, globs: Sequence[str] = (
         for entry in reversed(_entries(directory)):
             if entry.is_dir(follow_symlinks=False):
                 with contextlib.suppress(OSError):
-                    os.rmdir(entry)
+                    Path(entry).rmdir()
             elif any(_matches(os.path.relpath(entry, directory), pattern) for pattern in globs):
-                os.unlink(entry)
+                Path(entry).unlink()
         return remaining(directory)
     except OSError as error:
         raise MasterError(
