@@ -105,7 +105,8 @@ def remove_tree(directory: Path, *, is_forced: bool = False) -> None:
                     left.append([])
                     os.close(here)
                     here = opened
-                    left[-1] = os.listdir(here)
+                    with os.scandir(here) as entries:
+                        left[-1] = [entry.name for entry in entries]
             except FileNotFoundError:
                 pass
             except OSError as error:
@@ -126,7 +127,7 @@ def _delete_or_open(name: str, here: int, is_forced: bool) -> int | None:
     try:
         if is_forced:
             with contextlib.suppress(OSError):
-                os.chmod(f"/proc/self/fd/{path}", 0o700)
+                Path(f"/proc/self/fd/{path}").chmod(0o700)
         return os.open(".", _DIRECTORY, dir_fd=path)
     finally:
         os.close(path)

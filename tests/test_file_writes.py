@@ -109,14 +109,14 @@ def test_remove_tree_deletes_what_is_thousands_deep(tmp_path: Path) -> None:
     make_deep(top)
     (top / "link").symlink_to(outside)
     os.mkfifo(top / "pipe")
-    num_open = len(os.listdir("/proc/self/fd"))
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
 
     remove_tree(top)
     remove_tree(top)
 
     assert names_in(tmp_path) == ["outside"]
     assert names_in(outside) == ["file"]
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_open
 
 
 def test_remove_tree_of_a_link_keeps_its_target(tmp_path: Path) -> None:

@@ -100,10 +100,10 @@ class Janitor:
         """Do the next piece of work, or wait for one."""
         # By the clock, since on a busy master the event comes more often than once in a period.
         if time.monotonic() >= self._forget_at_s:
+            self._forget_at_s = time.monotonic() + self._period_s
             self._forget_old_logs()
             self._collect_overlays()
             self._copy_database()
-            self._forget_at_s = time.monotonic() + self._period_s
         now_s = time.monotonic()
         self._put_off = {number: due_s for number, due_s in self._put_off.items() if due_s > now_s}
         with self._database.read() as connection:
