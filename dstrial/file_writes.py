@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and are then on the disk.
+"""Files that are written whole or not at all, and are then on the disk; directories deleted at any depth.
 
 Needs only the standard library.
 """
@@ -6,9 +6,12 @@ Needs only the standard library.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 from pathlib import Path
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def replace_file(path: Path, content: str | bytes, *, sync: bool = True, is_private: bool = False) -> None:
@@ -60,6 +63,74 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def remove_tree(directory: Path, *, is_forced: bool = False) -> None:
+    """Delete a directory, however deep it is; follow no links.
+
+    Python's ``shutil.rmtree`` fails at about 1000 levels (RecursionError, CPython before 3.13).
+
+    Args:
+        directory: to be deleted; of a link only the link. What is not there is no error.
+        is_forced: whether to delete what is in read-only directories, too.
+
+    Raises:
+        OSError: the first thing that cannot be deleted; all that can be is deleted.
+    """
+    problem: OSError | None = None
+    try:
+        here = os.open(directory.parent, _DIRECTORY | os.O_PATH)
+    except FileNotFoundError:
+        return
+    # Names that are left in each directory from the top to this one, and where each is.
+    left, above = [[directory.name]], list[tuple[str, os.stat_result]]()
+    try:
+        while left[-1] or above:
+            is_empty = not left[-1]
+            if is_empty:
+                # Up by "..": a descriptor for each level would be too many.
+                below, here = here, os.open("..", _DIRECTORY | os.O_PATH, dir_fd=here)
+                os.close(below)
+                left.pop()
+                name, parent = above.pop()
+                if not os.path.samestat(os.fstat(here), parent):
+                    raise OSError(errno.EBUSY, "it is moved while it is deleted", str(directory))
+            else:
+                name = left[-1].pop()
+            try:
+                if is_empty:
+                    os.rmdir(name, dir_fd=here)
+                elif (opened := _delete_or_open(name, here, is_forced)) is not None:
+                    above.append((name, os.fstat(here)))
+                    left.append([])
+                    os.close(here)
+                    here = opened
+                    with os.scandir(here) as entries:
+                        left[-1] = [entry.name for entry in entries]
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                problem = problem or error
+    finally:
+        os.close(here)
+    if problem is not None:
+        raise problem
+
+
+def _delete_or_open(name: str, here: int, is_forced: bool) -> int | None:
+    """Open a directory; delete anything else."""
+    try:
+        path = os.open(name, _DIRECTORY | os.O_PATH | os.O_NOFOLLOW, dir_fd=here)
+    except NotADirectoryError:
+        os.unlink(name, dir_fd=here)
+        return None
+    try:
+        if is_forced:
+            with contextlib.suppress(OSError):
+                Path(f"/proc/self/fd/{path}").chmod(0o700)
+        return os.open(".", _DIRECTORY, dir_fd=path)
+    finally:
+        os.close(path)
 
 
 def _write(path: Path, content: str | bytes, flag: int, *, sync: bool, is_private: bool) -> None:

@@ -8,8 +8,9 @@ import threading
 from pathlib import Path
 
 import pytest
+from stubborn_trees import make_deep, nobody_changes
 
-from dstrial.file_writes import make_file, replace_file, sync_path
+from dstrial.file_writes import make_file, remove_tree, replace_file, sync_path
 
 
 def names_in(directory: Path) -> list[str]:
@@ -98,3 +99,46 @@ def test_a_directory_and_a_file_can_be_waited_for_and_what_is_gone_is_told(tmp_p
     sync_path(tmp_path / "file")
     with pytest.raises(FileNotFoundError):
         sync_path(tmp_path / "gone")
+
+
+def test_remove_tree_deletes_what_is_thousands_deep(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").touch()
+    top = tmp_path / "top"
+    make_deep(top)
+    (top / "link").symlink_to(outside)
+    os.mkfifo(top / "pipe")
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
+
+    remove_tree(top)
+    remove_tree(top)
+
+    assert names_in(tmp_path) == ["outside"]
+    assert names_in(outside) == ["file"]
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_open
+
+
+def test_remove_tree_of_a_link_keeps_its_target(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "file").touch()
+    (tmp_path / "link").symlink_to("target")
+
+    remove_tree(tmp_path / "link", is_forced=True)
+
+    assert names_in(tmp_path) == ["target"]
+    assert names_in(tmp_path / "target") == ["file"]
+
+
+@pytest.mark.process
+def test_remove_tree_that_fails_deletes_all_else(tmp_path: Path) -> None:
+    kept = tmp_path / "top" / "kept"
+    kept.mkdir(parents=True)
+    (kept / "file").touch()
+    make_deep(tmp_path / "top" / "other", 3)
+
+    with nobody_changes(kept), pytest.raises(PermissionError):
+        remove_tree(tmp_path / "top")
+
+    assert names_in(tmp_path / "top") == ["kept"]
+    assert names_in(kept) == ["file"]

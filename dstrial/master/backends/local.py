@@ -27,6 +27,7 @@ from dstrial.checkpoint.storage_identity import is_uuid
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.experiment_config.startup_hook import install_timeout_s, may_install, requirements_of
 from dstrial.errors import MasterError
+from dstrial.file_writes import remove_tree
 from dstrial.harness_paths import WARM_VARIABLE
 from dstrial.master import file_limit
 from dstrial.master.backends import supervisor
@@ -303,7 +304,9 @@ def poll_exit(directory: Path, handle: SupervisorHandle | None) -> AllocationExi
         logger.warning("no valid exit record: %s", error)
         return AllocationExit(1, None, now_us(), f"no valid exit record: {error}", False)
     explanation = explain_exit(record.exit_code, record.signal)
-    return AllocationExit(record.exit_code, record.signal, record.time_us, explanation, False)
+    # Not after now: a trial may have written it.
+    ended_us = min(record.time_us, now_us())
+    return AllocationExit(record.exit_code, record.signal, ended_us, explanation, False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -313,7 +316,7 @@ class _ExitRecord:
     time_us: int
 
     def __post_init__(self) -> None:
-        if not (0 <= self.exit_code < 256 and 0 <= (self.signal or 0) < 128 and 0 <= self.time_us < 2**63):
+        if not (0 <= self.exit_code < 256 and 0 <= (self.signal or 0) < 128 and self.time_us >= 0):
             raise ValueError(f"{self} is out of range")
 
 
@@ -384,16 +387,10 @@ def remove(directory: Path) -> None:
 
 def _delete(directory: Path) -> None:
     """Delete a directory, also what its trial has made read-only."""
-
-    def make_writable(_function: object, path: str, _error: object) -> None:
-        with contextlib.suppress(OSError):
-            for one in (Path(path).parent, Path(path)):
-                if not one.is_symlink() and one.is_dir():
-                    one.chmod(0o700)
-
-    if directory.is_dir():
-        shutil.rmtree(directory, onerror=make_writable)
-        shutil.rmtree(directory, ignore_errors=True)
+    try:
+        remove_tree(directory, is_forced=True)
+    except OSError as error:
+        logger.warning("%s cannot be deleted: %s", directory, error.strerror)
 
 
 def _signal(handle: SupervisorHandle, number: signal.Signals) -> None:

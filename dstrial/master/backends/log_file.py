@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from dstrial.master.clock import now_us
 from dstrial.master.store.reports.logs import LogLine
 from dstrial.master.trial_files import open_regular
 
@@ -135,10 +136,13 @@ def _further_parts(directory: Path) -> list[_Part]:
 def parse(raw: str) -> LogLine:
     """Parse a log line: time, stream, the rank of its tag, the level of its prefix.
 
-    A line that no supervisor wrote, which a power failure may leave, is text without a time.
+    A line that no supervisor wrote, which a power failure may leave, is text without a time; one from the future, which a
+    trial may write, is of now.
     """
     head = _HEAD.match(raw)
-    time_us, stream, text = (int(head[1]), head[2], raw[head.end() :]) if head else (0, "e", raw)
+    time_us, stream, text = (
+        (min(int(head[1]), now_us()), head[2], raw[head.end() :]) if head else (0, "e", raw)
+    )
     rank: int | None = None
     if text.startswith("[rank="):
         tag = _RANK.match(text)

@@ -15,6 +15,7 @@ the log goes on in parts, ``output.log.<bytes before it>.<lines before it>``; th
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -34,6 +35,7 @@ _TRACKERS_END_S = 10.0  # a tracker may still be starting when what it tracks is
 _TRAILING_OUTPUT_S = 2.0
 _TABLE_READS = 5
 _TICK_S = 0.5
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 _NUM_PARTS = 8
 _STOPPED_AFTER_S = 10.0
 _STOPPED_AGAIN_S = 600.0
@@ -78,10 +80,8 @@ def _leave(requests: "_Requests", exit_code: int, signal_number: int | None) -> 
         try:
             write_json("exit.json", record)
             return
-        except (FileExistsError, IsADirectoryError):
-            return  # The trial has put something else there.
-        except OSError:
-            if not requests.may_try_again():
+        except OSError as error:
+            if not requests.may_try_again(error):
                 return
 
 
@@ -101,8 +101,13 @@ class _Requests:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
-    def may_try_again(self) -> bool:
-        """Wait shortly for room on a full disk; False if all is to be killed instead."""
+    def may_try_again(self, error: OSError) -> bool:
+        """Wait shortly for room on a full disk; False if all is to be killed instead.
+
+        Other errors stay: a trial may have put something else there, or allow no writing.
+        """
+        if error.errno not in _FULL:
+            return False
         if not self.kill:
             time.sleep(_TICK_S)
         return not self.kill and os.path.exists("spec.json")
@@ -266,9 +271,9 @@ class _Output:
         while data:
             try:
                 data = data[os.write(self._log, data) :]
-            except OSError:
+            except OSError as error:
                 # The entrypoint waits for room, too, once its pipe is full.
-                if not self._requests.may_try_again():
+                if not self._requests.may_try_again(error):
                     return
 
     def _begin_part(self) -> None:
@@ -490,14 +495,17 @@ def _group_lives(group: int) -> bool:
 
 def write_json(name: str, value: dict[str, Any]) -> None:
     """Write a file that is either complete or not there."""
-    temporary = f".{name}.new"
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary)  # A trial may have put a pipe there, which nobody reads.
-    with open(temporary, "x", encoding="utf-8") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, name)
+    temporary = f".{name}.{os.urandom(8).hex()}"  # A trial may put something at a name that it can guess.
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:
+            json.dump(value, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, name)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 def _now_us() -> int:

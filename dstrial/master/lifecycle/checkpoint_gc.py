@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import fnmatch
 import math
-import shutil
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dstrial.checkpoint.storage_identity import is_uuid
 from dstrial.errors import MasterError
+from dstrial.file_writes import remove_tree
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ def delete_tensorboard_files(storage: Mapping[str, Any], cluster_id: str, experi
     directory = tensorboard_directory(storage, cluster_id, experiment_id)
     try:
         if directory.is_dir() and not directory.is_symlink():
-            shutil.rmtree(directory)
+            remove_tree(directory)
     except OSError as error:
         raise MasterError(
             f"{directory} cannot be deleted ({error.strerror}); expected files of your own. Delete them by hand."
@@ -153,21 +154,19 @@ def delete_files(storage: Mapping[str, Any], uuid: str, globs: Sequence[str] = (
         return remaining(directory)
     try:
         if any(pattern in ("**/*", "**", "*") for pattern in globs):
-            shutil.rmtree(directory)
+            remove_tree(directory)
             return {}
-        for path in sorted(directory.rglob("*")):
-            name = path.relative_to(directory).as_posix()
-            if (path.is_symlink() or not path.is_dir()) and any(_matches(name, pattern) for pattern in globs):
-                path.unlink()
-        for path in sorted(directory.rglob("*"), reverse=True):
-            if path.is_dir() and not path.is_symlink():
+        for entry in reversed(_entries(directory)):
+            if entry.is_dir(follow_symlinks=False):
                 with contextlib.suppress(OSError):
-                    path.rmdir()
+                    Path(entry).rmdir()
+            elif any(_matches(os.path.relpath(entry, directory), pattern) for pattern in globs):
+                Path(entry).unlink()
+        return remaining(directory)
     except OSError as error:
         raise MasterError(
             f"{directory} cannot be deleted ({error.strerror}); expected files of your own. Delete them by hand."
         ) from error
-    return remaining(directory)
 
 
 def swept_text(uuids: Sequence[str], num_bytes: int) -> str:
@@ -177,15 +176,35 @@ def swept_text(uuids: Sequence[str], num_bytes: int) -> str:
 
 
 def remaining(directory: Path) -> dict[str, int]:
-    """Return a directory's files with bytes; directories have a final slash and 0."""
+    """Return a directory's files with bytes; directories have a final slash and 0.
+
+    Raises:
+        OSError: a file cannot be looked at, as its path is too long.
+    """
     found: dict[str, int] = {}
-    for path in sorted(directory.rglob("*")):
-        name = path.relative_to(directory).as_posix()
-        if path.is_dir() and not path.is_symlink():
+    for entry in _entries(directory):
+        # A name that is not UTF-8 is in no answer (RFC 8259).
+        name = os.fsencode(os.path.relpath(entry, directory)).decode(errors="backslashreplace")
+        if entry.is_dir(follow_symlinks=False):
             found[f"{name}/"] = 0
         else:
-            found[name] = path.lstat().st_size
+            found[name] = entry.stat(follow_symlinks=False).st_size
     return found
+
+
+def _entries(directory: Path) -> list[os.DirEntry[str]]:
+    """Return what is below a directory in order, parents before what is in them.
+
+    ``Path.rglob`` raises RecursionError at about 1000 levels (CPython before 3.13).
+    """
+    found: list[os.DirEntry[str]] = []
+    left = [str(directory)]
+    while left:
+        with contextlib.suppress(PermissionError), os.scandir(left.pop()) as entries:
+            new = list(entries)
+            found += new
+            left += [entry.path for entry in new if entry.is_dir(follow_symlinks=False)]
+    return sorted(found, key=lambda entry: entry.path.split("/"))
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-import shutil
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from dstrial.errors import DstrialError, MasterError
+from dstrial.file_writes import remove_tree
 from dstrial.master.advice import text_of
 from dstrial.master.backends import remove
 from dstrial.master.backends.environment import tracebacks_directory
@@ -99,10 +100,10 @@ class Janitor:
         """Do the next piece of work, or wait for one."""
         # By the clock, since on a busy master the event comes more often than once in a period.
         if time.monotonic() >= self._forget_at_s:
+            self._forget_at_s = time.monotonic() + self._period_s
             self._forget_old_logs()
             self._collect_overlays()
             self._copy_database()
-            self._forget_at_s = time.monotonic() + self._period_s
         now_s = time.monotonic()
         self._put_off = {number: due_s for number, due_s in self._put_off.items() if due_s > now_s}
         with self._database.read() as connection:
@@ -111,8 +112,12 @@ class Janitor:
             next_s = min([self._forget_at_s, *self._put_off.values()])
             self._event.wait(max(0.0, next_s - time.monotonic()))
             self._event.clear()
-        else:
+            return
+        try:
             self._perform(row)
+        except Exception:
+            logger.exception("%s of experiment %d is put off", row.kind, row.experiment_id)
+            self._put_off[row.id] = time.monotonic() + _LOOK_AGAIN_S
 
     def _perform(self, row: background_jobs.BackgroundJob) -> None:
         experiment_id, payload = int(row.experiment_id), json.loads(row.payload)
@@ -175,7 +180,8 @@ class Janitor:
         for uuid in left:
             directory = checkpoint_gc.checkpoint_directory(storage, uuid)
             if directory.is_dir() and not directory.is_symlink():
-                num_bytes += sum(checkpoint_gc.remaining(directory).values())
+                with contextlib.suppress(OSError):
+                    num_bytes += sum(checkpoint_gc.remaining(directory).values())
                 checkpoint_gc.delete_files(storage, uuid)
                 names.append(uuid)
         if names:
@@ -247,7 +253,8 @@ class Janitor:
         for allocation in held:
             directory = Path(allocation.directory)
             remove(directory)
-            shutil.rmtree(tracebacks_directory(directory, allocation.trial_id), ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove_tree(tracebacks_directory(directory, allocation.trial_id))
         self._database.write(lambda tx: _forget_experiment(tx, experiment_id))
 
     def _delete_tensorboard(self, experiment_id: int) -> None:

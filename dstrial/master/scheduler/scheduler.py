@@ -13,7 +13,6 @@ import json
 import logging
 import math
 import secrets
-import shutil
 import threading
 import time
 import uuid
@@ -1015,7 +1014,6 @@ class Scheduler:
             if directory.name not in live:
                 backends.kill(backends.find(directory), directory)
                 backends.remove(directory)
-                shutil.rmtree(directory, ignore_errors=True)
 
 
 def _capacity(

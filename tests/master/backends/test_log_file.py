@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.master.backends.log_file import printed, read_lines
+from dstrial.master.backends.log_file import parse, printed, read_lines
 
 
 class Log:
@@ -101,3 +103,11 @@ def test_why_a_trial_failed_is_looked_for_in_a_bounded_part_of_its_log(tmp_path:
     assert texts[0] == "first\n"
     assert texts[-1] == "last\n"
     assert 15_000 < len(texts) < 20_000
+
+
+@pytest.mark.parametrize("time_us", [253402300800000000, 999999999999999999])
+def test_line_from_the_future_is_of_now(time_us: int) -> None:
+    line = parse(f"{time_us} o text")
+
+    assert 0 < line.time_us <= time.time_ns() // 1000
+    assert line.text == "text\n"

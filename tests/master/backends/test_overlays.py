@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from stubborn_trees import make_deep, nobody_changes
 from submitting import TRAIN, config, log_of, submit, trials, wait_until
 from tasks_here import TasksHere
 from waiting import wait_for
@@ -452,3 +453,18 @@ def test_only_what_no_task_uses_and_none_has_started_in_for_long_is_collected(tm
 
     assert store.collect(tmp_path, unused_s=3600.0) == ["used-0"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["recent-0", "recent-0.lock", "recent-0.use"]
+
+
+def test_environment_that_cannot_be_deleted_keeps_no_other(tmp_path: Path) -> None:
+    for name in ("another", "deep", "stays"):
+        overlay = store.Overlay(tmp_path, f"{name}-0")
+        make_deep(overlay.path, 1500 if name == "deep" else 1)
+        os.close(overlay.use())
+        overlay.beside("lock").touch()
+        os.utime(overlay.beside("use"), (0, 0))
+
+    with nobody_changes(tmp_path / "another-0"):
+        assert store.collect(tmp_path, unused_s=3600.0) == ["deep-0", "stays-0"]
+
+    assert store.collect(tmp_path, unused_s=3600.0) == ["another-0"]
+    assert list(tmp_path.iterdir()) == []

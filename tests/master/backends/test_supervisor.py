@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stubborn_trees import make_deep, nobody_changes
 from tmp_cleaner import clean
 from waiting import wait_for
 
@@ -365,6 +366,17 @@ def test_invalid_exit_record_means_failed_allocation(
     assert str(directory / "exit.json") in line
 
 
+def test_exit_record_from_the_future_is_of_now(run: Callable[..., Started]) -> None:
+    directory, handle = run("true")
+    assert ended((directory, handle)).exit_code == 0
+    (directory / "exit.json").write_text(FORGED.replace("1}", f"{2**63 - 1}}}"))
+
+    exit_ = ended((directory, handle))
+
+    assert exit_.exit_code == 0
+    assert exit_.time_us <= time.time_ns() // 1000
+
+
 def test_exit_record_is_read_after_processes_end(run: Callable[..., Started]) -> None:
     directory, handle = run(f"echo '{FORGED}' > $DSTRIAL_ALLOCATION_DIR/exit.json; setsid sleep 3543")
     wait_for(lambda: living("3543"))
@@ -438,6 +450,26 @@ def test_pipes_among_its_files_stop_no_supervisor(run: Callable[..., Started]) -
     assert promptly(lambda: len(printed(started[0]))) == 50
 
 
+def test_directory_among_its_files_loses_no_record(run: Callable[..., Started]) -> None:
+    started = run("mkdir $DSTRIAL_ALLOCATION_DIR/.exit.json.new; exit 5")
+
+    exit_ = ended(started)
+
+    assert (exit_.was_lost, exit_.exit_code) == (False, 5)
+
+
+@pytest.mark.parametrize("path", [".", "output.log"])
+def test_supervisor_that_cannot_write_ends(run: Callable[..., Started], path: str) -> None:
+    directory, handle = run("until [ -e gate ]; do sleep 0.02; done; seq 100000; exit 5")
+    wait_for(lambda: (directory / "output.log").exists())
+
+    with nobody_changes(directory / path):
+        (directory / "workdir" / "gate").touch()
+        exit_ = ended((directory, handle))
+
+    assert (exit_.was_lost, exit_.exit_code) == ((True, 137) if path == "." else (False, 5))
+
+
 def test_notes_of_begun_checkpoints_are_only_uuids(tmp_path: Path) -> None:
     uuid = "0b4ae0d4-0b0b-4b0b-8b0b-0123456789ab"
     saving = tmp_path / SAVING_DIRECTORY
@@ -489,6 +521,50 @@ def test_an_allocation_that_ends_leaves_no_directory_even_if_its_trial_made_one_
 
     assert not temporary.exists()
     assert not started[0].exists()
+
+
+def test_removal_of_deep_directory_leaves_nothing(run: Callable[..., Started]) -> None:
+    started = run("echo $TMPDIR")
+    ended(started)
+    temporary = Path(printed(started[0])[-1][1].strip())
+    make_deep(temporary / "deep")
+    make_deep(started[0] / "deep")
+
+    backends.remove(started[0])
+
+    assert not temporary.exists()
+    assert not started[0].exists()
+
+
+def test_linked_temporary_directory_changes_no_other_mode(
+    run: Callable[..., Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    started = run("mkdir there && rmdir $TMPDIR && ln -s $PWD/there $TMPDIR")
+    assert ended(started).exit_code == 0
+    assert [path.is_symlink() for path in shared.iterdir()] == [True]
+
+    backends.remove(started[0])
+
+    assert shared.stat().st_mode & 0o7777 == 0o1777
+    assert list(shared.iterdir()) == []
+
+
+def test_removal_that_fails_is_told_and_raises_nothing(
+    run: Callable[..., Started], caplog: pytest.LogCaptureFixture
+) -> None:
+    started = run("true")
+    ended(started)
+
+    with nobody_changes(started[0] / "workdir"):
+        (started[0] / "deletable").touch()
+        backends.remove(started[0])
+
+    assert [path.name for path in started[0].iterdir()] == ["workdir"]
+    assert str(started[0]) in caplog.text
 
 
 SEMAPHORES = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,16 @@ def test_of_equals_the_earlier_is_better_as_in_a_run_directory() -> None:
     ]
     assert plan(equal, Policy(0, 1, 1), smaller_is_better=True) == ["later"]
     assert plan(equal, Policy(1, 0, 1), smaller_is_better=True) == ["later"]
+
+
+def test_other_encodings_of_names_are_told_escaped(tmp_path: Path) -> None:
+    checkpoint = tmp_path / UUID
+    checkpoint.mkdir()
+    for name in (b"drop.me", b"caf\xe9.bin"):
+        Path(os.fsdecode(os.fsencode(checkpoint) + b"/" + name)).touch()
+    storage = {"type": "directory", "container_path": str(tmp_path)}
+
+    assert delete_files(storage, UUID, ["drop.me"]) == {"caf\\xe9.bin": 0}
 
 
 def test_files_are_deleted_by_pattern_and_links_are_not_followed(tmp_path: Path) -> None:

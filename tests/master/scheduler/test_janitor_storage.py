@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from stored import num_pending, store_checkpoints, store_experiment
+from stubborn_trees import make_deep
 from waiting import wait_for
 
+from dstrial.file_writes import remove_tree
+from dstrial.master.lifecycle import checkpoint_gc
 from dstrial.master.lifecycle.storages import Storages
 from dstrial.master.pubsub import PubSub
 from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.store import background_jobs
-from dstrial.master.store.database import Database
+from dstrial.master.store.database import Database, Transaction
 
 UUIDS = [f"0f4f1f9e-8f0a-4c3e-9a53-00000000000{letter}" for letter in "abc"]
 
@@ -40,14 +41,14 @@ def database(tmp_path: Path, root: Path) -> Iterator[Database]:
 @pytest.fixture
 def away(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the storage is once the files of one checkpoint are deleted, as if it had been unmounted."""
-    place, rmtree = tmp_path / "away", shutil.rmtree
+    place = tmp_path / "away"
 
-    def unmount_after(path: Any, *args: Any, **options: Any) -> None:
-        rmtree(path, *args, **options)
-        if Path(path).parent == root:
+    def unmount_after(path: Path) -> None:
+        remove_tree(path)
+        if path.parent == root:
             root.rename(place)
 
-    monkeypatch.setattr(shutil, "rmtree", unmount_after)
+    monkeypatch.setattr(checkpoint_gc, "remove_tree", unmount_after)
     return place
 
 
@@ -84,6 +85,36 @@ def test_what_is_left_to_delete_is_put_off(
         wait_for(lambda: num_pending(database) == 0)
     assert states(database) == ["DELETED"] * 3
     assert [path.name for path in root.iterdir() if path.is_dir()] == []
+
+
+def test_deep_checkpoint_is_deleted_with_all_others(database: Database, root: Path) -> None:
+    make_deep(root / UUIDS[0] / "deep")
+    make_deep(root / UUIDS[1] / "deep")
+    database.write(lambda tx: request_deletion(tx, UUIDS[0], "**/*"))
+    database.write(lambda tx: request_deletion(tx, UUIDS[1], "*.pt"))
+    database.write(lambda tx: request_deletion(tx, UUIDS[2], "**/*"))
+
+    with working(database):
+        wait_for(lambda: num_pending(database) == 0)
+
+    assert states(database) == ["DELETED", "COMPLETED", "DELETED"]
+    assert [path.name for path in root.iterdir() if path.is_dir()] == [UUIDS[1]]
+    remove_tree(root)
+
+
+def request_deletion(tx: Transaction, uuid: str, pattern: str) -> None:
+    background_jobs.request(tx, "delete_checkpoints", 1, {"uuids": [uuid], "globs": [pattern]})
+
+
+def test_work_that_always_fails_stops_no_other(database: Database) -> None:
+    nonsense = {"uuids": None, "globs": []}
+    database.write(lambda tx: background_jobs.request(tx, "delete_checkpoints", 1, nonsense))
+    database.write(lambda tx: request_deletion(tx, UUIDS[0], "**/*"))
+
+    with working(database):
+        wait_for(lambda: num_pending(database) == 1)
+
+    assert states(database) == ["DELETED", "COMPLETED", "COMPLETED"]
 
 
 def is_claimed(database: Database) -> list[str]:

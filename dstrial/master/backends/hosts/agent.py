@@ -16,7 +16,6 @@ import io
 import json
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.errors import DstrialError, MasterError
-from dstrial.file_writes import replace_file
+from dstrial.file_writes import remove_tree, replace_file
 from dstrial.harness_paths import ENDING_NAME
 from dstrial.hosts.heartbeats import BEAT_S, LEASE_S
 from dstrial.hosts.remote import PREFIX, addresses
@@ -213,7 +212,6 @@ class Agent:
             else:
                 local.kill(handle, directory, leaves_record=False)
                 local.remove(directory)
-                shutil.rmtree(directory, ignore_errors=True)
 
     def _listen(self) -> socket.socket:
         """Listen where the last agent did: trials that run report to that port."""
@@ -271,7 +269,8 @@ class Agent:
     def _leave(self) -> None:
         """Delete what is here for this place alone: no agent comes back to it."""
         self.give_back()
-        shutil.rmtree(self._allocations, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_tree(self._allocations, is_forced=True)
         for name in ("agent", "relay"):
             (self._directory / f"{name}{self._place}.json").unlink(missing_ok=True)
         (self._directory / f"fork-server{self._place}.log").unlink(missing_ok=True)
@@ -468,7 +467,7 @@ def _remove_old(tracebacks: Path) -> None:
     with contextlib.suppress(OSError):
         for path in tracebacks.iterdir():
             if path.stat().st_mtime < time.time() - _TRACEBACKS_LAST_S:
-                shutil.rmtree(path, ignore_errors=True)
+                remove_tree(path)
 
 
 def main() -> int:

@@ -9,13 +9,12 @@ import abc
 import contextlib
 import dataclasses
 import json
-import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from dstrial.errors import MasterError
-from dstrial.file_writes import replace_file
+from dstrial.file_writes import remove_tree, replace_file
 from dstrial.hosts.hostfile import Host
 from dstrial.master.backends.backend import (
     AllocationExit,
@@ -267,7 +266,7 @@ class LinkedBackend(abc.ABC):
             if link is not None:
                 link.forget(run.allocation_id)
         with contextlib.suppress(OSError):
-            shutil.rmtree(run.directory)
+            remove_tree(run.directory)
 
     def look(self, *, is_busy: bool) -> None:
         """Do what the master's own machine needs, and show how the hosts are."""

@@ -16,7 +16,7 @@ import shutil
 import time
 from pathlib import Path
 
-from dstrial.file_writes import replace_file
+from dstrial.file_writes import remove_tree, replace_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -199,8 +199,9 @@ def collect(root: Path, unused_s: float) -> list[str]:
             continue
         try:
             if _is_collectable(overlay, unused_s):
-                _delete(overlay)
-                deleted.append(overlay.name)
+                with contextlib.suppress(OSError):  # one that stays must not keep the others
+                    _delete(overlay)
+                    deleted.append(overlay.name)
         finally:
             os.close(changing)
     return deleted
@@ -222,9 +223,9 @@ def _delete(overlay: Overlay) -> None:
     for path in (overlay.path, overlay.root / f".{overlay.name}.new"):
         if path.is_dir():
             gone = overlay.root / f".{overlay.name}.old"
-            shutil.rmtree(gone, ignore_errors=True)
+            remove_tree(gone)
             path.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+            remove_tree(gone)
     for kind in ("json", "complete", "use", "broken", "lock"):
         with contextlib.suppress(FileNotFoundError):
             overlay.beside(kind).unlink()
