@@ -48,6 +48,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             pass
         self.close_connection = True
 
+    do_CONNECT = do_GET
+
     def log_message(self, *words):
         pass
 
@@ -89,6 +91,14 @@ def test_address_that_is_no_http_is_400(shared_master: MasterForTest, service: s
         auth = f"Authorization: Bearer {shared_master.client().token}"
         connection.sendall(request("GET", f"{service}/ü", auth, "Connection: close"))
         assert status_of(read_all(connection)) == 400
+
+
+def test_connect_request_leaves_master_answering(shared_master: MasterForTest, service: str) -> None:
+    with connect(shared_master.record.port) as connection:
+        auth = f"Authorization: Bearer {shared_master.client().token}"
+        connection.sendall(request("CONNECT", f"{service}/whole", auth))
+        read_all(connection)
+    assert _ask(shared_master, "/api/v1/me")[0] == 200
 
 
 NO_ANSWERS = {

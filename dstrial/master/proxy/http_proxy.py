@@ -201,6 +201,8 @@ async def _pass_answer(link: h11.Connection, reader: asyncio.StreamReader, send:
                     num_informational += 1
                     if num_informational > _MAX_INFORMATIONAL:
                         raise _broken(f"has more than {_MAX_INFORMATIONAL} informational responses (1xx)")
+                elif event is h11.PAUSED:
+                    raise _broken("to CONNECT opens a tunnel")
                 elif isinstance(event, h11.Response):
                     if event.status_code not in _STATUSES:
                         raise _broken(f"has status {event.status_code}")
