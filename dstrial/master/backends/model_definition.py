@@ -14,6 +14,7 @@ import mimetypes
 import tarfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -23,6 +24,9 @@ from dstrial.errors import MasterError, RequestError
 MAX_MEMBERS = 100_000
 MAX_PATH_BYTES = 1024
 """Longest path of a member; the directory in which a trial runs has to fit in front of it."""
+
+MAX_DEPTH = 100
+"""Most directories above a member; each costs time for every file below it."""
 
 MAX_SHOWN_BYTES = 16 * 1024 * 1024
 """Largest file of a model definition that is shown by itself."""
@@ -59,8 +63,7 @@ def pack(files: Iterable[Mapping[str, Any]]) -> bytes:
     ):
         for file in files:
             member, content = _member(file)
-            inside = PurePosixPath(member.name)
-            if left_out & {str(path) for path in (inside, *inside.parents)}:
+            if left_out and not left_out.isdisjoint(accumulate(member.name.split("/"), "{}/{}".format)):
                 continue
             total += len(content)
             num_members += 1
@@ -290,6 +293,11 @@ def _damaged(error: Exception) -> RequestError:
 def _require_inside(path: str) -> None:
     if len(path.encode("utf-8", "surrogateescape")) > MAX_PATH_BYTES:
         raise _too_long()
+    if len(PurePosixPath(path).parts) > MAX_DEPTH + 1:
+        raise RequestError(
+            400,
+            f"modelDefinition: {path!r} is below more than {MAX_DEPTH} directories; expected at most that. Move the file up.",
+        )
     if _leads_out(path):
         raise RequestError(
             400,
