@@ -32,6 +32,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         kind, line = self.path.rsplit("/", 1)[1], b"HTTP/1.1 200 OK\r\n"
         answers = {
             "whole": [line + b"Content-Length: 5\r\n\r\nwhole"],
+            "headers": [line + b"Connection: X-Hop, close\r\nX-Hop: 1\r\nX-Kept: 1\r\n\r\n" + bytes(self.headers)],
             "999": [b"HTTP/1.1 999 Beyond\r\nContent-Length: 0\r\n\r\n"],
             "101": [b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n"],
             "endless": itertools.chain([line], itertools.repeat(b"X: " + b"y" * 60_000 + b"\r\n")),
@@ -99,6 +100,21 @@ def test_connect_request_leaves_master_answering(shared_master: MasterForTest, s
         connection.sendall(request("CONNECT", f"{service}/whole", auth))
         read_all(connection)
     assert _ask(shared_master, "/api/v1/me")[0] == 200
+
+
+def test_proxy_headers_named_by_connection_are_dropped(shared_master: MasterForTest, service: str) -> None:
+    sent = {"Connection": "X-Own, Content-Length, Host", "X-Own": "1", "X-Sent": "1", "Content-Length": "0"}
+
+    status, headers, content = _ask(shared_master, f"{service}/headers", **sent)
+
+    assert (status, headers["X-Hop"], headers["X-Kept"]) == (200, None, "1")
+    received = content.decode().lower()
+    assert [name in received for name in ("x-own:", "x-sent:", "content-length:", "host:")] == [
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 NO_ANSWERS = {
