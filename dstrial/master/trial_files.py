@@ -18,12 +18,12 @@ MAX_RECORD_BYTES = 1 << 20
 _NO_FILE = (errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EACCES)
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file of this account, and wait for no pipe.
+def open_regular(path: Path, *, is_own: bool = True) -> BinaryIO:
+    """Open a regular file, of this account if ``is_own``, and wait for no pipe.
 
     Raises:
         FileNotFoundError: there is no file.
-        ValueError: it is a link, a pipe, a directory or another account's file.
+        ValueError: it is a link, a pipe, a directory or, if ``is_own``, another account's file.
         OSError: it cannot be opened now.
     """
     try:
@@ -35,9 +35,9 @@ def open_regular(path: Path) -> BinaryIO:
             raise
         raise ValueError(f"{path} is no file that can be read ({error.strerror})") from error
     found = os.fstat(file.fileno())
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+    if not stat.S_ISREG(found.st_mode) or (is_own and found.st_uid != os.geteuid()):
         file.close()
-        raise ValueError(f"{path} is no regular file of this account")
+        raise ValueError(f"{path} is no regular file" + " of this account" * is_own)
     return file
 
 

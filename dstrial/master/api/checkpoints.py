@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import shutil
 import tarfile
 import threading
 import zipfile
@@ -30,6 +32,7 @@ from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.reports import metrics
+from dstrial.master.trial_files import open_regular
 
 _CHUNK_BYTES = 1 << 16  # what a pipe holds
 
@@ -259,10 +262,15 @@ async def _archive(directory: Path, kind: str) -> AsyncIterator[bytes]:
 
     thread = threading.Thread(target=write, name="dstrial-archive", daemon=True)
     thread.start()
-    with os.fdopen(read_end, "rb", buffering=0) as file:
-        while chunk := await asyncio.to_thread(file.read, _CHUNK_BYTES):
+    # The event loop waits for the pipe: storage that does not answer must hold none of the threads that others need.
+    reader = asyncio.StreamReader(_CHUNK_BYTES)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", buffering=0)
+    )
+    with contextlib.closing(transport):
+        while chunk := await reader.read(_CHUNK_BYTES):
             yield chunk
-    await asyncio.to_thread(thread.join)
+    thread.join()  # which has closed its end of the pipe, and ends
     if problems:
         raise problems[0]
 
@@ -274,11 +282,16 @@ def _write_archive(directory: Path, kind: str, file: IO[bytes]) -> None:
         with zipfile.ZipFile(file, "w", strict_timestamps=False) as archive:
             for path in paths:
                 name = os.fsencode(path.relative_to(directory).as_posix()).decode(errors="backslashreplace")
-                archive.write(path, name)
+                info = zipfile.ZipInfo.from_file(path, name, strict_timestamps=False)
+                with open_regular(path, is_own=False) as source, archive.open(info, "w") as target:
+                    shutil.copyfileobj(source, target)
         return
     with tarfile.open(fileobj=file, mode="w|gz" if kind == "gzip" else "w|") as tar:
         for path in paths:
-            tar.add(path, path.relative_to(directory).as_posix(), recursive=False)
+            with open_regular(path, is_own=False) as source:
+                tar.addfile(
+                    tar.gettarinfo(arcname=path.relative_to(directory).as_posix(), fileobj=source), source
+                )
 
 
 _ONE = "/checkpoints/{checkpoint_uuid}"

@@ -14,10 +14,11 @@ import mimetypes
 import tarfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from dstrial.context_directory import MARKS, MAX_BYTES
+from dstrial.context_directory import MARKS, MAX_BYTES, MAX_DEPTH
 from dstrial.errors import MasterError, RequestError
 
 MAX_MEMBERS = 100_000
@@ -59,8 +60,7 @@ def pack(files: Iterable[Mapping[str, Any]]) -> bytes:
     ):
         for file in files:
             member, content = _member(file)
-            inside = PurePosixPath(member.name)
-            if left_out & {str(path) for path in (inside, *inside.parents)}:
+            if left_out and not left_out.isdisjoint(accumulate(member.name.split("/"), "{}/{}".format)):
                 continue
             total += len(content)
             num_members += 1
@@ -290,6 +290,11 @@ def _damaged(error: Exception) -> RequestError:
 def _require_inside(path: str) -> None:
     if len(path.encode("utf-8", "surrogateescape")) > MAX_PATH_BYTES:
         raise _too_long()
+    if len(PurePosixPath(path).parts) > MAX_DEPTH + 1:
+        raise RequestError(
+            400,
+            f"modelDefinition: {path!r} is below more than {MAX_DEPTH} directories; expected at most that. Move the file up.",
+        )
     if _leads_out(path):
         raise RequestError(
             400,

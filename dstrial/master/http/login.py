@@ -24,6 +24,7 @@ LIFETIME_S = 600.0
 """How long the code of a login link may be used, seconds."""
 _MAX_CODES = 16
 _MAX_GRANTS = 1000
+_MAX_GRANTS_OF_TOKEN = 50
 
 _NUM_FREE = 3
 _FIRST_DELAY_S = 0.1
@@ -182,9 +183,12 @@ class ServiceGrants:
         self._tokens: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
 
     def create(self, token: str, task_id: str) -> str:
-        """Return a new code; the one that was used longest ago is dropped from too many."""
+        """Return a new code; the one that was used longest ago is dropped from too many of its token or of all."""
         code = secrets.token_urlsafe(32)
         self._tokens[_digest_of(code)] = token, task_id
+        same = [digest for digest, (holder, _) in self._tokens.items() if holder == token]
+        if len(same) > _MAX_GRANTS_OF_TOKEN:
+            del self._tokens[same[0]]
         if len(self._tokens) > _MAX_GRANTS:
             self._tokens.popitem(last=False)
         return code

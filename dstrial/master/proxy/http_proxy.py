@@ -28,7 +28,8 @@ logger = logging.getLogger("dstrial.master.proxy")
 INTERACTIVE = "/det/interactive/"
 """What ``det tensorboard start`` and ``open`` open in the browser: a page that waits, and goes to the service."""
 _GRANT = "dstrial-grant="
-_CHUNK_BYTES = 64 * 1024
+_CHUNK_BYTES = 4 * 1024  # hundreds of HTTP events at most, which take the event loop's thread for 30 ms
+_MAX_INFORMATIONAL = 10
 _MAX_HEAD_BYTES = 64 * 1024
 _STATUSES = range(200, 600)
 
@@ -187,22 +188,34 @@ async def _send_request(
 
 
 async def _pass_answer(link: h11.Connection, reader: asyncio.StreamReader, send: Send) -> None:
+    num_informational = 0
+    is_whole = False
     try:
-        while not isinstance(event := link.next_event(), h11.EndOfMessage):
-            if event is h11.NEED_DATA:
-                link.receive_data(await reader.read(_CHUNK_BYTES))
-            elif isinstance(event, h11.Response):
-                if event.status_code not in _STATUSES:
-                    raise _broken(f"has status {event.status_code}")
-                start = {"status": event.status_code, "headers": targets.answered(event.headers)}
-                await send({"type": "http.response.start", **start})
-            elif isinstance(event, h11.Data):
-                await send({"type": "http.response.body", "body": bytes(event.data), "more_body": True})
+        while not is_whole:
+            link.receive_data(await reader.read(_CHUNK_BYTES))
+            await asyncio.sleep(0)  # a read of buffered bytes lets no other connection run
+            body = b""
+            while not is_whole and (event := link.next_event()) is not h11.NEED_DATA:
+                is_whole = isinstance(event, h11.EndOfMessage)
+                if isinstance(event, h11.InformationalResponse):
+                    num_informational += 1
+                    if num_informational > _MAX_INFORMATIONAL:
+                        raise _broken(f"has more than {_MAX_INFORMATIONAL} informational responses (1xx)")
+                elif event is h11.PAUSED:
+                    raise _broken("to CONNECT opens a tunnel")
+                elif isinstance(event, h11.Response):
+                    if event.status_code not in _STATUSES:
+                        raise _broken(f"has status {event.status_code}")
+                    start = {"status": event.status_code, "headers": targets.answered(event.headers)}
+                    await send({"type": "http.response.start", **start})
+                elif isinstance(event, h11.Data):
+                    body += event.data
+            if body or is_whole:
+                await send({"type": "http.response.body", "body": body, "more_body": not is_whole})
     except OSError as error:
         raise _broken("is cut off") from error
     except h11.RemoteProtocolError as error:
         raise _broken("is not whole or no HTTP") from error
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _broken(what: str) -> RequestError:

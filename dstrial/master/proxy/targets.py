@@ -12,7 +12,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -215,18 +215,23 @@ def _holds(supervisors: Iterable[int], inode: str) -> bool:
     return any(has_open(pid, socket) for one in supervisors for pid in descendants(one))
 
 
+def _hop_by_hop(headers: Collection[tuple[bytes, bytes]]) -> frozenset[bytes]:
+    """Return the connection headers of a message, RFC 9110, section 7.6.1; what frames it is never one."""
+    values = [value.lower() for name, value in headers if name == b"connection"]
+    named = {word.strip() for value in values for word in value.split(b",")}
+    return (_HOP_BY_HOP | named) - {b"content-length", b"host"}
+
+
 def forwarded(
-    headers: Iterable[tuple[bytes, bytes]], *, is_upgrade: bool = False
+    headers: Collection[tuple[bytes, bytes]], *, is_upgrade: bool = False
 ) -> list[tuple[bytes, bytes]]:
     """Return a request's headers for its service: no connection headers, no token.
 
     Names are in lower case; with ``is_upgrade`` the headers that ask for a WebSocket stay.
     """
-    kept = []
+    kept, dropped = [], _hop_by_hop(headers)
     for name, value in headers:
-        if name in _SECRET or (
-            name in _HOP_BY_HOP and not (is_upgrade and name in (b"connection", b"upgrade"))
-        ):
+        if name in _SECRET or (name in dropped and not (is_upgrade and name in (b"connection", b"upgrade"))):
             continue
         if name == b"cookie":
             parts = [part.strip() for part in value.split(b";")]
@@ -237,6 +242,7 @@ def forwarded(
     return kept
 
 
-def answered(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+def answered(headers: Collection[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """Return the headers of a service's answer that its client sees."""
-    return [(name, value) for name, value in headers if name not in _HOP_BY_HOP]
+    dropped = _hop_by_hop(headers)
+    return [(name, value) for name, value in headers if name not in dropped]

@@ -206,6 +206,22 @@ def test_download_of_odd_names_and_times_is_whole(fresh_master: Master, tmp_path
     assert found == {odd: b"caf\xe9", "café": "café".encode(), "now": b"now"}
 
 
+@pytest.mark.parametrize("kind", ["zip", "x-tar"])
+def test_download_file_turned_pipe_breaks_off(fresh_master: Master, tmp_path: Path, kind: str) -> None:
+    file = _large_checkpoint(fresh_master, tmp_path).with_name("small")
+    file.touch()
+    downloads = [_download(fresh_master, f"application/{kind}") for _ in range(8)]
+    for _, answer in downloads:
+        answer.read(1024)  # the files are listed
+    file.unlink()
+    os.mkfifo(file)
+
+    for connection, answer in downloads:
+        with pytest.raises(http.client.IncompleteRead):
+            answer.read()
+        connection.close()
+
+
 def test_a_download_whose_file_shrinks_breaks_off(fresh_master: Master, tmp_path: Path) -> None:
     file = _large_checkpoint(fresh_master, tmp_path)
     connection, answer = _download(fresh_master)

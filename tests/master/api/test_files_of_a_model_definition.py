@@ -121,6 +121,18 @@ def test_a_path_that_leads_out_is_refused(session: api.Session, path: str) -> No
     assert refused.value.status_code == 400
 
 
+def test_pack_path_depth_over_100_is_refused(session: api.Session) -> None:
+    submitted(session, ("a/" * 100 + "train.py", b""))
+    with pytest.raises(errors.APIException, match="more than 100 directories"):
+        submitted(session, ("a/" * 101 + "train.py", b""))
+
+
+def test_pack_below_marked_directory_is_left_out(session: api.Session) -> None:
+    names = ["env/pyvenv.cfg", "env/bin/python", "env-2/kept.py", "a/b/pyvenv.cfg", "a/b", "a/c.py"]
+    experiment_id = submitted(session, *((name, b"") for name in names))
+    assert paths(shown(session, experiment_id)) == ["a", "a/c.py", "env-2", "env-2/kept.py"]
+
+
 def test_links_and_what_leads_out_are_neither_shown_nor_read(
     session: api.Session, fresh_master: Master
 ) -> None:
