@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and are then on the disk; directories deleted at any depth.
+"""Writes files whole or not at all, on the disk; deletes deep directories.
 
 Needs only the standard library.
 """
