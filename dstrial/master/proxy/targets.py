@@ -35,17 +35,7 @@ _OWN_HOST = re.compile(r"(?P<task>[a-z0-9.-]+)\.localhost(:[0-9]{1,5})?")
 _SECRET = frozenset({b"authorization", b"x-user-token", access.ALLOCATION_HEADER.encode()})
 _COOKIES = frozenset({access.COOKIE.encode(), access.GRANT_COOKIE.encode()})
 _HOP_BY_HOP = frozenset(
-    {
-        b"connection",
-        b"expect",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    }
+    b"connection expect keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade".split()
 )
 _SOCKET = r": (\w+):{port} (\w+:\w+) (\w+) \S+ \S+ \S+ +(\d+) +\d+ (\d+) "
 """A line of ``/proc/net/tcp``, tcp(5): local and remote address, state, user id, inode."""
