@@ -177,7 +177,7 @@ def _account_behind(port: int, own_port: int) -> int | None:
 
 
 def _hop_by_hop(headers: Collection[tuple[bytes, bytes]]) -> frozenset[bytes]:
-    """Return the connection headers of a message, RFC 9110, section 7.6.1; what frames it is never one."""
+    # RFC 9110, section 7.6.1. Content-Length and Host frame a message, and are never dropped.
     values = [value.lower() for name, value in headers if name == b"connection"]
     named = {word.strip() for value in values for word in value.split(b",")}
     return (_HOP_BY_HOP | named) - {b"content-length", b"host"}
