@@ -276,8 +276,8 @@ def _content_type(path: str, start: bytes) -> str:
 def _too_long() -> RequestError:
     return RequestError(
         400,
-        f"the model definition has a path that is too long; expected at most {MAX_PATH_BYTES} bytes, and names that this "
-        "machine can hold. Shorten it.",
+        f"the model definition has a path that is too long; expected at most {MAX_PATH_BYTES} bytes, {MAX_DEPTH} "
+        "directories, and names that this machine can hold. Shorten it.",
     )
 
 
@@ -288,13 +288,9 @@ def _damaged(error: Exception) -> RequestError:
 
 
 def _require_inside(path: str) -> None:
-    if len(path.encode("utf-8", "surrogateescape")) > MAX_PATH_BYTES:
+    num_bytes = len(path.encode("utf-8", "surrogateescape"))
+    if num_bytes > MAX_PATH_BYTES or len(PurePosixPath(path).parts) > MAX_DEPTH + 1:
         raise _too_long()
-    if len(PurePosixPath(path).parts) > MAX_DEPTH + 1:
-        raise RequestError(
-            400,
-            f"modelDefinition: {path!r} is below more than {MAX_DEPTH} directories; expected at most that. Move the file up.",
-        )
     if _leads_out(path):
         raise RequestError(
             400,

@@ -183,7 +183,7 @@ class ServiceGrants:
         self._tokens: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
 
     def create(self, token: str, task_id: str) -> str:
-        """Return a new code; the one that was used longest ago is dropped from too many of its token or of all."""
+        """Return a new code; drop the least recently used of too many."""
         code = secrets.token_urlsafe(32)
         self._tokens[_digest_of(code)] = token, task_id
         same = [digest for digest, (holder, _) in self._tokens.items() if holder == token]

@@ -37,17 +37,7 @@ _OWN_HOST = re.compile(r"(?P<task>[a-z0-9.-]+)\.localhost(:[0-9]{1,5})?")
 _SECRET = frozenset({b"authorization", b"x-user-token", access.ALLOCATION_HEADER.encode()})
 _COOKIES = frozenset({access.COOKIE.encode(), access.GRANT_COOKIE.encode()})
 _HOP_BY_HOP = frozenset(
-    {
-        b"connection",
-        b"expect",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    }
+    b"connection expect keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade".split()
 )
 _SOCKET = r": (\w+):{port} (\w+:\w+) (\w+) \S+ \S+ \S+ +(\d+) +\d+ (\d+) "
 """A line of ``/proc/net/tcp``, tcp(5): local and remote address, state, user id, inode."""
@@ -216,7 +206,7 @@ def _holds(supervisors: Iterable[int], inode: str) -> bool:
 
 
 def _hop_by_hop(headers: Collection[tuple[bytes, bytes]]) -> frozenset[bytes]:
-    """Return the connection headers of a message, RFC 9110, section 7.6.1; what frames it is never one."""
+    # RFC 9110, section 7.6.1. Content-Length and Host frame a message, and are never dropped.
     values = [value.lower() for name, value in headers if name == b"connection"]
     named = {word.strip() for value in values for word in value.split(b",")}
     return (_HOP_BY_HOP | named) - {b"content-length", b"host"}
