@@ -191,7 +191,7 @@ def config_of_run(
 
 
 def accept_new_storage(master: Master, run_directory: RunDirectory) -> None:
-    """Tell the master that a run directory was made anew, if one at its path was used before.
+    """Have the master accept a run directory that was removed and made anew.
 
     Else its trial would wait for the checkpoint storage of the directory that was removed.
     """

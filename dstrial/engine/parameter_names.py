@@ -37,7 +37,7 @@ def with_plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_names_of(module: torch.nn.Module, state: Any) -> Any:
-    """Return DeepSpeed's model file with the names that ``module`` has now, compiled or not."""
+    """Return DeepSpeed's model file under the names that ``module`` has now."""
     if not isinstance(state, Mapping):
         return state
     named = itertools.chain(module.named_parameters(remove_duplicate=False), module.named_buffers())

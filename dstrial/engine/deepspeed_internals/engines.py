@@ -137,7 +137,7 @@ def set_train_batch_size(engine: DeepSpeedEngine, train_batch_size: int) -> None
 
 @contextlib.contextmanager
 def ignoring_load_universal(loaded: Sequence[DeepSpeedEngine]) -> Iterator[None]:
-    """Have engines load DeepSpeed's own format in the block, not a universal checkpoint.
+    """Have engines ignore ``checkpoint.load_universal`` within the block.
 
     Source: ``checkpoint.load_universal``, ``runtime/config.py:549``, which the engine reads at each load.
     """

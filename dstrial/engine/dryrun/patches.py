@@ -152,7 +152,7 @@ def lists_agree() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unvalidated_distributions() -> Iterator[None]:
-    """Let distributions, as gates of experts make them, take fake tensors as arguments."""
+    """Let distributions (gates of experts have them) take fake tensors."""
     torch.distributions.Distribution.set_default_validate_args(False)
     try:
         yield
