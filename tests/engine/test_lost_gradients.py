@@ -28,6 +28,10 @@ def weights_and_refusals():
 
     from dstrial.engine.engine_hooks import LostGradientCheck, observe_engines
     from dstrial.errors import TrialContractError
+    from dstrial.ranks.process_group import without_compiled_collectives
+
+    with without_compiled_collectives(is_cpu=True):
+        deepspeed.init_distributed("gloo")
 
     def make_engine(accumulation, stage):
         torch.manual_seed(0)
@@ -92,6 +96,10 @@ def two_generators_and_a_discriminator():
     import torch
 
     from dstrial.engine.engine_hooks import LostGradientCheck, observe_engines
+    from dstrial.ranks.process_group import without_compiled_collectives
+
+    with without_compiled_collectives(is_cpu=True):
+        deepspeed.init_distributed("gloo")
 
     engines = []
     for sizes in ((2, 3), (3, 1)):
