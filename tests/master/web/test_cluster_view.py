@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from browsing import Browser
@@ -62,10 +62,17 @@ def test_use_counts_deleted_experiments(seeded_master: Master, busy: dict[str, s
     assert seeded_master.get("/page/cluster/usage?hours=x").status == 400
 
 
+@pytest.fixture
+def administrator(seeded_master: Master) -> Iterator[None]:
+    """The user of the browser is an administrator, as nobody else may switch slots."""
+    seeded_master.change("UPDATE users SET admin = 1 WHERE username = 'determined'")
+    yield
+    seeded_master.change("UPDATE users SET admin = 0 WHERE username = 'determined'")
+
+
 def test_nodes_and_slots_are_switched_off_after_a_question_and_on_again(
-    browser: Browser, seeded_master: Master, busy: dict[str, str]
+    browser: Browser, seeded_master: Master, busy: dict[str, str], administrator: None
 ) -> None:
-    seeded_master.change("UPDATE users SET admin = 1")
     browser.show("/det/clusters", "main table")
     node = seeded_master.services.agent_id
 
