@@ -105,7 +105,11 @@ def test_a_public_name_is_documented_and_mentioned(name: str) -> None:
     public = getattr(dstrial, name)
 
     if inspect.isclass(public) or inspect.isroutine(public):
-        assert inspect.getdoc(public), f"dstrial.{name} has no docstring"
+        is_ours = inspect.isclass(public) and public.__module__.startswith("dstrial.")
+        own = vars(public).items() if is_ours else ()
+        routines = [value for key, value in own if inspect.isroutine(value) and not key.startswith("_")]
+        undocumented = [value.__qualname__ for value in (public, *routines) if not inspect.getdoc(value)]
+        assert undocumented == [], f"without a docstring: {undocumented}"
     assert f"`{name}`" in text_of_pages(), f"`{name}` is neither in README.md nor in docs/"
 
 
