@@ -64,7 +64,7 @@ run: $(VENV)/.runtime ## train the main example (digits) and show its result
 
 test: test-quick test-slow ## run the tests of a change: each behaviour of the package once, on this machine
 
-test-all: test test-hosts test-rest ## run every test that needs no accelerator: an hour or two on two cores
+test-all: test test-hosts test-rest ## run every test that needs no accelerator, also hosts, Slurm and Ray: an hour on two cores
 
 test-quick: venv ## run the tests that start no process and use no network: a minute on two cores
 	$(BIN)/python $(call pytest,$(QUICK)) $(or-none)
@@ -72,7 +72,7 @@ test-quick: venv ## run the tests that start no process and use no network: a mi
 test-slow: venv ## run the tests that start processes or ranks on this machine, each behaviour once
 	$(BIN)/python $(call pytest,$(SLOW) and not ($(REST))) --ignore=$(HOSTS_TESTS) $(or-none)
 
-test-rest: venv ## run what `make test` leaves out on this machine: examples, benchmarks, more sizes and kinds; TEST_MINUTES ends it
+test-rest: venv ## run what `make test` leaves out on this machine: examples, benchmarks, more sizes and kinds
 	$(BIN)/python $(call pytest,$(SLOW) and ($(REST))) --ignore=$(HOSTS_TESTS) $(or-none)
 
 test-hosts: venv ## run the tests over several hosts, in jobs of Slurm and on Ray, on machines made of namespaces

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 import types
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -20,7 +21,6 @@ import kept_bytecode
 import pytest
 import warm_start
 from hypothesis import HealthCheck, settings
-from time_given import VARIABLE, TimeGiven
 
 import dstrial
 from dstrial.engine.dryrun import process as dry_runs
@@ -34,7 +34,6 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 _SETTLE_S = 5.0
-_LONGEST_BYTES_IN_A_NAME = 16
 # Tests that run what uses the package.
 _PROGRAMS = {Path(__file__).with_name("examples"), Path(__file__).with_name("benchmarks")}
 # Set by libraries when they are first imported, once per process and for good.
@@ -79,8 +78,6 @@ def pytest_configure(config: pytest.Config) -> None:
         gc.disable()  # until all test files are imported: the collector would go through a million objects again and again
     if hasattr(config, "workerinput"):
         atexit.register(_leave_memory_to_the_kernel)
-    if minutes := os.environ.get(VARIABLE):
-        config.pluginmanager.register(TimeGiven(float(minutes)))
     sys.addaudithook(_note_what_breaks_the_tier)
     # Forks, no new Pythons.
     vars(ranks)["subprocess"] = types.SimpleNamespace(Popen=warm_start.Popen)
@@ -109,16 +106,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         warm_start.share()
 
 
-def pytest_make_parametrize_id(val: object, argname: str) -> None:
-    """Have long bytes named: an archive holds the second of its making, and workers whose tests differ in name run none.
-
-    Raises:
-        pytest.UsageError: such bytes are a parameter without a name.
-    """
-    if isinstance(val, bytes) and len(val) > _LONGEST_BYTES_IN_A_NAME:
-        raise pytest.UsageError(
-            f"{argname} is {len(val)} bytes, and part of the test's name; give parametrize ids=[…]"
-        )
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how many tests were skipped for want of what."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
+    if reasons:
+        terminalreporter.section(f"{len(skipped)} tests were skipped")
+        for reason, number in reasons.most_common():
+            terminalreporter.write_line(f"{number:>5}  {reason}")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks

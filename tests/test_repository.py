@@ -266,34 +266,6 @@ def test_no_two_test_modules_have_one_name() -> None:
     assert [name for name, number in names.items() if number > 1] == []
 
 
-def exhaustive_marks(node: ast.AST) -> list[ast.Call]:
-    return [
-        part
-        for part in ast.walk(node)
-        if isinstance(part, ast.Call) and ast.unparse(part.func) == "pytest.mark.exhaustive"
-    ]
-
-
-def test_what_an_exhaustive_test_names_runs_in_its_place() -> None:
-    run, stand_ins = set(), {}
-    for path in (ROOT / "tests").rglob("test_*.py"):
-        file = path.relative_to(ROOT).as_posix()
-        text = path.read_text(encoding="utf-8")
-        if "exhaustive" not in text:
-            run |= {f"{file}::{name}" for name in re.findall(r"^def (test_\w+)", text, flags=re.MULTILINE)}
-            continue
-        for node in ast.parse(text).body:
-            if not (isinstance(node, ast.FunctionDef) and node.name.startswith("test_")):
-                assert not exhaustive_marks(node), f"{file}:{node.lineno}: expected the mark on a test"
-                continue
-            names = [ast.literal_eval(name) for mark in exhaustive_marks(node) for name in mark.args]
-            if not names or names[0].startswith("["):
-                run.add(f"{file}::{node.name}")  # conftest.py takes the mark off parameters that it names
-            stand_ins[f"{file}::{node.name}"] = {name for name in names if not name.startswith("[")}
-
-    assert {test: names - run for test, names in stand_ins.items() if names - run} == {}
-
-
 def test_the_license_is_apache_2() -> None:
     license_text = text_of("LICENSE")
 

@@ -79,7 +79,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run_by_our_rules(folder: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    for name in ("conftest.py", "kept_bytecode.py", "time_given.py", "warm_start.py"):
+    for name in ("conftest.py", "kept_bytecode.py", "warm_start.py"):
         rules = Path(__file__).with_name(name).read_text(encoding="utf-8")
         (folder / name).write_text(rules, encoding="utf-8")
     markers = ("process", "ranks", "gpu", "program")
@@ -114,29 +114,19 @@ def test_what_needs_a_marker_fails_by_name_without_one(tmp_path: Path) -> None:
     assert set(re.findall(r"^PASSED test_all.py::test_(\w+)", printed, re.M)) == ALLOWED | BROKEN.keys()
 
 
-@pytest.mark.exhaustive("[workers1]")
 @pytest.mark.process
 @pytest.mark.parametrize("workers", [(), ("-p", "xdist", "--numprocesses", "1")])
-def test_no_test_begins_after_the_minutes_that_were_given_and_those_are_named(
-    workers: tuple[str, ...], tmp_path: Path
-) -> None:
-    (tmp_path / "test_all.py").write_text("def test_first(): pass\ndef test_second(): assert False\n")
+def test_summary_counts_skipped_tests_by_reason(workers: tuple[str, ...], tmp_path: Path) -> None:
+    skipped = "import pytest\n" + "".join(
+        f"@pytest.mark.skipif(True, reason='Requires: [{what}]')\ndef test_{k}(): pass\n"
+        for k, what in enumerate(("a browser", "mpirun", "a browser"))
+    )
+    (tmp_path / "test_all.py").write_text(skipped)
 
-    ended = run_by_our_rules(tmp_path, *workers, TEST_MINUTES="0")
-    _, _, named = ended.stdout.partition("2 not run within 0 minutes")
-    assert ended.returncode == 0
-    assert "test_all.py::test_first\ntest_all.py::test_second\n" in named, ended.stdout
-    assert "2 skipped" in named
+    printed = run_by_our_rules(tmp_path, *workers).stdout
 
-
-@pytest.mark.process
-def test_all_tests_run_within_the_minutes_that_were_given(tmp_path: Path) -> None:
-    (tmp_path / "test_all.py").write_text("def test_first(): pass\ndef test_second(): assert False\n")
-
-    ended = run_by_our_rules(tmp_path, TEST_MINUTES="100")
-
-    assert "1 failed, 1 passed" in ended.stdout
-    assert "not run" not in ended.stdout
+    _, _, summary = printed.partition("3 tests were skipped")
+    assert "    2  Requires: [a browser]\n    1  Requires: [mpirun]\n" in summary, printed
 
 
 @pytest.mark.process
@@ -148,83 +138,6 @@ def test_examples_and_benchmarks_are_programs(tmp_path: Path) -> None:
     collected = run_by_our_rules(tmp_path, "--collect-only", "-q", "-m", "program").stdout
 
     assert "examples/test_one.py::test_it\n\n1/2 tests collected" in collected
-
-
-@pytest.mark.process
-def test_bytes_that_may_differ_between_workers_name_no_test(tmp_path: Path) -> None:
-    made = "import gzip, pytest\n@pytest.mark.parametrize('made', [gzip.compress(b'x' * 9)]IDS)\ndef test_it(made): pass\n"
-    (tmp_path / "test_all.py").write_text(made.replace("IDS", ""))
-    refused = run_by_our_rules(tmp_path, "--collect-only", "-q")
-    (tmp_path / "test_all.py").write_text(made.replace("IDS", ", ids=['nines']"))
-    named = run_by_our_rules(tmp_path, "--collect-only", "-q")
-
-    assert "give parametrize ids=[…]" in refused.stdout + refused.stderr
-    assert refused.returncode != 0
-    assert "test_all.py::test_it[nines]" in named.stdout
-
-
-def run_in(folder: Path, *program: str | Path) -> subprocess.CompletedProcess[str]:
-    arguments = [sys.executable, *program]
-    return subprocess.run(
-        arguments, cwd=folder, env=environment(), capture_output=True, text=True, check=False
-    )
-
-
-def run_all(folder: Path, workers: int) -> subprocess.CompletedProcess[str]:
-    return run_in(folder, "-m", "pytest", "-p", "xdist", "--numprocesses", str(workers))
-
-
-def run_failed_again(folder: Path) -> subprocess.CompletedProcess[str]:
-    return run_in(folder, Path(__file__).parents[1] / "tools" / "run_failed_tests.py")
-
-
-@pytest.mark.process
-def test_only_what_has_failed_is_run_again_and_must_pass(tmp_path: Path) -> None:
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    (tmp_path / "test_all.py").write_text(
-        "import pathlib, pytest\n"
-        "def test_passes(): pass\n"
-        "@pytest.mark.parametrize('text', ['a b', '[c::d]'])\n"
-        "def test_needs_a_file(text): assert pathlib.Path('file').exists()\n"
-    )
-    assert "2 failed, 1 passed" in run_all(tmp_path, workers=1).stdout
-
-    again = run_failed_again(tmp_path)
-    assert ("2 failed" in again.stdout, "passed" in again.stdout, again.returncode) == (True, False, 1)
-    (tmp_path / "file").touch()
-    again = run_failed_again(tmp_path)
-    assert ("2 passed" in again.stdout, again.returncode) == (True, 0)
-    again = run_failed_again(tmp_path)
-    assert (again.stdout, again.returncode) == ("", 1)
-    assert "no test has failed" in again.stderr
-
-
-@pytest.mark.exhaustive("[names that differ]", "[many]")
-@pytest.mark.process
-@pytest.mark.parametrize(
-    ("tests", "said"),
-    [
-        (  # another name in each process, as from a set or a clock
-            "import os, pytest\n@pytest.mark.parametrize('n', [os.getpid()])\ndef test_it(n): pass\n",
-            "not collected, and not run again: gw",
-        ),
-        ("import a_module_that_is_not_there\n", "not collected, and not run again: test_all.py"),
-        (
-            "import pytest\n@pytest.mark.parametrize('n', range(21))\ndef test_it(n): assert False\n",
-            "21 tests have failed, more than 20",
-        ),
-    ],
-    ids=["names that differ", "an import", "many"],
-)
-def test_a_run_that_is_broken_is_not_run_again(tests: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    (tmp_path / "test_all.py").write_text(tests)
-    assert run_all(tmp_path, workers=2).returncode == 1
-
-    again = run_failed_again(tmp_path)
-
-    assert said in again.stderr
-    assert (again.stdout, again.returncode) == ("", 1)
 
 
 @pytest.mark.parametrize("module", ["dstrial", "dstrial.loop.callbacks"])

@@ -31,7 +31,7 @@ def seeded_master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Master]:
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
     if CHROMIUM is None:
-        pytest.skip("Requires: [chromium]")
+        pytest.skip("Requires: [chromium]. Install chromium-headless-shell or chromium")
     api = pytest.importorskip("playwright.sync_api", reason="Requires: [playwright]")
     if not assets.are_there():
         pytest.fail(assets.MISSING)
