@@ -12,11 +12,13 @@ from deepspeed import DeepSpeedEngine
 from determined import core
 
 from dstrial.config.dotted_keys import dstrial_section
+from dstrial.engine.state import optimizer_settings
 from dstrial.errors import CheckpointError, ConfigError
 from dstrial.integrations.huggingface import arguments
 from dstrial.integrations.huggingface.checkpoint_uploader import RunDescription
 from dstrial.integrations.huggingface.context import TrialFacts, saved_run_of
 from dstrial.integrations.huggingface.resume import OpenedCheckpoint, directory_for, load_engine, opened
+from dstrial.loop.checkpoint_loader import settle_optimizer_settings
 
 if TYPE_CHECKING:
     from transformers import TrainerState, TrainingArguments
@@ -26,6 +28,11 @@ logger = logging.getLogger("dstrial.integrations.huggingface")
 _MODEL_ONLY = "args.save_only_model is True: checkpoints hold no optimizer, and a trial that is paused cannot go on from them"
 
 _OWN_LOGGERS = "data.dstrial.loggers is not for Hugging Face's Trainer, which has loggers of its own: name them in args.report_to"
+
+_NOT_OVERRIDDEN = (
+    "data.dstrial.override_optimizer has no effect on this Trainer, whose optimizer settings are the checkpoint's: it needs "
+    "DeepSpeed, and dstrial.integrations.huggingface.train(trainer, callback) in place of trainer.train()"
+)
 
 
 class Startup:
@@ -57,6 +64,7 @@ class Startup:
         if saved is not None and saved.engines and saved.engines[0].given:
             self._given, self._limit = dict(saved.engines[0].given), saved.engines[0].micro_batch_limit
         self._stack = contextlib.ExitStack()
+        self._overrides = dstrial_section(self.facts.exp_conf).get("override_optimizer") is True
         self.opened: OpenedCheckpoint | None = None
         if self.facts.latest_checkpoint is not None:
             self.opened = self._stack.enter_context(
@@ -83,7 +91,11 @@ class Startup:
     def load_engine(self, engine: DeepSpeedEngine) -> None:
         """Load the checkpoint into an engine that was just made. Ranks: all, collectively."""
         assert self.opened is not None, "there is a checkpoint to load"
+        self._overrides = False
+        before = optimizer_settings(engine)
         load_engine(engine, self.opened, self._distributed)
+        is_chief = self._distributed.rank == 0
+        settle_optimizer_settings(engine, before, self.facts.exp_conf, "Trainer", is_chief=is_chief)
 
     def require_resumed(self, step: int, *, is_attached: bool) -> None:
         """Make sure that training begins where the checkpoint stands.
@@ -110,6 +122,8 @@ class Startup:
                 "trial goes on. Write dstrial.integrations.huggingface.train(trainer, callback) in place of trainer.train(), "
                 "or trainer.train(resume_from_checkpoint=callback.checkpoint_path)."
             )
+        if self._overrides and self._distributed.rank == 0:
+            logger.warning(_NOT_OVERRIDDEN)
 
     def settle_best_model(self, state: TrainerState) -> None:
         """Forget a best model whose directory, an earlier attempt's, is gone.

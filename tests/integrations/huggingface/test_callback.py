@@ -101,6 +101,8 @@ LEAVES: dict[str, Any] = {
     "options": {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True},
 }
 WORSE = {**LEAVES["options"], "metric_for_best_model": "eval_loss", "greater_is_better": True}
+DECAY: dict[str, Any] = {"micro": 4, "options": {"weight_decay": 0.5}}
+OVERRIDE = {"dstrial": {"override_optimizer": True}}
 STARTS: dict[str, Any] = {"steps": 1, "options": {"eval_on_start": True}}
 
 
@@ -158,6 +160,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     made.copied("zero2-to-zero3", "zero2-paused")
     made.copied("zero3-to-1", "zero3-paused")
     made.copied("ddp-to-1", "ddp-paused")
+    for name, source in (
+        ("decay-overridden", "zero2-paused"),
+        ("decay-kept", "zero2-paused"),
+        ("decay-ddp", "ddp-paused"),
+    ):
+        made.copied(name, source)
     made.launch(
         1,
         new("exported", exports=[str(made.checkpoint("zero3")), str(made.directory / "exported")]),
@@ -166,6 +174,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         new("zero2-to-zero3", stage=3, micro=4, resume_step=3),
         new("zero3-to-1", stage=3, micro=4, resume_step=3),
         new("ddp-to-1", micro=4, resume_step=3),
+        new("decay-overridden", stage=2, resume_step=3, **DECAY, data=OVERRIDE),
+        new("decay-kept", stage=2, resume_step=3, **DECAY),
+        new("decay-ddp", resume_step=3, **DECAY, data=OVERRIDE),
         new("zero2-another-batch", "zero2-paused", stage=2, resume="latest", error=True),
         new("zero2-unresumed", "zero2-paused", stage=2, micro=4, resume="latest", is_plain=True, error=True),
         new("weights-alone", micro=4, resume=of_another_trial, **STARTS),
@@ -378,6 +389,22 @@ def test_a_step_that_is_trained_again_leaves_the_checkpoint_of_the_first_time_as
     assert sorted(runs.steps_of_checkpoints("ddp-paused")) == [1, 2, 3, 3, 4, 5, 6]
     for found in list_checkpoints(runs.directories["ddp-paused"] / "checkpoints"):
         assert check_integrity(found.path, needs_mark=True).is_intact
+
+
+@pytest.mark.parametrize(
+    ("name", "weight_decay", "warning"),
+    [
+        ("decay-overridden", 0.5, "weight_decay 0.5, in the checkpoint 0.0; this run's settings count"),
+        ("decay-kept", 0.0, "weight_decay 0.5, in the checkpoint 0.0; the checkpoint counts"),
+        ("decay-ddp", 0.0, "override_optimizer has no effect on this Trainer"),
+    ],
+)
+def test_resumed_optimizer_settings_are_overridden_or_warned_of(
+    runs: Runs, name: str, weight_decay: float, warning: str
+) -> None:
+    (fact,) = runs.facts[name]
+    assert fact["weight_decay"] == weight_decay
+    assert any(warning in text for text in fact["warnings"])
 
 
 def test_an_exported_checkpoint_is_a_model_that_transformers_loads(runs: Runs) -> None:
