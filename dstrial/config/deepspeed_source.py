@@ -19,25 +19,15 @@ MAIN_KEY = "deepspeed_config"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeepSpeedSource:
-    """A DeepSpeed config before solving and defaults.
+    """A DeepSpeed config before solving and defaults."""
 
-    Attributes:
-        path: the JSON file; None if the config stands in the experiment config itself.
-        label: how messages call it.
-        base: the config as the file or mapping has it.
-        overwrite: ``hyperparameters.overwrite_deepspeed_args``, dotted keys as nested ones; empty if there is none.
-        merged: base with the overwrites in it.
-        lines: ``file:line`` of every key of ``merged``.
-        overwritten: key paths whose value comes from ``overwrite``.
-    """
-
-    path: Path | None
-    label: str
-    base: dict[str, Any]
-    overwrite: dict[str, Any]
-    merged: dict[str, Any]
-    lines: dict[KeyPath, str]
-    overwritten: frozenset[KeyPath]
+    path: Path | None  # None if the experiment config itself holds it
+    label: str  # how messages call it
+    base: dict[str, Any]  # as the file or mapping has it
+    overwrite: dict[str, Any]  # `overwrite_deepspeed_args` with dotted keys nested
+    merged: dict[str, Any]  # base with the overwrites in it
+    lines: dict[KeyPath, str]  # `file:line` of every key of `merged`
+    overwritten: frozenset[KeyPath]  # paths whose value comes from `overwrite`
 
 
 def other_configs(hyperparameters: Mapping[str, Any]) -> tuple[str, ...]:
@@ -55,16 +45,8 @@ def read_deepspeed(
 ) -> DeepSpeedSource | None:
     """Read and merge one DeepSpeed config of an experiment.
 
-    Args:
-        key: the hyperparameter that names it; ``overwrite_deepspeed_args`` applies to the main one.
-        hyperparameters: concrete values.
-        context_dir: directory that a path is relative to.
-        lines: where the keys of the experiment config stand.
-        label: the experiment config's name, for messages.
-        findings: receives the problems.
-
-    Returns:
-        None if the experiment names no DeepSpeed config, or it cannot be read (then there is a problem).
+    ``key`` is the hyperparameter that names the config, ``lines`` and ``label`` are the experiment config's. Returns None if the
+    experiment names no DeepSpeed config, or if it cannot be read, which is recorded as a problem.
     """
     overwrite = hyperparameters.get("overwrite_deepspeed_args") if key == MAIN_KEY else None
     if hyperparameters.get(key) is None:

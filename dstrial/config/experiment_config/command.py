@@ -82,24 +82,17 @@ _UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommandConfig:
-    """A command's config that may be run.
+    """A checked command's config."""
 
-    Attributes:
-        config: with every field and default, JSON values.
-        words: what is run; empty for a TensorBoard.
-    """
-
-    config: dict[str, Any]
-    words: tuple[str, ...]
+    config: dict[str, Any]  # with every field and default, JSON values
+    words: tuple[str, ...]  # the command line; empty for a TensorBoard
 
     @property
     def num_slots(self) -> int:
-        """How many slots it needs."""
         return int(self.config["resources"]["slots"])
 
     @property
     def priority(self) -> int:
-        """1 to 99, 1 the most urgent."""
         return int(self.config["resources"]["priority"] or DEFAULT_PRIORITY)
 
 
@@ -112,18 +105,15 @@ def check_command(
     template: Mapping[str, Any] | None = None,
     launch_error: bool = True,
 ) -> CommandConfig:
-    """Check a config and fill in every default.
+    """Check a config and fill in every default; ConfigError with all problems.
 
     Args:
         given: as the client sends it; not changed.
-        kind: what it is for. A TensorBoard takes no slots, another one slot unless its config says otherwise.
-        num_slots: how many slots the machine with the most has; a config that asks for more is refused.
+        kind: a TensorBoard takes no slots, another kind one slot unless its config says otherwise.
+        num_slots: the most slots of one machine; a config that asks for more is refused.
         environment_variables: ``NAME=value`` each, before those of the config.
-        template: part of a config that gives what the config leaves out; fields that no command has are left out.
-        launch_error: whether a template that asks for more slots is refused too, and not queued.
-
-    Raises:
-        ConfigError: with all problems.
+        template: gives what the config leaves out; fields that no command has are ignored.
+        launch_error: whether a template that asks for more slots is refused instead of queued.
     """
     label = f"{NAMES[kind]} config"
     findings = Diagnostics({}, label)
@@ -167,7 +157,7 @@ def check_command(
 
 
 def _check_devices(environment: Any, findings: Diagnostics) -> None:
-    """Check what is given by kind of device, and complete the variables in place."""
+    """Check the values by kind of device; complete the variables in place."""
     if not isinstance(environment, dict):
         return
     for key in ("image", "environment_variables"):

@@ -47,9 +47,9 @@ _MEMORY_SIZE = re.compile(r"([0-9]*\.)?[0-9]+ ?([kmgtp](i?b)?|b)?", re.ASCII | r
 
 
 def complete_mounts(raw: dict[str, Any], findings: Diagnostics) -> None:
-    """Complete ``bind_mounts``, ``resources.devices``, ``environment.proxy_ports``.
+    """Complete the lists of mounts, devices and proxy ports of ``raw`` in place.
 
-    It replaces the three lists in ``raw``, the config with defaults, and checks ``resources.shm_size``.
+    ``resources.shm_size`` is checked too.
     """
     size = raw["resources"]["shm_size"]
     if isinstance(size, str) and not _MEMORY_SIZE.fullmatch(size):
@@ -166,7 +166,7 @@ def with_new_names(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_devices(given: Mapping[str, Any], path: KeyPath, findings: Diagnostics) -> None:
-    """Report what is no kind of device, and the same device under both of its names."""
+    """Report unknown kinds of device, and one device under both of its names."""
     for key in given:
         if key not in (*DEVICES, _OLD_CUDA):
             findings.problem(
@@ -189,16 +189,11 @@ _MAX_MEMORY_BYTES = 2**23
 
 
 def compile_pattern(text: str) -> Any:
-    """Compile a pattern whose ``^`` and ``$`` match at the lines of a text.
+    """Compile a RE2 pattern whose ``^`` and ``$`` match at the lines of a text.
 
-    Python's own search backtracks: ``(a+)+$`` and a line of forty letters would hold the master up for hours.
-    The syntax is that of https://github.com/google/re2/wiki/Syntax.
-
-    Returns:
-        An object with ``search(str)``.
-
-    Raises:
-        ValueError: it is no pattern of RE2's; says why.
+    Python's own search backtracks: ``(a+)+$`` and a line of forty letters would block the master for hours.
+    The result has ``search(str)``; ValueError says why a pattern is none.
+    Syntax: https://github.com/google/re2/wiki/Syntax.
     """
     options = re2.Options()
     options.log_errors = False

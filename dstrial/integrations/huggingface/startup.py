@@ -36,15 +36,11 @@ _NOT_OVERRIDDEN = (
 
 
 class Startup:
-    """Looks at a Trainer's arguments and opens the checkpoint, if there is one.
-
-    Attributes:
-        facts: of the trial.
-        opened: the checkpoint that it begins with; None without one.
+    """Checks a Trainer's arguments and opens the checkpoint, if there is one.
 
     Raises:
         ConfigError: the arguments contradict the experiment config, the ranks or the checkpoint; all contradictions at once.
-        CheckpointError: the checkpoint to go on from cannot be read.
+        CheckpointError: the checkpoint to resume from cannot be read.
 
     Ranks: all, collectively.
     """
@@ -82,14 +78,13 @@ class Startup:
         return str(self._resumed_from)
 
     def run_description(self, user_data: Mapping[str, Any] | None) -> RunDescription:
-        """Return what every checkpoint of the trial says of it."""
         facts = self.facts
         return RunDescription(
             facts.trial_id, facts.exp_conf, facts.hparams, user_data, self._given, self._limit
         )
 
     def load_engine(self, engine: DeepSpeedEngine) -> None:
-        """Load the checkpoint into an engine that was just made. Ranks: all, collectively."""
+        """Load the checkpoint into a new engine. Ranks: all, collectively."""
         assert self.opened is not None, "there is a checkpoint to load"
         self._overrides = False
         before = optimizer_settings(engine)
@@ -98,15 +93,7 @@ class Startup:
         settle_optimizer_settings(engine, before, self.facts.exp_conf, "Trainer", is_chief=is_chief)
 
     def require_resumed(self, step: int, *, is_attached: bool) -> None:
-        """Make sure that training begins where the checkpoint stands.
-
-        Args:
-            step: at which the Trainer begins.
-            is_attached: whether ``train`` of this package started it.
-
-        Raises:
-            CheckpointError: it begins afresh, or elsewhere; tells the line to write.
-        """
+        """Refuse training that begins elsewhere than the checkpoint; ``is_attached`` by our ``train``."""
         found = self.opened
         if found is None or (is_attached and not found.continues):
             return
@@ -146,5 +133,4 @@ class Startup:
         state.best_model_checkpoint = None
 
     def close(self) -> None:
-        """Give up the opened checkpoint; safe to call again."""
         self._stack.close()

@@ -23,29 +23,22 @@ class TrainerHandle:
 
     @property
     def is_known(self) -> bool:
-        """Whether ``train`` of this package started the training."""
         return self.trainer is not None
 
     def require(self, problem: str) -> None:
-        """Make sure that the Trainer is known; ``problem`` says what needs it.
-
-        Raises:
-            CheckpointError: it is not; tells the line to write.
-        """
+        """Refuse an unknown Trainer; ``problem`` says what needs it."""
         if not self.is_known:
             raise CheckpointError(
                 f"{problem}. Write dstrial.integrations.huggingface.train(trainer, callback) in place of trainer.train()."
             )
 
     def train_batch_size(self, args: TrainingArguments, state: TrainerState) -> int:
-        """Return the records of one batch over all ranks."""
         if self.is_known:
             return int(self.trainer.get_total_train_batch_size(args))
         micro = int(state.train_batch_size or args.train_batch_size)
         return micro * int(args.gradient_accumulation_steps) * int(args.world_size)
 
     def can_evaluate(self, args: TrainingArguments) -> bool:
-        """Whether there is an evaluation set."""
         return self.trainer.eval_dataset is not None if self.is_known else arguments.evaluates(args)
 
     def has_one_evaluation_set(self) -> bool:
@@ -55,9 +48,9 @@ class TrainerHandle:
     def owes_evaluation(
         self, args: TrainingArguments, state: TrainerState, *, is_last: bool, leaves: bool
     ) -> bool:
-        """Whether the resumed step's evaluation was left, or is the last and not ended.
+        """Whether the resumed step still needs its evaluation.
 
-        Evaluations may be left if ``leaves``; nothing is left to train if ``is_last``.
+        It does if the evaluation was left, which it may be with ``leaves``, or if nothing is left to train (``is_last``).
         """
         if not self.is_known or not self.can_evaluate(args) or arguments.has_evaluated(state):
             return False

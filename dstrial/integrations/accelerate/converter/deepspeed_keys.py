@@ -17,7 +17,6 @@ FILE_DECIDES = "the file of deepspeed_config_file decides, and accelerate refuse
 
 
 def take_plugin(draft: ConversionDraft, key: str, value: Any) -> None:
-    """Take the whole section."""
     plugin = draft.section(SECTION)
     if not plugin:
         draft.note(key, value, "nowhere", NOTHING)

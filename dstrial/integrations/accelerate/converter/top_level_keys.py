@@ -20,7 +20,6 @@ from dstrial.integrations.accelerate.converter.unsupported_keys import (
 
 
 def take_key(draft: ConversionDraft, key: str, value: Any) -> None:
-    """Take one key of the file, with everything below it."""
     if key in _TAKES:
         _TAKES[key](draft, key, value)
     elif key in FLAG_VARIABLES:

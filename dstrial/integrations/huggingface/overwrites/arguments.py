@@ -1,8 +1,6 @@
-"""``get_hf_args_with_overwrites``: make a Trainer's arguments fit its trial.
+"""``get_hf_args_with_overwrites``: make a Trainer's arguments agree with its trial's DeepSpeed config.
 
-They then agree with the trial's DeepSpeed config.
-
-The only effects: files are read, one is written, and what was decided is logged. Decisions are ``trainer_arguments``'.
+Reads files, writes one, logs decisions; ``reconcile`` decides.
 """
 
 from __future__ import annotations
@@ -87,11 +85,7 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
 
 
 def effective_directory(environ: Mapping[str, str]) -> Path:
-    """Return where effective configs go: run directory, launcher's files or cache.
-
-    Raises:
-        ConfigError: the private directory belongs to somebody else.
-    """
+    """Return where effective configs go: run directory, launcher's files or cache."""
     if environ.get(RUN_DIR_VARIABLE):
         directory = Path(environ[RUN_DIR_VARIABLE]) / "deepspeed_config"
     elif environ.get(EXPERIMENT_VARIABLE):
@@ -193,7 +187,7 @@ def _cluster_info() -> Any:
 
 
 def _resumed(info: Any) -> SavedRun | None:
-    """Return this run's checkpoint to go on from, if it is on this machine."""
+    """Return this run's checkpoint to resume from, if it is on this machine."""
     if info is None or (info.latest_checkpoint is None and os.environ.get(RUN_DIR_VARIABLE)):
         saved = saved_run_to_resume()
         return saved if saved is not None and saved.keeps_batch else None

@@ -31,16 +31,8 @@ Sizes: TypeAlias = tuple[int | None, int | None, int | None]
 def reconcile_batch(draft: Draft, world_size: int, resumed: SavedRun | None) -> None:
     """Make the three keys numbers and the two flags the same numbers.
 
-    A number in the config wins over a flag, because a search changes the config. What the config leaves open the flags say,
-    as far as the config's numbers let them; then the solver.
-
-    Args:
-        draft: changed.
-        world_size: ranks.
-        resumed: the checkpoint of this very run that it goes on from, whose batch is kept; None for a new one.
-
-    Raises:
-        ConfigError: nothing solves the equation, or the ranks cannot share the checkpoint's batch.
+    A number in the config wins over a flag, because a search changes the config. The flags fill in what the config leaves open,
+    as far as the config's numbers let them; then the solver. ``resumed`` is this very run's checkpoint, whose batch is kept.
     """
     keys = _key_sizes(draft)
     flags = tuple(draft.number_of_flag(flag, minimum=1, is_whole=True) for flag in (MICRO_FLAG, STEPS_FLAG))
@@ -97,11 +89,7 @@ def _leave_to_trainer(draft: Draft) -> None:
 
 
 def _solve(draft: Draft, keys: Sizes, micro: int | None, steps: int | None, world_size: int) -> BatchSolution:
-    """Solve with as many of the flags as the config's numbers allow.
-
-    Raises:
-        ConfigError: the config's numbers alone have no solution.
-    """
+    """Solve with as many of the flags as the config's numbers allow."""
     error: ConfigError | None = None
     for with_micro, with_steps in _attempts(keys, micro, steps):
         where = {key: draft.place(key) for key in BATCH_KEYS}
