@@ -21,7 +21,8 @@ DEFAULT_MICRO_BATCH = 8
 """Default of the Trainer's ``per_device_train_batch_size``, transformers 4.56 and 5.23."""
 
 _TOTAL, _MICRO, _STEPS = BATCH_KEYS
-SIZE_FLAGS = {_MICRO: "per_device_train_batch_size", _STEPS: "gradient_accumulation_steps"}
+MICRO_FLAG, STEPS_FLAG = "per_device_train_batch_size", "gradient_accumulation_steps"
+SIZE_FLAGS = {_MICRO: MICRO_FLAG, _STEPS: STEPS_FLAG}
 
 _BY_TRAINER_ARGUMENT: Mapping[str, tuple[str, ...]] = {
     "gradient_clipping": ("max_grad_norm",),

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.config.diagnostics import OVERRIDE_LABEL, Diagnostics, KeyPath, Lines, dotted, locate, render
-from dstrial.config.dotted_keys import nested
+from dstrial.config.dotted_keys import leaves, nested
 from dstrial.config.merge import merge_deepspeed
 from dstrial.config.parsing.documents import Document, read_json
 from dstrial.errors import ConfigError
 
 MAIN_KEY = "deepspeed_config"
+OVERWRITE_KEY = "overwrite_deepspeed_args"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def read_deepspeed(
     ``key`` is the hyperparameter that names the config, ``lines`` and ``label`` are the experiment config's. Returns None if the
     experiment names no DeepSpeed config, or if it cannot be read, which is recorded as a problem.
     """
-    overwrite = hyperparameters.get("overwrite_deepspeed_args") if key == MAIN_KEY else None
+    overwrite = hyperparameters.get(OVERWRITE_KEY) if key == MAIN_KEY else None
     if hyperparameters.get(key) is None:
         if overwrite:
             fix = "Add hyperparameters.deepspeed_config with the path of a DeepSpeed JSON file."
@@ -69,7 +70,7 @@ def read_deepspeed(
         findings.problem("hyperparameters.overwrite_deepspeed_args", render(overwrite), "a mapping", fix)
         overwrite = {}
     overwrite = nested(overwrite)
-    overwritten = frozenset(_leaves(overwrite, ()))
+    overwritten = frozenset(path for path, _ in leaves(overwrite) if path)
     return DeepSpeedSource(
         path=None if isinstance(hyperparameters[key], Mapping) else context_dir / hyperparameters[key],
         label=base.label,
@@ -118,7 +119,7 @@ def _merged_lines(
     base_lines: Lines, overwritten: Iterable[KeyPath], lines: Lines, label: str
 ) -> dict[KeyPath, str]:
     """Return where each key of the merged config stands: its file or the overwrites."""
-    overwrite_lines = _below(lines, ("hyperparameters", "overwrite_deepspeed_args"))
+    overwrite_lines = _below(lines, ("hyperparameters", OVERWRITE_KEY))
     for dotted_path, line in [*overwrite_lines.items()]:
         overwrite_lines.setdefault(tuple(part for key in dotted_path for part in str(key).split(".")), line)
     merged_lines = dict(base_lines)
@@ -151,11 +152,3 @@ def _below(lines: Lines, prefix: KeyPath) -> dict[KeyPath, str]:
         if "val" in path:
             inside.setdefault(tuple(part for part in path if part != "val"), line)
     return inside
-
-
-def _leaves(value: Mapping[str, Any], path: KeyPath) -> list[KeyPath]:
-    leaves: list[KeyPath] = []
-    for key, inner in value.items():
-        below = _leaves(inner, (*path, str(key))) if isinstance(inner, Mapping) else []
-        leaves += below or [(*path, str(key))]
-    return leaves

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
-from dstrial.config.keys import Rule, Section
+from dstrial.config.keys import Dialect, Rule, Section
 
 DEFAULT_PREEMPTION_TIMEOUT_S = 600
 """How long ranks may take to save and end after a request to stop, seconds. Determined gives an hour, in which a hung rank
@@ -193,6 +193,16 @@ EXPERIMENT = Section(
         "internal": _ANY,
     }
 )
+
+
+DIALECT = Dialect(name="the experiment config", null_is_absent=True)
+
+
+def section_of(key: str) -> Section:
+    """Return the keys inside a mapping of the experiment config."""
+    section = EXPERIMENT.keys[key].section
+    assert section is not None, key
+    return section
 
 
 Unit = Literal["batches", "epochs", "records"]

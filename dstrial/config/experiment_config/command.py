@@ -7,7 +7,6 @@ Source: Determined 0.38.1, command configs (fields, defaults, an entrypoint of o
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import re
@@ -18,6 +17,7 @@ from typing import Any, Literal
 from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.experiment_config.sections import (
     DEVICES,
+    add_variables,
     check_devices,
     complete_mounts,
     images,
@@ -31,7 +31,7 @@ from dstrial.config.experiment_config.submission import (
 )
 from dstrial.config.keys import Dialect, Rule, Section, check_keys
 from dstrial.config.merge import merge_template
-from dstrial.config.schema import EXPERIMENT
+from dstrial.config.schema import EXPERIMENT, section_of
 
 CommandKind = Literal["COMMAND", "TENSORBOARD", "GENERIC"]
 
@@ -42,21 +42,10 @@ DEFAULT_PRIORITY = 42
 
 _STRING = Rule(types=("string",))
 _FALSE = Rule(types=("boolean",), default=False)
+_COUNT = Rule(types=("integer",), minimum=0)
 _RESOURCES = Section(
-    {
-        "slots": Rule(types=("integer",), minimum=0),
-        # Of experiments, with which commands share templates.
-        "slots_per_trial": Rule(types=("integer",), minimum=0),
-        "max_slots": Rule(types=("integer",), minimum=0),
-        "priority": Rule(types=("integer",), minimum=1, maximum=99),
-        "weight": Rule(types=("number",), default=1, minimum=0),
-        "resource_pool": Rule(types=("string",), default=""),
-        "devices": Rule(types=("list",), default=[]),
-        "shm_size": Rule(types=("integer", "string")),
-        "native_parallel": _FALSE,
-        "is_single_node": Rule(types=("boolean",)),
-        "agent_label": _STRING,
-    }
+    # `slots_per_trial` is of experiments, with which commands share templates.
+    {**section_of("resources").keys, "slots": _COUNT, "slots_per_trial": _COUNT}
 )
 _COMMAND = Section(
     {
@@ -124,11 +113,11 @@ def check_command(
     raw = check_keys(_COMMAND, given, _DIALECT, findings)
     _check_devices(raw["environment"], findings)
     if environment_variables:
-        raw["environment"] = _with_variables(raw["environment"], environment_variables)
+        add_variables(raw["environment"], environment_variables)
     complete_mounts(raw, findings)
     check_variables(raw, findings)
-    if isinstance(raw["environment"], dict) and raw["environment"].get("requirements") is None:
-        raw["environment"].pop("requirements", None)
+    if raw["environment"]["requirements"] is None:
+        del raw["environment"]["requirements"]
     resources = raw["resources"]
     if resources["slots_per_trial"] is None:
         del resources["slots_per_trial"]
@@ -156,28 +145,14 @@ def check_command(
     return CommandConfig(json.loads(json.dumps(raw, default=str)), words)
 
 
-def _check_devices(environment: Any, findings: Diagnostics) -> None:
+def _check_devices(environment: dict[str, Any], findings: Diagnostics) -> None:
     """Check the values by kind of device; complete the variables in place."""
-    if not isinstance(environment, dict):
-        return
     for key in ("image", "environment_variables"):
         given = environment.get(key)
         if isinstance(given, Mapping):
             check_devices(given, ("environment", key), findings)
             if key == "environment_variables":
                 environment[key] = {device: of_device(given, device) or [] for device in DEVICES}
-
-
-def _with_variables(environment: Any, variables: tuple[str, ...]) -> Any:
-    if not isinstance(environment, Mapping):
-        return environment
-    given = environment.get("environment_variables") or []
-    merged: Any
-    if isinstance(given, Mapping):
-        merged = {device: [*variables, *(of_device(given, device) or [])] for device in DEVICES}
-    else:
-        merged = [*variables, *given] if isinstance(given, list) else given
-    return {**copy.deepcopy(dict(environment)), "environment_variables": merged}
 
 
 def _words(entrypoint: Any, findings: Diagnostics) -> tuple[str, ...]:

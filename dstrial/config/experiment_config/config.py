@@ -46,19 +46,13 @@ from dstrial.config.experiment_config.trainer_flags import (
     check_trainer_flags,
     length_problems,
 )
-from dstrial.config.keys import Dialect, check_keys
+from dstrial.config.keys import check_keys
 from dstrial.config.parallel_dims import DIM_KEYS, ParallelDims
 from dstrial.config.parsing.documents import Document, read_yaml
-from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S, EXPERIMENT, Length, is_length
+from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S, DIALECT, EXPERIMENT, Length, is_length
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.metadata import SavedRun
 from dstrial.resume.rules import check_resumption, with_kept_batch
-
-_DIALECT = Dialect(
-    name="the experiment config",
-    null_is_absent=True,
-)
-
 
 _MAX_ENTRYPOINT_CHARS = 2**16
 _MAX_OTHER_ENGINES = 20
@@ -171,7 +165,7 @@ def check_experiment(
     """
     findings = Diagnostics(document.lines, document.label)
     given = _mapping_of(document, context_dir, findings)
-    raw = check_keys(EXPERIMENT, given, _DIALECT, findings)
+    raw = check_keys(EXPERIMENT, given, DIALECT, findings)
     _check_sections(raw, given, findings)
     source = _check_entrypoint(
         raw, given, context_dir, findings, require_entrypoint=require_entrypoint, has_files=has_files

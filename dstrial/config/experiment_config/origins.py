@@ -12,22 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.config.deepspeed_rules.check import CheckResult, ExplainedValue, explain
-from dstrial.config.deepspeed_source import DeepSpeedSource
+from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource
 from dstrial.config.diagnostics import Diagnostics, KeyPath, dotted, locate
 from dstrial.config.dotted_keys import leaves, value_at
 from dstrial.config.experiment_config.config import ExperimentConfig, check_experiment
-from dstrial.config.keys import Dialect, check_keys
+from dstrial.config.keys import check_keys
 from dstrial.config.merge import merge_template
 from dstrial.config.parsing.documents import Document, read_yaml_text
 from dstrial.config.parsing.limits import DEFAULT_LIMITS, TextLimits
-from dstrial.config.schema import EXPERIMENT
+from dstrial.config.schema import DIALECT, EXPERIMENT
 from dstrial.config.secrets import MASK, SecretNames
 
 LABEL = "experiment config"
 TEMPLATE_ORIGIN = "template"
 CHANGED_ORIGIN = "changed after it was submitted"
 DEFAULT_ORIGIN = "default"
-_MAIN_KEY = "deepspeed_config"
 _CHANGEABLE: tuple[KeyPath, ...] = (
     ("name",),
     ("description",),
@@ -79,8 +78,7 @@ def _is_changed(path: KeyPath, value: Any, given: tuple[Any] | None) -> bool:
 
 @functools.cache
 def _defaults() -> dict[str, Any]:
-    dialect = Dialect(name="the experiment config", null_is_absent=True)
-    found = check_keys(EXPERIMENT, {}, dialect, Diagnostics({}, LABEL))
+    found = check_keys(EXPERIMENT, {}, DIALECT, Diagnostics({}, LABEL))
     return {**found, **{key: found.get(key) or None for key in ("description", "labels")}}
 
 
@@ -121,7 +119,7 @@ def deepspeed_checks(config: ExperimentConfig) -> dict[str, tuple[DeepSpeedSourc
     """Return each DeepSpeed config by its hyperparameter's name, the main one first."""
     if config.deepspeed is None or config.deepspeed_check is None:
         return dict(config.other_deepspeed)
-    return {_MAIN_KEY: (config.deepspeed, config.deepspeed_check), **config.other_deepspeed}
+    return {MAIN_KEY: (config.deepspeed, config.deepspeed_check), **config.other_deepspeed}
 
 
 def explained_rows(

@@ -8,13 +8,14 @@ Source: Determined 0.38.1 schemas/expconf/v0 (bind-mount, device, proxy-port) an
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import re2
 
 from dstrial.config.diagnostics import Diagnostics, KeyPath, render
-from dstrial.config.keys import Dialect, Rule, Section, check_keys
+from dstrial.config.keys import Rule, Section, check_keys
+from dstrial.config.schema import DIALECT
 
 _TEXT = Rule(types=("string",))
 _FALSE = Rule(types=("boolean",), default=False)
@@ -41,7 +42,6 @@ _PORT = Section(
         "default_service_id": _FALSE,
     }
 )
-_DIALECT = Dialect(name="the experiment config", null_is_absent=True)
 # Source: Determined 0.38.1 schemas/expconf/v0/resources.json.
 _MEMORY_SIZE = re.compile(r"([0-9]*\.)?[0-9]+ ?([kmgtp](i?b)?|b)?", re.ASCII | re.IGNORECASE)
 
@@ -97,7 +97,7 @@ def _item(
         expected = f"a mapping with {' and '.join(required)}"
         findings.problem(path, render(item), expected, f"Write {{{required[0]}: …}}.")
         return {}
-    whole = check_keys(section, item, _DIALECT, findings, path)
+    whole = check_keys(section, item, DIALECT, findings, path)
     for key in required:
         if item.get(key) is None:
             findings.problem((*path, key), "not given", "a value", f"Add {key}.")
@@ -155,6 +155,16 @@ def of_device(given: Mapping[str, Any], device: str) -> Any:
     """Return what a mapping gives for a kind of device; None if nothing."""
     value = given.get(device)
     return given.get(_OLD_CUDA) if value is None and device == "cuda" else value
+
+
+def add_variables(environment: dict[str, Any], variables: Sequence[str]) -> None:
+    """Put environment variables before those of a config, for every kind of device."""
+    given = environment.get("environment_variables") or []
+    if isinstance(given, Mapping):
+        given = {device: [*variables, *(of_device(given, device) or [])] for device in DEVICES}
+    elif isinstance(given, list):
+        given = [*variables, *given]
+    environment["environment_variables"] = given
 
 
 def with_new_names(given: Mapping[str, Any]) -> dict[str, Any]:

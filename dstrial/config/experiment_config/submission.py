@@ -26,18 +26,17 @@ from dstrial.config.experiment_config.hyperparameters import (
     normalised_specs,
 )
 from dstrial.config.experiment_config.sections import (
-    DEVICES,
+    add_variables,
     compile_pattern,
     complete_mounts,
     images,
-    of_device,
 )
 from dstrial.config.experiment_config.storage import complete_storage, merged_storage
-from dstrial.config.keys import Dialect, check_keys
+from dstrial.config.keys import check_keys
 from dstrial.config.merge import merge_template
 from dstrial.config.parsing.documents import Document, read_yaml_text, yaml_text
 from dstrial.config.parsing.limits import DEFAULT_LIMITS, TextLimits, check_value
-from dstrial.config.schema import EXPERIMENT, SEARCHERS
+from dstrial.config.schema import DIALECT, EXPERIMENT, SEARCHERS
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.metadata import SavedRun
 from dstrial.resume.rules import fitting_slots
@@ -271,7 +270,7 @@ def search_section(given: Any, limits: TextLimits = DEFAULT_LIMITS) -> dict[str,
             (), render(given), "a mapping with searcher and hyperparameters", "Pass an experiment config."
         )
         findings.raise_if_any()
-    raw = check_keys(EXPERIMENT, given, Dialect(name="the experiment config", null_is_absent=True), findings)
+    raw = check_keys(EXPERIMENT, given, DIALECT, findings)
     searcher = given.get("searcher")
     check_searcher(raw, searcher if isinstance(searcher, Mapping) else {}, findings)
     _check_time(raw["searcher"], findings)
@@ -293,15 +292,8 @@ def _add_defaults(config: dict[str, Any], defaults: MasterDefaults) -> None:
     environment = config.get("environment")
     if environment is None:
         environment = config["environment"] = {}
-    if not isinstance(environment, dict):
-        return
-    given = environment.get("environment_variables") or []
-    if isinstance(given, dict):
-        environment["environment_variables"] = {
-            device: [*defaults.environment_variables, *(of_device(given, device) or [])] for device in DEVICES
-        }
-    elif isinstance(given, list):
-        environment["environment_variables"] = [*defaults.environment_variables, *given]
+    if isinstance(environment, dict):
+        add_variables(environment, defaults.environment_variables)
 
 
 def _check_time(searcher: Mapping[str, Any], findings: Diagnostics) -> None:

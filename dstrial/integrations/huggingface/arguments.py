@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrial.config import ParallelDims
 from dstrial.config.experiment_config.trainer_flags import TrainerLength, length_problems
-from dstrial.errors import ConfigError, ConfigProblem
+from dstrial.errors import CheckpointError, ConfigError, ConfigProblem
 from dstrial.integrations.huggingface.batch_sizes import ArgumentSizes, batch_problems
 from dstrial.integrations.huggingface.logged_metrics import LogKind, kind_of
 from dstrial.resume.metadata import EngineRecord, SavedRun, given_settings
@@ -122,3 +122,49 @@ def is_evaluation_due(args: TrainingArguments, state: TrainerState) -> bool:
 
 def _word(strategy: Any) -> str:
     return str(getattr(strategy, "value", strategy))
+
+
+class TrainerHandle:
+    """Answers from the Trainer what callbacks are not told, else from its arguments.
+
+    Attributes:
+        trainer: None where it is not known.
+    """
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+
+    @property
+    def is_known(self) -> bool:
+        return self.trainer is not None
+
+    def require(self, problem: str) -> None:
+        """Refuse an unknown Trainer; ``problem`` says what needs it."""
+        if not self.is_known:
+            raise CheckpointError(
+                f"{problem}. Write dstrial.integrations.huggingface.train(trainer, callback) in place of trainer.train()."
+            )
+
+    def train_batch_size(self, args: TrainingArguments, state: TrainerState) -> int:
+        if self.is_known:
+            return int(self.trainer.get_total_train_batch_size(args))
+        micro = int(state.train_batch_size or args.train_batch_size)
+        return micro * int(args.gradient_accumulation_steps) * int(args.world_size)
+
+    def can_evaluate(self, args: TrainingArguments) -> bool:
+        return self.trainer.eval_dataset is not None if self.is_known else evaluates(args)
+
+    def has_one_evaluation_set(self) -> bool:
+        """Whether an ended evaluation is all; of several sets, the next event tells."""
+        return self.is_known and not isinstance(self.trainer.eval_dataset, dict)
+
+    def owes_evaluation(
+        self, args: TrainingArguments, state: TrainerState, *, is_last: bool, leaves: bool
+    ) -> bool:
+        """Whether the resumed step still needs its evaluation.
+
+        It does if the evaluation was left, which it may be with ``leaves``, or if nothing is left to train (``is_last``).
+        """
+        if not self.is_known or not self.can_evaluate(args) or has_evaluated(state):
+            return False
+        return is_last or (leaves and is_evaluation_due(args, state))

@@ -6,15 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.config.auto_values import DEFAULT_MICRO_BATCH
+from dstrial.config.auto_values import DEFAULT_MICRO_BATCH, MICRO_FLAG, STEPS_FLAG
 from dstrial.config.batch import BATCH_KEYS, BatchSolution
 from dstrial.config.command_line import CommandLine
 from dstrial.errors import ConfigProblem
 from dstrial.resume.batch import keep_batch
 from dstrial.resume.metadata import FILLED_KEY, EngineRecord, SavedRun, given_sizes
 
-_MICRO_FLAG = "per_device_train_batch_size"
-_STEPS_FLAG = "gradient_accumulation_steps"
 _DEFAULT_STEPS = 1  # of transformers.TrainingArguments, 4.56 and 5.23
 
 
@@ -46,8 +44,8 @@ def sizes_to_keep(
     share the batch evenly.
     """
     total, micro, steps = given_sizes(config)
-    micro = _given_size(arguments, _MICRO_FLAG) if micro is None else micro
-    steps = _given_size(arguments, _STEPS_FLAG) if steps is None else steps
+    micro = _given_size(arguments, MICRO_FLAG) if micro is None else micro
+    steps = _given_size(arguments, STEPS_FLAG) if steps is None else steps
     if total is None:
         sizes = ArgumentSizes(micro or DEFAULT_MICRO_BATCH, steps or _DEFAULT_STEPS)
         return kept_sizes(sizes, saved, num_ranks)
@@ -84,7 +82,7 @@ def batch_problems(given: ArgumentSizes, saved: SavedRun, num_ranks: int) -> lis
             f"{given.micro_batch_size} x {given.micro_batches_per_batch} x {replicas} = {batch}",
             f"{engine.train_batch_size}, the batch of checkpoint {saved.checkpoint}, in which its steps, schedule and order of "
             "records are counted",
-            f"Pass --{_MICRO_FLAG} {solution.train_micro_batch_size_per_gpu} --{_STEPS_FLAG} "
+            f"Pass --{MICRO_FLAG} {solution.train_micro_batch_size_per_gpu} --{STEPS_FLAG} "
             f"{solution.gradient_accumulation_steps}, or let dstrial.dsat.get_hf_args_with_overwrites(sys.argv[1:], "
             "dstrial.integrations.huggingface.hyperparameters(core_context)) set them before the arguments are parsed.",
         )

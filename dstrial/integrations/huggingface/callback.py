@@ -21,7 +21,6 @@ from dstrial.integrations.huggingface.preemption import LeaveTrainingError, Pree
 from dstrial.integrations.huggingface.resume import OpenedCheckpoint
 from dstrial.integrations.huggingface.save_schedule import SaveSchedule
 from dstrial.integrations.huggingface.startup import Startup
-from dstrial.integrations.huggingface.trainer_handle import TrainerHandle
 from dstrial.integrations.huggingface.trainer_telemetry import TrainerTelemetry
 from dstrial.ranks.heartbeat import Phase, heartbeat
 
@@ -85,7 +84,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self._losses = LossWatch(facts.exp_conf, is_chief=rank == 0, is_off=facts.is_measuring)
         self._telemetry = TrainerTelemetry(core_context, facts.exp_conf, is_off=facts.is_measuring)
         self._preemption = PreemptionHandler(core_context, facts.signals)
-        self._trainer_handle = TrainerHandle()
+        self._trainer_handle = arguments.TrainerHandle()
         self._heartbeat = heartbeat()
         self._in_training = False
         self._has_finished = False

@@ -15,7 +15,7 @@ from determined import core
 
 from dstrial.config.batch import BATCH_KEYS
 from dstrial.config.command_line import CommandLine
-from dstrial.config.deepspeed_source import MAIN_KEY, deepspeed_configs
+from dstrial.config.deepspeed_source import MAIN_KEY, OVERWRITE_KEY, deepspeed_configs
 from dstrial.config.parsing.documents import read_json_text
 from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem
 from dstrial.integrations.huggingface.batch_sizes import sizes_to_keep
@@ -28,8 +28,6 @@ from dstrial.ranks.stop_signals import StopSignals
 from dstrial.resume.locate import resumed_run, trial_id_of
 from dstrial.resume.metadata import RESUME_VARIABLE, SavedRun
 from dstrial.runtime import RUNTIME_ATTRIBUTE, ProcessRuntime, cluster_info, core_context
-
-OVERWRITE_KEY = "overwrite_deepspeed_args"
 
 
 @contextlib.contextmanager

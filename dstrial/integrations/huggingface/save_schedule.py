@@ -10,7 +10,6 @@ from deepspeed import DeepSpeedEngine
 from dstrial.errors import RankError
 from dstrial.integrations.huggingface import arguments
 from dstrial.integrations.huggingface.checkpoint_uploader import CheckpointUploader
-from dstrial.integrations.huggingface.trainer_handle import TrainerHandle
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -63,7 +62,7 @@ class SaveSchedule:
 
     def rewrite(
         self,
-        handle: TrainerHandle,
+        handle: arguments.TrainerHandle,
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,

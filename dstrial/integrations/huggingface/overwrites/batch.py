@@ -12,17 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from dstrial.config.auto_values import DEFAULT_MICRO_BATCH
+from dstrial.config.auto_values import DEFAULT_MICRO_BATCH, MICRO_FLAG, SIZE_FLAGS, STEPS_FLAG
 from dstrial.config.batch import AUTO, BATCH_KEYS, BatchSolution, solve_batch
 from dstrial.errors import ConfigError
 from dstrial.integrations.huggingface.overwrites.draft import COMMAND_LINE, Draft, Resolution, auto_hint
 from dstrial.resume.batch import in_words, keep_batch
 from dstrial.resume.metadata import EngineRecord, SavedRun, given_sizes
 
-MICRO_FLAG = "per_device_train_batch_size"
-STEPS_FLAG = "gradient_accumulation_steps"
 _TOTAL, _MICRO, _STEPS = BATCH_KEYS
-_FLAGS = {_MICRO: MICRO_FLAG, _STEPS: STEPS_FLAG}
 
 Sizes: TypeAlias = tuple[int | None, int | None, int | None]
 """Global batch, micro batch, accumulation steps; None for what is not given."""
@@ -84,7 +81,7 @@ def _leave_to_trainer(draft: Draft) -> None:
             else "the product of the two others and the ranks"
         )
         draft.decide(
-            _FLAGS.get(key, ""), key, Resolution.TRAINER, f"{key} is given neither as a number nor as an argument: {said}"
+            SIZE_FLAGS.get(key, ""), key, Resolution.TRAINER, f"{key} is given neither as a number nor as an argument: {said}"
         )  # fmt: skip
 
 
@@ -145,7 +142,7 @@ def _apply(draft: Draft, solution: BatchSolution, keys: Sizes, *, is_kept: bool)
     for key, given in zip(BATCH_KEYS, keys, strict=True):
         value = int(getattr(solution, key))
         draft.set_key(key, value)
-        flag = _FLAGS.get(key)
+        flag = SIZE_FLAGS.get(key)
         if flag is None:
             if given is None and not is_kept:
                 draft.decide("", key, Resolution.SOLVED, f"{key} is solved: {solution.equation}")

@@ -11,12 +11,11 @@ from typing import Any
 
 from dstrial.config.batch import AUTO
 from dstrial.config.command_line import CommandLine
-from dstrial.config.deepspeed_source import DeepSpeedSource
+from dstrial.config.deepspeed_source import OVERWRITE_KEY, DeepSpeedSource
 from dstrial.config.diagnostics import Diagnostics, key_path, render
 from dstrial.errors import ConfigProblem
 
 COMMAND_LINE = "command line"
-_OVERWRITE_KEY = "overwrite_deepspeed_args"
 
 
 class Resolution(enum.Enum):
@@ -55,7 +54,7 @@ class Draft:
         self.source = source
         self.arguments = arguments
         self.config: dict[str, Any] = copy.deepcopy(source.merged)
-        overwritten = {path: source.lines.get(path) or _OVERWRITE_KEY for path in source.overwritten}
+        overwritten = {path: source.lines.get(path) or OVERWRITE_KEY for path in source.overwritten}
         self.findings = Diagnostics({**source.lines, **overwritten}, source.label)
         self.decisions: list[Decision] = []
         self._given = arguments

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dstrial.config.auto_values import MICRO_FLAG, STEPS_FLAG
 from dstrial.config.batch import AUTO
 from dstrial.config.command_line import CommandLine
 from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.diagnostics import render
 from dstrial.errors import ConfigError
 from dstrial.integrations.huggingface.overwrites import numbers
-from dstrial.integrations.huggingface.overwrites.batch import MICRO_FLAG, STEPS_FLAG, reconcile_batch
+from dstrial.integrations.huggingface.overwrites.batch import reconcile_batch
 from dstrial.integrations.huggingface.overwrites.draft import Decision, Draft, Resolution, auto_hint
 from dstrial.resume.metadata import SavedRun
 
