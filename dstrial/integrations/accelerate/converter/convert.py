@@ -12,9 +12,8 @@ from typing import Any
 from dstrial.config.batch import AUTO, BATCH_KEYS
 from dstrial.config.parsing.documents import yaml_text
 from dstrial.errors import ConfigError
-from dstrial.integrations.accelerate.converter.deepspeed_keys import SECTION
+from dstrial.integrations.accelerate.converter.keys import SECTION, take_key
 from dstrial.integrations.accelerate.converter.result import JSON_NAME, Choices, Conversion, ConversionDraft
-from dstrial.integrations.accelerate.converter.top_level_keys import take_key
 
 MARK = "CHOOSE"
 """The word in the comment of every line that the Accelerate config could not decide."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from dstrial.errors import ConfigError, ConfigProblem
-from dstrial.integrations.accelerate.converter.unsupported_keys import EMPTY
 
 JSON_NAME = "ds_config.json"
 """File name of the DeepSpeed JSON that the experiment config names."""
@@ -52,13 +51,6 @@ class Conversion:
     is_cpu: bool
 
 
-NOTHING = "asks for nothing"
-UNKNOWN = "no key of accelerate 1.15; it is not taken over"
-
-Take = Callable[["ConversionDraft", str, Any], None]
-"""Takes one key, named as ``section.key``, and notes what became of it."""
-
-
 class ConversionDraft:
     """The one mutable object of a conversion."""
 
@@ -93,14 +85,6 @@ class ConversionDraft:
             )
             raise ConfigError([problem])
         return value
-
-    def take_each(self, key: str, value: Any, take: Take) -> None:
-        """Take every key of a section; an empty one asks for nothing."""
-        if value in EMPTY:
-            self.note(key, value, "nowhere", NOTHING)
-            return
-        for name, inner in self.section(key).items():
-            take(self, f"{key}.{name}", inner)
 
     def whole_number(self, value: Any, key: str, at_least: int) -> int:
         """Return a whole number; the least one, with a problem, if the value is none."""
