@@ -48,7 +48,7 @@ REST := exhaustive or program
 or-none = $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ])
 # Files go to workers in the order that tests/conftest.py gives them: the longest first.
 pytest = -m pytest -m "$(1)" --numprocesses $(or $(2),$(if $(findstring not process,$(1)),$(WORKERS),$(SLOW_WORKERS))) --dist loadfile --no-loadscope-reorder --instafail $(PYTEST_ARGS)
-HF_TESTS := tests/integrations tests/examples/test_hf_examples.py tests/examples/test_accelerate_clm.py \
+HF_TESTS := tests/integrations tests/examples/test_hf_examples.py tests/examples/test_clm_examples.py \
 	$(wildcard tests/launch/test_accelerate_*.py)
 
 .DEFAULT_GOAL := help

@@ -1,7 +1,7 @@
-"""Who replaces ``"auto"`` in a DeepSpeed config: Trainer or Accelerate. Pure.
+"""Values that the Trainer or Accelerate puts in place of ``"auto"`` in a DeepSpeed config. Pure.
 
 Accelerate, which the Trainer trains through as well, refuses every ``"auto"`` that is left when it makes the engine, whatever
-DeepSpeed itself would make of it. So what is not listed here is an error for these entrypoints.
+DeepSpeed itself would make of it. So an ``"auto"`` that is not listed here is an error for these entrypoints.
 
 Source: transformers 4.56 and 5.23 ``integrations/deepspeed.py`` (``trainer_config_process``, ``trainer_config_finalize``);
 accelerate 1.11 and 1.15 ``utils/dataclasses.py`` (``DeepSpeedPlugin``), ``accelerator.py`` (``_prepare_deepspeed``).
@@ -21,7 +21,8 @@ DEFAULT_MICRO_BATCH = 8
 """Default of the Trainer's ``per_device_train_batch_size``, transformers 4.56 and 5.23."""
 
 _TOTAL, _MICRO, _STEPS = BATCH_KEYS
-SIZE_FLAGS = {_MICRO: "per_device_train_batch_size", _STEPS: "gradient_accumulation_steps"}
+MICRO_FLAG, STEPS_FLAG = "per_device_train_batch_size", "gradient_accumulation_steps"
+SIZE_FLAGS = {_MICRO: MICRO_FLAG, _STEPS: STEPS_FLAG}
 
 _BY_TRAINER_ARGUMENT: Mapping[str, tuple[str, ...]] = {
     "gradient_clipping": ("max_grad_norm",),
@@ -71,21 +72,15 @@ _BY_ACCELERATE: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AutoValues:
-    """What puts values in place of ``"auto"`` when a script trains.
+    """Fills in ``"auto"`` when a script trains: the Trainer from its arguments, or Accelerate."""
 
-    Attributes:
-        name: how messages call it.
-        is_trainer: whether it is the Trainer, whose arguments say everything; otherwise Accelerate.
-        arguments: what the entrypoint passes to the script.
-    """
-
-    name: str
+    name: str  # for messages
     is_trainer: bool
-    arguments: CommandLine
+    arguments: CommandLine  # passed to the script by the entrypoint
 
     @classmethod
     def of(cls, script: ScriptSource | None) -> AutoValues | None:
-        """Return who fills in for a script; None where its source does not tell."""
+        """Return None if the script's source shows neither library."""
         if script is None or script.library is None:
             return None
         is_trainer = script.library == "trainer"
@@ -111,20 +106,10 @@ class AutoValues:
     def solve(
         self, sizes: Mapping[str, object], num_replicas: int, where: Mapping[str, str]
     ) -> BatchSolution | None:
-        """Solve the batch equation with what the entrypoint's arguments say.
+        """Solve the batch equation; None if only the script knows the micro batch.
 
-        The config wins where the arguments contradict it, as in ``dstrial.dsat.get_hf_args_with_overwrites``.
-
-        Args:
-            sizes: the three sizes as the config has them; None or ``"auto"`` for what it leaves open.
-            num_replicas: replicas of the model.
-            where: ``file:line: key`` of each size by its name.
-
-        Returns:
-            None where only the script knows the micro batch.
-
-        Raises:
-            ConfigError: nothing solves it.
+        A number in the config wins over an argument, as in ``dstrial.dsat.get_hf_args_with_overwrites``.
+        ``where`` has ``file:line: key`` of each size by its name.
         """
         total, micro, steps = (None if (size := sizes.get(key)) == AUTO else size for key in BATCH_KEYS)
         given: dict[str, int | None] = {}

@@ -20,25 +20,16 @@ AUTO = "auto"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchSolution:
-    """Batch sizes for which the equation holds.
+    """Batch sizes for which the equation holds."""
 
-    Attributes:
-        train_batch_size: records in one optimizer step, over all replicas.
-        train_micro_batch_size_per_gpu: records in one forward pass of one replica.
-        gradient_accumulation_steps: forward passes of one replica in one optimizer step.
-        data_parallel_size: number of replicas.
-        solved: names of the sizes that were not given.
-    """
-
-    train_batch_size: int
-    train_micro_batch_size_per_gpu: int
+    train_batch_size: int  # records of one optimizer step, over all replicas
+    train_micro_batch_size_per_gpu: int  # records of one forward pass of one replica
     gradient_accumulation_steps: int
     data_parallel_size: int
-    solved: tuple[str, ...]
+    solved: tuple[str, ...]  # names of the sizes that were not given
 
     @property
     def equation(self) -> str:
-        """The equation with the numbers in it, for a person."""
         return (
             f"train_batch_size {self.train_batch_size} = train_micro_batch_size_per_gpu "
             f"{self.train_micro_batch_size_per_gpu} x gradient_accumulation_steps "
@@ -55,20 +46,11 @@ def solve_batch(
     *,
     where: Mapping[str, str] | None = None,
 ) -> BatchSolution:
-    """Compute the batch sizes that are not given.
+    """Compute the batch sizes that are None or ``"auto"``.
 
     Of several answers it takes DeepSpeed's: with only one of the first two sizes given, ``gradient_accumulation_steps`` is 1.
-    Where DeepSpeed divides, drops the remainder and fails on an assertion, this names the nearest settings that work.
-
-    Args:
-        train_batch_size: records in one optimizer step; None or "auto" means solve for it.
-        train_micro_batch_size_per_gpu: records in one forward pass; None or "auto" likewise.
-        gradient_accumulation_steps: forward passes per optimizer step; None or "auto" likewise.
-        data_parallel_size: number of replicas, at least 1.
-        where: ``file:line: key`` of each size by its name, for messages.
-
-    Raises:
-        ConfigError: a size is not a positive integer, too little is given, or nothing solves it.
+    Where DeepSpeed divides, drops the remainder and fails on an assertion, the ConfigError names the nearest settings that work.
+    ``where`` has ``file:line: key`` of each size by its name, for messages.
 
     Source: DeepSpeed 0.19.8 runtime/config.py, ``_set_batch_related_parameters``.
     """
@@ -104,7 +86,6 @@ def solve_batch(
 
 
 def _given_sizes(given: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, int]:
-    """Return the given sizes by name; raise on all that are no positive integers."""
     sizes: dict[str, int] = {}
     problems: list[ConfigProblem] = []
     for key, value in given.items():
@@ -124,12 +105,9 @@ def _given_sizes(given: Mapping[str, Any], places: Mapping[str, str]) -> dict[st
 
 
 def resolve_batch(config: Mapping[str, Any], data_parallel_size: int) -> dict[str, Any]:
-    """Return a merged DeepSpeed config's copy in which every batch size is a number.
+    """Return a copy of a merged DeepSpeed config in which every batch size is a number.
 
     DeepSpeed fails with a TypeError on ``"auto"`` at these three keys, unless another tool has replaced it.
-
-    Raises:
-        ConfigError: as :func:`solve_batch`.
     """
     total, micro, steps = (config.get(key) for key in BATCH_KEYS)
     solution = solve_batch(total, micro, steps, data_parallel_size)

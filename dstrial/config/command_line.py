@@ -18,19 +18,12 @@ _FALSE = ("no", "false", "f", "n", "0")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GivenFlag:
-    """One flag of a command line.
-
-    Attributes:
-        word_idx: position of the word that names it.
-        spelling: how it is spelled there, dashes in front included.
-        value: what is given; None for a flag without a value.
-        is_joined: whether the value stands in the same word, behind ``=``.
-    """
+    """One flag of a command line."""
 
     word_idx: int
-    spelling: str
-    value: str | None
-    is_joined: bool
+    spelling: str  # with its dashes
+    value: str | None  # None for a flag without a value
+    is_joined: bool  # whether the value stands in the same word, behind `=`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +34,6 @@ class CommandLine:
 
     @classmethod
     def of(cls, words: Sequence[str]) -> CommandLine:
-        """Take words over; the sequence is not kept."""
         return cls(tuple(words))
 
     def find(self, name: str) -> GivenFlag | None:
@@ -50,7 +42,6 @@ class CommandLine:
         return found[-1] if found else None
 
     def value(self, name: str) -> str | None:
-        """Return the value of a flag; None if it is not given, or given without one."""
         flag = self.find(name)
         return None if flag is None else flag.value
 
@@ -79,7 +70,6 @@ class CommandLine:
         return CommandLine(tuple(words))
 
     def without(self, name: str) -> CommandLine:
-        """Return the command line without a flag, however often it was given."""
         words = [*self.words]
         for flag in reversed(self._all(name)):
             num_words = 1 if flag.is_joined or flag.value is None else 2
@@ -100,7 +90,6 @@ class CommandLine:
 
     @property
     def _end(self) -> int:
-        """Where the options end and only positional arguments follow."""
         return self.words.index("--") if "--" in self.words else len(self.words)
 
     def _all(self, name: str) -> list[GivenFlag]:

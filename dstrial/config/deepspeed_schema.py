@@ -24,20 +24,12 @@ _TABLES = importlib.resources.files("dstrial.config").joinpath("deepspeed_tables
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeepSpeedRules:
-    """What one DeepSpeed release accepts.
-
-    Attributes:
-        version: the release the table was generated from.
-        root: the top level of its config.
-        removed: keys it refuses, by dotted section.
-        optimizers: by name, DeepSpeed's own in lower case; see the module docstring.
-        schedulers: by name.
-    """
+    """The keys, optimizers and schedulers that one DeepSpeed release accepts; see the module."""
 
     version: str
     root: Section
-    removed: Mapping[str, tuple[str, ...]]
-    optimizers: Mapping[str, Mapping[str, Any]]
+    removed: Mapping[str, tuple[str, ...]]  # keys that it refuses, by dotted section
+    optimizers: Mapping[str, Mapping[str, Any]]  # by name, DeepSpeed's own in lower case
     schedulers: Mapping[str, Mapping[str, Any]]
 
 
@@ -56,7 +48,6 @@ def releases() -> tuple[str, ...]:
 
 
 def release_key(release: str) -> tuple[int, ...]:
-    """Return by what releases are put in order, of one such as ``0.19.8``."""
     return tuple(map(int, release.split(".")))
 
 

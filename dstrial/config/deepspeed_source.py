@@ -9,35 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.config.diagnostics import OVERRIDE_LABEL, Diagnostics, KeyPath, Lines, dotted, locate, render
-from dstrial.config.dotted_keys import nested
+from dstrial.config.dotted_keys import leaves, nested
 from dstrial.config.merge import merge_deepspeed
 from dstrial.config.parsing.documents import Document, read_json
 from dstrial.errors import ConfigError
 
 MAIN_KEY = "deepspeed_config"
+OVERWRITE_KEY = "overwrite_deepspeed_args"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeepSpeedSource:
-    """A DeepSpeed config before solving and defaults.
+    """A DeepSpeed config before solving and defaults."""
 
-    Attributes:
-        path: the JSON file; None if the config stands in the experiment config itself.
-        label: how messages call it.
-        base: the config as the file or mapping has it.
-        overwrite: ``hyperparameters.overwrite_deepspeed_args``, dotted keys as nested ones; empty if there is none.
-        merged: base with the overwrites in it.
-        lines: ``file:line`` of every key of ``merged``.
-        overwritten: key paths whose value comes from ``overwrite``.
-    """
-
-    path: Path | None
-    label: str
-    base: dict[str, Any]
-    overwrite: dict[str, Any]
-    merged: dict[str, Any]
-    lines: dict[KeyPath, str]
-    overwritten: frozenset[KeyPath]
+    path: Path | None  # None if the experiment config itself holds it
+    label: str  # how messages call it
+    base: dict[str, Any]  # as the file or mapping has it
+    overwrite: dict[str, Any]  # `overwrite_deepspeed_args` with dotted keys nested
+    merged: dict[str, Any]  # base with the overwrites in it
+    lines: dict[KeyPath, str]  # `file:line` of every key of `merged`
+    overwritten: frozenset[KeyPath]  # paths whose value comes from `overwrite`
 
 
 def other_configs(hyperparameters: Mapping[str, Any]) -> tuple[str, ...]:
@@ -55,18 +46,10 @@ def read_deepspeed(
 ) -> DeepSpeedSource | None:
     """Read and merge one DeepSpeed config of an experiment.
 
-    Args:
-        key: the hyperparameter that names it; ``overwrite_deepspeed_args`` applies to the main one.
-        hyperparameters: concrete values.
-        context_dir: directory that a path is relative to.
-        lines: where the keys of the experiment config stand.
-        label: the experiment config's name, for messages.
-        findings: receives the problems.
-
-    Returns:
-        None if the experiment names no DeepSpeed config, or it cannot be read (then there is a problem).
+    ``key`` is the hyperparameter that names the config, ``lines`` and ``label`` are the experiment config's. Returns None if the
+    experiment names no DeepSpeed config, or if it cannot be read, which is recorded as a problem.
     """
-    overwrite = hyperparameters.get("overwrite_deepspeed_args") if key == MAIN_KEY else None
+    overwrite = hyperparameters.get(OVERWRITE_KEY) if key == MAIN_KEY else None
     if hyperparameters.get(key) is None:
         if overwrite:
             fix = "Add hyperparameters.deepspeed_config with the path of a DeepSpeed JSON file."
@@ -87,7 +70,7 @@ def read_deepspeed(
         findings.problem("hyperparameters.overwrite_deepspeed_args", render(overwrite), "a mapping", fix)
         overwrite = {}
     overwrite = nested(overwrite)
-    overwritten = frozenset(_leaves(overwrite, ()))
+    overwritten = frozenset(path for path, _ in leaves(overwrite) if path)
     return DeepSpeedSource(
         path=None if isinstance(hyperparameters[key], Mapping) else context_dir / hyperparameters[key],
         label=base.label,
@@ -136,7 +119,7 @@ def _merged_lines(
     base_lines: Lines, overwritten: Iterable[KeyPath], lines: Lines, label: str
 ) -> dict[KeyPath, str]:
     """Return where each key of the merged config stands: its file or the overwrites."""
-    overwrite_lines = _below(lines, ("hyperparameters", "overwrite_deepspeed_args"))
+    overwrite_lines = _below(lines, ("hyperparameters", OVERWRITE_KEY))
     for dotted_path, line in [*overwrite_lines.items()]:
         overwrite_lines.setdefault(tuple(part for key in dotted_path for part in str(key).split(".")), line)
     merged_lines = dict(base_lines)
@@ -169,11 +152,3 @@ def _below(lines: Lines, prefix: KeyPath) -> dict[KeyPath, str]:
         if "val" in path:
             inside.setdefault(tuple(part for part in path if part != "val"), line)
     return inside
-
-
-def _leaves(value: Mapping[str, Any], path: KeyPath) -> list[KeyPath]:
-    leaves: list[KeyPath] = []
-    for key, inner in value.items():
-        below = _leaves(inner, (*path, str(key))) if isinstance(inner, Mapping) else []
-        leaves += below or [(*path, str(key))]
-    return leaves

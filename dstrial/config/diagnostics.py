@@ -75,12 +75,7 @@ def locate(lines: Lines, path: KeyPath, default: str) -> str:
 
 
 class Diagnostics:
-    """A growing list of problems and warnings about one document. Not thread-safe.
-
-    Args:
-        lines: where each key of the document stands.
-        where: label for keys that have none, for example the file's name.
-    """
+    """A growing list of problems and warnings about one document; ``where`` labels keys without a line."""
 
     def __init__(self, lines: Lines, where: str) -> None:
         self._lines = lines
@@ -100,11 +95,7 @@ class Diagnostics:
         return f"{label}{separator}{dotted(parts)}"
 
     def problem(self, path: KeyPath | str, got: str, expected: str, fix: str) -> None:
-        """Record an error with the parts of :class:`dstrial.errors.ConfigProblem`.
-
-        Raises:
-            ConfigError: this is problem number ``MAX_PROBLEMS``, and there may be many more.
-        """
+        """Record an error; raise ConfigError with all if this is number ``MAX_PROBLEMS``."""
         _add_new(self.problems, self._known[0], ConfigProblem(self.place(path), got, expected, fix))
         if len(self.problems) >= MAX_PROBLEMS:
             more = ConfigProblem(
@@ -116,7 +107,7 @@ class Diagnostics:
             raise ConfigError([*self.problems, more])
 
     def warn(self, path: KeyPath | str, text: str) -> None:
-        """Record a warning; training survives it. ``text`` follows ``file:line: key``."""
+        """Record a warning; ``text`` follows ``file:line: key``."""
         _add_new(self.warnings, self._known[1], f"{self.place(path)} {text}")
 
     def note(self, path: KeyPath | str, text: str) -> None:
@@ -124,13 +115,12 @@ class Diagnostics:
         _add_new(self.notes, self._known[2], f"{self.place(path)} {text}")
 
     def raise_if_any(self) -> None:
-        """Raise a ConfigError with every problem recorded so far, if there are any."""
         if self.problems:
             raise ConfigError(self.problems)
 
 
 def _add_new(found: list[_T], known: set[_T], one: _T) -> None:
-    """Append what is new; ``known`` is what was there at the last call."""
+    """Append an item unless it is there; ``known`` is the set of items at the last call."""
     # Others append too.
     if len(known) != len(found):
         known.update(found)

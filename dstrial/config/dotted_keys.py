@@ -44,10 +44,7 @@ def value_at(config: Any, path: str | KeyPath, default: Any = None) -> Any:
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield what stands at the ends of nested mappings, with its path.
-
-    An empty mapping is an end.
-    """
+    """Yield the ends of nested mappings with their paths; an empty mapping is an end."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from leaves(inner, (*path, key))
@@ -62,10 +59,6 @@ def dstrial_section(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def wants_system_metrics(config: Mapping[str, Any] | None) -> bool:
-    """Return ``profiling.enabled`` of an experiment config.
-
-    It is false where it is not given.
-    """
     return value_at(config, "profiling.enabled", False) is True
 
 
@@ -139,7 +132,7 @@ def _nested(config: Mapping[str, Any], section: Section | None) -> dict[str, Any
 
 
 def _united(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of both at every depth; ``other`` wins, and null is a value."""
+    """Merge at every depth; ``other`` wins, and null is a value."""
     result = dict(one)
     for key, value in other.items():
         below = result.get(key)
@@ -232,7 +225,6 @@ def _parse(text: str, label: str) -> Any:
 
 
 def _set(value: Any, path: KeyPath, new: Any) -> None:
-    """Set a key in place, making mappings on the way and replacing whatever is none."""
     if not isinstance(value, dict):
         return
     for part in path[:-1]:

@@ -17,35 +17,20 @@ DEFAULT_RESIZE_PERIOD_S = 600.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Elasticity:
-    """Between how many slots a trial may change once it has a checkpoint.
+    """The numbers of slots on which a trial may go on once it has a checkpoint."""
 
-    Attributes:
-        wish: ``resources.slots_per_trial``, with which it begins.
-        at_least: ``min_slots``; None for any number that works, but only where more do not exist.
-        at_most: ``max_slots``, or the wish.
-        period_s: how long it keeps a number of slots before it grows, seconds.
-    """
-
-    wish: int
-    at_least: int | None
-    at_most: int
-    period_s: float
+    wish: int  # `resources.slots_per_trial`, with which it begins
+    at_least: int | None  # `min_slots`; None for any number that works, where more slots do not exist
+    at_most: int  # `max_slots`, or the wish
+    period_s: float  # how long it keeps a number of slots before it grows
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether its user has given another bound than ``slots_per_trial``."""
         return self.at_least is not None or self.at_most > self.wish
 
 
 def elasticity_of(section: Mapping[str, Any], wish: int) -> Elasticity:
-    """Return what a checked ``data.dstrial`` says.
-
-    What is no number counts as not given.
-
-    Args:
-        section: ``data.dstrial``.
-        wish: ``resources.slots_per_trial``.
-    """
+    """Read a checked ``data.dstrial``; a value that is no number counts as not given."""
     at_least, at_most = (_count(section.get(key)) for key in KEYS[:2])
     given = section.get("resize_period")
     period_s = DEFAULT_RESIZE_PERIOD_S if given is None or not _is_number(given) else float(given)
@@ -53,13 +38,7 @@ def elasticity_of(section: Mapping[str, Any], wish: int) -> Elasticity:
 
 
 def check_elasticity(section: Mapping[str, Any], wish: Any, findings: Diagnostics) -> None:
-    """Report what is wrong with the three keys.
-
-    Args:
-        section: ``data.dstrial``.
-        wish: ``resources.slots_per_trial`` as given.
-        findings: takes the problems.
-    """
+    """Report what is wrong with the three keys; ``wish`` is ``slots_per_trial`` as given."""
     counts: dict[str, int] = {}
     for key in KEYS[:2]:
         value = section.get(key)

@@ -30,51 +30,32 @@ _WORDS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """What may stand under one key.
+    """The legal values of one key."""
 
-    Attributes:
-        types: names of :data:`_WORDS`, or "any".
-        default: the value when the key is absent; a section with ``absent_is_empty`` ignores it.
-        enum: legal values, or None for any value of the types.
-        ignores_case: whether ``enum`` is compared without regard to case.
-        minimum: lowest legal number, inclusive.
-        exclusive_minimum: legal numbers are above it.
-        maximum: highest legal number, inclusive.
-        exclusive_maximum: legal numbers are below it.
-        section: the keys inside, for a mapping that is checked.
-        also: other spellings of the key that are legal.
-        replaced_by: the key to use instead, for one that is deprecated; empty if there is none.
-    """
-
-    types: tuple[str, ...]
+    types: tuple[str, ...]  # names of _WORDS, or "any"
     default: Any = None
     enum: tuple[Any, ...] | None = None
     ignores_case: bool = False
-    minimum: float | None = None
+    minimum: float | None = None  # inclusive
     exclusive_minimum: float | None = None
-    maximum: float | None = None
+    maximum: float | None = None  # inclusive
     exclusive_maximum: float | None = None
-    section: Section | None = None
-    also: tuple[str, ...] = ()
-    replaced_by: str | None = None
+    section: Section | None = None  # keys inside, for a mapping that is checked
+    also: tuple[str, ...] = ()  # other legal spellings of the key
+    replaced_by: str | None = None  # set if the key is deprecated; empty if nothing replaces it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Section:
-    """The legal keys of one mapping.
-
-    Attributes:
-        keys: rule by key.
-        strict: whether the reader of the config rejects unknown keys itself and converts quoted
-            numbers (DeepSpeed's pydantic sections); otherwise it ignores the one and trips over the other.
-    """
+    """The legal keys of one mapping."""
 
     keys: Mapping[str, Rule]
+    # Whether the reader rejects unknown keys and converts quoted numbers (DeepSpeed's pydantic).
     strict: bool = False
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Section:
-        """Build a section from its JSON form, as the rule generator writes it."""
+        """Build a section from the JSON of the rule generator."""
         return cls({key: _rule_from_table(rule) for key, rule in table["keys"].items()}, table["strict"])
 
 
@@ -90,25 +71,15 @@ def _rule_from_table(table: Mapping[str, Any]) -> Rule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dialect:
-    """How one kind of document is read.
+    """How the reader of one kind of document behaves."""
 
-    Attributes:
-        name: who reads it, for messages: "DeepSpeed 0.19.8".
-        consequence: what an unknown key does in a section that is not strict, as a clause; may be empty.
-        null_is_absent: whether null under any key means that the key is not given.
-        auto: what ``"auto"`` is where nothing in the rules allows it: "error", "warning", or "value" for an
-            ordinary string.
-        filler: what puts values in place of ``"auto"``, which then decides instead of ``auto``; None if that is not known.
-        unknown_is_warning: whether unknown keys are only warned about.
-        removed: keys that were legal once, by the dotted section they stood in.
-    """
-
-    name: str
-    consequence: str = ""
-    null_is_absent: bool = False
-    auto: str = "value"
-    filler: AutoValues | None = None
+    name: str  # the reader, for messages: "DeepSpeed 0.19.8"
+    consequence: str = ""  # what an unknown key does in a section that is not strict, as a clause
+    null_is_absent: bool = False  # whether null means that a key is not given
+    auto: str = "value"  # "error" or "warning" for `"auto"`, "value" for an ordinary string
+    filler: AutoValues | None = None  # fills in `"auto"`, and then decides instead of `auto`
     unknown_is_warning: bool = False
+    # Keys that were legal once, by dotted section.
     removed: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 

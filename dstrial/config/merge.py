@@ -21,13 +21,10 @@ from dstrial.errors import ConfigError, ConfigProblem
 
 
 def merge_deepspeed(base: Mapping[str, Any], overwrite: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two DeepSpeed configs, key by key at every depth.
+    """Merge two DeepSpeed configs, key by key at every depth, into a new one.
 
-    A mapping merges into a mapping; anything else (lists too) replaces what was there; a ``None`` deletes the key. A dotted key
-    of the overwrite, ``zero_optimization.stage``, stands for the nested one. Neither argument is changed.
-
-    Returns:
-        A new dictionary. ``None`` values of ``base`` are kept: there they are DeepSpeed's null.
+    A mapping merges into a mapping; anything else (lists too) replaces what was there; ``None`` deletes the key. A dotted
+    key of the overwrite, ``zero_optimization.stage``, stands for the nested one.
     """
     return _merged(base, nested(overwrite))
 

@@ -17,26 +17,14 @@ _IN_REPLICA = ("pp", "tp", "sp")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParallelDims:
-    """The division of the ranks: ``world_size = dp x pp x tp x sp``.
-
-    Attributes:
-        world_size: number of ranks, at least 1.
-        pp: pipeline stages: ranks that together hold one pipeline.
-        tp: ranks that share each layer (tensor parallelism through an mpu).
-        sp: ranks that share each sequence (DeepSpeed's ``sequence_parallel_size``).
-        ep: ranks over which the experts of a layer are spread; ranks of other replicas, so it takes none of its own.
-        is_pipeline: whether the model is a ``PipelineModule``, even one of a single stage.
-
-    Raises:
-        ValueError: the ranks cannot be divided so.
-    """
+    """The division of the ranks, ``world_size = dp x pp x tp x sp``; ValueError if impossible."""
 
     world_size: int
-    pp: int = 1
-    tp: int = 1
-    sp: int = 1
-    ep: int = 1
-    is_pipeline: bool = False
+    pp: int = 1  # pipeline stages
+    tp: int = 1  # ranks that share each layer, through an mpu
+    sp: int = 1  # ranks that share each sequence (`sequence_parallel_size`)
+    ep: int = 1  # ranks that share a layer's experts: of other replicas, so none of its own
+    is_pipeline: bool = False  # a `PipelineModule`, even of a single stage
 
     def __post_init__(self) -> None:
         unit = self.ranks_per_replica
@@ -50,7 +38,7 @@ class ParallelDims:
 
     @classmethod
     def of_replica(cls, **sizes: Any) -> ParallelDims:
-        """Return one replica on as many ranks as it needs; the fields are the class's."""
+        """Return one replica on as many ranks as it needs."""
         return cls(math.prod(sizes.get(field, 1) for field in _IN_REPLICA), **sizes)
 
     @property
@@ -60,7 +48,6 @@ class ParallelDims:
 
     @property
     def ranks_per_replica(self) -> int:
-        """Ranks that hold one replica together."""
         return math.prod(getattr(self, field) for field in _IN_REPLICA)
 
     @property
@@ -70,10 +57,7 @@ class ParallelDims:
 
     @property
     def has_mpu(self) -> bool:
-        """Whether DeepSpeed asks an ``mpu`` who shares what.
-
-        A pipeline brings one, else it is the trial's own.
-        """
+        """Whether DeepSpeed asks an ``mpu``, which is a pipeline's or the trial's own."""
         return self.has_pipeline_engine or self.tp > 1
 
     def on(self, world_size: int) -> ParallelDims:
@@ -89,11 +73,7 @@ class ParallelDims:
         return max(world_size // self.ranks_per_replica, 1)
 
     def with_section(self, section: Any) -> ParallelDims:
-        """Return one replica as ``data.dstrial`` says it is formed, else as this one is.
-
-        Args:
-            section: ``data.dstrial``, if there is one; what is wrong in it is said by the check of the config.
-        """
+        """Return one replica with the sizes that ``data.dstrial`` gives, checked elsewhere."""
         given = section if isinstance(section, Mapping) else {}
         sizes = {field: getattr(self, field) for field in DIM_KEYS.values()}
         for key, field in DIM_KEYS.items():
@@ -103,7 +83,7 @@ class ParallelDims:
         return ParallelDims.of_replica(**sizes, is_pipeline=self.is_pipeline)
 
     def to_layout(self) -> dict[str, Any]:
-        """Return what an engine's layout says of the ranks, in its order."""
+        """Return the fields of an engine's layout, in its order."""
         return {
             "world_size": self.world_size,
             "data_parallel_size": self.dp,
@@ -114,16 +94,13 @@ class ParallelDims:
 def replicas_of(
     data_config: Mapping[str, Any], world_size: int, asked: int | None = None, *, otherwise: int = 1
 ) -> int:
-    """Return the data-parallel size by the rule of ``dstrial check``.
+    """Return the data-parallel size by the rule of ``dstrial check``; ConfigError if impossible.
 
     Args:
-        data_config: the ``data`` section of the experiment config; its ``dstrial`` may say how a replica is formed.
+        data_config: the ``data`` section of the experiment config.
         world_size: number of ranks, at least 1.
         asked: ranks of one replica as user code gives them; None if it leaves that to the config.
         otherwise: ranks of one replica where neither says; a checkpoint's, for a run that goes on from it.
-
-    Raises:
-        ConfigError: the two do not agree, or the ranks cannot be divided so.
     """
     section = data_config.get("dstrial")
     given = section if isinstance(section, Mapping) else {}

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
-from dstrial.config.keys import Rule, Section
+from dstrial.config.keys import Dialect, Rule, Section
 
 DEFAULT_PREEMPTION_TIMEOUT_S = 600
 """How long ranks may take to save and end after a request to stop, seconds. Determined gives an hour, in which a hung rank
@@ -22,20 +22,13 @@ def _rule(*types: str, default: Any = None, **bounds: Any) -> Rule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearcherKeys:
-    """What the config of one searcher may have.
+    """The keys that the config of one searcher may have."""
 
-    Attributes:
-        keys: those that have an effect, beside the keys of every searcher.
-        requires: those of them that must be given.
-        is_timed: whether ``max_time`` and ``time_metric`` must be given.
-        is_independent: whether no trial depends on another, so that those that are left can be continued after the search.
-        rules: of keys that no searcher before it had.
-    """
-
-    keys: tuple[str, ...] = ()
-    requires: tuple[str, ...] = ()
-    is_timed: bool = False
-    is_independent: bool = False
+    keys: tuple[str, ...] = ()  # with an effect, beside the keys of every searcher
+    requires: tuple[str, ...] = ()  # must be given
+    is_timed: bool = False  # whether `max_time` and `time_metric` must be given
+    is_independent: bool = False  # no trial depends on another: the rest can go on after the search
+    # Of keys that no searcher before it had.
     rules: Mapping[str, Rule] = dataclasses.field(default_factory=dict)
 
 
@@ -202,6 +195,16 @@ EXPERIMENT = Section(
 )
 
 
+DIALECT = Dialect(name="the experiment config", null_is_absent=True)
+
+
+def section_of(key: str) -> Section:
+    """Return the keys inside a mapping of the experiment config."""
+    section = EXPERIMENT.keys[key].section
+    assert section is not None, key
+    return section
+
+
 Unit = Literal["batches", "epochs", "records"]
 
 UNITS: tuple[Unit, ...] = ("batches", "epochs", "records")
@@ -209,14 +212,9 @@ UNITS: tuple[Unit, ...] = ("batches", "epochs", "records")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Length:
-    """A number of batches, epochs or records.
+    """A number of batches (optimizer steps), epochs or records."""
 
-    Attributes:
-        value: how many; 0 means "never" where a period is asked for.
-        unit: what is counted; a batch is one optimizer step.
-    """
-
-    value: int
+    value: int  # 0 means "never" where a period is asked for
     unit: Unit
 
     @classmethod

@@ -68,11 +68,7 @@ _ASSIGNMENT = re.compile(r"""\b([A-Za-z_]\w*)=("(?:[^"\\]|\\.)*"|'[^']*'|[^\s;&|
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SecretNames:
-    """Which names tell of secrets.
-
-    Attributes:
-        patterns: further ones, with ``*`` and ``?``, whatever the case; for variables and fields alike.
-    """
+    """Decides by name what is secret; ``patterns`` are further names, with ``*`` and ``?``."""
 
     patterns: tuple[str, ...] = ()
 
@@ -107,18 +103,11 @@ def _is_number(text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Secret:
-    """One secret of a config.
-
-    Attributes:
-        path: where it stands.
-        identity: the same place where lists may be ordered otherwise: a variable by its name.
-        prefix: what stands before it in the same text, ``NAME=`` for a variable.
-        value: the secret itself.
-    """
+    """One secret of a config."""
 
     path: Path
-    identity: Path
-    prefix: str
+    identity: Path  # the path with a variable's name in place of its list index
+    prefix: str  # precedes it in the same text, `NAME=` for a variable
     value: Any
 
     def __repr__(self) -> str:
@@ -132,12 +121,7 @@ def secrets_in(value: Any, names: SecretNames) -> list[Secret]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Finder:
-    """Walks a config.
-
-    Attributes:
-        names: what is secret by its name.
-        takes: which values count as secrets whatever their name.
-    """
+    """Walks a config; ``takes`` says which values count as secrets whatever their name."""
 
     names: SecretNames
     takes: Callable[[Any], bool]
@@ -212,7 +196,7 @@ _REMEMBERED_CHARS = 2**16
 
 
 def _remembered(mask: Callable[[str, SecretNames], str], text: str, names: SecretNames) -> str:
-    """Mask a text, and remember the result if it is small."""
+    """Mask a text; cache the result if it is small, for a thousand large texts would fill the memory."""
     # A thousand large texts would fill the memory.
     return _mask_once(mask, text, names) if len(text) <= _REMEMBERED_CHARS else mask(text, names)
 
@@ -223,7 +207,7 @@ def _mask_once(mask: Callable[[str, SecretNames], str], text: str, names: Secret
 
 
 def masked_json(text: str, names: SecretNames) -> str:
-    """Return a config that is stored as JSON with the mask in place of its secrets."""
+    """Return a config in JSON with its secrets masked."""
     return _remembered(_masked_json, text, names) if names.patterns or _may_have_secrets(text) else text
 
 
@@ -297,15 +281,9 @@ def masked_shell(text: str, names: SecretNames) -> str:
 
 
 def unmasked(value: Any, sources: Sequence[Any], where: str = "the config") -> Any:
-    """Return a config with the secrets that a source has where it gives the mask.
+    """Return a config with each mask replaced by the secret of the first source that has it.
 
-    Args:
-        value: a config that may have been shown; not changed.
-        sources: where its secrets may be found, the first one first: the config of a parent, a template.
-        where: how error messages call it.
-
-    Raises:
-        ConfigError: with every mask for which no source has a secret.
+    The sources are configs of a parent or a template. The ConfigError names every mask for which no source has a secret.
     """
     found = _put_back(value, sources, where)
     return _replaced(value, found) if found else value
@@ -314,13 +292,7 @@ def unmasked(value: Any, sources: Sequence[Any], where: str = "the config") -> A
 def unmasked_yaml(
     text: str, sources: Sequence[Any], where: str = "the config", limits: TextLimits = DEFAULT_LIMITS
 ) -> str:
-    """Return a YAML config unmasked, comments and order kept.
-
-    A text that is no YAML comes back as it is.
-
-    Raises:
-        ConfigError: see ``unmasked``.
-    """
+    """Unmask a YAML text, comments and order kept; return a text that is no YAML as it is."""
     if MASK not in text:
         return text
     try:

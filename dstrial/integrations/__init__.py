@@ -11,16 +11,7 @@ from dstrial.errors import MissingExtraError, install_command
 
 
 def require(*packages: str, extra: str, who: str) -> None:
-    """Make sure that libraries can be imported.
-
-    Args:
-        packages: top-level names of the libraries.
-        extra: dstrial's extra that installs them.
-        who: the module that needs them, for the message.
-
-    Raises:
-        MissingExtraError: one of them cannot be found.
-    """
+    """Raise MissingExtraError unless the ``packages``, which ``extra`` installs, can be imported."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingExtraError(

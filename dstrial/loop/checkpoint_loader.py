@@ -12,7 +12,7 @@ import contextlib
 import logging
 import pathlib
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,6 +39,9 @@ from dstrial.loop.checkpoint_trust import trusts_code
 from dstrial.loop.metrics import merge_windows, weighed_window
 from dstrial.loop.run_state import RunState, restore_random_states, restore_reducer, training_reductions
 from dstrial.trial.trial import Checkpointable
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 logger = logging.getLogger("dstrial.loop")
 
@@ -132,22 +135,12 @@ class CheckpointLoader:
             restore_engine_extra_state(engine, self._extra_state(state, engine_idx, saved, now))
             if not is_reshaped:
                 recount_micro_batches(engine, saved[engine_idx], now[engine_idx])
-            self._compare_settings(engine_idx, settings[engine_idx])
-
-    def _compare_settings(self, engine_idx: int, before: list[dict[str, Any]]) -> None:
-        """Name differing optimizer settings; apply ``override_optimizer``."""
-        context = self._state.context
-        overrides = dstrial_section(self._state.runtime.exp_conf).get("override_optimizer") is True
-        found = differing_settings(context.models[engine_idx], before, overrides=overrides)
-        if found and context.distributed.rank == 0:
-            logger.warning(
-                "engine %d: this run sets its optimizer to %s; %s",
-                engine_idx,
-                "; ".join(found),
-                "this run's settings count (data.dstrial.override_optimizer)"
-                if overrides
-                else "the checkpoint counts. To use this run's settings, add --override-optimizer to dstrial run, or set "
-                "data.dstrial.override_optimizer to true",
+            settle_optimizer_settings(
+                engine,
+                settings[engine_idx],
+                self._state.runtime.exp_conf,
+                f"engine {engine_idx}",
+                is_chief=context.distributed.rank == 0,
             )
 
     def _continue_counts(self, state: Mapping[str, Any]) -> None:
@@ -308,6 +301,29 @@ def _require_ranks(path: pathlib.Path, names: Container[str], num_ranks: int) ->
         raise CheckpointDamagedError(
             f"checkpoint {path} has no {missing[0]}; expected the state of {num_ranks} ranks. Resume from another "
             "checkpoint."
+        )
+
+
+def settle_optimizer_settings(
+    engine: DeepSpeedEngine,
+    before: Sequence[Mapping[str, Any]],
+    exp_conf: Mapping[str, Any] | None,
+    label: str,
+    *,
+    is_chief: bool,
+) -> None:
+    """Warn of optimizer settings that differ from the checkpoint's; apply ``override_optimizer``."""
+    overrides = dstrial_section(exp_conf).get("override_optimizer") is True
+    found = differing_settings(engine, before, overrides=overrides)
+    if found and is_chief:
+        logger.warning(
+            "%s: this run sets its optimizer to %s; %s",
+            label,
+            "; ".join(found),
+            "this run's settings count (data.dstrial.override_optimizer)"
+            if overrides
+            else "the checkpoint counts. To use this run's settings, add --override-optimizer to dstrial run, or set "
+            "data.dstrial.override_optimizer to true",
         )
 
 

@@ -1,14 +1,9 @@
-"""Bad configurations and what ``dstrial check`` says about each; also prints them as a Markdown table.
-
-Usage: ``python tests/config/bad_configs.py``.
-"""
+"""Bad configurations and the message of ``dstrial check`` about each."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -644,18 +639,3 @@ def message(bad: BadConfig, directory: Path) -> str:
     except ConfigError as error:
         return str(error).replace(f"{directory}/", "").replace(str(directory), ".")
     return ""
-
-
-def main() -> int:
-    """Print the table ``bad config | message``."""
-    print("| bad config | message |")
-    print("|---|---|")
-    for bad in BAD_CONFIGS:
-        with tempfile.TemporaryDirectory() as directory:
-            cell = message(bad, Path(directory)).replace("|", "\\|").replace("\n", "<br>")
-            print(f"| {bad.mistake} | {cell} |")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,32 +1,24 @@
 """Dotted keys, as Determined's own examples write them, are taken as nested ones or shown as such."""
 
-import json
-
 import pytest
-from bad_configs import DEEPSPEED, EXPERIMENT, MODEL_DEF
+from bad_configs import DEEPSPEED, EXPERIMENT
 
-from dstrial.config import load_experiment, merge_deepspeed, overwrite_deepspeed_config
+from dstrial.config import merge_deepspeed, overwrite_deepspeed_config
 from dstrial.config.diagnostics import nested_form
 from dstrial.config.dotted_keys import nested
 from dstrial.errors import ConfigError
 
-OVERWRITES = "  overwrite_deepspeed_args: {overwrites}\n"
+OVERWRITES = "  overwrite_deepspeed_args:\n"
+KEY = "  deepspeed_config: ds.json\n"
 
 
-def load(tmp_path, hyperparameters="", deepspeed=DEEPSPEED, more=""):
-    (tmp_path / "model_def.py").write_text(MODEL_DEF)
-    (tmp_path / "ds.json").write_text(json.dumps(deepspeed))
-    text = EXPERIMENT.replace(
-        "  deepspeed_config: ds.json\n", f"  deepspeed_config: ds.json\n{hyperparameters}"
-    )
-    (tmp_path / "exp.yaml").write_text(text + more)
-    return load_experiment(tmp_path / "exp.yaml", tmp_path)
+def with_hyperparameters(lines):
+    return EXPERIMENT.replace(KEY, KEY + lines)
 
 
-def test_a_dotted_overwrite_is_taken_as_a_nested_one(tmp_path):
+def test_a_dotted_overwrite_is_taken_as_a_nested_one(load):
     config = load(
-        tmp_path,
-        "  overwrite_deepspeed_args:\n    zero_optimization.stage: 3\n    optimizer.params.lr: 0.5\n",
+        with_hyperparameters(OVERWRITES + "    zero_optimization.stage: 3\n    optimizer.params.lr: 0.5\n")
     )
     assert config.deepspeed.merged["zero_optimization"] == {"stage": 3}
     assert config.deepspeed.merged["optimizer"] == {"type": "AdamW", "params": {"lr": 0.5}}
@@ -48,23 +40,23 @@ def test_what_check_takes_training_takes():
     ] == {"stage": 1, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}}
 
 
-def test_a_search_space_may_stand_behind_a_dotted_key(tmp_path):
+def test_a_search_space_may_stand_behind_a_dotted_key(load):
     spec = "    zero_optimization.stage: {type: const, val: 2}\n"
-    config = load(tmp_path, "  overwrite_deepspeed_args:\n" + spec)
+    config = load(with_hyperparameters(OVERWRITES + spec))
     assert config.deepspeed_check.effective["zero_optimization"]["stage"] == 2
 
 
-def test_a_wrong_value_is_named_by_its_line_and_its_whole_key(tmp_path):
+def test_a_wrong_value_is_named_by_its_line_and_its_whole_key(load):
     with pytest.raises(ConfigError, match=r"exp\.yaml:6: zero_optimization\.stage is 7"):
-        load(tmp_path, "  overwrite_deepspeed_args:\n    zero_optimization.stage: 7\n")
+        load(with_hyperparameters(OVERWRITES + "    zero_optimization.stage: 7\n"))
 
 
-def test_a_value_given_in_both_forms_is_one_problem(tmp_path):
-    both = "  overwrite_deepspeed_args:\n    zero_optimization: {stage: 1}\n    zero_optimization.stage: 3\n"
+def test_a_value_given_in_both_forms_is_one_problem(load):
+    both = OVERWRITES + "    zero_optimization: {stage: 1}\n    zero_optimization.stage: 3\n"
     with pytest.raises(
         ConfigError, match=r"zero_optimization\.stage is given twice, as 3 and as 1; expected once"
     ):
-        load(tmp_path, both)
+        load(with_hyperparameters(both))
 
 
 def test_names_that_are_no_section_stay_as_they_are():
@@ -90,15 +82,15 @@ def test_names_that_are_no_section_stay_as_they_are():
         ),
     ],
 )
-def test_elsewhere_the_message_shows_the_nested_form(tmp_path, hyperparameters, deepspeed, more, shown):
+def test_elsewhere_the_message_shows_the_nested_form(load, hyperparameters, deepspeed, more, shown):
     with pytest.raises(ConfigError) as caught:
-        load(tmp_path, hyperparameters, deepspeed, more)
+        load(with_hyperparameters(hyperparameters), deepspeed, more=more)
     assert shown in str(caught.value)
     assert "Remove it" not in str(caught.value)
 
 
-def test_a_hyperparameter_that_looks_like_a_deepspeed_key_is_warned_about(tmp_path):
-    config = load(tmp_path, "  zero_optimization.stage: 3\n")
+def test_a_hyperparameter_that_looks_like_a_deepspeed_key_is_warned_about(load):
+    config = load(with_hyperparameters("  zero_optimization.stage: 3\n"))
     assert any(
         "overwrite_deepspeed_args: {zero_optimization: {stage: 3}}" in text for text in config.warnings
     )

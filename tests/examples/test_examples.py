@@ -46,7 +46,7 @@ def environment(runs_dir: Path) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "DSTRIAL_RUNS_DIR": str(runs_dir)}
 
 
-def dstrial(*arguments: str, runs_dir: Path, expected_status: int = 0) -> str:
+def dstrial(*arguments: str, runs_dir: Path) -> str:
     """Run the installed ``dstrial`` command from outside the checkout; return what it printed."""
     command = [str(Path(sys.executable).with_name("dstrial")), *arguments]
     runs_dir.mkdir(parents=True, exist_ok=True)
@@ -60,9 +60,7 @@ def dstrial(*arguments: str, runs_dir: Path, expected_status: int = 0) -> str:
         timeout=RUN_TIMEOUT_S,
         check=False,
     )
-    assert finished.returncode == expected_status, (
-        f"{command} exited {finished.returncode}:\n{finished.stdout}"
-    )
+    assert finished.returncode == 0, f"{command} exited {finished.returncode}:\n{finished.stdout}"
     return finished.stdout
 
 
@@ -117,21 +115,6 @@ def test_there_are_configs_for_all_model_definitions() -> None:
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
 def test_a_shipped_config_passes_the_check(config: Path, tmp_path: Path) -> None:
     dstrial("check", str(config), str(context_dir_of(config)), runs_dir=tmp_path)
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.stem)
-def test_the_check_of_a_shipped_config_notices_a_typo(config: Path, tmp_path: Path) -> None:
-    printed = dstrial(
-        "check",
-        str(config),
-        str(context_dir_of(config)),
-        *overwrites({"hyperparameters.overwrite_deepspeed_args": {"zero_optimisation": {"stage": 1}}}),
-        runs_dir=tmp_path,
-        expected_status=1,
-    )
-
-    assert "zero_optimization" in printed
 
 
 @pytest.mark.ranks

@@ -28,17 +28,11 @@ Assignments: TypeAlias = "Mapping[str, tuple[list[int], list[ast.expr]]]"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CalledSource:
-    """A source in which DeepSpeed may be called.
+    """A source in which DeepSpeed may be called."""
 
-    Attributes:
-        label: how messages call the file.
-        tree: its syntax tree, or the part of it that is meant.
-        has_config_flag: whether its command line is given ``--deepspeed_config``.
-    """
-
-    label: str
-    tree: ast.AST
-    has_config_flag: bool = False
+    label: str  # how messages call the file
+    tree: ast.AST  # the whole file, or the part that is meant
+    has_config_flag: bool = False  # whether its command line has `--deepspeed_config`
 
 
 def check_two_configs(

@@ -29,27 +29,18 @@ _WHO_FILLS_IN = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What was found, and what DeepSpeed would run with.
+    """The problems of a config, and what DeepSpeed would run with."""
 
-    Attributes:
-        problems: everything that must be changed before training; empty if nothing.
-        warnings: settings without effect and the like, as whole sentences.
-        effective: every key DeepSpeed reads with its value: given, solved, or default. Values with a problem
-            are replaced by the default.
-        batch: the solved batch equation; None if it has no solution, or if only the script knows its sizes.
-        notes: what is right and worth knowing, as whole sentences: who fills in each ``"auto"``.
-        filled: who fills it in and from what, by the dotted key of each ``"auto"`` that a tool fills in.
-    """
-
-    problems: tuple[ConfigProblem, ...]
-    warnings: tuple[str, ...]
+    problems: tuple[ConfigProblem, ...]  # to be changed before training
+    warnings: tuple[str, ...]  # settings without effect and the like, as whole sentences
+    # Every key that DeepSpeed reads: given, solved or default; a wrong value is replaced by the default.
     effective: dict[str, Any]
-    batch: BatchSolution | None
-    notes: tuple[str, ...] = ()
+    batch: BatchSolution | None  # None if there is no solution, or only the script knows its sizes
+    notes: tuple[str, ...] = ()  # correct and worth knowing, as whole sentences
+    # Who fills in each `"auto"`, by dotted key.
     filled: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def raise_if_any(self) -> None:
-        """Raise a ConfigError with all problems, if there are any."""
         if self.problems:
             raise ConfigError(self.problems)
 
@@ -71,8 +62,8 @@ def check_deepspeed(
         sizes: ranks of the job and how the model divides them.
         where: label for keys without a line, such as "deepspeed config of engine 0".
         lines: ``file:line`` of each key, where known.
-        auto: what ``"auto"`` is outside the batch sizes: "warning" if another tool may still fill it in.
-        filler: what puts values in place of ``"auto"``, which then decides instead of ``auto``; None if that is not known.
+        auto: how to judge ``"auto"`` outside the batch sizes: "warning" if another tool may still fill it in.
+        filler: fills in ``"auto"``, and then decides instead of ``auto``.
         installed: version of DeepSpeed that will run; by default the installed one, found without importing it.
     """
     findings = Diagnostics(lines or {}, where)
@@ -228,16 +219,11 @@ DEFAULT_ORIGIN = "DeepSpeed's default"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExplainedValue:
-    """One setting.
+    """One setting."""
 
-    Attributes:
-        key: dotted key.
-        value: the value DeepSpeed runs with, rendered as JSON.
-        origin: ``file:line``, "overwrite_deepspeed_args (file:line)", "solved", "DeepSpeed's default", or who fills it in.
-    """
-
-    key: str
-    value: str
+    key: str  # dotted
+    value: str  # that DeepSpeed runs with, as JSON
+    # `file:line`, "overwrite_deepspeed_args (file:line)", "solved", "DeepSpeed's default", or who fills it in.
     origin: str
 
 

@@ -19,7 +19,6 @@ _DTYPES = {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32
 
 
 def check_pairs(settings: Settings) -> None:
-    """Record every impossible combination."""
     for rule in RULES:
         rule(settings)
 
@@ -80,7 +79,7 @@ def _precision(s: Settings) -> None:
 
 
 def _dtype(name: object) -> str | None:
-    """Return DeepSpeed's short name of a dtype however it is spelled."""
+    """Return DeepSpeed's short name of a dtype."""
     short = str(name).removeprefix("torch.") if name is not None else None
     return _DTYPES.get(short, short) if short else None
 

@@ -36,13 +36,7 @@ _KNOWN = {
 def check_optimizer_and_scheduler(
     settings: Settings, rules: DeepSpeedRules, *, auto: str, filler: AutoValues | None = None
 ) -> None:
-    """Record wrong types and parameters of both sections.
-
-    Args:
-        settings: the config; the sections may be absent, when user code makes the objects.
-        rules: the installed release's table.
-        auto: "error" or "warning" for ``"auto"`` among the parameters, as in the keys' dialect.
-        filler: what puts values in place of ``"auto"``, as in the keys' dialect.
+    """Record wrong types and parameters of both sections, where they are given.
 
     Source: DeepSpeed 0.19.8 runtime/engine.py, ``_configure_basic_optimizer`` and ``_scheduler_from_config``.
     """

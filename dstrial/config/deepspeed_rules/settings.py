@@ -12,13 +12,9 @@ from dstrial.config.parallel_dims import ParallelDims
 
 
 class Settings:
-    """What the rules about pairs of settings look at. Reads only.
+    """A DeepSpeed config as rules look at it, and where they put what they find.
 
-    Args:
-        config: the config as given.
-        effective: the same with defaults filled in, from :func:`dstrial.config.keys.check_keys`.
-        sizes: ranks and their division.
-        findings: receives what the rules find.
+    ``effective`` is ``config`` with defaults filled in, from :func:`dstrial.config.keys.check_keys`.
     """
 
     def __init__(
@@ -43,7 +39,6 @@ class Settings:
 
     @property
     def stage(self) -> int:
-        """ZeRO stage, 0 to 3."""
         return int(self.value("zero_optimization.stage") or 0)
 
     @property
@@ -53,16 +48,15 @@ class Settings:
         return name.lower() if isinstance(name, str) else None
 
     def device(self, section: str) -> str:
-        """Return where an offload section offloads to; "none" if nowhere."""
         return str(self.value(f"zero_optimization.{section}.device") or "none")
 
     def problem(self, key: str, expected: str, fix: str) -> None:
-        """Record that the value under a key cannot go with another setting."""
+        """Record that the value under a key conflicts with another setting."""
         got = render(self.value(key))
         if not self.is_given(key):
             got += " (DeepSpeed's default)"
         self.findings.problem(key, got, expected, fix)
 
     def warn(self, key: str, text: str) -> None:
-        """Record that the value under a key has no effect, or another one than it says."""
+        """Record that the value under a key has no effect, or an unexpected one."""
         self.findings.warn(key, f"is {render(self.value(key))}, {text}")

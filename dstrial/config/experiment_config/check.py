@@ -45,13 +45,7 @@ _SEARCHER_COMMON = (
 
 
 def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Check the searcher and drop the fields of other searchers from ``raw``.
-
-    Args:
-        raw: the config with defaults; its searcher is narrowed in place.
-        given: the searcher as written; empty if there is none.
-        findings: receives the problems.
-    """
+    """Check the searcher as ``given``; drop the fields of other searchers from ``raw`` in place."""
     searcher = raw["searcher"]
     if not given:
         fix = "Add searcher: {name: single, metric: validation_loss, max_length: {batches: 1000}}."
@@ -120,13 +114,7 @@ def _check_searcher_fields(
 
 
 def unused_by_run(raw: Mapping[str, Any], *, has_master: bool, has_slurm: bool) -> list[str]:
-    """Return the keys with other values than the default that a run ignores.
-
-    Args:
-        raw: the config with defaults.
-        has_master: whether a master trains, rather than this command over hosts.
-        has_slurm: whether Slurm starts the ranks.
-    """
+    """Return the keys that a run ignores although they differ from the default."""
     unused = [f"checkpoint_storage.{key}" for key in raw["checkpoint_storage"] if not key.startswith("save_")]
     for table in [_UNUSED] if has_master else [_UNUSED, _OF_A_MASTER]:
         unused += [f"{section}.{key}".lstrip(".") for section in table for key in table[section].split()]
@@ -137,7 +125,6 @@ def unused_by_run(raw: Mapping[str, Any], *, has_master: bool, has_slurm: bool) 
 
 
 def check_periods(raw: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Check the two periods: one unit, a number of at least 0."""
     for key in _PERIODS:
         if not is_length(raw[key], allow_integer=False):
             expected = "one of {batches: n}, {epochs: n}, {records: n} with n of at least 0"
@@ -145,7 +132,7 @@ def check_periods(raw: Mapping[str, Any], findings: Diagnostics) -> None:
 
 
 def period(raw: Mapping[str, Any], key: str) -> Length | None:
-    """Return a valid period, None where it is 0 or wrong."""
+    """Return a valid period; None if it is 0 or wrong."""
     if not is_length(raw[key], allow_integer=False):
         return None
     length = Length.from_config(raw[key])
@@ -171,9 +158,7 @@ def check_profiling(raw: Mapping[str, Any], findings: Diagnostics) -> None:
 
 
 def check_environment(raw: dict[str, Any], findings: Diagnostics) -> dict[str, dict[str, str]]:
-    """Check the environment variables and put them into Determined's defaulted form.
-
-    It changes ``raw``, the config with defaults, in place.
+    """Check the environment variables; complete ``raw`` in place as Determined does.
 
     Returns:
         Variables by device kind ("cpu", "cuda", "rocm").
@@ -223,7 +208,6 @@ def parallel_extent(raw: Mapping[str, Any], key: str, findings: Diagnostics) -> 
 
 
 def check_dstrial_section(raw: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Check the keys of ``data.dstrial``, which are ours."""
     section = raw["data"].get("dstrial")
     if section is None:
         return

@@ -7,7 +7,6 @@ Source: Determined 0.38.1, command configs (fields, defaults, an entrypoint of o
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import re
@@ -18,6 +17,7 @@ from typing import Any, Literal
 from dstrial.config.diagnostics import Diagnostics, render
 from dstrial.config.experiment_config.sections import (
     DEVICES,
+    add_variables,
     check_devices,
     complete_mounts,
     images,
@@ -31,7 +31,7 @@ from dstrial.config.experiment_config.submission import (
 )
 from dstrial.config.keys import Dialect, Rule, Section, check_keys
 from dstrial.config.merge import merge_template
-from dstrial.config.schema import EXPERIMENT
+from dstrial.config.schema import EXPERIMENT, section_of
 
 CommandKind = Literal["COMMAND", "TENSORBOARD", "GENERIC"]
 
@@ -42,21 +42,10 @@ DEFAULT_PRIORITY = 42
 
 _STRING = Rule(types=("string",))
 _FALSE = Rule(types=("boolean",), default=False)
+_COUNT = Rule(types=("integer",), minimum=0)
 _RESOURCES = Section(
-    {
-        "slots": Rule(types=("integer",), minimum=0),
-        # Of experiments, with which commands share templates.
-        "slots_per_trial": Rule(types=("integer",), minimum=0),
-        "max_slots": Rule(types=("integer",), minimum=0),
-        "priority": Rule(types=("integer",), minimum=1, maximum=99),
-        "weight": Rule(types=("number",), default=1, minimum=0),
-        "resource_pool": Rule(types=("string",), default=""),
-        "devices": Rule(types=("list",), default=[]),
-        "shm_size": Rule(types=("integer", "string")),
-        "native_parallel": _FALSE,
-        "is_single_node": Rule(types=("boolean",)),
-        "agent_label": _STRING,
-    }
+    # `slots_per_trial` is of experiments, with which commands share templates.
+    {**section_of("resources").keys, "slots": _COUNT, "slots_per_trial": _COUNT}
 )
 _COMMAND = Section(
     {
@@ -82,24 +71,17 @@ _UNITS_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommandConfig:
-    """A command's config that may be run.
+    """A checked command's config."""
 
-    Attributes:
-        config: with every field and default, JSON values.
-        words: what is run; empty for a TensorBoard.
-    """
-
-    config: dict[str, Any]
-    words: tuple[str, ...]
+    config: dict[str, Any]  # with every field and default, JSON values
+    words: tuple[str, ...]  # the command line; empty for a TensorBoard
 
     @property
     def num_slots(self) -> int:
-        """How many slots it needs."""
         return int(self.config["resources"]["slots"])
 
     @property
     def priority(self) -> int:
-        """1 to 99, 1 the most urgent."""
         return int(self.config["resources"]["priority"] or DEFAULT_PRIORITY)
 
 
@@ -112,18 +94,15 @@ def check_command(
     template: Mapping[str, Any] | None = None,
     launch_error: bool = True,
 ) -> CommandConfig:
-    """Check a config and fill in every default.
+    """Check a config and fill in every default; ConfigError with all problems.
 
     Args:
         given: as the client sends it; not changed.
-        kind: what it is for. A TensorBoard takes no slots, another one slot unless its config says otherwise.
-        num_slots: how many slots the machine with the most has; a config that asks for more is refused.
+        kind: a TensorBoard takes no slots, another kind one slot unless its config says otherwise.
+        num_slots: the most slots of one machine; a config that asks for more is refused.
         environment_variables: ``NAME=value`` each, before those of the config.
-        template: part of a config that gives what the config leaves out; fields that no command has are left out.
-        launch_error: whether a template that asks for more slots is refused too, and not queued.
-
-    Raises:
-        ConfigError: with all problems.
+        template: gives what the config leaves out; fields that no command has are ignored.
+        launch_error: whether a template that asks for more slots is refused instead of queued.
     """
     label = f"{NAMES[kind]} config"
     findings = Diagnostics({}, label)
@@ -134,11 +113,11 @@ def check_command(
     raw = check_keys(_COMMAND, given, _DIALECT, findings)
     _check_devices(raw["environment"], findings)
     if environment_variables:
-        raw["environment"] = _with_variables(raw["environment"], environment_variables)
+        add_variables(raw["environment"], environment_variables)
     complete_mounts(raw, findings)
     check_variables(raw, findings)
-    if isinstance(raw["environment"], dict) and raw["environment"].get("requirements") is None:
-        raw["environment"].pop("requirements", None)
+    if raw["environment"]["requirements"] is None:
+        del raw["environment"]["requirements"]
     resources = raw["resources"]
     if resources["slots_per_trial"] is None:
         del resources["slots_per_trial"]
@@ -166,28 +145,14 @@ def check_command(
     return CommandConfig(json.loads(json.dumps(raw, default=str)), words)
 
 
-def _check_devices(environment: Any, findings: Diagnostics) -> None:
-    """Check what is given by kind of device, and complete the variables in place."""
-    if not isinstance(environment, dict):
-        return
+def _check_devices(environment: dict[str, Any], findings: Diagnostics) -> None:
+    """Check the values by kind of device; complete the variables in place."""
     for key in ("image", "environment_variables"):
         given = environment.get(key)
         if isinstance(given, Mapping):
             check_devices(given, ("environment", key), findings)
             if key == "environment_variables":
                 environment[key] = {device: of_device(given, device) or [] for device in DEVICES}
-
-
-def _with_variables(environment: Any, variables: tuple[str, ...]) -> Any:
-    if not isinstance(environment, Mapping):
-        return environment
-    given = environment.get("environment_variables") or []
-    merged: Any
-    if isinstance(given, Mapping):
-        merged = {device: [*variables, *(of_device(given, device) or [])] for device in DEVICES}
-    else:
-        merged = [*variables, *given] if isinstance(given, list) else given
-    return {**copy.deepcopy(dict(environment)), "environment_variables": merged}
 
 
 def _words(entrypoint: Any, findings: Diagnostics) -> tuple[str, ...]:

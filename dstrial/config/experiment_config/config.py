@@ -46,19 +46,13 @@ from dstrial.config.experiment_config.trainer_flags import (
     check_trainer_flags,
     length_problems,
 )
-from dstrial.config.keys import Dialect, check_keys
+from dstrial.config.keys import check_keys
 from dstrial.config.parallel_dims import DIM_KEYS, ParallelDims
 from dstrial.config.parsing.documents import Document, read_yaml
-from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S, EXPERIMENT, Length, is_length
+from dstrial.config.schema import DEFAULT_PREEMPTION_TIMEOUT_S, DIALECT, EXPERIMENT, Length, is_length
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.metadata import SavedRun
 from dstrial.resume.rules import check_resumption, with_kept_batch
-
-_DIALECT = Dialect(
-    name="the experiment config",
-    null_is_absent=True,
-)
-
 
 _MAX_ENTRYPOINT_CHARS = 2**16
 _MAX_OTHER_ENGINES = 20
@@ -66,71 +60,37 @@ _MAX_OTHER_ENGINES = 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExperimentConfig:
-    """A checked experiment config.
-
-    Attributes:
-        path: the YAML file.
-        context_dir: directory of the model definition; paths in the config are relative to it.
-        name: name of the experiment.
-        entrypoint: command or ``module:Class``; None if the file has none.
-        hyperparameters: value by name as the trial sees them, nested mappings kept.
-        raw: the whole config with defaults, as ``context.get_experiment_config()`` returns it; the
-            ``save_…`` fields of ``checkpoint_storage`` are None where the file does not give them.
-        metric: validation metric that decides which checkpoint is best.
-        smaller_is_better: whether less of it is better.
-        max_length: how long to train; None if the file does not say.
-        min_validation_period: how often to validate; None for only at the end.
-        min_checkpoint_period: how often to checkpoint; None for only at the end (and by policy).
-        scheduling_unit: batches between two training reports.
-        perform_initial_validation: whether to validate before the first batch.
-        checkpoint_policy: after which validations to checkpoint.
-        slots_per_trial: number of slots; 0 means one rank on the CPU.
-        experiment_seed: seed of everything random, 0 to 2^32 - 1.
-        environment_variables: variables for the trial's processes, for the kind of device found here.
-        profiling_enabled: whether to profile.
-        preemption_timeout_s: seconds between asking the ranks to stop and ending them.
-        max_restarts: how often a failed trial is started again.
-        warnings: doubtful things, as whole sentences with ``file:line``.
-        notes: what the check assumed or could not see, as whole sentences.
-        deepspeed: the DeepSpeed config and where its values come from; None if the file names none.
-        deepspeed_check: what DeepSpeed would run with under ``sizes``; None without ``deepspeed``.
-        other_deepspeed: the same two for every further hyperparameter ``<engine>_deepspeed_config``, by its name.
-        sizes: the ranks and their division that were assumed.
-    """
+    """A checked experiment config."""
 
     path: Path
-    context_dir: Path
+    context_dir: Path  # of the model definition; paths in the config are relative to it
     name: str
     entrypoint: str | list[str] | None
-    hyperparameters: dict[str, Any]
-    raw: dict[str, Any]
-    metric: str
+    hyperparameters: dict[str, Any]  # as the trial sees them, nested mappings kept
+    raw: dict[str, Any]  # with defaults, but `save_…` of `checkpoint_storage` is None where not given
+    metric: str  # validation metric that decides which checkpoint is best
     smaller_is_better: bool
     max_length: Length | None
-    min_validation_period: Length | None
-    min_checkpoint_period: Length | None
-    scheduling_unit: int
+    min_validation_period: Length | None  # None for only at the end
+    min_checkpoint_period: Length | None  # None for only at the end, and by policy
+    scheduling_unit: int  # batches between two training reports
     perform_initial_validation: bool
     checkpoint_policy: Literal["best", "all", "none"]
-    slots_per_trial: int
+    slots_per_trial: int  # 0 for one rank on the CPU
     experiment_seed: int
-    environment_variables: dict[str, str]
+    environment_variables: dict[str, str]  # for the kind of device of this machine
     profiling_enabled: bool
     preemption_timeout_s: int
     max_restarts: int
-    warnings: tuple[str, ...]
-    notes: tuple[str, ...]
+    warnings: tuple[str, ...]  # whole sentences with `file:line`
+    notes: tuple[str, ...]  # what the check assumed or could not see, as whole sentences
     deepspeed: DeepSpeedSource | None
-    deepspeed_check: CheckResult | None
+    deepspeed_check: CheckResult | None  # under `sizes`; None without `deepspeed`
+    # By hyperparameter, `<engine>_deepspeed_config`.
     other_deepspeed: dict[str, tuple[DeepSpeedSource, CheckResult]]
     sizes: ParallelDims
 
     def require_max_length(self) -> Length:
-        """Return how long to train.
-
-        Raises:
-            ConfigError: neither ``searcher.max_length`` nor a usable ``max_time`` is given.
-        """
         if self.max_length is None:
             problem = ConfigProblem(
                 f"{self.path}: searcher.max_length",
@@ -152,7 +112,7 @@ def load_experiment(
     slots: int | None = None,
     resumed: SavedRun | None = None,
 ) -> ExperimentConfig:
-    """Read and check an experiment config and its DeepSpeed config. Starts nothing.
+    """Read and check an experiment config and its DeepSpeed configs. Starts nothing.
 
     Args:
         path: the experiment's YAML file.
@@ -164,7 +124,7 @@ def load_experiment(
         resumed: the checkpoint that the run goes on from, whose batch is kept; None for a new run.
 
     Raises:
-        ConfigError: with all problems of both files.
+        ConfigError: with all problems of all files.
     """
     path = Path(path)
     return check_experiment(
@@ -179,11 +139,7 @@ def load_experiment(
 
 
 def experiment_name(path: str | Path, overrides: Sequence[str] = ()) -> str:
-    """Return an experiment's name, which finds its earlier runs; check nothing.
-
-    Raises:
-        ConfigError: the file cannot be read as YAML.
-    """
+    """Return an experiment's name, which finds its earlier runs; check nothing."""
     path = Path(path)
     given = apply_overrides(read_yaml(path, str(path)), overrides).value
     name = given.get("name") if isinstance(given, Mapping) else None
@@ -204,15 +160,12 @@ def check_experiment(
 ) -> ExperimentConfig:
     """Check an experiment config that has been read, as :func:`load_experiment` does.
 
-    ``path`` is what the config is called. With ``has_files`` there is a model definition, which then has what the entrypoint
-    names. ``more_checks`` is called with the config as written, the one with defaults, and where to put problems.
-
-    Raises:
-        ConfigError: with all problems of both files.
+    ``path`` is what messages call the config. With ``has_files`` there is a model definition, in which the entrypoint's files are
+    looked for. ``more_checks`` is called with the config as written, the one with defaults, and the findings.
     """
     findings = Diagnostics(document.lines, document.label)
     given = _mapping_of(document, context_dir, findings)
-    raw = check_keys(EXPERIMENT, given, _DIALECT, findings)
+    raw = check_keys(EXPERIMENT, given, DIALECT, findings)
     _check_sections(raw, given, findings)
     source = _check_entrypoint(
         raw, given, context_dir, findings, require_entrypoint=require_entrypoint, has_files=has_files
@@ -270,7 +223,6 @@ def check_experiment(
 
 
 def _fields_of(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes of ``ExperimentConfig`` that are fields of the config."""
     return {
         "name": raw["name"],
         "entrypoint": raw["entrypoint"],
@@ -290,7 +242,7 @@ def _fields_of(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mapping_of(document: Document, context_dir: Path, findings: Diagnostics) -> Mapping[str, Any]:
-    """Return the config as written; raises what has been found where it is no mapping."""
+    """Return the config as written; raise what has been found if it is no mapping."""
     if not context_dir.is_dir():
         fix = "Pass the directory that holds the model definition."
         findings.problems.append(ConfigProblem("CONTEXT_DIR", str(context_dir), "an existing directory", fix))
@@ -355,7 +307,6 @@ def _check_engine(
     findings: Diagnostics,
     notes: list[str],
 ) -> CheckResult:
-    """Check one engine's DeepSpeed config, with the batch that a resumed run keeps."""
     auto: Literal["error", "warning"] = "error" if source.trial else "warning"
     merged = found.merged
     if resumed is not None and resumed.keeps_batch:
@@ -418,7 +369,7 @@ def _check_sections(raw: dict[str, Any], given: Mapping[str, Any], findings: Dia
 
 
 def _check_slots(raw: dict[str, Any], given: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Accept a command's ``slots``, and say where it may have been meant for trials."""
+    """Accept a command's ``slots``; warn if it may have been meant for trials."""
     resources = raw["resources"]
     if resources["slots"] is None:
         del resources["slots"]

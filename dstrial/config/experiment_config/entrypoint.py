@@ -28,22 +28,14 @@ _TRIAL_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialSource:
-    """What the source of a trial says about it.
+    """The facts that the source of a trial tells."""
 
-    Attributes:
-        trial: ``module:Class``, or None if the entrypoint names none.
-        mentions_pipeline: whether ``PipelineModule`` appears in the class, or in what of its module it refers to.
-        num_stages: what is passed there as ``num_stages``: numbers, and names that may be hyperparameters.
-        filler: what puts values in place of ``"auto"`` in the DeepSpeed config of a script; None for a trial, and where the
-            script's source does not tell.
-        called: the sources that may call DeepSpeed, as far as they are found and not too large to be looked at.
-    """
-
-    trial: str | None
-    mentions_pipeline: bool = False
+    trial: str | None  # `module:Class`
+    mentions_pipeline: bool = False  # `PipelineModule` appears in the class, or in definitions that it uses
+    # Values passed as `num_stages`: numbers, and names that may be hyperparameters.
     num_stages: tuple[int | str, ...] = ()
-    filler: AutoValues | None = None
-    called: tuple[CalledSource, ...] = ()
+    filler: AutoValues | None = None  # fills in `"auto"` for a script; None for a trial, and if unknown
+    called: tuple[CalledSource, ...] = ()  # sources that may call DeepSpeed and are not too large to be read
 
 
 def trial_spec(entrypoint: str | Sequence[str] | None) -> str | None:
@@ -125,7 +117,7 @@ def _tree_of(trial: str, path: Path, findings: Diagnostics) -> ast.Module | None
 
 
 def _called_by(script: ScriptSource | None, context_dir: Path) -> tuple[CalledSource, ...]:
-    """Return a script and what it imports of the model definition."""
+    """Return a script and the modules of the model definition that it imports."""
     if script is None:
         return ()
     has_flag = script.arguments.value("deepspeed_config") is not None

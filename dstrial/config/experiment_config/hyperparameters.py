@@ -36,13 +36,9 @@ def concrete_values(
 ) -> dict[str, Any]:
     """Return the values that one trial sees.
 
-    Args:
-        hyperparameters: the mapping as written.
-        findings: receives wrong shapes and, with ``require_concrete``, every search space.
-        require_concrete: whether a search space is a problem; otherwise it gives its middle (numbers) or
-            first value (categorical), with a warning.
-        needs_counts: whether numbers need a ``count``, as the grid searcher does.
-        path: where the mapping stands.
+    With ``require_concrete`` every search space is a problem; otherwise it gives its middle (numbers) or first value
+    (categorical), with a warning. ``needs_counts``: numbers need a ``count``, as for the grid searcher. ``path`` is the
+    mapping's own.
 
     Source: Determined 0.38.1 schemas/expconf/v0/hyperparameter*.json.
     """
@@ -97,23 +93,14 @@ def is_specification(spec: Mapping[str, Any], path: KeyPath) -> bool:
 
 
 def is_searched(hyperparameters: Mapping[str, Any]) -> bool:
-    """Say whether trials may differ: whether any hyperparameter is no constant.
-
-    The mapping may be as written, or as :func:`normalised_specs` returns it.
-    """
+    """Say whether trials may differ: whether any hyperparameter is no constant."""
     return next(searched_values(hyperparameters, {}), None) is not None
 
 
 def searched_values(
     hyperparameters: Mapping[str, Any], values: Any, path: KeyPath = ("hyperparameters",)
 ) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield the path and value of each hyperparameter that is no constant.
-
-    Args:
-        hyperparameters: as written, or as :func:`normalised_specs` returns it.
-        values: of the trial; what it lacks is None.
-        path: where the mapping stands; the first part is left out of what is yielded.
-    """
+    """Yield the path and value of each hyperparameter that is no constant; None if ``values`` lacks it."""
     for name, spec in hyperparameters.items():
         inner = (*path, str(name))
         if not isinstance(spec, Mapping):

@@ -24,15 +24,11 @@ _PATH: KeyPath = ("data", "dstrial", "loggers")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoggerKind:
-    """What a logger may be told in a config.
+    """The options of a logger."""
 
-    Attributes:
-        keys: name of an option -> what it must be: a text, a list of texts, a mapping of texts, or one of some words.
-        secret: how its secret is given, for messages.
-    """
-
+    # Option -> text, list (of texts), mapping (to texts), or words to choose from.
     keys: Mapping[str, str | tuple[str, ...]]
-    secret: str
+    secret: str  # how its secret is given, for messages
 
 
 LOGGERS: Mapping[str, LoggerKind] = {
@@ -59,14 +55,9 @@ LOGGERS: Mapping[str, LoggerKind] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoggerSpec:
-    """One logger of a run.
+    """One logger of a run."""
 
-    Attributes:
-        name: a key of ``LOGGERS``.
-        options: what the config tells it.
-    """
-
-    name: str
+    name: str  # a key of `LOGGERS`
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -78,16 +69,11 @@ def is_installed(name: str) -> bool:
 
 
 def how_to_install(name: str) -> str:
-    """Return the sentence that helps where a logger's package is missing."""
     return f"Run: {install_command(name)}"
 
 
 def logger_specs(exp_conf: Mapping[str, Any] | None) -> tuple[LoggerSpec, ...]:
-    """Read the loggers of an experiment config.
-
-    Raises:
-        ConfigError: with all that is wrong with them.
-    """
+    """Read the loggers of an experiment config; ConfigError with all problems."""
     findings = Diagnostics({}, "experiment config")
     specs = _read(dstrial_section(exp_conf).get("loggers"), findings)
     findings.raise_if_any()
@@ -101,14 +87,7 @@ def check_loggers(
     installs_itself: bool,
     has_package: Callable[[str], bool] = is_installed,
 ) -> None:
-    """Check the loggers of an experiment config.
-
-    Args:
-        raw: the config with defaults.
-        findings: receives the problems.
-        installs_itself: whether packages may be there where the trial runs though they are not here.
-        has_package: whether a package can be imported here.
-    """
+    """Check the loggers; ``installs_itself`` if the trial may install packages that are missing here."""
     for spec in _read(dstrial_section(raw).get("loggers"), findings):
         if has_package(spec.name):
             continue
@@ -120,15 +99,7 @@ def check_loggers(
 
 
 def with_loggers(given: Any, names: Sequence[str]) -> list[Any] | None:
-    """Return the loggers of a config and those of ``--logger``, each once.
-
-    Args:
-        given: the value in the config, which may be anything.
-        names: of further loggers.
-
-    Returns:
-        None where the value in the config is no list: its check says so.
-    """
+    """Return the loggers of a config and those of ``--logger``, each once; None if the former are no list."""
     if given is not None and not isinstance(given, list):
         return None
     entries = list(given or [])

@@ -12,22 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from dstrial.config.deepspeed_rules.check import CheckResult, ExplainedValue, explain
-from dstrial.config.deepspeed_source import DeepSpeedSource
+from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource
 from dstrial.config.diagnostics import Diagnostics, KeyPath, dotted, locate
 from dstrial.config.dotted_keys import leaves, value_at
 from dstrial.config.experiment_config.config import ExperimentConfig, check_experiment
-from dstrial.config.keys import Dialect, check_keys
+from dstrial.config.keys import check_keys
 from dstrial.config.merge import merge_template
 from dstrial.config.parsing.documents import Document, read_yaml_text
 from dstrial.config.parsing.limits import DEFAULT_LIMITS, TextLimits
-from dstrial.config.schema import EXPERIMENT
+from dstrial.config.schema import DIALECT, EXPERIMENT
 from dstrial.config.secrets import MASK, SecretNames
 
 LABEL = "experiment config"
 TEMPLATE_ORIGIN = "template"
 CHANGED_ORIGIN = "changed after it was submitted"
 DEFAULT_ORIGIN = "default"
-_MAIN_KEY = "deepspeed_config"
 _CHANGEABLE: tuple[KeyPath, ...] = (
     ("name",),
     ("description",),
@@ -40,29 +39,17 @@ _CHANGEABLE: tuple[KeyPath, ...] = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConfigValue:
-    """One value of the config that an experiment runs with.
+    """One value of the config that an experiment runs with."""
 
-    Attributes:
-        key: dotted key.
-        value: as JSON has it; an empty mapping or a list is one value.
-        origin: ``experiment config:LINE``, ``template``, ``default``, or that it was changed later.
-    """
-
-    key: str
-    value: Any
-    origin: str
+    key: str  # dotted
+    value: Any  # as JSON has it; an empty mapping or a list is one value
+    origin: str  # `experiment config:LINE`, or one of the origins above
 
 
 def config_values(
     effective: Mapping[str, Any], submitted: Document, template: Mapping[str, Any] | None
 ) -> list[ConfigValue]:
-    """List every value of a config in its order, with where it comes from.
-
-    Args:
-        effective: the config with every default.
-        submitted: what a user has sent.
-        template: what was laid under that; None for none.
-    """
+    """List every value of a completed config in its order, with its origin."""
     return [
         ConfigValue(dotted(path), value, _origin(path, value, submitted, template))
         for path, value in leaves(effective, ())
@@ -79,7 +66,7 @@ def _origin(path: KeyPath, value: Any, submitted: Document, template: Mapping[st
 
 
 def _is_changed(path: KeyPath, value: Any, given: tuple[Any] | None) -> bool:
-    """Say whether a value is neither what was given nor, without that, the default."""
+    """Say whether a value is neither the given one nor, if none is given, the default."""
     if given is not None:
         before = given[0]
         return bool(sorted(map(str, before)) != value if isinstance(before, list) else before != value)
@@ -91,16 +78,12 @@ def _is_changed(path: KeyPath, value: Any, given: tuple[Any] | None) -> bool:
 
 @functools.cache
 def _defaults() -> dict[str, Any]:
-    dialect = Dialect(name="the experiment config", null_is_absent=True)
-    found = check_keys(EXPERIMENT, {}, dialect, Diagnostics({}, LABEL))
+    found = check_keys(EXPERIMENT, {}, DIALECT, Diagnostics({}, LABEL))
     return {**found, **{key: found.get(key) or None for key in ("description", "labels")}}
 
 
 def _given(config: Any, path: KeyPath) -> tuple[Any] | None:
-    """Return what a config gives at a path or, in a shorter form, above it.
-
-    None if it gives nothing.
-    """
+    """Return what a config gives at a path or, in a shorter form, above it; None for nothing."""
     for part in path:
         if not isinstance(config, Mapping):
             return (config,)
@@ -118,11 +101,7 @@ def checked_again(
     has_files: bool,
     limits: TextLimits = DEFAULT_LIMITS,
 ) -> ExperimentConfig:
-    """Check a submitted config once more, with its files, to explain it.
-
-    Raises:
-        ConfigError: what it says is possible no more, as after an update.
-    """
+    """Check a submitted config once more, with its files, to explain it."""
     document = read_yaml_text(original, LABEL, limits)
     if template is not None and isinstance(document.value, dict):
         document.value.update(merge_template(template, document.value))
@@ -140,16 +119,13 @@ def deepspeed_checks(config: ExperimentConfig) -> dict[str, tuple[DeepSpeedSourc
     """Return each DeepSpeed config by its hyperparameter's name, the main one first."""
     if config.deepspeed is None or config.deepspeed_check is None:
         return dict(config.other_deepspeed)
-    return {_MAIN_KEY: (config.deepspeed, config.deepspeed_check), **config.other_deepspeed}
+    return {MAIN_KEY: (config.deepspeed, config.deepspeed_check), **config.other_deepspeed}
 
 
 def explained_rows(
     source: DeepSpeedSource, checked: CheckResult, names: SecretNames
 ) -> tuple[ExplainedValue, ...]:
-    """List a DeepSpeed config's settings as :func:`explain` does, secrets masked.
-
-    They are masked since its monitors are given keys.
-    """
+    """List a DeepSpeed config's settings as :func:`explain` does, monitors' keys masked."""
     return tuple(
         dataclasses.replace(row, value=MASK) if _is_secret(row, names) else row
         for row in explain(source, checked)

@@ -27,17 +27,11 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ScriptSource:
-    """A script that an entrypoint starts.
-
-    Attributes:
-        path: its file.
-        arguments: what the entrypoint passes to it.
-        library: what trains in it, as far as its source tells; None if it does not.
-    """
+    """A script that an entrypoint starts."""
 
     path: Path
-    arguments: CommandLine
-    library: Library | None
+    arguments: CommandLine  # passed to it by the entrypoint
+    library: Library | None  # that trains in it; None if its source does not tell
 
 
 def find_script(words: Sequence[str], context_dir: Path) -> ScriptSource | None:
@@ -135,13 +129,7 @@ def tree_of(path: Path) -> ast.Module | None:
 
 
 def parsed(path: Path) -> ast.Module | None:
-    """Return a file's syntax tree; None if it is too large or nested too deeply.
-
-    Raises:
-        OSError: it cannot be read.
-        UnicodeDecodeError: it is not UTF-8.
-        SyntaxError: it is not Python.
-    """
+    """Return a file's syntax tree; None if too large or nested too deeply. Raises what ``open`` and ``ast`` raise."""
     if path.stat().st_size > _MAX_SOURCE_BYTES:
         return None
     source = path.read_text(encoding="utf-8")

@@ -8,13 +8,14 @@ Source: Determined 0.38.1 schemas/expconf/v0 (bind-mount, device, proxy-port) an
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import re2
 
 from dstrial.config.diagnostics import Diagnostics, KeyPath, render
-from dstrial.config.keys import Dialect, Rule, Section, check_keys
+from dstrial.config.keys import Rule, Section, check_keys
+from dstrial.config.schema import DIALECT
 
 _TEXT = Rule(types=("string",))
 _FALSE = Rule(types=("boolean",), default=False)
@@ -41,15 +42,14 @@ _PORT = Section(
         "default_service_id": _FALSE,
     }
 )
-_DIALECT = Dialect(name="the experiment config", null_is_absent=True)
 # Source: Determined 0.38.1 schemas/expconf/v0/resources.json.
 _MEMORY_SIZE = re.compile(r"([0-9]*\.)?[0-9]+ ?([kmgtp](i?b)?|b)?", re.ASCII | re.IGNORECASE)
 
 
 def complete_mounts(raw: dict[str, Any], findings: Diagnostics) -> None:
-    """Complete ``bind_mounts``, ``resources.devices``, ``environment.proxy_ports``.
+    """Complete the lists of mounts, devices and proxy ports of ``raw`` in place.
 
-    It replaces the three lists in ``raw``, the config with defaults, and checks ``resources.shm_size``.
+    ``resources.shm_size`` is checked too.
     """
     size = raw["resources"]["shm_size"]
     if isinstance(size, str) and not _MEMORY_SIZE.fullmatch(size):
@@ -97,7 +97,7 @@ def _item(
         expected = f"a mapping with {' and '.join(required)}"
         findings.problem(path, render(item), expected, f"Write {{{required[0]}: …}}.")
         return {}
-    whole = check_keys(section, item, _DIALECT, findings, path)
+    whole = check_keys(section, item, DIALECT, findings, path)
     for key in required:
         if item.get(key) is None:
             findings.problem((*path, key), "not given", "a value", f"Add {key}.")
@@ -157,6 +157,16 @@ def of_device(given: Mapping[str, Any], device: str) -> Any:
     return given.get(_OLD_CUDA) if value is None and device == "cuda" else value
 
 
+def add_variables(environment: dict[str, Any], variables: Sequence[str]) -> None:
+    """Put environment variables before those of a config, for every kind of device."""
+    given = environment.get("environment_variables") or []
+    if isinstance(given, Mapping):
+        given = {device: [*variables, *(of_device(given, device) or [])] for device in DEVICES}
+    elif isinstance(given, list):
+        given = [*variables, *given]
+    environment["environment_variables"] = given
+
+
 def with_new_names(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a mapping with ``cuda`` in place of ``gpu``; other keys as they are."""
     renamed = {key: value for key, value in given.items() if key != _OLD_CUDA}
@@ -166,7 +176,7 @@ def with_new_names(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_devices(given: Mapping[str, Any], path: KeyPath, findings: Diagnostics) -> None:
-    """Report what is no kind of device, and the same device under both of its names."""
+    """Report unknown kinds of device, and one device under both of its names."""
     for key in given:
         if key not in (*DEVICES, _OLD_CUDA):
             findings.problem(
@@ -189,16 +199,11 @@ _MAX_MEMORY_BYTES = 2**23
 
 
 def compile_pattern(text: str) -> Any:
-    """Compile a pattern whose ``^`` and ``$`` match at the lines of a text.
+    """Compile a RE2 pattern whose ``^`` and ``$`` match at the lines of a text.
 
-    Python's own search backtracks: ``(a+)+$`` and a line of forty letters would hold the master up for hours.
-    The syntax is that of https://github.com/google/re2/wiki/Syntax.
-
-    Returns:
-        An object with ``search(str)``.
-
-    Raises:
-        ValueError: it is no pattern of RE2's; says why.
+    Python's own search backtracks: ``(a+)+$`` and a line of forty letters would block the master for hours.
+    The result has ``search(str)``; ValueError says why a pattern is none.
+    Syntax: https://github.com/google/re2/wiki/Syntax.
     """
     options = re2.Options()
     options.log_errors = False

@@ -41,7 +41,6 @@ def _named(config: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def install_timeout_s(config: Mapping[str, Any]) -> float:
-    """Return how long one installation may take, seconds."""
     given = dstrial_section(config).get("install_timeout_s")
     return float(given) if given is not None and _is_time(given) else DEFAULT_INSTALL_TIMEOUT_S
 
@@ -56,10 +55,7 @@ def may_install(text: str) -> bool:
 
 
 def check_startup(raw: dict[str, Any], context_dir: Path, findings: Diagnostics) -> None:
-    """Check a config's installations; warn of what a startup hook cannot do here.
-
-    ``raw`` is the config with defaults; a field of ours that is not given is taken out of it again.
-    """
+    """Check a config's installations; warn of what a startup hook cannot do here. Changes ``raw``."""
     if raw["environment"].get("requirements") is None:
         # Clients compare configs with what Determined's master fills in.
         raw["environment"].pop("requirements", None)

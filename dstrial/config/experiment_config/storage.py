@@ -30,7 +30,6 @@ _FIELDS = {
 
 
 def check_storage(raw: Mapping[str, Any], given: object, findings: Diagnostics) -> None:
-    """Check where checkpoints go: each type's own required field."""
     storage = raw["checkpoint_storage"]
     kind = storage["type"]
     if not isinstance(given, Mapping) or kind is None:
@@ -117,11 +116,7 @@ def complete_storage(storage: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_storage(given: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """Check a storage that stands by itself, type included; return what it gives.
-
-    Raises:
-        ConfigError: with all problems; ``label`` says what the storage belongs to.
-    """
+    """Check a storage that stands by itself, type included; ``label`` names its owner in messages."""
     check_value(given, label)
     findings = Diagnostics({}, label)
     section = Section({"checkpoint_storage": EXPERIMENT.keys["checkpoint_storage"]})

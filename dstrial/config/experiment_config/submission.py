@@ -26,18 +26,17 @@ from dstrial.config.experiment_config.hyperparameters import (
     normalised_specs,
 )
 from dstrial.config.experiment_config.sections import (
-    DEVICES,
+    add_variables,
     compile_pattern,
     complete_mounts,
     images,
-    of_device,
 )
 from dstrial.config.experiment_config.storage import complete_storage, merged_storage
-from dstrial.config.keys import Dialect, check_keys
+from dstrial.config.keys import check_keys
 from dstrial.config.merge import merge_template
 from dstrial.config.parsing.documents import Document, read_yaml_text, yaml_text
 from dstrial.config.parsing.limits import DEFAULT_LIMITS, TextLimits, check_value
-from dstrial.config.schema import EXPERIMENT, SEARCHERS
+from dstrial.config.schema import DIALECT, EXPERIMENT, SEARCHERS
 from dstrial.errors import ConfigError, ConfigProblem
 from dstrial.resume.metadata import SavedRun
 from dstrial.resume.rules import fitting_slots
@@ -93,39 +92,25 @@ _NOUNS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MasterDefaults:
-    """What a master adds to every experiment.
+    """A master's additions to every experiment."""
 
-    Attributes:
-        checkpoint_storage: its own storage, for experiments that name none, and its fields for those that name the same type.
-        environment_variables: ``NAME=value`` each, before those of the experiment.
-        launch_error: whether an experiment that needs more slots than there are, or than it may use, is refused.
-        limits: how large a config may be.
-    """
-
+    # For experiments without one, or with fields missing of the same type.
     checkpoint_storage: Mapping[str, Any]
-    environment_variables: tuple[str, ...] = ()
+    environment_variables: tuple[str, ...] = ()  # `NAME=value` each, before those of the experiment
+    # Whether to refuse an experiment that needs more slots than exist or are allowed.
     launch_error: bool = True
     limits: TextLimits = DEFAULT_LIMITS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Submission:
-    """An experiment config that may be run.
+    """A checked experiment config."""
 
-    Attributes:
-        config: with every field and default, JSON values.
-        original: as it was written, YAML.
-        warnings: doubtful things, as whole sentences.
-        interpreter: the Python that the config asks for, None for the master's.
-        exceeds_slots: whether a trial needs more slots than there are, so that it waits.
-        template: the template that was under it; None for none.
-    """
-
-    config: dict[str, Any]
-    original: str
+    config: dict[str, Any]  # with every field and default, JSON values
+    original: str  # YAML as written
     warnings: tuple[str, ...]
-    interpreter: str | None
-    exceeds_slots: bool
+    interpreter: str | None  # Python that the config asks for; None for the master's
+    exceeds_slots: bool  # whether a trial waits for more slots than exist
     template: Mapping[str, Any] | None = None
 
 
@@ -156,7 +141,7 @@ def check_submission(
             Determined 0.38.1: they may be installed on this machine.
 
     Raises:
-        ConfigError: with all problems of the config and of the DeepSpeed config that it names.
+        ConfigError: with all problems of the config and of the DeepSpeed configs that it names.
     """
     document = document or read_yaml_text(config_text, LABEL, defaults.limits)
     exceeds: list[bool] = []
@@ -192,7 +177,6 @@ def check_submission(
 
 
 def _check_fields(raw: dict[str, Any], findings: Diagnostics) -> None:
-    """Check what only a master needs of a config, and complete its lists."""
     _check_time(raw["searcher"], findings)
     _check_rungs(raw["searcher"], findings)
     _check_grid(raw, findings)
@@ -235,13 +219,7 @@ def _check_slots(
 
 
 def _completed(raw: dict[str, Any], given: Mapping[str, Any], searcher: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checked config with what a master fills in.
-
-    Args:
-        raw: with the defaults of a config; not changed.
-        given: as it was written.
-        searcher: the one of a detached run, as it was written; empty for any other.
-    """
+    """Return a copy of a checked config with a master's values; ``searcher`` is a detached run's as written."""
     config = copy.deepcopy(raw)
     config["name"] = given.get("name") or random_name("Experiment")
     if (given.get("reproducibility") or {}).get("experiment_seed") is None:
@@ -284,11 +262,7 @@ def _fits(resumed: SavedRun, raw: Mapping[str, Any], num_slots: int) -> bool:
 
 
 def search_section(given: Any, limits: TextLimits = DEFAULT_LIMITS) -> dict[str, Any]:
-    """Return ``hyperparameters`` and ``searcher`` with defaults, for a preview.
-
-    Raises:
-        ConfigError: with all problems of these two.
-    """
+    """Return ``hyperparameters`` and ``searcher`` with defaults, for a preview."""
     check_value(given, LABEL, limits)
     findings = Diagnostics({}, LABEL)
     if not isinstance(given, dict):
@@ -296,7 +270,7 @@ def search_section(given: Any, limits: TextLimits = DEFAULT_LIMITS) -> dict[str,
             (), render(given), "a mapping with searcher and hyperparameters", "Pass an experiment config."
         )
         findings.raise_if_any()
-    raw = check_keys(EXPERIMENT, given, Dialect(name="the experiment config", null_is_absent=True), findings)
+    raw = check_keys(EXPERIMENT, given, DIALECT, findings)
     searcher = given.get("searcher")
     check_searcher(raw, searcher if isinstance(searcher, Mapping) else {}, findings)
     _check_time(raw["searcher"], findings)
@@ -310,7 +284,6 @@ def search_section(given: Any, limits: TextLimits = DEFAULT_LIMITS) -> dict[str,
 
 
 def _add_defaults(config: dict[str, Any], defaults: MasterDefaults) -> None:
-    """Put the master's storage and variables where a config says nothing else."""
     storage = config.get("checkpoint_storage")
     if storage is None or isinstance(storage, dict):
         config["checkpoint_storage"] = merged_storage(storage or {}, defaults.checkpoint_storage)
@@ -319,15 +292,8 @@ def _add_defaults(config: dict[str, Any], defaults: MasterDefaults) -> None:
     environment = config.get("environment")
     if environment is None:
         environment = config["environment"] = {}
-    if not isinstance(environment, dict):
-        return
-    given = environment.get("environment_variables") or []
-    if isinstance(given, dict):
-        environment["environment_variables"] = {
-            device: [*defaults.environment_variables, *(of_device(given, device) or [])] for device in DEVICES
-        }
-    elif isinstance(given, list):
-        environment["environment_variables"] = [*defaults.environment_variables, *given]
+    if isinstance(environment, dict):
+        add_variables(environment, defaults.environment_variables)
 
 
 def _check_time(searcher: Mapping[str, Any], findings: Diagnostics) -> None:
@@ -392,7 +358,7 @@ def _check_concurrency(raw: Mapping[str, Any], findings: Diagnostics) -> None:
 
 
 def _check_grid(raw: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Refuse a grid that no search ends."""
+    """Refuse a grid too large for any search to finish."""
     # Its number of points may have more digits than Python writes.
     if findings.problems or raw["searcher"]["name"] != "grid":
         return
@@ -425,7 +391,6 @@ def _num_grid_points(hyperparameters: Mapping[str, Any], path: tuple[str, ...] =
 
 
 def check_variables(raw: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Refuse environment variables of a config that the master sets itself."""
     given = raw["environment"]["environment_variables"]
     entries = (
         [entry for values in given.values() for entry in values or []]
@@ -523,17 +488,13 @@ def _log_policies(given: list[Any]) -> list[dict[str, Any]]:
 
 
 def random_name(what: str) -> str:
-    """Return a name for what has none, ``Experiment (calm-otter)`` for example."""
+    """Return a name for an unnamed object, ``Experiment (calm-otter)`` for example."""
     chosen = random.SystemRandom()
     return f"{what} ({chosen.choice(_ADJECTIVES)}-{chosen.choice(_NOUNS)})"
 
 
 def _json_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config as JSON reads it back: string keys, and dates as texts.
-
-    Raises:
-        ConfigError: a number is none that JSON has, or more than every reader of the answers takes.
-    """
+    """Return the config as JSON reads it back; refuse numbers that JSON or 64 bits do not have."""
     text = json.dumps(config, default=str)
     plain: dict[str, Any] = json.loads(text)
     if "NaN" in text or "Infinity" in text or _LONG_NUMBER.search(text):
@@ -552,7 +513,7 @@ def _json_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _odd_numbers(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, float]]:
-    """Yield the numbers that JSON lacks, and integers of more than 64 bits."""
+    """Yield numbers that JSON does not have, and integers of more than 64 bits."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _odd_numbers(inner, (*path, key))
@@ -566,13 +527,7 @@ def _odd_numbers(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, float]]:
 
 
 def read_override(text: str, limits: TextLimits = DEFAULT_LIMITS) -> dict[str, Any]:
-    """Return the changes that ``det experiment continue`` sends, empty for none.
-
-    Without ``--config`` the client sends ``{}`` and a line end (determined 0.38.1, cli/experiment.py).
-
-    Raises:
-        ConfigError: it is not YAML or no mapping.
-    """
+    """Return the changes of ``det experiment continue``; the client sends ``{}`` for none."""
     changes = read_yaml_text(text, "the changed config", limits).value or {}
     if not isinstance(changes, dict):
         raise ConfigError(
@@ -584,13 +539,8 @@ def read_override(text: str, limits: TextLimits = DEFAULT_LIMITS) -> dict[str, A
 def continued_config(active: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
     """Return the config with which an experiment goes on, as YAML.
 
-    Args:
-        active: the config that it has, with every field that its release knew; not what was submitted, as labels, the
-            policy for checkpoints and more may have been changed since.
-        changes: part of a config, laid over it as a config over its template.
-
-    Raises:
-        ConfigError: the searcher's type changes.
+    ``active`` is the current config, not the submitted one: labels, the policy for checkpoints and more may have changed since.
+    ``changes`` are laid over it as a config over its template. ConfigError if the searcher's type changes.
 
     Source: Determined 0.38.1, master/internal, ``parseAndMergeContinueConfig``: ``schemas.Merge(provided, active)``.
     """

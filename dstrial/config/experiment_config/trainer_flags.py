@@ -102,17 +102,11 @@ _UNITS = ("batches", "epochs")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainerLength:
-    """How long the Trainer's arguments say to train.
-
-    Attributes:
-        value: batches or epochs.
-        unit: which of them.
-        argument: the command-line argument that says so.
-    """
+    """How long the Trainer's arguments say to train."""
 
     value: float
-    unit: str
-    argument: str
+    unit: str  # batches or epochs
+    argument: str  # the command-line argument that gives it
 
     @classmethod
     def of(cls, max_steps: int, num_train_epochs: float) -> TrainerLength:
@@ -128,14 +122,10 @@ class TrainerLength:
 def length_problems(
     searcher: Mapping[str, Any], length: TrainerLength, train_batch_size: int
 ) -> list[ConfigProblem]:
-    """Return every contradiction between the searcher's lengths and the Trainer's.
+    """Return the contradictions between the searcher's lengths and the Trainer's.
 
-    A ``max_time`` counted in anything but batches and epochs is the searcher's own affair and agrees with any length.
-
-    Args:
-        searcher: the ``searcher`` section of the experiment config.
-        length: the Trainer's.
-        train_batch_size: records of one batch over all ranks, by which a length in records is counted.
+    A ``max_time`` in anything but batches and epochs is the searcher's own and agrees with any length. ``train_batch_size`` is
+    over all ranks; it converts lengths in records.
     """
     problems = []
     max_length = searcher.get("max_length")

@@ -18,29 +18,17 @@ KEYS = ("non_finite", "non_finite_patience", "stall_timeout", "stall_action")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainingChecks:
-    """What is looked for while a trial trains, and what follows.
+    """Checks of running training, and their consequences; see docs/trials.md."""
 
-    Attributes:
-        non_finite: what follows where reports in a row have no finite loss or no optimizer step: the trial fails, a
-            warning, or nothing. With ``fail`` no checkpoint of weights that are not finite is saved.
-        non_finite_patience: how many reports in a row.
-        stall_timeout: how many seconds longer than the longest so far a batch, validation or checkpoint may take before the
-            ranks count as stalled.
-        stall_action: what follows then: the log tells of it, or the ranks are ended and the trial starts again.
-    """
-
+    # For reports in a row without a finite loss or an optimizer step; `fail` saves no such weights.
     non_finite: Literal["fail", "warn", "ignore"] = "fail"
-    non_finite_patience: int = 3
-    stall_timeout: float = 120.0
+    non_finite_patience: int = 3  # reports in a row
+    stall_timeout: float = 120.0  # seconds beyond the longest batch, validation or checkpoint so far
     stall_action: Literal["report", "restart"] = "report"
 
     @classmethod
     def from_config(cls, exp_conf: Mapping[str, Any] | None) -> TrainingChecks:
-        """Read an experiment config.
-
-        Raises:
-            ConfigError: a value is not one of those that are possible.
-        """
+        """Read an experiment config; ConfigError for impossible values."""
         section = dstrial_section(exp_conf)
         findings = Diagnostics({}, "experiment config")
         check_training_checks(section, findings)
@@ -57,7 +45,6 @@ def explained(exp_conf: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
 
 
 def check_training_checks(section: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Find what is wrong with these keys of ``data.dstrial``."""
     mode = section.get("non_finite")
     if mode is not None and mode not in MODES:
         expected = "fail (the default), warn or ignore"

@@ -37,17 +37,11 @@ _PLAIN_WORD = re.compile(r"(?!\.\.\.$)[A-Za-z0-9_.+][A-Za-z0-9_.+-]*")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Document:
-    """A parsed file.
+    """A parsed file."""
 
-    Attributes:
-        label: the file's name as it appears in messages.
-        value: dictionaries, lists and scalars.
-        lines: ``label:line`` of every key and list item; the empty path is the file itself.
-    """
-
-    label: str
-    value: Any
-    lines: dict[KeyPath, str]
+    label: str  # the file's name in messages
+    value: Any  # dictionaries, lists and scalars
+    lines: dict[KeyPath, str]  # `label:line` of every key and list item; the empty path is the file
 
 
 def parse_yaml_value(text: str, label: str = "the value") -> Any:
@@ -74,39 +68,21 @@ def yaml_text(value: Any) -> str:
 
 
 def read_yaml(path: Path, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Document:
-    """Read a YAML file, which messages call ``label``.
-
-    Raises:
-        ConfigError: it cannot be read, is not YAML, gives a key twice, or is beyond the limits.
-    """
+    """Read a YAML file; ConfigError if unreadable, not YAML, with a repeated key, or too large."""
     return read_yaml_text(_read_text(path, label, limits), label, limits)
 
 
 def read_yaml_text(text: str, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Document:
-    """Read YAML from a text, which messages call ``label``.
-
-    Raises:
-        ConfigError: it is not YAML, gives a key twice, or is beyond the limits.
-    """
     check_text(text, label, limits)
     return Document(label, *yaml_reader.read(text, label, limits))
 
 
 def read_json(path: Path, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Document:
-    """Read a JSON file, strictly: no comments, no trailing commas, no NaN.
-
-    Raises:
-        ConfigError: it cannot be read, is not JSON, gives a key twice, or is beyond the limits.
-    """
+    """Read a JSON file, strictly: no comments, no trailing commas, no NaN, no repeated key."""
     return read_json_text(_read_text(path, label, limits), label, limits)
 
 
 def read_json_text(text: str, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Document:
-    """Read JSON from a text, as ``read_json`` does.
-
-    Raises:
-        ConfigError: it is not JSON, gives a key twice, or is beyond the limits.
-    """
     check_text(text, label, limits)
     try:
         # The parser recurses in C and raises RecursionError long before the stack ends; what it survives is counted.

@@ -22,17 +22,11 @@ MAX_KEY_CHARS = 1024
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TextLimits:
-    """The bounds of one config.
+    """The bounds of one config."""
 
-    Attributes:
-        text_bytes: largest text, bytes of UTF-8.
-        num_values: most scalars, keys, lists and mappings, with every alias written out.
-        raised_by: what a reader is told to do to get more, a sentence; empty if nothing can be done.
-    """
-
-    text_bytes: int = 2**20
-    num_values: int = 100_000
-    raised_by: str = ""
+    text_bytes: int = 2**20  # of UTF-8
+    num_values: int = 100_000  # scalars, keys, lists and mappings, with every alias written out
+    raised_by: str = ""  # how to get more, a sentence; empty if impossible
 
 
 DEFAULT_LIMITS = TextLimits()
@@ -40,11 +34,6 @@ DEFAULT_LIMITS = TextLimits()
 
 
 def check_text(text: str, label: str, limits: TextLimits = DEFAULT_LIMITS) -> None:
-    """Refuse a text that is too large to be looked at.
-
-    Raises:
-        ConfigError: it is larger than ``text_bytes``.
-    """
     num_bytes = _num_bytes(text)
     if num_bytes > limits.text_bytes:
         raise ConfigError([too_large(label, f"{num_bytes} bytes", limits)])
@@ -104,7 +93,6 @@ def _check_strings(values: Iterable[Any], label: str) -> None:
 
 
 def too_large(where: str, got: str, limits: TextLimits) -> ConfigProblem:
-    """Return the problem of a text that is larger than it may be."""
     return ConfigProblem(
         f"{where}: the text",
         got,
@@ -114,7 +102,6 @@ def too_large(where: str, got: str, limits: TextLimits) -> ConfigProblem:
 
 
 def too_many(where: str, limits: TextLimits) -> ConfigProblem:
-    """Return the problem of a text that holds more values than it may."""
     return ConfigProblem(
         f"{where}: the text",
         f"more than {limits.num_values} values once its aliases are written out",
@@ -125,7 +112,6 @@ def too_many(where: str, limits: TextLimits) -> ConfigProblem:
 
 
 def too_deep(where: str) -> ConfigProblem:
-    """Return the problem of values that are nested deeper than they may be."""
     return ConfigProblem(
         f"{where}: the text",
         f"nested deeper than {MAX_DEPTH} levels",

@@ -25,39 +25,23 @@ _MAX_DIRECTIVES = 100
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Node:
-    """One value of the text.
+    """One value of the text."""
 
-    Attributes:
-        kind: ``scalar``, ``list`` or ``mapping``.
-        line: where it begins, from 1.
-        text: a scalar's characters.
-        value: a scalar's value.
-        is_merge: whether it is the plain ``<<``.
-        items: of a list; of a mapping, keys and values in turn, until it is closed.
-        pairs: of a closed mapping: key and value by the key's text, with what it merges.
-        size: number of values that it is with its aliases written out; 0 until it is closed.
-        height: levels of lists and mappings, 0 for a scalar.
-    """
-
-    kind: str
-    line: int
+    kind: str  # `scalar`, `list` or `mapping`
+    line: int  # from 1
     text: str = ""
     value: Any = None
-    is_merge: bool = False
+    is_merge: bool = False  # whether it is the plain `<<`
+    # Of an open mapping: keys and values in turn.
     items: list[_Node] = dataclasses.field(default_factory=list)
+    # Of a closed mapping, by the key's text, merged ones included.
     pairs: dict[str, tuple[_Node, _Node]] = dataclasses.field(default_factory=dict)
-    size: int = 1
-    height: int = 0
+    size: int = 1  # values with aliases written out; 0 while open
+    height: int = 0  # levels of lists and mappings, 0 for a scalar
 
 
 def read(text: str, label: str, limits: TextLimits) -> tuple[Any, dict[KeyPath, str]]:
-    """Return a YAML text's value, and ``label:line`` of every key and item in it.
-
-    The text is no larger than ``limits`` say; they also bound how many values it may hold.
-
-    Raises:
-        ConfigError: it is not YAML, gives a key twice, or is beyond the limits.
-    """
+    """Return a YAML text's value, and ``label:line`` of every key and item in it."""
     try:
         root = _Composer(text, label, limits).root()
     except yaml.MarkedYAMLError as error:
@@ -87,7 +71,7 @@ def _not_yaml(where: str, reason: str, fix: str) -> ConfigError:
 
 
 class _Composer:
-    """Puts the events of one text together, and stops at the first that is too much."""
+    """Assembles the events of one text, and stops at the first that exceeds a limit."""
 
     def __init__(self, text: str, label: str, limits: TextLimits) -> None:
         self._text = text
@@ -99,7 +83,6 @@ class _Composer:
         self._problems: list[ConfigProblem] = []
 
     def root(self) -> _Node | None:
-        """Return the document's value, None for an empty text."""
         if self._text.count("%TAG") > _MAX_DIRECTIVES:
             # libyaml compares each with all before it.
             raise _not_yaml(self._label, f"more than {_MAX_DIRECTIVES} %TAG directives", "Remove them.")
@@ -127,7 +110,7 @@ class _Composer:
             loader.dispose()
 
     def _take(self, event: Any) -> _Node | None:
-        """Return the value that an event completes, None for none."""
+        """Return the value that an event completes, or None."""
         if isinstance(event, yaml.ScalarEvent):
             node = self._scalar(event)
         elif isinstance(event, yaml.AliasEvent):
@@ -197,7 +180,7 @@ class _Composer:
         return node
 
     def _put(self, node: _Node, event: Any) -> _Node:
-        """Count a value, unless it was counted as it came, and add it to what is open."""
+        """Add a value to the open collection; count it if its events were not counted."""
         if event is not None:
             self._count(node.size, _line(event))
         if self._open:
@@ -226,7 +209,7 @@ class _Composer:
         )
 
     def _close_mapping(self, node: _Node) -> None:
-        """Put keys and values together, below them what is merged."""
+        """Pair keys and values; merged mappings come below them."""
         own: dict[str, tuple[_Node, _Node]] = {}
         by_value: dict[Any, _Node] = {}
         keys = iter(node.items)
@@ -267,7 +250,7 @@ class _Composer:
             raise ConfigError(self._problems)
 
     def _path(self) -> KeyPath:
-        """Return the keys that lead to what was closed last."""
+        """Return the keys that lead to the collection closed last."""
         return tuple(
             node.items[-1].text if node.kind == "mapping" else len(node.items) for node in self._open
         )
@@ -278,7 +261,6 @@ class _Composer:
 
 
 def given_twice(place: str, path: KeyPath, first_line: int) -> ConfigProblem:
-    """Return the problem of a key that a mapping gives twice."""
     return ConfigProblem(
         f"{place}: {dotted(path)}",
         f"given twice (first on line {first_line})",
@@ -288,7 +270,7 @@ def given_twice(place: str, path: KeyPath, first_line: int) -> ConfigProblem:
 
 
 def _value(node: _Node, path: KeyPath, label: str, lines: dict[KeyPath, str]) -> Any:
-    """Return the value of a node, and note where what is below it stands."""
+    """Return the value of a node, and record the lines of everything below it."""
     if node.kind == "scalar":
         return node.value
     if node.kind == "list":

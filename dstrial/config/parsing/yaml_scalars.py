@@ -56,13 +56,7 @@ for _kind, _pattern, _first in (*_RULES, ("merge", MERGE_KEY, "<")):
 
 
 class ScalarError(ValueError):
-    """A scalar cannot be what it must be.
-
-    Args:
-        got: what it is, for a message.
-        expected: what it should be.
-        fix: what to do, a sentence.
-    """
+    """A scalar has a wrong value; the arguments are parts of a message."""
 
     def __init__(self, got: str, expected: str, fix: str) -> None:
         super().__init__(got)
@@ -70,16 +64,7 @@ class ScalarError(ValueError):
 
 
 def scalar(text: str, tag: str | None, *, is_plain: bool) -> Any:
-    """Return the value of a scalar: None, a flag, a number or a string.
-
-    Args:
-        text: its characters, without quotes.
-        tag: as written; None or ``!`` for none.
-        is_plain: whether it stood without quotes, and not as a block.
-
-    Raises:
-        ScalarError: its tag is not of the core schema, or it is not what its tag says, or it is a number of too many digits.
-    """
+    """Return the value of a scalar without its quotes; ``tag`` as written, None or ``!`` for none."""
     if tag is None or tag == "!":
         if not is_plain or tag == "!":
             return _string(text)
@@ -97,7 +82,6 @@ def scalar(text: str, tag: str | None, *, is_plain: bool) -> Any:
 
 
 def unknown_tag(tag: str, what: str) -> ScalarError:
-    """Return the error for a tag that nothing is made of."""
     return ScalarError(
         f"{what} with the tag {_shortened(tag)}",
         "no tag, or one of null, bool, int, float, str, seq and map where it fits",
@@ -138,7 +122,7 @@ def _require_short(digits: str) -> None:
 
 
 def _string(text: str) -> str:
-    """Return a string that files, the environment of processes and UTF-8 can hold."""
+    """Return a string that files, environment variables and UTF-8 can hold."""
     if "\0" in text:
         raise ScalarError("a text with a NUL character", "text without NUL", "Remove the character.")
     if not text.isascii():

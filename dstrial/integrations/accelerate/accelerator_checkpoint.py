@@ -20,9 +20,7 @@ _USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 
 
 class AcceleratorCheckpoint(Checkpointable):
-    """Saves and loads with the accelerator's ``save_state`` and ``load_state``.
-
-    It is the script's, with everything prepared.
+    """Saves and loads with ``save_state`` and ``load_state`` of the script's prepared accelerator.
 
     Source: accelerate 1.15 ``Accelerator.save_state``: engine *i* under the tag ``pytorch_model`` or ``pytorch_model_<i>``,
         schedulers that DeepSpeed does not own, samplers, registered objects and random states beside them.
@@ -34,18 +32,10 @@ class AcceleratorCheckpoint(Checkpointable):
         self._accelerator = accelerator
 
     def save(self, context: DeepSpeedTrialContext, path: pathlib.Path) -> None:  # noqa: ARG002  # the base's
-        """Write all that was prepared or registered. Ranks: all, collectively."""
         with _into_given_directory(self._accelerator):
             self._accelerator.save_state(str(path))
 
     def load(self, context: DeepSpeedTrialContext, load_path: pathlib.Path) -> None:
-        """Read back what ``save`` wrote.
-
-        Raises:
-            CheckpointError: an engine found nothing to load.
-
-        Ranks: all, collectively.
-        """
         with contextlib.ExitStack() as stack:
             for engine in context.models:
                 stack.enter_context(_loads_or_raises(engine, load_path))
@@ -94,16 +84,7 @@ class AcceleratorCheckpoint(Checkpointable):
 def require_deepspeed_on_all_ranks(
     accelerator: Any, identity: RankIdentity, environ: Mapping[str, str]
 ) -> None:
-    """Refuse an accelerator that sees other ranks or does not use DeepSpeed.
-
-    The environment variables say whether DeepSpeed was configured.
-
-    Raises:
-        RankError: it counts other ranks.
-        TrialContractError: it trains without DeepSpeed.
-
-    Ranks: any; no communication.
-    """
+    """Refuse an accelerator that sees other ranks or does not use DeepSpeed."""
     if accelerator.num_processes != identity.world_size:
         raise RankError(
             f"accelerator.num_processes is {accelerator.num_processes}; expected {identity.world_size}, the ranks that were "
@@ -132,11 +113,7 @@ def require_deepspeed_on_all_ranks(
 
 
 def prepared_engines(accelerator: Any) -> list[DeepSpeedEngine]:
-    """Return the engines that an accelerator has prepared, in their order.
-
-    Raises:
-        TrialContractError: it has prepared no model, or one that is no DeepSpeed engine.
-    """
+    """Return an accelerator's engines in their order; TrialContractError without any."""
     models = list(accelerator._models)
     if not models:
         raise TrialContractError(

@@ -16,11 +16,7 @@ _MICRO = BATCH_KEYS[1]
 
 
 def length_of(loader: Any) -> int:
-    """Return the micro batches of one epoch on this rank, at least 1.
-
-    Raises:
-        DataError: the loader has no length, or no micro batch.
-    """
+    """Return the micro batches of one epoch on this rank, at least 1."""
     try:
         length = len(loader)
     except TypeError:
@@ -39,13 +35,6 @@ def epoch_length_of(loader: Any, micro_batches_per_batch: int) -> int:
     """Return an epoch's batches, at least 1; the same however ranks share a batch.
 
     The rest that is no whole batch counts as one, or is left out where the loader drops its last records.
-
-    Args:
-        loader: what ``accelerator.prepare`` made of the training loader.
-        micro_batches_per_batch: of this rank.
-
-    Raises:
-        DataError: the loader has no length, or not enough micro batches.
     """
     length = length_of(loader)
     if not _drops_last(loader):
@@ -59,14 +48,7 @@ def epoch_length_of(loader: Any, micro_batches_per_batch: int) -> int:
 
 
 def require_equal_lengths(lengths: Sequence[int]) -> None:
-    """Refuse loaders of which one would end before the others.
-
-    Args:
-        lengths: micro batches of one epoch; index = rank.
-
-    Raises:
-        DataError: they differ.
-    """
+    """Refuse loaders of which one would end before the others; index = rank."""
     if len(set(lengths)) > 1:
         raise DataError(
             f"reporter.batches(loader): the loaders of ranks 0 to {len(lengths) - 1} have {', '.join(map(str, lengths))} micro "
@@ -75,15 +57,7 @@ def require_equal_lengths(lengths: Sequence[int]) -> None:
 
 
 def micro_batch_of(accelerator: Any, own: int | None) -> int:
-    """Return the DeepSpeed config's micro batch; the script's own where that is open.
-
-    Args:
-        accelerator: made with DeepSpeed.
-        own: the script's; None if it has none.
-
-    Raises:
-        ConfigError: neither says it.
-    """
+    """Return the DeepSpeed config's micro batch; the script's own if the config leaves it open."""
     size = accelerator.deepspeed_plugin.deepspeed_config.get(_MICRO)
     if isinstance(size, int):
         return size
@@ -94,15 +68,9 @@ def micro_batch_of(accelerator: Any, own: int | None) -> int:
 
 
 def require_micro_batch(loaders: Iterable[Any], before: int | None, now: int) -> None:
-    """Refuse loaders of the old micro batch where ranks now share the batch otherwise.
+    """Refuse loaders of the checkpoint's micro batch if the engine now has another one.
 
-    Args:
-        loaders: all that the accelerator has prepared; one of them is the training loader.
-        before: micro batch with which the checkpoint was written; None if that is not known.
-        now: micro batch of the engine.
-
-    Raises:
-        DataError: none of them reads it.
+    ``loaders`` are all that the accelerator has prepared; one of them is the training loader.
     """
     sizes = {size for loader in loaders if (size := _batch_size(loader)) is not None}
     if before is not None and before != now and sizes and now not in sizes:
@@ -113,7 +81,7 @@ def require_micro_batch(loaders: Iterable[Any], before: int | None, now: int) ->
 
 
 def warn_of_unrepeatable_order(loader: Any, *, is_chief: bool) -> None:
-    """Say once, on the chief, if training records are shuffled in no repeatable order."""
+    """Warn on the chief if training records are shuffled in no repeatable order."""
     from accelerate.data_loader import SeedableRandomSampler
     from torch.utils.data import RandomSampler
 

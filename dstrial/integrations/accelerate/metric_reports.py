@@ -17,13 +17,7 @@ from dstrial.loop.metrics import MetricWindow, combine
 
 
 class MetricReports:
-    """Reports to a core context and to the sinks of a run.
-
-    Args:
-        core_context: Determined's, or ours on a run directory; entered.
-        sinks: of the run.
-        plan: what the experiment config says.
-    """
+    """Reports to a core context and to the sinks of a run."""
 
     def __init__(self, core_context: core.Context, sinks: MetricSinks, plan: RunSchedule) -> None:
         self._core = core_context
@@ -31,12 +25,7 @@ class MetricReports:
         self._plan = plan
 
     def mean_over_ranks(self, metrics: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Return each metric's mean. Ranks: all, collectively (one ``allgather``).
-
-        Args:
-            metrics: metric name -> value on this rank: number, array or tensor.
-            where: which method was called, for messages.
-        """
+        """Return each metric's mean; ``where`` names the method. Ranks: all, collectively."""
         own = MetricWindow(where)
         own.add(metrics)
         return dict(combine(self._core.distributed.allgather(own.totals()), where))
@@ -49,15 +38,7 @@ class MetricReports:
         records_per_batch: int = 0,
         seconds: float = 0.0,
     ) -> None:
-        """Report training metrics, with the speed where batches were counted. Ranks: 0.
-
-        Args:
-            metrics: metric name -> value; not changed.
-            batches_trained: since the start of the run.
-            num_batches: since the report before; 0 if speed is not to be reported.
-            records_per_batch: over all ranks.
-            seconds: that they took.
-        """
+        """Report training metrics on rank 0, with the speed if batches were counted."""
         reported = dict(metrics)
         if num_batches:
             per_second = num_batches / max(seconds, 1e-9)
@@ -67,7 +48,6 @@ class MetricReports:
         self._sinks.report("training", batches_trained, reported)
 
     def progress(self, batches_trained: int, batches_total: int | None) -> None:
-        """Report how far training is, where its length is known. Ranks: 0."""
         if batches_total is None:
             return
         train = self._core.train
@@ -76,13 +56,7 @@ class MetricReports:
         train.report_progress(min(batches_trained / batches_total, 1.0))
 
     def require_searcher_metric(self, metrics: Mapping[str, Any]) -> None:
-        """Refuse validation metrics that the searcher cannot compare.
-
-        Raises:
-            TrialContractError: its metric is not among them, or is no number.
-
-        Ranks: any, with the same metrics; no communication.
-        """
+        """Refuse validation metrics that the searcher cannot compare."""
         searched = self._plan.metric
         if searched is None or searched in ("batches", "epochs"):
             return
@@ -93,11 +67,7 @@ class MetricReports:
             )
 
     def validation(self, metrics: Mapping[str, Any], batches_trained: int, epochs_trained: int) -> bool:
-        """Report validation metrics. Ranks: 0.
-
-        Returns:
-            Whether the checkpoint policy asks for a checkpoint of the weights that were validated.
-        """
+        """Report validation metrics on rank 0; return whether the policy asks for a checkpoint."""
         plan = self._plan
         is_best = plan.checkpoint_policy == "best"
         best_before = self._core.train.get_experiment_best_validation() if is_best else None

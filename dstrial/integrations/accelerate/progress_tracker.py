@@ -28,23 +28,14 @@ _TEST_BATCHES = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunSchedule:
-    """What an experiment config says about a run.
+    """The schedule of a run by its experiment config."""
 
-    Attributes:
-        length: how long to train; None if the config does not say.
-        periods: how often to report, validate and checkpoint, besides at the end; None for only then.
-        checkpoint_policy: whether a validation is followed by a checkpoint: always, if it is the best so far, or never.
-        metric: the searcher's validation metric; None if there is no searcher.
-        smaller_is_better: which way it is compared.
-        saves_in_background: whether checksums, upload and registration of a checkpoint happen behind the loop.
-    """
-
-    length: pytorch.TrainUnit | None
-    periods: Mapping[Boundary, Period | None]
+    length: pytorch.TrainUnit | None  # None if the config does not say
+    periods: Mapping[Boundary, Period | None]  # besides at the end; None for only then
     checkpoint_policy: Literal["best", "all", "none"]
-    metric: str | None
+    metric: str | None  # the searcher's; None without a searcher
     smaller_is_better: bool
-    saves_in_background: bool
+    saves_in_background: bool  # checksums, upload and registration of checkpoints
 
     @classmethod
     def from_config(
@@ -55,16 +46,13 @@ class RunSchedule:
         length: pytorch.TrainUnit | None,
         is_test: bool,
     ) -> RunSchedule:
-        """Read a plan from an experiment config.
+        """Read an experiment config.
 
         Args:
-            config: the whole config, or nothing: then training metrics are reported every 100 batches.
+            config: the whole config; empty to report every 100 batches and at the end only.
             global_batch_size: records of one optimizer step, for lengths counted in records.
-            length: what the caller said itself, which wins.
+            length: the script's own, which wins.
             is_test: two batches and nothing in between.
-
-        Raises:
-            ConfigError: a length in the config is none.
         """
         searcher = config.get("searcher") or {}
 
@@ -99,11 +87,6 @@ class RunSchedule:
         )
 
     def require_length(self) -> pytorch.TrainUnit:
-        """Return how long to train.
-
-        Raises:
-            ConfigError: neither the config nor the script says so.
-        """
         if self.length is None:
             problem = ConfigProblem(
                 "searcher.max_length",
@@ -116,14 +99,7 @@ class RunSchedule:
 
 
 class ProgressTracker:
-    """Counts a run's batches against its plan; alike on all ranks, without exchange.
-
-    Attributes:
-        progress: the counters, which checkpoints keep. How long an epoch is stays out of them: the loop learns that only when
-            it sees the loader.
-        batches_total: length of the run in batches; None as long as it is not known.
-        stopped: why training stopped before its length; None if it did not.
-    """
+    """Counts a run's batches against its schedule; alike on all ranks, without exchange."""
 
     def __init__(self) -> None:
         self.progress = Progress(epoch_length=None)
@@ -134,15 +110,7 @@ class ProgressTracker:
         self._due: set[Boundary] = set()
 
     def begin(self, plan: RunSchedule, epoch_length: int | None) -> None:
-        """Take over what was planned, once the counters are those of the run.
-
-        Args:
-            plan: what the experiment config says.
-            epoch_length: batches of an epoch when the checkpoint was written; None for a new run, or if it was not known.
-
-        Raises:
-            ConfigError: neither the config nor the script says how long to train.
-        """
+        """Set the schedule, after the counters are restored; ``epoch_length`` is the checkpoint's."""
         self._plan = plan
         self._epoch_length = epoch_length
         self._count_total()
@@ -165,7 +133,6 @@ class ProgressTracker:
 
     @property
     def batches_trained(self) -> int:
-        """Optimizer steps since the start of the run, over all resumes."""
         return self.progress.batches_trained
 
     @property
@@ -175,43 +142,38 @@ class ProgressTracker:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether all batches are trained."""
         return Boundary.END in self._due
 
     @property
     def is_over(self) -> bool:
-        """Whether training is over, at its length or because it was asked to stop."""
+        """Whether training has reached its length or a stop."""
         return self.stopped is not None or self.is_at_end
 
     @property
     def needs_validation(self) -> bool:
-        """Whether it is time to validate the weights of now."""
         wanted = {Boundary.VALIDATE} if self.stopped is not None else {Boundary.VALIDATE, Boundary.END}
         return bool(self._due & wanted) and not self.progress.validation_is_current
 
     @property
     def needs_checkpoint(self) -> bool:
-        """Whether the weights of now are to be saved."""
         is_due = Boundary.CHECKPOINT in self._due or self.is_over
         return is_due and not self.progress.checkpoint_is_current
 
     @property
     def is_report_due(self) -> bool:
-        """Whether training metrics are to be reported now."""
         return Boundary.REPORT in self._due
 
     @property
     def is_anything_due(self) -> bool:
-        """Whether all ranks come together after this batch."""
+        """Whether all ranks exchange after this batch."""
         return bool(self._due)
 
     @property
     def pauses_training(self) -> bool:
-        """Whether something is done after this batch that is no training."""
+        """Whether anything but a report follows this batch."""
         return bool(self._due - {Boundary.REPORT})
 
     def advance(self) -> int:
-        """Count a batch; return how many there are."""
         assert self._plan is not None, "begin() comes first"
         self.progress.batches_trained += 1
         total = math.inf if self.batches_total is None else self.batches_total

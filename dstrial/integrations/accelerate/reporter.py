@@ -30,7 +30,7 @@ from dstrial.trial.context import runtime_of
 
 
 class Reporter:
-    """What an Accelerate loop tells dstrial, and asks it.
+    """Makes a training loop written with Accelerate a trial. Needs accelerate 1.15.
 
     Example::
 
@@ -56,14 +56,9 @@ class Reporter:
     Args:
         accelerator: the script's, made but not necessarily prepared; it uses DeepSpeed.
         length: how long to train, ``Batch(int)`` or ``Epoch(int)``; the searcher's length if left out.
-        exp_conf: experiment config, for off a cluster; what ``dstrial.launch --config`` was given if left out.
+        exp_conf: experiment config, for off a cluster; that of ``dstrial.launch --config`` if left out.
         hparams: hyperparameters, likewise.
         run_dir: where an off-cluster run keeps its files; a new directory below ``./runs`` if left out.
-
-    Raises:
-        MissingExtraError: accelerate is not installed.
-
-    Source: accelerate 1.15.
     """
 
     def __init__(
@@ -115,7 +110,7 @@ class Reporter:
         error: BaseException | None,
         traceback: types.TracebackType | None,
     ) -> None:
-        """Save the rest, wait for it, say how training ended. Ranks: all, collectively."""
+        """Save the rest, wait for it, report how training ended. Ranks: all, collectively."""
         is_leaving = isinstance(error, SystemExit) and not error.code
         if error is not None and not is_leaving:
             if self._run is not None:
@@ -148,13 +143,9 @@ class Reporter:
         return dict(runtime_of(self._context).hparams or {})
 
     def micro_batch_size(self, own: int | None = None) -> int:
-        """Return the DeepSpeed config's micro batch, which keeps a resumed run's batch.
+        """Return the DeepSpeed config's micro batch, with which a resumed run keeps its batch.
 
-        Args:
-            own: the script's, for a config that leaves it ``"auto"``.
-
-        Raises:
-            ConfigError: neither says it.
+        ``own`` is the script's, for a config that leaves it ``"auto"``.
         """
         return micro_batch_of(self._accelerator, own)
 
@@ -201,7 +192,6 @@ class Reporter:
             Batches trained so far; 0 for a new run.
 
         Raises:
-            TrialContractError: nothing is prepared yet, or an engine is not DeepSpeed's.
             CheckpointError: the checkpoint cannot be loaded; training never starts anew then.
             ConfigError: the DeepSpeed config cannot be right for these ranks, or asks for another batch than the run's.
 
@@ -216,39 +206,23 @@ class Reporter:
         return self._tracker.batches_trained
 
     def batches(self, loader: Any) -> Iterator[Any]:
-        """Yield micro batches, epoch after epoch, from where the run is until its end.
+        """Yield micro batches, epoch after epoch, from the current position until the run's end.
 
         Records that were trained before a resume are skipped. A loader that drops its last records gives whole batches, as many
         on any number of ranks; otherwise the last one of an epoch may be smaller. Checkpoints that are due are saved between
-        two items, after what the script did with the first.
-
-        Args:
-            loader: what ``accelerator.prepare`` made of the training loader; it has a length.
-
-        Raises:
-            DataError: it has no length, no micro batch, or not as many on every rank.
-            CheckpointError: its epochs have another length than when the checkpoint was written.
-            TrialContractError: ``resume`` was not called.
+        two items, after the script's work on the first. ``loader`` is prepared, and has a length, the same on every rank and at
+        every resume.
 
         Ranks: all, collectively.
         """
         yield from self._resumed("batches()").batches(loader)
 
     def step(self, metrics: Mapping[str, Any] | None = None) -> bool:
-        """Tell of one micro batch; call it after every ``accelerator.accumulate`` block.
+        """Record one micro batch; call it after every ``accelerator.accumulate`` block.
 
-        Counts a batch where the accelerator has made an optimizer step. Training metrics are averaged over the micro batches
-        of all ranks and reported every ``scheduling_unit`` batches. Between reports and points of agreement
-        nothing is communicated and no device is synchronised.
-
-        Args:
-            metrics: metric name -> value of this micro batch: number, array or tensor; the same names every time.
-
-        Returns:
-            Whether an optimizer step was made.
-
-        Raises:
-            TrialContractError: ``resume`` was not called, or the names of the metrics change.
+        Counts a batch if the accelerator has made an optimizer step, and returns whether it has. Training metrics (name ->
+        number, array or tensor; the same names every time) are averaged over the micro batches of all ranks and reported every
+        ``scheduling_unit`` batches. Between reports and agreements nothing is communicated and no device is synchronised.
 
         Ranks: all, equally often.
         """
@@ -257,37 +231,22 @@ class Reporter:
     # ---- reports and checkpoints of the script's own --------------------------------------------------
 
     def report_training(self, metrics: Mapping[str, Any]) -> None:
-        """Report each metric's mean over ranks now, beside what ``step`` reports.
-
-        Args:
-            metrics: metric name -> value on this rank: number, array or tensor.
-
-        Ranks: all, collectively (one ``allgather``).
-        """
+        """Report each metric's mean over ranks now, beside ``step``'s. Ranks: all, collectively."""
         self._resumed("report_training()").report_training(metrics)
 
     def report_validation(self, metrics: Mapping[str, Any]) -> None:
         """Report each validation metric's mean over ranks; save if the policy says so.
 
-        Args:
-            metrics: metric name -> value on this rank: number, array or tensor. What ``gather_for_metrics`` has made the
-                same on all ranks stays what it is.
-
-        Raises:
-            TrialContractError: the searcher's metric is not among them, or is no number.
+        Values that ``gather_for_metrics`` has made equal on all ranks stay as they are.
 
         Ranks: all, collectively.
         """
         self._resumed("report_validation()").report_validation(metrics)
 
     def save(self) -> str:
-        """Save between two optimizer steps; checksums and upload happen behind the loop.
+        """Save between two optimizer steps and return the uuid; checksums and upload follow in the background.
 
-        Returns:
-            Its uuid; it is complete, and registered, when training goes on from the next save or ends.
-
-        Raises:
-            CheckpointError: it cannot be written, or the one before it was not completed.
+        The checkpoint is complete and registered when the next save begins, or the run ends.
 
         Ranks: all, collectively.
         """

@@ -1,7 +1,6 @@
-"""An Accelerate loop tells of itself as a trial does (``dstrial.telemetry``).
+"""Telemetry of an Accelerate loop (``dstrial.telemetry``), by rank, at every report of its ``Reporter``.
 
-It does by rank, at every report of its ``Reporter``. What ranks saw travels with the exchange of the report. Waiting for data and
-FLOPs are known of loops over ``Reporter.batches``; a script that draws its records itself has both unknown.
+Samples travel with the exchange of the report. Waiting for data and FLOPs are known of loops over ``Reporter.batches`` only.
 """
 
 from __future__ import annotations
@@ -22,16 +21,9 @@ from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 
 
 class ReporterTelemetry:
-    """Measures one rank of a loop, and on the chief writes what all have measured.
+    """Measures one rank of a loop; the chief writes the measurements of all ranks.
 
-    Does nothing where ``data.dstrial.telemetry`` is false, and where dsat measures.
-
-    Args:
-        context: of the trial, with its engines.
-        sinks: of the run.
-        clock: seconds of the host.
-
-    Ranks: each its own; no communication, no synchronisation of a device.
+    Does nothing where ``data.dstrial.telemetry`` is false, and where dsat measures. No communication, no synchronisation.
     """
 
     def __init__(
@@ -51,7 +43,6 @@ class ReporterTelemetry:
         self._waited_s = 0.0
 
     def begin(self, batches_trained: int) -> None:
-        """Begin to measure, where a run begins or goes on."""
         if not self._is_on:
             return
         engine = self._context.models[0]
@@ -67,7 +58,7 @@ class ReporterTelemetry:
             self._reports = TelemetryReports(self._record, self._keep, self._instruments.known_peak())
 
     def watched(self, micro_batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield what a loader gives, and measure how long the rank waits for it."""
+        """Yield a loader's items, and measure how long the rank waits for them."""
         found, ended = iter(micro_batches), object()
         self._has_loader = True
         while True:
@@ -79,7 +70,6 @@ class ReporterTelemetry:
             yield micro_batch
 
     def begin_micro_batch(self, micro_batch: Any) -> None:
-        """Take that the script gets a micro batch to train."""
         if self._instruments is None:
             return
         self._instruments.drew(micro_batch, self._waited_s)
@@ -90,7 +80,7 @@ class ReporterTelemetry:
             self._counting.enter_context(self._instruments.counting())
 
     def end_batch(self, batches_trained: int, seconds: float, *, pauses: bool) -> None:
-        """Take that a batch is trained.
+        """Record the end of a batch.
 
         Args:
             batches_trained: of the run.
@@ -109,32 +99,23 @@ class ReporterTelemetry:
             self._instruments.end_first_batch(batches_trained, seconds)
 
     def resume(self) -> None:
-        """Take that the script trains again.
-
-        Nothing else tells so where it draws its records itself.
-        """
+        """Record that training goes on; only needed if the script draws its records itself."""
         if self._instruments is not None and not self._has_loader:
             self._instruments.switch(True)
 
     def trained(self, seconds: float) -> None:
-        """Take for how long the script has trained since this was last told."""
+        """Add seconds of training since the last call."""
         if self._instruments is not None:
             self._instruments.trained(seconds)
 
     def sample(self, batches_trained: int) -> RankSample | None:
-        """Return what this rank saw since the last report; None where it is switched off."""
+        """Return this rank's sample since the last report; None if switched off."""
         return None if self._instruments is None else self._instruments.sample(batches_trained).wait()
 
     def report(
         self, samples: Sequence[RankSample | None], batches_trained: int, records_per_batch: int
     ) -> None:
-        """Write what all ranks saw. Ranks: any; the chief acts.
-
-        Args:
-            samples: index = rank.
-            batches_trained: of the run.
-            records_per_batch: of all replicas.
-        """
+        """Write the samples of all ranks (index = rank) on the chief."""
         found = [sample for sample in samples if sample is not None]
         if self._reports is None or len(found) < len(samples):
             return
@@ -142,18 +123,12 @@ class ReporterTelemetry:
         self._reports.write(found, batches_trained, found[0].num_batches * records_per_batch, skipped)
 
     def finish(self) -> None:
-        """Measure the device's peak if no run on this machine has.
-
-        Ranks: any; the chief acts.
-        """
+        """Measure the device's peak on the chief, unless a run on this machine has."""
         if self._reports is not None and self._instruments is not None:
             self._reports.finish(self._instruments.measured_peak)
 
     def close(self) -> None:
-        """Keep the totals, and leave the engines as they were; safe to call again.
-
-        Ranks: each its own.
-        """
+        """Keep the totals, and restore the engines; idempotent."""
         self._counting.close()
         instruments, self._instruments = self._instruments, None
         if instruments is None:

@@ -51,11 +51,7 @@ class TrialRun:
         context: of the trial.
         info: the cluster's; None off a cluster.
         tracker: counters at 0; the checkpoint's after ``start``.
-        length: what the script said itself about how long to train.
-
-    Raises:
-        TrialContractError: nothing is prepared yet, or an engine is not DeepSpeed's.
-        ConfigError: the DeepSpeed config cannot be right for these ranks, or asks for another batch than the run's.
+        length: the script's own; None for the config's.
 
     Ranks: all, collectively.
     """
@@ -112,14 +108,7 @@ class TrialRun:
     # ---- start and end -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Load the checkpoint that the run goes on from, if there is one.
-
-        Raises:
-            CheckpointError: it cannot be loaded.
-            ConfigError: nobody says how long to train.
-
-        Ranks: all, collectively.
-        """
+        """Load the checkpoint to resume from, if any, and open everything. Ranks: all, collectively."""
         checkpoint = checkpoint_to_resume(self._runtime, self._info)
         self._tracker.begin(self._plan, None if checkpoint is None else self._load(checkpoint))
         batches = self._tracker.batches_trained
@@ -154,7 +143,7 @@ class TrialRun:
         return epoch_length
 
     def end(self) -> None:
-        """Save the rest, wait for it, say how training ended. Ranks: all, collectively."""
+        """Save the rest, wait for it, report how training ended. Ranks: all, collectively."""
         tracker = self._tracker
         if tracker.batches_trained and not tracker.progress.checkpoint_is_current:
             self.save()
@@ -175,10 +164,7 @@ class TrialRun:
         self._set_status("completed")
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Give up a save that is under way, and end sinks and loggers.
-
-        Ranks: each its own.
-        """
+        """Abandon a save that is under way, and end sinks and loggers."""
         self._heartbeat.end()
         self._saver.close()
         self._telemetry.close()
@@ -189,7 +175,6 @@ class TrialRun:
     # ---- the loop ------------------------------------------------------------------------------------
 
     def batches(self, loader: Any) -> Iterator[Any]:
-        """Yield micro batches as ``Reporter.batches`` does. Ranks: all, collectively."""
         tracker = self._tracker
         require_equal_lengths(self._context.distributed.allgather(length_of(loader)))
         epoch_length = tracker.epoch_length = epoch_length_of(loader, self._steps)
@@ -214,7 +199,6 @@ class TrialRun:
         self._heartbeat.end()  # what the script does with a trained model is its own
 
     def step(self, metrics: Mapping[str, Any] | None) -> bool:
-        """Count a micro batch as ``Reporter.step`` does. Ranks: all, equally often."""
         if metrics:
             self._window.add(metrics)
         if not self._accelerator.sync_gradients:
@@ -232,7 +216,7 @@ class TrialRun:
         return True
 
     def _exchange(self) -> None:
-        """Agree on stopping; with it report metrics and hear of the save. Ranks: all."""
+        """Agree on stopping; report metrics and learn of the save with it. Ranks: all, collectively."""
         tracker, batches = self._tracker, self._tracker.batches_trained
         reports = tracker.is_report_due or (tracker.is_at_end and batches > self._window_start)
         share = self._window.totals() if reports and len(self._window) else None
@@ -266,7 +250,7 @@ class TrialRun:
                 )
 
     def _between_batches(self) -> bool:
-        """Save what is due after a batch; say whether training is over. Ranks: all."""
+        """Save what is due after a batch; return whether training is over. Ranks: all."""
         if not self._has_batch_to_finish:
             return False
         self._has_batch_to_finish = False
@@ -281,13 +265,11 @@ class TrialRun:
     # ---- reports and checkpoints ---------------------------------------------------------------------
 
     def report_training(self, metrics: Mapping[str, Any]) -> None:
-        """Report training metrics now. Ranks: all, collectively."""
         averages = self._reports.mean_over_ranks(metrics, "report_training")
         if self._is_chief:
             self._reports.training(averages, self._tracker.batches_trained)
 
     def report_validation(self, metrics: Mapping[str, Any]) -> None:
-        """Report validation metrics; save if the policy says so. Ranks: all, collectively."""
         averages = self._reports.mean_over_ranks(metrics, "report_validation")
         self._reports.require_searcher_metric(averages)
         progress = self._tracker.progress
@@ -304,7 +286,6 @@ class TrialRun:
             self._heartbeat.follow(Phase.SCRIPT, progress.batches_trained)
 
     def save(self) -> str:
-        """Save a checkpoint of now; return its uuid. Ranks: all, collectively."""
         self._set_status("checkpointing")
         phase_before, batches = self._heartbeat.phase, self._tracker.batches_trained
         self._heartbeat.follow(Phase.SAVE, batches)
@@ -333,11 +314,7 @@ class TrialRun:
 
 
 def checkpoint_to_resume(runtime: TrialRuntime, info: Any) -> str | None:
-    """Return the checkpoint that a run goes on from; None for a new one.
-
-    Raises:
-        CheckpointNotFoundError: the newest one of a run was asked for, and it has none.
-    """
+    """Return the checkpoint of a resumed run; None for a new one."""
     asked = os.environ.get(RESUME_VARIABLE)
     if info is not None:
         latest: str | None = info.latest_checkpoint
@@ -346,9 +323,9 @@ def checkpoint_to_resume(runtime: TrialRuntime, info: Any) -> str | None:
 
 
 def settings_as_given(runtime: TrialRuntime, engine_idx: int) -> dict[str, Any]:
-    """Return an engine's settings as given, to compare with those of a later resume.
+    """Return an engine's settings as the experiment gives them, to compare at a later resume.
 
-    The experiment gives them: what Accelerate was given has all sizes solved for these ranks, or taken from the script.
+    In Accelerate's own config all sizes are solved for these ranks, or taken from the script.
     """
     given = runtime.given_hparams or {}
     source = given.get(MAIN_KEY)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrial.config import ParallelDims
 from dstrial.config.experiment_config.trainer_flags import TrainerLength, length_problems
-from dstrial.errors import ConfigError, ConfigProblem
+from dstrial.errors import CheckpointError, ConfigError, ConfigProblem
 from dstrial.integrations.huggingface.batch_sizes import ArgumentSizes, batch_problems
 from dstrial.integrations.huggingface.logged_metrics import LogKind, kind_of
 from dstrial.resume.metadata import EngineRecord, SavedRun, given_settings
@@ -28,7 +28,6 @@ def sizes_of(args: TrainingArguments) -> ArgumentSizes:
 
 
 def length_of(args: TrainingArguments) -> TrainerLength:
-    """Return how long the Trainer trains."""
     return TrainerLength.of(int(args.max_steps), float(args.num_train_epochs))
 
 
@@ -38,7 +37,6 @@ def saves_best(args: TrainingArguments) -> bool:
 
 
 def evaluates(args: TrainingArguments) -> bool:
-    """Whether the Trainer evaluates while it trains, and so has a set for it."""
     return _word(args.eval_strategy) != "no"
 
 
@@ -48,12 +46,11 @@ def evaluates_at_epochs(args: TrainingArguments) -> bool:
 
 
 def is_deepspeed(args: TrainingArguments) -> bool:
-    """Whether DeepSpeed trains."""
     return bool(args.deepspeed) or getattr(args, "deepspeed_plugin", None) is not None
 
 
 def given_of(args: TrainingArguments) -> dict[str, Any]:
-    """Return what ``EngineRecord.given`` keeps of a beginning run's arguments."""
+    """Return the settings of a new run that ``EngineRecord.given`` keeps."""
     plugin = getattr(args, "deepspeed_plugin", None)
     config: Mapping[str, Any] = plugin.deepspeed_config if plugin is not None else {}
     kinds = {key: kind for key, kind in given_settings(config).items() if key in ("optimizer", "scheduler")}
@@ -63,14 +60,7 @@ def given_of(args: TrainingArguments) -> dict[str, Any]:
 def problems_of(
     args: TrainingArguments, searcher: Mapping[str, Any], saved: SavedRun | None, num_ranks: int
 ) -> list[ConfigProblem]:
-    """Return where the arguments contradict the ranks, searcher and checkpoint.
-
-    Args:
-        args: the Trainer's.
-        searcher: the ``searcher`` section of the experiment config.
-        saved: the checkpoint that this very trial goes on from; None for a new one.
-        num_ranks: ranks that were launched.
-    """
+    """Return contradictions to the ranks, the searcher, and the checkpoint of this very trial."""
     found = []
     is_seen_whole = int(args.world_size) == num_ranks
     if not is_seen_whole:
@@ -92,12 +82,7 @@ def problems_of(
 
 
 def plain_record(args: TrainingArguments, train_batch_size: int) -> EngineRecord:
-    """Return a checkpoint's record of a Trainer without DeepSpeed: its batch.
-
-    Args:
-        args: the Trainer's.
-        train_batch_size: records of one batch over all ranks, which any number of them can share.
-    """
+    """Return a checkpoint's record of a Trainer without DeepSpeed; ``train_batch_size`` is over all ranks."""
     sizes = sizes_of(args)
     return EngineRecord(
         engine_kind="data_parallel",
@@ -117,7 +102,7 @@ def plain_record(args: TrainingArguments, train_batch_size: int) -> EngineRecord
 
 
 def has_evaluated(state: TrainerState) -> bool:
-    """Whether an evaluation of the step at which training stands has ended."""
+    """Whether an evaluation of the current step has ended."""
     return any(
         entry.get("step") == state.global_step and kind_of(entry) is LogKind.EVALUATION
         for entry in state.log_history
@@ -125,7 +110,7 @@ def has_evaluated(state: TrainerState) -> bool:
 
 
 def is_evaluation_due(args: TrainingArguments, state: TrainerState) -> bool:
-    """Whether the Trainer evaluates after the step at which training stands."""
+    """Whether the Trainer evaluates after the current step."""
     step = state.global_step
     if step == 0:
         return False
@@ -137,3 +122,49 @@ def is_evaluation_due(args: TrainingArguments, state: TrainerState) -> bool:
 
 def _word(strategy: Any) -> str:
     return str(getattr(strategy, "value", strategy))
+
+
+class TrainerHandle:
+    """Answers from the Trainer what callbacks are not told, else from its arguments.
+
+    Attributes:
+        trainer: None where it is not known.
+    """
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+
+    @property
+    def is_known(self) -> bool:
+        return self.trainer is not None
+
+    def require(self, problem: str) -> None:
+        """Refuse an unknown Trainer; ``problem`` says what needs it."""
+        if not self.is_known:
+            raise CheckpointError(
+                f"{problem}. Write dstrial.integrations.huggingface.train(trainer, callback) in place of trainer.train()."
+            )
+
+    def train_batch_size(self, args: TrainingArguments, state: TrainerState) -> int:
+        if self.is_known:
+            return int(self.trainer.get_total_train_batch_size(args))
+        micro = int(state.train_batch_size or args.train_batch_size)
+        return micro * int(args.gradient_accumulation_steps) * int(args.world_size)
+
+    def can_evaluate(self, args: TrainingArguments) -> bool:
+        return self.trainer.eval_dataset is not None if self.is_known else evaluates(args)
+
+    def has_one_evaluation_set(self) -> bool:
+        """Whether an ended evaluation is all; of several sets, the next event tells."""
+        return self.is_known and not isinstance(self.trainer.eval_dataset, dict)
+
+    def owes_evaluation(
+        self, args: TrainingArguments, state: TrainerState, *, is_last: bool, leaves: bool
+    ) -> bool:
+        """Whether the resumed step still needs its evaluation.
+
+        It does if the evaluation was left, which it may be with ``leaves``, or if nothing is left to train (``is_last``).
+        """
+        if not self.is_known or not self.can_evaluate(args) or has_evaluated(state):
+            return False
+        return is_last or (leaves and is_evaluation_due(args, state))

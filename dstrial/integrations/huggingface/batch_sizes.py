@@ -6,26 +6,19 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from dstrial.config.auto_values import DEFAULT_MICRO_BATCH
+from dstrial.config.auto_values import DEFAULT_MICRO_BATCH, MICRO_FLAG, STEPS_FLAG
 from dstrial.config.batch import BATCH_KEYS, BatchSolution
 from dstrial.config.command_line import CommandLine
 from dstrial.errors import ConfigProblem
 from dstrial.resume.batch import keep_batch
 from dstrial.resume.metadata import FILLED_KEY, EngineRecord, SavedRun, given_sizes
 
-_MICRO_FLAG = "per_device_train_batch_size"
-_STEPS_FLAG = "gradient_accumulation_steps"
 _DEFAULT_STEPS = 1  # of transformers.TrainingArguments, 4.56 and 5.23
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArgumentSizes:
-    """The batch sizes of a Trainer's arguments.
-
-    Attributes:
-        micro_batch_size: ``per_device_train_batch_size``.
-        micro_batches_per_batch: ``gradient_accumulation_steps``.
-    """
+    """``per_device_train_batch_size`` and ``gradient_accumulation_steps``."""
 
     micro_batch_size: int
     micro_batches_per_batch: int
@@ -39,7 +32,6 @@ class ArgumentSizes:
         }
 
     def train_batch_size(self, data_parallel_size: int) -> int:
-        """Return the records of one batch over all replicas."""
         return self.micro_batch_size * self.micro_batches_per_batch * data_parallel_size
 
 
@@ -48,18 +40,12 @@ def sizes_to_keep(
 ) -> BatchSolution | None:
     """Return sizes that keep a run's batch before parsing; None if none are needed.
 
-    Args:
-        arguments: the script's command line.
-        config: the DeepSpeed config with its overwrites, whose numbers win over the arguments; empty if there is none.
-        saved: the checkpoint of this very run.
-        num_ranks: ranks now.
-
-    Raises:
-        ConfigError: the ranks cannot share the batch evenly.
+    ``config`` is the DeepSpeed config with its overwrites, whose numbers win over the arguments. ConfigError if the ranks cannot
+    share the batch evenly.
     """
     total, micro, steps = given_sizes(config)
-    micro = _given_size(arguments, _MICRO_FLAG) if micro is None else micro
-    steps = _given_size(arguments, _STEPS_FLAG) if steps is None else steps
+    micro = _given_size(arguments, MICRO_FLAG) if micro is None else micro
+    steps = _given_size(arguments, STEPS_FLAG) if steps is None else steps
     if total is None:
         sizes = ArgumentSizes(micro or DEFAULT_MICRO_BATCH, steps or _DEFAULT_STEPS)
         return kept_sizes(sizes, saved, num_ranks)
@@ -74,11 +60,7 @@ def sizes_to_keep(
 
 
 def kept_sizes(given: ArgumentSizes, saved: SavedRun, num_ranks: int) -> BatchSolution | None:
-    """Return sizes that keep a run's batch; None if kept, or changed on purpose.
-
-    Raises:
-        ConfigError: the ranks cannot share the batch evenly.
-    """
+    """Return sizes that keep a run's batch; None if it is kept already, or changed on purpose."""
     engine = saved.engines[0]
     replicas = engine.batch_replicas(num_ranks)
     if given.train_batch_size(replicas) == engine.train_batch_size or not _is_as_before(given, engine):
@@ -87,16 +69,7 @@ def kept_sizes(given: ArgumentSizes, saved: SavedRun, num_ranks: int) -> BatchSo
 
 
 def batch_problems(given: ArgumentSizes, saved: SavedRun, num_ranks: int) -> list[ConfigProblem]:
-    """Return problems of arguments that come to another batch than the checkpoint's.
-
-    Args:
-        given: of the arguments.
-        saved: the checkpoint of this very run, with the engine that it has.
-        num_ranks: ranks now.
-
-    Raises:
-        ConfigError: the ranks cannot share the batch evenly, whatever the arguments.
-    """
+    """Return problems of arguments that make another batch than this very run's checkpoint."""
     engine = saved.engines[0]
     replicas = engine.batch_replicas(num_ranks)
     batch = given.train_batch_size(replicas)
@@ -109,7 +82,7 @@ def batch_problems(given: ArgumentSizes, saved: SavedRun, num_ranks: int) -> lis
             f"{given.micro_batch_size} x {given.micro_batches_per_batch} x {replicas} = {batch}",
             f"{engine.train_batch_size}, the batch of checkpoint {saved.checkpoint}, in which its steps, schedule and order of "
             "records are counted",
-            f"Pass --{_MICRO_FLAG} {solution.train_micro_batch_size_per_gpu} --{_STEPS_FLAG} "
+            f"Pass --{MICRO_FLAG} {solution.train_micro_batch_size_per_gpu} --{STEPS_FLAG} "
             f"{solution.gradient_accumulation_steps}, or let dstrial.dsat.get_hf_args_with_overwrites(sys.argv[1:], "
             "dstrial.integrations.huggingface.hyperparameters(core_context)) set them before the arguments are parsed.",
         )
@@ -117,7 +90,7 @@ def batch_problems(given: ArgumentSizes, saved: SavedRun, num_ranks: int) -> lis
 
 
 def _is_as_before(given: ArgumentSizes, engine: EngineRecord) -> bool:
-    """Whether arguments are as the run began, or come to its batch where written."""
+    """Whether the arguments are those of the run's start, or make its batch on its ranks."""
     began = (engine.given.get(BATCH_KEYS[1]), engine.given.get(BATCH_KEYS[2]))
     if (given.micro_batch_size, given.micro_batches_per_batch) == began:
         return True

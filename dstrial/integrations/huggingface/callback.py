@@ -21,7 +21,6 @@ from dstrial.integrations.huggingface.preemption import LeaveTrainingError, Pree
 from dstrial.integrations.huggingface.resume import OpenedCheckpoint
 from dstrial.integrations.huggingface.save_schedule import SaveSchedule
 from dstrial.integrations.huggingface.startup import Startup
-from dstrial.integrations.huggingface.trainer_handle import TrainerHandle
 from dstrial.integrations.huggingface.trainer_telemetry import TrainerTelemetry
 from dstrial.ranks.heartbeat import Phase, heartbeat
 
@@ -85,7 +84,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self._losses = LossWatch(facts.exp_conf, is_chief=rank == 0, is_off=facts.is_measuring)
         self._telemetry = TrainerTelemetry(core_context, facts.exp_conf, is_off=facts.is_measuring)
         self._preemption = PreemptionHandler(core_context, facts.signals)
-        self._trainer_handle = TrainerHandle()
+        self._trainer_handle = arguments.TrainerHandle()
         self._heartbeat = heartbeat()
         self._in_training = False
         self._has_finished = False
@@ -97,25 +96,24 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
 
     @property
     def is_stopped(self) -> bool:
-        """Whether training was asked to end before its length, on all ranks."""
+        """Whether training was asked to end before its length; alike on all ranks."""
         return self._preemption.reason is not None
 
     def attach(self, trainer: Any) -> None:
-        """Learn which Trainer it is; ``train`` of this package does so. Ranks: any."""
+        """Set the Trainer; ``train`` of this package does so."""
         self._trainer_handle.trainer = trainer
 
     def prepare_save(self, args: TrainingArguments, step: int) -> None:
-        """Have a step's directory share no checkpoint's file. Ranks: all, collectively."""
+        """Break a step's directory's links to checkpoints. Ranks: all, collectively."""
         self._enter(Phase.SAVE, step)
         self._save_schedule.prepare(args, step)
 
     def load_engine(self, engine: DeepSpeedEngine) -> None:
-        """Load the checkpoint into an engine that was just made. Ranks: all, collectively."""
+        """Load the checkpoint into a new engine. Ranks: all, collectively."""
         self._startup.load_engine(engine)
 
     @property
     def opened_checkpoint(self) -> OpenedCheckpoint | None:
-        """The checkpoint that the trial starts from; None without one."""
         return self._startup.opened
 
     def on_train_begin(
@@ -126,7 +124,6 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         model: Any = None,
         **_kwargs: Any,
     ) -> None:
-        """Make sure that the Trainer goes on where the checkpoint stands."""
         step = state.global_step
         self._startup.require_resumed(step, is_attached=self._trainer_handle.is_known)
         if self._leaves_evaluation:
@@ -164,7 +161,6 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
     ) -> None:
-        """Note that the batch has come."""
         del args, control
         self._enter(Phase.BATCH, state.global_step)
         self._reporter.speed.resume()
@@ -174,7 +170,6 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
     ) -> None:
-        """Report progress, and decide on all ranks whether to stop."""
         self._telemetry.end_step(state.global_step, float(state.num_input_tokens_seen))
         self._reporter.progress(state.global_step, state.max_steps)
         if self.is_stopped:
@@ -191,7 +186,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self._expect(args, state, control, otherwise=Phase.BATCH)
 
     def _enter(self, phase: Phase, step: int) -> None:
-        """Tell the launcher what the Trainer does from now on, unless it knows."""
+        """Send the phase to the launcher, unless it is the current one."""
         if self._heartbeat.phase is not phase:
             self._heartbeat.follow(phase, step)
 
@@ -201,7 +196,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             control.should_evaluate = control.should_save = False
 
     def _finish(self, args: TrainingArguments, control: TrainerControl) -> None:
-        """Ask for the last evaluation at the last step, and let the Trainer save after it."""
+        """Request the last evaluation, and let the Trainer save after it."""
         self._has_finished = True
         if arguments.evaluates_at_epochs(args):
             control.should_save = False
@@ -213,14 +208,14 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         control.should_save = state.global_step > self._save_schedule.last_step
 
     def _skip_evaluation(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Leave out a stopped run's evaluation, unless nobody makes up for it later."""
+        """Skip a stopped run's evaluation, unless no later one makes up for it."""
         if self._leaves_evaluation or not arguments.is_evaluation_due(args, state):
             control.should_evaluate = False
 
     def _expect(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, otherwise: Phase
     ) -> None:
-        """Get ready for what the Trainer does next: evaluate, save, or ``otherwise``."""
+        """Prepare for the Trainer's next action: evaluate, save, or ``otherwise``."""
         may_save = control.should_save or (arguments.saves_best(args) and control.should_evaluate)
         if may_save or self._save_schedule.is_stale(state.global_step):
             self._save_schedule.prepare(args, state.global_step)
@@ -245,7 +240,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
     ) -> None:
-        """Leave an evaluation that may be left, on all ranks at the same of its steps."""
+        """Leave an evaluation that may be left, on all ranks at the same prediction step."""
         del args, control
         if self._in_training:
             self._enter(Phase.VALIDATION, state.global_step)
@@ -260,7 +255,6 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         logs: Mapping[str, Any] | None = None,
         **_kwargs: Any,
     ) -> None:
-        """Report training metrics once per step, and take those of an evaluation together."""
         if logs:
             batch_size = self._trainer_handle.train_batch_size(args, state)
             self._reporter.log(logs, state, batch_size, is_stopped=self.is_stopped)
@@ -271,7 +265,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
     ) -> None:
-        """Report a complete evaluation; then stop if that was asked for meanwhile."""
+        """Report a complete evaluation, then follow a stop request that came meanwhile."""
         if not self._in_training or self._trainer_handle.has_one_evaluation_set():
             self._reporter.flush(state)
         if not self._in_training:
@@ -295,7 +289,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         control: TrainerControl,  # noqa: ARG002
         **_kwargs: Any,
     ) -> None:
-        """Make a checkpoint of what the Trainer wrote, unless no loss is finite any more."""
+        """Store a checkpoint of the Trainer's files, unless no loss is finite any more."""
         self._reporter.flush(state)
         if not self._losses.holds_back(state.global_step):
             self._save_schedule.store(
@@ -309,7 +303,6 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
     ) -> None:
-        """Note that the first batch of an epoch is asked for."""
         del args, control
         self._reporter.flush(state)
         self._heartbeat.follow(Phase.BATCH, state.global_step)
@@ -317,7 +310,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_kwargs: Any
     ) -> None:
-        """Ask for the last evaluation and the last checkpoint where training ends."""
+        """Request the last evaluation and the last checkpoint where training ends."""
         self._reporter.flush(state)
         step = state.global_step
         if control.should_training_stop or step >= state.max_steps:
@@ -341,13 +334,12 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         control: TrainerControl,  # noqa: ARG002
         **_kwargs: Any,
     ) -> None:
-        """Say how training ended."""
         del args
         self._reporter.flush(state)
         self.end(state.global_step, state.max_steps)
 
     def end(self, step: int, max_steps: int) -> None:
-        """Close what training needed; tell of a stop. Ranks: all; no communication."""
+        """Report how training ended, and close everything. Ranks: all; no communication."""
         if self._in_training and self.is_stopped:
             # To the master, exit code 0 without this means that the trial is complete.
             self._preemption.acknowledge()
@@ -358,7 +350,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         self.close()
 
     def close(self) -> None:
-        """Give up the threads, the hook and the opened checkpoint; safe to call again."""
+        """Release threads, the hook and the opened checkpoint; idempotent."""
         self._heartbeat.end()
         self._telemetry.close(is_complete=False)
         self._preemption.close()

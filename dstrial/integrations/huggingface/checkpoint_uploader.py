@@ -53,27 +53,18 @@ _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP,
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunDescription:
-    """What a checkpoint says of its run besides the Trainer's files.
-
-    Attributes:
-        trial_id: number of the trial.
-        exp_conf: the experiment config.
-        hparams: hyperparameters of the trial.
-        user_data: what ``DetCallback`` was given for every checkpoint; None for nothing.
-        given: what ``EngineRecord.given`` is to keep.
-        micro_batch_limit: the micro batch with which the run began.
-    """
+    """A checkpoint's description of its run, besides the Trainer's files."""
 
     trial_id: int
     exp_conf: Mapping[str, Any]
     hparams: Mapping[str, Any]
-    user_data: Mapping[str, Any] | None
-    given: Mapping[str, Any]
-    micro_batch_limit: int
+    user_data: Mapping[str, Any] | None  # of `DetCallback`, for every checkpoint
+    given: Mapping[str, Any]  # for `EngineRecord.given`
+    micro_batch_limit: int  # the micro batch with which the run began
 
 
 class CheckpointUploader:
-    """Stores checkpoints of one training; ``kept`` is what each says of the run."""
+    """Stores checkpoints of one training; ``kept`` is each one's description of the run."""
 
     def __init__(self, context: core.Context, kept: RunDescription) -> None:
         self._checkpoint = context.checkpoint
@@ -82,7 +73,7 @@ class CheckpointUploader:
         self._stale_steps: frozenset[int] = frozenset()
 
     def begin(self, output_dir: pathlib.Path, step: int) -> None:
-        """Find older directories that training will come to. Ranks: all, collectively."""
+        """Find older directories of later steps. Ranks: all, collectively."""
         found = {
             int(path.name.removeprefix("checkpoint-"))
             for path in (output_dir.glob("checkpoint-*") if output_dir.is_dir() else ())
@@ -96,9 +87,9 @@ class CheckpointUploader:
         return step in self._stale_steps
 
     def prepare(self, output_dir: pathlib.Path, step: int) -> None:
-        """Give up the links of a directory that is about to be written, whoever made them.
+        """Break the links of a directory that is about to be written; checkpoints keep the files.
 
-        What they link to stays in its checkpoint. Ranks: all, collectively (one exchange).
+        Ranks: all, collectively.
         """
         self._stale_steps -= {step}
         directory = output_dir / f"checkpoint-{step}"
@@ -119,17 +110,14 @@ class CheckpointUploader:
         *,
         shares: bool = True,
     ) -> str:
-        """Make a checkpoint of ``checkpoint-<step>``.
+        """Store ``directory``, written by the Trainer, as a checkpoint; return its uuid.
 
         Args:
-            directory: what the Trainer has written; not changed.
+            directory: ``checkpoint-<step>``; not changed.
             step: batches trained.
-            engine: DeepSpeed's, whose layout is described; None for a Trainer without it.
-            plain: what the checkpoint says of the batch in that case.
+            engine: None for a Trainer without DeepSpeed.
+            plain: the record of the batch in that case.
             shares: whether the checkpoint may share files with the directory.
-
-        Returns:
-            The checkpoint's uuid.
 
         Raises:
             CheckpointError: a rank could not read or write its part; earlier checkpoints stay.
@@ -256,11 +244,7 @@ class CheckpointUploader:
 
 
 def _link(source: pathlib.Path, target: pathlib.Path, link: Callable[..., object] = os.link) -> None:
-    """Give a file a second name, or copy it where it cannot have one.
-
-    Raises:
-        OSError: neither is possible.
-    """
+    """Hard-link a file, or copy it where that is impossible."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         link(source, target)

@@ -15,7 +15,7 @@ from determined import core
 
 from dstrial.config.batch import BATCH_KEYS
 from dstrial.config.command_line import CommandLine
-from dstrial.config.deepspeed_source import MAIN_KEY, deepspeed_configs
+from dstrial.config.deepspeed_source import MAIN_KEY, OVERWRITE_KEY, deepspeed_configs
 from dstrial.config.parsing.documents import read_json_text
 from dstrial.errors import CheckpointNotFoundError, ConfigError, ConfigProblem
 from dstrial.integrations.huggingface.batch_sizes import sizes_to_keep
@@ -28,8 +28,6 @@ from dstrial.ranks.stop_signals import StopSignals
 from dstrial.resume.locate import resumed_run, trial_id_of
 from dstrial.resume.metadata import RESUME_VARIABLE, SavedRun
 from dstrial.runtime import RUNTIME_ATTRIBUTE, ProcessRuntime, cluster_info, core_context
-
-OVERWRITE_KEY = "overwrite_deepspeed_args"
 
 
 @contextlib.contextmanager
@@ -61,38 +59,26 @@ def init(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialFacts:
-    """What is known of the trial that a core context belongs to.
-
-    Attributes:
-        trial_id: number by which its checkpoints know it.
-        searcher: the ``searcher`` section of its config; empty where there is none, and where it is not the user's but that of
-            a trial which only measures.
-        exp_conf: its config; empty where there is none.
-        hparams: its hyperparameters.
-        latest_checkpoint: the checkpoint that it goes on from; None for a new one.
-        signals: requests to stop that reached this process; None where nobody collects them.
-        is_rewrite: whether the checkpoint is only to be loaded and saved again (``dstrial checkpoint reshape``).
-        is_measuring: whether it is a trial of dsat, which measures steps and keeps nothing.
-    """
+    """The facts of the trial that a core context belongs to."""
 
     trial_id: int
-    searcher: Mapping[str, Any]
-    exp_conf: Mapping[str, Any]
+    searcher: Mapping[str, Any]  # empty if there is none, and for a trial that only measures
+    exp_conf: Mapping[str, Any]  # empty if there is none
     hparams: Mapping[str, Any]
-    latest_checkpoint: str | None
-    signals: StopSignals | None
-    is_rewrite: bool
-    is_measuring: bool = False
+    latest_checkpoint: str | None  # to resume from; None for a new trial
+    signals: StopSignals | None  # None where no signals are collected
+    is_rewrite: bool  # whether to load and save once (`dstrial checkpoint reshape`)
+    is_measuring: bool = False  # whether dsat measures its steps and keeps nothing
 
     @classmethod
     def of(cls, context: core.Context) -> TrialFacts:
-        """Return those of a core context, whoever made it.
+        """Read the facts of any core context.
 
         Raises:
             CheckpointNotFoundError: the newest checkpoint of a run was asked for, and it has none.
-            ConfigError: a checkpoint was named to ``dstrial run``, and the core context does not know of it.
+            ConfigError: ``dstrial run`` was given a checkpoint that the core context does not know.
 
-        Ranks: all, collectively (one broadcast, where the newest checkpoint was asked for).
+        Ranks: all, collectively.
         """
         found: ProcessRuntime | None = getattr(context, RUNTIME_ATTRIBUTE, None)
         info = cluster_info() if found is None else found.info
@@ -203,7 +189,7 @@ def _deepspeed_config(hparams: Mapping[str, Any], arguments: CommandLine) -> Map
 
 
 def saved_run_of(context: core.Context) -> SavedRun | None:
-    """Return what this trial goes on from, or None. Ranks: all, collectively."""
+    """Return the run that this trial resumes, or None. Ranks: all, collectively."""
     found: ProcessRuntime | None = getattr(context, RUNTIME_ATTRIBUTE, None)
     info = cluster_info() if found is None else found.info
     is_mirrored = isinstance(context.train, MirroredTrainContext)

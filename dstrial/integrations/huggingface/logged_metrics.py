@@ -20,7 +20,7 @@ _POSITIONS = frozenset({"epoch", "step"})
 
 
 class LogKind(enum.Enum):
-    """What a Trainer's log line is about."""
+    """The subject of a Trainer's log line."""
 
     TRAINING = "training"
     EVALUATION = "evaluation"
@@ -30,7 +30,7 @@ class LogKind(enum.Enum):
 
 
 def kind_of(logs: Mapping[str, Any]) -> LogKind:
-    """Say what a log line is about, from its names.
+    """Classify a log line by its names.
 
     Source: ``transformers`` 4.56 and 5.23, ``Trainer.log``, ``evaluate`` and ``_finalize_training``.
     """
@@ -44,12 +44,9 @@ def kind_of(logs: Mapping[str, Any]) -> LogKind:
 def reported(
     logs: Mapping[str, Any], filter_metrics: Sequence[str] | None, always: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return what of a log line is a metric to be reported.
+    """Return the metrics of a log line that are to be reported.
 
-    Args:
-        logs: as the Trainer logs them; not changed.
-        filter_metrics: parts of names, of which a metric must have one; None or empty reports all.
-        always: names that are never filtered out.
+    ``filter_metrics`` are parts of names, of which a metric must have one; None or empty reports all. Names in ``always`` pass.
     """
     return {
         name: value
@@ -71,15 +68,7 @@ def _passes(name: str, filter_metrics: Sequence[str] | None) -> bool:
 
 
 def require_searcher_metrics(metrics: Mapping[str, Any], wanted: Sequence[tuple[str, str]]) -> None:
-    """Make sure that an evaluation has what the searcher goes by.
-
-    Args:
-        metrics: what is about to be reported.
-        wanted: (key of the experiment config, name of the metric), such as ``("searcher.metric", "eval_loss")``.
-
-    Raises:
-        TrialContractError: some are missing; names those that exist.
-    """
+    """Refuse an evaluation that lacks ``wanted`` metrics: (config key, metric name) each."""
     missing = [(key, name) for key, name in wanted if name not in metrics]
     if not missing:
         return
@@ -93,11 +82,7 @@ def require_searcher_metrics(metrics: Mapping[str, Any], wanted: Sequence[tuple[
 
 @dataclasses.dataclass(slots=True)
 class Throughput:
-    """Counts records and tokens per second, without evaluations and checkpoints.
-
-    Attributes:
-        clock: seconds that never run backwards.
-    """
+    """Counts records and tokens per second, without evaluations and checkpoints."""
 
     clock: Callable[[], float] = time.monotonic
     _since_s: float | None = None
@@ -107,29 +92,20 @@ class Throughput:
     _tokens: float = 0.0
 
     def start(self, step: int, tokens: float) -> None:
-        """Begin counting at a step, after a start or a report."""
         self._since_s, self._paused_s, self._pause_began_s = self.clock(), 0.0, None
         self._step, self._tokens = step, tokens
 
     def pause(self) -> None:
-        """Stop the clock: what follows is no training."""
         if self._pause_began_s is None:
             self._pause_began_s = self.clock()
 
     def resume(self) -> None:
-        """Let the clock run again."""
         if self._pause_began_s is not None:
             self._paused_s += self.clock() - self._pause_began_s
             self._pause_began_s = None
 
     def report(self, step: int, tokens: float, train_batch_size: int) -> dict[str, float]:
-        """Return the speed since the last report, and begin anew.
-
-        Args:
-            step: batches trained.
-            tokens: tokens seen so far; the same as before where nobody counts them.
-            train_batch_size: records of one batch over all ranks.
-        """
+        """Return the speed since the last report, and start again; ``train_batch_size`` is over all ranks."""
         found: dict[str, float] = {}
         if self._since_s is not None and step > self._step:
             is_paused = self._pause_began_s is not None

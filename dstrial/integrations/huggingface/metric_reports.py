@@ -28,16 +28,7 @@ _PROGRESS_INTERVAL_S = 1.0
 
 
 class MetricReporter:
-    """Reports for one training; every rank keeps count, and the chief tells.
-
-    Args:
-        context: of the trial.
-        searcher: the ``searcher`` section of the experiment config.
-        filter_metrics: parts of names, of which a metric must have one; None reports all.
-
-    Attributes:
-        speed: counts records and tokens per second.
-    """
+    """Reports of one training: every rank counts, the chief reports."""
 
     def __init__(
         self, context: core.Context, searcher: Mapping[str, Any], filter_metrics: Sequence[str] | None
@@ -56,26 +47,20 @@ class MetricReporter:
         self._evaluated_step = -1
 
     def start(self, state: TrainerState) -> None:
-        """Begin at the step training goes on from. Ranks: all; no communication."""
         if isinstance(self._train, (LocalTrainContext, MirroredTrainContext)):
             self._train.rewind_to(state.global_step)
         self._last_percent = 100 * state.global_step // max(state.max_steps, 1)
         self.speed.start(state.global_step, float(state.num_input_tokens_seen))
 
     def is_validated(self, step: int) -> bool:
-        """Whether the evaluation of a step was reported."""
         return step <= self._last_validation
 
     def log(
         self, logs: Mapping[str, Any], state: TrainerState, train_batch_size: int, *, is_stopped: bool
     ) -> None:
-        """Take a logged line: report training metrics, collect an evaluation's.
+        """Report a line of training metrics; collect an evaluation's.
 
-        Args:
-            logs: the line.
-            state: the Trainer's.
-            train_batch_size: records of one batch over all ranks.
-            is_stopped: whether training ends before its length; the means of its summary are then of a part.
+        ``train_batch_size`` is over all ranks. With ``is_stopped`` the summary, a mean over a part of training, is not reported.
         """
         kind, step = kind_of(logs), state.global_step
         if kind is LogKind.EVALUATION:
@@ -94,11 +79,7 @@ class MetricReporter:
                 self._train.report_training_metrics(step, {**metrics, **_position(state)})
 
     def flush(self, state: TrainerState) -> None:
-        """Report what the evaluation sets of a step gave, once.
-
-        Raises:
-            TrialContractError: a metric that the searcher goes by is not among it; on every rank.
-        """
+        """Report the evaluation sets of a step together, once; all ranks check the searcher's metrics."""
         step, logs = self._evaluated_step, self._evaluated
         if not logs:
             return
@@ -125,7 +106,7 @@ class MetricReporter:
             self._train.report_progress(min(step / max_steps, 1.0))
 
     def finish(self, step: int, max_steps: int) -> None:
-        """Report that training is complete; say if the searcher has nothing to go by."""
+        """Report that training is complete; warn if the searcher has no metric."""
         self.progress(max(step, max_steps), max_steps)
         metric = dict(self._wanted).get("searcher.metric")
         if self._is_chief and metric is not None and self._last_validation < 0:
@@ -157,7 +138,6 @@ class CurrentOperation:
 
     @property
     def is_completed(self) -> bool:
-        """Whether ``report_completed`` was called."""
         return self._is_completed
 
     def report_progress(self, length: float) -> None:

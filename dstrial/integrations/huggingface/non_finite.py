@@ -36,7 +36,6 @@ class LossWatch:
         self._has_told = False
 
     def start(self, step: int) -> None:
-        """Begin at the step from which training goes on. Ranks: any."""
         self._last_step = step
         self._guard = NonFiniteGuard(
             self._mode,
@@ -48,13 +47,7 @@ class LossWatch:
         )
 
     def take(self, logs: Mapping[str, Any], step: int, max_steps: int) -> None:
-        """Take a line of training metrics.
-
-        Raises:
-            NonFiniteError: the patience has ended; the same on all ranks.
-
-        Ranks: all, with the same line; no communication.
-        """
+        """Judge a line of training metrics, the same on all ranks; NonFiniteError if the patience has ended."""
         loss = logs.get("loss")
         if self._guard is None or not isinstance(loss, (int, float)):
             return
@@ -67,7 +60,7 @@ class LossWatch:
         self._guard.judge([{"loss": tail}], shown, [], window, is_last=step >= max_steps > 0)
 
     def holds_back(self, step: int) -> bool:
-        """Whether a save of the Trainer is to be no checkpoint. Ranks: all, alike."""
+        """Whether a save of the Trainer must not become a checkpoint. Ranks: all, alike."""
         if not self._is_bad or self._mode != "fail":
             self._has_told = False
             return False

@@ -55,8 +55,8 @@ class CoordinatedStop:
         rank: this rank.
         size: ranks.
         stop_request: returns this rank's reason to stop, or None; called in the thread, must not communicate with ranks.
-        timeout_s: how long ranks wait for each other, seconds.
-        look_s: seconds between two looks.
+        timeout_s: how long ranks wait for each other.
+        look_s: seconds between two polls.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class CoordinatedStop:
         self._thread.start()
 
     def step(self) -> StopReason | None:
-        """Count a step; return why all ranks stop after it, or None to go on.
+        """Count a step; return why all ranks stop after it, or None.
 
         Raises:
-            RankTimeoutError: a stop was asked for and not agreed on in time; names the ranks that were missing.
+            RankTimeoutError: ranks did not answer a stop request in time.
             RankError: the store cannot be reached any more.
 
         Ranks: all, in step; no communication here, and no wait unless a stop was asked for.
@@ -107,7 +107,6 @@ class CoordinatedStop:
         return reason if self._num_passed >= step else None
 
     def close(self) -> None:
-        """End the thread; safe to call again."""
         self._is_over.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -147,7 +146,7 @@ class CoordinatedStop:
         self._stop = int(step), StopReason(reason)
 
     def _await(self, names: list[str]) -> bool:
-        """Wait until the store has some keys; False if training is over or the time is."""
+        """Wait for keys of the store; False if training is over or the time is."""
         give_up_at_s = time.monotonic() + self._timeout_s
         while not self._store.check(names):
             if self._is_over.is_set():
@@ -203,7 +202,7 @@ class PreemptionHandler:
         return self._reason
 
     def start(self) -> None:
-        """Look for requests to stop from now on. Ranks: all (a broadcast if several)."""
+        """Start to poll for stop requests. Ranks: all, collectively."""
         if self._coordinated_stop is not None or self._distributed.size == 1:
             return
         name = self._distributed.broadcast(f"dstrial/stop/{uuid.uuid4()}")
@@ -213,7 +212,6 @@ class PreemptionHandler:
         )
 
     def close(self) -> None:
-        """Look no more; safe to call again. Ranks: any."""
         coordinated_stop, self._coordinated_stop = self._coordinated_stop, None
         if coordinated_stop is not None:
             coordinated_stop.close()
@@ -227,14 +225,14 @@ class PreemptionHandler:
         return self._reason is not None
 
     def ask(self) -> bool:
-        """Say whether all ranks stop now. Ranks: all, collectively (one exchange)."""
+        """Say whether all ranks stop now. Ranks: all, collectively."""
         if self._reason is None:
             requests = self._distributed.allgather(self.stop_request())
             self._reason = next((request for request in requests if request is not None), None)
         return self._reason is not None
 
     def stop_request(self) -> StopReason | None:
-        """Return this rank's own reason to stop; for any thread, no communication."""
+        """Return this rank's own reason to stop; from any thread, no communication."""
         if self._is_preempted_here():
             return StopReason.PREEMPTED
         if self._signals is not None and self._signals.requested is not None:
@@ -242,7 +240,7 @@ class PreemptionHandler:
         return None
 
     def acknowledge(self) -> None:
-        """Tell the master that the trial wants to go on later. Ranks: any; chief tells."""
+        """Report to the master that the trial wants to resume later."""
         if self._distributed.rank == 0:
             self._preempt.acknowledge_preemption_signal()
 

@@ -41,27 +41,16 @@ _TRAINER_DIRECTORY = re.compile(r"checkpoint-(\d+)")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OpenedCheckpoint:
-    """A checkpoint that is there to be read.
-
-    Attributes:
-        uuid: its name.
-        root: its directory.
-        trainer_directory: what the Trainer wrote: ``checkpoint-<step>`` in ``root``, or ``root`` itself.
-        step: batches trained.
-        manifest: None where another program than dstrial wrote it.
-        layouts: of its engine; empty for a Trainer without DeepSpeed, and without a manifest.
-        continues: whether it is of this very trial, whose steps go on; of another one only the weights are taken over.
-        trusts_code: whether it holds what is not on the list of classes, and somebody vouches for it.
-    """
+    """A checkpoint that can be read."""
 
     uuid: str
     root: pathlib.Path
-    trainer_directory: pathlib.Path
-    step: int
-    manifest: Manifest | None
-    layouts: tuple[Layout, ...]
-    continues: bool
-    trusts_code: bool = False
+    trainer_directory: pathlib.Path  # `checkpoint-<step>` in `root`, or `root` itself
+    step: int  # batches trained
+    manifest: Manifest | None  # None if another program wrote it
+    layouts: tuple[Layout, ...]  # empty without DeepSpeed, and without a manifest
+    continues: bool  # of this very trial; another one gives its weights only
+    trusts_code: bool = False  # holds unlisted classes, and the user vouches for it
 
 
 @contextlib.contextmanager
@@ -109,7 +98,6 @@ def opened(
 
 
 def _files_of(root: pathlib.Path, directory: pathlib.Path) -> list[str]:
-    """Return the files of a directory without a manifest, relative to ``root``."""
     return sorted(path.relative_to(root).as_posix() for path in directory.rglob("*") if path.is_file())
 
 
@@ -118,11 +106,7 @@ def _metadata_beside(root: pathlib.Path) -> Mapping[str, Any]:
 
 
 def _trainer_directory(root: pathlib.Path) -> pathlib.Path:
-    """Return the newest ``checkpoint-<step>`` in a checkpoint, or it if it is one.
-
-    Raises:
-        CheckpointNotFoundError: neither.
-    """
+    """Return the newest ``checkpoint-<step>`` in a checkpoint, or itself if it is one."""
     if (root / STATE_NAME).is_file():
         return root
     found = [
@@ -173,14 +157,7 @@ def directory_for(found: OpenedCheckpoint, train_batch_size: int) -> Iterator[pa
 
 
 def load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, distributed: Any) -> None:
-    """Load weights, optimizer and scheduler, brought into the new engine's layout.
-
-    Raises:
-        CheckpointLayoutError: it cannot be loaded in this layout.
-        CheckpointError: a value is not the checkpoint's afterwards, or there was nothing to load.
-
-    Ranks: all, collectively.
-    """
+    """Load weights, optimizer and scheduler in the new engine's layout. Ranks: all, collectively."""
     bind_checkpoint_engine(engine)
     with restoring(trusts_code=opened_checkpoint.trusts_code):
         _load_engine(engine, opened_checkpoint, distributed)

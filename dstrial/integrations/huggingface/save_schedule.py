@@ -10,18 +10,13 @@ from deepspeed import DeepSpeedEngine
 from dstrial.errors import RankError
 from dstrial.integrations.huggingface import arguments
 from dstrial.integrations.huggingface.checkpoint_uploader import CheckpointUploader
-from dstrial.integrations.huggingface.trainer_handle import TrainerHandle
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
 
 class SaveSchedule:
-    """Stores what the Trainer saves, once for each step.
-
-    Attributes:
-        last_step: of the newest checkpoint; -1 before the first one.
-    """
+    """Stores what the Trainer saves, once for each step; all methods are collective."""
 
     def __init__(self, uploader: CheckpointUploader) -> None:
         self._uploader = uploader
@@ -30,17 +25,15 @@ class SaveSchedule:
         self.last_step = -1
 
     def begin(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
-        """Learn where training begins, and with which model. Ranks: all, collectively."""
+        """Record the first step and the model."""
         if model is not None and self._finder is None:
             self._finder = EngineFinder(model)
         self._uploader.begin(arguments.output_dir(args), state.global_step)
 
     def prepare(self, args: TrainingArguments, step: int) -> None:
-        """Let the Trainer write a step's directory. Ranks: all, collectively."""
         self._uploader.prepare(arguments.output_dir(args), step)
 
     def is_stale(self, step: int) -> bool:
-        """Whether a step's directory may share files with a checkpoint. Ranks: all, alike."""
         return self._uploader.is_stale(step)
 
     def now(
@@ -52,10 +45,10 @@ class SaveSchedule:
         *,
         tells_again: bool = True,
     ) -> None:
-        """Have the Trainer save at once, in place of later.
+        """Have the Trainer save at once instead of later.
 
         With ``tells_again``, ``prepare`` comes before this step's directory is written once more; else the checkpoint is a copy
-        that shares no file with it. Ranks: all, collectively.
+        that shares no file with it.
         """
         self.prepare(args, state.global_step)
         trainer._save_checkpoint(trainer.model_wrapped, None)
@@ -69,19 +62,13 @@ class SaveSchedule:
 
     def rewrite(
         self,
-        handle: TrainerHandle,
+        handle: arguments.TrainerHandle,
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
         checkpoint_path: str,
     ) -> None:
-        """Save what was loaded from ``checkpoint_path``, before the first batch.
-
-        Raises:
-            CheckpointError: the script calls ``trainer.train()``, which cannot be left.
-
-        Ranks: all, collectively.
-        """
+        """Save what was loaded from ``checkpoint_path``, before the first batch."""
         handle.require(
             "trainer.train() is called to write a checkpoint again; expected a training that can be left before its first batch"
         )
@@ -91,10 +78,7 @@ class SaveSchedule:
     def store(
         self, trainer: Any, args: TrainingArguments, state: TrainerState, train_batch_size: int
     ) -> bool:
-        """Make a checkpoint of what the Trainer wrote; say whether the step had none.
-
-        ``train_batch_size`` is records over all ranks; ``trainer`` may be None. Ranks: all, collectively.
-        """
+        """Store the Trainer's files; ``trainer`` may be None, ``train_batch_size`` is over all ranks."""
         step = state.global_step
         if step == self.last_step:
             return False
@@ -105,16 +89,11 @@ class SaveSchedule:
         return True
 
     def close(self) -> None:
-        """Look for no engine any more; safe to call again."""
         if self._finder is not None:
             self._finder.close()
 
     def _engine(self, trainer: Any, args: TrainingArguments) -> DeepSpeedEngine | None:
-        """Return the engine that trains; None for a Trainer without DeepSpeed.
-
-        Raises:
-            RankError: there is one, and it has not been seen.
-        """
+        """Return the engine that trains; None for a Trainer without DeepSpeed."""
         if not arguments.is_deepspeed(args):
             return None
         wrapped = getattr(trainer, "model_wrapped", None)
@@ -143,11 +122,9 @@ class EngineFinder:
 
     @property
     def engine(self) -> DeepSpeedEngine | None:
-        """The engine; None before its first forward pass, and without DeepSpeed."""
         return self._engine
 
     def close(self) -> None:
-        """Wait no more."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

@@ -12,11 +12,13 @@ from deepspeed import DeepSpeedEngine
 from determined import core
 
 from dstrial.config.dotted_keys import dstrial_section
+from dstrial.engine.state import optimizer_settings
 from dstrial.errors import CheckpointError, ConfigError
 from dstrial.integrations.huggingface import arguments
 from dstrial.integrations.huggingface.checkpoint_uploader import RunDescription
 from dstrial.integrations.huggingface.context import TrialFacts, saved_run_of
 from dstrial.integrations.huggingface.resume import OpenedCheckpoint, directory_for, load_engine, opened
+from dstrial.loop.checkpoint_loader import settle_optimizer_settings
 
 if TYPE_CHECKING:
     from transformers import TrainerState, TrainingArguments
@@ -27,17 +29,18 @@ _MODEL_ONLY = "args.save_only_model is True: checkpoints hold no optimizer, and 
 
 _OWN_LOGGERS = "data.dstrial.loggers is not for Hugging Face's Trainer, which has loggers of its own: name them in args.report_to"
 
+_NOT_OVERRIDDEN = (
+    "data.dstrial.override_optimizer has no effect on this Trainer, whose optimizer settings are the checkpoint's: it needs "
+    "DeepSpeed, and dstrial.integrations.huggingface.train(trainer, callback) in place of trainer.train()"
+)
+
 
 class Startup:
-    """Looks at a Trainer's arguments and opens the checkpoint, if there is one.
-
-    Attributes:
-        facts: of the trial.
-        opened: the checkpoint that it begins with; None without one.
+    """Checks a Trainer's arguments and opens the checkpoint, if there is one.
 
     Raises:
         ConfigError: the arguments contradict the experiment config, the ranks or the checkpoint; all contradictions at once.
-        CheckpointError: the checkpoint to go on from cannot be read.
+        CheckpointError: the checkpoint to resume from cannot be read.
 
     Ranks: all, collectively.
     """
@@ -57,6 +60,7 @@ class Startup:
         if saved is not None and saved.engines and saved.engines[0].given:
             self._given, self._limit = dict(saved.engines[0].given), saved.engines[0].micro_batch_limit
         self._stack = contextlib.ExitStack()
+        self._overrides = dstrial_section(self.facts.exp_conf).get("override_optimizer") is True
         self.opened: OpenedCheckpoint | None = None
         if self.facts.latest_checkpoint is not None:
             self.opened = self._stack.enter_context(
@@ -74,27 +78,22 @@ class Startup:
         return str(self._resumed_from)
 
     def run_description(self, user_data: Mapping[str, Any] | None) -> RunDescription:
-        """Return what every checkpoint of the trial says of it."""
         facts = self.facts
         return RunDescription(
             facts.trial_id, facts.exp_conf, facts.hparams, user_data, self._given, self._limit
         )
 
     def load_engine(self, engine: DeepSpeedEngine) -> None:
-        """Load the checkpoint into an engine that was just made. Ranks: all, collectively."""
+        """Load the checkpoint into a new engine. Ranks: all, collectively."""
         assert self.opened is not None, "there is a checkpoint to load"
+        self._overrides = False
+        before = optimizer_settings(engine)
         load_engine(engine, self.opened, self._distributed)
+        is_chief = self._distributed.rank == 0
+        settle_optimizer_settings(engine, before, self.facts.exp_conf, "Trainer", is_chief=is_chief)
 
     def require_resumed(self, step: int, *, is_attached: bool) -> None:
-        """Make sure that training begins where the checkpoint stands.
-
-        Args:
-            step: at which the Trainer begins.
-            is_attached: whether ``train`` of this package started it.
-
-        Raises:
-            CheckpointError: it begins afresh, or elsewhere; tells the line to write.
-        """
+        """Refuse training that begins elsewhere than the checkpoint; ``is_attached`` by our ``train``."""
         found = self.opened
         if found is None or (is_attached and not found.continues):
             return
@@ -110,6 +109,8 @@ class Startup:
                 "trial goes on. Write dstrial.integrations.huggingface.train(trainer, callback) in place of trainer.train(), "
                 "or trainer.train(resume_from_checkpoint=callback.checkpoint_path)."
             )
+        if self._overrides and self._distributed.rank == 0:
+            logger.warning(_NOT_OVERRIDDEN)
 
     def settle_best_model(self, state: TrainerState) -> None:
         """Forget a best model whose directory, an earlier attempt's, is gone.
@@ -132,5 +133,4 @@ class Startup:
         state.best_model_checkpoint = None
 
     def close(self) -> None:
-        """Give up the opened checkpoint; safe to call again."""
         self._stack.close()

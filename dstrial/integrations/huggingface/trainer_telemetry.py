@@ -1,8 +1,8 @@
-"""A Trainer's run tells of itself as a trial's does (``dstrial.telemetry``).
+"""Telemetry of a Trainer's run (``dstrial.telemetry``), at every line that the Trainer logs.
 
-It does at every line that the Trainer logs. A callback hears of steps and of nothing inside of them, and a Trainer's log has no
-exchange of ours that numbers could travel with: the chief tells of itself alone, and FLOPs are those of its device. Waiting for
-data is the time between two steps, in which the Trainer also logs.
+A callback sees the steps, not their inside, and a Trainer's log has no exchange of ours that numbers could travel with: the
+chief measures itself alone, and FLOPs are those of its device. Waiting for data is the time between two steps, in which the
+Trainer also logs.
 """
 
 from __future__ import annotations
@@ -26,18 +26,7 @@ from dstrial.telemetry.samples import GROUP
 
 
 class TrainerTelemetry:
-    """Measures a Trainer whose model is a DeepSpeed engine.
-
-    It does nothing for another one.
-
-    Args:
-        context: of the trial.
-        exp_conf: the experiment config, whose ``data.dstrial.telemetry`` may switch it off.
-        is_off: whether somebody else measures.
-        clock: seconds of the host.
-
-    Ranks: each its own, the chief tells; no communication.
-    """
+    """Measures a DeepSpeed Trainer on the chief, without communication; else a no-op."""
 
     def __init__(
         self,
@@ -60,7 +49,6 @@ class TrainerTelemetry:
         self._num_tokens = 0.0
 
     def begin_step(self, trainer: Any, step: int) -> None:
-        """Take that the records of a step have come."""
         if not self._is_on:
             return
         if self._instruments is None and not self._open(trainer, step):
@@ -77,10 +65,6 @@ class TrainerTelemetry:
             self._counting.enter_context(self._instruments.counting())
 
     def end_step(self, step: int, num_tokens: float) -> None:
-        """Take that a step has ended.
-
-        ``num_tokens`` have been seen by then on all ranks.
-        """
         if self._instruments is None:
             return
         self._instruments.switch(False)
@@ -94,11 +78,9 @@ class TrainerTelemetry:
             self._instruments.trained(self._ended_s - self._began_s)
 
     def pause(self) -> None:
-        """Take that something else than training comes next."""
         self._ended_s = None
 
     def report(self, step: int, num_tokens: float, train_batch_size: int) -> None:
-        """Tell what was seen since the last report."""
         if self._instruments is None or self._reports is None:
             return
         sample = self._instruments.sample(step).wait()
@@ -108,7 +90,7 @@ class TrainerTelemetry:
         self._reports.write([sample], step, sample.num_batches * train_batch_size, skipped)
 
     def close(self, *, is_complete: bool) -> None:
-        """Keep the totals, and leave the engine as it was; safe to call again."""
+        """Keep the totals, and restore the engine; idempotent."""
         self._counting.close()
         instruments, self._instruments = self._instruments, None
         if instruments is None or self._reports is None:

@@ -103,7 +103,7 @@ def _preparing_saves(trainer: Trainer, callback: DetCallback) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_model_init(trainer: Trainer) -> Iterator[None]:
-    """Keep the Trainer from making its model anew, without the weights taken over."""
+    """Keep the Trainer from making its model anew, without the loaded weights."""
     model_init = trainer.model_init
     trainer.model_init = None
     try:
@@ -148,14 +148,9 @@ def _bind(engine: DeepSpeedEngine, callback: DetCallback) -> None:
 
 
 def load_weights(model: torch.nn.Module, opened_checkpoint: OpenedCheckpoint) -> None:
-    """Take over another trial's weights, before a Trainer wraps the model.
+    """Load another trial's weights, before a Trainer wraps the model.
 
-    Args:
-        model: the Trainer's, not wrapped; under ZeRO 3 its parameters may be cut over the ranks already.
-        opened_checkpoint: the other trial's.
-
-    Raises:
-        CheckpointLayoutError: it has no weights that can be read here, or those of another model.
+    Under ZeRO 3 the parameters of ``model`` may be cut over the ranks already.
 
     Ranks: all, collectively (ZeRO 3 gathers one parameter at a time; else no communication).
     """
@@ -221,7 +216,7 @@ def _is_cut(parameter: torch.nn.Parameter) -> bool:
 
 @contextlib.contextmanager
 def _whole(parameter: torch.nn.Parameter) -> Iterator[None]:
-    """Put a cut parameter together in the block; all ranks get what rank 0 writes."""
+    """Gather a cut parameter in the block; all ranks get what rank 0 writes."""
     if not _is_cut(parameter):
         yield
         return

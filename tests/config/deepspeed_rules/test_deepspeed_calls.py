@@ -1,11 +1,8 @@
 """What DeepSpeed 0.19 has made an error in old code, told by `dstrial check` from the source alone."""
 
-import json
-
 import pytest
 from bad_configs import DEEPSPEED, EXPERIMENT
 
-from dstrial.config import load_experiment
 from dstrial.errors import ConfigError
 
 HEAD = "import deepspeed\nfrom attrdict import AttrDict\nfrom determined.pytorch.deepspeed import DeepSpeedTrial\n\n"
@@ -43,12 +40,12 @@ class MyTrial(DeepSpeedTrial):
 """
 
 
-def load(tmp_path, source, entrypoint=None, deepspeed=DEEPSPEED):
-    (tmp_path / "model_def.py").write_text(HEAD + source)
-    (tmp_path / "ds.json").write_text(json.dumps(deepspeed))
-    text = EXPERIMENT if entrypoint is None else EXPERIMENT.replace("model_def:MyTrial", entrypoint)
-    (tmp_path / "exp.yaml").write_text(text)
-    return load_experiment(tmp_path / "exp.yaml", tmp_path)
+@pytest.fixture
+def check(load):
+    def check(source, entrypoint="model_def:MyTrial", deepspeed=None, experiment=EXPERIMENT):
+        return load(experiment.replace("model_def:MyTrial", entrypoint), deepspeed, source=HEAD + source)
+
+    return check
 
 
 @pytest.mark.parametrize(
@@ -59,9 +56,9 @@ def load(tmp_path, source, entrypoint=None, deepspeed=DEEPSPEED):
         ("SimpleNamespace(**context.get_hparams())", "config={}, model=1, args=self.args"),
     ],
 )
-def test_two_configs_for_one_engine_are_a_problem_at_their_line(tmp_path, args, call):
+def test_two_configs_for_one_engine_are_a_problem_at_their_line(check, args, call):
     with pytest.raises(ConfigError) as caught:
-        load(tmp_path, INIT.format(args=args, call=call))
+        check(INIT.format(args=args, call=call))
     (problem,) = caught.value.problems
     assert "model_def.py:10: deepspeed.initialize() is given args whose deepspeed_config" in str(problem)
     assert "Leave args out of the call" in str(problem)
@@ -76,18 +73,17 @@ def test_two_configs_for_one_engine_are_a_problem_at_their_line(tmp_path, args, 
         ("parse()", "args=self.args, model=1, config={}"),
     ],
 )
-def test_one_config_is_none(tmp_path, args, call):
-    assert load(tmp_path, INIT.format(args=args, call=call)).warnings == ()
+def test_one_config_is_none(check, args, call):
+    assert check(INIT.format(args=args, call=call)).warnings == ()
 
 
-def test_hyperparameters_without_a_deepspeed_config_are_no_second_one(tmp_path):
+def test_hyperparameters_without_a_deepspeed_config_are_no_second_one(check):
     source = INIT.format(args="AttrDict(context.get_hparams())", call="args=self.args, config={}")
-    (tmp_path / "model_def.py").write_text(HEAD + source)
-    (tmp_path / "exp.yaml").write_text(EXPERIMENT.replace("  deepspeed_config: ds.json\n", "  width: 3\n"))
-    assert load_experiment(tmp_path / "exp.yaml", tmp_path).hyperparameters == {"width": 3}
+    experiment = EXPERIMENT.replace("  deepspeed_config: ds.json\n", "  width: 3\n")
+    assert check(source, experiment=experiment).hyperparameters == {"width": 3}
 
 
-def test_a_script_and_its_command_line_are_read_too(tmp_path):
+def test_a_script_and_its_command_line_are_read_too(check, tmp_path):
     (tmp_path / "train.py").write_text(
         "import argparse, deepspeed\n"
         "parser = deepspeed.add_config_arguments(argparse.ArgumentParser())\n"
@@ -95,15 +91,15 @@ def test_a_script_and_its_command_line_are_read_too(tmp_path):
         "engine, *_ = deepspeed.initialize(args=args, model=1, config={})\n"
     )
     command = "python3 -m determined.launch.deepspeed -- python3 train.py"
-    assert load(tmp_path, "MyTrial = 1\n", command).warnings == ()
+    assert check("MyTrial = 1\n", command).warnings == ()
     with pytest.raises(
         ConfigError, match=r"train\.py:4: deepspeed\.initialize\(\) is given args whose deepspeed_config"
     ):
-        load(tmp_path, "MyTrial = 1\n", f"{command} --deepspeed_config ds.json")
+        check("MyTrial = 1\n", f"{command} --deepspeed_config ds.json")
 
 
-def test_a_loss_through_a_second_engine_is_told_with_the_remedy(tmp_path):
-    config = load(tmp_path, GAN.format(output="output = self.discriminator(fake)"))
+def test_a_loss_through_a_second_engine_is_told_with_the_remedy(check):
+    config = check(GAN.format(output="output = self.discriminator(fake)"))
     (warning,) = config.warnings
     assert "model_def.py:25: self.generator.backward() goes through self.discriminator" in warning
     assert "Direct calls to tensor.backward()" in warning
@@ -119,30 +115,30 @@ def test_a_loss_through_a_second_engine_is_told_with_the_remedy(tmp_path):
         "output = self.discriminator(fake).detach() + fake",
     ],
 )
-def test_a_loss_of_one_engine_is_none(tmp_path, output):
-    assert load(tmp_path, GAN.format(output=output)).warnings == ()
+def test_a_loss_of_one_engine_is_none(check, output):
+    assert check(GAN.format(output=output)).warnings == ()
 
 
-def test_what_a_script_imports_of_the_model_definition_is_read_too(tmp_path):
+def test_what_a_script_imports_of_the_model_definition_is_read_too(check, tmp_path):
     (tmp_path / "train.py").write_text("from model_def import MyTrial\n")
     source = INIT.format(args="AttrDict(context.get_hparams())", call="args=self.args, model=1, config={}")
     with pytest.raises(ConfigError, match=r"model_def\.py:10: deepspeed\.initialize\(\)"):
-        load(tmp_path, source, "python3 -m determined.launch.deepspeed python3 train.py")
+        check(source, "python3 -m determined.launch.deepspeed python3 train.py")
 
 
-def test_above_stage_0_deepspeed_takes_it(tmp_path):
+def test_above_stage_0_deepspeed_takes_it(check):
     source = GAN.format(output="output = self.discriminator(fake)")
-    assert load(tmp_path, source, deepspeed={**DEEPSPEED, "zero_optimization": {"stage": 1}}).warnings == ()
+    assert check(source, deepspeed={**DEEPSPEED, "zero_optimization": {"stage": 1}}).warnings == ()
 
 
-def test_a_hostile_source_is_looked_at_within_bounds(tmp_path):
+def test_a_hostile_source_is_looked_at_within_bounds(check):
     calls = "".join(f"        x = self.b(x)\n        self.a.backward(x{'.y' * 3})\n" for _ in range(1000))
     chain = "x" + ".y" * 500
     engines = (
         "    def make(self):\n        self.a = wrap_model_engine(1)\n        self.b = wrap_model_engine(2)\n"
     )
     source = f"class MyTrial:\n{engines}    def train_batch(self, x):\n{calls}        z = {chain}\n"
-    assert len(load(tmp_path, source).warnings) == 50
+    assert len(check(source).warnings) == 50
 
 
 NET = "import torch\n\nclass MyTrial(DeepSpeedTrial):\n    net = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.{})\n"
@@ -152,22 +148,22 @@ NET = "import torch\n\nclass MyTrial(DeepSpeedTrial):\n    net = torch.nn.Sequen
     ("layer", "device", "is_told"),
     [("BatchNorm2d(2)", "cpu", True), ("GroupNorm(1, 2)", "cpu", False), ("BatchNorm2d(2)", "cuda", False)],
 )
-def test_fp16_with_batch_norm_warns_on_cpu(tmp_path, monkeypatch, layer, device, is_told):
+def test_fp16_with_batch_norm_warns_on_cpu(check, monkeypatch, layer, device, is_told):
     monkeypatch.setenv("DS_ACCELERATOR", device)
     fp16 = {**DEEPSPEED, "fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}
 
-    warnings = load(tmp_path, NET.format(layer), deepspeed=fp16).warnings
+    warnings = check(NET.format(layer), deepspeed=fp16).warnings
 
     assert any("model_def.py:8: BatchNorm2d fails in fp16 on CPU ranks" in one for one in warnings) == is_told
-    assert load(tmp_path, NET.format(layer)).warnings == ()
+    assert check(NET.format(layer)).warnings == ()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_operators_that_cpus_lack_are_told(tmp_path, monkeypatch, device):
+def test_operators_that_cpus_lack_are_told(check, monkeypatch, device):
     monkeypatch.setenv("DS_ACCELERATOR", device)
     keys = {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}
 
-    warnings = load(tmp_path, INIT.format(args=1, call=""), deepspeed={**DEEPSPEED, **keys}).warnings
+    warnings = check(INIT.format(args=1, call=""), deepspeed={**DEEPSPEED, **keys}).warnings
 
     expected = "zero_quantized_weights is true, for which DeepSpeed has no operator on CPUs: CPU ranks fail"
     assert [one.endswith(expected) for one in warnings] == ([True] if device == "cpu" else [])
@@ -181,19 +177,19 @@ def test_operators_that_cpus_lack_are_told(tmp_path, monkeypatch, device):
         ("model=1, config={}", []),
     ],
 )
-def test_arguments_over_config_sections_are_a_warning(tmp_path, call, sections):
+def test_arguments_over_config_sections_are_a_warning(check, call, sections):
     deepspeed = {
         **DEEPSPEED,
         "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
     }
-    found = load(tmp_path, INIT.format(args="None", call=call), deepspeed=deepspeed)
+    found = check(INIT.format(args="None", call=call), deepspeed=deepspeed)
     warnings = [text for text in found.warnings if "takes the place of" in text]
     assert [text.split(" of the ")[1].split()[0] for text in warnings] == sections
     assert all("model_def.py:10: deepspeed.initialize(" in text for text in warnings)
 
 
-def test_arguments_without_a_config_section_are_no_warning(tmp_path):
+def test_arguments_without_a_config_section_are_no_warning(check):
     plain = {key: value for key, value in DEEPSPEED.items() if key not in ("optimizer", "scheduler")}
-    found = load(tmp_path, INIT.format(args="None", call="optimizer=self.optimizer"), deepspeed=plain)
+    found = check(INIT.format(args="None", call="optimizer=self.optimizer"), deepspeed=plain)
     assert not [text for text in found.warnings if "takes the place of" in text]

@@ -1,20 +1,18 @@
 import dataclasses
 
 import pytest
-from bad_configs import DEEPSPEED, EXPERIMENT, BadConfig, write
+from bad_configs import DEEPSPEED, EXPERIMENT
 
-from dstrial.config import Length, load_experiment
+from dstrial.config import Length
 from dstrial.config.dotted_keys import value_at
 from dstrial.errors import ConfigError
 
+KEY = "  deepspeed_config: ds.json\n"
 
-@pytest.fixture
-def load(tmp_path):
-    def load(experiment=EXPERIMENT, deepspeed=None, overrides=(), **options):
-        path, context_dir = write(BadConfig("none", (), deepspeed, experiment), tmp_path)
-        return load_experiment(path, context_dir, overrides, **options)
 
-    return load
+def with_hyperparameters(lines):
+    """The experiment with further lines below its hyperparameters."""
+    return EXPERIMENT.replace(KEY, KEY + lines)
 
 
 def test_the_defaults_are_those_of_determined_but_for_name_and_seed(load):
@@ -39,12 +37,8 @@ def test_the_config_is_frozen(load):
 
 
 def test_constants_are_unwrapped_for_the_trial_and_wrapped_in_the_raw_config(load):
-    config = load(
-        EXPERIMENT.replace(
-            "  deepspeed_config: ds.json\n",
-            "  deepspeed_config: ds.json\n  lr: {type: const, val: 1e-5}\n  net:\n    width: 8\n    sizes: [1, 2]\n",
-        )
-    )
+    lines = "  lr: {type: const, val: 1e-5}\n  net:\n    width: 8\n    sizes: [1, 2]\n"
+    config = load(with_hyperparameters(lines))
 
     assert config.hyperparameters == {
         "deepspeed_config": "ds.json",
@@ -65,7 +59,7 @@ def test_constants_are_unwrapped_for_the_trial_and_wrapped_in_the_raw_config(loa
     ],
 )
 def test_a_search_space_is_sampled_in_its_range_and_always_alike(load, spec, low, high):
-    text = EXPERIMENT.replace("  deepspeed_config: ds.json\n", f"  deepspeed_config: ds.json\n  lr: {spec}\n")
+    text = with_hyperparameters(f"  lr: {spec}\n")
     first, second = (load(text, require_concrete=False) for _ in range(2))
 
     assert low <= first.hyperparameters["lr"] <= high
@@ -74,25 +68,12 @@ def test_a_search_space_is_sampled_in_its_range_and_always_alike(load, spec, low
 
 
 def test_an_override_makes_a_search_space_concrete(load):
-    text = EXPERIMENT.replace(
-        "  deepspeed_config: ds.json\n",
-        "  deepspeed_config: ds.json\n  lr: {type: int, minval: 1, maxval: 4}\n",
-    )
+    text = with_hyperparameters("  lr: {type: int, minval: 1, maxval: 4}\n")
     config = load(text, overrides=["hyperparameters.lr=3", "searcher.max_length.batches=20", "labels=a,b"])
 
     assert config.hyperparameters["lr"] == 3
     assert config.max_length == Length(20, "batches")
     assert config.raw["labels"] == ["a", "b"]
-
-
-def test_a_problem_with_an_overridden_value_points_at_the_command_line(load):
-    with pytest.raises(ConfigError, match=r"^--config: scheduling_unit is \"often\"; expected an integer"):
-        load(overrides=["scheduling_unit=often"])
-
-
-def test_an_override_without_a_value_is_a_problem(load):
-    with pytest.raises(ConfigError, match=r"--config is 'max_restarts'; expected key=value"):
-        load(overrides=["max_restarts"])
 
 
 @pytest.mark.parametrize(
@@ -108,10 +89,12 @@ def test_an_override_without_a_value_is_a_problem(load):
             "data.pth=/data",
             r"data\.pth is no key of .*; expected one of path, dstrial\. Write data\.path, or",
         ),
+        ("scheduling_unit=often", r"^--config: scheduling_unit is \"often\"; expected an integer"),
+        ("max_restarts", r"--config is 'max_restarts'; expected key=value"),
         ("+searcher.max_length=3", r"given with \+; expected a key below hyperparameters or data"),
     ],
 )
-def test_override_of_an_unknown_key_is_refused(load, override, message):
+def test_wrong_override_is_refused(load, override, message):
     with pytest.raises(ConfigError, match=message):
         load(_with_own_keys(), overrides=[override])
 
@@ -172,7 +155,7 @@ def test_the_replicas_are_slots_over_stages(load):
     assert config.notes == ()
 
 
-def test_without_sizes_one_replica_per_slot_is_assumed_and_said(load, tmp_path):
+def test_without_sizes_one_replica_per_slot_is_assumed_and_said(load):
     config = load(slots=4)
 
     assert config.sizes.dp == 4
@@ -204,43 +187,33 @@ class MyTrial(Ordinary):
         ("topology=self.topology", 2),
     ],
 )
-def test_pipeline_stages_come_from_the_trial(stages, stages_found, tmp_path):
+def test_pipeline_stages_come_from_the_trial(load, stages, stages_found):
     # Two replicas are the most that eight records allow.
     sizes = {"train_batch_size": 16 // stages_found, "train_micro_batch_size_per_gpu": 2}
     deepspeed = DEEPSPEED | sizes | {"gradient_accumulation_steps": 2}
     experiment = EXPERIMENT.replace("ds.json\n", "ds.json\n  pipe_parallel_size: 4\n")
-    path, context_dir = write(BadConfig("none", (), deepspeed, experiment), tmp_path)
     source = PIPELINE_SOURCE.replace("PipelineModule([])", f"PipelineModule([], {stages})")
     source = source.replace("build():", "build(self):\n    num_stages = self.args.pipe_parallel_size")
-    (tmp_path / "model_def.py").write_text(source)
 
-    config = load_experiment(path, context_dir, slots=4)
+    config = load(experiment, deepspeed, source=source, slots=4)
 
     assert (config.sizes.pp, config.sizes.dp) == (stages_found, 4 // stages_found)
     assert config.notes[0].startswith(f"data.dstrial.pipeline_stages is not given: assumed {stages_found}")
 
 
-def test_a_pipeline_elsewhere_in_the_module_says_nothing_of_an_ordinary_trial(load, tmp_path):
-    path, context_dir = write(
-        BadConfig("none", (), None, EXPERIMENT.replace("model_def:MyTrial", "model_def:Ordinary")), tmp_path
-    )
-    (tmp_path / "model_def.py").write_text(PIPELINE_SOURCE)
-
-    assert load_experiment(path, context_dir, slots=2).sizes.dp == 2
+def test_a_pipeline_elsewhere_in_the_module_says_nothing_of_an_ordinary_trial(load):
+    text = EXPERIMENT.replace("model_def:MyTrial", "model_def:Ordinary")
+    assert load(text, source=PIPELINE_SOURCE, slots=2).sizes.dp == 2
 
 
-def test_the_model_definition_is_read_but_never_run(load, tmp_path):
-    path, context_dir = write(BadConfig("none", (), None, EXPERIMENT), tmp_path)
-    (tmp_path / "model_def.py").write_text("raise SystemExit('was imported')\nclass MyTrial: ...\n")
-
-    assert load_experiment(path, context_dir).entrypoint == "model_def:MyTrial"
+def test_the_model_definition_is_read_but_never_run(load):
+    source = "raise SystemExit('was imported')\nclass MyTrial: ...\n"
+    assert load(source=source).entrypoint == "model_def:MyTrial"
 
 
 def test_overwrites_are_merged_and_keep_their_places(load):
-    text = EXPERIMENT.replace(
-        "  deepspeed_config: ds.json\n",
-        "  deepspeed_config: ds.json\n  overwrite_deepspeed_args:\n    optimizer: null\n    zero_optimization:\n      stage: 5\n",
-    )
+    overwrites = "  overwrite_deepspeed_args:\n    optimizer: null\n    zero_optimization:\n      stage: 5\n"
+    text = with_hyperparameters(overwrites)
 
     with pytest.raises(ConfigError, match=r"exp\.yaml:8: zero_optimization\.stage is 5"):
         load(text)
@@ -253,17 +226,16 @@ def test_the_deepspeed_config_may_stand_in_the_experiment_config(load):
     inline = "  deepspeed_config:\n    train_batch_size: 8\n    optimizer: {type: Adam}\n    fp16: {enabled: 1.5}\n"
 
     with pytest.raises(ConfigError, match=r"exp\.yaml:7: fp16\.enabled is 1\.5; expected true or false"):
-        load(EXPERIMENT.replace("  deepspeed_config: ds.json\n", inline))
+        load(EXPERIMENT.replace(KEY, inline))
 
 
 def test_every_further_engines_config_is_checked_too(load, tmp_path):
     (tmp_path / "critic.json").write_text('{"train_batch_size": 4,\n "gradient_cliping": 1.0}')
-    text = EXPERIMENT.replace("ds.json\n", "ds.json\n  critic_deepspeed_config: critic.json\n")
 
     with pytest.raises(
-        ConfigError, match=r"critic\.json:2: gradient_cliping is not a key .* Write gradient_clipping"
+        ConfigError, match=r"critic\.json:2: gradient_cliping is not a key .* Write gradient_clip"
     ):
-        load(text)
+        load(with_hyperparameters("  critic_deepspeed_config: critic.json\n"))
 
 
 def test_environment_variables_are_read_in_both_forms(load, monkeypatch):

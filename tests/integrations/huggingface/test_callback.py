@@ -22,6 +22,9 @@ pytestmark = [
 ]  # three launches on a machine that is busy with others
 
 PROGRAM = Path(__file__).with_name("trainer_program.py")
+TRAIN = "dstrial.integrations.huggingface.train(trainer, callback)"
+NO_FINITE_LOSS = "NonFiniteError: training has no finite loss"
+OWN_LOGGERS = "which has loggers of its own: name them in args.report_to"
 
 
 class Runs:
@@ -101,6 +104,10 @@ LEAVES: dict[str, Any] = {
     "options": {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True},
 }
 WORSE = {**LEAVES["options"], "metric_for_best_model": "eval_loss", "greater_is_better": True}
+DECAY: dict[str, Any] = {"micro": 4, "options": {"weight_decay": 0.5}}
+OVERRIDE = {"dstrial": {"override_optimizer": True}}
+EACH_STEP: dict[str, Any] = {"eval_steps": None, "options": {"save_strategy": "steps", "save_steps": 1}}
+UNFILTERED = {**EACH_STEP, "options": {**EACH_STEP["options"], "logging_nan_inf_filter": False}}
 STARTS: dict[str, Any] = {"steps": 1, "options": {"eval_on_start": True}}
 
 
@@ -128,13 +135,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         new("shared", steps=2, micro=4, eval_steps=None, output=shared),
         new("shared-2", steps=2, micro=2, eval_steps=None, output=shared),
         new("shared-3", steps=3, micro=2, eval_steps=None, output=shared, saves_at=2, is_plain=True),
+        new("nan-fails", nan_after=2, error=True, **EACH_STEP),
+        new("nan-unfiltered", nan_after=2, error=True, **UNFILTERED),
+        new("nan-warns", nan_after=2, data={"dstrial": {"non_finite": "warn"}}, **EACH_STEP),
+        new("sound", **EACH_STEP),
         new("epoch", pause_at=3, micro=4, options={"eval_strategy": "epoch"}),
         new("started", pause_at=0, micro=4, options={"eval_on_start": True}),
         new("no-latest", resume="latest", error=True),
         new("sets", eval_steps=3, num_eval_sets=2, is_plain=True, callback={"filter_metrics": ["set1"]}),
     )
     of_another_trial = made.of_another_trial("alone-zero2")
-    each_step = {"save_strategy": "steps", "save_steps": 1}
     made.launch(
         2,
         new("zero2", stage=2, counts_tokens=True),
@@ -143,9 +153,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         new("zero3", stage=3, micro=1, accumulation=2),
         new("zero3-paused", stage=3, micro=1, accumulation=2, pause_at=3),
         new("zero3-resumed", "zero3-paused", stage=3, micro=1, accumulation=2, resume="latest"),
-        new("ddp", options={**each_step, "save_steps": 2, "save_total_limit": 1}),
-        new("ddp-paused", pause_at=3, options=each_step),
-        new("ddp-resumed", "ddp-paused", resume_step=2, options=each_step),
+        new("ddp", options={**EACH_STEP["options"], "save_steps": 2, "save_total_limit": 1}),
+        new("ddp-paused", pause_at=3, options=EACH_STEP["options"]),
+        new("ddp-resumed", "ddp-paused", resume_step=2, options=EACH_STEP["options"]),
         new("ended", stage=2, pause_in_evaluation=2, eval_steps=2),
         new("left-2", stage=3, pause_in_evaluation=2, eval_steps=2, leave_evaluation=True),
         new("left-2-resumed", "left-2", stage=3, eval_steps=2, leave_evaluation=True, resume="latest"),
@@ -158,6 +168,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     made.copied("zero2-to-zero3", "zero2-paused")
     made.copied("zero3-to-1", "zero3-paused")
     made.copied("ddp-to-1", "ddp-paused")
+    for name, source in (
+        ("decay-overridden", "zero2-paused"),
+        ("decay-kept", "zero2-paused"),
+        ("decay-ddp", "ddp-paused"),
+    ):
+        made.copied(name, source)
     made.launch(
         1,
         new("exported", exports=[str(made.checkpoint("zero3")), str(made.directory / "exported")]),
@@ -166,6 +182,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         new("zero2-to-zero3", stage=3, micro=4, resume_step=3),
         new("zero3-to-1", stage=3, micro=4, resume_step=3),
         new("ddp-to-1", micro=4, resume_step=3),
+        new("decay-overridden", stage=2, resume_step=3, **DECAY, data=OVERRIDE),
+        new("decay-kept", stage=2, resume_step=3, **DECAY),
+        new("decay-ddp", resume_step=3, **DECAY, data=OVERRIDE),
         new("zero2-another-batch", "zero2-paused", stage=2, resume="latest", error=True),
         new("zero2-unresumed", "zero2-paused", stage=2, micro=4, resume="latest", is_plain=True, error=True),
         new("weights-alone", micro=4, resume=of_another_trial, **STARTS),
@@ -223,12 +242,6 @@ def test_a_wish_to_stop_in_the_last_step_leaves_the_run_complete(runs: Runs) -> 
     assert any("eval_loss" in entry for entry in state["log_history"])
 
 
-def test_a_wish_to_stop_where_another_callback_ends_training_leaves_the_run_complete(runs: Runs) -> None:
-    (fact,) = runs.facts["early"]
-    assert (fact["ended_at"], fact["is_stopped"], fact["num_evaluations"]) == (4, False, 2)
-    assert runs.steps_of_checkpoints("early") == [2, 4]
-
-
 def test_all_ranks_leave_an_evaluation_at_the_same_of_its_steps(runs: Runs) -> None:
     facts = runs.facts["left-2"]
     assert [fact["global_step"] for fact in facts] == [2, 2]
@@ -248,58 +261,12 @@ def test_an_evaluation_that_may_be_left_is_left_and_made_up_for_later(runs: Runs
     assert sorted(runs.losses("left")) == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_last_evaluation_is_made_up_for_as_well(runs: Runs) -> None:
-    (left,), (resumed,) = runs.facts["left-last"], runs.facts["left-resumed"]
-    assert (left["global_step"], left["is_stopped"], left["num_evaluations"]) == (6, True, 2)
-    assert (resumed["global_step"], resumed["is_stopped"], resumed["num_evaluations"]) == (6, False, 1)
-
-
-def test_a_step_that_is_saved_again_after_its_evaluation_leaves_its_checkpoint_as_it_was(runs: Runs) -> None:
-    for found in list_checkpoints(runs.directories["left"] / "checkpoints"):
-        assert check_integrity(found.path, needs_mark=True).is_intact
-
-
-def test_runs_that_write_into_one_directory_leave_each_others_checkpoints_as_they_were(runs: Runs) -> None:
-    for name, steps in (("shared", [2]), ("shared-2", [2]), ("shared-3", [2, 3])):
-        assert runs.steps_of_checkpoints(name) == steps
-        for found in list_checkpoints(runs.directories[name] / "checkpoints"):
-            assert check_integrity(found.path, needs_mark=True).is_intact
-
-
-def test_a_run_that_is_stopped_evaluates_no_more(runs: Runs) -> None:
-    for name, step, evaluations in (("epoch", 3, 0), ("started", 1, 1)):
-        (fact,) = runs.facts[name]
-        assert (fact["ended_at"], fact["is_stopped"]) == (step, True)
-        assert fact["num_evaluations"] == evaluations
-
-
-def test_the_newest_checkpoint_of_a_run_without_one_is_not_there(runs: Runs) -> None:
-    (fact,) = runs.facts["no-latest"]
-    assert "CheckpointNotFoundError" in fact["error"]
-    assert "has no complete checkpoint; expected one to resume from" in fact["error"]
-
-
 def test_another_trials_checkpoint_gives_its_weights_and_counting_starts_at_0(runs: Runs) -> None:
     for name, source in (("weights-zero3", "alone-zero2"), ("weights-alone", "ddp"), ("weights-init", "ddp")):
         evaluations = runs.evaluations(name)
         assert evaluations[0] == pytest.approx(runs.evaluations(source)[6], rel=1e-6)
         assert sorted(evaluations) == [0, 1]
         assert all(fact["global_step"] == 1 for fact in runs.facts[name])
-    (fact,) = runs.facts["weights-plain"]
-    assert "starts without the weights of checkpoint" in fact["error"]
-    assert "dstrial.integrations.huggingface.train(trainer, callback)" in fact["error"]
-
-
-def test_a_search_without_an_evaluation_is_warned_of(runs: Runs) -> None:
-    (fact,) = runs.facts["never-evaluated"]
-    assert any("training has ended without an evaluation" in text for text in fact["warnings"])
-
-
-def test_loggers_of_the_config_are_told_to_be_the_trainers_own(runs: Runs) -> None:
-    (fact,) = runs.facts["logged"]
-    assert [text for text in fact["warnings"] if "data.dstrial.loggers" in text] == [
-        "data.dstrial.loggers is not for Hugging Face's Trainer, which has loggers of its own: name them in args.report_to"
-    ]
 
 
 def test_determineds_core_context_serves_outside_of_any_cluster(runs: Runs) -> None:
@@ -367,49 +334,116 @@ def test_a_checkpoint_is_the_directory_of_its_step_and_shares_its_files(runs: Ru
     assert written.samefile(checkpoint / shard)
 
 
-def test_the_trainers_own_limit_of_checkpoints_takes_nothing_from_the_stored_ones(runs: Runs) -> None:
-    assert [path.name for path in (runs.directory / "output" / "ddp").iterdir()] == ["checkpoint-6"]
-    assert runs.steps_of_checkpoints("ddp") == [2, 4, 6]
-    for found in list_checkpoints(runs.directories["ddp"] / "checkpoints"):
-        assert check_integrity(found.path, needs_mark=True).is_intact
-
-
-def test_a_step_that_is_trained_again_leaves_the_checkpoint_of_the_first_time_as_it_was(runs: Runs) -> None:
-    assert sorted(runs.steps_of_checkpoints("ddp-paused")) == [1, 2, 3, 3, 4, 5, 6]
-    for found in list_checkpoints(runs.directories["ddp-paused"] / "checkpoints"):
-        assert check_integrity(found.path, needs_mark=True).is_intact
-
-
 def test_an_exported_checkpoint_is_a_model_that_transformers_loads(runs: Runs) -> None:
     (fact,) = runs.facts["exported"]
     assert (fact["wrong"], fact["width"]) == ([], 32)
 
 
-def test_arguments_that_give_another_batch_are_refused_with_those_that_keep_it(runs: Runs) -> None:
-    (fact,) = runs.facts["zero2-another-batch"]
-    assert "ConfigError" in fact["error"]
-    assert "2 x 1 x 1 = 2; expected 4" in fact["error"]
-    assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 2" in fact["error"]
+@pytest.mark.parametrize(
+    ("name", "fragments"),
+    [
+        ("no-latest", ["CheckpointNotFoundError", "has no complete checkpoint; expected one to resume from"]),
+        (
+            "zero2-another-batch",
+            [
+                "ConfigError",
+                "2 x 1 x 1 = 2; expected 4",
+                "--per_device_train_batch_size 2 --gradient_accumulation_steps 2",
+            ],
+        ),
+        (
+            "zero2-unresumed",
+            [
+                "trainer.train() starts at step 0; expected step",
+                TRAIN,
+                "resume_from_checkpoint=callback.checkpoint_path",
+            ],
+        ),
+        ("weights-plain", ["starts without the weights of checkpoint", TRAIN]),
+        ("no-metric", ["searcher.metric is 'eval_accuracy'", "eval_set0_loss", "eval_set1_loss"]),
+        (
+            "lengths",
+            [
+                "searcher.max_length is {'batches': 7}; expected the length of the Trainer, 6 batches",
+                "searcher.max_time is 2 with searcher.time_metric epochs",
+            ],
+        ),
+        *(
+            (name, [NO_FINITE_LOSS, "since batch 3: 3 reports in a row"])
+            for name in ("nan-fails", "nan-unfiltered")
+        ),
+    ],
+)
+def test_contradictory_run_fails_with_the_remedy(runs: Runs, name: str, fragments: list[str]) -> None:
+    (fact,) = runs.facts[name]
+    assert [part for part in fragments if part not in fact["error"]] == [], fact["error"]
 
 
-def test_a_trainer_that_starts_afresh_in_spite_of_a_checkpoint_is_told_the_line_to_write(runs: Runs) -> None:
-    (fact,) = runs.facts["zero2-unresumed"]
-    assert "trainer.train() starts at step 0; expected step" in fact["error"]
-    assert "dstrial.integrations.huggingface.train(trainer, callback)" in fact["error"]
-    assert "resume_from_checkpoint=callback.checkpoint_path" in fact["error"]
+@pytest.mark.parametrize(
+    ("name", "warning"),
+    [
+        ("never-evaluated", "training has ended without an evaluation"),
+        ("logged", f"data.dstrial.loggers is not for Hugging Face's Trainer, {OWN_LOGGERS}"),
+        ("nan-fails", "no loss is finite"),
+        ("decay-overridden", "weight_decay 0.5, in the checkpoint 0.0; this run's settings count"),
+        ("decay-kept", "weight_decay 0.5, in the checkpoint 0.0; the checkpoint counts"),
+        ("decay-ddp", "override_optimizer has no effect on this Trainer"),
+        ("sound", None),
+    ],
+)
+def test_doubtful_run_is_warned_of(runs: Runs, name: str, warning: str | None) -> None:
+    (fact,) = runs.facts[name]
+    found = [text for text in fact["warnings"] if warning and warning in text]
+    assert len(found) == 1 if warning else fact["warnings"] == []
 
 
-def test_a_searcher_metric_that_does_not_exist_is_an_error_naming_those_that_do(runs: Runs) -> None:
-    (fact,) = runs.facts["no-metric"]
-    assert "searcher.metric is 'eval_accuracy'" in fact["error"]
-    assert "eval_set0_loss" in fact["error"]
-    assert "eval_set1_loss" in fact["error"]
+def test_override_optimizer_counts_at_resume(runs: Runs) -> None:
+    names = ("decay-overridden", "decay-kept", "decay-ddp")
+    assert [runs.facts[name][0]["weight_decay"] for name in names] == [0.5, 0.0, 0.0]
 
 
-def test_all_contradictions_of_lengths_are_told_at_once(runs: Runs) -> None:
-    (fact,) = runs.facts["lengths"]
-    assert (
-        "searcher.max_length is {'batches': 7}; expected the length of the Trainer, 6 batches"
-        in fact["error"]
+def test_non_finite_losses_end_training_unless_allowed(runs: Runs) -> None:
+    assert runs.facts["nan-warns"][0]["global_step"] == runs.facts["sound"][0]["global_step"] == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "is_stopped", "evaluations"),
+    [
+        ("early", 4, False, 2),  # where another callback ends training
+        ("epoch", 3, True, 0),
+        ("started", 1, True, 1),
+        ("left-last", 6, True, 2),
+        ("left-resumed", 6, False, 1),  # the evaluation that was left
+    ],
+)
+def test_stopped_run_evaluates_no_more(
+    runs: Runs, name: str, step: int, is_stopped: bool, evaluations: int
+) -> None:
+    (fact,) = runs.facts[name]
+    assert (fact["global_step"], fact["is_stopped"], fact["num_evaluations"]) == (
+        step,
+        is_stopped,
+        evaluations,
     )
-    assert "searcher.max_time is 2 with searcher.time_metric epochs" in fact["error"]
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("left", [2, 4, 6]),  # saved again after its evaluation
+        ("shared", [2]),  # three runs write into one directory
+        ("shared-2", [2]),
+        ("shared-3", [2, 3]),
+        ("ddp", [2, 4, 6]),  # the Trainer keeps only the newest
+        ("ddp-paused", [1, 2, 3, 3, 4, 5, 6]),  # step 3 is trained twice
+        ("early", [2, 4]),
+        ("nan-fails", [1, 2]),
+        ("nan-unfiltered", [1, 2]),
+    ],
+)
+def test_stored_checkpoints_stay_intact(runs: Runs, name: str, steps: list[int]) -> None:
+    assert sorted(runs.steps_of_checkpoints(name)) == steps
+    for found in list_checkpoints(runs.directories[name] / "checkpoints"):
+        assert check_integrity(found.path, needs_mark=True).is_intact
+    if name == "ddp":
+        assert [path.name for path in (runs.directory / "output" / "ddp").iterdir()] == ["checkpoint-6"]

@@ -124,16 +124,11 @@ def test_kept_sizes_on_the_same_autotp_ranks_is_none() -> None:
     assert batch_problems(ArgumentSizes(4, 1), saved, num_ranks=2) == []
 
 
-def test_on_fewer_ranks_the_accumulation_keeps_the_batch() -> None:
-    solution = kept_sizes(ArgumentSizes(4, 1), saved_run(), num_ranks=1)
+@pytest.mark.parametrize(("num_ranks", "expected"), [(1, (4, 2)), (4, (2, 1))])
+def test_batch_is_kept_on_other_ranks(num_ranks: int, expected: tuple[int, int]) -> None:
+    solution = kept_sizes(ArgumentSizes(4, 1), saved_run(), num_ranks)
     assert solution is not None
-    assert (solution.train_micro_batch_size_per_gpu, solution.gradient_accumulation_steps) == (4, 2)
-
-
-def test_on_more_ranks_the_micro_batch_keeps_the_batch() -> None:
-    solution = kept_sizes(ArgumentSizes(4, 1), saved_run(), num_ranks=4)
-    assert solution is not None
-    assert (solution.train_micro_batch_size_per_gpu, solution.gradient_accumulation_steps) == (2, 1)
+    assert (solution.train_micro_batch_size_per_gpu, solution.gradient_accumulation_steps) == expected
 
 
 def test_arguments_that_keep_the_batch_or_were_changed_on_purpose_are_left_alone() -> None:

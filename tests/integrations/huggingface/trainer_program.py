@@ -161,7 +161,7 @@ def deepspeed_config(stage: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
         "zero_optimization": {"stage": stage},
     }
 
@@ -229,7 +229,9 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
             callbacks=[*early, interruption, callback, *late],
         )
         output = trainer.train() if asked["is_plain"] else huggingface.train(trainer, callback)
+        optimizer = trainer.optimizer
         facts |= {
+            "weight_decay": optimizer.param_groups[0]["weight_decay"],
             "global_step": output.global_step,
             "is_stopped": callback.is_stopped,
             "num_prediction_steps": interruption.num_prediction_steps,
@@ -258,11 +260,14 @@ def main(path: Path) -> None:
     with without_compiled_collectives(is_cpu=True):
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     warnings = Warnings()
-    logging.getLogger("dstrial.integrations.huggingface").addHandler(warnings)
+    for name in ("dstrial.integrations.huggingface", "dstrial.loop"):
+        logging.getLogger(name).addHandler(warnings)
     found = []
     for given in json.loads(path.read_text()):
         asked = {**DEFAULTS, **given}
         os.environ.pop(RESUME_VARIABLE, None)
+        # TrainingArguments set it for DeepSpeed; a later run without DeepSpeed would get an engine by it.
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
         if asked["resume_step"]:
             asked["resume"] = checkpoint_of(Path(asked["run_dir"]), asked["resume_step"])
         if asked["resume"]:

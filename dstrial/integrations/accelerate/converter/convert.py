@@ -12,9 +12,8 @@ from typing import Any
 from dstrial.config.batch import AUTO, BATCH_KEYS
 from dstrial.config.parsing.documents import yaml_text
 from dstrial.errors import ConfigError
-from dstrial.integrations.accelerate.converter.deepspeed_keys import SECTION
+from dstrial.integrations.accelerate.converter.keys import SECTION, take_key
 from dstrial.integrations.accelerate.converter.result import JSON_NAME, Choices, Conversion, ConversionDraft
-from dstrial.integrations.accelerate.converter.top_level_keys import take_key
 
 MARK = "CHOOSE"
 """The word in the comment of every line that the Accelerate config could not decide."""
@@ -33,16 +32,10 @@ def convert(
     label: str,
     deepspeed_file: Mapping[str, Any] | None = None,
 ) -> Conversion:
-    """Convert an Accelerate config.
+    """Convert an Accelerate config; ``choices`` has what it cannot say.
 
-    Args:
-        config: the file's content; not changed.
-        choices: what it cannot say.
-        label: how messages call the file.
-        deepspeed_file: content of the file that ``deepspeed_config.deepspeed_config_file`` names, if it names one.
-
-    Raises:
-        ConfigError: it is for something else than DeepSpeed on machines of one's own, or a value has the wrong type.
+    ``label`` names the file in messages. ``deepspeed_file`` is the content of ``deepspeed_config.deepspeed_config_file``.
+    ConfigError if the file is not for DeepSpeed on one's own machines, or a value has the wrong type.
     """
     draft = ConversionDraft(config, label, deepspeed_file)
     if draft.is_deepspeed:
@@ -61,7 +54,7 @@ def convert(
 
 
 def _with_sizes(draft: ConversionDraft, micro: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the JSON with batch sizes, and what the experiment config sets over it."""
+    """Return the JSON with batch sizes, and the experiment config's overwrites."""
     if draft.file is not None:
         deepspeed = dict(draft.file)
         is_other = micro is not None and deepspeed.get(BATCH_KEYS[1]) != micro
@@ -75,12 +68,7 @@ def _with_sizes(draft: ConversionDraft, micro: int | None) -> tuple[dict[str, An
 
 
 def experiment_yaml(conversion: Conversion, source: str) -> str:
-    """Return the text of an experiment config.
-
-    Args:
-        conversion: what was converted.
-        source: how the comment at the top calls the Accelerate config.
-    """
+    """Return the text of an experiment config; ``source`` names the Accelerate config in its comment."""
     choices = conversion.choices
     script = choices.entrypoint or _DEFAULT_SCRIPT
     lines = [
@@ -134,7 +122,6 @@ def experiment_yaml(conversion: Conversion, source: str) -> str:
 
 
 def deepspeed_json(conversion: Conversion) -> str:
-    """Return the text of the DeepSpeed JSON."""
     return json.dumps(conversion.deepspeed, indent=2, ensure_ascii=False) + "\n"
 
 

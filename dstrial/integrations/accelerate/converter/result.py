@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from dstrial.errors import ConfigError, ConfigProblem
-from dstrial.integrations.accelerate.converter.unsupported_keys import EMPTY
 
 JSON_NAME = "ds_config.json"
 """File name of the DeepSpeed JSON that the experiment config names."""
@@ -22,85 +21,38 @@ something that no experiment says; not known to accelerate 1.15; nowhere, becaus
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choices:
-    """What an Accelerate config cannot say.
+    """Settings that an Accelerate config does not have."""
 
-    Attributes:
-        entrypoint: the script with its arguments; None if it is not known.
-        micro_batch_size: records of one forward pass on one rank; None to leave it to the script's loader.
-        name: name of the experiment.
-    """
-
-    entrypoint: str | None
-    micro_batch_size: int | None
+    entrypoint: str | None  # the script with its arguments; None if unknown
+    micro_batch_size: int | None  # None to leave it to the script's loader
     name: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConvertedKey:
-    """What became of one key.
+    """The place of one key after the conversion."""
 
-    Attributes:
-        key: as ``section.key``.
-        value: as the file has it.
-        outcome: where it is now.
-        explanation: the key there, or the reason.
-    """
-
-    key: str
-    value: Any
+    key: str  # `section.key`
+    value: Any  # as in the file
     outcome: KeyStatus
-    explanation: str
+    explanation: str  # the key there, or the reason
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Conversion:
-    """The result.
+    """The result of a conversion."""
 
-    Attributes:
-        deepspeed: content of the DeepSpeed JSON.
-        slots: ranks of the job.
-        variables: environment variables of the experiment.
-        overwrites: values of the experiment config that go over the JSON.
-        keys: every key of the Accelerate config, in its order.
-        choices: what the file could not say.
-        is_cpu: whether the file asks for training on the CPU.
-    """
-
-    deepspeed: dict[str, Any]
-    slots: int
-    variables: dict[str, str]
-    overwrites: dict[str, Any]
-    keys: tuple[ConvertedKey, ...]
+    deepspeed: dict[str, Any]  # the DeepSpeed JSON
+    slots: int  # ranks of the job
+    variables: dict[str, str]  # environment variables of the experiment
+    overwrites: dict[str, Any]  # of the experiment config, over the JSON
+    keys: tuple[ConvertedKey, ...]  # every key of the Accelerate config, in its order
     choices: Choices
     is_cpu: bool
 
 
-NOTHING = "asks for nothing"
-UNKNOWN = "no key of accelerate 1.15; it is not taken over"
-
-Take = Callable[["ConversionDraft", str, Any], None]
-"""Takes one key, named as ``section.key``, and notes what became of it."""
-
-
 class ConversionDraft:
-    """The one mutable object of a conversion.
-
-    Args:
-        config: the file's content; not changed.
-        label: how messages call the file.
-        file: content of the DeepSpeed file that it names, if it names one.
-
-    Attributes:
-        deepspeed: keys of the DeepSpeed JSON, but ``zero_optimization``.
-        zero: keys of ``zero_optimization``, but the stage.
-        stage: of ZeRO.
-        variables: environment variables by name.
-        slots: ranks of the job.
-        is_cpu: whether the file asks for training on the CPU.
-        is_deepspeed: whether Accelerate would train with DeepSpeed.
-        keys: what became of each key.
-        problems: what is wrong with the file.
-    """
+    """The one mutable object of a conversion."""
 
     def __init__(self, config: Mapping[str, Any], label: str, file: Mapping[str, Any] | None) -> None:
         self.config = config
@@ -117,19 +69,13 @@ class ConversionDraft:
         self._label = label
 
     def note(self, key: str, value: Any, outcome: KeyStatus, explanation: str) -> None:
-        """Record what became of a key."""
         self.keys.append(ConvertedKey(key, value, outcome, explanation))
 
     def problem(self, key: str, value: Any, expected: str, fix: str) -> None:
-        """Record what is wrong with a key."""
         self.problems.append(ConfigProblem(f"{self._label}: {key}", repr(value), expected, fix))
 
     def section(self, key: str) -> Mapping[str, Any]:
-        """Return a section of the file; empty if it is missing.
-
-        Raises:
-            ConfigError: it is something else than a mapping.
-        """
+        """Return a section of the file; empty if it is missing."""
         value = self.config.get(key)
         if value in (None, ""):
             return {}
@@ -139,14 +85,6 @@ class ConversionDraft:
             )
             raise ConfigError([problem])
         return value
-
-    def take_each(self, key: str, value: Any, take: Take) -> None:
-        """Take every key of a section; a section that is empty asks for nothing."""
-        if value in EMPTY:
-            self.note(key, value, "nowhere", NOTHING)
-            return
-        for name, inner in self.section(key).items():
-            take(self, f"{key}.{name}", inner)
 
     def whole_number(self, value: Any, key: str, at_least: int) -> int:
         """Return a whole number; the least one, with a problem, if the value is none."""

@@ -1,8 +1,6 @@
-"""``get_hf_args_with_overwrites``: make a Trainer's arguments fit its trial.
+"""``get_hf_args_with_overwrites``: make a Trainer's arguments agree with its trial's DeepSpeed config.
 
-They then agree with the trial's DeepSpeed config.
-
-The only effects: files are read, one is written, and what was decided is logged. Decisions are ``trainer_arguments``'.
+Reads files, writes one, logs decisions; ``reconcile`` decides.
 """
 
 from __future__ import annotations
@@ -18,13 +16,13 @@ from typing import Any
 
 import determined as det
 
+from dstrial.config.auto_values import SIZE_FLAGS
 from dstrial.config.batch import BATCH_KEYS
 from dstrial.config.command_line import CommandLine
-from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, read_deepspeed
+from dstrial.config.deepspeed_source import MAIN_KEY, OVERWRITE_KEY, DeepSpeedSource, read_deepspeed
 from dstrial.config.diagnostics import Diagnostics
 from dstrial.config.parsing.documents import read_json_text
 from dstrial.errors import CheckpointError, ConfigError, ConfigProblem
-from dstrial.integrations.huggingface.overwrites.batch import MICRO_FLAG, STEPS_FLAG
 from dstrial.integrations.huggingface.overwrites.reconcile import CONFIG_FLAG, ReconciledArguments, reconcile
 from dstrial.local.experiment_file import EXPERIMENT_VARIABLE
 from dstrial.local.measuring_variables import SETTINGS_KEY, is_measuring
@@ -36,10 +34,8 @@ from dstrial.resume.metadata import SavedRun
 
 logger = logging.getLogger("dstrial.dsat")
 
-_OVERWRITE_KEY = "overwrite_deepspeed_args"
 _NUM_NAME_CHARS = 16
 _LENGTH_FLAG = "max_steps"
-_FLAG_BY_KEY = {"train_micro_batch_size_per_gpu": MICRO_FLAG, "gradient_accumulation_steps": STEPS_FLAG}
 
 
 def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any]) -> list[str]:
@@ -70,7 +66,7 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
     Source: determined.pytorch.dsat.get_hf_args_with_overwrites (0.38.1).
     """
     if _is_plain_batch(args, hparams):
-        return _with_batch(args, hparams[_OVERWRITE_KEY])
+        return _with_batch(args, hparams[OVERWRITE_KEY])
     source = _source(args, hparams)
     if source is None:
         return list(args)
@@ -87,11 +83,7 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
 
 
 def effective_directory(environ: Mapping[str, str]) -> Path:
-    """Return where effective configs go: run directory, launcher's files or cache.
-
-    Raises:
-        ConfigError: the private directory belongs to somebody else.
-    """
+    """Return where effective configs go: run directory, launcher's files or cache."""
     if environ.get(RUN_DIR_VARIABLE):
         directory = Path(environ[RUN_DIR_VARIABLE]) / "deepspeed_config"
     elif environ.get(EXPERIMENT_VARIABLE):
@@ -154,24 +146,24 @@ def _lengthened(args: Sequence[str], hparams: Mapping[str, Any]) -> Sequence[str
 
 def _is_plain_batch(args: Sequence[str], hparams: Mapping[str, Any]) -> bool:
     """Whether only micro batch and accumulation are overwritten, and no config named."""
-    overwrite = hparams.get(_OVERWRITE_KEY)
+    overwrite = hparams.get(OVERWRITE_KEY)
     if hparams.get(MAIN_KEY) is not None or CommandLine.of(args).find(CONFIG_FLAG) is not None:
         return False
     if not isinstance(overwrite, Mapping) or not set(overwrite) <= set(BATCH_KEYS):
         return False
-    return all(type(overwrite.get(key)) is int and overwrite[key] > 0 for key in _FLAG_BY_KEY)
+    return all(type(overwrite.get(key)) is int and overwrite[key] > 0 for key in SIZE_FLAGS)
 
 
 def _with_batch(args: Sequence[str], overwrite: Mapping[str, Any]) -> list[str]:
     words = CommandLine.of(args)
-    for key, flag in _FLAG_BY_KEY.items():
+    for key, flag in SIZE_FLAGS.items():
         words = words.with_value(flag, str(overwrite[key]))
     return list(words.words)
 
 
 def _source(args: Sequence[str], hparams: Mapping[str, Any]) -> DeepSpeedSource | None:
     """Return the trial's config, or ``--deepspeed``'s where the trial only overwrites."""
-    overwrite = hparams.get(_OVERWRITE_KEY)
+    overwrite = hparams.get(OVERWRITE_KEY)
     named = hparams.get(MAIN_KEY)
     if named is None and not overwrite:
         return None
@@ -181,7 +173,7 @@ def _source(args: Sequence[str], hparams: Mapping[str, Any]) -> DeepSpeedSource 
             named = read_json_text(named, CONFIG_FLAG).value
     findings = Diagnostics({}, "experiment config")
     source = read_deepspeed(
-        MAIN_KEY, {MAIN_KEY: named, _OVERWRITE_KEY: overwrite}, Path(), {}, "experiment config", findings
+        MAIN_KEY, {MAIN_KEY: named, OVERWRITE_KEY: overwrite}, Path(), {}, "experiment config", findings
     )
     findings.raise_if_any()
     return source
@@ -193,7 +185,7 @@ def _cluster_info() -> Any:
 
 
 def _resumed(info: Any) -> SavedRun | None:
-    """Return this run's checkpoint to go on from, if it is on this machine."""
+    """Return this run's checkpoint to resume from, if it is on this machine."""
     if info is None or (info.latest_checkpoint is None and os.environ.get(RUN_DIR_VARIABLE)):
         saved = saved_run_to_resume()
         return saved if saved is not None and saved.keeps_batch else None

@@ -12,17 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from dstrial.config.auto_values import DEFAULT_MICRO_BATCH
+from dstrial.config.auto_values import DEFAULT_MICRO_BATCH, MICRO_FLAG, SIZE_FLAGS, STEPS_FLAG
 from dstrial.config.batch import AUTO, BATCH_KEYS, BatchSolution, solve_batch
 from dstrial.errors import ConfigError
 from dstrial.integrations.huggingface.overwrites.draft import COMMAND_LINE, Draft, Resolution, auto_hint
 from dstrial.resume.batch import in_words, keep_batch
 from dstrial.resume.metadata import EngineRecord, SavedRun, given_sizes
 
-MICRO_FLAG = "per_device_train_batch_size"
-STEPS_FLAG = "gradient_accumulation_steps"
 _TOTAL, _MICRO, _STEPS = BATCH_KEYS
-_FLAGS = {_MICRO: MICRO_FLAG, _STEPS: STEPS_FLAG}
 
 Sizes: TypeAlias = tuple[int | None, int | None, int | None]
 """Global batch, micro batch, accumulation steps; None for what is not given."""
@@ -31,16 +28,8 @@ Sizes: TypeAlias = tuple[int | None, int | None, int | None]
 def reconcile_batch(draft: Draft, world_size: int, resumed: SavedRun | None) -> None:
     """Make the three keys numbers and the two flags the same numbers.
 
-    A number in the config wins over a flag, because a search changes the config. What the config leaves open the flags say,
-    as far as the config's numbers let them; then the solver.
-
-    Args:
-        draft: changed.
-        world_size: ranks.
-        resumed: the checkpoint of this very run that it goes on from, whose batch is kept; None for a new one.
-
-    Raises:
-        ConfigError: nothing solves the equation, or the ranks cannot share the checkpoint's batch.
+    A number in the config wins over a flag, because a search changes the config. The flags fill in what the config leaves open,
+    as far as the config's numbers let them; then the solver. ``resumed`` is this very run's checkpoint, whose batch is kept.
     """
     keys = _key_sizes(draft)
     flags = tuple(draft.number_of_flag(flag, minimum=1, is_whole=True) for flag in (MICRO_FLAG, STEPS_FLAG))
@@ -92,16 +81,12 @@ def _leave_to_trainer(draft: Draft) -> None:
             else "the product of the two others and the ranks"
         )
         draft.decide(
-            _FLAGS.get(key, ""), key, Resolution.TRAINER, f"{key} is given neither as a number nor as an argument: {said}"
+            SIZE_FLAGS.get(key, ""), key, Resolution.TRAINER, f"{key} is given neither as a number nor as an argument: {said}"
         )  # fmt: skip
 
 
 def _solve(draft: Draft, keys: Sizes, micro: int | None, steps: int | None, world_size: int) -> BatchSolution:
-    """Solve with as many of the flags as the config's numbers allow.
-
-    Raises:
-        ConfigError: the config's numbers alone have no solution.
-    """
+    """Solve with as many of the flags as the config's numbers allow."""
     error: ConfigError | None = None
     for with_micro, with_steps in _attempts(keys, micro, steps):
         where = {key: draft.place(key) for key in BATCH_KEYS}
@@ -157,7 +142,7 @@ def _apply(draft: Draft, solution: BatchSolution, keys: Sizes, *, is_kept: bool)
     for key, given in zip(BATCH_KEYS, keys, strict=True):
         value = int(getattr(solution, key))
         draft.set_key(key, value)
-        flag = _FLAGS.get(key)
+        flag = SIZE_FLAGS.get(key)
         if flag is None:
             if given is None and not is_kept:
                 draft.decide("", key, Resolution.SOLVED, f"{key} is solved: {solution.equation}")

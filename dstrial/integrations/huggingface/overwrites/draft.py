@@ -11,16 +11,15 @@ from typing import Any
 
 from dstrial.config.batch import AUTO
 from dstrial.config.command_line import CommandLine
-from dstrial.config.deepspeed_source import DeepSpeedSource
+from dstrial.config.deepspeed_source import OVERWRITE_KEY, DeepSpeedSource
 from dstrial.config.diagnostics import Diagnostics, key_path, render
 from dstrial.errors import ConfigProblem
 
 COMMAND_LINE = "command line"
-_OVERWRITE_KEY = "overwrite_deepspeed_args"
 
 
 class Resolution(enum.Enum):
-    """How the two were brought together."""
+    """How an argument and a key were brought together."""
 
     EQUAL = "both say the same"
     ARGUMENT_SET = "the argument is added with the key's value"
@@ -40,34 +39,22 @@ class Resolution(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decision:
-    """One argument or key, and what became of it.
+    """One argument or key, and how it was settled."""
 
-    Attributes:
-        argument: flag of the command line, ``--learning_rate``; empty where none is involved.
-        key: dotted key of the DeepSpeed config; empty where none is involved.
-        outcome: how they were brought together.
-        text: a whole sentence for a person, with both values, which one wins and how to say otherwise.
-    """
-
-    argument: str
-    key: str
+    argument: str  # `--learning_rate`; empty if none is involved
+    key: str  # dotted; empty if none is involved
     outcome: Resolution
-    text: str
+    text: str  # a sentence with both values, the winner, and how to change it
 
 
 class Draft:
-    """The one mutable object of a reconciliation: the result, and the reasons.
-
-    Args:
-        arguments: as given.
-        source: the DeepSpeed config with its overwrites; not changed.
-    """
+    """The one mutable object of a reconciliation: the result, and the decisions."""
 
     def __init__(self, arguments: CommandLine, source: DeepSpeedSource) -> None:
         self.source = source
         self.arguments = arguments
         self.config: dict[str, Any] = copy.deepcopy(source.merged)
-        overwritten = {path: source.lines.get(path) or _OVERWRITE_KEY for path in source.overwritten}
+        overwritten = {path: source.lines.get(path) or OVERWRITE_KEY for path in source.overwritten}
         self.findings = Diagnostics({**source.lines, **overwritten}, source.label)
         self.decisions: list[Decision] = []
         self._given = arguments
@@ -75,7 +62,7 @@ class Draft:
     # ---- what the user wrote -------------------------------------------------------------------------
 
     def key_value(self, key: str) -> Any:
-        """Return what stands under a dotted key; None if nothing does, or null."""
+        """Return the value under a dotted key; None for no value or null."""
         value: Any = self.config
         for part in key.split("."):
             if not isinstance(value, Mapping):
@@ -108,11 +95,9 @@ class Draft:
         return int(number) if is_whole else number
 
     def truth_of_flag(self, name: str) -> bool:
-        """Say whether a boolean flag is given and true."""
         return self._given.truth(name) is True
 
     def is_given(self, name: str) -> bool:
-        """Say whether a flag is on the user's command line."""
         return self._given.find(name) is not None
 
     def is_overwritten(self, key: str) -> bool:
@@ -121,13 +106,12 @@ class Draft:
         return any(path[:length] in self.source.overwritten for length in range(1, len(path) + 1))
 
     def place(self, key: str) -> str:
-        """Return where a key stands: ``file:line: key``, or among the overwrites."""
+        """Return the place of a key: ``file:line: key``, or among the overwrites."""
         return self.findings.place(key)
 
     # ---- what becomes of it --------------------------------------------------------------------------
 
     def set_key(self, key: str, value: Any) -> None:
-        """Set a dotted key of the config to be."""
         *sections, last = key.split(".")
         section = self.config
         for part in sections:
@@ -138,19 +122,16 @@ class Draft:
         section[last] = value
 
     def set_flag(self, name: str, value: str) -> None:
-        """Set a flag of the command line to be."""
         self.arguments = self.arguments.with_value(name, value)
 
     def remove_flag(self, name: str) -> None:
-        """Take a flag off the command line to be."""
         self.arguments = self.arguments.without(name)
 
     def decide(self, argument: str, key: str, outcome: Resolution, text: str) -> None:
-        """Record what became of an argument and a key."""
         self.decisions.append(Decision(f"--{argument}" if argument else "", key, outcome, text))
 
     def problem(self, flag: str, got: str, expected: str, fix: str) -> None:
-        """Record an error of the command line."""
+        """Record an error of the command line, once."""
         found = ConfigProblem(f"{COMMAND_LINE}: {flag}", got, expected, fix)
         if found not in self.findings.problems:
             self.findings.problems.append(found)

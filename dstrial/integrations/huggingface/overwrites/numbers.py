@@ -21,20 +21,12 @@ from dstrial.integrations.huggingface.overwrites.draft import Draft, Resolution,
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NumberPair:
-    """An argument of the Trainer, and DeepSpeed's keys that have to have its value.
-
-    Attributes:
-        argument: field of ``TrainingArguments``.
-        keys: dotted keys; of two numbers that differ, and neither of them overwritten, the first one's counts.
-        also_removed: arguments that say the same in another way, and go where the key's number wins.
-        minimum: lowest number that DeepSpeed takes.
-        is_whole: whether it is a whole number.
-    """
+    """An argument of the Trainer, and DeepSpeed's keys that must have its value."""
 
     argument: str
-    keys: tuple[str, ...]
-    also_removed: tuple[str, ...] = ()
-    minimum: float | None = None
+    keys: tuple[str, ...]  # dotted; the first counts if two differ and neither is overwritten
+    also_removed: tuple[str, ...] = ()  # arguments of the same meaning, removed where the key's number wins
+    minimum: float | None = None  # lowest that DeepSpeed takes
     is_whole: bool = False
 
 
@@ -67,7 +59,6 @@ ARGUMENTS = (
 
 
 def reconcile_numbers(draft: Draft) -> None:
-    """Bring every pair together. Changes the draft."""
     for pair in PAIRS:
         _reconcile(draft, pair)
     _reconcile_betas(draft)

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dstrial.config.auto_values import MICRO_FLAG, STEPS_FLAG
 from dstrial.config.batch import AUTO
 from dstrial.config.command_line import CommandLine
 from dstrial.config.deepspeed_source import DeepSpeedSource
 from dstrial.config.diagnostics import render
 from dstrial.errors import ConfigError
 from dstrial.integrations.huggingface.overwrites import numbers
-from dstrial.integrations.huggingface.overwrites.batch import MICRO_FLAG, STEPS_FLAG, reconcile_batch
+from dstrial.integrations.huggingface.overwrites.batch import reconcile_batch
 from dstrial.integrations.huggingface.overwrites.draft import Decision, Draft, Resolution, auto_hint
 from dstrial.resume.metadata import SavedRun
 
@@ -40,41 +41,34 @@ ARGUMENTS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReconciledArguments:
-    """A command line and a DeepSpeed config that a Trainer accepts together.
+    """A command line and a DeepSpeed config that a Trainer accepts together."""
 
-    Attributes:
-        arguments: the command line; ``--deepspeed`` is still missing or the user's.
-        config: the effective DeepSpeed config, which shares nothing with the source's.
-        decisions: what became of every pair of an argument and a key.
-    """
-
-    arguments: CommandLine
-    config: dict[str, Any]
+    arguments: CommandLine  # `--deepspeed` is still missing or the user's
+    config: dict[str, Any]  # effective; shares nothing with the source's
     decisions: tuple[Decision, ...]
 
     def pointing_to(self, path: str) -> list[str]:
-        """Return the command line with ``--deepspeed`` naming the effective config."""
         return [*self.arguments.with_value(CONFIG_FLAG, path).words]
 
     @property
     def contradictions(self) -> tuple[Decision, ...]:
-        """Those that had to change something that the user wrote."""
+        """Decisions that changed something that the user wrote."""
         return tuple(decision for decision in self.decisions if decision.outcome.is_contradiction)
 
 
 def reconcile(
     arguments: Sequence[str], source: DeepSpeedSource, world_size: int, *, resumed: SavedRun | None = None
 ) -> ReconciledArguments:
-    """Bring the arguments of a Trainer script and a DeepSpeed config together.
+    """Make the arguments of a Trainer script agree with a DeepSpeed config.
 
     Args:
         arguments: words behind the script's name; not changed.
-        source: the DeepSpeed config with its overwrites, and where each value stands.
+        source: the DeepSpeed config with its overwrites, and the place of each value.
         world_size: ranks that train.
-        resumed: the checkpoint of this very run that it goes on from, whose batch is kept; None for a new run.
+        resumed: this very run's checkpoint, whose batch is kept; None for a new run.
 
     Raises:
-        ConfigError: with everything that has no solution: batch sizes, values that are no numbers, abbreviated flags.
+        ConfigError: with every problem: batch sizes without a solution, values that are no numbers, abbreviated flags.
     """
     draft = Draft(CommandLine.of(arguments), source)
     _require_flags(draft)
@@ -126,7 +120,6 @@ def _settle_path(draft: Draft) -> None:
 
 
 def _reconcile_precision(draft: Draft) -> None:
-    """Bring both precisions together. Changes the draft."""
     said: dict[str, bool | None] = {}
     for precision in _PRECISIONS:
         key = f"{precision}.enabled"

@@ -48,29 +48,25 @@ def explained(conversion: Conversion, key: str) -> tuple[str, str]:
     return found.outcome, found.explanation
 
 
+def converting(source: Path, directory: Path, *options: str) -> int:
+    return main(["convert", "accelerate", str(source), "-o", str(directory), *options])
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_a_file_of_the_questionnaire_becomes_an_experiment_that_passes_the_check(
+def test_converted_file_passes_the_check(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
+    given = yaml.safe_load(config.read_text())
 
-    exit_code = main(
-        [
-            "convert",
-            "accelerate",
-            str(config),
-            "--entrypoint",
-            "train.py",
-            "--micro-batch",
-            "4",
-            "-o",
-            str(tmp_path),
-        ]
-    )
+    assert converting(config, tmp_path, "--entrypoint", "train.py") == 0
+    assert json.loads((tmp_path / "ds_config.json").read_text())["train_micro_batch_size_per_gpu"] == "auto"
+    assert main(["check", str(tmp_path / "experiment.yaml"), str(tmp_path)]) == 0
+    capsys.readouterr()
 
+    exit_code = converting(config, tmp_path, "--entrypoint", "train.py", "--micro-batch", "4", "--force")
     printed = capsys.readouterr()
     assert exit_code == 0, printed.err
-    given = yaml.safe_load(config.read_text())
     rows = {line.split("  ")[0] for line in printed.out.splitlines()}
     assert set(leaves(given)) <= rows
     assert "unknown" not in printed.out
@@ -79,18 +75,6 @@ def test_a_file_of_the_questionnaire_becomes_an_experiment_that_passes_the_check
     assert checked.deepspeed_check is not None
     assert checked.deepspeed_check.batch is not None
     assert checked.deepspeed_check.batch.train_micro_batch_size_per_gpu == 4
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
-def test_a_batch_that_is_left_to_the_script_passes_the_check_too(config: Path, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-
-    command = ["convert", "accelerate", str(config), "--entrypoint", "train.py", "-o", str(tmp_path)]
-
-    assert main(command) == 0
-    assert main(["check", str(tmp_path / "experiment.yaml"), str(tmp_path)]) == 0
-    written = json.loads((tmp_path / "ds_config.json").read_text())
-    assert written["train_micro_batch_size_per_gpu"] == "auto"
 
 
 def test_there_are_files_of_every_kind() -> None:
@@ -188,7 +172,7 @@ def test_deepspeed_section_without_deepspeed_is_ignored(
     config = {**plugin(deepspeed_config_file="absent.json", zero_stage=3), "distributed_type": "NO"}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
 
-    assert main(["convert", "accelerate", str(tmp_path / "config.yaml"), "-o", str(tmp_path)]) == 0
+    assert converting(tmp_path / "config.yaml", tmp_path) == 0
 
     said = "accelerate ignores it under distributed_type NO"
     assert "note: deepspeed_config.deepspeed_config_file" in (output := capsys.readouterr().out)
@@ -203,26 +187,11 @@ def test_unknown_keys_are_named_and_nothing_is_done_with_them(
     source = tmp_path / "mine.yaml"
     source.write_text(yaml.safe_dump({**plugin(zero_stage=1, zero_speed=9), "each": 1}))
 
-    main(
-        [
-            "convert",
-            "accelerate",
-            str(source),
-            "--entrypoint",
-            "train.py",
-            "--micro-batch",
-            "2",
-            "-o",
-            str(tmp_path),
-        ]
-    )
+    converting(source, tmp_path, "--entrypoint", "train.py", "--micro-batch", "2")
 
-    warning = next(
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: unknown")
-    )
-    assert warning.endswith("each, deepspeed_config.zero_speed") or warning.endswith(
-        "deepspeed_config.zero_speed, each"
-    )
+    printed = capsys.readouterr().out.splitlines()
+    warning = next(line for line in printed if line.startswith("warning: unknown"))
+    assert {"each", "deepspeed_config.zero_speed"} <= set(warning.replace(",", "").split())
     assert "zero_speed" not in (tmp_path / "ds_config.json").read_text()
 
 
@@ -251,13 +220,13 @@ def test_existing_files_are_replaced_only_when_asked_to(
 ) -> None:
     (tmp_path / "train.py").write_text("")
     (tmp_path / "ds_config.json").write_text("mine")
-    command = ["convert", "accelerate", str(CONFIGS[-1]), "--entrypoint", "train.py", "--micro-batch", "2"]
+    options = ("--entrypoint", "train.py", "--micro-batch", "2")
 
-    assert main([*command, "-o", str(tmp_path)]) == 1
+    assert converting(CONFIGS[-1], tmp_path, *options) == 1
     assert (tmp_path / "ds_config.json").read_text() == "mine"
     assert not (tmp_path / "experiment.yaml").exists()
     assert "is there already; expected a new file" in capsys.readouterr().err
-    assert main([*command, "-o", str(tmp_path), "--force"]) == 0
+    assert converting(CONFIGS[-1], tmp_path, *options, "--force") == 0
     assert json.loads((tmp_path / "ds_config.json").read_text())["train_micro_batch_size_per_gpu"] == 2
 
 
@@ -267,13 +236,13 @@ def test_a_deepspeed_file_that_is_not_there_is_an_error_that_names_it(
     source = tmp_path / "config_file.yaml"
     shutil.copy(Path(__file__).parent / "configs" / "config_file.yaml", source)
 
-    assert main(["convert", "accelerate", str(source), "-o", str(tmp_path)]) == 1
+    assert converting(source, tmp_path) == 1
 
     assert "'ds_zero2.json', which does not exist" in capsys.readouterr().err
 
 
 def test_what_the_file_cannot_say_is_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", "accelerate", str(CONFIGS[-1]), "-o", str(tmp_path)]) == 0
+    assert converting(CONFIGS[-1], tmp_path) == 0
 
     text = (tmp_path / "experiment.yaml").read_text()
     marked = [line.split("#")[0].strip() for line in text.splitlines() if "CHOOSE:" in line]
@@ -304,7 +273,7 @@ def test_what_is_asked_for_and_has_to_be_done_elsewhere_is_said_again_below_the_
 ) -> None:
     config = Path(__file__).parent / "configs" / "two_machines_pdsh_hostfile.yaml"
 
-    assert main(["convert", "accelerate", str(config), "-o", str(tmp_path)]) == 0
+    assert converting(config, tmp_path) == 0
 
     printed = capsys.readouterr().out.splitlines()
     notes = [line.split()[1] for line in printed if line.startswith("note: ")]
@@ -331,7 +300,7 @@ def test_an_entrypoint_that_cannot_run_is_refused_before_anything_is_written(
     (tmp_path / "train.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
 
-    assert main(["convert", "accelerate", str(CONFIGS[-1]), "--entrypoint", entrypoint, "-o", "made"]) == 1
+    assert converting(CONFIGS[-1], Path("made"), "--entrypoint", entrypoint) == 1
 
     assert message in capsys.readouterr().err
     assert not (tmp_path / "made").exists()
@@ -343,10 +312,9 @@ def test_what_the_check_still_misses_is_a_next_step_and_no_failure(
     config: Path, script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "train.py").write_text("import torch\n")  # of which nobody can see who fills in "auto"
-    command = ["convert", "accelerate", str(config), "--entrypoint", script, "-o", str(tmp_path)]
     experiment = tmp_path / "experiment.yaml"
 
-    assert main(command) == 0
+    assert converting(config, tmp_path, "--entrypoint", script) == 0
 
     printed = capsys.readouterr()
     assert printed.err == ""
@@ -360,5 +328,5 @@ def test_what_the_check_still_misses_is_a_next_step_and_no_failure(
     told = [line for line in printed.out.splitlines() if line.startswith("next: ")]
     assert told[:-1] == missing
     (tmp_path / script).write_text(SCRIPT)
-    assert main([*command, "--micro-batch", "4", "--force"]) == 0
+    assert converting(config, tmp_path, "--entrypoint", script, "--micro-batch", "4", "--force") == 0
     assert main(["check", str(experiment), str(tmp_path)]) == 0, capsys.readouterr()

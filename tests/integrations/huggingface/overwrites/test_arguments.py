@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import determined as det
+import pytest
+from sample_layouts import PLAIN_LAYOUT
+
+from dstrial import dsat
+from dstrial.checkpoint.manifest import Manifest, write_manifest
+from dstrial.config import EngineRecord
+from dstrial.errors import ConfigError
+from dstrial.integrations.huggingface.overwrites.arguments import effective_directory, write_effective_config
+from dstrial.resume.metadata import run_metadata
+
+CONFIG = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A trial's directory with its DeepSpeed JSON, as one rank of two."""
+    (tmp_path / "ds_config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29999")
+    monkeypatch.setenv("DSTRIAL_RUN_DIR", str(tmp_path / "run"))
+    return tmp_path
+
+
+def test_without_a_deepspeed_config_nothing_is_done() -> None:
+    given = ["--learning_rate", "1"]
+
+    returned = dsat.get_hf_args_with_overwrites(given, {"learning_rate": 2, "overwrite_deepspeed_args": {}})
+
+    assert returned == given
+    assert returned is not given
+
+
+def test_the_arguments_name_an_effective_copy_and_the_file_stays_as_it_is(directory: Path) -> None:
+    before = (directory / "ds_config.json").read_bytes()
+    given = ["--output_dir", "out", "--deepspeed", "ds_config.json"]
+    hparams = {
+        "deepspeed_config": "ds_config.json",
+        "overwrite_deepspeed_args": {"gradient_accumulation_steps": 3},
+    }
+
+    returned = dsat.get_hf_args_with_overwrites(given, hparams)
+
+    path = Path(returned[3])
+    assert path.parent == directory / "run" / "deepspeed_config"
+    assert json.loads(path.read_text())["train_batch_size"] == 4 * 3 * 2
+    assert returned[4:] == ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "3"]
+    assert given == ["--output_dir", "out", "--deepspeed", "ds_config.json"]
+    assert (directory / "ds_config.json").read_bytes() == before
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(("is_measured", "num_steps"), [(True, "1000"), (False, "40")])
+def test_a_measuring_trial_is_as_long_as_the_search_wants_it(
+    directory: Path, is_measured: bool, num_steps: str
+) -> None:
+    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": 40}}
+    hparams = {
+        "deepspeed_config": "ds_config.json",
+        "overwrite_deepspeed_args": {"scheduler": schedule},
+        "_use_dsat_mode": is_measured,
+        "_dsat": {"num_batches": 1000},
+    }
+
+    returned = dsat.get_hf_args_with_overwrites(["--max_steps=40"], hparams)
+
+    assert returned[0] == f"--max_steps={num_steps}"
+    effective = json.loads(Path(returned[-1]).read_text())
+    assert effective["scheduler"]["params"]["total_num_steps"] == ("auto" if is_measured else 40)
+
+
+def test_overwrites_alone_change_the_config_that_the_arguments_name(directory: Path) -> None:
+    returned = dsat.get_hf_args_with_overwrites(
+        ["--deepspeed=ds_config.json"], {"overwrite_deepspeed_args": {"train_micro_batch_size_per_gpu": 2}}
+    )
+
+    assert returned[0].startswith(f"--deepspeed={directory}")
+    assert returned[1:3] == ["--per_device_train_batch_size", "2"]
+
+
+def test_a_kept_batch_without_any_deepspeed_config_sets_the_flags_of_the_batch() -> None:
+    kept = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    given = ["--per_device_train_batch_size=4", "--seed", "1"]
+
+    returned = dsat.get_hf_args_with_overwrites(given, {"overwrite_deepspeed_args": kept})
+
+    assert returned == [
+        "--per_device_train_batch_size=2", "--seed", "1", "--gradient_accumulation_steps", "4"
+    ]  # fmt: skip
+
+
+def test_contradictions_are_one_warning_of_rank_0(
+    directory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--per_device_train_batch_size", "9", "--max_grad_norm", "2"]
+    hparams = {"deepspeed_config": "ds_config.json", "overwrite_deepspeed_args": {"gradient_clipping": 1}}
+    with caplog.at_level(logging.WARNING, logger="dstrial.dsat"):
+        dsat.get_hf_args_with_overwrites(arguments, hparams)
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        dsat.get_hf_args_with_overwrites(arguments, hparams)
+
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert text.startswith("2 contradictions between arguments and DeepSpeed config:\n")
+    assert (
+        "ds_config.json:1: train_micro_batch_size_per_gpu is 4 and --per_device_train_batch_size is 9" in text
+    )
+    assert "overwrite_deepspeed_args: gradient_clipping is 1 and --max_grad_norm is 2" in text
+
+
+def test_a_config_that_cannot_be_read_is_refused(directory: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.json does not exist"):
+        dsat.get_hf_args_with_overwrites([], {"deepspeed_config": "absent.json"})
+    with pytest.raises(ConfigError, match="given without deepspeed_config"):
+        dsat.get_hf_args_with_overwrites([], {"overwrite_deepspeed_args": {"gradient_clipping": 1}})
+
+
+def test_the_copy_is_kept_in_a_directory_of_this_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+
+    directory = effective_directory({})
+
+    assert directory == tmp_path / "cache" / "dstrial" / "deepspeed_config"
+    assert not (tmp_path / "tmp").exists()
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert (
+        effective_directory({"DSTRIAL_EXPERIMENT": str(tmp_path / "job" / "experiment.json")})
+        == tmp_path / "job"
+    )
+
+
+def checkpoint_of_one_rank(directory: Path, trial_id: int) -> Path:
+    """Write what a checkpoint says of a run that began on one rank with 4 x 2 records."""
+    layout = dataclasses.replace(
+        PLAIN_LAYOUT,
+        world_size=1,
+        data_parallel_size=1,
+        train_batch_size=8,
+        micro_batch_size=4,
+        micro_batches_per_batch=2,
+    ).to_json()
+    given = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    checkpoint = directory / "checkpoints" / "c1"
+    checkpoint.mkdir(parents=True)
+    write_manifest(checkpoint, Manifest.build(steps_completed=10, layouts=[layout], files={}))
+    engine = EngineRecord.from_layout(layout, {"given": given})
+    (checkpoint / "metadata.json").write_text(json.dumps(run_metadata([engine], trial_id)))
+    return checkpoint
+
+
+ON_TWO_RANKS = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1"]
+BEGAN_WITH = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2"]
+
+
+def test_a_run_that_goes_on_off_a_cluster_keeps_the_batch_of_its_checkpoint(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DSTRIAL_RESUME", str(checkpoint_of_one_rank(directory, trial_id=0)))
+
+    returned = dsat.get_hf_args_with_overwrites(BEGAN_WITH, {"deepspeed_config": "ds_config.json"})
+
+    assert returned[:4] == ON_TWO_RANKS
+    assert json.loads(Path(returned[5]).read_text())["train_batch_size"] == 8
+
+
+@pytest.mark.parametrize(("trial_id", "expected"), [(7, ON_TWO_RANKS), (8, BEGAN_WITH)])
+def test_a_trial_of_a_cluster_keeps_the_batch_of_its_own_checkpoint_only(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, trial_id: int, expected: list[str]
+) -> None:
+    monkeypatch.delenv("DSTRIAL_RUN_DIR")
+    monkeypatch.setattr("tempfile.tempdir", str(directory))
+    checkpoint = checkpoint_of_one_rank(directory, trial_id=7)
+    storage = {"type": "directory", "container_path": str(checkpoint.parent)}
+    trial = det.TrialInfo(
+        trial_id=trial_id,
+        experiment_id=1,
+        trial_seed=1,
+        hparams={},
+        config={"checkpoint_storage": storage},
+        steps_completed=10,
+        trial_run_id=2,
+        debug=False,
+        inter_node_network_interface=None,
+    )
+    info = det.ClusterInfo(
+        master_url="http://127.0.0.1:1",
+        cluster_id="c",
+        agent_id="a",
+        slot_ids=[0, 1],
+        task_id="t",
+        allocation_id="t.1",
+        session_token="",
+        task_type="TRIAL",
+        rendezvous_info=det.RendezvousInfo(["127.0.0.1"], 0, [2]),
+        latest_checkpoint="c1",
+        trial_info=trial,
+    )
+    monkeypatch.setattr(det, "get_cluster_info", lambda: info)
+
+    returned = dsat.get_hf_args_with_overwrites(BEGAN_WITH, {"deepspeed_config": "ds_config.json"})
+
+    assert returned[:4] == expected
+
+
+@pytest.mark.process
+def test_processes_that_write_the_same_copy_at_once_leave_one_whole_file(tmp_path: Path) -> None:
+    code = (
+        "import json, sys; from pathlib import Path\n"
+        "from dstrial.integrations.huggingface.overwrites.arguments import write_effective_config\n"
+        "for _ in range(100):\n"
+        "    path = write_effective_config({'key': ['value'] * 5000}, Path(sys.argv[1]))\n"
+        "    assert len(json.loads(path.read_text())['key']) == 5000\n"
+    )
+    started = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=dict(os.environ)) for _ in range(3)
+    ]
+
+    assert [process.wait(timeout=120) for process in started] == [0, 0, 0]
+    (path,) = tmp_path.iterdir()
+    assert path == write_effective_config({"key": ["value"] * 5000}, tmp_path)
+
+
+@pytest.mark.process
+def test_importing_it_imports_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys; from dstrial.dsat import get_hf_args_with_overwrites as given; given([], {})\n"
+        "print([name for name in ('torch', 'transformers', 'deepspeed') if name in sys.modules])"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert finished.stdout.strip() == "[]"
