@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,14 +60,21 @@ def test_larger_micro_batches_and_buckets_need_more_memory_and_higher_stages_les
 
 
 def test_predict_finds_the_best_row_of_the_recorded_grid_though_it_is_not_sure_to_fit(load: Any) -> None:
-    benchmark, play = load("dsat"), load("dsat_play")
+    benchmark = load("dsat")
     path = BENCHMARKS / "dsat_recorded" / "grid.json"
-    grid = load("dsat_grid").RecordedGrid.read(path)
-    case = benchmark.GridCase(grid, path.with_name("grid-inputs.json"))
+    best = load("dsat_grid").RecordedGrid.read(path).best.candidate
 
     for seed in range(3):
-        problem, _ = case.at(seed)
-        played = play.play_ours(problem, "predict", seed, play.Cost())
-        assert played.best == grid.best.candidate
-        assert played.num_out_of_memory == 0
-        assert len(played.trials) <= 8
+        trials = benchmark.play(benchmark.grid_problem(path, seed), "predict", seed)
+        assert benchmark.best_of(trials) == best
+        assert all(isinstance(outcome, benchmark.Measured) for _, outcome, _ in trials)
+        assert len(trials) <= 8
+
+
+def test_the_program_prints_a_table_and_keeps_every_search(load: Any, tmp_path: Path) -> None:
+    kept = tmp_path / "lines.json"
+    words = ["--workloads", "0", "--seeds", "1", "--methods", "predict", "asha", "--json", str(kept)]
+    load("dsat").main(words)
+    lines = [json.loads(text) for text in kept.read_text().splitlines()]
+    assert [(one["method"], one["seed"]) for one in lines] == [("predict", 0), ("asha", 0)]
+    assert all(one["first_close"] <= one["trials"] for one in lines)
