@@ -41,16 +41,9 @@ def gather_inputs(
     deadline_s: float = _DEADLINE_S,
     print_line: Callable[[str], None] = lambda _line: None,
 ) -> PredictInputs:
-    """Dry-run what a search may measure.
+    """Dry-run the structures that a search may measure, within ``deadline_s`` seconds in all.
 
-    A description that fails is no failure of the search: ``predict`` then begins with what its first measurement tells.
-
-    Args:
-        settings: of the search.
-        target: what kind of device its ranks have.
-        capacity_bytes: memory of one device; None if unknown.
-        deadline_s: seconds for all dry runs together, real batches included.
-        print_line: prints a line for a person.
+    A failed dry run does not end the search: ``predict`` then starts from its first measurement.
     """
     request_of = request_maker(settings, target=target, capacity_bytes=capacity_bytes)
     groups = ConfigGroups(settings.space, is_cpu=target == "cpu")
@@ -90,10 +83,6 @@ def gather_inputs(
 def flops_notes(runs: Iterable[DryRunResult], micro_batch_size: int) -> list[str]:
     """Compare counted FLOPs with the rule for transformers; no notes without tokens.
 
-    Args:
-        runs: of one model; the first that tells is believed.
-        micro_batch_size: at which they are compared.
-
     Source: 6 FLOPs per parameter and token, Kaplan et al. 2020, section 2.1.
     """
     ratio = next((found for run in runs if (found := run.flops_ratio(micro_batch_size)) is not None), None)
@@ -111,13 +100,7 @@ def flops_notes(runs: Iterable[DryRunResult], micro_batch_size: int) -> list[str
 def dry_run_space(
     groups: ConfigGroups, request_of: RequestOf, *, deadline_s: float = _DEADLINE_S
 ) -> PredictInputs:
-    """Run one dry run for each kind of structure of a space.
-
-    Args:
-        groups: of the space.
-        request_of: makes the request for a structure, and for whether it accumulates.
-        deadline_s: seconds for all of them together.
-    """
+    """Run one dry run for each kind of structure of a space."""
     asked = groups.representatives()
     requests = [request_of(structure, is_accumulating) for structure, is_accumulating in asked.values()]
     parallel = max(min(os.cpu_count() or 1, _MOST_PARALLEL), 1)
@@ -140,7 +123,6 @@ def dry_run_space(
 
 
 def request_maker(settings: SearchConfig, *, target: Target, capacity_bytes: int | None = None) -> RequestOf:
-    """Return what makes the requests of a search's dry runs."""
     space: Space = settings.space
     asked = settings.flags.sample_batch
     sample_batch = Path(asked) if isinstance(asked, str) else None
@@ -232,13 +214,7 @@ def on_one_device(
 ) -> list[tuple[str, DryRunResult]]:
     """Dry-run the model on a single device: as it is, and with all it can offload.
 
-    Args:
-        settings: of the search.
-        capacity_bytes: memory of the device.
-        deadline_s: seconds for both together.
-
-    Returns:
-        What was dry-run, for a person, and what it found; nothing that could not be.
+    Returns a description and the result of each dry run that succeeded.
     """
     request_of = request_maker(settings, target="cuda", capacity_bytes=capacity_bytes)
     offloads = (("offload_optimizer", "cpu"), ("offload_param", "cpu"))
@@ -255,11 +231,7 @@ def on_one_device(
 
 
 def target_here(environment: Mapping[str, str]) -> Target:
-    """Name the device kind of local ranks, without imports that would take it.
-
-    Args:
-        environment: of this process.
-    """
+    """Return the device kind of local ranks, without imports that would initialize it."""
     if environment.get("DS_ACCELERATOR", "") == "cpu" or environment.get("CUDA_VISIBLE_DEVICES") == "":
         return "cpu"
     return "cuda" if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists() else "cpu"

@@ -42,12 +42,10 @@ _HOOKS = (
 
 
 class ProcessState:
-    """What a process is like before its first engine; ``restore`` makes it so again.
+    """The state of a process before its first engine; ``restore`` brings it back.
 
-    Args:
-        keeps: the namespaces whose functions are put back; those that DeepSpeed is known to change if None.
-
-    Ranks: each its own. Made after the process group and everything that shall last; what the first ``restore`` leaves lasts too.
+    It is made after the process group and everything that shall last; what the first ``restore`` leaves lasts too. Functions of
+    the namespaces ``keeps`` are put back; by default of those that DeepSpeed is known to change.
     """
 
     def __init__(self, keeps: Iterable[Any] | None = None) -> None:
@@ -213,25 +211,16 @@ _ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NumericFlags:
-    """Settings of torch.
+    """Numeric settings of torch."""
 
-    Attributes:
-        matmul_precision: as ``torch.get_float32_matmul_precision`` has it; None where older and newer names were mixed.
-        attributes: below ``torch.backends``, those that this build of torch has.
-        attention_kernels: which kernels of scaled dot product attention may be chosen.
-        is_deterministic: whether only deterministic algorithms may be.
-        only_warns: whether others warn instead of failing.
-    """
-
-    matmul_precision: str | None
-    attributes: Mapping[str, Any]
-    attention_kernels: Mapping[str, bool]
+    matmul_precision: str | None  # None where older and newer names were mixed
+    attributes: Mapping[str, Any]  # below ``torch.backends``, those of this build
+    attention_kernels: Mapping[str, bool]  # which may be chosen
     is_deterministic: bool
-    only_warns: bool
+    only_warns: bool  # nondeterministic algorithms warn instead of failing
 
     @classmethod
     def read(cls) -> NumericFlags:
-        """Return what holds now. Ranks: any; no communication."""
         precision = None
         with contextlib.suppress(RuntimeError):
             precision = torch.get_float32_matmul_precision()
@@ -250,7 +239,6 @@ class NumericFlags:
         )
 
     def restore(self) -> None:
-        """Put it back. Ranks: any; no communication."""
         if NumericFlags.read() == self:
             return
         if self.matmul_precision is not None:

@@ -33,7 +33,7 @@ _NO_MASTER = "http://localhost:1"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a script, or ``-m MODULE``, as a rank of a local trial. Ranks: all."""
+    """Run a script, or ``-m MODULE``, as a rank of a local trial. Ranks: all, collectively."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     known = read_experiment()
     assert known is not None, "the launcher was given --config"
@@ -54,10 +54,6 @@ def trial_here(known: KnownExperiment, identity: RankIdentity) -> Iterator[None]
 
     ``det.get_cluster_info()`` returns the experiment's hyperparameters and config, ``core.init()`` a core context on a run
     directory, with a searcher if the experiment has a ``searcher.max_length``. dstrial itself knows that there is no master.
-
-    Args:
-        known: the experiment.
-        identity: this rank.
 
     Ranks: all; making the core context is collective (one broadcast).
     """

@@ -40,15 +40,6 @@ class ScriptWorkload:
 
     What the script does with the engine's output is not run: the loss is the output itself where that is one number, its
     ``loss``, or the mean of all numbers of the output.
-
-    Args:
-        is_real: build and train with real tensors.
-
-    Attributes:
-        notes: what a person has to know of the description.
-        num_records: of the first batch.
-
-    Ranks: this one is the only one that exists.
     """
 
     def __init__(self, is_real: bool = False) -> None:
@@ -67,18 +58,7 @@ class ScriptWorkload:
         sample_batch: str | None = None,
         trusts_code: bool = False,
     ) -> None:
-        """Run the script, imports included, until it calls an engine.
-
-        Args:
-            words: the script's path, or ``-m`` and a module, and its arguments.
-            hparams: hyperparameters of the trial, with the overwrites of the configuration in question.
-            exp_conf: experiment config, if the script asks for it.
-            sample_batch: file with what the engine is called with instead, by ``torch.save``.
-            trusts_code: whether that file may run code when it is loaded.
-
-        Raises:
-            TrialContractError: the script ends without having called an engine.
-        """
+        """Run the script, imports included, until it calls an engine."""
         size = torch.distributed.get_world_size()
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(deepspeed, "initialize", self._intercept))
@@ -100,7 +80,6 @@ class ScriptWorkload:
         self.num_records = 0 if first is None else len(first)
 
     def _intercept(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-        """Stand in for ``deepspeed.initialize``."""
         self._arguments = dict(_ARGUMENTS.bind(*args, **kwargs).arguments)
         if isinstance(self._arguments.get("model"), deepspeed.PipelineModule):
             raise TrialContractError(
@@ -174,8 +153,6 @@ class _Captured(BaseException):
 
 
 class _CapturingEngine:
-    """What the script gets for its engine."""
-
     def __init__(self, module: Any, config: Any) -> None:
         given = config if isinstance(config, Mapping) else {}
         micro = given.get("train_micro_batch_size_per_gpu")
@@ -188,7 +165,6 @@ class _CapturingEngine:
         self.train_batch_size = lambda: size
 
     def train(self, mode: bool = True) -> _CapturingEngine:
-        """Do nothing."""
         del mode
         return self
 

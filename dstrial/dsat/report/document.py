@@ -64,24 +64,12 @@ _LONGEST_LIVE_TEXT = 500
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchFacts:
-    """What a report says about the search itself.
-
-    Attributes:
-        name: of the experiment.
-        method: of the search.
-        metric: that was searched for.
-        reason: why it ended, or what interrupted it.
-        is_finished: whether nothing is left to do.
-        num_slots: ranks of a trial.
-        predicted: what the method says beyond the measurements.
-        notes: sentences that a person should know.
-        is_failure: whether an error has ended it.
-    """
+    """What a report says about the search itself."""
 
     name: str
     method: str
     metric: str
-    reason: str
+    reason: str  # why it ended, or the signal that interrupted it
     is_finished: bool
     num_slots: int
     predicted: ReportFacts = dataclasses.field(default_factory=ReportFacts)
@@ -90,13 +78,7 @@ class SearchFacts:
 
 
 def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResult]) -> dict[str, Any]:
-    """Return the report as JSON values.
-
-    Args:
-        facts: about the search.
-        space: what was searched.
-        trials: every trial, whether it has ended or not.
-    """
+    """Return the report as JSON values, of trials that have ended or not."""
     metric = facts.metric
     predicted = facts.predicted
     rows = [_row(trial, metric, predicted.forecasts.get(trial.trial_id)) for trial in trials]
@@ -143,10 +125,7 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
 def live_document(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the small part of a report that is shown while the search goes on.
 
-    It is without configs, which may hold secrets.
-
-    Args:
-        document: the report of now.
+    It has no configs, which may hold secrets.
     """
     kept = {*document["pareto"], document["best"], document["own"]}
     newest = document["trials"][-_MOST_LIVE_ROWS:]
@@ -169,7 +148,7 @@ def live_document(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _notes(facts: SearchFacts, space: Space, trials: Sequence[TrialResult]) -> list[str]:
-    """Return what a person should know, and what knobs of ``--space`` proved to do."""
+    """Return the notes, and the proved effects of the knobs of ``--space``."""
     proved = [
         str(proof) for proof in best_knob_effects(space, [(one.candidate, one.outcome) for one in trials])
     ]
@@ -229,7 +208,7 @@ def _row(trial: TrialResult, metric: str, forecast: Mapping[str, Any] | None) ->
 
 
 def memory_bytes(measured: Measured) -> float | None:
-    """Return a device's peak memory: allocator's, else tensors'; a CPU rank's own."""
+    """Return a device's peak memory: the allocator's, else tensors'; a CPU rank's own."""
     for name in ("peak_reserved_bytes", "peak_memory_bytes", "host_peak_memory_bytes"):
         if (value := measured.value(name)) is not None:
             return value
@@ -248,7 +227,7 @@ def _gain(best: TrialResult | None, own: TrialResult | None, metric: str) -> flo
 
 
 def _is_certain(best: TrialResult | None, own: TrialResult | None, metric: str) -> bool:
-    """Whether the intervals of the two are apart."""
+    """Return whether the intervals of the two are apart."""
     found = _gain(best, own, metric)
     if found is None or best is None or own is None:
         return False

@@ -23,7 +23,6 @@ REPORT_NAMES = ("report.json", "report.md", "report.html")
 
 
 def render_markdown(document: Document) -> str:
-    """Return the report as Markdown."""
     rows: list[Sequence[str]]
     parts = [f"# DeepSpeed configuration of {document['name']}", f"**{views.headline(document)}**"]
     parts.append(_table(("", ""), views.facts(document)))
@@ -74,17 +73,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def write_report(
     directory: Path, facts: SearchFacts, space: Space, trials: Sequence[TrialResult]
 ) -> dict[str, Any]:
-    """Write ``report.json``, ``report.md`` and ``report.html``; returns the first.
-
-    Args:
-        directory: of the search.
-        facts: about the search.
-        space: what was searched.
-        trials: every trial so far.
-
-    Raises:
-        OSError: the disk is full, for example.
-    """
+    """Write ``report.json``, ``report.md`` and ``report.html``; return the first."""
     document = report_document(facts, space, trials)
     write_json_atomically(directory / REPORT_NAMES[0], document)
     texts = (render_markdown(document), render_page(document))
@@ -96,7 +85,6 @@ def write_report(
 
 
 def render_page(document: Document) -> str:
-    """Return the report as an HTML page; charts are SVG with escaped texts."""
     best = views.trial(document, document["best"])
     runners = [views.trial(document, trial_id) for trial_id in document["runners_up"]]
     return _template().render(

@@ -30,15 +30,7 @@ _REFRESHES_PER_S = 2.0
 
 
 class LiveTable:
-    """Shows a search during the ``with`` block: a table on a terminal, else lines.
-
-    Args:
-        metric: that is searched for.
-        max_trials: at most so many.
-        num_parallel: how many run at the same time.
-        budget_s: seconds that the search may take; None without a limit.
-        console: where to show it; standard output if None.
-    """
+    """Shows a search during the ``with`` block: a table on a terminal, else lines."""
 
     def __init__(
         self,
@@ -70,7 +62,6 @@ class LiveTable:
             self._is_shown = False
 
     def print_line(self, line: str) -> None:
-        """Print a line above the table."""
         self._console.print(Text(line))
 
     def show(self, trials: Sequence[TrialResult]) -> None:
@@ -81,12 +72,6 @@ class LiveTable:
             self._live.update(self.drawn(trials, now_s - self._began_s), refresh=True)
 
     def drawn(self, trials: Sequence[TrialResult], running_s: float) -> Group:
-        """Return what is shown.
-
-        Args:
-            trials: so far.
-            running_s: seconds since this process began.
-        """
         best = best_of(trials, self._metric)
         num_ended = sum(1 for trial in trials if trial.outcome is not None)
         table = Table(box=None, pad_edge=False, header_style="dim", expand=True)
@@ -112,7 +97,6 @@ class LiveTable:
         return Group(table, bar, line)
 
     def best_line(self, trials: Sequence[TrialResult]) -> str:
-        """Return the best so far, and what it gains."""
         best = best_of(trials, self._metric)
         if best is None or best.outcome is None:
             return "best so far: nothing was measured yet"
@@ -210,7 +194,6 @@ def trial_table(trials: Sequence[TrialResult], metric: str) -> list[str]:
 
 
 def ended_line(trial: TrialResult, metric: str) -> str:
-    """Say in one line how a trial has ended."""
     if isinstance(trial.outcome, Failure):
         return f"trial {trial.trial_id} failed ({trial.outcome.kind.value}): {trial.outcome.message}"
     value = None if trial.outcome is None else trial.outcome.value(metric)

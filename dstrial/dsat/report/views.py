@@ -17,7 +17,6 @@ def trial(document: Document, trial_id: int | None) -> Mapping[str, Any] | None:
 
 
 def headline(document: Document) -> str:
-    """Say in one sentence what the search found."""
     best, own = trial(document, document["best"]), trial(document, document["own"])
     if best is None:
         return "Nothing could be measured."
@@ -40,7 +39,6 @@ def headline(document: Document) -> str:
 
 
 def facts(document: Document) -> list[tuple[str, str]]:
-    """Return what is known of search, model and device, as pairs."""
     state = "finished" if document["is_finished"] else "not finished"
     found = [
         ("search", f"{document['method']}, {state}: {document['reason']}"),
@@ -121,7 +119,6 @@ def ordered(document: Document) -> list[Mapping[str, Any]]:
 
 
 def needs(document: Document) -> list[str]:
-    """Return what larger micro batches would need, as sentences."""
     found = []
     for one in document["needs"]:
         whose = "the best configuration" if one["trial_id"] == document["best"] else "your own configuration"
@@ -221,7 +218,7 @@ def sensitivity_rows(document: Document) -> list[tuple[str, str, Sequence[tuple[
 
 
 def _time_scale(document: Document) -> tuple[float, str]:
-    """Return what seconds are multiplied by in charts, and the unit."""
+    """Return the factor of seconds in charts, and the unit."""
     longest = max((row["step_s"] for row in document["trials"] if row["step_s"]), default=0.0)
     return (1.0, "s") if longest >= 2 else (1e3, "ms")
 
