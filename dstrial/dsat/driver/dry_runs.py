@@ -11,14 +11,7 @@ from pathlib import Path
 from dstrial.dsat.backends.trial_spec import measuring_spec, python_words
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.predictor.config_groups import ConfigGroups
-from dstrial.dsat.predictor.dry_run_requests import (
-    NUM_BATCHES,
-    as_real,
-    script_request,
-    trial_request,
-    why_real,
-    with_notes,
-)
+from dstrial.dsat.predictor.dry_run_requests import NUM_BATCHES, script_request, trial_request
 from dstrial.dsat.predictor.profiles import PredictInputs
 from dstrial.dsat.space.knobs import ZERO
 from dstrial.dsat.space.space import Space, Structure
@@ -176,27 +169,30 @@ def _by_real_batch(
     until_s: float,
 ) -> PredictInputs:
     """Train one real batch of each kind of structure in turn; the user's own first."""
-    error = DryRunError("unsupported", next(iter(failed.failures.values())))
-    reason = why_real(error)
+    failure = next(iter(failed.failures.values())).splitlines()[0]
+    reason = f"fake tensors do not do, so one real batch was trained: {failure}"
+    on_device = "memory of device and host is not told apart: what is offloaded counts as the device's"
+    told = (reason,) if target == "cpu" else (reason, on_device)
     runs: dict[str, DryRunResult] = {}
     failures: dict[str, str] = {}
     for key, (structure, is_accumulating) in groups.representatives().items():
         left_s = max(until_s - time.monotonic(), 0.0)
         (found,) = dry_runs(
-            [as_real(request_of(structure, is_accumulating))], deadline_s=left_s, num_parallel=0
+            [_as_real(request_of(structure, is_accumulating))], deadline_s=left_s, num_parallel=0
         )
         if isinstance(found, DryRunError):
             failures[key] = str(found)
             if not runs:
                 break
         else:
-            runs[key] = with_notes(found, reason, target)
+            runs[key] = dataclasses.replace(found, notes=(*found.notes, *told))
     if not runs:
         return dataclasses.replace(
             failed,
             failures=failures,
             notes=(
-                f"it cannot be described, so the first measurement is begun with: {_first_line(failures)}",
+                "it cannot be described, so the first measurement is begun with: "
+                + next(iter(failures.values()), "").partition("\n")[0],
             ),
         )
     notes = {note for run in runs.values() for note in run.notes}
@@ -205,8 +201,11 @@ def _by_real_batch(
     )
 
 
-def _first_line(failures: Mapping[str, str]) -> str:
-    return next(iter(failures.values()), "").partition("\n")[0]
+def _as_real(request: DryRunRequest) -> DryRunRequest:
+    """Return a request for one real batch on this machine in place of fake tensors."""
+    # Real tensors of a CPU are all on the host, so host and device cannot be told apart.
+    shared_options = {**request.shared_options, "is_real": True}
+    return dataclasses.replace(request, shared_options=shared_options, is_real=True, target="cpu")
 
 
 def on_one_device(

@@ -1,17 +1,12 @@
-"""Request dry runs, fake or with one real batch. Imports no torch."""
+"""Requests of dry runs. Imports no torch."""
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrial.engine.dryrun.process import DryRunError, dry_run
-from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult, Target
-
-logger = logging.getLogger("dstrial.dsat")
+from dstrial.engine.dryrun.values import DryRunRequest, Target
 
 NUM_BATCHES = 4
 """Of so many first batches of a training loader the largest counts, unless told otherwise."""
@@ -93,36 +88,3 @@ def script_request(
         device_bytes=device_bytes,
         module_paths=(str(context_dir.resolve()),),
     )
-
-
-def as_real(request: DryRunRequest) -> DryRunRequest:
-    """Return a request for one real batch on this machine in place of fake tensors."""
-    # Real tensors of a CPU are all on the host, so host and device cannot be told apart.
-    shared_options = {**request.shared_options, "is_real": True}
-    return dataclasses.replace(request, shared_options=shared_options, is_real=True, target="cpu")
-
-
-def why_real(error: DryRunError) -> str:
-    """Return, for a person, why one real batch takes the place of fake tensors."""
-    place = "" if error.place is None else f" at {error.place}"
-    return f"fake tensors do not do{place}, so one real batch was trained: {str(error).splitlines()[0]}"
-
-
-def with_notes(result: DryRunResult, reason: str, target: Target) -> DryRunResult:
-    """Return a real run's result with notes for a person."""
-    notes = [*result.notes, reason]
-    if target != "cpu":
-        notes.append("memory of device and host is not told apart: what is offloaded counts as the device's")
-    return dataclasses.replace(result, notes=tuple(notes))
-
-
-def describe(request: DryRunRequest, *, deadline_s: float = 300.0, may_be_real: bool = True) -> DryRunResult:
-    """Return what one configuration needs, for any micro batch size."""
-    try:
-        return dry_run(request, deadline_s=deadline_s)
-    except DryRunError as error:
-        if not may_be_real or error.kind == "deadline":
-            raise
-        reason = why_real(error)
-    logger.warning("%s", reason)
-    return with_notes(dry_run(as_real(request), deadline_s=deadline_s), reason, request.target)

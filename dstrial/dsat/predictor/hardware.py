@@ -37,7 +37,6 @@ class Machine:
     host_copy_bytes_per_s: float | None  # between device and host; None where the device is the host
     collectives: Mapping[str, Link]  # by kind, at the number of ranks in question
     hides: float = 0.0  # share of the communication that overlapping hides behind computation
-    is_measured: bool = False  # else published by makers
 
     def link(self, kind: str) -> Link:
         """Return a collective's link; a broadcast and the like move what all_gather moves."""
@@ -70,7 +69,6 @@ class Machine:
             collectives=links,
             # gloo's collectives on a CPU take the cores that compute.
             hides=_HIDDEN_ON_DEVICES if is_device else 0.0,
-            is_measured=True,
         )
 
     def to_json(self) -> dict[str, Any]:

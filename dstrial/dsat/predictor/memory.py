@@ -10,7 +10,7 @@ import dataclasses
 import math
 import statistics
 
-from dstrial.dsat.predictor.zero_features import Buckets, ZeroFeatures
+from dstrial.dsat.predictor.zero_features import ZeroFeatures
 from dstrial.engine.dryrun.values import DryRunResult, Line, MemoryForm
 
 MEMORY_PARTS = (
@@ -71,7 +71,6 @@ class DeviceMemory:
 class MemoryPrediction:
     """Peak memory on one device, as a distribution."""
 
-    tensor_bytes: float  # from the dry run
     median_bytes: float
     log_std: float
     phase: str
@@ -97,7 +96,6 @@ def unmeasured_peak(device: DeviceMemory, form: MemoryForm, micro_batch_size: fl
     median = body + device.context_bytes
     log_std = math.hypot(device.log_std * body, device.context_std_bytes) / median if median else 0.0
     return MemoryPrediction(
-        tensor_bytes=tensors,
         median_bytes=median,
         log_std=log_std,
         phase=form.peak_phase(micro_batch_size),
@@ -135,7 +133,7 @@ def peak_parts(
 def _split(
     run: DryRunResult, setup: ZeroFeatures, ran: ZeroFeatures, phase: str, line: Line, micro_batch_size: int
 ) -> tuple[float, ...]:
-    old_bytes = _buckets(ran).num_bytes
+    old_bytes = ran.bucket_bytes
     settled = run.device.settled - (old_bytes if setup.stage == 3 else 0)
     state = max(min(settled, line.base), 0.0)
     others = max(line.base - state, 0.0)
@@ -162,10 +160,6 @@ def _split(
     else:
         whole = others
     return state, whole, divided, offloading, kept, grown, buckets, overlapped, held
-
-
-def _buckets(setup: ZeroFeatures) -> Buckets:
-    return Buckets(setup.stage, int(setup.reduce_elements), setup.bytes_per_value, setup.is_overlapping)
 
 
 def _held_bytes(setup: ZeroFeatures, phase: str, parameters: float) -> float:

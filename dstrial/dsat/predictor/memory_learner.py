@@ -163,7 +163,6 @@ class MemoryLearner:
             # About as much of the same group has run out of memory, and no more has run.
             whole = max(whole, 1.01 * capacity)
         return MemoryPrediction(
-            tensor_bytes=point.peaks[0].total_bytes,
             median_bytes=whole,
             log_std=log_std,
             phase=phase,

@@ -11,8 +11,7 @@ from typing import Any
 
 from dstrial.dsat.core.outcome import Measured
 from dstrial.dsat.predictor.hardware import Machine
-from dstrial.dsat.predictor.step_parts import ZeroFeatures
-from dstrial.dsat.predictor.zero_features import Buckets
+from dstrial.dsat.predictor.zero_features import ZeroFeatures
 from dstrial.engine.dryrun.values import (
     Collective,
     DryRunResult,
@@ -84,7 +83,6 @@ def closed_form(
         state -= setup.host_share * owned * (12 if half else 8)
     if setup.has_host_params:
         state -= width * info.num_params / setup.replicas
-    buckets = Buckets(setup.stage, int(setup.reduce_elements), width, setup.is_overlapping).num_bytes
     updated = (
         4.0 * info.num_trainable_params / (setup.replicas if setup.stage else 1) * (1 - setup.host_share)
     )
@@ -92,7 +90,7 @@ def closed_form(
     device = MemoryForm(
         (
             PhaseMemory("forward", (Line(state, activation),)),
-            PhaseMemory("backward", (Line(state + buckets, activation),)),
+            PhaseMemory("backward", (Line(state + setup.bucket_bytes, activation),)),
             PhaseMemory("step", (Line(state + updated, 0.0),)),
         ),
         state,

@@ -10,8 +10,6 @@ from dstrial.dsat.predictor.hardware import Machine
 from dstrial.dsat.predictor.zero_features import ZeroFeatures
 from dstrial.engine.dryrun.values import Collective, DryRunResult
 
-__all__ = ["PARTS", "PHASES", "ZeroFeatures", "StepParts", "step_parts"]
-
 PARTS = (
     "compute",
     "unfilled",
@@ -52,19 +50,11 @@ class StepParts:
     """Seconds of one optimizer step, part by part."""
 
     phases: tuple[tuple[float, ...], ...]  # of each of ``PHASES``, in the order of ``PARTS``
-    hidden_s: float = 0.0  # communication that computation hides; no part of the step's time
 
     @property
     def seconds(self) -> tuple[float, ...]:
         """Of the whole step, in the order of ``PARTS``."""
         return tuple(map(sum, zip(*self.phases, strict=True)))
-
-    @property
-    def total_s(self) -> float:
-        return sum(self.seconds)
-
-    def named(self) -> dict[str, float]:
-        return dict(zip(PARTS, self.seconds, strict=True))
 
 
 def step_parts(
@@ -101,7 +91,6 @@ def step_parts(
         copies = moves * setup.bytes_per_value * run.trainable_parameters / machine.copy_bytes_per_s
         copies *= often
     unhidden = [gathers[0].unhidden_s, gathers[1].unhidden_s + reduce.unhidden_s]
-    hidden_s = sum(each.hidden_s for each in (*gathers, reduce))
     phases = (
         (
             forward_s, filling / 3, overheads[0], gathers[0].moved_s, 0.0,
@@ -117,7 +106,7 @@ def step_parts(
             on_host * _STATE_BYTES / machine.host_bytes_per_s, up,
         ),
     )  # fmt: skip
-    return StepParts(phases, hidden_s)
+    return StepParts(phases)
 
 
 def _gathers(
@@ -189,12 +178,11 @@ def _fetched_s(run: DryRunResult, machine: Machine, setup: ZeroFeatures, accumul
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Exposed:
-    """Seconds of communication: never hidden, left unhidden, and hidden."""
+    """Seconds of communication that computing does not hide: never could, could but does not."""
 
     moved_s: float
     called_s: float
     unhidden_s: float
-    hidden_s: float
 
     @classmethod
     def of(cls, moved_s: float, called_s: float, *, hides: float, able: float, beside_s: float) -> _Exposed:
@@ -204,10 +192,10 @@ class _Exposed:
         """
         whole = moved_s + called_s
         if not whole or not hides:
-            return cls(moved_s, called_s, 0.0, 0.0)
+            return cls(moved_s, called_s, 0.0)
         could = min(able * whole, _MOST_HIDDEN * beside_s)
         left = 1 - could / whole
-        return cls(moved_s * left, called_s * left, (1 - hides) * could, hides * could)
+        return cls(moved_s * left, called_s * left, (1 - hides) * could)
 
 
 def _calls(

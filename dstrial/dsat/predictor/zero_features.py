@@ -65,6 +65,17 @@ class ZeroFeatures:
         """The most important features: stage, optimizer on the host, parameters on the host."""
         return self.stage, self.host_share > 0, self.has_host_params
 
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of DeepSpeed 0.19.8's gradient buckets: two with overlap in stages 1 and 2, else one.
+
+        Source: DeepSpeed ``runtime/zero/stage_1_and_2.py`` ``setup_buckets`` and ``stage3.py``'s flat bucket.
+        """
+        if self.stage == 0:
+            return 0
+        count = 2 if self.is_overlapping and self.stage < 3 else 1
+        return count * int(self.reduce_elements) * self.bytes_per_value
+
     def kept_elements(self, parameters: float) -> float:
         """Return how many gathered parameters stage 3 keeps from forward to backward.
 
@@ -78,24 +89,3 @@ class ZeroFeatures:
 
 def _device(zero: Mapping[str, Any], section: str) -> str:
     return str((zero.get(section) or {}).get("device") or "none")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Buckets:
-    """The gradient buckets of a ZeRO engine."""
-
-    stage: int
-    reduce_elements: int
-    bytes_per_element: int
-    is_overlapping: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of DeepSpeed 0.19.8's buckets: two with overlap in stages 1, 2, one in 3.
-
-        Source: DeepSpeed ``runtime/zero/stage_1_and_2.py`` ``setup_buckets`` and ``stage3.py``'s flat bucket.
-        """
-        if self.stage == 0:
-            return 0
-        count = 2 if self.is_overlapping and self.stage < 3 else 1
-        return count * self.reduce_elements * self.bytes_per_element

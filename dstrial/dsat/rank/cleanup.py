@@ -23,7 +23,7 @@ import torch.distributed
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from dstrial.dsat.rank.leak_check import process_groups
+from dstrial.dsat.rank.leak_check import has_device, process_groups
 from dstrial.engine.deepspeed_internals import process
 
 # Where DeepSpeed puts functions of its own: ZeRO 3 replaces torch.nn.functional.linear and never puts it back.
@@ -63,7 +63,7 @@ class ProcessState:
         self._numeric_flags = NumericFlags.read()
         self._gc_is_on = gc.isenabled()
         self._random = (random.getstate(), np.random.get_state(), torch.get_rng_state())
-        self._device_random = get_accelerator().get_rng_state() if _has_device() else None
+        self._device_random = get_accelerator().get_rng_state() if has_device() else None
 
     def restore(self, engines: list[Any]) -> None:
         """Tear engines down, empty their list, and undo what they did to the process.
@@ -83,7 +83,7 @@ class ProcessState:
             # The million objects of torch's and DeepSpeed's modules never go; to look through them takes seconds.
             gc.freeze()
             self._is_warm = True
-        if _has_device():
+        if has_device():
             # NCCL's destroy_process_group frees what kernels of collectives still use (torch 2.13 ProcessGroupNCCL waits for
             # those that were enqueued with a work object only).
             get_accelerator().synchronize()
@@ -163,13 +163,9 @@ def _reset_globals() -> None:
         dynamo.reset()  # compiled graphs hold the modules that they were compiled for
 
 
-def _has_device() -> bool:
-    return str(get_accelerator().device_name()) != "cpu"
-
-
 def _empty_caches() -> None:
     accelerator = get_accelerator()
-    if _has_device():
+    if has_device():
         accelerator.empty_cache()
         accelerator.reset_peak_memory_stats()
         empty_host_cache = getattr(torch._C, "_host_emptyCache", None)

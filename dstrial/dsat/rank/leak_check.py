@@ -39,7 +39,7 @@ class ProcessUsage:
             "num_groups": 0,
             "num_threads": 2,
             # An NCCL communicator opens sockets and shared memory, and keeps some for the next (its proxy, its bootstrap).
-            "num_files": 64 if _has_device() else 8,
+            "num_files": 64 if has_device() else 8,
             "device_bytes": 2**21,
             "resident_bytes": max(2**28, baseline.resident_bytes // 4),
         }
@@ -72,7 +72,7 @@ def process_usage() -> ProcessUsage:
         num_groups=len(process_groups()),
         num_threads=threading.active_count(),
         num_files=_num_files(),
-        device_bytes=int(get_accelerator().memory_allocated()) if _has_device() else 0,
+        device_bytes=int(get_accelerator().memory_allocated()) if has_device() else 0,
         resident_bytes=_resident_bytes(),
     )
 
@@ -90,7 +90,7 @@ def process_groups() -> list[Any]:
     return list(torch.distributed.distributed_c10d._world.pg_map)
 
 
-def _has_device() -> bool:
+def has_device() -> bool:
     return str(get_accelerator().device_name()) != "cpu"
 
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dstrial import runtime
 from dstrial.dsat.rank.meta_init import make_fake, shapes_only
+from dstrial.dsat.rank.standalone_script import stand_in_cluster
 from dstrial.dsat.rank.trace_trial import SingleRankContext
 from dstrial.engine.checkpoint_reader.safe_load import load
 from dstrial.engine.deepspeed_internals.engines import load_config_file
@@ -32,7 +33,7 @@ from dstrial.scratch import scratch_directory
 
 _ARGUMENTS = inspect.signature(deepspeed.initialize)
 _AUTO = "auto"
-_NO_CLUSTER, _NO_MASTER = "dry run", "http://localhost:1"
+_NO_CLUSTER = "dry run"
 
 
 class ScriptWorkload:
@@ -229,28 +230,8 @@ def _stand_in_directory() -> Iterator[None]:
 def _off_cluster(size: int, hparams: Mapping[str, Any], exp_conf: Mapping[str, Any]) -> Iterator[None]:
     """Let the Core APIs answer the script as rank 0 of a trial without a master."""
     distributed = SingleRankContext(size)
-    trial = det.TrialInfo(
-        trial_id=0,
-        experiment_id=0,
-        trial_seed=0,
-        hparams=copy.deepcopy(dict(hparams)),
-        config=copy.deepcopy(dict(exp_conf)),
-        steps_completed=0,
-        trial_run_id=0,
-        debug=False,
-        inter_node_network_interface=None,
-    )
-    info = det.ClusterInfo(
-        master_url=_NO_MASTER,
-        cluster_id=_NO_CLUSTER,
-        agent_id="",
-        slot_ids=list(range(size)),
-        task_id="0",
-        allocation_id="0",
-        session_token="",
-        task_type="TRIAL",
-        trial_info=trial,
-        rendezvous_info=det.RendezvousInfo([LOOPBACK_ADDR], 0, [size]),
+    info = stand_in_cluster(
+        hparams, exp_conf, cluster_id=_NO_CLUSTER, num_slots=size, num_ranks=size, address=LOOPBACK_ADDR
     )
 
     def told() -> Any:

@@ -4,7 +4,7 @@ Construction runs for real, so that data may be read as usual, but parameters ke
 ``deepspeed.initialize`` answers with a stand-in. The training loader gives its first batches, and the largest of them lends
 its shapes.
 Then the parameters are made again as fake tensors, the real engine is built behind the stand-in, and the trial's own
-``train_batch`` runs. Where code cannot do without values, ``describe`` names its line and has one real batch measured instead.
+``train_batch`` runs. Where code cannot do without values, the dry run names its line and one real batch is measured instead.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from dstrial.dsat.core.candidate import Candidate, value_at
@@ -39,12 +39,9 @@ class Rejection:
 class Filters:
     """Decides which candidates are measured; all, where ``disabled`` (``--no-gates``)."""
 
-    def __init__(
-        self, space: Space, *, disabled: bool = False, fits: Callable[[Candidate], str | None] | None = None
-    ) -> None:
+    def __init__(self, space: Space, *, disabled: bool = False) -> None:
         self._space = space
         self.disabled = disabled
-        self._fits = fits
         self._identities: dict[Candidate, str] = {}
 
     def check(self, candidate: Candidate, observations: Sequence[Observation]) -> Rejection | None:
@@ -75,8 +72,6 @@ class Filters:
             ):
                 reason = f"it needs at least the memory of one that ran out of it ({self._space.describe(one.candidate)})"
                 return Rejection("hopeless", reason, Failure(one.outcome.kind, reason, "predicted"))
-        if self._fits is not None and (reason := self._fits(candidate)) is not None:
-            return Rejection("hopeless", reason, Failure(FailureKind.DEVICE_OOM, reason, "predicted"))
         return None
 
     def _identity(self, candidate: Candidate) -> str:

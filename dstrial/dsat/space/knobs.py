@@ -76,10 +76,6 @@ def live_knobs(stage: int, *, is_pipeline: bool) -> tuple[Knob, ...]:
     return tuple(knob for knob in KNOBS if stage in knob.stages and (knob.in_pipeline or not is_pipeline))
 
 
-def legal_stages(*, is_pipeline: bool) -> tuple[int, ...]:
-    return (0, 1) if is_pipeline else ALL_STAGES
-
-
 def drop_dead_keys(merged: dict[str, Any], stage: int) -> None:
     """Remove keys that a stage does not read, and offloading that is switched off."""
     zero = merged.get(ZERO)

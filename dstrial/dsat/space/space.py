@@ -29,7 +29,6 @@ from dstrial.dsat.space.knobs import (
     ZERO,
     Knob,
     drop_dead_keys,
-    legal_stages,
     live_knobs,
     live_zero,
     refusal,
@@ -106,7 +105,7 @@ class Space:
         )
         self.stages_path = stages_path(tuple(self.extra), self._hyperparameters, sizes)
         self.replicas = batch.data_parallel_size
-        legal = legal_stages(is_pipeline=sizes.has_pipeline_engine)
+        legal = (0, 1) if sizes.has_pipeline_engine else ALL_STAGES
         self.stages = tuple(stage for stage in sorted(set(stages)) if stage in legal) or (self._stage,)
         self._reasons: dict[str, str | None] = {}
         self._refusals: dict[tuple[int, str, str], str | None] = {}
