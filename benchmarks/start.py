@@ -63,7 +63,6 @@ class Kind:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure and print; returns the exit status."""
     options = parse_arguments(words)
     ways = [BARE, *([AGAINST] if options.against else []), OWN, FORKED, *(_MASTERS if options.master else [])]
     # Turn by turn, so that all of them see the same machine; the first of several warms the disk's cache.
@@ -98,7 +97,6 @@ def main(words: list[str] | None = None) -> int:
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks (default: 1 2)"
