@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from dstrial.search import SimulationResult, preview, simulate
+from simulated_search import SimulationResult, simulate
+
+from dstrial.search import preview
 
 SPACE = {
     "x": {"type": "double", "minval": 0.0, "maxval": 1.0},

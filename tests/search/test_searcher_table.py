@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from searcher_table import SEARCHES, SEEDS, config_of, loss, play, properties
+from simulated_search import simulate
 
 from dstrial.config.schema import SEARCHERS
-from dstrial.search import preview, simulate
+from dstrial.search import preview
 from dstrial.search.searcher import METHODS
 
 
