@@ -79,7 +79,7 @@ def test_a_search_whose_driver_and_worker_are_killed_and_that_is_interrupted_end
     assert "search:        not finished (SIGINT)" in told
     assert "best:          trial " in told
     assert json.loads((output / "best_ds_config.json").read_text())["train_batch_size"] == 64
-    assert "interrupted by SIGINT" in (output / "report.md").read_text()
+    assert "interrupted by SIGINT" in (output / "report.html").read_text()
     assert not _is_running(int((output / "workers" / "1" / "launcher.pid").read_text()))
 
     third = _begun(command, tmp_path / "third.log")

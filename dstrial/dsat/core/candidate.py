@@ -111,15 +111,18 @@ def changes_in_words(
     for path, value in candidate.settings:
         known = hyperparameters if path.startswith(HYPERPARAMETERS) else effective
         if value_at(known, path.removeprefix(HYPERPARAMETERS)) != value:
-            words.append(f"{path.rpartition('.')[2] if '.device' not in path else path[18:]}={_short(value)}")
+            words.append(
+                f"{path.rpartition('.')[2] if '.device' not in path else path[18:]}={setting_text(value)}"
+            )
     return words
 
 
-def _short(value: Any) -> str:
+def setting_text(value: Any) -> str:
+    """Return the value of a knob, for a person."""
     if isinstance(value, bool):
         return "on" if value else "off"
-    if isinstance(value, int) and abs(value) >= 10_000:
-        return f"{value:.0e}".replace("e+0", "e")
+    if isinstance(value, (int, float)) and abs(value) >= 10_000:
+        return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
     return str(value)
 
 

@@ -238,6 +238,9 @@ class TrialResult:
     # the backend's, such as its experiment's id
     handle: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    def score(self, metric: str) -> float | None:
+        return None if self.outcome is None else score(self.outcome, metric)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "trial_id": self.trial_id,
@@ -252,11 +255,7 @@ class TrialResult:
 
 def best_of(trials: Sequence[TrialResult], metric: str) -> TrialResult | None:
     """Return the best trial; the user's own unless another is better by over ``TIE``."""
-    scored = [
-        (value, trial)
-        for trial in trials
-        if trial.outcome is not None and (value := score(trial.outcome, metric)) is not None
-    ]
+    scored = [(value, trial) for trial in trials if (value := trial.score(metric)) is not None]
     if not scored:
         return None
     best_value, best = max(scored, key=lambda pair: (pair[0], -pair[1].trial_id))
@@ -273,6 +272,17 @@ def highest(trials: Sequence[TrialResult], metric: str) -> tuple[TrialResult, Me
             if value is not None and (best is None or value > best[0]):
                 best = value, trial, trial.outcome
     return None if best is None else best[1:]
+
+
+def own_of(trials: Sequence[TrialResult]) -> TrialResult | None:
+    return next((trial for trial in trials if trial.candidate.is_own), None)
+
+
+def gain_over(best: TrialResult | None, own: TrialResult | None, metric: str) -> float | None:
+    """Return the share by which a trial beats another; None unless both were measured."""
+    after = None if best is None else best.score(metric)
+    before = None if own is None else own.score(metric)
+    return None if after is None or before is None else relative_gain(after, before)
 
 
 def relative_gain(value: float, own: float) -> float:

@@ -12,6 +12,8 @@ from dstrial.dsat.predictor.profiles import PredictInputs
 from dstrial.dsat.space.filters import Filters
 from dstrial.dsat.space.space import Space
 
+NEED_SMALLEST = "You may need to specify a configuration which can successfully run with train_micro_batch_size_per_gpu = 1."
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measure:

@@ -12,7 +12,16 @@ from typing import Any, Literal
 
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, outcome_to_json, score
-from dstrial.dsat.methods.base import Action, Finish, Measure, MethodOptions, Note, ReportFacts, Skip
+from dstrial.dsat.methods.base import (
+    NEED_SMALLEST,
+    Action,
+    Finish,
+    Measure,
+    MethodOptions,
+    Note,
+    ReportFacts,
+    Skip,
+)
 from dstrial.dsat.predictor.profiles import ModelInfo, largest_micro_batch, log_lines
 from dstrial.dsat.space.filters import Filters, Observation
 from dstrial.dsat.space.knob_effects import best_knob_effects, trials_for_effects
@@ -50,7 +59,6 @@ class Lineage:
 
 
 _MOST_SKIPPED = 2000
-_NEED_SMALLEST = "You may need to specify a configuration which can successfully run with train_micro_batch_size_per_gpu = 1."
 
 
 class LineageMethod(abc.ABC):
@@ -218,7 +226,7 @@ class LineageMethod(abc.ABC):
             self._phase = "smallest"
             return [self._measure(smallest, "your structure with the smallest micro batch")]
         return self._finish(
-            f"error in the first trial ({outcome.kind.value}). {_NEED_SMALLEST}", is_failure=True
+            f"error in the first trial ({outcome.kind.value}). {NEED_SMALLEST}", is_failure=True
         )
 
     def _fill(self) -> list[Action]:

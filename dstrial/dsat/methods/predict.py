@@ -9,6 +9,7 @@ from typing import Any
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, outcome_to_json
 from dstrial.dsat.methods.base import (
+    NEED_SMALLEST,
     Action,
     Finish,
     Measure,
@@ -43,7 +44,6 @@ _FITS = 0.98
 """Least probability to fit of what is measured."""
 _MOST_REFUSED = 2
 _LONGEST_STEPS, _LEAST_S, _BUILD_S = 70, 6.0, 30.0
-_NEED_SMALLEST = "You may need to specify a configuration which can successfully run with train_micro_batch_size_per_gpu = 1."
 
 
 class PredictSearch:
@@ -316,7 +316,7 @@ class PredictSearch:
         if self.incumbent() is None:
             failed = [one.outcome for one in self.observations.values() if isinstance(one.outcome, Failure)]
             last = failed[-1].kind.value if failed else "nothing was measured"
-            return f"nothing could be measured ({last}). {_NEED_SMALLEST}"
+            return f"nothing could be measured ({last}). {NEED_SMALLEST}"
         return "nothing left is expected to be better by much"
 
     def _finish(self, reason: str) -> list[Action]:

@@ -13,9 +13,9 @@ from dstrial.dsat.core.outcome import (
     Measured,
     TrialResult,
     best_of,
+    gain_over,
     outcome_to_json,
-    relative_gain,
-    score,
+    own_of,
     smaller_is_better,
 )
 from dstrial.dsat.methods.base import ReportFacts
@@ -83,10 +83,10 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
     predicted = facts.predicted
     rows = [_row(trial, metric, predicted.forecasts.get(trial.trial_id)) for trial in trials]
     best = best_of(trials, metric)
-    own = next((trial for trial in trials if trial.candidate.is_own), None)
+    own = own_of(trials)
     ranked = sorted(
-        (trial for trial in trials if _score(trial, metric) is not None),
-        key=lambda trial: -(_score(trial, metric) or 0.0),
+        (trial for trial in trials if trial.score(metric) is not None),
+        key=lambda trial: -(trial.score(metric) or 0.0),
     )
     return {
         "format": FORMAT,
@@ -103,7 +103,7 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
         "model": model_facts(trials),
         "best": None if best is None else best.trial_id,
         "own": None if own is None else own.trial_id,
-        "gain": _gain(best, own, metric),
+        "gain": gain_over(best, own, metric),
         "is_gain_certain": _is_certain(best, own, metric),
         "tie": TIE,
         "best_config": None if best is None else space.config(best.candidate),
@@ -215,20 +215,9 @@ def memory_bytes(measured: Measured) -> float | None:
     return None
 
 
-def _score(trial: TrialResult, metric: str) -> float | None:
-    return None if trial.outcome is None else score(trial.outcome, metric)
-
-
-def _gain(best: TrialResult | None, own: TrialResult | None, metric: str) -> float | None:
-    if best is None or own is None or best.outcome is None or own.outcome is None:
-        return None
-    value, before = score(best.outcome, metric), score(own.outcome, metric)
-    return None if value is None or before is None else relative_gain(value, before)
-
-
 def _is_certain(best: TrialResult | None, own: TrialResult | None, metric: str) -> bool:
     """Return whether the intervals of the two are apart."""
-    found = _gain(best, own, metric)
+    found = gain_over(best, own, metric)
     if found is None or best is None or own is None:
         return False
     widths = [

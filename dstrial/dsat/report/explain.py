@@ -14,8 +14,8 @@ from dstrial.dsat.core.outcome import (
     Outcome,
     TrialResult,
     best_of,
+    own_of,
     relative_gain,
-    score,
 )
 from dstrial.dsat.space.space import Space
 
@@ -39,8 +39,7 @@ def model_facts(trials: Sequence[TrialResult]) -> dict[str, float]:
 
 def own_and_best(trials: Sequence[TrialResult], metric: str) -> list[TrialResult]:
     """Return the user's own configuration and the best one, once if they are the same."""
-    own = next((trial for trial in trials if trial.candidate.is_own), None)
-    best = best_of(trials, metric)
+    own, best = own_of(trials), best_of(trials, metric)
     return [*([] if own is None or own is best else [own]), *([] if best is None else [best])]
 
 
@@ -88,14 +87,12 @@ def sensitivity(trials: Sequence[TrialResult], space: Space, metric: str) -> lis
     is not told apart.
     """
     best = best_of(trials, metric)
-    if best is None or best.outcome is None:
-        return []
-    top = score(best.outcome, metric)
+    top = None if best is None else best.score(metric)
     if top is None:
         return []
     levels: dict[str, dict[Any, list[float]]] = {}
     for trial in trials:
-        value = None if trial.outcome is None else score(trial.outcome, metric)
+        value = trial.score(metric)
         if value is None:
             continue
         candidate = trial.candidate

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 _RATES = {
     "end_to_end_throughput": "end to end (all steps, with the data loader)",
@@ -38,14 +37,6 @@ def seconds(value: float) -> str:
 
 def share(value: float, *, signed: bool = False) -> str:
     return f"{value:+.1%}" if signed else f"{value:.1%}"
-
-
-def setting(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, (int, float)) and abs(value) >= 10_000:
-        return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
-    return str(value)
 
 
 def knob(path: str) -> str:

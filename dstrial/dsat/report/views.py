@@ -1,10 +1,11 @@
-"""What both renderings show of a report, in the same words. Pure."""
+"""Texts, tables and charts of a report, for its page. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dstrial.dsat.core.candidate import setting_text
 from dstrial.dsat.report import formatting
 from dstrial.dsat.report.charts import Point, scatter, stacks
 
@@ -205,7 +206,7 @@ def sensitivity_rows(document: Document) -> list[tuple[str, str, Sequence[tuple[
     for one in document["sensitivity"]:
         values = [
             (
-                formatting.setting(row["value"]),
+                setting_text(row["value"]),
                 f"{formatting.share(-row['loss'], signed=True)}, {row['count']} trial(s)"
                 if row["loss"] > 0
                 else f"best, {row['count']} trial(s)",

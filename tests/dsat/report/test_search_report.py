@@ -1,4 +1,4 @@
-"""The report of a search that was played on a formula: its JSON, both renderings, and the live table."""
+"""The report of a search that was played on a formula: its JSON, its page, and the live table."""
 
 from __future__ import annotations
 
@@ -172,15 +172,14 @@ def test_what_the_method_predicts_is_missing_is_told_also_of_an_own_configuratio
     write_report(tmp_path, _facts(predicted=ReportFacts(margins=margins)), space(), _played(too_large))
 
     sentence = "your own configuration needs 11 GiB more for micro batch 4, at the peak of its backward phase"
-    for name in ("report.html", "report.md"):
-        assert f"{sentence} (tried: out of memory)" in (tmp_path / name).read_text()
+    assert f"{sentence} (tried: out of memory)" in (tmp_path / "report.html").read_text()
 
 
-def test_the_page_loads_nothing_and_both_renderings_say_the_same(tmp_path: Path) -> None:
+def test_the_page_loads_nothing_and_shows_gain_failures_and_rates(tmp_path: Path) -> None:
     document = write_report(tmp_path, _facts(), space(), _played())
 
     best = next(row for row in document["trials"] if row["trial_id"] == document["best"])
-    page, text = (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
+    page = (tmp_path / "report.html").read_text()
     links = _Links()
     links.feed(page)
     assert not links.found
@@ -189,15 +188,12 @@ def test_the_page_loads_nothing_and_both_renderings_say_the_same(tmp_path: Path)
     assert len(charts) == 2
     for chart in charts:
         ElementTree.fromstring(chart)
-    for rendered in (page, text):
-        assert f"{document['gain']:+.1%} over your own" in rendered
-        assert "device out of memory" in rendered
-        assert re.search(
-            r"end to end \(all steps, with the data loader\), [\d.e+]+ by the median step, ", rendered
-        )
-        assert "bare (one batch again and again)" in rendered
-        flops = [formatting.amount(factor * best["throughput"]) for factor in (2e12, 3e12)]
-        assert f"{flops[0]} of the model, {flops[1]} with recomputation" in rendered
+    assert f"{document['gain']:+.1%} over your own" in page
+    assert "device out of memory" in page
+    assert re.search(r"end to end \(all steps, with the data loader\), [\d.e+]+ by the median step, ", page)
+    assert "bare (one batch again and again)" in page
+    flops = [formatting.amount(factor * best["throughput"]) for factor in (2e12, 3e12)]
+    assert f"{flops[0]} of the model, {flops[1]} with recomputation" in page
     assert json.loads((tmp_path / "report.json").read_text()) == document
 
 
@@ -206,8 +202,9 @@ def test_a_search_in_which_nothing_was_measured_has_a_report_too(tmp_path: Path)
     document = write_report(tmp_path, _facts(reason="nothing fits"), space(), trials)
 
     assert document["best"] is None
-    assert "Nothing could be measured." in (tmp_path / "report.html").read_text()
-    assert "nothing fits" in (tmp_path / "report.md").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert "Nothing could be measured." in page
+    assert "nothing fits" in page
 
 
 @pytest.mark.parametrize(("half_width", "is_certain"), [(0.001, True), (0.5, False)])
@@ -221,7 +218,7 @@ def test_a_gain_within_the_intervals_is_called_uncertain(
     document = write_report(tmp_path, _facts(), space(), _played(wide))
 
     assert document["is_gain_certain"] is is_certain
-    assert ("the gain is not certain" in (tmp_path / "report.md").read_text()) is not is_certain
+    assert ("the gain is not certain" in (tmp_path / "report.html").read_text()) is not is_certain
 
 
 def test_the_live_table_shows_progress_the_best_so_far_and_the_time_left() -> None:
