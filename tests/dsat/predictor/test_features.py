@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from searching import settings_of, write_experiment
 
 from dstrial.dsat.backends.trial_spec import python_words
-from dstrial.dsat.cli import build_parser, flags_of
-from dstrial.dsat.config import read_config
 from dstrial.dsat.driver.dry_runs import gather_inputs, request_maker
 from dstrial.dsat.predictor.dry_run_requests import script_request, trial_request
 from dstrial.dsat.predictor.profiles import PredictInputs
@@ -68,16 +67,13 @@ def test_a_batch_of_a_file_takes_the_place_of_the_loaders(tmp_path: Path) -> Non
 
 
 def gathered(trial: str, folder: Path) -> tuple[PredictInputs, list[str]]:
-    experiment = {
-        "name": trial,
-        "entrypoint": f"described_trials:{trial}",
-        "hyperparameters": {"width": WIDTH, "deepspeed_config": "ds_config.json"},
-        "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": 4}},
-        "resources": {"slots_per_trial": 4},
-    }
-    (folder / "exp.yaml").write_text(json.dumps(experiment))
-    words = ["predict", str(folder / "exp.yaml"), str(HERE), "-z", "1"]
-    settings = read_config(flags_of(build_parser("dsat").parse_args(words)))
+    path = write_experiment(
+        folder,
+        entrypoint=f"described_trials:{trial}",
+        hyperparameters={"width": WIDTH, "deepspeed_config": "ds_config.json"},
+        resources={"slots_per_trial": 4},
+    )
+    settings = settings_of(path, "-z", "1", method="predict", model_dir=HERE)
     lines: list[str] = []
     return gather_inputs(settings, target="cpu", print_line=lines.append), lines
 
@@ -157,8 +153,7 @@ def test_a_script_of_hugging_faces_trainer_is_described_with_what_it_fills_in_an
     shutil.copytree(MODEL_DEFS / "dsat_hf", folder, ignore=shutil.ignore_patterns("__pycache__", "output"))
     before = sorted(path.name for path in folder.iterdir())
     config = MODEL_DEFS.parent / "experiment_configs" / "dsat_hf.yaml"
-    args = build_parser("dsat").parse_args(["predict", str(config), str(folder)])
-    settings = read_config(flags_of(args))
+    settings = settings_of(config, method="predict", model_dir=folder)
     assert settings.space.base["optimizer"]["params"]["lr"] == "auto"
 
     asked = request_maker(settings, target="cpu")(Structure(settings.space.own_stage, ()), True)

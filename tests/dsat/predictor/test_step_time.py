@@ -9,11 +9,13 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from predicted import dry_run
 
 from dstrial.dsat.predictor.hardware import DEVICES, Link, Machine, nominal_machine
-from dstrial.dsat.predictor.step_parts import PARTS, PHASES, StepParts, ZeroFeatures, step_parts
+from dstrial.dsat.predictor.step_parts import PARTS, PHASES, StepParts, step_parts
 from dstrial.dsat.predictor.step_time import TimeModel, TimePoint, Timing
-from dstrial.engine.dryrun.values import Collective, DryRunResult, Flops, Line, MemoryForm
+from dstrial.dsat.predictor.zero_features import ZeroFeatures
+from dstrial.engine.dryrun.values import Collective
 
 MACHINE = Machine(
     flops_per_s=1e14,
@@ -27,29 +29,19 @@ MACHINE = Machine(
 SETUP = ZeroFeatures(2, 8, 5e8, 5e8, False, 0.0, False, 2)
 
 
-def dry_run(**more: object) -> DryRunResult:
-    fields = {
-        "device": MemoryForm((), 0.0),
-        "host": MemoryForm((), 0.0),
-        "parameters": 1_000_000_000,
-        "trainable_parameters": 1_000_000_000,
-        "inner_collectives": (Collective("all_reduce", 8, "reduce", 2, 2_000_000_000),),
-        "last_collectives": (
-            Collective("all_reduce", 8, "reduce", 2, 2_000_000_000),
-            Collective("all_gather", 8, "gather", 2, 2_000_000_000),
-        ),
-        "flops": Flops(Line(0.0, 1e13), Line(0.0, 1e13)),
-        "tokens": None,
-        "is_fake": True,
-        "is_linear": True,
-        "inner_operations": 1000,
-        "last_operations": 1500,
-    }
-    return DryRunResult(**{**fields, **more})  # type: ignore[arg-type]
+RUN = dry_run(
+    inner_collectives=(Collective("all_reduce", 8, "reduce", 2, 2_000_000_000),),
+    last_collectives=(
+        Collective("all_reduce", 8, "reduce", 2, 2_000_000_000),
+        Collective("all_gather", 8, "gather", 2, 2_000_000_000),
+    ),
+    inner_operations=1000,
+    last_operations=1500,
+)
 
 
 def parts(setup: ZeroFeatures = SETUP, micro: int = 4, accumulation: int = 4) -> dict[str, float]:
-    found = step_parts(dry_run(), MACHINE, setup, SETUP, micro_batch_size=micro, accumulation=accumulation)
+    found = step_parts(RUN, MACHINE, setup, SETUP, micro_batch_size=micro, accumulation=accumulation)
     return dict(zip(PARTS, found.seconds, strict=True))
 
 
@@ -100,7 +92,7 @@ def test_a_device_waits_for_operations_only_as_far_as_it_has_nothing_to_compute(
     slow = dataclasses.replace(MACHINE, operation_s=1e-3)
 
     def overhead(micro: int, machine: Machine) -> float:
-        found = step_parts(dry_run(), machine, SETUP, SETUP, micro_batch_size=micro, accumulation=4)
+        found = step_parts(RUN, machine, SETUP, SETUP, micro_batch_size=micro, accumulation=4)
         return found.seconds[PARTS.index("overhead")]
 
     assert overhead(64, slow) < overhead(1, slow)
@@ -108,7 +100,7 @@ def test_a_device_waits_for_operations_only_as_far_as_it_has_nothing_to_compute(
 
 
 def test_parts_lie_in_the_phases_in_which_they_are_measured() -> None:
-    found = step_parts(dry_run(), MACHINE, SETUP, SETUP, micro_batch_size=4, accumulation=4)
+    found = step_parts(RUN, MACHINE, SETUP, SETUP, micro_batch_size=4, accumulation=4)
 
     named = {
         phase: dict(zip(PARTS, seconds, strict=True))

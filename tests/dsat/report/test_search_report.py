@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from surfaces import play, space, surface
+from surfaces import play, space, surface, trials_of
 
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, TrialResult
-from dstrial.dsat.methods.base import Measure, ReportFacts
+from dstrial.dsat.methods.base import ReportFacts
 from dstrial.dsat.report import formatting
 from dstrial.dsat.report.document import SearchFacts, report_document
 from dstrial.dsat.report.files import write_report
@@ -43,13 +43,7 @@ def _outcome(candidate: Candidate) -> Outcome:
 def _played(outcome_of: Callable[[Candidate], Outcome] = _outcome, max_trials: int = 16) -> list[TrialResult]:
     searched = space()
     played = play("asha", searched, outcome_of=outcome_of, max_trials=max_trials)
-    pairs: list[tuple[Measure, Outcome]] = list(played.outcomes.values())
-    return [
-        TrialResult(
-            one.trial_id, one.candidate, searched.describe(one.candidate), one.why, outcome, seconds=60.0
-        )
-        for one, outcome in pairs
-    ]
+    return trials_of(played, searched, seconds=60.0)
 
 
 def _facts(**changes: Any) -> SearchFacts:
