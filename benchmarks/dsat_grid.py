@@ -1,11 +1,11 @@
-"""A recorded grid of measurements as ground for searches. Pure, but for reading the file."""
+"""A recorded grid of measurements, which answers for configurations of its space in place of a machine."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,54 +14,30 @@ from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
 from dstrial.dsat.space.space import Space
 
-CLOSE = 0.97
 _BENCHMARKED = 2  # trials of a search that report what their machine can do, too
-
-
-def inputs_path(grid: Path) -> Path:
-    """Return where what ``predict`` starts from is kept beside a grid's file."""
-    return grid.with_name(f"{grid.stem}-inputs.json")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One configuration.
-
-    Attributes:
-        candidate: which.
-        repeats: what each repeat measured: metrics by name, ``throughput`` among them.
-        throughput: median over the repeats, samples/s.
-        low: lower end of the 95 % interval of that.
-        high: upper end.
-        peak_bytes: most bytes alive on one rank.
-    """
+    """One configuration: metrics of each repeat, the median of their samples/s, bytes alive on one rank."""
 
     candidate: Candidate
     repeats: tuple[Mapping[str, float], ...]
     throughput: float
-    low: float
-    high: float
     peak_bytes: float
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Row:
-        """Return a row of the file."""
         return cls(
             Candidate.from_json(fields["candidate"]),
             tuple(fields["repeats"]),
             float(fields["throughput"]),
-            float(fields["low"]),
-            float(fields["high"]),
             float(fields["peak_bytes"]),
         )
 
 
 class RecordedGrid:
-    """Every row of a file, of which those above the byte cap are out of memory.
-
-    Args:
-        document: the file's content.
-    """
+    """Every row of a file, of which those above the byte cap are out of memory."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self.header = dict(document["header"])
@@ -77,18 +53,14 @@ class RecordedGrid:
 
     @classmethod
     def read(cls, path: Path) -> RecordedGrid:
-        """Read a file of rows such as ``dsat_recorded/grid.json``."""
         return cls(json.loads(path.read_text(encoding="utf-8")))
 
     @property
-    def fitting(self) -> Sequence[Row]:
-        """Rows within the cap."""
-        return [row for row in self.rows if row.peak_bytes <= self.cap_bytes]
-
-    @property
     def best(self) -> Row:
-        """The row with the highest median."""
-        return max(self.fitting, key=lambda row: row.throughput)
+        """The row within the cap with the highest median."""
+        return max(
+            (row for row in self.rows if row.peak_bytes <= self.cap_bytes), key=lambda row: row.throughput
+        )
 
     def row(self, candidate: Candidate) -> Row:
         """Return the row of a configuration; of one that was not recorded, that with the nearest values.
@@ -117,28 +89,8 @@ class RecordedGrid:
             )
         return dataclasses.replace(candidate, settings=tuple(sorted(settings)), is_own=False)
 
-    def is_close(self, row: Row) -> bool:
-        """Whether a row is within 3 % of every row whose interval is apart from its own."""
-        better = [other for other in self.fitting if other.low > row.high]
-        return all(row.throughput >= CLOSE * other.throughput for other in better)
-
     def ground(self, seed: int) -> GridGround:
-        """Return what searches of one seed are played on."""
         return GridGround(self, seed)
-
-    @property
-    def flatness(self) -> str:
-        """Say how far the rows are apart."""
-        values = sorted(row.throughput for row in self.fitting)
-        close = sum(1 for row in self.fitting if self.is_close(row))
-        widths = sorted((row.high - row.low) / 2 / row.throughput for row in self.rows)
-        return (
-            f"{len(self.rows)} configurations, {len(values)} of them within {self.cap_bytes / 2**20:.0f} MiB; "
-            f"{values[0]:.3g} to {values[-1]:.3g} samples/s, median {values[len(values) // 2]:.3g}; half of the 95 % "
-            f"interval: median {widths[len(widths) // 2]:.1%}, worst {widths[-1]:.1%}; {close} cannot be told to be "
-            "more than 3 % below the best; repeats: "
-            f"{min(len(row.repeats) for row in self.rows)} to {max(len(row.repeats) for row in self.rows)}"
-        )
 
 
 def _apart(known: Any, value: Any) -> float:
@@ -148,12 +100,7 @@ def _apart(known: Any, value: Any) -> float:
 
 
 class GridGround:
-    """Answers with the recorded repeats in turn, the first of them chosen by the seed.
-
-    Args:
-        grid: the rows.
-        seed: of the search.
-    """
+    """Answers with the recorded repeats in turn, the first of them chosen by the seed."""
 
     def __init__(self, grid: RecordedGrid, seed: int) -> None:
         self._grid, self._seed = grid, seed
@@ -174,6 +121,6 @@ class GridGround:
         return Measured({**repeat, **memory, **machine})
 
     def throughput(self, candidate: Candidate) -> float | None:
-        """Return the median of a configuration."""
+        """Return the median of a configuration; None where it is out of memory."""
         row = self._grid.row(candidate)
         return None if row.peak_bytes > self._grid.cap_bytes else row.throughput

@@ -47,27 +47,7 @@ _GEMM_SHARES = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Knobs:
-    """Configurations, one per entry; arrays of one shape.
-
-    Attributes:
-        stage: ZeRO stage.
-        micro: micro batch size.
-        accumulation: micro batches of one step.
-        reduce_bucket: elements.
-        allgather_bucket: elements.
-        overlap: 0 or 1.
-        contiguous: 0 or 1.
-        reduce_scatter: 0 or 1.
-        round_robin: 0 or 1.
-        prefetch: elements.
-        persistence: elements.
-        live: elements.
-        reuse: elements.
-        sub_group: elements.
-        offload_optimizer: 0 or 1.
-        ratio: share of the optimizer that is on the host.
-        offload_param: 0 or 1.
-    """
+    """Configurations, one per entry; arrays of one shape. Buckets and sizes are in elements, switches are 0 or 1."""
 
     stage: Array
     micro: Array
@@ -84,48 +64,31 @@ class Knobs:
     reuse: Array
     sub_group: Array
     offload_optimizer: Array
-    ratio: Array
+    ratio: Array  # share of the optimizer that is on the host
     offload_param: Array
 
     @property
     def on_host(self) -> Array:
-        """Share of the optimizer's state that is on the host."""
         return self.offload_optimizer * self.ratio
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hidden:
-    """What nobody is told: by how much this machine and this model differ from the formulas.
+    """By how much this machine and this model differ from the formulas; searches do not see it."""
 
-    Attributes:
-        activations: factor of activation memory.
-        temporaries: factor of short-lived memory.
-        fragmentation: share of memory that the allocator cannot use.
-        context_bytes: taken by the driver.
-        bucket_copies: how many buckets' worth is alive with overlap.
-        gemm: share of the peak that large matrix products reach.
-        gemm_half_tokens: tokens at which half of that is reached.
-        bandwidth: factor of links.
-        overlap: share of communication that can be hidden at most.
-        contention: by how much computing slows down while communicating.
-        host: factor of the CPU's time.
-        pressure: slow-down at the very limit of memory.
-        hook_s: of Python per gathered module in stage 3.
-    """
-
-    activations: float = 1.0
-    temporaries: float = 1.0
-    fragmentation: float = 0.05
-    context_bytes: float = 1.1e9
-    bucket_copies: float = 3.0
-    gemm: float = 0.72
-    gemm_half_tokens: float = 450.0
-    bandwidth: float = 1.0
-    overlap: float = 0.8
-    contention: float = 0.05
-    host: float = 1.0
-    pressure: float = 0.15
-    hook_s: float = 120e-6
+    activations: float = 1.0  # factor of activation memory
+    temporaries: float = 1.0  # factor of short-lived memory
+    fragmentation: float = 0.05  # share of memory that the allocator cannot use
+    context_bytes: float = 1.1e9  # taken by the driver
+    bucket_copies: float = 3.0  # how many buckets' worth is alive with overlap
+    gemm: float = 0.72  # share of the peak that large matrix products reach
+    gemm_half_tokens: float = 450.0  # tokens at which half of that is reached
+    bandwidth: float = 1.0  # factor of links
+    overlap: float = 0.8  # share of communication that can be hidden at most
+    contention: float = 0.05  # slow-down of computing while communicating
+    host: float = 1.0  # factor of the CPU's time
+    pressure: float = 0.15  # slow-down at the very limit of memory
+    hook_s: float = 120e-6  # of Python per gathered module in stage 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,7 +103,6 @@ class Memory:
 
     @property
     def peak(self) -> Array:
-        """The most of all phases."""
         return np.maximum.reduce([self.init, self.forward, self.backward, self.step])
 
 
@@ -154,7 +116,6 @@ class Times:
 
     @property
     def all(self) -> Array:
-        """The whole step."""
         return self.forward + self.backward + self.step
 
 
@@ -182,7 +143,6 @@ def _layer_bytes(workload: Workload) -> float:
 
 
 def memory(workload: Workload, knobs: Knobs, hidden: Hidden) -> Memory:
-    """Return the peaks of configurations."""
     model, machine = workload.model, workload.machine
     params, ranks = model.num_params, machine.num_ranks
     stage = knobs.stage

@@ -100,30 +100,14 @@ _DEAD = {"overlap": 0.0, "round_robin": 0.0, "offload_optimizer": 0.0, "offload_
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Optimum:
-    """The best configuration of a space.
-
-    Attributes:
-        candidate: the configuration.
-        throughput: samples/s, without noise.
-        num_configurations: how many were looked at.
-        num_fitting: how many of them fit.
-        share_within_3_percent: of those that fit, how many are within 3 % of the best.
-    """
+    """The best configuration of a space; samples/s without noise."""
 
     candidate: Candidate
     throughput: float
-    num_configurations: int
-    num_fitting: int
-    share_within_3_percent: float
 
 
 class Surface:
-    """One workload with one seed's hidden errors.
-
-    Args:
-        workload: the model, its machine and its user's configuration.
-        seed: of the hidden errors; None for the bare formulas.
-    """
+    """One workload with one seed's hidden errors; the bare formulas if the seed is None."""
 
     def __init__(self, workload: Workload, seed: int | None = None) -> None:
         self.workload = workload
@@ -193,31 +177,19 @@ class Surface:
         return np.where(fits, records / times_.all, 0.0)
 
     def optimum(self, grid: Grid) -> Optimum:
-        """Return the best of every legal configuration.
-
-        Raises:
-            ValueError: nothing fits.
-        """
-        best: tuple[float, Candidate] | None = None
-        worths: list[Array] = []
+        best: Optimum | None = None
         for knobs, candidates in grid.stages.values():
             worth = self.throughputs(knobs)
-            worths.append(worth)
             at = int(worth.argmax())
-            if worth[at] > 0 and (best is None or worth[at] > best[0]):
-                best = float(worth[at]), candidates[at]
+            if worth[at] > 0 and (best is None or worth[at] > best.throughput):
+                best = Optimum(candidates[at], float(worth[at]))
         if best is None:
             raise ValueError(f"nothing of {self.workload.name} fits with seed {self._seed}")
-        every = np.concatenate(worths)
-        fitting = every[every > 0]
-        close = float((fitting >= 0.97 * best[0]).mean())
-        return Optimum(best[1], best[0], every.size, fitting.size, close)
+        return best
 
     def knobs(self, candidates: Sequence[Candidate]) -> Knobs:
         """Return configurations as arrays, with DeepSpeed's defaults for what they and the user's own do not say."""
         return _knobs([_row(self.workload, candidate) for candidate in candidates])
-
-    # ---- machinery -------------------------------------------------------------------------------
 
     def _evaluate(self, knobs: Knobs) -> tuple[Memory, Times]:
         memory_ = memory(self.workload, knobs, self.hidden)
@@ -276,16 +248,10 @@ class Surface:
 
 
 class Grid:
-    """Every legal configuration of a workload's space, as arrays; whatever methods draw, knobs count in full.
-
-    Args:
-        workload: the workload.
-        space: of it.
-        stages: those of the space if None.
-    """
+    """Every legal configuration of a workload's space, as arrays; of the space's stages, or of those given."""
 
     def __init__(self, workload: Workload, space: Space, stages: Sequence[int] | None = None) -> None:
-        # Of a free batch no more than activations could fit is looked at.
+        # No larger batch is looked at than activations leave memory for.
         largest = workload.machine.device_bytes / (0.8 * activation_bytes_per_record(workload))
         ladder = space.batch_size_grid
         sizes = [ladder.split(position) for position in range(ladder.position(largest) + 1)]

@@ -17,65 +17,34 @@ from dstrial.dsat.space.space import Space
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """A cluster.
-
-    Attributes:
-        device_bytes: memory of one device.
-        flops_per_s: peak of one device in half precision.
-        memory_bytes_per_s: bandwidth of one device's memory.
-        num_multiprocessors: of one device, by which tiles of a matrix product come in waves.
-        ranks_per_node: devices of one machine.
-        num_nodes: machines.
-        node_bytes_per_s: bus bandwidth of a ring within a node.
-        network_bytes_per_s: bandwidth of one node's network; unused with one node.
-        network_latency_s: of one message between nodes.
-        pcie_bytes_per_s: between the host and all devices of a switch, shared by ``ranks_per_switch``.
-        ranks_per_switch: see there.
-        cpu_adam_s_per_param: of one node's CPUs together.
-        host_bytes: memory of one node.
-    """
-
     device_bytes: float
-    flops_per_s: float
-    memory_bytes_per_s: float
-    num_multiprocessors: int
+    flops_per_s: float  # peak of one device in half precision
+    memory_bytes_per_s: float  # of one device
+    num_multiprocessors: int  # of one device: tiles of a matrix product come in waves of so many
     ranks_per_node: int
     num_nodes: int
-    node_bytes_per_s: float
-    network_bytes_per_s: float
+    node_bytes_per_s: float  # bus bandwidth of a ring within a node
+    network_bytes_per_s: float  # of one node; unused with one node
     network_latency_s: float
-    pcie_bytes_per_s: float
+    pcie_bytes_per_s: float  # between the host and all devices of a switch
     ranks_per_switch: int
-    cpu_adam_s_per_param: float
-    host_bytes: float
+    cpu_adam_s_per_param: float  # of one node's CPUs together
+    host_bytes: float  # of one node
 
     @property
     def num_ranks(self) -> int:
-        """Devices of all nodes."""
         return self.ranks_per_node * self.num_nodes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Transformer:
-    """A decoder.
-
-    Attributes:
-        num_layers: its layers.
-        width: hidden size.
-        num_heads: attention heads.
-        sequence: tokens of one record.
-        vocabulary: rows of the embedding.
-        keeps_scores: whether attention's scores are kept for backward, as without a fused kernel.
-        recomputes: whether every layer is computed a second time in backward (activation checkpointing).
-    """
-
     num_layers: int
     width: int
     num_heads: int
     sequence: int
     vocabulary: int = 50257
-    keeps_scores: bool = False
-    recomputes: bool = False
+    keeps_scores: bool = False  # attention's scores are kept for backward, as without a fused kernel
+    recomputes: bool = False  # activation checkpointing of every layer
 
     @property
     def num_params(self) -> float:
@@ -87,17 +56,7 @@ class Transformer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Workload:
-    """A model, a machine, and the configuration that its user has written.
-
-    Attributes:
-        name: for tables.
-        model: what is trained.
-        machine: where.
-        train_batch_size: records of one optimizer step.
-        own_micro_batch: the user's micro batch size.
-        own_zero: the user's ``zero_optimization``.
-        half: ``bf16`` or ``fp16``.
-    """
+    """A model, a machine, and the configuration that its user has written."""
 
     name: str
     model: Transformer
@@ -108,7 +67,6 @@ class Workload:
     half: str = "bf16"
 
     def deepspeed_config(self) -> dict[str, Any]:
-        """Return the user's DeepSpeed config, a new one."""
         return {
             "train_batch_size": self.train_batch_size,
             "train_micro_batch_size_per_gpu": self.own_micro_batch,
@@ -117,18 +75,8 @@ class Workload:
             "zero_optimization": dict(self.own_zero),
         }
 
-    def space(self, *, free_batch: bool = False) -> Space:
-        """Return what is searched: stages 0 to 3, at the fixed global batch or a free one.
-
-        With a free batch the accumulation stays at its own value, as in dsat 0.37; that value is taken to be 1 there, so
-        that the two are different problems.
-        """
-        base = self.deepspeed_config()
-        if free_batch:
-            del base["train_batch_size"]
-            base["gradient_accumulation_steps"] = 1
-        sizes = ParallelDims(self.machine.num_ranks)
-        return Space(base, sizes, stages=(0, 1, 2, 3), free_batch=free_batch)
+    def space(self) -> Space:
+        return Space(self.deepspeed_config(), ParallelDims(self.machine.num_ranks), stages=(0, 1, 2, 3))
 
 
 _A100_40 = Machine(

@@ -41,15 +41,6 @@ TITLES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measured:
-    """Everything measured at one number of ranks.
-
-    Attributes:
-        num_ranks: how many.
-        machine: device, backend and versions, as the ranks saw them.
-        load_averages: of the machine over one minute, before and after.
-        blocks: timings as rank 0 saw them.
-    """
-
     num_ranks: int
     machine: dict[str, str]
     load_averages: tuple[float, float]
@@ -107,11 +98,6 @@ def environment(num_ranks: int, scratch: pathlib.Path) -> dict[str, str]:
 
 
 def measure(num_ranks: int, plan: Plan, progress: Progress) -> Measured:
-    """Start the ranks, follow them, and read what they measured.
-
-    Raises:
-        RanksFailedError: they exited with a failure.
-    """
     name = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
     num_periods = plan.num_blocks + 2
     task = progress.add_task(f"{name}: starting", total=num_periods)
@@ -139,11 +125,7 @@ def measure(num_ranks: int, plan: Plan, progress: Progress) -> Measured:
 
 
 def run_ranks(command: list[str], cwd: pathlib.Path, env: Mapping[str, str]) -> Iterator[int]:
-    """Run a command, yielding how many reporting periods it says are done.
-
-    Raises:
-        RanksFailedError: it exited with a failure.
-    """
+    """Run a command, yielding how many reporting periods it says are done."""
     tail: deque[str] = deque(maxlen=NUM_TAIL_LINES)
     process = subprocess.Popen(
         command, cwd=cwd, env=dict(env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -167,7 +149,6 @@ def run_ranks(command: list[str], cwd: pathlib.Path, env: Mapping[str, str]) -> 
 
 
 def table(measured: Measured, plan: Plan) -> str:
-    """Return one number of ranks as Markdown."""
     summaries = summarize(measured.blocks)
     machine = measured.machine
     before, after = measured.load_averages
@@ -235,7 +216,6 @@ def _ratio(theirs: Spread, ours: Spread) -> str:
 
 
 def main() -> int:
-    """Measure at every number of ranks asked for, and print the tables."""
     arguments = parse_arguments()
     plan = Plan(
         report_every=arguments.report_every,

@@ -19,13 +19,6 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 
 
 class StepTrainer(Trainer):
-    """Trains with the shared step.
-
-    Args:
-        step: trains one micro batch.
-        options: of the Trainer.
-    """
-
     def __init__(self, step: Step, **options: Any) -> None:
         super().__init__(**options)
         self._step = step
@@ -36,7 +29,6 @@ class StepTrainer(Trainer):
         inputs: Any,
         num_items_in_batch: Any = None,  # noqa: ARG002
     ) -> torch.Tensor:
-        """Train one micro batch. Ranks: all, collectively."""
         return self._step(iter([inputs])).detach()
 
 

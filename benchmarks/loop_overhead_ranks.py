@@ -85,7 +85,6 @@ def build_engine(gradient_accumulation_steps: int) -> Any:
 
 
 def records(count: int, seed: int) -> data.TensorDataset:
-    """Return ``count`` generated records, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(count, NUM_FEATURES, generator=generator)
     return data.TensorDataset(features, features[:, :NUM_TARGETS] * 0.5)
@@ -99,7 +98,6 @@ class _TrialMethods:
     metric_names: tuple[str, ...]
 
     def build_training_data_loader(self) -> dstrial.DataLoader:
-        """Return the training records."""
         return dstrial.DataLoader(
             records(self.num_records, SEED), batch_size=MICRO_BATCH_SIZE, shuffle=True, drop_last=True
         )
@@ -109,20 +107,16 @@ class _TrialMethods:
         return dstrial.DataLoader(records(NUM_VALIDATION_RECORDS, SEED + 1), batch_size=MICRO_BATCH_SIZE)
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:  # noqa: ARG002
-        """Train one micro batch."""
         loss = self.step(dataloader_iter)
         return dict.fromkeys(self.metric_names, loss)
 
     def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:  # noqa: ARG002
-        """Evaluate one micro batch."""
         features, targets = next(dataloader_iter)
         outputs = self.step.engine(features.to(self.step.device))
         return {"validation_loss": nn.functional.mse_loss(outputs, targets.to(self.step.device))}
 
 
 class DstrialTrial(_TrialMethods, dstrial.DeepSpeedTrial):
-    """The trial under dstrial's loop."""
-
     def __init__(self, context: Any, step: Step, num_records: int, plan: Plan) -> None:
         self.step, self.num_records = step, num_records
         self.metric_names = plan.metric_names
@@ -130,8 +124,6 @@ class DstrialTrial(_TrialMethods, dstrial.DeepSpeedTrial):
 
 
 class DeterminedTrial(_TrialMethods, determined_deepspeed.DeepSpeedTrial):  # type: ignore[misc]
-    """The trial under Determined's loop."""
-
     def __init__(self, context: Any, step: Step, num_records: int, plan: Plan) -> None:
         self.step, self.num_records = step, num_records
         self.metric_names = plan.metric_names
@@ -146,7 +138,6 @@ class AnyDeviceContext(determined_deepspeed.DeepSpeedTrialContext):  # type: ign
 
 
 def bare_loop(step: Step, num_records: int, plan: Plan) -> Callable[[], None]:
-    """Return DeepSpeed's own loop over the plan's micro batches, on torch's loader and sampler."""
     dataset = records(num_records, SEED)
     sampler: Any = data.DistributedSampler(dataset, dist.get_world_size(), dist.get_rank(), seed=SEED)
     loader = data.DataLoader(dataset, MICRO_BATCH_SIZE, sampler=sampler, drop_last=True)
@@ -175,8 +166,6 @@ def dstrial_loop(context: Any, step: Step, num_records: int, plan: Plan) -> Call
 
 
 class SilentHeartbeat(Heartbeat):
-    """Says nothing."""
-
     def begin_batch(self, batch: int) -> None:
         """Do nothing."""
 
@@ -208,8 +197,6 @@ def say_where_we_are(scratch: pathlib.Path) -> None:
 
 
 def silently(loop: Callable[[], None]) -> Callable[[], None]:
-    """Return a loop that says nothing."""
-
     def run() -> None:
         _silent_threads.add(threading.get_ident())
         loop()
@@ -265,7 +252,6 @@ def determined_loop(
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of this machine that nothing listens on now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for listener in sockets:
@@ -274,15 +260,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def measure(plan: Plan, scratch: pathlib.Path) -> tuple[dict[str, str], list[Block]]:
-    """Run all loops, turn by turn. Ranks: all, collectively.
-
-    Args:
-        plan: what each trains.
-        scratch: an existing directory for what the loops write.
-
-    Returns:
-        What was measured on, and the timings of each block of each loop, as seen by this rank.
-    """
+    """Run all loops, turn by turn; return the machine and this rank's timings of each block. Ranks: all, collectively."""
     num_records = 2 * plan.num_micro_batches * MICRO_BATCH_SIZE * int(os.environ["WORLD_SIZE"])
     with contextlib.ExitStack() as stack:
         say_where_we_are(scratch)

@@ -16,27 +16,20 @@ from torch import nn
 
 
 class Turns:
-    """Lets one of several threads run at a time, round and round.
-
-    Args:
-        count: how many threads take part.
-    """
+    """Lets one of several threads run at a time, round and round."""
 
     def __init__(self, count: int) -> None:
         self._may_run = [threading.Semaphore(int(idx == 0)) for idx in range(count)]
         self._present = [True] * count
 
     def wait(self, own_idx: int) -> None:
-        """Wait for this thread's turn."""
         self._may_run[own_idx].acquire()
 
     def leave(self, own_idx: int) -> None:
-        """End this thread's turn, its last."""
         self._present[own_idx] = False
         self._start_next(own_idx)
 
     def pass_on(self, own_idx: int) -> None:
-        """End this thread's turn and wait for the next."""
         self._start_next(own_idx)
         self.wait(own_idx)
 
@@ -49,14 +42,7 @@ class Turns:
 
 
 class Step:
-    """Trains one micro batch for one of the loops and notes when.
-
-    Args:
-        engine: the engine, the same for all loops.
-        device: where records go.
-        plan: where the loop's turns end.
-        turn_over: called between two micro batches where they do.
-    """
+    """Trains one micro batch for one of the loops and notes when; ``turn_over`` is called where a turn ends."""
 
     def __init__(
         self, engine: Any, device: torch.device, plan: Plan, turn_over: Callable[[int], None]

@@ -24,32 +24,23 @@ class Plan:
 
     A block is one reporting period, shifted by half a turn so that its report is inside. One period before
     the first block and the rest of one after the last do not count: every loop starts and ends there.
-
-    Attributes:
-        report_every: batches between two reports, at least 4.
-        num_blocks: blocks that count.
-        micro_batches_per_batch: gradient accumulation steps.
-        num_metrics: tensors that each step returns as metrics.
     """
 
-    report_every: int
+    report_every: int  # batches, at least 4
     num_blocks: int
-    micro_batches_per_batch: int
-    num_metrics: int
+    micro_batches_per_batch: int  # gradient accumulation steps
+    num_metrics: int  # tensors that each step returns
 
     @property
     def num_batches(self) -> int:
-        """Batches that each loop trains."""
         return (self.num_blocks + 2) * self.report_every
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro batches that each loop trains."""
         return self.num_batches * self.micro_batches_per_batch
 
     @property
     def period(self) -> int:
-        """Micro batches between two reports."""
         return self.report_every * self.micro_batches_per_batch
 
     @property
@@ -67,11 +58,9 @@ class Plan:
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Names of the metrics that each step returns."""
         return ("loss", *(f"metric_{idx}" for idx in range(1, self.num_metrics)))
 
     def is_report(self, micro_batch_idx: int) -> bool:
-        """Whether a loop reports after this micro batch."""
         return (micro_batch_idx + 1) % self.period == 0
 
     def counted(self, block_idx: int) -> list[int]:
@@ -88,52 +77,29 @@ class Plan:
 
 @dataclasses.dataclass(slots=True)
 class Stamps:
-    """Times of ``perf_counter_ns`` in one block, one of each per micro batch.
+    """Times of ``perf_counter_ns`` in one block, one of each per micro batch."""
 
-    Attributes:
-        entered: the step was called.
-        drawn: it had its records.
-        left: it was done.
-    """
-
-    entered: list[int] = dataclasses.field(default_factory=list)
-    drawn: list[int] = dataclasses.field(default_factory=list)
+    entered: list[int] = dataclasses.field(default_factory=list)  # the step was called
+    drawn: list[int] = dataclasses.field(default_factory=list)  # it had its records
     left: list[int] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Block:
-    """One block of one loop, microseconds per micro batch.
-
-    Attributes:
-        loop: which loop.
-        block_idx: which block, from 0; blocks of the same number ran at the same time, turn by turn.
-        mean_us: start to start, the mean with nothing left out; a disturbed machine shows in it.
-        step_us: a micro batch without a report, start to start: the median at each place in a batch, averaged.
-        draw_us: of that, waiting for the records.
-        between_us: of that, between the end of the step and the start of the next: the loop itself.
-        report_us: what the report adds to the time between; 0 for the bare loop.
-        report_share_us: that, per micro batch.
-        whole_us: ``step_us`` plus ``report_share_us``.
-    """
+    """One block of one loop, microseconds per micro batch."""
 
     loop: str
-    block_idx: int
-    mean_us: float
-    step_us: float
-    draw_us: float
-    between_us: float
-    report_us: float
+    block_idx: int  # blocks of the same number ran at the same time, turn by turn
+    mean_us: float  # start to start, nothing left out; a disturbed machine shows in it
+    step_us: float  # start to start without a report: the median at each place in a batch, averaged
+    draw_us: float  # of that, waiting for the records
+    between_us: float  # of that, between two steps: the loop itself
+    report_us: float  # added to the time between; 0 for the bare loop
     report_share_us: float
     whole_us: float
 
     @classmethod
     def from_stamps(cls, loop: str, block_idx: int, stamps: Stamps, plan: Plan) -> Block:
-        """Sum up one block.
-
-        Raises:
-            ValueError: the loop did not train exactly the planned micro batches.
-        """
         if len(stamps.left) != plan.num_micro_batches:
             raise ValueError(
                 f"the loop {loop} trained {len(stamps.left)} micro batches; expected {plan.num_micro_batches}. "
@@ -181,7 +147,6 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Sum up at least one value."""
         low, high = (values[0], values[0])
         if len(values) > 1:
             low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -190,19 +155,7 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Summary:
-    """One loop over all its blocks, microseconds per micro batch. Differences are taken within each block.
-
-    Attributes:
-        loop: which loop.
-        whole: start of a micro batch to start of the next, reports included.
-        added: the difference of that to the bare loop: all the loop costs, and the noise of the training step.
-        direct: what the loop does on this rank outside of the training step, beyond what the bare loop does
-            there: ``draw`` + ``between`` + ``report_share``. The training step's noise is not in it.
-        draw: drawing records, difference to bare.
-        between: between two steps without a report, difference to bare.
-        report_share: reports, per micro batch.
-        report: one report, microseconds.
-    """
+    """One loop over all its blocks, microseconds per micro batch. Differences are taken within each block."""
 
     loop: str
     whole: Spread
@@ -215,14 +168,6 @@ class Summary:
 
 
 def summarize(blocks: Sequence[Block]) -> dict[str, Summary]:
-    """Sum up each loop.
-
-    Args:
-        blocks: the same number of each loop, at least one, numbered by ``block_idx``.
-
-    Returns:
-        Loop name -> summary, in the order of ``LOOPS``.
-    """
     by_loop = {
         loop: sorted((block for block in blocks if block.loop == loop), key=lambda block: block.block_idx)
         for loop in LOOPS

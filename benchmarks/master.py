@@ -48,7 +48,6 @@ Row = tuple[str, str, str]
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--repeats", type=int, default=5, help="starts of a trial, each way (default: 5; 0 leaves them out)"
@@ -67,7 +66,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_context(directory: pathlib.Path) -> pathlib.Path:
-    """Copy the digits example and the timed script into a context directory."""
     context = directory / "context"
     shutil.copytree(MODEL_DEF, context, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(pathlib.Path(__file__).with_name("master_script.py"), context)
@@ -78,7 +76,6 @@ def make_context(directory: pathlib.Path) -> pathlib.Path:
 def write_config(
     path: pathlib.Path, entrypoint: str, variables: list[str], hyperparameters: dict[str, Any]
 ) -> pathlib.Path:
-    """Write an experiment config for one trial."""
     config = {
         "name": path.stem,
         "entrypoint": entrypoint,
@@ -102,7 +99,6 @@ def wait_for(path: pathlib.Path) -> float:
 
 
 def bare_start(context: pathlib.Path, marker: pathlib.Path, env: dict[str, str]) -> float:
-    """Return seconds from a bare torchrun to the first batch."""
     started_s = time.time()
     subprocess.run(
         COMMAND.split(),
@@ -183,7 +179,6 @@ def report(address: str, token: str, trial_id: int, first: int, count: int) -> N
 
 
 def paused_trial(master: MasterForTest, directory: pathlib.Path) -> int:
-    """Create a trial that does not run, so that reports of run 0 are taken; return its id."""
     config = write_config(directory / "reports.yaml", "true", [], {})
     empty = directory / "empty"
     empty.mkdir(exist_ok=True)
@@ -296,7 +291,6 @@ def measure_lists(master: MasterForTest, options: argparse.Namespace, progress: 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure and print."""
     options = parse_arguments(arguments)
     rows: list[Row] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

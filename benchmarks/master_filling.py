@@ -49,15 +49,7 @@ def fill(
     num_metrics: int,
     on_rows: Callable[[int], None],
 ) -> None:
-    """Insert completed experiments with their trials and reports, straight into the file of a stopped master.
-
-    Args:
-        path: the database.
-        num_experiments: how many.
-        num_trials: of all of them together.
-        num_metrics: reports of all of them together.
-        on_rows: told how many reports have been inserted since the last call.
-    """
+    """Insert completed experiments with trials and reports straight into the file of a stopped master."""
     connection = sqlite3.connect(path, isolation_level=None)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = OFF")

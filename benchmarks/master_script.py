@@ -15,7 +15,6 @@ class TimedTrial(DigitsTrial):
     """The digits trial; the first batch's time goes into ``$FIRST_BATCH_FILE``."""
 
     def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
-        """Note the time once, and train."""
         marker = pathlib.Path(os.environ["FIRST_BATCH_FILE"])
         if not marker.exists():
             marker.write_text(repr(time.time()))
@@ -23,7 +22,6 @@ class TimedTrial(DigitsTrial):
 
 
 def main() -> None:
-    """Train two batches, on a master or off it."""
     hyperparameters = None
     if det.get_cluster_info() is None:
         hyperparameters = json.loads(pathlib.Path("hyperparameters.json").read_text())

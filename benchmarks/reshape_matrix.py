@@ -36,7 +36,6 @@ def num_stages(layout: str) -> int:
 
 
 def zero_stage(layout: str) -> int:
-    """Return the ZeRO stage of a layout."""
     return int(layout.split("zero ")[1][0])
 
 
@@ -72,10 +71,7 @@ def make_engines(layout: str, precision: str, case: str) -> list[Any]:
 
 
 def make_engine(layout: str, precision: str, case: str) -> Any:
-    """Build an engine of the model for all ranks; see the module.
-
-    Ranks: all, collectively.
-    """
+    """Build an engine of the model for all ranks; see the module. Ranks: all, collectively."""
     import deepspeed
     import torch
     from deepspeed import comm
@@ -172,7 +168,6 @@ def _let_cpu_train_fp16() -> None:
 
 
 def _fill(name: str, parameter: Any) -> None:
-    """Give a parameter values that depend on its name alone."""
     import zlib
 
     import torch
@@ -299,13 +294,7 @@ def save_all(directory: str, layouts: list[str], precision: str, cases: list[str
 def load_all(
     directory: str, layouts: list[str], precision: str, cells: list[str]
 ) -> dict[str, dict[str, list[float] | str]]:
-    """Load every saved cell in every layout of this number of ranks, and train on.
-
-    Returns:
-        Saved cell -> layout here -> losses, or what went wrong.
-
-    Ranks: all, collectively.
-    """
+    """Load every saved cell in every layout of this number of ranks, and train on. Ranks: all, collectively."""
     import traceback
 
     import torch
@@ -388,7 +377,6 @@ def run(sizes: list[int], precision: str, cases: list[str], layouts: list[str]) 
 
 
 def is_right(record: dict[str, Any], precision: str) -> bool:
-    """Whether a cell of ``run`` loaded and went on as it should."""
     difference = record["difference"]
     return record["problem"] is None and (difference is None or difference <= TOLERANCES[precision])
 

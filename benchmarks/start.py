@@ -1,7 +1,6 @@
 """Measure what it costs to start training, against bare torchrun with a plain DeepSpeed script.
 
-Usage: ``python benchmarks/start.py [--workloads digits stdlib_lm hf_clm] [--ranks 1 2] [--repeats N] [--master]
-[--against TREE] [--json FILE]``
+Usage: ``python benchmarks/start.py [--ranks 1 2] [--repeats N] [--master] [--against TREE] [--json FILE]``
 
 Every start is a new process tree, or a fork where the row says so. Prints one Markdown table; see the README beside this file for
 how to read it.
@@ -26,15 +25,17 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import start_marks
+import start_model
 from rich.console import Console
 from rich.progress import Progress
-from start_workloads import WORKLOADS, Workload
 
 from dstrial.fork_server.client import ForkedPopen, ForkServer
 from dstrial.fork_server.key import key_of
 from dstrial.testing.master import MasterForTest, master_for_test
 
 HERE = pathlib.Path(__file__).resolve().parent
+TRIAL = "start_trial:StartTrial"
 BARE = "torchrun, plain DeepSpeed"
 OWN = "dstrial.launch, cold"
 FORKED = "dstrial.launch, forked"
@@ -47,42 +48,27 @@ _DEADLINE_S = 300.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Start:
-    """One start.
-
-    Attributes:
-        first_batch_s: seconds from exec of the launcher, or of ``det``, to the last rank's first batch.
-        end_s: seconds until the launcher has ended, or the experiment.
-        tree_cpu_s: CPU seconds of the launcher and all ranks, to their end; None where a master starts them.
-        rank_cpu_s: CPU seconds of a rank to its first batch; the most of all ranks.
-        rss_mib: memory of a rank at its first batch, MiB; the most of all ranks.
-        private_mib: what of it no other process shares, MiB; the most of all ranks.
-    """
-
-    first_batch_s: float
-    end_s: float
-    tree_cpu_s: float | None
-    rank_cpu_s: float
-    rss_mib: float
-    private_mib: float
+    first_batch_s: float  # from exec of the launcher, or of ``det``, to the last rank's first batch
+    end_s: float  # until the launcher, or the experiment, has ended
+    tree_cpu_s: float | None  # of the launcher and all ranks, to their end; None where a master starts them
+    rank_cpu_s: float  # to the first batch, the most of all ranks
+    rss_mib: float  # at the first batch, the most of all ranks
+    private_mib: float  # the same, of pages that no other process shares
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kind:
-    """What a row of the table is about."""
-
-    workload: str
     num_ranks: int
     way: str
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure and print; returns the exit status."""
     options = parse_arguments(words)
     ways = [BARE, *([AGAINST] if options.against else []), OWN, FORKED, *(_MASTERS if options.master else [])]
     # Turn by turn, so that all of them see the same machine; the first of several warms the disk's cache.
     num_unmeasured = int(options.repeats > 1)
     starts: dict[Kind, list[Start]] = {}
-    num_starts = len(options.workloads) * len(options.ranks) * (num_unmeasured + options.repeats) * len(ways)
+    num_starts = len(options.ranks) * (num_unmeasured + options.repeats) * len(ways)
     with Progress(console=Console(stderr=True)) as progress, contextlib.ExitStack() as stack:
         masters = {
             way: stack.enter_context(running_master(setting, max(options.ranks)))
@@ -90,25 +76,16 @@ def main(words: list[str] | None = None) -> int:
             if way in ways
         }
         task = progress.add_task("starting", total=num_starts)
-        for name in options.workloads:
-            for num_ranks in options.ranks:
-                for turn in range(num_unmeasured + options.repeats):
-                    for way in ways:
-                        if way in (FORKED, DET_FORKED) and not WORKLOADS[name].is_trial:
-                            progress.advance(task)
-                            continue
-                        progress.update(task, description=f"{name}, ranks {num_ranks}: {way}")
-                        with tempfile.TemporaryDirectory(prefix="dstrial-start-") as scratch:
-                            start = measure(
-                                WORKLOADS[name],
-                                way,
-                                num_ranks,
-                                pathlib.Path(scratch),
-                                masters.get(way, options.against),
-                            )
-                        progress.advance(task)
-                        if turn >= num_unmeasured:
-                            starts.setdefault(Kind(name, num_ranks, way), []).append(start)
+        for num_ranks in options.ranks:
+            for turn in range(num_unmeasured + options.repeats):
+                for way in ways:
+                    progress.update(task, description=f"ranks {num_ranks}: {way}")
+                    with tempfile.TemporaryDirectory(prefix="dstrial-start-") as scratch:
+                        by = masters.get(way, options.against)
+                        start = measure(way, num_ranks, pathlib.Path(scratch), by)
+                    progress.advance(task)
+                    if turn >= num_unmeasured:
+                        starts.setdefault(Kind(num_ranks, way), []).append(start)
     print(table(starts))
     if options.json:
         rows = [
@@ -120,11 +97,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "--workloads", nargs="+", choices=WORKLOADS, default=["digits"], help="what trains (default: digits)"
-    )
     parser.add_argument(
         "--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks (default: 1 2)"
     )
@@ -138,28 +111,13 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(
-    workload: Workload,
-    way: str,
-    num_ranks: int,
-    scratch: pathlib.Path,
-    by: MasterForTest | pathlib.Path | None,
+    way: str, num_ranks: int, scratch: pathlib.Path, by: MasterForTest | pathlib.Path | None
 ) -> Start:
-    """Start one training, and wait for its end.
-
-    Args:
-        workload: what trains.
-        way: who starts it.
-        num_ranks: how many ranks.
-        scratch: an empty directory.
-        by: the master, or the checkout of ``--against``.
-
-    Raises:
-        RuntimeError: it failed; with the end of its output.
-    """
+    """Start one training through the master, or with the checkout of ``--against``; wait for its end."""
     (scratch / "marks").mkdir()
-    workload.write_context(scratch / "context")
+    (scratch / "context").mkdir()
     if isinstance(by, MasterForTest):
-        return measure_on_master(workload, num_ranks, scratch, by)
+        return measure_on_master(num_ranks, scratch, by)
     tree = by.resolve() if by is not None and way == AGAINST else HERE.parent
     environ = {
         **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
@@ -167,7 +125,6 @@ def measure(
         "DSTRIAL_START_MARKS": str(scratch / "marks"),
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
         "DSTRIAL_RUNS_DIR": str(scratch / "runs"),
     }
     # Its imports are not what is measured.
@@ -175,7 +132,7 @@ def measure(
     before, began_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
     with ForkedPopen(
         server,
-        command(workload, way, num_ranks, scratch),
+        command(way, num_ranks, scratch),
         told=refuse,
         env=environ,
         cwd=scratch / "context",
@@ -191,22 +148,11 @@ def measure(
     return start_of(scratch / "marks", num_ranks, began_s, end_s, tree_cpu_s)
 
 
-def measure_on_master(
-    workload: Workload, num_ranks: int, scratch: pathlib.Path, master: MasterForTest
-) -> Start:
-    """Create an experiment with ``det``, and wait for its end.
-
-    Raises:
-        RuntimeError: it failed.
-    """
-    variables = [
-        f"DSTRIAL_START_MARKS={scratch / 'marks'}",
-        f"PYTHONPATH={HERE}",
-        "OMP_NUM_THREADS=1",
-        "HF_HUB_OFFLINE=1",
-    ]
+def measure_on_master(num_ranks: int, scratch: pathlib.Path, master: MasterForTest) -> Start:
+    """Create an experiment with ``det``, and wait for its end."""
+    variables = [f"DSTRIAL_START_MARKS={scratch / 'marks'}", f"PYTHONPATH={HERE}", "OMP_NUM_THREADS=1"]
     path = scratch / "exp.json"
-    path.write_text(json.dumps(workload.config(num_ranks, variables)), encoding="utf-8")
+    path.write_text(json.dumps(experiment_config(num_ranks, variables)), encoding="utf-8")
     client = master.client()
     began_s = time.time()
     created = master.det("experiment", "create", str(path), str(scratch / "context"))
@@ -228,7 +174,6 @@ def measure_on_master(
 def start_of(
     marks: pathlib.Path, num_ranks: int, began_s: float, end_s: float, tree_cpu_s: float | None
 ) -> Start:
-    """Sum up what the ranks have written down."""
     ranks = [json.loads((marks / f"{rank}.json").read_text()) for rank in range(num_ranks)]
     return Start(
         first_batch_s=max(rank["at_s"] for rank in ranks) - began_s,
@@ -242,7 +187,6 @@ def start_of(
 
 @contextlib.contextmanager
 def running_master(setting: str, num_slots: int) -> Iterator[MasterForTest]:
-    """Start a master of its own; with forks, wait until it can fork."""
     with tempfile.TemporaryDirectory(prefix="dstrial-start-") as name:
         directory = pathlib.Path(name)
         settings = directory / "master.yaml"
@@ -265,23 +209,33 @@ def fork_server(variables: tuple[tuple[str, str], ...]) -> ForkServer:
 
 
 def refuse(reason: str) -> None:
-    """Fail where a launcher is not a fork.
-
-    Raises:
-        RuntimeError: always.
-    """
     raise RuntimeError(f"no fork: {reason}")
 
 
-def command(workload: Workload, way: str, num_ranks: int, scratch: pathlib.Path) -> list[str]:
-    """Return the command line of a start."""
+def command(way: str, num_ranks: int, scratch: pathlib.Path) -> list[str]:
     if way == BARE:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-        return [sys.executable, *torchrun, workload.bare, *workload.options]
+        return [sys.executable, *torchrun, str(HERE / "start_bare.py")]
     config = scratch / "exp.json"
-    config.write_text(json.dumps(workload.config(num_ranks, [])), encoding="utf-8")
+    config.write_text(json.dumps(experiment_config(num_ranks, [])), encoding="utf-8")
     launch = ["-m", "dstrial.launch", f"--config={config}", f"--context-dir={scratch / 'context'}"]
-    return [sys.executable, *launch, *workload.launched, *workload.options]
+    return [sys.executable, *launch, "--trial", TRIAL]
+
+
+def experiment_config(num_ranks: int, variables: list[str]) -> dict[str, Any]:
+    return {
+        "name": "start",
+        "entrypoint": f"python3 -m dstrial.launch --trial {TRIAL}",
+        "environment": {"environment_variables": variables},
+        "hyperparameters": {"deepspeed_config": start_model.DS_CONFIG},
+        "searcher": {
+            "name": "single",
+            "metric": "validation_loss",
+            "max_length": {"batches": start_marks.NUM_BATCHES},
+        },
+        "resources": {"slots_per_trial": num_ranks},
+        "max_restarts": 0,
+    }
 
 
 def table(starts: dict[Kind, list[Start]]) -> str:
@@ -295,13 +249,13 @@ def table(starts: dict[Kind, list[Start]]) -> str:
         "private_mib": "private, MiB",
     }
     lines = [
-        "| training | ranks | started by | " + " | ".join(columns.values()) + " |",
-        "|" + "---|" * (3 + len(columns)),
+        "| ranks | started by | " + " | ".join(columns.values()) + " |",
+        "|" + "---|" * (2 + len(columns)),
     ]
     for kind, those in starts.items():
         bare = starts[dataclasses.replace(kind, way=BARE)]
         cells = [_cell(kind, those, bare, column) for column in columns]
-        lines.append(f"| {kind.workload} | {kind.num_ranks} | {kind.way} | " + " | ".join(cells) + " |")
+        lines.append(f"| {kind.num_ranks} | {kind.way} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

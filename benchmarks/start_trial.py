@@ -24,15 +24,12 @@ class StartTrial(DeepSpeedTrial):
         self.records = start_model.digits()
 
     def build_training_data_loader(self) -> DataLoader:
-        """All records, shuffled."""
         return DataLoader(self.records, batch_size=start_model.MICRO_BATCH_SIZE, shuffle=True)
 
     def build_validation_data_loader(self) -> DataLoader:
-        """The first 64 records."""
         return DataLoader(torch.utils.data.Subset(self.records, range(64)), batch_size=32)
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> Any:  # noqa: ARG002
-        """Train on one micro batch."""
         images, labels = next(dataloader_iter)
         start_marks.note_first_batch()
         loss = torch.nn.functional.cross_entropy(self.engine(images), labels)
@@ -41,6 +38,5 @@ class StartTrial(DeepSpeedTrial):
         return {"loss": loss}
 
     def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:  # noqa: ARG002
-        """Measure one micro batch."""
         images, labels = next(dataloader_iter)
         return {"validation_loss": torch.nn.functional.cross_entropy(self.engine(images), labels)}

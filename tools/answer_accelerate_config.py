@@ -129,18 +129,7 @@ ANSWERS: Mapping[str, Mapping[str, Answer]] = {
 
 
 def answer(answers: Mapping[str, Answer], target: Path) -> str:
-    """Run ``accelerate config`` and answer it.
-
-    Args:
-        answers: part of a question -> what to type.
-        target: the file that it is to write.
-
-    Returns:
-        Everything that it printed.
-
-    Raises:
-        RuntimeError: it failed, asked something in an unknown way, an answer was not asked for, or it took too long.
-    """
+    """Run ``accelerate config``, answer each question by a part of its text, and return all that it printed."""
     command = [
         sys.executable,
         "-m",
@@ -223,7 +212,6 @@ def _read_until_quiet(terminal: int) -> tuple[str, bool]:
 
 
 def main() -> int:
-    """Write the files and say which."""
     if len(sys.argv) < 2:
         sys.stderr.write(str(__doc__))
         return 2

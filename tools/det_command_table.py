@@ -39,11 +39,7 @@ def _leaves(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
 
 
 def invocations() -> list[Invocation]:
-    """Return one invocation for every sub-command, in the order in which they are tried.
-
-    Raises:
-        LookupError: a sub-command has none, or one is for none.
-    """
+    """Return one invocation for every sub-command, in the order in which they are tried."""
     found = sub_commands()
     helps = [Invocation(path, "", "usage: ") for path in found if path.endswith("help")]
     chosen = [*INVOCATIONS, *helps]

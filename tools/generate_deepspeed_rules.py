@@ -143,7 +143,6 @@ class _RecordedKeys:
 
 
 def _plain(value: Any) -> Any:
-    """Turn a default into what JSON can hold."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, bool) or value is None:
@@ -335,14 +334,7 @@ def _schedulers() -> dict[str, Any]:
 
 
 def generate() -> dict[str, Any]:
-    """Describe the config of the installed DeepSpeed.
-
-    Returns:
-        The table as ``dstrial.config.deepspeed_schema`` reads it; see the docstring there for its shape.
-
-    Raises:
-        RuntimeError: DeepSpeed changed in a way that the generator must be told about.
-    """
+    """Describe the config of the installed DeepSpeed."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
     import torch
@@ -470,7 +462,6 @@ def render(table: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Write the table of the installed release; return the exit status."""
     table = generate()
     release, newest = table["deepspeed"].split("+")[0], releases()[-1]
     if release_key(release) < release_key(newest):

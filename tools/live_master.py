@@ -59,14 +59,6 @@ def det_parser() -> argparse.ArgumentParser:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ran:
-    """How a command has ended.
-
-    Attributes:
-        code: its exit code.
-        out: standard output.
-        err: standard error.
-    """
-
     code: int
     out: str
     err: str
@@ -81,32 +73,18 @@ class Ran:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LiveMaster:
-    """A master in a temporary directory, with a temporary home.
-
-    Attributes:
-        master: the real one.
-        directory: where commands work; holds ``context/train.py``, ``short.yaml`` and ``long.yaml``.
-    """
+    """A master in a temporary directory, with a temporary home."""
 
     master: MasterForTest
     directory: Path
 
     def token(self, username: str) -> str:
-        """Return a new token of one of the first users."""
         return self.master.client(username).token
 
     def det(
         self, words: Sequence[str], username: str, token: str, *, typed: str = "", is_process: bool = False
     ) -> Ran:
-        """Run a ``det`` command in the directory.
-
-        Args:
-            words: without ``det``.
-            username: who asks.
-            token: of that user.
-            typed: what that user types.
-            is_process: whether in a process of its own, for what reads passwords or writes past ``sys.stdout``.
-        """
+        """Run a ``det`` command in the directory; in a process of its own if it reads passwords or writes past ``sys.stdout``."""
         variables = {
             **self.master.env,
             "DET_USER": username,
@@ -134,7 +112,6 @@ class LiveMaster:
         return Ran(code, out.buffer.getvalue().decode(errors="replace"), err.getvalue())  # type: ignore[attr-defined]
 
     def create(self, name: str = "short", **changes: Any) -> int:
-        """Submit an experiment by one of the configs and return its number."""
         given = {**yaml.safe_load((self.directory / f"{name}.yaml").read_text()), **changes}
         content = base64.b64encode(TRAIN.encode()).decode()
         file = {"path": "train.py", "type": 48, "content": content, "mtime": "0", "mode": 420}
@@ -143,11 +120,6 @@ class LiveMaster:
         return int(self.master.client().post("/api/v1/experiments", message)["experiment"]["id"])
 
     def wait(self, experiment_id: int, *states: str) -> None:
-        """Wait until an experiment is in one of some states.
-
-        Raises:
-            TimeoutError: it is not.
-        """
         give_up_at_s, client = time.monotonic() + DEADLINE_S, self.master.client()
         while True:
             state = client.get(f"/api/v1/experiments/{experiment_id}")["experiment"]["state"]
@@ -158,14 +130,12 @@ class LiveMaster:
             time.sleep(0.05)
 
     def trial(self, experiment_id: int) -> dict[str, Any]:
-        """Return the first trial of an experiment."""
         found: dict[str, Any] = self.master.client().get(f"/api/v1/experiments/{experiment_id}/trials")[
             "trials"
         ][0]
         return found
 
     def checkpoints(self, experiment_id: int) -> list[str]:
-        """Return the uuids of an experiment's checkpoints, the latest first."""
         found = self.master.client().get(f"/api/v1/experiments/{experiment_id}/checkpoints")["checkpoints"]
         by_steps = sorted(found, key=lambda one: one["metadata"]["steps_completed"], reverse=True)
         return [str(one["uuid"]) for one in by_steps]
@@ -200,11 +170,7 @@ def surroundings(variables: Mapping[str, str], directory: Path, typed: str = "")
 
 @contextlib.contextmanager
 def live_master(directory: Path) -> Iterator[LiveMaster]:
-    """Run a master with two slots while the block lasts.
-
-    Args:
-        directory: an existing, empty one.
-    """
+    """Run a master with two slots while the block lasts."""
     (directory / "home").mkdir()
     work = directory / "work"
     (work / "context").mkdir(parents=True)
@@ -225,8 +191,6 @@ def live_master(directory: Path) -> Iterator[LiveMaster]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-
     def line(cells: Sequence[str]) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
@@ -245,7 +209,6 @@ def shortened(text: str, *replaced: str) -> str:
 
 
 def write_report(path: Path | None, text: str) -> None:
-    """Write a report into a file, or to the standard output."""
     if path is None:
         sys.stdout.write(text)
     else:
@@ -253,5 +216,4 @@ def write_report(path: Path | None, text: str) -> None:
 
 
 def dumped(value: Any) -> str:
-    """Return a value as one line of JSON."""
     return json.dumps(value, default=str)

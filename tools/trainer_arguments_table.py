@@ -90,7 +90,6 @@ class Case:
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
-    """Return a config that has one dotted key."""
     *sections, last = key.split(".")
     made: dict[str, Any] = {last: value}
     for section in reversed(sections):
@@ -99,7 +98,6 @@ def nested(key: str, value: Any) -> dict[str, Any]:
 
 
 def cases_of(pair: Pair) -> Iterator[Case]:
-    """Yield the cases of a pair."""
     base = overwrite_deepspeed_config({"zero_optimization": {"stage": 2}}, dict(pair.base))
     steps = () if pair.flag == "max_steps" else ("--max_steps", str(NUM_STEPS))
     if pair.flag in PRECISIONS:
@@ -278,7 +276,6 @@ def alone(case: Case, directory: Path) -> str:
 
 
 def row_of(case: Case, directory: Path, world_size: int) -> dict[str, Any]:
-    """Return one row of the table. Ranks: all, alike."""
     hparams = {MAIN_KEY: "ds_config.json", "overwrite_deepspeed_args": dict(case.overwrite)}
     _write(directory / "ds_config.json", case.config)
     before = (directory / "ds_config.json").read_bytes()
@@ -324,7 +321,6 @@ def _write(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def rows(directory: Path, world_size: int) -> list[dict[str, Any]]:
-    """Return all rows. Ranks: all, alike."""
     made = []
     for pair in PAIRS:
         for case in cases_of(pair):
@@ -347,7 +343,6 @@ def _outcome(row: Mapping[str, Any]) -> str:
 
 
 def table(made: list[dict[str, Any]], world_size: int) -> str:
-    """Return the rows as Markdown."""
     lines = [
         f"transformers {transformers.__version__}, {world_size} ranks, {len(made)} cases",
         "",
@@ -368,7 +363,6 @@ def table(made: list[dict[str, Any]], world_size: int) -> str:
 
 
 def main() -> None:
-    """Print the table on rank 0. Ranks: all."""
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         file = Path(sys.argv[2]).resolve() if sys.argv[1:2] == ["--json"] else None

@@ -35,7 +35,6 @@ class _Given(argparse.Action):
 
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
-    """Build the parser of ``python3 -m dstrial.dsat``."""
     parser = argparse.ArgumentParser(
         prog=prog, description="Tune the DeepSpeed configuration of an experiment."
     )
@@ -44,17 +43,12 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def with_method(words: Sequence[str]) -> list[str]:
-    """Return a command line with its method: the default one where it names none.
-
-    Args:
-        words: what follows ``dstrial dsat``.
-    """
+    """Return a command line with its method: the default one where it names none."""
     is_named = not words or words[0] in (*METHOD_NAMES, PLAN, "-h", "--help")
     return list(words) if is_named else [METHOD_NAMES[0], *words]
 
 
 def add_methods(subparsers: Any) -> None:
-    """Add one subcommand for each method, and ``plan``, with their arguments."""
     for method in METHODS.values():
         parser = subparsers.add_parser(method.name, help=method.summary, description=method.summary)
         _add_arguments(parser, method)
@@ -62,7 +56,6 @@ def add_methods(subparsers: Any) -> None:
 
 
 def add_plan(subparsers: Any) -> None:
-    """Add the subcommand ``plan`` with its arguments."""
     text = "predict what fits and what is fastest on hardware that is not at hand; measures nothing"
     parser = subparsers.add_parser(PLAN, help=text, description=text)
     parser.set_defaults(given=frozenset())
@@ -93,7 +86,6 @@ def add_plan(subparsers: Any) -> None:
 
 
 def flags_of(args: argparse.Namespace) -> SearchFlags | PlanFlags:
-    """Return what a parsed command line says, as values."""
     if args.search_method != PLAN:
         return _search_flags(vars(args))
     # A plan is a search by prediction that differs in nothing but what it was given.
@@ -181,7 +173,6 @@ def _add_old_flags(add: Callable[..., None], method: MethodEntry) -> None:
 
 
 def _add_search_flags(add: Callable[..., None]) -> None:
-    """Add what else is searched, and for how long."""
     add(
         "--budget",
         type=_duration,
@@ -199,7 +190,6 @@ def _add_search_flags(add: Callable[..., None]) -> None:
 
 
 def _add_run_flags(add: Callable[..., None]) -> None:
-    """Add where and how trials run."""
     add("--local", action="store_true", help="measure on this machine, without a master")
     add(
         "--fresh",

@@ -43,11 +43,7 @@ EPILOG = (
 
 
 def run_command(flags: SearchFlags | PlanFlags) -> int:
-    """Search, or plan, as a command line says; returns the exit status.
-
-    Raises:
-        DstrialError: the search cannot be started.
-    """
+    """Search, or plan, as a command line says; return the exit status."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     # It tells of every retry of Determined's client; that the master is away is said once.
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
@@ -117,11 +113,7 @@ def _search(settings: SearchConfig) -> int:
 
 @contextlib.contextmanager
 def _interruptible(signals: list[signal.Signals]) -> Iterator[None]:
-    """Let a stop request end the block, because it leaves nothing half done.
-
-    Raises:
-        KeyboardInterrupt: the request has come.
-    """
+    """Let a stop request end the block, because it leaves nothing half done."""
 
     def end(number: int, _frame: object) -> None:
         signals.append(signal.Signals(number))
@@ -154,7 +146,7 @@ def _num_parallel(settings: SearchConfig, record: SearchRecord, backend: Backend
 
 
 def _inputs(settings: SearchConfig, record: SearchRecord, backend: BackendFactory) -> PredictInputs:
-    """Return what ``predict`` starts from: from the record, else found and recorded."""
+    """Return the inputs of ``predict``: from the record, else found and recorded."""
     for event in record.events():
         if event["event"] == "inputs":
             return PredictInputs.from_json(event)
@@ -187,11 +179,7 @@ _COLUMNS = ("configuration", "verdict", "GiB, phase", "host GiB", "records/s (80
 
 
 def run_plan(flags: PlanFlags) -> int:
-    """Plan as a command line says; returns 0 if anything fits, else 1.
-
-    Raises:
-        DstrialError: the configuration is wrong, or nothing could be described.
-    """
+    """Plan as a command line says; return 0 if anything fits, else 1."""
     name = flags.device
     device = DEVICES[name or "a100"]
     device_bytes = flags.device_memory or int(device.memory_bytes)

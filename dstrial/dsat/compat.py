@@ -66,7 +66,6 @@ _NO_FLAGS = frozenset({"given", "search_method", "config_path", "model_dir"})
 
 
 def _method_names() -> tuple[str, ...]:
-    """Return the methods, the default one first."""
     from dstrial.dsat.methods import METHOD_NAMES
 
     return METHOD_NAMES
@@ -85,7 +84,6 @@ def _argument_defaults() -> Mapping[str, Any]:
 
 
 def _results_experiment() -> Mapping[str, Any]:
-    """Return what goes with launched trials: the experiment that keeps their results."""
     from dstrial.dsat.backends.trial_spec import RESULTS_EXPERIMENT
 
     return RESULTS_EXPERIMENT

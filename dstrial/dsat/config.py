@@ -36,33 +36,20 @@ from dstrial.errors import ConfigError, ConfigProblem
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchConfig:
-    """A search that may be run.
-
-    Attributes:
-        method: its name.
-        flags: of the command line.
-        experiment: the user's experiment.
-        written: the experiment config as it is written, YAML values.
-        space: what is searched.
-        options: of the method.
-        output: absolute directory of the search, before ``--fresh`` is considered.
-        fingerprint: of everything that decides what is searched; equal for a command that may resume.
-        warnings: doubtful things, as whole sentences.
-    """
+    """A search that may be run."""
 
     method: str
     flags: SearchFlags
     experiment: ExperimentConfig
-    written: dict[str, Any]
+    written: dict[str, Any]  # the experiment config as written, YAML values
     space: Space
     options: MethodOptions
-    output: Path
-    fingerprint: str
+    output: Path  # absolute, before ``--fresh`` is considered
+    fingerprint: str  # of everything that decides what is searched; equal for a command that may resume
     warnings: tuple[str, ...]
 
     @property
     def context_dir(self) -> Path:
-        """Directory of the model definition."""
         return self.experiment.context_dir
 
     @property
@@ -77,16 +64,11 @@ class SearchConfig:
 
     @property
     def smaller_is_better(self) -> bool:
-        """Which way the metric is compared."""
         return smaller_is_better(self.flags.metric)
 
 
 def read_config(flags: SearchFlags) -> SearchConfig:
-    """Read and check everything that a command line names.
-
-    Raises:
-        ConfigError: with all problems.
-    """
+    """Read and check everything that a command line names; a ``ConfigError`` has all problems."""
     problems = flag_problems(flags)
     path, model_dir = Path(flags.config_path), Path(flags.model_dir)
     experiment: ExperimentConfig | None = None
@@ -133,7 +115,6 @@ def read_config(flags: SearchFlags) -> SearchConfig:
 
 
 def with_parallel(settings: SearchConfig, num_parallel: int) -> SearchConfig:
-    """Return the settings for as many trials at the same time as there is room for."""
     return dataclasses.replace(
         settings, options=dataclasses.replace(settings.options, num_parallel=num_parallel)
     )
@@ -191,17 +172,11 @@ _SECTION = "training_arguments"
 
 
 def with_batch_sizes(experiment: ExperimentConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return a DeepSpeed config with numeric batch sizes, and what was assumed.
+    """Return a DeepSpeed config with numeric batch sizes, and warnings of what was assumed.
 
-    A Trainer's sizes are those of its entrypoint's flags, else of hyperparameters called alike (also below
-    ``training_arguments``), else the Trainer's defaults, of which a warning tells. What the config gives as a number wins, as in
+    A Trainer's sizes are those of its entrypoint's flags, else of hyperparameters of the same name (also below
+    ``training_arguments``), else the Trainer's defaults, with a warning. A number in the config wins, as in
     ``get_hf_args_with_overwrites``.
-
-    Args:
-        experiment: that names a DeepSpeed config, checked.
-
-    Returns:
-        The merged config, shared with nothing where it was changed, and warnings as whole sentences.
 
     Raises:
         ConfigError: only the script knows the sizes; the message says what to write, and where.
@@ -238,11 +213,7 @@ def _filler(experiment: ExperimentConfig) -> AutoValues | None:
 def _with_arguments(
     filler: AutoValues, experiment: ExperimentConfig, sizes: Mapping[str, Any], findings: Diagnostics
 ) -> tuple[AutoValues, tuple[str, ...]]:
-    """Return the Trainer with every size that is said anywhere among its arguments.
-
-    Raises:
-        ConfigError: a size is said in a way that cannot be read.
-    """
+    """Return the Trainer with every size that is given anywhere among its arguments."""
     where = f"{experiment.path}: entrypoint"
     words = filler.arguments.words
     if len(words) == 1 and words[0].endswith((".json", ".yaml", ".yml")):

@@ -43,7 +43,7 @@ _NOT_IN_A_FILE = {
 
 
 def flag_problems(flags: SearchFlags) -> list[ConfigProblem]:
-    """Return what is wrong with the flags, whatever the experiment is."""
+    """Return problems of the flags, whatever the experiment is."""
     problems = []
     own = METHODS[flags.search_method].flags
     least_of = {**_AT_LEAST, **{flag.dest: flag.least for flag in own if flag.least is not None}}
@@ -164,7 +164,7 @@ def values_refused(flags: SearchFlags, space: Space) -> tuple[list[ConfigProblem
 
 
 def accepted(flags: SearchFlags) -> list[str]:
-    """Return warnings of flags without effect, or that a person has to know of."""
+    """Return warnings about flags without effect, and flags that change what is learned."""
     warnings = []
     instead = {
         "search_runner_config": f"pool, labels, workspace and project of what it submits are those of {flags.config_path}",
@@ -203,12 +203,7 @@ def _named_in_entrypoint(experiment: ExperimentConfig) -> list[str]:
 def read_space(path: Path, hyperparameters: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     """Read ``--space FILE``: YAML or JSON, dotted paths to lists of values.
 
-    Args:
-        path: the file.
-        hyperparameters: of the experiment; a path that begins with ``hyperparameters.`` must be one of them.
-
-    Raises:
-        ConfigError: with all problems of the file.
+    A path that begins with ``hyperparameters.`` must name one of ``hyperparameters``.
     """
     problems: list[ConfigProblem] = []
     try:

@@ -30,42 +30,7 @@ _DESCRIBES = frozenset({"sample_batch", "trust_code"})
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SearchFlags:
-    """What the command line of a search says, defaults included.
-
-    Attributes:
-        search_method: name of the method.
-        config_path: of the experiment config.
-        model_dir: the model definition.
-        include: further files or directories for the trials.
-        max_trials: most trials, the first one included.
-        max_slots: most slots at the same time; None for no limit.
-        max_concurrent_trials: most trials at the same time.
-        metric: what is searched for.
-        run_full_experiment: whether the experiment is then trained with what is best.
-        zero_stages: to try.
-        start_profile_step: first step that may be measured.
-        end_profile_step: a trial trains at least one step more.
-        random_seed: of the search.
-        search_runner_config: accepted, without effect.
-        max_search_runner_restarts: accepted, without effect.
-        budget: seconds after which no trial begins; None for no limit.
-        train_batch_size: global batch to keep instead of the config's own.
-        free_batch: whether the global batch follows the micro batch.
-        space: file of further paths and values.
-        output: directory of the search; None for one by its name.
-        local: whether trials run on this machine, without a master.
-        fresh: whether a new search is begun.
-        no_worker: whether ranks are launched anew for every configuration.
-        no_gates: whether duplicates, the illegal and the hopeless are measured, too.
-        trial_timeout: longest time of a trial of which nothing is known, seconds.
-        measure_seconds: most seconds of timed steps in a trial.
-        sample_batch: how many first batches are looked at, or the file of one; None for the default.
-        trust_code: whether that file may run code.
-        slots: ranks in all instead of the config's own; only ``plan`` says it.
-        per_machine: devices of one machine; only ``plan`` says it.
-        own: flags of the method alone, by their names with underscores.
-        given: names of the flags that were given.
-    """
+    """What the command line of a search says, defaults included; ``cli`` has the help of each flag."""
 
     search_method: str
     config_path: str
@@ -95,10 +60,11 @@ class SearchFlags:
     measure_seconds: float
     sample_batch: int | str | None = None
     trust_code: bool = False
-    slots: int | None = None
+    slots: int | None = None  # ``slots`` and ``per_machine``: of ``plan`` only
     per_machine: int | None = None
+    # flags of the method alone, by names with underscores
     own: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    given: frozenset[str] = frozenset()
+    given: frozenset[str] = frozenset()  # names of the flags that were given
 
     def deciding(self) -> dict[str, Any]:
         """Return the flags that decide what is searched, by name."""
@@ -109,16 +75,7 @@ class SearchFlags:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanFlags:
-    """What the command line of ``plan`` says.
-
-    Attributes:
-        search: a search by prediction that differs in nothing but what ``plan`` was given.
-        device: name of the device; None if none was named.
-        device_memory: of one device, bytes; None for that of the device.
-        per_machine: devices of one machine.
-    """
-
-    search: SearchFlags
+    search: SearchFlags  # a search by prediction with the values that ``plan`` was given
     device: str | None
-    device_memory: int | None
+    device_memory: int | None  # bytes; None for that of the device
     per_machine: int

@@ -6,7 +6,6 @@ and nothing here reads a clock, a file or a network. The semantics are those of 
 
 from dstrial.search.method import Action, Create, ExitReason, PreviewedTrials, Shutdown, Stop
 from dstrial.search.searcher import Searcher, SearchSummary, preview
-from dstrial.search.simulation import SimulatedTrial, SimulationResult, simulate
 
 __all__ = [
     # a search
@@ -19,8 +18,5 @@ __all__ = [
     # without trials
     "PreviewedTrials",
     "SearchSummary",
-    "SimulatedTrial",
-    "SimulationResult",
     "preview",
-    "simulate",
 ]

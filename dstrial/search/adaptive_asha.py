@@ -16,14 +16,6 @@ from dstrial.search.random_state import SearchRandom
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bracket:
-    """The geometry of one bracket.
-
-    Attributes:
-        num_rungs: how many rungs.
-        max_trials: how many trials.
-        max_concurrent_trials: how many at once.
-    """
-
     num_rungs: int
     max_trials: int
     max_concurrent_trials: int
@@ -31,9 +23,6 @@ class Bracket:
 
 def brackets(searcher: Mapping[str, Any]) -> list[Bracket]:
     """Divide a searcher's trials among brackets, the one with the most rungs first.
-
-    Raises:
-        SearchError: ``bracket_rungs`` has something else than numbers of rungs.
 
     Source: Determined 0.38.1, searcher ``adaptive_asha``.
     """
@@ -100,37 +89,30 @@ class AdaptiveAsha:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> AdaptiveAsha:
-        """Make the method of an experiment config with defaults."""
         return cls(config["hyperparameters"], config["searcher"])
 
     @classmethod
     def previewed(cls, config: Mapping[str, Any]) -> tuple[PreviewedTrials, ...]:
-        """Return the trials that end at each rung of all brackets."""
         searcher = config["searcher"]
         return previewed_brackets(searcher, [(one.num_rungs, one.max_trials) for one in brackets(searcher)])
 
     def initial_trials(self, random: SearchRandom) -> list[Create | Stop]:
-        """Start the trials of the first bracket, then of the next."""
         return [action for bracket in self._brackets for action in bracket.initial_trials(random)]
 
     def validation_completed(
         self, random: SearchRandom, request_id: str, metrics: Mapping[str, Any]
     ) -> list[Create | Stop]:
-        """Hand the validation to the trial's bracket."""
         return self._of(request_id).validation_completed(random, request_id, metrics)
 
     def trial_exited_early(
         self, random: SearchRandom, request_id: str, reason: ExitReason
     ) -> list[Create | Stop]:
-        """Hand the early exit to the trial's bracket."""
         return self._of(request_id).trial_exited_early(random, request_id, reason)
 
     def trial_exited(self, random: SearchRandom, request_id: str) -> list[Create | Stop]:
-        """Hand the exit to the trial's bracket."""
         return self._of(request_id).trial_exited(random, request_id)
 
     def progress(self, trial_progress: Mapping[str, float], closed: Collection[str]) -> float:
-        """Return the mean over the brackets."""
         shares = [
             bracket.progress(
                 {key: trial_progress[key] for key in trial_progress if bracket.owns(key)}, closed
@@ -140,11 +122,9 @@ class AdaptiveAsha:
         return sum(shares) / len(shares)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state of every bracket."""
         return {"brackets": [bracket.snapshot() for bracket in self._brackets]}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of every bracket."""
         for bracket, state in zip(self._brackets, snapshot["brackets"], strict=True):
             bracket.restore(state)
 

@@ -36,11 +36,6 @@ def power(divisor: float, exponent: int) -> float:
 
 
 def number(metrics: Mapping[str, Any], name: str) -> float:
-    """Return a metric as a number.
-
-    Raises:
-        SearchError: it is missing, or not a number.
-    """
     if name not in metrics:
         have = ", ".join(sorted(map(str, metrics))) or "none"
         raise SearchError(
@@ -59,19 +54,7 @@ def number(metrics: Mapping[str, Any], name: str) -> float:
 
 
 class AsyncHalving:
-    """One bracket of asynchronous halving.
-
-    Args:
-        hyperparameters: the search space.
-        metric: what is compared.
-        smaller_is_better: whether less of it is better.
-        time_metric: the metric that says how long a trial has trained.
-        max_time: the longest that a trial trains, in units of ``time_metric``.
-        num_rungs: how many rungs.
-        divisor: one of ``divisor`` trials goes on from each rung.
-        max_trials: how many trials, not counting those with invalid hyperparameters that are replaced.
-        max_concurrent_trials: how many at once; 0 for ``divisor ** (num_rungs - 1)``.
-    """
+    """One bracket of asynchronous halving."""
 
     def __init__(
         self,
@@ -83,8 +66,8 @@ class AsyncHalving:
         max_time: int,
         num_rungs: int,
         divisor: float,
-        max_trials: int,
-        max_concurrent_trials: int,
+        max_trials: int,  # invalid ones that are replaced do not count
+        max_concurrent_trials: int,  # 0 for ``divisor ** (num_rungs - 1)``
     ) -> None:
         self._hyperparameters = hyperparameters
         self._metric = metric
@@ -106,16 +89,13 @@ class AsyncHalving:
 
     @property
     def units(self) -> list[int]:
-        """Time of each rung, lowest first."""
         return list(self._units)
 
     def owns(self, request_id: str) -> bool:
-        """Say whether this bracket created the trial."""
         return request_id in self._rung_of
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> AsyncHalving:
-        """Make the method of an experiment config with defaults."""
         searcher = config["searcher"]
         return cls(
             config["hyperparameters"],
@@ -131,18 +111,16 @@ class AsyncHalving:
 
     @classmethod
     def previewed(cls, config: Mapping[str, Any]) -> tuple[PreviewedTrials, ...]:
-        """Return the trials that end at each rung."""
         searcher = config["searcher"]
         return previewed_brackets(searcher, [(searcher["num_rungs"], searcher["max_trials"])])
 
     def initial_trials(self, random: SearchRandom) -> list[Create | Stop]:
-        """Start as many trials as may run at once."""
         return [self._create(random) for _ in range(self._num_initial)]
 
     def validation_completed(
         self, random: SearchRandom, request_id: str, metrics: Mapping[str, Any]
     ) -> list[Create | Stop]:
-        """Rank the trial in every rung it has reached; stop it where it is too bad."""
+        """Rank the trial in every rung that it has reached; stop it if it is not among the best."""
         if request_id in self._stopped:
             return []
         value = self._sign * number(metrics, self._metric)
@@ -163,7 +141,7 @@ class AsyncHalving:
     def trial_exited_early(
         self, random: SearchRandom, request_id: str, reason: ExitReason
     ) -> list[Create | Stop]:
-        """Count a failed trial as its rung's worst and start the next."""
+        """Count a failed trial as its rung's worst and start the next; one with invalid hyperparameters is forgotten."""
         # A trial with invalid hyperparameters is forgotten and replaced.
         if request_id in self._stopped:
             return []
@@ -191,7 +169,6 @@ class AsyncHalving:
         return min(share, 1.0)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the rungs and who stands where."""
         return {
             "rungs": [[list(entry) for entry in entries] for entries in self._rungs],
             "rung_of": dict(self._rung_of),
@@ -201,7 +178,6 @@ class AsyncHalving:
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the state of :meth:`snapshot`."""
         self._rungs = [
             [(value, request_id) for value, request_id in entries] for entries in snapshot["rungs"]
         ]

@@ -15,11 +15,7 @@ _Route = tuple[str, ...]
 
 
 def sample(hyperparameters: Mapping[str, Any], random: SearchRandom, route: _Route = ()) -> dict[str, Any]:
-    """Draw a value of each hyperparameter, in the order of names at every level.
-
-    Raises:
-        SearchError: a value is too large for a float.
-    """
+    """Draw a value of each hyperparameter, in the order of names at every level."""
     values: dict[str, Any] = {}
     for name in sorted(hyperparameters):
         spec = hyperparameters[name]
@@ -56,10 +52,7 @@ def _exponential(spec: Mapping[str, Any], exponent: float) -> float:
 
 
 class Grid:
-    """The points of a grid, by index; the first axis by name varies slowest.
-
-    Args:
-        hyperparameters: numbers have a ``count``.
+    """The points of a grid, by index; the first axis by name varies slowest; numbers have a ``count``.
 
     Source: Determined 0.38.1, grid searcher; numbers are rounded half away from zero.
     """
@@ -69,7 +62,6 @@ class Grid:
         self.num_points = math.prod(axis.num_points for axis in self._axes)
 
     def point(self, point_idx: int) -> dict[str, Any]:
-        """Return the hyperparameters of one point, 0 to ``num_points - 1``."""
         values: list[Any] = []
         for axis in reversed(self._axes):
             point_idx, position = divmod(point_idx, axis.num_points)

@@ -14,13 +14,7 @@ from dstrial.search.random_state import SearchRandom
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Create:
-    """Start a trial.
-
-    Attributes:
-        request_id: the searcher's name of the trial, a version-4 UUID.
-        trial_seed: seed of the trial, 0 to 2^31 - 1.
-        hparams: concrete value by name, nested mappings kept.
-    """
+    """Start a trial."""
 
     request_id: str
     trial_seed: int
@@ -36,15 +30,10 @@ class Stop:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shutdown:
-    """The search is over: every trial that was asked for has exited.
+    """The search is over: every trial that was asked for has exited."""
 
-    Attributes:
-        cancel: every trial was cancelled by a user.
-        failure: every trial failed.
-    """
-
-    cancel: bool = False
-    failure: bool = False
+    cancel: bool = False  # every trial was cancelled by a user
+    failure: bool = False  # every trial failed
 
 
 Action: TypeAlias = Create | Stop | Shutdown
@@ -60,17 +49,11 @@ class ExitReason(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PreviewedTrials:
-    """Trials that train equally long.
-
-    Attributes:
-        count: how many.
-        unit: the time metric; None for trials that train to their own end.
-        value: how long, in that unit; None for trials that train to their own end.
-    """
+    """Trials that train equally long."""
 
     count: int
-    unit: str | None = None
-    value: int | None = None
+    unit: str | None = None  # the time metric; None for trials that train to their own end
+    value: int | None = None  # in that unit
 
 
 class SearchMethod(Protocol):

@@ -20,24 +20,20 @@ class _Independent(abc.ABC):
         self._num_invalid = 0
 
     def initial_trials(self, random: SearchRandom) -> list[Create | Stop]:
-        """Start as many trials as may run at once."""
         count = min(self._max_trials, self._max_concurrent_trials or self._max_trials)
         return [self._create(random) for _ in range(count)]
 
     def validation_completed(
         self, random: SearchRandom, request_id: str, metrics: Mapping[str, Any]
     ) -> list[Create | Stop]:
-        """Do nothing."""
         return []
 
     def trial_exited_early(
         self, random: SearchRandom, request_id: str, reason: ExitReason
     ) -> list[Create | Stop]:
-        """Do nothing."""
         return []
 
     def progress(self, trial_progress: Mapping[str, float], closed: Collection[str]) -> float:
-        """Return the mean over all trials, invalid ones included."""
         still_open = sum(share for request_id, share in trial_progress.items() if request_id not in closed)
         return (still_open + len(closed)) / (self._max_trials + self._num_invalid)
 
@@ -61,7 +57,6 @@ class RandomSearch(_Independent):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RandomSearch:
-        """Make the method of an experiment config with defaults."""
         searcher = config["searcher"]
         return cls(
             config["hyperparameters"],
@@ -71,29 +66,24 @@ class RandomSearch(_Independent):
 
     @classmethod
     def previewed(cls, config: Mapping[str, Any]) -> tuple[PreviewedTrials, ...]:
-        """Return all trials: each trains to its own end."""
         return (PreviewedTrials(config["searcher"]["max_trials"]),)
 
     def trial_exited_early(
         self, random: SearchRandom, request_id: str, reason: ExitReason
     ) -> list[Create | Stop]:
-        """Grant another trial for invalid hyperparameters; it starts at the exit."""
         if reason is ExitReason.INVALID_HP and self._num_invalid < self._max_replaced:
             self._num_invalid += 1
         return []
 
     def trial_exited(self, random: SearchRandom, request_id: str) -> list[Create | Stop]:
-        """Start the next trial, if there is one left."""
         if self._num_created - self._num_invalid < self._max_trials:
             return [self._create(random)]
         return []
 
     def snapshot(self) -> dict[str, Any]:
-        """Return how many trials were created."""
         return {"num_created": self._num_created, "num_invalid": self._num_invalid}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the counts."""
         self._num_created = snapshot["num_created"]
         self._num_invalid = snapshot["num_invalid"]
 
@@ -107,7 +97,6 @@ class SingleSearch(RandomSearch):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> SingleSearch:
-        """Make the method of an experiment config with defaults."""
         return cls(config["hyperparameters"], max_trials=1, max_concurrent_trials=1)
 
     @classmethod
@@ -127,26 +116,21 @@ class GridSearch(_Independent):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> GridSearch:
-        """Make the method of an experiment config with defaults."""
         return cls(
             config["hyperparameters"], max_concurrent_trials=config["searcher"]["max_concurrent_trials"]
         )
 
     @classmethod
     def previewed(cls, config: Mapping[str, Any]) -> tuple[PreviewedTrials, ...]:
-        """Return the points: each trains to its own end."""
         return (PreviewedTrials(Grid(config["hyperparameters"]).num_points),)
 
     def trial_exited(self, random: SearchRandom, request_id: str) -> list[Create | Stop]:
-        """Start the next point, if there is one left."""
         return [self._create(random)] if self._num_left else []
 
     def snapshot(self) -> dict[str, Any]:
-        """Return how many points are left."""
         return {"num_left": self._num_left}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Take the number of points left."""
         self._num_left = snapshot["num_left"]
 
     def _create(self, random: SearchRandom) -> Create:

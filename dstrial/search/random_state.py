@@ -20,7 +20,6 @@ class SearchRandom:
 
     @classmethod
     def restore(cls, snapshot: Mapping[str, Any]) -> SearchRandom:
-        """Go on where :meth:`snapshot` was taken."""
         import numpy as np
 
         random = cls(0)
@@ -29,7 +28,6 @@ class SearchRandom:
         return random
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the generator's state as JSON values."""
         state: Any = self._state.get_state(legacy=True)
         return {"key": [int(word) for word in state[1]], "position": int(state[2])}
 
@@ -51,9 +49,7 @@ class SearchRandom:
         return low + (high - low) * float(self._state.random_sample())
 
     def request_id(self) -> str:
-        """Return a version-4 UUID made of the next 16 bytes."""
         return str(uuid.UUID(bytes=self._state.bytes(16), version=4))
 
     def trial_seed(self) -> int:
-        """Return the seed of a trial, below 2^31."""
         return self.integer_below(_MAX_TRIAL_SEED)

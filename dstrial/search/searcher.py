@@ -25,31 +25,16 @@ METHODS: dict[str, type[SearchMethod]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchSummary:
-    """A search before it runs.
-
-    Attributes:
-        config: the searcher's section of the experiment config.
-        trials: trials by how long they train, shortest first, if no validations are equal and none fails.
-    """
-
     config: dict[str, Any]
-    trials: tuple[PreviewedTrials, ...]
+    trials: tuple[PreviewedTrials, ...]  # shortest first, if no validations are equal and none fails
 
 
 def search_method(config: Mapping[str, Any]) -> SearchMethod:
-    """Return the method of an experiment config with defaults.
-
-    Raises:
-        SearchError: the config names no searcher that exists, which its validation excludes.
-    """
     return _named(config).from_config(config)
 
 
 def preview(config: Mapping[str, Any]) -> SearchSummary:
     """Preview the search of an experiment config with defaults.
-
-    Raises:
-        SearchError: the config names no searcher that exists, which its validation excludes.
 
     Source: Determined 0.38.1, ``preview-hp-search``, which refuses ``async_halving``; here its rungs are shown.
     """
@@ -72,10 +57,6 @@ class Searcher:
     Every trial that a ``Create`` asks for must at last be reported by :meth:`trial_exited`; when all have been, the
     actions end with one ``Shutdown``. Events of a trial that has exited are ignored, and so are further validations of one
     that was stopped, since a trial may report while it saves its last checkpoint.
-
-    Args:
-        config: the experiment config with defaults; ``hyperparameters`` and ``searcher`` are read.
-        seed: the experiment's seed, 0 to 2^32 - 1.
     """
 
     def __init__(self, config: Mapping[str, Any], seed: int) -> None:
@@ -95,7 +76,6 @@ class Searcher:
 
     @classmethod
     def restore(cls, config: Mapping[str, Any], snapshot: Mapping[str, Any]) -> Searcher:
-        """Go on where :meth:`snapshot` was taken."""
         searcher = cls(config, 0)
         searcher._random = SearchRandom.restore(snapshot["random"])
         searcher._method.restore(snapshot["method"])
@@ -106,7 +86,6 @@ class Searcher:
         return searcher
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the whole state as JSON values."""
         return {
             "random": self._random.snapshot(),
             "method": self._method.snapshot(),
@@ -119,15 +98,9 @@ class Searcher:
         }
 
     def initial_trials(self) -> list[Action]:
-        """Start the search."""
         return self._finished(self._method.initial_trials(self._random))
 
     def validation_completed(self, request_id: str, metrics: Mapping[str, Any]) -> list[Action]:
-        """Take a validation of a trial.
-
-        Raises:
-            SearchError: a metric that the searcher needs is missing or no number.
-        """
         if request_id in self._closed or request_id in self._stopped:
             return []
         return self._finished(self._method.validation_completed(self._random, request_id, metrics))
@@ -151,11 +124,9 @@ class Searcher:
         return self._finished(self._method.trial_exited(self._random, request_id))
 
     def progress(self, trial_progress: Mapping[str, float], closed: Collection[str] | None = None) -> float:
-        """Return the share of the search that is done, 0 to 1.
+        """Return the share of the search that is done, 0 to 1, from that of its trials.
 
-        Args:
-            trial_progress: share by request id, 0 to 1.
-            closed: request ids of the trials that have exited; those that the searcher knows of if left out.
+        ``closed`` are the trials that have exited; by default those that the searcher knows of.
         """
         if self._is_shut_down:
             return 1.0

@@ -14,6 +14,7 @@ from dstrial.dsat.core.outcome import (
     FailureKind,
     Measured,
     Outcome,
+    TrialResult,
     outcome_from_json,
     outcome_to_json,
 )
@@ -93,6 +94,14 @@ class Played:
     def oom_share(self) -> float:
         failed = [outcome for _, outcome in self.outcomes.values() if isinstance(outcome, Failure)]
         return len(failed) / len(self.outcomes)
+
+
+def trials_of(played: Played, searched: Space, **fields: Any) -> list[TrialResult]:
+    """Return the trials of a search, as its driver keeps them."""
+    return [
+        TrialResult(one.trial_id, one.candidate, searched.describe(one.candidate), one.why, outcome, **fields)
+        for one, outcome in played.outcomes.values()
+    ]
 
 
 def play(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from searching import settings_of, write_experiment
 
-from dstrial.dsat.cli import build_parser, flags_of
-from dstrial.dsat.config import SearchConfig, read_config
+from dstrial.dsat.config import SearchConfig
 from dstrial.errors import ConfigError
 
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -53,23 +51,15 @@ def _settings(
     hparams: dict[str, Any] | None = None,
     **sizes: object,
 ) -> SearchConfig:
-    model_dir = directory / "model"
-    model_dir.mkdir()
-    (model_dir / "train.py").write_text(script)
-    (model_dir / "args.json").write_text("{}")
-    (model_dir / "ds.json").write_text(json.dumps({**ALL_AUTO, **sizes}))
-    config = {
-        "name": "mine",
-        "entrypoint": f"python3 -m dstrial.launch train.py {arguments}",
-        "hyperparameters": {"deepspeed_config": "ds.json", **(hparams or {})},
-        "searcher": {"name": "single", "metric": "loss"},
-        "resources": {"slots_per_trial": 2},
-    }
-    path = directory / "exp.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return read_config(
-        flags_of(build_parser("dsat").parse_args(["predict", str(path), str(model_dir), *flags]))
+    path = write_experiment(
+        directory,
+        {**ALL_AUTO, **sizes},
+        entrypoint=f"python3 -m dstrial.launch train.py {arguments}",
+        hyperparameters={"deepspeed_config": "ds.json", **(hparams or {})},
     )
+    (directory / "model" / "train.py").write_text(script)
+    (directory / "model" / "args.json").write_text("{}")
+    return settings_of(path, *flags, method="predict")
 
 
 def _own(settings: SearchConfig) -> tuple[int, ...]:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-import warm_start
 import yaml
-
-ROOT = Path(__file__).resolve().parents[2]
+from searching import ROOT, command, require_measured, run
 
 # The shape of main() in Determined's examples/deepspeed_autotune/torchvision/core_api/script.py.
 SCRIPT = """
@@ -80,21 +75,8 @@ def test_every_trial_of_the_search_is_measured(tmp_path: Path) -> None:
     config["searcher"]["max_length"] = {"batches": 2000}
     (tmp_path / "exp.yaml").write_text(yaml.safe_dump(config))
     output = tmp_path / "out"
-    command = [
-        *(sys.executable, "-m", "dstrial.dsat", "asha", "exp.yaml", model_def.name),
-        *("--output", str(output), "--metric", "throughput", "--max-trials", "2"),
-        *("--measure-seconds", "0.1", "--local", "-z", "1"),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    ended = warm_start.run_command(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=500
-    )
+    flags = ("--metric", "throughput", "--max-trials", "2", "--measure-seconds", "0.1", "--local", "-z", "1")
+    words = command("asha", output, *flags, config=Path("exp.yaml"), model_dir=Path(model_def.name))
+    ended = run(words, cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    trials = json.loads((output / "trials.json").read_text())
-    assert len(trials) == 2
-    for trial in trials:
-        batch = trial["candidate"]["batch"]
-        assert trial["metrics"]["train_micro_batch_size_per_gpu"] == batch["micro_batch_size"]
-        assert trial["metrics"]["gradient_accumulation_steps"] == batch["accumulation"]
-        assert trial["metrics"]["throughput"] > 0
-        assert trial["metrics"]["num_steps"] >= 4
+    require_measured(output, 2)

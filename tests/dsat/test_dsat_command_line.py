@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib
 import json
 import re
@@ -12,20 +11,19 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
+from searching import settings_of, write_experiment
 
 from dstrial import dsat
 from dstrial.cli import app
 from dstrial.dsat import __main__ as dsat_door
 from dstrial.dsat import compat
 from dstrial.dsat.backends.trial_spec import RESULTS_EXPERIMENT, full_config, local_command, measuring_spec
-from dstrial.dsat.cli import build_parser, flags_of, with_method
-from dstrial.dsat.config import read_config
+from dstrial.dsat.cli import build_parser, with_method
 from dstrial.dsat.methods import METHOD_NAMES
 from dstrial.dsat.space.space import Space
 from dstrial.errors import ConfigError
 
-BASE = {
+BASE: dict[str, object] = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -39,28 +37,17 @@ def _parse(*words: str) -> argparse.Namespace:
 
 @pytest.fixture
 def experiment(tmp_path: Path) -> Path:
-    model_dir = tmp_path / "model"
-    model_dir.mkdir()
-    (model_dir / "model_def.py").write_text("class MyTrial:\n    pass\n")
-    (model_dir / "train.py").write_text("")
-    (model_dir / "ds.json").write_text(json.dumps(BASE))
-    return _write(tmp_path)
+    return _write(tmp_path, BASE)
 
 
-def _write(directory: Path, **changes: object) -> Path:
-    config = {
-        "name": "mine",
-        "entrypoint": "model_def:MyTrial",
+def _write(directory: Path, base: dict[str, object] | None = None, **changes: object) -> Path:
+    usual = {
         "hyperparameters": {"deepspeed_config": "ds.json", "lr": 0.1},
         "searcher": {"name": "single", "metric": "loss", "max_length": {"epochs": 10}},
-        "resources": {"slots_per_trial": 2},
         "max_restarts": 5,
         "min_validation_period": {"epochs": 1},
-        **changes,
     }
-    path = directory / "exp.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
+    return write_experiment(directory, base, **{**usual, **changes})
 
 
 OLD_DEFAULTS = {
@@ -86,109 +73,49 @@ def test_the_old_defaults_hold(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "flag", "text", "value"),
+    ("method", "flags"),
     [
-        ("asha", "--max-rungs", "4", 4),
-        ("asha", "--min-binary-search-trials", "2", 2),
-        ("asha", "--divisor", "3", 3),
-        ("asha", "--asha-early-stopping", "1", 1),
-        ("asha", "--search-range-factor", "2", 2.0),
-        ("binary", "--search-range-factor", "1.5", 1.5),
-        ("random", "--trials-per-random-config", "7", 7),
-        ("random", "--early-stopping", "9", 9),
-        ("asha", "--max-trials", "5", 5),
-        ("asha", "--max-slots", "8", 8),
-        ("asha", "--max-concurrent-trials", "2", 2),
-        ("asha", "--metric", "latency", "latency"),
-        ("asha", "--zero-stages", "3", [3]),
-        ("asha", "--start-profile-step", "1", 1),
-        ("asha", "--end-profile-step", "9", 9),
-        ("asha", "--random-seed", "7", 7),
-        ("asha", "--search-runner-config", "r.yaml", "r.yaml"),
-        ("asha", "--max-search-runner-restarts", "0", 0),
-        ("asha", "--include", "a.py", ["a.py"]),
-        ("predict", "--budget", "30m", 1800.0),
-        ("predict", "--train-batch-size", "64", 64),
-        ("predict", "--space", "s.yaml", "s.yaml"),
-        ("predict", "--output", "o", "o"),
-        ("predict", "--sample-batch", "8", 8),
-        ("plan", "--sample-batch", "batch.pt", "batch.pt"),
+        ("asha", {"max-rungs": 4, "min-binary-search-trials": 2, "divisor": 3, "asha-early-stopping": 1}),
+        ("asha", {"search-range-factor": 2.0, "max-trials": 5, "max-slots": 8, "max-concurrent-trials": 2}),
+        ("asha", {"metric": "latency", "zero-stages": [3], "start-profile-step": 1, "end-profile-step": 9}),
+        ("asha", {"random-seed": 7, "search-runner-config": "r.yaml", "max-search-runner-restarts": 0}),
+        ("asha", {"include": ["a.py"]}),
+        ("binary", {"search-range-factor": 1.5}),
+        ("random", {"trials-per-random-config": 7, "early-stopping": 9}),
+        ("predict", {"train-batch-size": 64, "space": "s.yaml", "output": "o", "sample-batch": 8}),
+        ("plan", {"sample-batch": "batch.pt"}),
     ],
 )
-def test_every_flag_is_read_in_both_spellings_as_its_type(
-    method: str, flag: str, text: str, value: object
-) -> None:
-    name = flag.removeprefix("--").replace("-", "_")
-
-    for spelling in (flag, f"--{name}"):
-        found = getattr(_parse(method, "exp.yaml", ".", spelling, text), name)
-        assert found == value
-        assert type(found) is type(value)
+def test_every_flag_is_read_in_both_spellings_as_its_type(method: str, flags: dict[str, object]) -> None:
+    for flag, value in flags.items():
+        name = flag.replace("-", "_")
+        (text,) = value if isinstance(value, list) else [value]
+        for spelling in (f"--{flag}", f"--{name}"):
+            found = getattr(_parse(method, "exp.yaml", ".", spelling, str(text)), name)
+            assert found == value
+            assert type(found) is type(value)
+    assert _parse("predict", "exp.yaml", ".", "--budget", "30m").budget == 1800.0
 
 
 def test_short_flags_and_switches_are_those_of_the_old_tool() -> None:
-    args = _parse(
-        "asha",
-        "exp.yaml",
-        ".",
-        *[
-            "-mt",
-            "3",
-            "-ms",
-            "4",
-            "-mct",
-            "1",
-            "-m",
-            "throughput",
-            "-z",
-            "0",
-            "2",
-            "-r",
-            "1",
-            "--run_full_experiment",
-        ],
-    )
+    words = "-mt 3 -ms 4 -mct 1 -m throughput -z 0 2 -r 1 --run_full_experiment"
+    args = _parse("asha", "exp.yaml", ".", *words.split())
 
-    assert (args.max_trials, args.max_slots, args.max_concurrent_trials, args.metric) == (
-        3,
-        4,
-        1,
-        "throughput",
-    )
+    found = args.max_trials, args.max_slots, args.max_concurrent_trials, args.metric
+    assert found == (3, 4, 1, "throughput")
     assert (args.zero_stages, args.random_seed, args.run_full_experiment) == ([0, 2], 1, True)
     assert _parse("asha", "e", ".", "--free_batch", "--local", "--fresh", "--no-gates").free_batch
 
 
 def test_all_problems_of_flags_and_files_are_told_at_once(experiment: Path) -> None:
-    path = _write(
-        experiment.parent, resources={"slots_per_trial": 2}, entrypoint="python3 train.py --deepspeed x.json"
-    )
-    args = _parse(
-        "asha",
-        str(path),
-        str(experiment.parent / "model"),
-        *[
-            "--max-trials",
-            "0",
-            "--max-slots",
-            "1",
-            "--divisor",
-            "1",
-            "--start-profile-step",
-            "7",
-            "--include",
-            "nothing.py",
-            "--space",
-            "none.yaml",
-        ],
-    )
+    path = _write(experiment.parent, entrypoint="python3 train.py --deepspeed x.json")
+    wrong = "--max-trials 0 --max-slots 1 --divisor 1 --start-profile-step 7 --include nothing.py --space none.yaml"
 
     with pytest.raises(ConfigError) as error:
-        read_config(flags_of(args))
+        settings_of(path, *wrong.split())
 
     places = [problem.where for problem in error.value.problems]
-    for flag in ("--max-trials", "--max-slots", "--divisor", "--start-profile-step", "--include", "--space"):
-        assert flag in places
+    assert set(wrong.split()[::2]) <= set(places)
     assert any(place.endswith("entrypoint") for place in places)
 
 
@@ -198,20 +125,18 @@ def test_all_problems_of_flags_and_files_are_told_at_once(experiment: Path) -> N
 def test_a_bare_or_equal_deepspeed_flag_in_the_entrypoint_is_right(experiment: Path, flag: str) -> None:
     path = _write(experiment.parent, entrypoint=f"python3 -m dstrial.launch train.py {flag}")
 
-    assert read_config(flags_of(_parse("asha", str(path), str(experiment.parent / "model")))).trial is None
+    assert settings_of(path).trial is None
 
 
 def test_an_experiment_without_a_deepspeed_config_is_refused(experiment: Path) -> None:
     path = _write(experiment.parent, hyperparameters={"lr": 1})
 
     with pytest.raises(ConfigError, match=r"hyperparameters\.deepspeed_config is not given"):
-        read_config(flags_of(_parse("asha", str(path), str(experiment.parent / "model"))))
+        settings_of(path)
 
 
 def test_a_measuring_trial_is_an_ordinary_single_experiment_that_is_never_restarted(experiment: Path) -> None:
-    settings = read_config(
-        flags_of(_parse("asha", str(experiment), str(experiment.parent / "model"), "-m", "latency"))
-    )
+    settings = settings_of(experiment, "-m", "latency")
     candidate = settings.space.smallest()
 
     spec = measuring_spec(settings, candidate, 3, "abcd")
@@ -249,7 +174,7 @@ def test_a_measuring_trial_is_an_ordinary_single_experiment_that_is_never_restar
 )
 def test_a_script_is_started_without_a_master_by_our_launcher(experiment: Path, entrypoint: str) -> None:
     path = _write(experiment.parent, entrypoint=entrypoint)
-    settings = read_config(flags_of(_parse("asha", str(path), str(experiment.parent / "model"))))
+    settings = settings_of(path)
 
     command = local_command(settings, "gen.yaml", "python")
 
@@ -259,10 +184,9 @@ def test_a_script_is_started_without_a_master_by_our_launcher(experiment: Path, 
 
 
 def test_module_paths_in_configs_of_dsat_are_importable(experiment: Path) -> None:
-    model = str(experiment.parent / "model")
-    trial = read_config(flags_of(_parse("asha", str(experiment), model)))
+    trial = settings_of(experiment)
     script_path = _write(experiment.parent, entrypoint="python3 train.py --deepspeed ds.json")
-    script = read_config(flags_of(_parse("asha", str(script_path), model)))
+    script = settings_of(script_path)
     written = [str(RESULTS_EXPERIMENT["entrypoint"]), *local_command(script, "gen.yaml", "python")]
     for settings in (trial, script):
         written.append(json.dumps(measuring_spec(settings, settings.space.smallest(), 3, "abcd").config))
@@ -276,76 +200,25 @@ def test_module_paths_in_configs_of_dsat_are_importable(experiment: Path) -> Non
         assert not name or hasattr(found, name)
 
 
-@pytest.mark.parametrize(
-    ("words", "own"),
-    [
-        (["predict"], {"sample_batch": None, "trust_code": False, "zero_stages": [0, 1, 2, 3]}),
-        (["binary"], {"search_range_factor": 1.0}),
-        (["random", "--early-stopping", "3"], {"trials_per_random_config": 5, "early_stopping": 3}),
-        (
-            ["asha", "--divisor", "4"],
-            {
-                "search_range_factor": 1.0,
-                "max_rungs": 5,
-                "min_binary_search_trials": 3,
-                "divisor": 4,
-                "asha_early_stopping": 0,
-            },
-        ),
-    ],
-)
-def test_a_search_is_known_again_by_the_flags_that_decide_it_and_by_no_others(
-    experiment: Path, words: list[str], own: dict[str, object]
-) -> None:
-    of_the_run = [
-        "--budget",
-        "1h",
-        "--output",
-        "x",
-        "--local",
-        "--fresh",
-        "--no-worker",
-        "--trial-timeout",
-        "5m",
-    ]
-    settings = read_config(
-        flags_of(_parse(words[0], str(experiment), str(experiment.parent / "model"), *words[1:], *of_the_run))
-    )
-    deciding = {
-        "search_method": words[0],
-        "config_path": "exp.yaml",
-        "model_dir": "model",
-        "include": [],
-        "max_trials": 64,
-        "max_slots": None,
-        "max_concurrent_trials": 16,
-        "metric": "FLOPS_per_gpu",
-        "zero_stages": [1, 2, 3],
-        "start_profile_step": 3,
-        "end_profile_step": 5,
-        "random_seed": 42,
-        "search_runner_config": None,
-        "max_search_runner_restarts": 5,
-        "train_batch_size": None,
-        "free_batch": False,
-        "space": None,
-        "no_gates": False,
-        "measure_seconds": 60.0,
-        **own,
-    }
+def test_a_search_is_known_again_by_the_flags_that_decide_it_and_by_no_others(experiment: Path) -> None:
+    def fingerprint(words: str = "", method: str = "asha") -> str:
+        return settings_of(experiment, *words.split(), method=method).fingerprint
 
-    assert settings.experiment.deepspeed is not None
-    content = [deciding, settings.experiment.raw, settings.experiment.deepspeed.merged, {}]
-    expected = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
-    assert settings.fingerprint == expected
+    of_the_run = "--budget 1h --output x --local --fresh --no-worker --trial-timeout 5m"
+    assert fingerprint(of_the_run) == fingerprint() == fingerprint("--max-rungs 5")
+    deciding = (
+        *("--max-trials 5", "--max-slots 4", "--max-concurrent-trials 2", "--metric latency", "-z 1"),
+        *("--start-profile-step 1", "--end-profile-step 9", "--random-seed 7", "--train-batch-size 64"),
+        *("--free-batch", "--no-gates", "--measure-seconds 5", "--divisor 4", "--max-rungs 4"),
+    )
+    found = {fingerprint(), fingerprint(method="binary"), *(fingerprint(words) for words in deciding)}
+    assert len(found) == 2 + len(deciding)
+    # What describes the training code decides what predictions measure, and nothing else.
+    assert fingerprint(method="predict") != fingerprint("--sample-batch 2", method="predict")
 
 
 def test_the_global_batch_that_is_asked_for_replaces_accumulation(experiment: Path) -> None:
-    settings = read_config(
-        flags_of(
-            _parse("asha", str(experiment), str(experiment.parent / "model"), "--train-batch-size", "64")
-        )
-    )
+    settings = settings_of(experiment, "--train-batch-size", "64")
 
     assert isinstance(settings.space, Space)
     batch = settings.space.own().batch
@@ -360,20 +233,9 @@ def test_the_module_tells_of_a_wrong_config_without_importing_torch(experiment: 
     )
     path = _write(experiment.parent, hyperparameters={"deepspeed_config": "other.json"})
 
+    words = ["asha", str(path), str(experiment.parent / "model"), "--max-trials", "0"]
     ended = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            program,
-            "asha",
-            str(path),
-            str(experiment.parent / "model"),
-            "--max-trials",
-            "0",
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-c", program, *words], capture_output=True, text=True, check=False
     )
 
     assert ended.returncode == 1, ended.stderr
@@ -383,16 +245,19 @@ def test_the_module_tells_of_a_wrong_config_without_importing_torch(experiment: 
 
 def test_a_typo_in_a_space_file_is_an_error_and_a_value_that_no_stage_takes_is_told(experiment: Path) -> None:
     path = experiment.parent / "space.yaml"
-    words = ("predict", str(experiment), str(experiment.parent / "model"), "--space", str(path))
     path.write_text("zero_optimization.sub_grup_size: [1e8]\noptimiser.params.lr: [0.1, 0.2]\n")
 
     with pytest.raises(ConfigError) as error:
-        read_config(flags_of(_parse(*words)))
+        settings_of(experiment, "--space", str(path), method="predict")
 
     places = [problem.where.removeprefix(f"{path}: ") for problem in error.value.problems]
     assert places == ["zero_optimization.sub_grup_size", "optimiser.params.lr"]
     path.write_text("zero_optimization.offload_optimizer.device: [cpu, cpuu]\n")
-    told = [line for line in read_config(flags_of(_parse(*words))).warnings if "is never tried" in line]
+    told = [
+        line
+        for line in settings_of(experiment, "--space", str(path), method="predict").warnings
+        if "is never tried" in line
+    ]
     assert len(told) == 1
     assert "'cpuu'" in told[0]
 
@@ -473,6 +338,4 @@ def test_a_sample_batch_that_cannot_be_had_is_refused(
     path = _write(experiment.parent, entrypoint=entrypoint)
 
     with pytest.raises(ConfigError, match=f"--sample-batch is .*{problem}"):
-        read_config(
-            flags_of(_parse("predict", str(path), str(experiment.parent / "model"), "--sample-batch", value))
-        )
+        settings_of(path, "--sample-batch", value, method="predict")

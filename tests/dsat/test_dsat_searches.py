@@ -7,49 +7,21 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import warm_start
 import yaml
+from searching import CONFIG, MODEL_DIR, begun, command, events, run
 from waiting import sleep_a_little
 
 from dstrial.testing.master import MasterForTest
 
-ROOT = Path(__file__).resolve().parents[2]
-CONFIG = ROOT / "experiment_configs" / "dsat_trial.yaml"
-MODEL_DIR = ROOT / "model_defs" / "dsat_trial"
 DEADLINE_S = 560
 FLAGS = ["--metric", "throughput", "--measure-seconds", "0.2", "--max-trials"]
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]
-
-
-def _command(output: Path, *flags: str, config: Path = CONFIG, model_dir: Path = MODEL_DIR) -> list[str]:
-    return [
-        *(sys.executable, "-m", "dstrial.dsat", "asha", str(config), str(model_dir)),
-        *("--output", str(output), *FLAGS, *flags),
-    ]
-
-
-def _environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **(more or {})}
-
-
-def _run(command: list[str], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return warm_start.run_command(
-        command, env=_environment(env), capture_output=True, text=True, check=False, timeout=DEADLINE_S
-    )
-
-
-def _events(output: Path, kind: str) -> list[dict[str, Any]]:
-    path = output / "events.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
 @pytest.mark.exhaustive(
@@ -59,17 +31,17 @@ def test_a_search_whose_driver_and_worker_are_killed_and_that_is_interrupted_end
     tmp_path: Path,
 ) -> None:
     output = tmp_path / "out"
-    command = _command(output, "3", "--local", "--run-full-experiment")
-    first = _begun(command, tmp_path / "first.log")
-    _wait_for(lambda: _events(output, "submitted"), first)
+    words = command("asha", output, *FLAGS, "3", "--local", "--run-full-experiment")
+    first = begun(words, tmp_path / "first.log")
+    _wait_for(lambda: events(output, "submitted"), first)
     first.send_signal(signal.SIGKILL)
     first.wait()
     launcher = (output / "workers" / "1" / "launcher.pid").read_text()
 
-    second = _begun(command, tmp_path / "second.log")
-    _wait_for(lambda: _events(output, "result"), second)
+    second = begun(words, tmp_path / "second.log")
+    _wait_for(lambda: events(output, "result"), second)
     os.kill(int(launcher), signal.SIGKILL)
-    _wait_for(lambda: len(_events(output, "result")) == 2, second)
+    _wait_for(lambda: len(events(output, "result")) == 2, second)
     second.send_signal(signal.SIGINT)
 
     assert second.wait(60) == 128 + signal.SIGINT
@@ -79,11 +51,11 @@ def test_a_search_whose_driver_and_worker_are_killed_and_that_is_interrupted_end
     assert "search:        not finished (SIGINT)" in told
     assert "best:          trial " in told
     assert json.loads((output / "best_ds_config.json").read_text())["train_batch_size"] == 64
-    assert "interrupted by SIGINT" in (output / "report.md").read_text()
+    assert "interrupted by SIGINT" in (output / "report.html").read_text()
     assert not _is_running(int((output / "workers" / "1" / "launcher.pid").read_text()))
 
-    third = _begun(command, tmp_path / "third.log")
-    _wait_for(lambda: [event["trial_id"] for event in _events(output, "submitted")][-2:] == [3, 3], third)
+    third = begun(words, tmp_path / "third.log")
+    _wait_for(lambda: [event["trial_id"] for event in events(output, "submitted")][-2:] == [3, 3], third)
     # From here on the record cannot grow, as on a full disk or at a quota, until there is room again.
     size_bytes, no_limit = (output / "events.jsonl").stat().st_size, resource.RLIM_INFINITY
     resource.prlimit(third.pid, resource.RLIMIT_FSIZE, (size_bytes, no_limit))
@@ -93,7 +65,7 @@ def test_a_search_whose_driver_and_worker_are_killed_and_that_is_interrupted_end
     resource.prlimit(third.pid, resource.RLIMIT_FSIZE, (no_limit, no_limit))
 
     assert third.wait(DEADLINE_S) == 0
-    assert [event["trial_id"] for event in _events(output, "result")] == [1, 2, 3]
+    assert [event["trial_id"] for event in events(output, "result")] == [1, 2, 3]
     (answer,) = (output / "workers" / "1" / "answers.jsonl").read_text().splitlines()
     assert json.loads(answer)["generation"] == 1
     metrics = json.loads((output / "best_ds_metrics.json").read_text())
@@ -116,15 +88,10 @@ def test_a_search_whose_driver_and_worker_are_killed_and_that_is_interrupted_end
     trained = (record_path.parent / "experiment.yaml").read_text()
     assert "_use_dsat_mode" not in trained
     assert "autotuning" not in trained
-    again = _run(command)
+    again = run(words)
     assert again.stdout.count("begins") == 0
     assert f"full run:      {record_path.parent}" in again.stdout
     assert len([*(output / "runs").glob("*/*")]) == 1
-
-
-def _begun(command: list[str], log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    with log.open("wb") as file:
-        return warm_start.Popen(command, env=_environment(env), stdout=file, stderr=subprocess.STDOUT)
 
 
 def _wait_for(condition: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
@@ -157,11 +124,13 @@ def test_an_error_in_the_training_code_ends_a_search_with_its_message(
 
     # Launched here, by a living worker there.
     flags = ["--local", "--no-worker"] if where == "here" else []
-    ended = _run(_command(tmp_path / "out", "3", *flags, model_dir=model_dir), shared_master.env)
+    ended = run(
+        command("asha", tmp_path / "out", *FLAGS, "3", *flags, model_dir=model_dir), shared_master.env
+    )
 
     assert ended.returncode == 1
     assert "error in the training code: KeyError: 'no such key'" in ended.stdout
-    assert len(_events(tmp_path / "out", "result")) == 1
+    assert len(events(tmp_path / "out", "result")) == 1
 
 
 def test_a_search_on_a_master_outlives_a_pause_a_restart_and_a_kill_and_keeps_what_its_budget_allowed(
@@ -172,28 +141,28 @@ def test_a_search_on_a_master_outlives_a_pause_a_restart_and_a_kill_and_keeps_wh
     config["name"] = "dsat on a master"
     path, log = tmp_path / "exp.yaml", tmp_path / "first.log"
     path.write_text(yaml.safe_dump(config))
-    command = _command(output, "6", "--search-runner-config", "none.yaml", config=path)
+    words = command("asha", output, *FLAGS, "6", "--search-runner-config", "none.yaml", config=path)
 
-    first = _begun(command, log, shared_master.env)
-    _wait_for(lambda: len(_events(output, "submitted")) == 2, first)
-    number = _events(output, "submitted")[0]["handle"]["experiment_id"]
+    first = begun(words, log, shared_master.env)
+    _wait_for(lambda: len(events(output, "submitted")) == 2, first)
+    number = events(output, "submitted")[0]["handle"]["experiment_id"]
     shared_master.client().post(f"/api/v1/experiments/{number}/pause", {})
     _wait_for(lambda: f"experiment {number} is paused; `det experiment activate" in log.read_text(), first)
     shared_master.kill()
     shared_master.up()
-    num_before = len(_events(output, "result"))
+    num_before = len(events(output, "result"))
     shared_master.client().post(f"/api/v1/experiments/{number}/activate", {})
-    _wait_for(lambda: len(_events(output, "result")) > num_before, first)
+    _wait_for(lambda: len(events(output, "result")) > num_before, first)
     first.send_signal(signal.SIGKILL)
     first.wait()
-    ended = _run([*command, "--budget", "1s"], shared_master.env)
+    ended = run([*words, "--budget", "1s"], shared_master.env)
 
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "--search-runner-config is accepted and has no effect" in ended.stderr
     assert "finished (the budget is spent)" in ended.stdout
-    results = [event["trial_id"] for event in _events(output, "result")]
+    results = [event["trial_id"] for event in events(output, "result")]
     assert results == list(range(1, len(results) + 1))
-    assert {event["handle"]["experiment_id"] for event in _events(output, "submitted")} == {number}
+    assert {event["handle"]["experiment_id"] for event in events(output, "submitted")} == {number}
     experiment = shared_master.client().get(f"/api/v1/experiments/{number}")
     assert experiment["experiment"]["state"] == "STATE_COMPLETED"
     assert experiment["config"]["searcher"]["name"] == "single"
@@ -205,4 +174,4 @@ def test_a_search_on_a_master_outlives_a_pause_a_restart_and_a_kill_and_keeps_wh
     metrics = json.loads((output / "best_ds_metrics.json").read_text())
     assert metrics["throughput"] > 0
     # Nothing is left to do, so the master is not asked any more.
-    assert _run([*command, "--budget", "1s"]).stdout.count("begins") == 0
+    assert run([*words, "--budget", "1s"]).stdout.count("begins") == 0

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 from chaos_train import undisturbed
+from simulated_search import simulate
 
-from dstrial.search import Searcher, Stop, simulate
+from dstrial.search import Searcher, Stop
 from dstrial.testing.master import MasterForTest
 
 Validations: TypeAlias = dict[str, list[tuple[int, dict[str, Any]]]]

@@ -11,11 +11,12 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated_search import SimulationResult, simulate
 
 from dstrial.config.experiment_config.submission import search_section
 from dstrial.config.schema import SEARCHERS
 from dstrial.errors import SearchError
-from dstrial.search import Create, ExitReason, Searcher, Shutdown, SimulationResult, Stop, preview, simulate
+from dstrial.search import Create, ExitReason, Searcher, Shutdown, Stop, preview
 from dstrial.search.adaptive_asha import brackets
 from dstrial.search.random_state import SearchRandom
 

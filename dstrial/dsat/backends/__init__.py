@@ -15,20 +15,13 @@ if TYPE_CHECKING:
 
 
 class BackendFactory:
-    """Makes the backend once, when it is first needed.
-
-    Args:
-        settings: of the search.
-        record: its files.
-        signals: grows when the process is asked to stop.
-        print_line: prints a line for a person.
-    """
+    """Makes the backend once, when it is first needed."""
 
     def __init__(
         self,
         settings: SearchConfig,
         record: SearchRecord,
-        signals: list[signal.Signals],
+        signals: list[signal.Signals],  # grows when the process is asked to stop
         print_line: Callable[[str], None],
     ) -> None:
         self._settings = settings
@@ -39,22 +32,13 @@ class BackendFactory:
         self._master: ClusterBackend | None = None
 
     def make(self) -> Backend:
-        """Return the backend.
-
-        Raises:
-            DstrialError: there is no master.
-        """
         if self._backend is None:
             self._backend = self._made()
             self._print_line(f"trials run on: {self._backend.describe()}")
         return self._backend
 
     def master(self) -> ClusterBackend:
-        """Return the backend that talks to the master: it launches trials or runs workers.
-
-        Raises:
-            DstrialError: there is no master.
-        """
+        """Return the backend that talks to the master: it launches trials or runs workers."""
         from dstrial.dsat.backends.cluster import ClusterBackend
 
         if self._master is None:
@@ -62,7 +46,7 @@ class BackendFactory:
         return self._master
 
     def _made(self) -> Backend:
-        """Workers measure a trial class; a script is launched anew for each configuration."""
+        """Return workers for a trial class; a script is launched anew for each configuration."""
         settings = self._settings
         has_worker = settings.trial is not None and not settings.flags.no_worker
         if settings.flags.local:

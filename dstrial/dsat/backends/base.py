@@ -12,17 +12,11 @@ from dstrial.dsat.core.outcome import Outcome
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ended:
-    """A measuring trial that has ended.
-
-    Attributes:
-        trial_id: which.
-        outcome: how.
-        seconds: how long it ran, from its start on slots; None if unknown.
-    """
+    """A measuring trial that has ended."""
 
     trial_id: int
     outcome: Outcome
-    seconds: float | None = None
+    seconds: float | None = None  # since its start on slots; None if unknown
 
 
 class Backend(Protocol):

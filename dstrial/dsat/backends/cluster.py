@@ -44,16 +44,8 @@ _GONE = (
 class ClusterBackend:
     """Submits one experiment per trial, and asks for its state about once a second.
 
-    Where the master is away, it waits for it; experiments go on meanwhile. The master and the login are those of the
-    ``det`` command (``DET_MASTER``, ``det user login``).
-
-    Args:
-        settings: of the search.
-        should_stop: says whether the process was asked to stop, and so waits for nobody any more.
-        search_id: of the search, whose results are kept in a checkpoint; None if somebody else does that.
-
-    Raises:
-        DstrialError: no master answers, or nobody is logged in.
+    While the master is away, it waits; experiments go on meanwhile. The master and the login are those of the ``det`` command
+    (``DET_MASTER``, ``det user login``).
     """
 
     keeps_deadlines = False
@@ -62,7 +54,8 @@ class ClusterBackend:
     def __init__(
         self,
         settings: SearchConfig,
-        should_stop: Callable[[], bool] = lambda: False,
+        should_stop: Callable[[], bool] = lambda: False,  # whether to wait for nobody any more
+        # of the search whose results are kept in a checkpoint; None for workers
         search_id: str | None = None,
     ) -> None:
         self._settings = settings
@@ -97,29 +90,25 @@ class ClusterBackend:
 
     @property
     def num_parallel(self) -> int:
-        """One trial for each agent that has room for it, so that no two share a machine."""
+        """One trial per agent that has room for it, so that no two trials share a machine."""
         slots = self._settings.num_slots
         with_room = sum(1 for agent in self._agents if len(agent.slots or {}) >= slots)
         return max(with_room or sum(len(agent.slots or {}) for agent in self._agents) // slots, 1)
 
     @property
     def num_slots(self) -> int:
-        """All slots of the master."""
         return sum(len(agent.slots or {}) for agent in self._agents)
 
     @property
     def has_accelerators(self) -> bool:
-        """Whether any slot is more than a CPU."""
         slots = [slot for agent in self._agents for slot in (agent.slots or {}).values()]
         kinds = {slot.device.type for slot in slots if slot.device is not None}
         return bool(kinds - {bindings.devicev1Type.CPU, bindings.devicev1Type.UNSPECIFIED})
 
     def describe(self) -> str:
-        """Name the master."""
         return f"the master at {self._client._master}, {self._settings.num_slots} slot(s) per trial"
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
-        """Submit an experiment, unless the one of this label is there already."""
         experiment = self.retry_until_available(lambda: self.find(spec.label)) or self._submit(spec)
         if experiment is None:
             return {}
@@ -128,7 +117,6 @@ class ClusterBackend:
         return {"experiment_id": experiment.id}
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
-        """Find the experiment again, whatever its state."""
         del handle
         experiment = self.retry_until_available(lambda: self.find(spec.label))
         if experiment is None:
@@ -138,7 +126,6 @@ class ClusterBackend:
         return True
 
     def poll(self) -> list[Ended]:
-        """Return the trials whose experiments have ended."""
         ended, self._ended = self._ended, []
         if time.monotonic() < self._next_poll_s:
             return ended
@@ -153,21 +140,16 @@ class ClusterBackend:
         return ended
 
     def running_s(self, trial_id: int) -> float:
-        """Return how long a trial has been seen running."""
         since_s = self._submitted[trial_id].running_since_s if trial_id in self._submitted else None
         return 0.0 if since_s is None else time.time() - since_s
 
     def kill(self, trial_id: int) -> None:
-        """Kill the experiment."""
         submitted = self._submitted.pop(trial_id, None)
         if submitted is not None:
             self.kill_experiment(submitted.experiment)
 
     def publish(self, report: Mapping[str, Any]) -> bool:
-        """Put the report into the notes of a trial's experiment.
-
-        Not where a person has written there.
-        """
+        """Put the report into the notes of a trial's experiment, unless a person has written there."""
         experiment = self._shown_by
         if experiment is None:
             return True
@@ -187,10 +169,7 @@ class ClusterBackend:
         return self.publish_notes(experiment, notes_of(TaskQueue(report=report)))
 
     def publish_notes(self, experiment: Experiment, notes: str) -> bool:
-        """Replace notes if the master is there, and does not refuse.
-
-        Returns whether nothing is left to do.
-        """
+        """Replace notes unless the master is away; return whether nothing is left to do."""
         is_said = False
         try:
             with self.tolerate_outage():
@@ -219,12 +198,11 @@ class ClusterBackend:
             )
 
     def close(self) -> None:
-        """Kill every experiment that is left."""
         for trial_id in list(self._submitted):
             self.kill(trial_id)
 
     def create_full_experiment(self, config: Mapping[str, Any], search_id: str) -> int:
-        """Submit the best configuration, once for each search; return its number."""
+        """Submit the best configuration, once per search; return its experiment id."""
         label = f"dsat-{search_id}-full"
         labels = [*(str(one) for one in config.get("labels") or []), label]
         found = self.retry_until_available(lambda: self.find(label))
@@ -288,7 +266,7 @@ class ClusterBackend:
         return [one for one in self._client.list_experiments(labels=[label]) if label in (one.labels or ())]
 
     def kill_experiment(self, experiment: Experiment) -> None:
-        """Kill an experiment, or say that it is left where the master is away."""
+        """Kill an experiment; warn that it is left if the master is away."""
         is_killed = False
         with self.tolerate_outage():
             experiment.kill()
@@ -302,7 +280,7 @@ class ClusterBackend:
             )
 
     def retry_until_available(self, call: Callable[[], _T]) -> _T:
-        """Return what a call returns, made again and again while the master is away.
+        """Return the result of ``call``, retried while the master is away.
 
         Raises:
             KeyboardInterrupt: the process was asked to stop meanwhile.
@@ -341,12 +319,8 @@ class ClusterBackend:
 
 
 def of_pool(agents: Sequence[bindings.v1Agent], pool: str) -> list[bindings.v1Agent]:
-    """Return the agents of an experiment's pool; all of them if it names none.
+    """Return the agents of an experiment's resource pool; all of them if it names none.
 
     An agent that has not named its pool counts for every pool.
-
-    Args:
-        agents: of the master.
-        pool: ``resources.resource_pool`` of the experiment.
     """
     return [agent for agent in agents if pool in (agent.resourcePools or ())] or list(agents)

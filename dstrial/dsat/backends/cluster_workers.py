@@ -24,7 +24,7 @@ _ENDED = (*_CANCELED, ExperimentState.COMPLETED, ExperimentState.ERROR)
 
 @dataclasses.dataclass(slots=True)
 class _Seen:
-    """What was last heard of a worker's experiment."""
+    """The last known state of a worker's experiment."""
 
     experiment: Experiment
     answers: dict[int, TaskResult] = dataclasses.field(default_factory=dict)
@@ -34,13 +34,7 @@ class _Seen:
 
 
 class ClusterPlacement:
-    """See ``dstrial.dsat.backends.pool.WorkerPlacement``.
-
-    Args:
-        settings: of the search.
-        master: talks to the master; nothing else runs through it.
-        search_id: of the search.
-    """
+    """Workers as experiments of a master; see ``pool.WorkerPlacement``."""
 
     shows_reports = True
 
@@ -52,11 +46,9 @@ class ClusterPlacement:
 
     @property
     def num_parallel(self) -> int:
-        """One worker for each agent that has room for it."""
         return self._master.num_parallel
 
     def describe(self) -> str:
-        """Name the master."""
         return self._master.describe()
 
     def find_running(self, worker: int) -> dict[str, Any] | None:
@@ -74,43 +66,32 @@ class ClusterPlacement:
         return {"experiment_id": experiment.id} if has_news or is_alive else None
 
     def start(self, worker: int) -> dict[str, Any]:
-        """Submit an experiment."""
         spec = worker_config(self._settings, worker, self._search_id)
         experiment = self._master.create(spec.config, spec.label)
         self._seen[worker] = _Seen(experiment)
         return {"experiment_id": experiment.id}
 
     def task_queue(self, worker: int) -> TaskQueue:
-        """Read the experiment's notes."""
         return book_from_notes(self._seen[worker].experiment.notes or "")
 
     def send(self, worker: int, book: TaskQueue) -> None:
-        """Replace the experiment's notes; waits for a master that is away.
-
-        Raises:
-            KeyboardInterrupt: the process was asked to stop meanwhile.
-        """
         experiment = self._seen[worker].experiment
         notes = notes_of(book)
         self._master.retry_until_available(lambda: experiment.set_notes(notes))
 
     def publish(self, worker: int, book: TaskQueue) -> bool:
-        """Replace the experiment's notes, if the master is there."""
         return self._master.publish_notes(self._seen[worker].experiment, notes_of(book))
 
     def results(self, worker: int) -> list[TaskResult]:
-        """Return the rows of metrics that have been read."""
         self._poll(worker)
         return list(self._seen[worker].answers.values())
 
     def why_waiting(self, worker: int) -> str:
-        """Say whether the experiment is queued or paused, because others have its slots."""
         self._poll(worker)
         seen = self._seen[worker]
         return "" if seen.is_running else why_waiting(seen.experiment, self._settings.num_slots)
 
     def exit_of(self, worker: int) -> WorkerExit | None:
-        """Return how the experiment has ended."""
         self._poll(worker)
         seen = self._seen[worker]
         if not seen.is_ended:
@@ -124,13 +105,12 @@ class ClusterPlacement:
         return WorkerExit(lines=lines)
 
     def kill(self, worker: int) -> None:
-        """Kill the experiment."""
         seen = self._seen.pop(worker, None)
         if seen is not None:
             self._master.kill_experiment(seen.experiment)
 
     def _poll(self, worker: int) -> None:
-        """Ask for state, then answers (none is missed so), at most twice a second."""
+        """Ask for the state, then for answers, so that none is missed; at most twice a second."""
         seen = self._seen[worker]
         if seen.is_ended or time.monotonic() < seen.next_poll_s:
             return

@@ -20,7 +20,7 @@ RUNS = ("RUNNING", "STATE_RUNNING")
 
 @dataclasses.dataclass(slots=True)
 class Submitted:
-    """A trial that the master has."""
+    """A trial that was submitted to the master."""
 
     experiment: Experiment
     label: str
@@ -31,9 +31,7 @@ class Submitted:
 def outcome_of(submitted: Submitted, num_slots: int) -> Outcome | None:
     """Ask the master how an experiment's trial has ended; None if it has not.
 
-    Args:
-        submitted: the trial; whether it has its slots is noted in it, and told when that changes.
-        num_slots: of every trial.
+    ``submitted`` notes whether the trial has its slots; a change is logged.
     """
     experiment = submitted.experiment
     experiment.reload()

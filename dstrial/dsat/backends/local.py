@@ -45,12 +45,8 @@ _REPEATABLE = (
 class LocalBackend:
     """Starts a launcher per trial in the context directory; its output is in a file.
 
-    A launcher leads a session of its own. It survives a killed search, which finds it again by the process id in the
-    trial's directory and the result file in that process's environment.
-
-    Args:
-        settings: of the search.
-        record: where trials keep their files.
+    A launcher leads a session of its own and survives a killed search, which finds it again by the process id in the trial's
+    directory and the result file in that process's environment.
     """
 
     keeps_deadlines = False
@@ -63,11 +59,9 @@ class LocalBackend:
 
     @property
     def num_parallel(self) -> int:
-        """One: trials that share a machine disturb each other's times."""
         return 1
 
     def describe(self) -> str:
-        """Name this machine."""
         return f"this machine, {self._settings.num_slots} rank(s) per trial, without a master"
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
@@ -105,7 +99,6 @@ class LocalBackend:
         return True
 
     def poll(self) -> list[Ended]:
-        """Return the trials whose launchers have ended."""
         ended = []
         for trial_id, running in list(self._running.items()):
             exit_code = running.exit_code
@@ -120,38 +113,29 @@ class LocalBackend:
         return ended
 
     def running_s(self, trial_id: int) -> float:
-        """Return how long a launcher has been running."""
         running = self._running.get(trial_id)
         return 0.0 if running is None else time.time() - running.started_s
 
     def kill(self, trial_id: int) -> None:
-        """End a launcher and its ranks."""
         running = self._running.pop(trial_id, None)
         if running is not None:
             running.end()
 
     def publish(self, report: Mapping[str, Any]) -> bool:
-        """Do nothing: nobody looks on here."""
         del report
         return True
 
-    def finish(self, results: Mapping[str, str]) -> None:
-        """Do nothing: the search's directory is on this machine."""
+    def finish(self, results: Mapping[str, str]) -> None: ...
 
     def close(self) -> None:
-        """End every launcher that is left."""
         for trial_id in list(self._running):
             self.kill(trial_id)
 
 
 class LocalPlacement:
-    """Workers of this machine; see ``dstrial.dsat.backends.pool.WorkerPlacement``.
+    """Workers of this machine; see ``pool.WorkerPlacement``.
 
-    A worker's directory holds its orders, its answers, its output and its launcher's process id.
-
-    Args:
-        settings: of the search.
-        record: where workers keep their files.
+    A worker's directory holds its tasks, its results, its output and its launcher's process id.
     """
 
     shows_reports = False
@@ -163,15 +147,13 @@ class LocalPlacement:
 
     @property
     def num_parallel(self) -> int:
-        """One: workers that share a machine disturb each other's times."""
         return 1
 
     def describe(self) -> str:
-        """Name this machine."""
         return f"this machine, {self._settings.num_slots} rank(s), without a master"
 
     def find_running(self, worker: int) -> dict[str, Any] | None:
-        """Find the launcher of a worker that lives, or that has left answers."""
+        """Find the launcher of a worker that lives, or that has left results."""
         directory = self._record.worker_path(worker)
         running = found(directory, f"{_WORKER_VARIABLE}={directory}")
         if running is None:
@@ -184,7 +166,7 @@ class LocalPlacement:
         return {"pid": running.pid}
 
     def start(self, worker: int) -> dict[str, Any]:
-        """Start a launcher of supervisors; move aside what an earlier worker has left."""
+        """Start a launcher of supervisors; move aside the files of an earlier worker."""
         directory = self._record.worker_path(worker)
         if directory.exists():
             number = 1
@@ -208,31 +190,25 @@ class LocalPlacement:
         return {"pid": running.pid}
 
     def task_queue(self, worker: int) -> TaskQueue:
-        """Read the file of orders."""
         fields = read_json(self._record.worker_path(worker) / ORDERS_NAME)
         return TaskQueue() if fields is None else TaskQueue.from_json(fields)
 
     def send(self, worker: int, book: TaskQueue) -> None:
-        """Replace the file of orders."""
         write_json_atomically(self._record.worker_path(worker) / ORDERS_NAME, book.to_json(), sync=False)
 
     def publish(self, worker: int, book: TaskQueue) -> bool:
-        """Do nothing: nobody looks on here."""
         del worker, book
         return True
 
     def results(self, worker: int) -> list[TaskResult]:
-        """Read the file of answers."""
         path = self._record.worker_path(worker) / ANSWERS_NAME
         return [TaskResult.from_json(line) for line in read_json_lines(path)] if path.exists() else []
 
     def why_waiting(self, worker: int) -> str:
-        """Nobody else has this machine's slots."""
         del worker
         return ""
 
     def exit_of(self, worker: int) -> WorkerExit | None:
-        """Return how the launcher has ended."""
         exit_code = self._running[worker].exit_code
         if exit_code is None:
             return None
@@ -241,7 +217,6 @@ class LocalPlacement:
         )
 
     def kill(self, worker: int) -> None:
-        """End the launcher, its guardians and their ranks."""
         self._running.pop(worker).end()
 
 
@@ -264,13 +239,12 @@ def _outcome(directory: Path, exit_code: int) -> Outcome:
 
 
 def _has_failed(directory: Path) -> bool:
-    """Say whether the ranks of a trial told an error that lies in its configuration."""
+    """Return whether the ranks of a trial reported an error of its configuration."""
     lines = [line for line in log_lines(directory) if FAILURE_MARK in line]
     return bool(lines) and failure_from_log(lines).kind in _REPEATABLE
 
 
 def _last_written_s(directory: Path) -> float:
-    """Return when a trial last wrote output or result, seconds since the epoch."""
     paths = (directory / "output.log", _result_path(directory))
     return max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
 

@@ -26,21 +26,13 @@ _TELL_WAITING_S = 15.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerExit:
-    """A worker that has ended.
-
-    Attributes:
-        exit_code: of its launcher, where it is known.
-        lines: the end of its output.
-        is_canceled: whether somebody ended it on purpose.
-    """
-
-    exit_code: int | None = None
-    lines: Sequence[str] = ()
-    is_canceled: bool = False
+    exit_code: int | None = None  # of its launcher, where it is known
+    lines: Sequence[str] = ()  # the end of its output
+    is_canceled: bool = False  # somebody ended it on purpose
 
     @property
     def reason(self) -> str:
-        """The last line of its output that says something, or its exit code."""
+        """The last line of its output that is not empty, or its exit code."""
         said = next((line.strip() for line in reversed(self.lines) if line.strip()), "")
         return said[-200:] or f"exit code {self.exit_code}"
 
@@ -94,8 +86,6 @@ class WorkerPlacement(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class _Worker:
-    """A worker that lives, as far as is known."""
-
     number: int
     handle: dict[str, Any]
     orders: dict[int, Task] = dataclasses.field(default_factory=dict)
@@ -107,12 +97,7 @@ class _Worker:
 
 
 class WorkerBackend:
-    """Hands each trial to an idle worker, and starts workers as they are needed.
-
-    Args:
-        settings: of the search.
-        place: where workers run.
-    """
+    """Hands each trial to an idle worker, and starts workers as they are needed."""
 
     keeps_deadlines = True
 
@@ -128,15 +113,12 @@ class WorkerBackend:
 
     @property
     def num_parallel(self) -> int:
-        """One worker for each machine with room for it."""
         return self._place.num_parallel
 
     def describe(self) -> str:
-        """Name the place."""
         return f"{self._place.describe()}, in ranks that live on from one trial to the next"
 
     def start(self, spec: TrialSpec) -> dict[str, Any]:
-        """Order a trial, unless a worker has the order already."""
         worker = self._worker_with(spec.trial_id)
         if worker is None:
             worker = self._free_worker()
@@ -157,12 +139,10 @@ class WorkerBackend:
         return {"worker": worker.number, **worker.handle}
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
-        """Find a worker that has the order, or its answer."""
         del handle
         return self._worker_with(spec.trial_id) is not None
 
     def poll(self) -> list[Ended]:
-        """Return the trials that workers have answered, or took with them."""
         ended, self._ended = self._ended, []
         for worker in list(self._workers.values()):
             if not worker.orders:
@@ -179,25 +159,23 @@ class WorkerBackend:
         return ended
 
     def running_s(self, trial_id: int) -> float:
-        """Return how long ago a trial was ordered, or its worker last got its slots."""
         worker = self._worker_of(trial_id)
         return 0.0 if worker is None or not worker.since_s else time.time() - worker.since_s
 
     def kill(self, trial_id: int) -> None:
-        """End the worker that has the order."""
+        """End the worker that has the task."""
         worker = self._worker_of(trial_id)
         if worker is not None:
             del self._workers[worker.number]
             self._place.kill(worker.number)
 
     def publish(self, report: Mapping[str, Any]) -> bool:
-        """Put the report beside the orders of a worker."""
         self._report = report
         worker = min(self._workers, default=None)
         return worker is None or self._place.publish(worker, self._book(self._workers[worker]))
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Let the workers end; the first one keeps the search's files."""
+        """End the workers; the first one keeps the search's files."""
         # A search that goes on and finds itself finished may have a worker that waits.
         self._look()
         for worker in list(self._workers.values()):
@@ -217,7 +195,6 @@ class WorkerBackend:
             time.sleep(0.1)
 
     def close(self) -> None:
-        """Kill the workers that are left."""
         for worker in list(self._workers):
             del self._workers[worker]
             self._place.kill(worker)
@@ -225,7 +202,7 @@ class WorkerBackend:
     # ---- machinery -------------------------------------------------------------------------------
 
     def _take_leave(self, worker: _Worker, gone: WorkerExit) -> list[Ended]:
-        """Order a lost worker's trial again, once: the configuration may be innocent."""
+        """Requeue a lost worker's trial, once: the configuration may be innocent."""
         del self._workers[worker.number]
         ended = []
         again = []
@@ -247,7 +224,7 @@ class WorkerBackend:
         return ended
 
     def _note_slots(self, worker: _Worker) -> None:
-        """Stop a worker's clock while others have its slots, and say why."""
+        """Stop a worker's clock while others have its slots, and log why."""
         why = self._place.why_waiting(worker.number)
         now_s = time.time()
         if not why:

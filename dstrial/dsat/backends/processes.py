@@ -31,19 +31,12 @@ _WRITE_PID = 'echo $$ > "$0" && exec "$@"'
 
 @dataclasses.dataclass(slots=True)
 class LauncherProcess:
-    """A launcher that runs, or ran.
-
-    Attributes:
-        pid: its process id; it leads a session of its own.
-        started_s: when, seconds since the epoch.
-        mark: ``NAME=value`` in its environment, by which it is told from another process of that id.
-        process: None for one that another process of this search has started.
-    """
+    """A launcher that runs, or ran; it leads a session of its own."""
 
     pid: int
     started_s: float
-    mark: str
-    process: subprocess.Popen[bytes] | None = None
+    mark: str  # ``NAME=value`` in its environment, which tells it from another process of that id
+    process: subprocess.Popen[bytes] | None = None  # None if another process of this search started it
 
     @property
     def exit_code(self) -> int | None:
@@ -75,18 +68,7 @@ class LauncherProcess:
 def launch(
     words: Sequence[str], directory: Path, *, cwd: Path, variables: Mapping[str, str], mark: str
 ) -> LauncherProcess:
-    """Start a launcher with its output and process id in a directory that exists.
-
-    Args:
-        words: the command.
-        directory: gets ``launcher.pid`` and ``output.log``.
-        cwd: where it starts.
-        variables: its whole environment.
-        mark: the name of that one among them which tells it from other processes.
-
-    Raises:
-        OSError: the disk is full, for example; nothing was started.
-    """
+    """Start a launcher with its output and process id in a directory that exists."""
     room = directory / ".room"
     try:
         # Of a launcher that cannot write its process id nothing would be heard again.
@@ -133,12 +115,7 @@ def _forked(
 
 
 def found(directory: Path, mark: str) -> LauncherProcess | None:
-    """Return the launcher last started in a directory, living or not; None without.
-
-    Args:
-        directory: that ``launch`` was given.
-        mark: ``NAME=value``.
-    """
+    """Return the launcher last started in a directory, living or not; None without."""
     pid_path = directory / "launcher.pid"
     try:
         return LauncherProcess(int(pid_path.read_text()), pid_path.stat().st_mtime, mark)
@@ -147,13 +124,12 @@ def found(directory: Path, mark: str) -> LauncherProcess | None:
 
 
 def log_lines(directory: Path) -> list[str]:
-    """Return the output of the launcher of a directory."""
     path = directory / "output.log"
     return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
 
 
 def is_marked(pid: int, mark: str) -> bool:
-    """Say whether a process is alive and has ``NAME=value`` in its environment."""
+    """Return whether a process is alive and has ``NAME=value`` in its environment."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:

@@ -50,23 +50,14 @@ _OF_TRAINING = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialSpec:
-    """A measuring trial that is to be started.
-
-    Attributes:
-        trial_id: the search's number of it.
-        config: its experiment config, YAML values.
-        hparams: its hyperparameters, as a trial reads them.
-        label: unique for this trial of this search, by which it is found again.
-        deadline_s: it is ended after so many seconds; None where the driver sees to that itself.
-        best: hyperparameters and metrics of the best configuration that the search has measured, with which this one
-            is compared; None if it has none.
-    """
+    """A measuring trial that is to be started."""
 
     trial_id: int
     config: dict[str, Any]
-    hparams: dict[str, Any]
-    label: str
-    deadline_s: float | None = None
+    hparams: dict[str, Any]  # as a trial reads them
+    label: str  # unique per trial and search; finds the trial again
+    deadline_s: float | None = None  # None where the driver ends it
+    # hyperparameters and metrics of the best so far
     best: tuple[dict[str, Any], dict[str, float]] | None = None
 
 
@@ -107,13 +98,7 @@ def measuring_spec(settings: SearchConfig, candidate: Candidate, trial_id: int, 
 
 
 def worker_config(settings: SearchConfig, worker: int, search_id: str) -> TrialSpec:
-    """Return the ``single`` experiment without restarts in which a worker lives.
-
-    Args:
-        settings: of the search.
-        worker: its number, from 1.
-        search_id: of the search.
-    """
+    """Return the ``single`` experiment without restarts in which a worker lives; workers count from 1."""
     assert settings.trial is not None
     config = copy.deepcopy(settings.written)
     for key in _OF_TRAINING:
@@ -157,7 +142,6 @@ def results_config(settings: SearchConfig, search_id: str) -> TrialSpec:
 
 
 def worker_command(settings: SearchConfig, config_path: str, mailbox: str, python: str) -> list[str]:
-    """Return the command of a local worker, to be started in the context directory."""
     assert settings.trial is not None
     where = ["--config", config_path, "--context-dir", "."]
     launch = [python, "-m", _LAUNCHER, "--slots", str(settings.num_slots), *where]
@@ -172,7 +156,7 @@ def full_config(settings: SearchConfig, candidate: Candidate) -> dict[str, Any]:
 
 
 def _with_stages(config: dict[str, Any], settings: SearchConfig, candidate: Candidate) -> dict[str, Any]:
-    """Say a candidate's number of pipeline stages where the experiment says its own."""
+    """Write a candidate's number of pipeline stages where the experiment has its own."""
     if settings.space.stages_path is None:
         return config
     num_stages = settings.space.sizes_of(candidate).pp
@@ -180,7 +164,6 @@ def _with_stages(config: dict[str, Any], settings: SearchConfig, candidate: Cand
 
 
 def local_command(settings: SearchConfig, config_path: str, python: str) -> list[str]:
-    """Return a local measuring trial's command, to start in the context directory."""
     if settings.trial is None:
         return local_training_command(settings, config_path, python)
     where = ["--config", config_path, "--context-dir", "."]
@@ -189,7 +172,6 @@ def local_command(settings: SearchConfig, config_path: str, python: str) -> list
 
 
 def local_training_command(settings: SearchConfig, config_path: str, python: str) -> list[str]:
-    """Return a local training's command, to start in the context directory."""
     launch = [python, "-m", _LAUNCHER, "--slots", str(settings.num_slots)]
     launch += ["--config", config_path, "--context-dir", "."]
     if settings.trial is not None:

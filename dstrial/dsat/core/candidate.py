@@ -14,37 +14,24 @@ _LARGEST_FREE_MICRO_BATCH = 4096
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchSplit:
-    """How a batch is divided.
+    """How a batch is divided."""
 
-    Attributes:
-        micro_batch_size: records of one forward pass of one replica (``train_micro_batch_size_per_gpu``).
-        accumulation: forward passes of one replica in one optimizer step (``gradient_accumulation_steps``).
-        train_batch_size: records of one optimizer step over all replicas.
-    """
-
-    micro_batch_size: int
-    accumulation: int
-    train_batch_size: int
+    micro_batch_size: int  # records of one forward pass of one replica
+    accumulation: int  # forward passes of one replica in one optimizer step
+    train_batch_size: int  # records of one optimizer step over all replicas
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """A configuration, told by its difference from the user's own.
-
-    Attributes:
-        stage: ZeRO stage.
-        settings: (dotted path, value) pairs in the order of their paths; empty for the user's own configuration.
-        batch: the batch sizes.
-        is_own: whether it is the user's own configuration, of which nothing is changed.
-    """
+    """A configuration, described by its difference from the user's own."""
 
     stage: int
-    settings: tuple[tuple[str, Any], ...]
+    settings: tuple[tuple[str, Any], ...]  # (dotted path, value), sorted; empty for the user's own
     batch: BatchSplit
     is_own: bool = False
 
     def overwrite(self) -> dict[str, Any]:
-        """Return what to merge over DeepSpeed's JSON; of the user's own only the batch."""
+        """Return what to merge over DeepSpeed's JSON; for the user's own, only the batch."""
         result: dict[str, Any] = {
             "train_batch_size": self.batch.train_batch_size,
             "train_micro_batch_size_per_gpu": self.batch.micro_batch_size,
@@ -66,7 +53,6 @@ class Candidate:
         return result
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
         return {
             "stage": self.stage,
             "settings": dict(self.settings),
@@ -76,7 +62,6 @@ class Candidate:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Candidate:
-        """Return what :meth:`to_json` was called on."""
         return cls(
             int(fields["stage"]),
             tuple(sorted(fields["settings"].items())),
@@ -120,35 +105,29 @@ def changes_in_words(
 ) -> list[str]:
     """Return a candidate's changes to the user's own configuration, for a person.
 
-    Args:
-        candidate: whose settings.
-        effective: the user's own DeepSpeed config with all defaults in it.
-        hyperparameters: of the experiment, as a trial reads them.
+    ``effective`` is the user's own DeepSpeed config with all defaults in it.
     """
     words = []
     for path, value in candidate.settings:
         known = hyperparameters if path.startswith(HYPERPARAMETERS) else effective
         if value_at(known, path.removeprefix(HYPERPARAMETERS)) != value:
-            words.append(f"{path.rpartition('.')[2] if '.device' not in path else path[18:]}={_short(value)}")
+            words.append(
+                f"{path.rpartition('.')[2] if '.device' not in path else path[18:]}={setting_text(value)}"
+            )
     return words
 
 
-def _short(value: Any) -> str:
+def setting_text(value: Any) -> str:
+    """Return the value of a knob, for a person."""
     if isinstance(value, bool):
         return "on" if value else "off"
-    if isinstance(value, int) and abs(value) >= 10_000:
-        return f"{value:.0e}".replace("e+0", "e")
+    if isinstance(value, (int, float)) and abs(value) >= 10_000:
+        return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
     return str(value)
 
 
 class BatchSizeGrid:
-    """The micro batches that may be tried, in ascending order, by position.
-
-    Args:
-        train_batch_size: records of one optimizer step; None lets it follow the micro batch (``--free-batch``).
-        replicas: number of replicas.
-        accumulation: the user's accumulation, kept where the batch is free.
-    """
+    """The micro batches that may be tried, in ascending order, by position from 0."""
 
     def __init__(self, train_batch_size: int | None, replicas: int, accumulation: int) -> None:
         self._train_batch_size = train_batch_size
@@ -163,16 +142,13 @@ class BatchSizeGrid:
 
     @property
     def is_free(self) -> bool:
-        """Whether the global batch changes with the micro batch."""
         return self._train_batch_size is None
 
     @property
     def last(self) -> int:
-        """The last position, from 0."""
         return _LARGEST_FREE_MICRO_BATCH - 1 if self.is_free else len(self._divisors) - 1
 
     def split(self, position: int) -> BatchSplit:
-        """Return the batch at a position, 0 to ``last``."""
         if self._train_batch_size is None:
             micro = position + 1
             return BatchSplit(micro, self._accumulation, micro * self._accumulation * self._replicas)

@@ -10,7 +10,7 @@
     best_ds_metrics.json what it measured
     best_experiment.yaml the experiment config with it, hyperparameters that were found included
     trials.json          every trial of the search
-    report.json          what was found; report.md and report.html are renderings of it
+    report.json          what was found; report.html is a rendering of it
     trials/<n>/          config, output and result of trial n, where it was launched on this machine
     workers/<n>/         orders, answers and output of living worker n on this machine
 
@@ -45,68 +45,46 @@ from dstrial.local.run_directory import utc_now
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchRecord:
-    """The files of one search; a value, holding nothing open.
-
-    Attributes:
-        path: absolute directory of the search.
-        search_id: 8 characters by which its trials are found again.
-    """
+    """The files of one search; a value, holding nothing open."""
 
     path: Path
-    search_id: str
+    search_id: str  # 8 characters by which its trials are found again
 
     @property
     def events_path(self) -> Path:
-        """Every event, JSON lines."""
         return self.path / "events.jsonl"
 
     @property
     def snapshot_path(self) -> Path:
-        """The method's state, JSON."""
         return self.path / "snapshot.json"
 
     @property
     def best_config_path(self) -> Path:
-        """The best DeepSpeed config, JSON."""
         return self.path / "best_ds_config.json"
 
     @property
     def best_metrics_path(self) -> Path:
-        """What the best config measured, JSON."""
         return self.path / "best_ds_metrics.json"
 
     @property
     def best_experiment_path(self) -> Path:
-        """The user's experiment config with what is best in it, YAML."""
         return self.path / "best_experiment.yaml"
 
     @property
     def trials_path(self) -> Path:
-        """Every trial, JSON."""
         return self.path / "trials.json"
 
     def trial_path(self, trial_id: int) -> Path:
-        """Directory of a trial that ran on this machine."""
         return self.path / "trials" / str(trial_id)
 
     def worker_path(self, worker: int) -> Path:
-        """Directory of a living worker of this machine."""
         return self.path / "workers" / str(worker)
 
     @classmethod
     def open(cls, output: Path, fingerprint: str, method: str, *, is_fresh: bool) -> SearchRecord:
         """Return the newest search of these settings in a directory, else a new one.
 
-        Searches that ``--fresh`` put beside it count, too.
-
-        Args:
-            output: the directory that was asked for.
-            fingerprint: of what is searched.
-            method: name of the method.
-            is_fresh: begin a new search, in ``<output>-2``, ``-3`` and so on where there is one already.
-
-        Raises:
-            ConfigError: the directory holds another search, or something else.
+        Searches that ``--fresh`` put beside it, in ``<output>-2``, ``-3`` and so on, count too.
         """
         path, number, newest = output, 1, output
         while path.exists():
@@ -146,11 +124,7 @@ class SearchRecord:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the search while the block lasts.
-
-        Raises:
-            LaunchError: another process runs it.
-        """
+        """Hold the search while the block lasts; raise if another process does."""
         descriptor = os.open(self.path / "search.lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
             try:
@@ -166,24 +140,17 @@ class SearchRecord:
             os.close(descriptor)
 
     def events(self) -> list[dict[str, Any]]:
-        """Return every event so far."""
         return read_json_lines(self.events_path)
 
     def append(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Put an event on record.
-
-        Raises:
-            OSError: the disk is full, for example; nothing is written then.
-        """
         append_json_line(self.events_path, {"event": kind, "time": utc_now(), **fields})
 
     def write_snapshot(self, snapshot: Mapping[str, Any]) -> None:
-        """Replace the method's state."""
         write_json_atomically(self.snapshot_path, snapshot, sync=False)
 
 
 def _is_of_others(path: Path) -> bool:
-    """Say whether a file is none that a search leaves which is killed while it begins."""
+    """Return whether a file is none that a search leaves if it is killed while it begins."""
     return path.name != OUTPUT_MARK and not (
         path.name.startswith(".search.json.") and path.name.endswith(".tmp")
     )
@@ -191,27 +158,15 @@ def _is_of_others(path: Path) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchStatus:
-    """How running a search ended.
-
-    Attributes:
-        reason: one line.
-        is_finished: whether nothing is left to do; else the same command goes on.
-        is_failure: whether the search failed: nothing could be measured.
-        stopped_by: the signal that interrupted it; None if none did.
-    """
+    """How running a search ended."""
 
     reason: str
-    is_finished: bool
-    is_failure: bool = False
+    is_finished: bool  # else the same command goes on
+    is_failure: bool = False  # nothing could be measured
     stopped_by: signal.Signals | None = None
 
 
 def is_final(event: Mapping[str, Any], budget_s: float | None) -> bool:
-    """Say whether an end on record holds; a spent budget may have grown.
-
-    Args:
-        event: of the end.
-        budget_s: what is given now; None for no limit.
-    """
+    """Return whether a recorded end holds; a spent budget may have grown."""
     spent_s = event.get("budget_s")
     return spent_s is None or (budget_s is not None and budget_s <= spent_s)

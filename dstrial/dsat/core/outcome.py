@@ -75,7 +75,6 @@ class FailureKind(str, enum.Enum):
 
     @property
     def is_out_of_memory(self) -> bool:
-        """Whether a smaller micro batch may fit."""
         return self in (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM)
 
 
@@ -83,10 +82,8 @@ class FailureKind(str, enum.Enum):
 class Measured:
     """What was measured, on rank 0.
 
-    Attributes:
-        metrics: by name; the ones that can be searched for are ``throughput`` (samples/s of all ranks),
-            ``latency``, ``forward`` and ``backward`` (µs per batch) and ``FLOPS_per_gpu`` (model FLOP/s).
-            Missing where they cannot be measured. ``dstrial.dsat.rank.step_timer`` makes them, and says what else there is.
+    Metrics that can be searched for are ``throughput`` (samples/s of all ranks), ``latency``, ``forward`` and ``backward`` (µs
+    per batch) and ``FLOPS_per_gpu`` (model FLOP/s). Those that cannot be measured are missing. All: ``rank.step_timer``.
     """
 
     metrics: Mapping[str, float]
@@ -99,22 +96,13 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Failure:
-    """Why nothing was measured.
-
-    Attributes:
-        kind: the kind.
-        message: one line for a person.
-        phase: ``init``, ``forward``, ``backward``, ``step`` or ``training``; empty if unknown.
-        requested_bytes: what the refused allocation asked for; None if unknown.
-        allocated_bytes: what was allocated on the device then, a lower bound of that phase; None if unknown.
-        rank: the rank that failed; None if unknown.
-    """
+    """Why nothing was measured."""
 
     kind: FailureKind
     message: str
-    phase: str = ""
-    requested_bytes: int | None = None
-    allocated_bytes: int | None = None
+    phase: str = ""  # ``init``, ``forward``, ``backward``, ``step`` or ``training``; empty if unknown
+    requested_bytes: int | None = None  # of the refused allocation
+    allocated_bytes: int | None = None  # on the device at the failure, a lower bound of that phase
     rank: int | None = None
 
 
@@ -129,7 +117,6 @@ def outcome_to_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def outcome_from_json(fields: Mapping[str, Any]) -> Outcome:
-    """Return what :func:`outcome_to_json` was called on."""
     if "metrics" in fields:
         return Measured({str(name): float(value) for name, value in fields["metrics"].items()})
     failure = dict(fields["failure"])
@@ -137,11 +124,6 @@ def outcome_from_json(fields: Mapping[str, Any]) -> Outcome:
 
 
 def smaller_is_better(metric: str) -> bool:
-    """Say which way a metric is compared.
-
-    Raises:
-        ValueError: there is no such metric.
-    """
     if metric not in METRIC_NAMES:
         raise ValueError(
             f"metric is {metric!r}; expected one of {', '.join(METRIC_NAMES)}. Choose one of them."
@@ -158,12 +140,9 @@ def score(outcome: Outcome, metric: str) -> float | None:
 
 
 def classify(text: str, *, phase: str = "") -> Failure:
-    """Tell a failure's kind from an exception's traceback, or from the end of a log.
+    """Return the failure that an exception's traceback, or the end of a log, describes.
 
-    Args:
-        text: the traceback or log, its last line the exception itself.
-        phase: what the rank was doing, where it is known; an assertion of DeepSpeed's in ``init`` is a refused
-            configuration, one later on may be anything.
+    An assertion of DeepSpeed's in phase ``init`` is a refused configuration, one later on may be anything.
     """
     lines = [line for line in text.strip().splitlines() if line.strip()]
     message = next(
@@ -199,18 +178,15 @@ def classify(text: str, *, phase: str = "") -> Failure:
 
 
 def failure_line(failure: Failure) -> str:
-    """Return the line by which a rank tells how it failed, without its line break."""
+    """Return the line by which a rank reports its failure, without its line break."""
     return FAILURE_MARK + json.dumps(outcome_to_json(failure)["failure"])
 
 
 def failure_from_log(lines: Sequence[str], *, exit_code: int | None = None) -> Failure:
-    """Read from the output of a measurement that failed how it did.
+    """Return the failure that the output of all ranks describes.
 
-    What ranks said themselves comes first, and of that what is no consequence of another rank's end.
-
-    Args:
-        lines: the output of all ranks, in any order that keeps the lines of one rank.
-        exit_code: the launcher's; 137 is a rank that the kernel killed.
+    Lines that ranks wrote on purpose come first, and of those the ones that are no consequence of another rank's end.
+    Exit code 137 is a rank that the kernel killed.
     """
     lines = [_MASTERS_PREFIX.sub("", line) for line in lines]
     said: list[Failure] = []
@@ -251,28 +227,21 @@ TIE = 0.01
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialResult:
-    """One trial of a search.
-
-    Attributes:
-        trial_id: its number.
-        candidate: what was measured.
-        description: the same for a person.
-        why: why it was.
-        outcome: how it ended; None while it runs.
-        seconds: how long it took on its slots; None if unknown.
-        handle: how the backend calls it, its experiment's number for example.
-    """
+    """One trial of a search."""
 
     trial_id: int
     candidate: Candidate
     description: str
     why: str
     outcome: Outcome | None = None
-    seconds: float | None = None
+    seconds: float | None = None  # on its slots; None if unknown
+    # the backend's, such as its experiment's id
     handle: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    def score(self, metric: str) -> float | None:
+        return None if self.outcome is None else score(self.outcome, metric)
+
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
         return {
             "trial_id": self.trial_id,
             "description": self.description,
@@ -286,11 +255,7 @@ class TrialResult:
 
 def best_of(trials: Sequence[TrialResult], metric: str) -> TrialResult | None:
     """Return the best trial; the user's own unless another is better by over ``TIE``."""
-    scored = [
-        (value, trial)
-        for trial in trials
-        if trial.outcome is not None and (value := score(trial.outcome, metric)) is not None
-    ]
+    scored = [(value, trial) for trial in trials if (value := trial.score(metric)) is not None]
     if not scored:
         return None
     best_value, best = max(scored, key=lambda pair: (pair[0], -pair[1].trial_id))
@@ -307,6 +272,17 @@ def highest(trials: Sequence[TrialResult], metric: str) -> tuple[TrialResult, Me
             if value is not None and (best is None or value > best[0]):
                 best = value, trial, trial.outcome
     return None if best is None else best[1:]
+
+
+def own_of(trials: Sequence[TrialResult]) -> TrialResult | None:
+    return next((trial for trial in trials if trial.candidate.is_own), None)
+
+
+def gain_over(best: TrialResult | None, own: TrialResult | None, metric: str) -> float | None:
+    """Return the share by which a trial beats another; None unless both were measured."""
+    after = None if best is None else best.score(metric)
+    before = None if own is None else own.score(metric)
+    return None if after is None or before is None else relative_gain(after, before)
 
 
 def relative_gain(value: float, own: float) -> float:

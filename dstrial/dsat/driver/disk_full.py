@@ -18,14 +18,7 @@ _PROBE_BYTES = 4096
 
 
 class DiskFullQueue:
-    """What of a search waits for room on a disk.
-
-    Args:
-        record: of the search.
-        print_line: prints a line for a person.
-        should_stop: says whether the process was asked to stop, and so waits no longer.
-        poll_s: how often that is asked, seconds.
-    """
+    """Events that wait to be written, and trials that wait for room on a disk."""
 
     def __init__(
         self,
@@ -69,7 +62,7 @@ class DiskFullQueue:
             time.sleep(self._poll_s)
 
     def is_cause_of(self, failure: Failure) -> bool:
-        """Say whether a full disk, not the configuration, made a trial fail."""
+        """Return whether a full disk, not the configuration, made a trial fail."""
         if failure.kind is FailureKind.NO_ROOM:
             return True
         if failure.kind.is_out_of_memory or failure.kind is FailureKind.CANCELED:
@@ -84,7 +77,6 @@ class DiskFullQueue:
         return False
 
     def postpone(self, trial_id: int, why: str) -> None:
-        """Have a trial measured again later."""
         if self._told.get(trial_id) != why:
             self._told[trial_id] = why
             self._print_line(
@@ -93,15 +85,12 @@ class DiskFullQueue:
         self._due_at_s[trial_id] = time.monotonic() + _RETRY_S
 
     def was_postponed(self, trial_id: int) -> bool:
-        """Say whether a trial has ever been put off."""
         return trial_id in self._told
 
     def is_postponed(self, trial_id: int) -> bool:
-        """Say whether a trial waits now."""
         return trial_id in self._due_at_s
 
     def take_due(self) -> list[int]:
-        """Return the trials that are to be tried again now; they are no longer put off."""
         due = [trial_id for trial_id, at_s in self._due_at_s.items() if time.monotonic() >= at_s]
         for trial_id in due:
             del self._due_at_s[trial_id]

@@ -43,30 +43,19 @@ _SLACK_FACTOR = 2.0
 
 
 class Driver:
-    """Runs one search until it ends, is interrupted, or its budget is spent.
-
-    Args:
-        settings: of the search.
-        record: its files; locked by the caller.
-        method: a new method of these settings.
-        backend: makes the place where trials run, at the first trial that has to run.
-        print_line: prints a line for a person.
-        show: is given the trials again and again while the search waits.
-        poll_s: how long it waits between two looks at the trials that run, seconds.
-        flops_per_record: of a dry run, on one rank, for where none can be counted; None if there is none.
-    """
+    """Runs one search until it ends, is interrupted, or its budget is spent."""
 
     def __init__(
         self,
         settings: SearchConfig,
-        record: SearchRecord,
+        record: SearchRecord,  # locked by the caller
         method: ConfigSearch,
-        backend: Callable[[], Backend],
+        backend: Callable[[], Backend],  # called at the first trial that has to run
         print_line: Callable[[str], None],
         show: Callable[[Sequence[TrialResult]], None] = lambda _trials: None,
         *,
         poll_s: float = 0.1,
-        flops_per_record: float | None = None,
+        flops_per_record: float | None = None,  # of a dry run, on one rank; used where none are counted
     ) -> None:
         self._settings = settings
         self._record = record
@@ -89,14 +78,7 @@ class Driver:
         self._described_s = 0.0
 
     def run(self, signals: list[signal.Signals]) -> SearchStatus:
-        """Go on with the search where its record ends.
-
-        Args:
-            signals: grows when the process is asked to stop.
-
-        Raises:
-            DstrialError: trials cannot be started.
-        """
+        """Go on with the search where its record ends."""
         self._signals = signals
         handles = self._replay()
         end: Finish | signal.Signals
@@ -244,7 +226,15 @@ class Driver:
         self._disk_full_queue.append("submitted", {"trial_id": measure.trial_id, "handle": handle})
 
     def _spec(self, measure: Measure) -> TrialSpec:
-        return _ordered_spec(self._settings, measure, list(self.trials.values()), self._record.search_id)
+        settings, search_id = self._settings, self._record.search_id
+        best = highest(list(self.trials.values()), settings.flags.metric)
+        compared = None
+        if best is not None:
+            trial, measured = best
+            of_best = measuring_spec(settings, trial.candidate, trial.trial_id, search_id)
+            compared = of_best.hparams, dict(measured.metrics)
+        spec = measuring_spec(settings, measure.candidate, measure.trial_id, search_id)
+        return dataclasses.replace(spec, deadline_s=self.deadline_s(measure), best=compared)
 
     def _take(self, ended: Ended) -> None:
         if isinstance(ended.outcome, Failure) and self._disk_full_queue.is_cause_of(ended.outcome):
@@ -295,14 +285,28 @@ class Driver:
                 continue
             deadline_s = self.deadline_s(measure)
             running_s = self._backend.running_s(trial_id)
-            if running_s > _longest_s(deadline_s, keeps_deadlines=self._backend.keeps_deadlines):
+            # Where the backend ends trials at their deadlines, the driver is the last resort.
+            is_last_resort = self._backend.keeps_deadlines
+            if running_s > (_SLACK_FACTOR * deadline_s + _SLACK_S if is_last_resort else deadline_s):
                 self._backend.kill(trial_id)
                 message = f"it was ended after {running_s:.0f} s; expected at most {deadline_s:.0f} s"
                 self._take(Ended(trial_id, Failure(FailureKind.TIMEOUT, message), running_s))
 
     def deadline_s(self, measure: Measure) -> float:
-        """Return how long a trial may run; see ``_deadline_of``."""
-        return _deadline_of(measure, list(self.trials.values()), self._settings.flags.trial_timeout)
+        """Return a trial's limit: 5 times what is expected, else ``--trial-timeout``.
+
+        Expected is the predicted time, or that of the longest measured trial. The limit is at least two minutes, because
+        ranks may have to be started first, and a trial that is ended too early is lost to the search.
+        """
+        took = [
+            trial.seconds
+            for trial in self.trials.values()
+            if trial.seconds is not None and isinstance(trial.outcome, Measured)
+        ]
+        expected_s = measure.predicted_s if measure.predicted_s is not None else max(took, default=None)
+        if expected_s is None:
+            return self._settings.flags.trial_timeout
+        return max(_DEADLINE_FACTOR * expected_s, _SHORTEST_DEADLINE_S)
 
     def _report_so_far(self, reason: str = "") -> dict[str, Any]:
         facts = self._method.report_facts()
@@ -310,66 +314,3 @@ class Driver:
 
     def _write_files(self) -> None:
         self._files.write(self._method.snapshot(), list(self.trials.values()))
-
-
-def _deadline_of(measure: Measure, trials: Sequence[TrialResult], trial_timeout_s: float) -> float:
-    """Return a trial's limit: 5 times what is expected, else ``--trial-timeout``.
-
-    Expected is what was predicted, or the longest of the trials that have measured something. At least two minutes,
-    because ranks may have to be started first, and one that is ended too early is lost to the search.
-
-    Args:
-        measure: what is measured.
-        trials: every trial so far.
-        trial_timeout_s: of the command line.
-    """
-    took = [
-        trial.seconds
-        for trial in trials
-        if trial.seconds is not None and trial.outcome is not None and not isinstance(trial.outcome, Failure)
-    ]
-    expected_s = measure.predicted_s if measure.predicted_s is not None else max(took, default=None)
-    if expected_s is None:
-        return trial_timeout_s
-    return max(_DEADLINE_FACTOR * expected_s, _SHORTEST_DEADLINE_S)
-
-
-def _longest_s(deadline_s: float, *, keeps_deadlines: bool) -> float:
-    """Return after how long the driver ends a trial by itself.
-
-    Args:
-        deadline_s: of the trial.
-        keeps_deadlines: whether the backend ends it at the deadline, so that the driver is the last resort.
-    """
-    return _SLACK_FACTOR * deadline_s + _SLACK_S if keeps_deadlines else deadline_s
-
-
-def _ordered_spec(
-    settings: SearchConfig, measure: Measure, trials: Sequence[TrialResult], search_id: str
-) -> TrialSpec:
-    """Return the trial that a measurement needs.
-
-    Args:
-        settings: of the search.
-        measure: what the method asks for.
-        trials: every trial so far.
-        search_id: of the search.
-    """
-    spec = measuring_spec(settings, measure.candidate, measure.trial_id, search_id)
-    return dataclasses.replace(
-        spec,
-        deadline_s=_deadline_of(measure, trials, settings.flags.trial_timeout),
-        best=_best(settings, trials, search_id),
-    )
-
-
-def _best(
-    settings: SearchConfig, trials: Sequence[TrialResult], search_id: str
-) -> tuple[dict[str, Any], dict[str, float]] | None:
-    """Return hyperparameters and metrics of what was measured best so far."""
-    best = highest(trials, settings.flags.metric)
-    if best is None:
-        return None
-    trial, measured = best
-    spec = measuring_spec(settings, trial.candidate, trial.trial_id, search_id)
-    return spec.hparams, dict(measured.metrics)

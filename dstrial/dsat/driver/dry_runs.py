@@ -11,14 +11,7 @@ from pathlib import Path
 from dstrial.dsat.backends.trial_spec import measuring_spec, python_words
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.predictor.config_groups import ConfigGroups
-from dstrial.dsat.predictor.dry_run_requests import (
-    NUM_BATCHES,
-    as_real,
-    script_request,
-    trial_request,
-    why_real,
-    with_notes,
-)
+from dstrial.dsat.predictor.dry_run_requests import NUM_BATCHES, script_request, trial_request
 from dstrial.dsat.predictor.profiles import PredictInputs
 from dstrial.dsat.space.knobs import ZERO
 from dstrial.dsat.space.space import Space, Structure
@@ -41,16 +34,9 @@ def gather_inputs(
     deadline_s: float = _DEADLINE_S,
     print_line: Callable[[str], None] = lambda _line: None,
 ) -> PredictInputs:
-    """Dry-run what a search may measure.
+    """Dry-run the structures that a search may measure, within ``deadline_s`` seconds in all.
 
-    A description that fails is no failure of the search: ``predict`` then begins with what its first measurement tells.
-
-    Args:
-        settings: of the search.
-        target: what kind of device its ranks have.
-        capacity_bytes: memory of one device; None if unknown.
-        deadline_s: seconds for all dry runs together, real batches included.
-        print_line: prints a line for a person.
+    A failed dry run does not end the search: ``predict`` then starts from its first measurement.
     """
     request_of = request_maker(settings, target=target, capacity_bytes=capacity_bytes)
     groups = ConfigGroups(settings.space, is_cpu=target == "cpu")
@@ -90,10 +76,6 @@ def gather_inputs(
 def flops_notes(runs: Iterable[DryRunResult], micro_batch_size: int) -> list[str]:
     """Compare counted FLOPs with the rule for transformers; no notes without tokens.
 
-    Args:
-        runs: of one model; the first that tells is believed.
-        micro_batch_size: at which they are compared.
-
     Source: 6 FLOPs per parameter and token, Kaplan et al. 2020, section 2.1.
     """
     ratio = next((found for run in runs if (found := run.flops_ratio(micro_batch_size)) is not None), None)
@@ -111,13 +93,7 @@ def flops_notes(runs: Iterable[DryRunResult], micro_batch_size: int) -> list[str
 def dry_run_space(
     groups: ConfigGroups, request_of: RequestOf, *, deadline_s: float = _DEADLINE_S
 ) -> PredictInputs:
-    """Run one dry run for each kind of structure of a space.
-
-    Args:
-        groups: of the space.
-        request_of: makes the request for a structure, and for whether it accumulates.
-        deadline_s: seconds for all of them together.
-    """
+    """Run one dry run for each kind of structure of a space."""
     asked = groups.representatives()
     requests = [request_of(structure, is_accumulating) for structure, is_accumulating in asked.values()]
     parallel = max(min(os.cpu_count() or 1, _MOST_PARALLEL), 1)
@@ -140,7 +116,6 @@ def dry_run_space(
 
 
 def request_maker(settings: SearchConfig, *, target: Target, capacity_bytes: int | None = None) -> RequestOf:
-    """Return what makes the requests of a search's dry runs."""
     space: Space = settings.space
     asked = settings.flags.sample_batch
     sample_batch = Path(asked) if isinstance(asked, str) else None
@@ -194,27 +169,30 @@ def _by_real_batch(
     until_s: float,
 ) -> PredictInputs:
     """Train one real batch of each kind of structure in turn; the user's own first."""
-    error = DryRunError("unsupported", next(iter(failed.failures.values())))
-    reason = why_real(error)
+    failure = next(iter(failed.failures.values())).splitlines()[0]
+    reason = f"fake tensors do not do, so one real batch was trained: {failure}"
+    on_device = "memory of device and host is not told apart: what is offloaded counts as the device's"
+    told = (reason,) if target == "cpu" else (reason, on_device)
     runs: dict[str, DryRunResult] = {}
     failures: dict[str, str] = {}
     for key, (structure, is_accumulating) in groups.representatives().items():
         left_s = max(until_s - time.monotonic(), 0.0)
         (found,) = dry_runs(
-            [as_real(request_of(structure, is_accumulating))], deadline_s=left_s, num_parallel=0
+            [_as_real(request_of(structure, is_accumulating))], deadline_s=left_s, num_parallel=0
         )
         if isinstance(found, DryRunError):
             failures[key] = str(found)
             if not runs:
                 break
         else:
-            runs[key] = with_notes(found, reason, target)
+            runs[key] = dataclasses.replace(found, notes=(*found.notes, *told))
     if not runs:
         return dataclasses.replace(
             failed,
             failures=failures,
             notes=(
-                f"it cannot be described, so the first measurement is begun with: {_first_line(failures)}",
+                "it cannot be described, so the first measurement is begun with: "
+                + next(iter(failures.values()), "").partition("\n")[0],
             ),
         )
     notes = {note for run in runs.values() for note in run.notes}
@@ -223,8 +201,11 @@ def _by_real_batch(
     )
 
 
-def _first_line(failures: Mapping[str, str]) -> str:
-    return next(iter(failures.values()), "").partition("\n")[0]
+def _as_real(request: DryRunRequest) -> DryRunRequest:
+    """Return a request for one real batch on this machine in place of fake tensors."""
+    # Real tensors of a CPU are all on the host, so host and device cannot be told apart.
+    shared_options = {**request.shared_options, "is_real": True}
+    return dataclasses.replace(request, shared_options=shared_options, is_real=True, target="cpu")
 
 
 def on_one_device(
@@ -232,13 +213,7 @@ def on_one_device(
 ) -> list[tuple[str, DryRunResult]]:
     """Dry-run the model on a single device: as it is, and with all it can offload.
 
-    Args:
-        settings: of the search.
-        capacity_bytes: memory of the device.
-        deadline_s: seconds for both together.
-
-    Returns:
-        What was dry-run, for a person, and what it found; nothing that could not be.
+    Returns a description and the result of each dry run that succeeded.
     """
     request_of = request_maker(settings, target="cuda", capacity_bytes=capacity_bytes)
     offloads = (("offload_optimizer", "cpu"), ("offload_param", "cpu"))
@@ -255,11 +230,7 @@ def on_one_device(
 
 
 def target_here(environment: Mapping[str, str]) -> Target:
-    """Name the device kind of local ranks, without imports that would take it.
-
-    Args:
-        environment: of this process.
-    """
+    """Return the device kind of local ranks, without imports that would initialize it."""
     if environment.get("DS_ACCELERATOR", "") == "cpu" or environment.get("CUDA_VISIBLE_DEVICES") == "":
         return "cpu"
     return "cuda" if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists() else "cpu"

@@ -33,22 +33,7 @@ def run_full(
     signals: list[signal.Signals],
     print_line: Callable[[str], None],
 ) -> int:
-    """Train the best configuration to its end here, or submit it to a master.
-
-    Args:
-        settings: of the search.
-        record: its files.
-        backend: where its trials ran.
-        best: what the search found.
-        signals: grows when the process is asked to stop.
-        print_line: prints a line for a person.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        DstrialError: there is no master.
-    """
+    """Train the best configuration to its end here, or submit it to a master; return the exit status."""
     config = full_config(settings, best.candidate)
     path = record.path / "full_experiment.yaml"
     text = yaml_text(config)
@@ -100,7 +85,7 @@ def _going_on(runs: Path) -> dict[str, str]:
 
 
 def _trained(runs: Path) -> Path | None:
-    """Return the directory of a full local run that ended; None if there is none."""
+    """Return the directory of a full local run that completed; None without."""
     found = (Path(record).parent for record in sorted(runs.glob("*/*/run.json")))
     return next(
         (path for path in found if RunDirectory.open(path).read_record().state is RunState.COMPLETED), None

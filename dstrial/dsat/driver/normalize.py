@@ -32,13 +32,8 @@ def with_model_flops(
     """Return a measurement with ``FLOPS_per_gpu`` of the search's one model.
 
     A model has one number of FLOPs per record, however it is trained, so that at equal throughput all configurations have equal
-    ``FLOPS_per_gpu``: what was counted in the first measurement holds for all, else what was counted without one, else a rule.
-
-    Args:
-        measured: what a trial has reported.
-        like: another measurement of the same search that was returned from here; None for the first.
-        flops_per_record: of a dry run, on one rank; None or 0 if there is none.
-        num_replicas: among which the records of a batch are divided.
+    ``FLOPS_per_gpu``: the count of the first measurement holds for all, else that of a dry run (on one rank), else a rule.
+    ``like`` is an earlier result of this function.
     """
     throughput = measured.value("throughput")
     if not throughput:
@@ -60,12 +55,7 @@ def with_model_flops(
 
 
 def caveats(measured: Measured, first: Measured) -> list[str]:
-    """Return caveats about the ``FLOPS_per_gpu`` of a measurement, as sentences.
-
-    Args:
-        measured: of :func:`with_model_flops`.
-        first: the first measurement of the search.
-    """
+    """Return caveats about the ``FLOPS_per_gpu`` of a measurement, as sentences."""
     found = [_RULE_NOTE] if measured.value(FLOPS_RULE) else []
     # A rank of a pipeline has the parameters of its own stage.
     same = ("num_params", "probe_pipeline_stages")
@@ -77,11 +67,7 @@ def caveats(measured: Measured, first: Measured) -> list[str]:
 def mismatch_with_order(measured: Measured, candidate: Candidate) -> Failure | None:
     """Return the error of code that trains another batch or ZeRO stage than ordered.
 
-    What several engines were built with is not compared: only one of them may be meant.
-
-    Args:
-        measured: what the trial has reported.
-        candidate: what it was told to measure.
+    With several engines nothing is compared: only one of them may be meant.
     """
     if (measured.value("num_engines") or 1) > 1:
         return None
@@ -114,15 +100,7 @@ def normalized(
     flops_per_record: float | None,
     num_replicas: int,
 ) -> Outcome:
-    """Return a measurement comparable with the others, or why it is not.
-
-    Args:
-        outcome: of a trial; anything but a measurement stays as it is.
-        candidate: what the trial was told to measure.
-        before: earlier measurements of the same search, each returned from here.
-        flops_per_record: see :func:`with_model_flops`.
-        num_replicas: see :func:`with_model_flops`.
-    """
+    """Return a measurement comparable with the others, or why it is not; failures stay."""
     if not isinstance(outcome, Measured):
         return outcome
     wrong = mismatch_with_order(outcome, candidate)

@@ -31,13 +31,7 @@ _LEAST_PAUSES = 20.0
 
 
 class SearchFiles:
-    """Writes and reads the files of one search.
-
-    Args:
-        settings: of the search.
-        record: where its files are.
-        print_line: prints a line for a person.
-    """
+    """Writes and reads the files of one search."""
 
     def __init__(
         self, settings: SearchConfig, record: SearchRecord, print_line: Callable[[str], None]
@@ -67,14 +61,6 @@ class SearchFiles:
         notes: Sequence[str],
         trials: Sequence[TrialResult],
     ) -> None:
-        """Write the report.
-
-        Args:
-            end: how the search ended, or what interrupted it.
-            predicted: what the method says beyond the measurements.
-            notes: what the method and the measurements have told.
-            trials: every trial so far.
-        """
         reason = end.reason if isinstance(end, Finish) else f"interrupted by {end.name}"
         facts = self._facts(reason, predicted, notes, is_finished=isinstance(end, Finish))
         if isinstance(end, Finish):
@@ -87,14 +73,6 @@ class SearchFiles:
     def live_report(
         self, predicted: ReportFacts, notes: Sequence[str], trials: Sequence[TrialResult], reason: str = ""
     ) -> dict[str, Any]:
-        """Return what others may see of the report while the search goes on.
-
-        Args:
-            predicted: what the method says beyond the measurements.
-            notes: what the method and the measurements have told.
-            trials: every trial so far.
-            reason: what has interrupted it; empty if it goes on.
-        """
         facts = self._facts(reason, predicted, notes, is_finished=False)
         report = live_document(report_document(facts, self._settings.space, trials))
         return {**report, "told_s": time.time()}  # of several, which were left behind, the newest counts
@@ -128,11 +106,7 @@ class SearchFiles:
 def write_results(
     record: SearchRecord, space: Space, trials: Sequence[TrialResult], metric: str
 ) -> TrialResult | None:
-    """Write the files of the results so far; returns the best trial.
-
-    Raises:
-        OSError: the disk is full, for example.
-    """
+    """Write the files of the results so far; return the best trial."""
     write_json_atomically(record.trials_path, [trial.to_json() for trial in trials], sync=False)
     best = best_of(trials, metric)
     if best is not None and isinstance(best.outcome, Measured):
@@ -142,26 +116,16 @@ def write_results(
 
 
 class LiveReport:
-    """Publishes a report again and again.
-
-    Args:
-        make: returns the report of now.
-    """
-
     def __init__(self, make: Callable[[], Mapping[str, Any]]) -> None:
         self._make = make
         self._has_news = False
         self._next_s = 0.0
 
     def note_news(self) -> None:
-        """Take that the report is not what it was."""
         self._has_news = True
 
     def publish_if_due(self, backend: Backend) -> None:
-        """Publish the report if there is news.
-
-        What does not get there is tried again later.
-        """
+        """Publish the report if there is news; retry later if that fails."""
         began_s = time.monotonic()
         if not backend.shows_reports or not self._has_news or began_s < self._next_s:
             return

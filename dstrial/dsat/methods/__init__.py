@@ -18,18 +18,6 @@ METHOD_NAMES = tuple(METHODS)
 def search_method(
     name: str, space: Space, options: MethodOptions, filters: Filters, inputs: PredictInputs | None = None
 ) -> ConfigSearch:
-    """Make a search method.
-
-    Args:
-        name: one of ``METHOD_NAMES``.
-        space: what is searched.
-        options: of the search.
-        filters: what need not be measured.
-        inputs: what a method that predicts starts from; the others do not need it.
-
-    Raises:
-        SearchError: there is none of that name.
-    """
     if name not in METHODS:
         raise SearchError(
             f"the search method is {name!r}; expected one of {', '.join(METHOD_NAMES)}, the methods of this release. "

@@ -12,27 +12,22 @@ from dstrial.dsat.predictor.profiles import PredictInputs
 from dstrial.dsat.space.filters import Filters
 from dstrial.dsat.space.space import Space
 
+NEED_SMALLEST = "You may need to specify a configuration which can successfully run with train_micro_batch_size_per_gpu = 1."
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measure:
-    """Measure a candidate.
+    """Measure a candidate."""
 
-    Attributes:
-        trial_id: the search's number of it, from 1, never used twice.
-        candidate: what.
-        why: for the table, such as ``your configuration`` or ``lineage 3, rung 1``.
-        predicted_s: how long its steps are expected to take in all, seconds; None if nothing is known.
-    """
-
-    trial_id: int
+    trial_id: int  # from 1, never used twice
     candidate: Candidate
     why: str
-    predicted_s: float | None = None
+    predicted_s: float | None = None  # of all its steps; None if unknown
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Skip:
-    """Take note that a candidate is not measured, and why."""
+    """Record that a candidate is not measured, and why."""
 
     candidate: Candidate
     reason: str
@@ -40,19 +35,14 @@ class Skip:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Note:
-    """Tell a person something."""
+    """A line for a person."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finish:
-    """The search is over; what is still being measured is ended.
-
-    Attributes:
-        reason: one line.
-        is_failure: whether nothing could be measured.
-    """
+    """The search is over; what is still being measured is ended."""
 
     reason: str
     is_failure: bool = False
@@ -63,19 +53,15 @@ Action: TypeAlias = Measure | Skip | Note | Finish
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReportFacts:
-    """What a method knows beyond measurements, as JSON; empty if it does not predict.
+    """What a method knows beyond measurements, as JSON; empty if it does not predict."""
 
-    Attributes:
-        forecasts: trial -> what was predicted of it before it was measured.
-        explained: trial -> where the time of its step goes, seconds for each part; of the own and the best one.
-        margins: what a device lacks for larger micro batches of these two.
-        left: what could be measured next, the most promising first.
-    """
-
+    # trial -> prediction before it was measured
     forecasts: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    # trial -> seconds of each part of a step
     explained: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    # bytes that larger micro batches of the own and the best one lack
     margins: Sequence[Mapping[str, Any]] = ()
-    left: Sequence[Mapping[str, Any]] = ()
+    left: Sequence[Mapping[str, Any]] = ()  # what could be measured next, the most promising first
 
 
 class ConfigSearch(Protocol):
@@ -100,82 +86,48 @@ class ConfigSearch(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MethodOptions:
-    """What all methods are told.
-
-    Attributes:
-        metric: the searched metric.
-        max_trials: how many candidates may be measured, the user's own included.
-        num_parallel: how many may be measured at the same time.
-        seed: of everything random.
-        early_stopping: end after so many trials without a new best; None never.
-        range_factor: multiplies the first guess at the largest micro batch (binary, asha).
-        trials_per_random_config: most trials of one structure (random).
-        max_rungs: number of rungs (asha).
-        min_binary_search_trials: trials of a lineage in the lowest rung, ASHA's *r* (asha).
-        divisor: one of so many lineages is promoted, ASHA's *eta* (asha).
-        asha_early_stopping: ASHA's *s*, the rungs that are left out below (asha).
-    """
+    """Options of all methods."""
 
     metric: str = "FLOPS_per_gpu"
     max_trials: int = 64
     num_parallel: int = 1
     seed: int = 42
-    early_stopping: int | None = None
-    range_factor: float = 1.0
-    trials_per_random_config: int = 5
+    early_stopping: int | None = None  # end after so many trials without a new best
+    range_factor: float = 1.0  # multiplies the first guess at the largest micro batch (binary, asha)
+    trials_per_random_config: int = 5  # most trials of one structure (random)
     max_rungs: int = 5
-    min_binary_search_trials: int = 3
-    divisor: int = 2
-    asha_early_stopping: int = 0
+    min_binary_search_trials: int = 3  # of a lineage in the lowest rung, ASHA's *r*
+    divisor: int = 2  # one of so many lineages is promoted, ASHA's *eta*
+    asha_early_stopping: int = 0  # ASHA's *s*, the rungs that are left out below
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag that only some methods have.
-
-    Attributes:
-        name: as it is typed, ``--max-rungs``.
-        kind: type of its value.
-        default: where it is not given.
-        help: for ``--help``.
-        option: the field of ``MethodOptions`` that it sets.
-        least: smallest value; None for anything above 0.
-    """
+    """A flag that only some methods have."""
 
     name: str
     kind: type[int] | type[float]
     default: int | float | None
     help: str
-    option: str
-    least: int | None
+    option: str  # the field of ``MethodOptions`` that it sets
+    least: int | None  # smallest value; None for anything above 0
 
     @property
     def dest(self) -> str:
-        """Its name among parsed arguments."""
         return self.name.removeprefix("--").replace("-", "_")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MethodEntry:
-    """What dsat knows of a method; its module declares it, the package lists it.
-
-    Attributes:
-        name: on the command line and on record.
-        summary: for ``--help``.
-        make: makes a new one; the inputs are given to one that predicts.
-        flags: its own.
-        zero_stages: the stages that it tries unless told otherwise.
-        predicts: whether it starts from dry runs, and wants the machine benchmarked.
-    """
+    """A method; its module declares it, the package lists it."""
 
     name: str
     summary: str
     make: Callable[[Space, MethodOptions, Filters, PredictInputs | None], ConfigSearch]
     flags: tuple[Flag, ...] = ()
     zero_stages: tuple[int, ...] = (1, 2, 3)
-    predicts: bool = False
+    predicts: bool = False  # starts from dry runs, and wants the machine benchmarked
 
 
 def measures(actions: Sequence[Action]) -> list[Measure]:
-    """Return what is to be measured, of some actions."""
     return [action for action in actions if isinstance(action, Measure)]

@@ -12,7 +12,16 @@ from typing import Any, Literal
 
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, outcome_to_json, score
-from dstrial.dsat.methods.base import Action, Finish, Measure, MethodOptions, Note, ReportFacts, Skip
+from dstrial.dsat.methods.base import (
+    NEED_SMALLEST,
+    Action,
+    Finish,
+    Measure,
+    MethodOptions,
+    Note,
+    ReportFacts,
+    Skip,
+)
 from dstrial.dsat.predictor.profiles import ModelInfo, largest_micro_batch, log_lines
 from dstrial.dsat.space.filters import Filters, Observation
 from dstrial.dsat.space.knob_effects import best_knob_effects, trials_for_effects
@@ -22,37 +31,25 @@ from dstrial.search.random_state import SearchRandom
 
 @dataclasses.dataclass(slots=True)
 class Lineage:
-    """A structure and the range of micro batches that is still in question.
-
-    Attributes:
-        idx: its number, from 0.
-        structure: what all its trials share.
-        low: lowest position of the ladder that is in question.
-        high: highest one; the range is exhausted when it is below ``low``.
-        first_high: ``high`` as it was at first.
-        history: (position, score, rung) of every step; the score is None for a failure.
-        rung: the rung that it is in (asha).
-        is_closed: whether nothing more is tried.
-        is_open: whether one of its trials is being measured.
-    """
+    """A structure and the range of micro batches that is still in question."""
 
     idx: int
     structure: Structure
-    low: int
+    low: int  # positions of the grid; the range is empty if ``high < low``
     high: int
     first_high: int
+    # (position, score, rung)
     history: list[tuple[int, float | None, int]] = dataclasses.field(default_factory=list)
     rung: int = 0
-    is_closed: bool = False
-    is_open: bool = False
+    is_closed: bool = False  # nothing more is tried
+    is_open: bool = False  # one of its trials is being measured
 
     @property
     def num_failed(self) -> int:
-        """How many of its steps failed."""
         return sum(1 for _, value, _ in self.history if value is None)
 
     def best(self, last_rung: int | None = None) -> float | None:
-        """Return the best score, of the rungs up to one if given."""
+        """Return the best score, of the rungs up to ``last_rung`` if given."""
         scores = [
             value
             for _, value, rung in self.history
@@ -62,17 +59,10 @@ class Lineage:
 
 
 _MOST_SKIPPED = 2000
-_NEED_SMALLEST = "You may need to specify a configuration which can successfully run with train_micro_batch_size_per_gpu = 1."
 
 
 class LineageMethod(abc.ABC):
-    """A search over lineages; a method says which one goes on, and where in its range.
-
-    Args:
-        space: what is searched.
-        options: of the search.
-        filters: what need not be measured.
-    """
+    """A search over lineages; a method says which one goes on, and where in its range."""
 
     def __init__(self, space: Space, options: MethodOptions, filters: Filters) -> None:
         self.space = space
@@ -107,21 +97,14 @@ class LineageMethod(abc.ABC):
         return 0, self.ceiling(stage)
 
     def why(self, lineage: Lineage) -> str:
-        """Say for the table why a trial of a lineage is run."""
         return f"lineage {lineage.idx + 1}"
 
     # ---- the contract ----------------------------------------------------------------------------
 
     def start(self) -> list[Action]:
-        """Measure the user's own configuration."""
         return [self._measure(self.space.own(), "your configuration")]
 
     def on_result(self, trial_id: int, outcome: Outcome) -> list[Action]:
-        """Take how a measurement ended, and fill what is free.
-
-        Raises:
-            KeyError: nothing of this number is being measured.
-        """
         if self._phase == "finished":
             return []
         observation = self.observations[trial_id]
@@ -146,7 +129,6 @@ class LineageMethod(abc.ABC):
         return self._fill()
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the whole state as JSON values."""
         return {
             "random": self.random.snapshot(),
             "phase": self._phase,
@@ -167,7 +149,6 @@ class LineageMethod(abc.ABC):
         }
 
     def report_facts(self) -> ReportFacts:
-        """Return nothing: these methods predict nothing."""
         return ReportFacts()
 
     # ---- what methods use ------------------------------------------------------------------------
@@ -186,7 +167,6 @@ class LineageMethod(abc.ABC):
         return self.space.first_position(highest)
 
     def new_lineage(self, stage: int) -> Lineage:
-        """Draw a structure of a stage."""
         low, high = self.new_range(stage)
         num_params = None if self.info is None or self.filters.disabled else self.info.num_params
         structure = self.space.draw(self.random, stage, num_params)
@@ -195,7 +175,6 @@ class LineageMethod(abc.ABC):
         return lineage
 
     def any_stage(self) -> int:
-        """Draw one of the stages."""
         return self.space.stages[self.random.integer_below(len(self.space.stages))]
 
     def narrow(self, lineage: Lineage, position: int, value: float | None) -> None:
@@ -223,7 +202,7 @@ class LineageMethod(abc.ABC):
             self._num_since_best += 1
 
     def _first(self, outcome: Outcome) -> list[Action]:
-        """Begin with what the user's own, or its smallest micro batch, tells of the model."""
+        """Begin with what the user's own configuration, or its smallest micro batch, says of the model."""
         if isinstance(outcome, Measured):
             self.info = ModelInfo.from_measured(outcome)
             notes: list[Action] = []
@@ -247,7 +226,7 @@ class LineageMethod(abc.ABC):
             self._phase = "smallest"
             return [self._measure(smallest, "your structure with the smallest micro batch")]
         return self._finish(
-            f"error in the first trial ({outcome.kind.value}). {_NEED_SMALLEST}", is_failure=True
+            f"error in the first trial ({outcome.kind.value}). {NEED_SMALLEST}", is_failure=True
         )
 
     def _fill(self) -> list[Action]:
@@ -295,7 +274,7 @@ class LineageMethod(abc.ABC):
             self.learn(lineage, position, value)
 
     def _proved(self, candidate: Candidate) -> list[Action]:
-        """Say what a trial with one changed knob has shown of that knob."""
+        """Return notes of what a trial with one changed knob has shown of that knob."""
         found = best_knob_effects(
             self.space, [(one.candidate, one.outcome) for one in self.observations.values()]
         )

@@ -9,6 +9,7 @@ from typing import Any
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, outcome_to_json
 from dstrial.dsat.methods.base import (
+    NEED_SMALLEST,
     Action,
     Finish,
     Measure,
@@ -43,18 +44,10 @@ _FITS = 0.98
 """Least probability to fit of what is measured."""
 _MOST_REFUSED = 2
 _LONGEST_STEPS, _LEAST_S, _BUILD_S = 70, 6.0, 30.0
-_NEED_SMALLEST = "You may need to specify a configuration which can successfully run with train_micro_batch_size_per_gpu = 1."
 
 
 class PredictSearch:
-    """Measures what should gain most over the best, until gains are small.
-
-    Args:
-        space: what is searched.
-        options: of the search; the seed is not needed, for nothing is random.
-        filters: what need not be measured.
-        inputs: dry runs and machine; None to begin with what the first measurement tells.
-    """
+    """Measures what should gain most over the best, until gains are small; nothing is random."""
 
     def __init__(
         self, space: Space, options: MethodOptions, filters: Filters, inputs: PredictInputs | None = None
@@ -80,16 +73,10 @@ class PredictSearch:
     # ---- the contract ----------------------------------------------------------------------------
 
     def start(self) -> list[Action]:
-        """Measure the user's own configuration."""
         actions: list[Action] = [Note(text) for text in self.predictor.inputs.notes]
         return [*actions, self._measure(self.space.own(), "your configuration")]
 
     def on_result(self, trial_id: int, outcome: Outcome) -> list[Action]:
-        """Learn from how a measurement ended, and choose anew.
-
-        Raises:
-            KeyError: nothing of this number is being measured.
-        """
         if self._is_finished:
             return []
         observation = self.observations[trial_id]
@@ -105,7 +92,6 @@ class PredictSearch:
         return [*actions, *self._fill()]
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the whole state as JSON values, and what a report says of it."""
         facts = self.report_facts()
         return {
             "is_finished": self._is_finished,
@@ -128,7 +114,6 @@ class PredictSearch:
         }
 
     def report_facts(self) -> ReportFacts:
-        """Return predictions, and what they say of the own and the best configuration."""
         best = self.incumbent()
         return ReportFacts(
             forecasts=dict(self._forecasts),
@@ -174,7 +159,6 @@ class PredictSearch:
         )
 
     def incumbent(self) -> tuple[Candidate, float] | None:
-        """Return the best measured configuration and its cost; None before anything ran."""
         return incumbent(self.observations, self.predictor)
 
     # ---- choosing --------------------------------------------------------------------------------
@@ -201,7 +185,7 @@ class PredictSearch:
             actions.append(chosen)
 
     def _choose(self, is_open: Sequence[Candidate], actions: list[Action]) -> Measure | None:
-        """Return what is measured next; what a gate keeps out is added to ``actions``."""
+        """Return the next measurement; append skipped candidates to ``actions``."""
         best = smoothed_incumbent(self.observations, self.predictor)
         time = self.predictor.fantasize(is_open)
         self._tried = {
@@ -279,7 +263,6 @@ class PredictSearch:
         )
 
     def _positions(self) -> Sequence[int]:
-        """Return the positions of the ladder that are considered."""
         is_known = bool(self.predictor.inputs.runs)
         is_limited = not self.space.batch_size_grid.is_free or self.predictor.capacity_bytes is not None
         ran = [one.candidate.batch for one in self.observations.values() if isinstance(one.outcome, Measured)]
@@ -288,7 +271,7 @@ class PredictSearch:
     def _without_forecast(
         self, best: tuple[Candidate, float] | None, is_open: Sequence[Candidate]
     ) -> Measure | None:
-        """Try the user's structure with the smallest micro batch, without predictions."""
+        """Return the user's structure with the smallest micro batch, to be tried without predictions."""
         smallest = self.space.smallest()
         is_smaller = smallest.batch.micro_batch_size < self.space.own().batch.micro_batch_size
         if best is not None or is_open or not is_smaller or len(self.observations) > 1:
@@ -333,7 +316,7 @@ class PredictSearch:
         if self.incumbent() is None:
             failed = [one.outcome for one in self.observations.values() if isinstance(one.outcome, Failure)]
             last = failed[-1].kind.value if failed else "nothing was measured"
-            return f"nothing could be measured ({last}). {_NEED_SMALLEST}"
+            return f"nothing could be measured ({last}). {NEED_SMALLEST}"
         return "nothing left is expected to be better by much"
 
     def _finish(self, reason: str) -> list[Action]:

@@ -19,12 +19,7 @@ _NEXT_SIZES = 2
 def incumbent(
     observations: Mapping[int, Observation], predictor: Predictor
 ) -> tuple[Candidate, float] | None:
-    """Return the best measured configuration and its cost; None before anything ran.
-
-    Args:
-        observations: trial -> what was or is being measured.
-        predictor: knows what a cost is.
-    """
+    """Return the best measured configuration and its cost; None before anything ran."""
     best: tuple[Candidate, float] | None = None
     for one in observations.values():
         cost = None if one.outcome is None else predictor.cost(one.candidate, one.outcome)
@@ -39,10 +34,6 @@ def smoothed_incumbent(
     """Return the best measured configuration and its cost by all measurements.
 
     The best of many measurements is in part the luckiest one.
-
-    Args:
-        observations: trial -> what was or is being measured.
-        predictor: that has learned from them.
     """
     best = incumbent(observations, predictor)
     if best is None:
@@ -56,10 +47,7 @@ def trials_since_improvement(
 ) -> int:
     """Return how many last measurements in a row beat all before by 1 % at most.
 
-    Args:
-        order: trials in the order in which they ended.
-        observations: trial -> what was measured.
-        predictor: knows what a cost is.
+    ``order`` has the trials in the order in which they ended.
     """
     number, best = 0, None
     for trial_id in order:
@@ -77,13 +65,7 @@ def trials_since_improvement(
 def time_breakdowns(
     observations: Mapping[int, Observation], best: tuple[Candidate, float] | None, predictor: Predictor
 ) -> dict[int, dict[str, float]]:
-    """Return trial -> parts of its step time, by all measurements, of own and best.
-
-    Args:
-        observations: trial -> what was or is being measured.
-        best: the best configuration and its cost; None before anything ran.
-        predictor: that has learned from them.
-    """
+    """Return trial -> seconds of each part of a step, of the own and the best one."""
     found = {}
     for trial_id, one in _own_and_best(observations, best):
         point = predictor.features.time_point(one.candidate)
@@ -98,11 +80,6 @@ def memory_margins(
     """Return the bytes that larger micro batches of the own and the best one lack.
 
     If the own one ran out of memory, its own size counts as well.
-
-    Args:
-        observations: trial -> what was or is being measured.
-        best: the best configuration and its cost; None before anything ran.
-        predictor: that has learned from them.
     """
     space = predictor.space
     ladder = space.batch_size_grid

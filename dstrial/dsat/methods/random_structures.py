@@ -22,16 +22,13 @@ class BinarySearch(LineageMethod):
     """
 
     def choose(self) -> Lineage:
-        """Go on with the oldest lineage that waits, or begin one."""
         waiting = [lineage for lineage in self.lineages if not lineage.is_closed and not lineage.is_open]
         return waiting[0] if waiting else self.new_lineage(self.any_stage())
 
     def position(self, lineage: Lineage) -> int:
-        """Return the middle of the range."""
         return (lineage.low + lineage.high) // 2
 
     def learn(self, lineage: Lineage, position: int, value: float | None) -> None:
-        """Halve the range."""
         self.narrow(lineage, position, value)
 
 
@@ -52,16 +49,13 @@ class AshaSearch(BinarySearch):
         return promoted if promoted is not None else self.new_lineage(self.any_stage())
 
     def is_complete(self, lineage: Lineage) -> bool:
-        """Say whether a lineage has had all trials of its rung."""
         return lineage.is_closed or len(lineage.history) >= self.trials_of(lineage.rung)
 
     def trials_of(self, rung: int) -> int:
-        """Return how many trials complete a rung, from 0."""
         options = self.options
         return int(options.min_binary_search_trials * options.divisor ** (options.asha_early_stopping + rung))
 
     def why(self, lineage: Lineage) -> str:
-        """Name lineage and rung."""
         return f"lineage {lineage.idx + 1}, rung {lineage.rung}"
 
     def _promote(self) -> Lineage | None:
@@ -94,7 +88,6 @@ class RandomConfigSearch(LineageMethod):
     """
 
     def choose(self) -> Lineage:
-        """Go on with the oldest lineage that waits, or begin one."""
         for lineage in self.lineages:
             if not lineage.is_closed and not lineage.is_open:
                 if not self._is_over(lineage):
@@ -104,7 +97,6 @@ class RandomConfigSearch(LineageMethod):
         return self.new_lineage(stages[self.random.integer_below(len(stages))])
 
     def new_range(self, stage: int) -> tuple[int, int]:
-        """Return the range around what is known of a stage."""
         ladder, high = self.space.batch_size_grid, self.ceiling(stage)
         observations = self._of_stage(stage)
         runs = [
@@ -127,7 +119,6 @@ class RandomConfigSearch(LineageMethod):
         return min(best, high), high
 
     def position(self, lineage: Lineage) -> int:
-        """Draw from a binomial distribution over the range."""
         coins = lineage.high - lineage.low
         return lineage.low + sum(self.random.integer_below(2) for _ in range(coins))
 

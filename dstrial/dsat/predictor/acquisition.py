@@ -37,17 +37,12 @@ _NEXT = 0.7
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Proposal:
-    """Something that could be measured next.
-
-    Attributes:
-        prediction: of it.
-        promised: what may fit and would be better, once this has told what the group needs; None if nothing.
-        is_risk: whether it may well run out of memory, and is for when nothing else is left.
-    """
+    """A candidate that could be measured next."""
 
     prediction: Prediction
+    # a better one that may fit, once this one has told the group's memory
     promised: Prediction | None = None
-    is_risk: bool = False
+    is_risk: bool = False  # may well run out of memory; for when nothing else is left
 
     def expected_improvement(self, cost: float) -> float:
         """Return the expected gain over a cost, its own or of what may follow from it."""
@@ -58,13 +53,7 @@ class Proposal:
 
 
 class Acquisition:
-    """Proposes candidates of every group.
-
-    Args:
-        groups: of the space that is searched.
-        predictor: predicts them.
-        is_allowed: says whether a configuration may be measured, its memory apart.
-    """
+    """Proposes candidates of every group; ``is_allowed`` does not look at memory."""
 
     def __init__(
         self, groups: ConfigGroups, predictor: Predictor, is_allowed: Callable[[Candidate], bool]
@@ -74,7 +63,7 @@ class Acquisition:
         self._starts: dict[tuple[object, ...], dict[Structure, None]] = {}
 
     def starts(self) -> list[Structure]:
-        """Return where the next descents begin, besides what was measured; for a snapshot."""
+        """Return where the next descents begin, besides the measured structures; for a snapshot."""
         return [one for known in self._starts.values() for one in known]
 
     def find(
@@ -87,15 +76,9 @@ class Acquisition:
         measured: Collection[Candidate],
         cost: float | None = None,
     ) -> list[Proposal]:
-        """Return at most a few candidates of each group, which fit as probably as that.
+        """Return at most a few candidates of each group that fit with a probability of at least ``fits``.
 
-        Args:
-            positions: of the ladder, that are considered.
-            fits: least probability to fit.
-            num_stds: a bound lies so many standard deviations below the median.
-            time: predicts times.
-            measured: where else to begin.
-            cost: of the best so far; None before anything ran.
+        Bounds lie ``num_stds`` standard deviations below the median; ``cost`` is that of the best, None before anything ran.
         """
         starts: dict[tuple[object, ...], list[Structure]] = {}
         for structure in (*self._groups.bases(), *(structure_of(one) for one in measured)):
@@ -137,10 +120,7 @@ class Acquisition:
     def _risk(self, promised: Prediction, descent: _LocalSearch | None, cost: float) -> Proposal | None:
         """Return the measurement that a promise which may not fit is worth, or None.
 
-        Args:
-            promised: what fits less surely, memory not predicted yet.
-            descent: finds what would tell of the group's memory; None where that is known.
-            cost: of the best so far.
+        ``descent`` finds a measurement that would tell of the group's memory; None where that is known.
         """
         promised = self._predictor.completed(promised)
         worth = promised.expected_improvement(cost) * promised.probability_to_fit
@@ -226,7 +206,7 @@ class _LocalSearch:
     ) -> tuple[Prediction, int] | None:
         """Return the best change of one knob, maybe with the micro batch; None without.
 
-        Without anything that may be measured so far, that which costs least does.
+        If nothing may be measured so far, the change that costs least is taken.
         """
         structure = structure_of(at.candidate)
         others = [structure, *self._groups.moves(structure, self._predictor.num_params)]

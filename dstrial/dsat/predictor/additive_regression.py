@@ -33,54 +33,35 @@ Effects = tuple[tuple[Hashable, float], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One quantity, before any correction.
+    """One quantity, before any correction."""
 
-    Attributes:
-        parts: of its sum, all in the same order.
-        effects: on its logarithm.
-    """
-
-    parts: tuple[float, ...]
-    effects: Effects
+    parts: tuple[float, ...]  # of its sum, always in the same order
+    effects: Effects  # on its logarithm
 
     @property
     def variance(self) -> float:
-        """Of all effects together."""
         return sum([log_std * log_std for _, log_std in self.effects])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sample:
-    """A measured quantity.
-
-    Attributes:
-        row: what was measured.
-        value: of it.
-        log_std: standard deviation of its logarithm.
-        is_least: whether it is only known to be no less than the value.
-    """
+    """A measured quantity."""
 
     row: Row
     value: float
-    log_std: float
-    is_least: bool = False
+    log_std: float  # of its logarithm
+    is_least: bool = False  # the value is a lower bound only
 
 
 class AdditiveRegression:
-    """Predicts sums from what is known so far.
-
-    Args:
-        priors: mean and standard deviation of the logarithm of each part's factor.
-        seen: what was measured, in any order.
-        is_robust: whether a measurement may be far off now and then.
-    """
+    """Predicts sums; ``priors`` are mean and standard deviation of the logarithm of each part's factor."""
 
     def __init__(
         self,
         priors: Sequence[tuple[float, float]],
         seen: Sequence[Sample] = (),
         *,
-        is_robust: bool = True,
+        is_robust: bool = True,  # a measurement may be far off now and then
     ) -> None:
         self._is_robust = is_robust
         self._prior: _Floats = np.array([mean for mean, _ in priors])
@@ -108,7 +89,7 @@ class AdditiveRegression:
         return medians, np.sqrt(np.maximum(variances, 0.0) + _LEAST_NOISE**2)
 
     def factors(self) -> list[float]:
-        """Return what each part is multiplied with."""
+        """Return the factor of each part."""
         return [float(value) for value in np.exp(self.log_factors)]
 
     # ---- fitting ---------------------------------------------------------------------------------

@@ -24,12 +24,7 @@ _RATIO = f"{ZERO}.offload_optimizer.ratio"
 
 
 class ConfigGroups:
-    """The structures of a space, each looked at once.
-
-    Args:
-        space: what is searched.
-        is_cpu: whether ranks train on a CPU, which has nowhere to offload to.
-    """
+    """The structures of a space, each looked at once; a CPU has nowhere to offload to."""
 
     def __init__(self, space: Space, *, is_cpu: bool = False) -> None:
         self.space = space
@@ -47,14 +42,10 @@ class ConfigGroups:
 
     @property
     def own(self) -> Structure:
-        """The user's own."""
         return Structure(self.space.own_stage, ())
 
     def bases(self) -> list[Structure]:
-        """Return the legal structures that differ in stage, offload, overlap, ``--space``.
-
-        The user's own is the first.
-        """
+        """Return the legal structures that differ in stage, offload, overlap, ``--space``; the user's own first."""
         if self._bases is None:
             found, seen = [self.own], {self._identity(self.own)}
             for stage in self.space.stages:
@@ -78,9 +69,7 @@ class ConfigGroups:
     def neighbours(self, structure: Structure, num_params: float | None) -> list[Structure]:
         """Return the legal structures with one other knob that differ to DeepSpeed.
 
-        Args:
-            structure: which.
-            num_params: parameters of the model, above which sizes do not differ; None if unknown.
+        Sizes above the model's ``num_params`` do not differ.
         """
         found, seen = [], {self._identity(structure)}
         for knob in self.space.knobs(structure.stage):
@@ -114,7 +103,7 @@ class ConfigGroups:
         return check_deepspeed(self.space.config(candidate), self.space.sizes, auto="warning").effective
 
     def setup(self, structure: Structure) -> ZeroFeatures:
-        """Return what of a structure decides where time and memory go."""
+        """Return the features of a structure that decide where time and memory go."""
         if structure not in self._setups:
             # Sizes change nothing else in a config, so that it need not be read anew for each of them.
             frame = self.frame(structure)
@@ -147,7 +136,7 @@ class ConfigGroups:
         return self._groups[structure]
 
     def extras(self, structure: Structure) -> tuple[tuple[str, Any], ...]:
-        """Return the settings of a structure of which nothing is known."""
+        """Return the settings of a structure about which no rule is known."""
         return tuple((path, value) for path, value in structure.settings if path not in _KNOWN)
 
     def unset(self, structure: Structure) -> tuple[tuple[str, Any], ...]:
@@ -157,12 +146,7 @@ class ConfigGroups:
         )
 
     def moves(self, structure: Structure, num_params: float | None) -> list[Structure]:
-        """Return the structures of the group that differ in one knob, legal or not.
-
-        Args:
-            structure: which.
-            num_params: parameters of the model, above which sizes do not differ; None if unknown.
-        """
+        """Return the structures of the group that differ in one knob, legal or not."""
         found, own = [], dict(structure.settings)
         zero = self.effective(self.frame(structure))
         for knob in self.space.knobs(structure.stage):
@@ -225,12 +209,7 @@ class ConfigGroups:
 
 
 def positions(space: Space, largest: int | None = None) -> Sequence[int]:
-    """Return the positions of the ladder that are considered.
-
-    Args:
-        space: what is searched.
-        largest: micro batch size above which nothing is; None for the ladder's end.
-    """
+    """Return the positions of the grid that are considered, up to a micro batch of ``largest`` or the grid's end."""
     ladder = space.batch_size_grid
     if not ladder.is_free:
         return range(ladder.last + 1)
@@ -245,12 +224,7 @@ def positions(space: Space, largest: int | None = None) -> Sequence[int]:
 
 
 def positions_near(space: Space, ran: Sequence[BatchSplit]) -> Sequence[int]:
-    """Return ladder positions up to 8 times the largest micro batch run, or the own.
-
-    Args:
-        space: what is searched.
-        ran: what was measured.
-    """
+    """Return ladder positions up to 8 times the largest micro batch run, or the own."""
     largest = _BEYOND * max((one.micro_batch_size for one in ran), default=space.own().batch.micro_batch_size)
     return [
         position

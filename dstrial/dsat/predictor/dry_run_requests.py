@@ -1,17 +1,12 @@
-"""Request dry runs, fake or with one real batch. Imports no torch."""
+"""Requests of dry runs. Imports no torch."""
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrial.engine.dryrun.process import DryRunError, dry_run
-from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult, Target
-
-logger = logging.getLogger("dstrial.dsat")
+from dstrial.engine.dryrun.values import DryRunRequest, Target
 
 NUM_BATCHES = 4
 """Of so many first batches of a training loader the largest counts, unless told otherwise."""
@@ -36,23 +31,7 @@ def trial_request(
     num_stages: int = 1,
     stage: int = 0,
 ) -> DryRunRequest:
-    """Return the request of a trial's dry run.
-
-    Args:
-        trial: ``module:Class``.
-        context_dir: the model definition.
-        hparams: of the trial, the configuration's overwrites included.
-        deepspeed_config: the merged config of the configuration.
-        world_size: ranks to be.
-        target: what kind of device they have.
-        exp_conf: experiment config, if the trial asks for it.
-        num_batches: of so many first batches of the training loader the largest counts.
-        sample_batch: file with a batch, by ``torch.save``, which is taken instead; None for the loader's.
-        trusts_code: whether that file may run code when it is loaded.
-        device_bytes: memory of one device; None for no limit.
-        num_stages: of the pipeline that it trains; 1 for a model in one piece.
-        stage: which of them the rank is of, the first replica's.
-    """
+    """Return the request of a trial's dry run, of the first replica's rank of a pipeline's ``stage``."""
     shared_options: dict[str, Any] = {"trial": trial, "context_dir": str(context_dir.resolve())}
     options = {
         "hparams": dict(hparams),
@@ -91,18 +70,8 @@ def script_request(
 ) -> DryRunRequest:
     """Return a script's dry run request: run until its engine gets the first batch.
 
-    Args:
-        words: the script, or ``-m`` and a module, and its arguments.
-        context_dir: where it is started.
-        hparams: of the trial, the configuration's overwrites included.
-        deepspeed_config: the merged config of the configuration.
-        world_size: ranks to be.
-        target: what kind of device they have.
-        exp_conf: experiment config, if the script asks for it.
-        sample_batch: file with what the engine is called with, by ``torch.save``: a mapping of keyword arguments, or positional
-            ones; None for what the script calls it with first.
-        trusts_code: whether that file may run code when it is loaded.
-        device_bytes: memory of one device; None for no limit.
+    ``words`` are the script, or ``-m`` and a module, and its arguments. ``sample_batch`` is a file with what the engine is called
+    with: a mapping of keyword arguments, or positional ones.
     """
     return DryRunRequest(
         workload=_SCRIPT,
@@ -119,51 +88,3 @@ def script_request(
         device_bytes=device_bytes,
         module_paths=(str(context_dir.resolve()),),
     )
-
-
-def as_real(request: DryRunRequest) -> DryRunRequest:
-    """Return a request for one real batch on this machine in place of fake tensors."""
-    # Real tensors of a CPU are all on the host, so host and device cannot be told apart.
-    shared_options = {**request.shared_options, "is_real": True}
-    return dataclasses.replace(request, shared_options=shared_options, is_real=True, target="cpu")
-
-
-def why_real(error: DryRunError) -> str:
-    """Return, for a person, why one real batch takes the place of fake tensors."""
-    place = "" if error.place is None else f" at {error.place}"
-    return f"fake tensors do not do{place}, so one real batch was trained: {str(error).splitlines()[0]}"
-
-
-def with_notes(result: DryRunResult, reason: str, target: Target) -> DryRunResult:
-    """Return a real run's result with what a person has to know of it."""
-    notes = [*result.notes, reason]
-    if target != "cpu":
-        notes.append("memory of device and host is not told apart: what is offloaded counts as the device's")
-    return dataclasses.replace(result, notes=tuple(notes))
-
-
-def describe(request: DryRunRequest, *, deadline_s: float = 300.0, may_be_real: bool = True) -> DryRunResult:
-    """Return what one configuration needs, for any micro batch size.
-
-    Args:
-        request: of ``trial_request`` or ``script_request``.
-        deadline_s: seconds for the fake run, and again for the real one.
-        may_be_real: whether a real batch may be trained on this machine where fake tensors do not do; the model then has to fit
-            into its memory.
-
-    Returns:
-        The result; ``is_fake`` and ``notes`` say which was used, and why.
-
-    Raises:
-        DryRunError: neither way works; the message names the line.
-
-    Ranks: any; no communication.
-    """
-    try:
-        return dry_run(request, deadline_s=deadline_s)
-    except DryRunError as error:
-        if not may_be_real or error.kind == "deadline":
-            raise
-        reason = why_real(error)
-    logger.warning("%s", reason)
-    return with_notes(dry_run(as_real(request), deadline_s=deadline_s), reason, request.target)

@@ -20,12 +20,7 @@ from dstrial.engine.dryrun.values import DryRunResult
 
 
 class Features:
-    """Says where a configuration's time and memory go, before any correction.
-
-    Args:
-        groups: of the space that is searched.
-        inputs: dry runs and machine.
-    """
+    """Says where a configuration's time and memory go, before any correction."""
 
     def __init__(self, groups: ConfigGroups, inputs: PredictInputs) -> None:
         self._config_groups, self._inputs = groups, inputs
@@ -67,7 +62,7 @@ class Features:
         return is_news
 
     def run(self, candidate: Candidate) -> DryRunResult | None:
-        """Return the dry run, else what the first measurement says; None before that."""
+        """Return the dry run, else a formula of the first measurement; None before that."""
         return self._view(candidate).run
 
     def time_point(self, candidate: Candidate) -> TimePoint | None:
@@ -150,21 +145,11 @@ class Features:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _View:
-    """What is known of a structure, whatever its micro batch.
-
-    Attributes:
-        run: its dry run, or what the first measurement tells instead; None before that.
-        setup: what it is.
-        ran: what was dry-run for it; a formula is of the structure itself.
-        group: what changes most.
-        settings: known settings that differ from the user's own.
-        extras: settings of which nothing is known.
-        is_formula: whether no dry run speaks for it.
-    """
+    """What is known of a structure, whatever its micro batch."""
 
     run: DryRunResult | None
     setup: ZeroFeatures
-    ran: ZeroFeatures
+    ran: ZeroFeatures  # of the structure that was dry-run for it; a formula is of the structure itself
     group: tuple[Any, ...]
     settings: tuple[tuple[str, Any], ...]
     extras: tuple[tuple[str, Any], ...]

@@ -16,15 +16,10 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Link:
-    """How fast one kind of collective is.
+    """How fast one kind of collective is."""
 
-    Attributes:
-        latency_s: seconds of a call that moves nothing.
-        bytes_per_s: bytes of the whole tensor in a second, all ranks together.
-    """
-
-    latency_s: float
-    bytes_per_s: float
+    latency_s: float  # of a call that moves nothing
+    bytes_per_s: float  # of the whole tensor, all ranks together
 
     def seconds(self, num_calls: float, num_bytes: float) -> tuple[float, float]:
         """Return the seconds that go into moving bytes, and those that go into calls."""
@@ -33,27 +28,15 @@ class Link:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """One rank's share of a machine, all ranks being at work.
-
-    Attributes:
-        flops_per_s: floating-point operations in large matrix products of the model's type.
-        operation_s: an operation of torch that does almost nothing.
-        copy_bytes_per_s: bytes read and written in the memory of the device.
-        host_bytes_per_s: bytes read and written in the memory of the host, by one rank.
-        host_copy_bytes_per_s: bytes moved between device and host; None where the device is the host.
-        collectives: kind -> link, at the number of ranks in question.
-        hides: share of the communication that overlapping hides behind computation.
-        is_measured: whether it was measured; else it is what makers publish.
-    """
+    """One rank's share of a machine, all ranks being at work."""
 
     flops_per_s: float
-    operation_s: float
-    copy_bytes_per_s: float
+    operation_s: float  # an operation of torch that does almost nothing
+    copy_bytes_per_s: float  # read and written in device memory
     host_bytes_per_s: float
-    host_copy_bytes_per_s: float | None
-    collectives: Mapping[str, Link]
-    hides: float = 0.0
-    is_measured: bool = False
+    host_copy_bytes_per_s: float | None  # between device and host; None where the device is the host
+    collectives: Mapping[str, Link]  # by kind, at the number of ranks in question
+    hides: float = 0.0  # share of the communication that overlapping hides behind computation
 
     def link(self, kind: str) -> Link:
         """Return a collective's link; a broadcast and the like move what all_gather moves."""
@@ -62,7 +45,7 @@ class Machine:
 
     @classmethod
     def from_metrics(cls, metrics: Mapping[str, float]) -> Machine | None:
-        """Read what ``dsat.rank.microbench`` has reported; None if it has not."""
+        """Read the metrics of ``dsat.rank.microbench``; None without."""
         found = {
             name.removeprefix(METRIC_PREFIX): value
             for name, value in metrics.items()
@@ -86,38 +69,26 @@ class Machine:
             collectives=links,
             # gloo's collectives on a CPU take the cores that compute.
             hides=_HIDDEN_ON_DEVICES if is_device else 0.0,
-            is_measured=True,
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Machine:
-        """Return what ``to_json`` was called on."""
         links = {kind: Link(**link) for kind, link in value["collectives"].items()}
         return cls(**{**value, "collectives": links})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Device:
-    """What makers publish about one accelerator.
+    """What makers publish about one accelerator."""
 
-    Attributes:
-        half_flops_per_s: dense matrix products in bf16 or fp16.
-        single_flops_per_s: in fp32, without shortened mantissas.
-        memory_bytes: of the variant with most memory.
-        memory_bytes_per_s: read and written together.
-        peer_bytes_per_s: to the other devices of a machine, in one direction.
-        host_bytes_per_s: to the host, in one direction.
-    """
-
-    half_flops_per_s: float
-    single_flops_per_s: float
-    memory_bytes: float
+    half_flops_per_s: float  # dense matrix products in bf16 or fp16
+    single_flops_per_s: float  # in fp32, without shortened mantissas
+    memory_bytes: float  # of the variant with most memory
     memory_bytes_per_s: float
-    peer_bytes_per_s: float
+    peer_bytes_per_s: float  # to the other devices of a machine, in one direction
     host_bytes_per_s: float
 
 
@@ -151,15 +122,10 @@ def nominal_machine(
     bytes_per_value: int = 2,
     network_bytes_per_s: float = 50e9,
 ) -> Machine:
-    """Return what is to be expected of a device that nothing was measured on.
+    """Return the machine that a data sheet promises.
 
-    Args:
-        device: its data sheet.
-        num_ranks: ranks in all.
-        per_machine: devices of one machine.
-        bytes_per_value: 2 for half precision, 4 for single precision.
-        network_bytes_per_s: between two machines, for each device, in one direction. A ring crosses from one machine to the
-            next once, so that it has the network of all devices of a machine; the more rings, the less of it each.
+    ``network_bytes_per_s`` is between two machines, for each device, in one direction. A ring crosses from one machine to the
+    next once, so that it has the network of all devices of a machine; the more rings, the less of it each.
 
     Source: a ring sends 2 (n - 1) / n of a tensor in an all_reduce and half of that in the others (Patarasuk and Yuan 2009).
     """

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import statistics
 
-from dstrial.dsat.predictor.zero_features import Buckets, ZeroFeatures
+from dstrial.dsat.predictor.zero_features import ZeroFeatures
 from dstrial.engine.dryrun.values import DryRunResult, Line, MemoryForm
 
 MEMORY_PARTS = (
@@ -38,21 +38,13 @@ _WORTH_LOOKING = 0.6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """What is known beforehand of a kind of device.
-
-    Attributes:
-        capacity_bytes: all of its memory; None where there is no limit.
-        context_bytes: taken by the driver and the libraries before any tensor.
-        context_std_bytes: one standard deviation of that.
-        waste: mean of the logarithm of what the allocator holds over what tensors need.
-        log_std: one standard deviation of that for a new structure.
-    """
+    """Prior knowledge of a kind of device."""
 
     capacity_bytes: float | None
-    context_bytes: float = 0.0
+    context_bytes: float = 0.0  # of driver and libraries, before any tensor
     context_std_bytes: float = 0.0
-    waste: float = 0.0
-    log_std: float = 0.02
+    waste: float = 0.0  # mean log of what the allocator holds over what tensors need
+    log_std: float = 0.02  # of the waste of a new structure
 
     @classmethod
     def cpu(cls, capacity_bytes: float | None = None) -> DeviceMemory:
@@ -77,17 +69,8 @@ class DeviceMemory:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryPrediction:
-    """Peak memory on one device, as a distribution.
+    """Peak memory on one device, as a distribution."""
 
-    Attributes:
-        tensor_bytes: of tensors, from the dry run.
-        median_bytes: of everything.
-        log_std: standard deviation of the logarithm.
-        phase: in which the peak lies.
-        phase_bytes: (phase, bytes of tensors) of every phase.
-    """
-
-    tensor_bytes: float
     median_bytes: float
     log_std: float
     phase: str
@@ -98,7 +81,7 @@ class MemoryPrediction:
         return self.median_bytes * math.exp(statistics.NormalDist().inv_cdf(probability) * self.log_std)
 
     def probability_to_fit(self, capacity_bytes: float) -> float:
-        """Return how probable it is that so many bytes suffice."""
+        """Return the probability that so many bytes suffice."""
         if capacity_bytes <= 0:
             return 0.0
         if self.median_bytes <= 0 or self.log_std <= 0:
@@ -107,19 +90,12 @@ class MemoryPrediction:
 
 
 def unmeasured_peak(device: DeviceMemory, form: MemoryForm, micro_batch_size: float) -> MemoryPrediction:
-    """Return the peak of a configuration on a device on which nothing was measured.
-
-    Args:
-        device: what is known beforehand of it.
-        form: bytes of tensors, from a dry run.
-        micro_batch_size: records of a micro batch.
-    """
+    """Return the peak of a configuration on a device on which nothing was measured."""
     tensors = form.peak(micro_batch_size)
     body = tensors * math.exp(device.waste)
     median = body + device.context_bytes
     log_std = math.hypot(device.log_std * body, device.context_std_bytes) / median if median else 0.0
     return MemoryPrediction(
-        tensor_bytes=tensors,
         median_bytes=median,
         log_std=log_std,
         phase=form.peak_phase(micro_batch_size),
@@ -129,19 +105,13 @@ def unmeasured_peak(device: DeviceMemory, form: MemoryForm, micro_batch_size: fl
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PeakParts:
-    """The peak of one phase.
-
-    Attributes:
-        phase: in which it lies.
-        num_bytes: in the order of ``MEMORY_PARTS``.
-    """
+    """The peak of one phase."""
 
     phase: str
-    num_bytes: tuple[float, ...]
+    num_bytes: tuple[float, ...]  # in the order of ``MEMORY_PARTS``
 
     @property
     def total_bytes(self) -> float:
-        """All parts."""
         return sum(self.num_bytes)
 
 
@@ -150,11 +120,7 @@ def peak_parts(
 ) -> list[PeakParts]:
     """Return the phases' peaks, the greatest first, without those far below it.
 
-    Args:
-        run: dry run of a structure that differs in what ``ZeroFeatures`` knows of, at most.
-        setup: of the structure in question.
-        ran: of the structure that was dry-run.
-        micro_batch_size: records of a micro batch.
+    ``ran`` was dry-run, ``setup`` is in question; they differ in ``ZeroFeatures`` only.
     """
     found = []
     for each in run.device.phases:
@@ -167,7 +133,7 @@ def peak_parts(
 def _split(
     run: DryRunResult, setup: ZeroFeatures, ran: ZeroFeatures, phase: str, line: Line, micro_batch_size: int
 ) -> tuple[float, ...]:
-    old_bytes = _buckets(ran).num_bytes
+    old_bytes = ran.bucket_bytes
     settled = run.device.settled - (old_bytes if setup.stage == 3 else 0)
     state = max(min(settled, line.base), 0.0)
     others = max(line.base - state, 0.0)
@@ -194,10 +160,6 @@ def _split(
     else:
         whole = others
     return state, whole, divided, offloading, kept, grown, buckets, overlapped, held
-
-
-def _buckets(setup: ZeroFeatures) -> Buckets:
-    return Buckets(setup.stage, int(setup.reduce_elements), setup.bytes_per_value, setup.is_overlapping)
 
 
 def _held_bytes(setup: ZeroFeatures, phase: str, parameters: float) -> float:

@@ -44,28 +44,18 @@ _WASTE_NOISE, _MOST_WASTE, _BEYOND = 0.01, 0.1, 0.5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryPoint:
-    """A configuration whose memory is measured or wanted.
+    """A configuration whose memory is measured or wanted."""
 
-    Attributes:
-        peaks: of its phases, the greatest first, as dry-run.
-        group: what changes most, of which configurations have errors in common.
-        settings: what else it sets.
-        extras: settings of which nothing is known.
-        is_formula: whether a formula stands for the dry run.
-        is_scattered: whether gradients are not contiguous.
-        micro_batch_size: records of a micro batch.
-    """
-
-    peaks: tuple[PeakParts, ...]
-    group: tuple[Any, ...]
+    peaks: tuple[PeakParts, ...]  # of its phases, the greatest first, as dry-run
+    group: tuple[Any, ...]  # stage, offload, extras: configurations of a group share errors
     settings: tuple[tuple[str, Any], ...]
     extras: tuple[tuple[str, Any], ...] = ()
-    is_formula: bool = False
-    is_scattered: bool = False
+    is_formula: bool = False  # a formula stands for the dry run
+    is_scattered: bool = False  # gradients are not contiguous
     micro_batch_size: int = 1
 
     def row(self, peak: PeakParts) -> Row:
-        """Return one phase for the model of sums."""
+        """Return one phase for the additive regression."""
         effects = (
             (f"phase {peak.phase} {self.group}", _PHASE),
             (f"slope {self.group}", _SLOPE * math.log2(self.micro_batch_size) / 3),
@@ -74,7 +64,7 @@ class MemoryPoint:
         return Row(peak.num_bytes, effects)
 
     def peak_in(self, phases: Sequence[str]) -> PeakParts | None:
-        """Return the greatest peak of some phases; None if there is none."""
+        """Return the greatest peak of some phases; None without."""
         return next((one for one in self.peaks if one.phase in phases), None)
 
 
@@ -105,12 +95,7 @@ _TOLD = {"forward": ("forward", "gather"), "backward": ("backward", "reduce"), "
 
 
 class MemoryLearner:
-    """Learns and predicts peaks; equal evidence in equal order gives equal results.
-
-    Args:
-        device: what is known beforehand of the devices.
-        is_formula: whether nothing was dry-run.
-    """
+    """Learns and predicts peaks; equal evidence in equal order gives equal results."""
 
     def __init__(self, device: DeviceMemory, *, is_formula: bool = False) -> None:
         self.device = device
@@ -124,12 +109,9 @@ class MemoryLearner:
         self._sums: AdditiveRegression | None = None
 
     def measured(self, point: MemoryPoint, phases: Mapping[str, float], reserved_bytes: float | None) -> None:
-        """Take measured peaks.
+        """Take measured peaks of tensors, by phase (``forward``, ``backward``, ``step``) and of ``all``.
 
-        Args:
-            point: what was measured.
-            phases: ``forward``, ``backward``, ``step`` as far as they were told apart, and ``all``, bytes of tensors.
-            reserved_bytes: the most that the allocator held; None if unknown.
+        ``reserved_bytes`` is the most that the allocator held.
         """
         whole = phases.get("all") or max(phases.values(), default=0.0)
         if point.peaks:
@@ -149,7 +131,7 @@ class MemoryLearner:
         self._sums = None
 
     def ran_out(self, point: MemoryPoint, phase: str, capacity_bytes: float) -> None:
-        """Take that a configuration ran out in a measured, dry-run or unknown phase."""
+        """Take an out-of-memory error in a measured, dry-run or unknown phase."""
         peak = point.peak_in((*_TOLD.get(phase, ()), phase)) or (point.peaks[0] if point.peaks else None)
         if peak is not None:
             self._errors.append((point.row(peak), capacity_bytes))
@@ -181,7 +163,6 @@ class MemoryLearner:
             # About as much of the same group has run out of memory, and no more has run.
             whole = max(whole, 1.01 * capacity)
         return MemoryPrediction(
-            tensor_bytes=point.peaks[0].total_bytes,
             median_bytes=whole,
             log_std=log_std,
             phase=phase,

@@ -1,7 +1,4 @@
-"""Where a model's memory goes on so many devices; pure.
-
-Also whether it needs several of them.
-"""
+"""Where a model's memory goes on so many devices, and whether it needs several of them; pure."""
 
 from __future__ import annotations
 
@@ -17,21 +14,13 @@ _SMALL_PARAMETERS = 50_000_000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """A model on so many devices, or a stage of it.
-
-    Attributes:
-        num_slots: devices.
-        micro_batch_size: records in one forward pass of one device.
-        run: what the dry run found; None if it failed.
-        problem: why it failed; None if it did not.
-        stage: of a pipeline; None without one.
-    """
+    """A model on so many devices, or a stage of it."""
 
     num_slots: int
-    micro_batch_size: int
-    run: DryRunResult | None
+    micro_batch_size: int  # of one device
+    run: DryRunResult | None  # None if it failed
     problem: str | None = None
-    stage: int | None = None
+    stage: int | None = None  # of a pipeline
 
     @property
     def peak_bytes(self) -> float | None:
@@ -41,9 +30,9 @@ class Placement:
     def parts(self) -> dict[str, float]:
         """Return bytes of one device at its peak by what they are, and those on the host.
 
-        Activations are what grows with the micro batch where the peak lies. Of what is left beside them and what is kept of
-        weights and optimizer, gradients are as much as there ever is of them; the rest are buffers: of modules, of the engine for
-        communication, of operations while they last.
+        Activations are the bytes that grow with the micro batch where the peak lies. Of the rest, beside weights and optimizer,
+        gradients are as many as there ever are. Buffers are the remainder: of modules, of operations, and of the engine for
+        communication.
         """
         if self.run is None:
             return {}
@@ -66,10 +55,7 @@ class Placement:
         }
 
     def largest(self) -> dict[str, float]:
-        """Return bytes of one device by part, each at its largest, and their peak.
-
-        A part's largest is that within a step, as a run measures them.
-        """
+        """Return bytes of one device by part, each at its largest within a step, and their peak."""
         if self.run is None:
             return {}
         activations = self.run.activations
@@ -82,14 +68,9 @@ class Placement:
 
 
 def answer(placements: Sequence[Placement], capacity_bytes: float, deepspeed: str) -> list[str]:
-    """Return three lines that say whether one device is enough.
+    """Return three lines: whether one device is enough, else how many of those asked for are.
 
-    If it is not, they say how many of those asked for are.
-
-    Args:
-        placements: in the order of their devices.
-        capacity_bytes: of one device.
-        deepspeed: what of the config decides, for a person.
+    ``deepspeed`` names the part of the config that decides.
     """
     known = _largest_stages(placements)
     if not known:
@@ -131,10 +112,7 @@ def answer(placements: Sequence[Placement], capacity_bytes: float, deepspeed: st
 
 
 def _largest_stages(placements: Sequence[Placement]) -> list[Placement]:
-    """Return the placements that are known, of a pipeline the largest stage.
-
-    That is the stage that needs most; there is none where one of the pipeline's stages is unknown.
-    """
+    """Return the placements whose stages are all known; of a pipeline the stage that needs most."""
     by_slots: dict[int, list[Placement]] = {}
     for one in placements:
         by_slots.setdefault(one.num_slots, []).append(one)
@@ -146,10 +124,7 @@ def _largest_stages(placements: Sequence[Placement]) -> list[Placement]:
 
 
 def table(placements: Sequence[Placement], capacity_bytes: float) -> list[str]:
-    """Return the table, in ``table_unit`` a device.
-
-    Ranks, or those of a stage, are alike.
-    """
+    """Return the table, in ``table_unit`` a device; ranks, or those of a stage, are alike."""
     divisor = {"GiB": _GIB, "MiB": _GIB // 1024}[table_unit(placements)]
     has_stages = any(one.stage is not None for one in placements)
     heads = [
@@ -191,7 +166,7 @@ def table(placements: Sequence[Placement], capacity_bytes: float) -> list[str]:
 
 
 def table_unit(placements: Sequence[Placement]) -> str:
-    """Return the unit in which the table can be read: MiB where all models are small."""
+    """Return MiB where all models are small, else GiB."""
     weights = [one.run.parameters for one in placements if one.run is not None]
     return "MiB" if weights and max(weights) < _SMALL_PARAMETERS else "GiB"
 

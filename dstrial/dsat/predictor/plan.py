@@ -34,59 +34,35 @@ _UNITS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanRow:
-    """One structure on the planned hardware.
-
-    Attributes:
-        candidate: with the micro batch that is predicted to be fastest of those that fit; the smallest where none fits.
-        description: for a person.
-        fits: whether any micro batch fits.
-        largest_micro_batch: the largest that fits; 0 if none does.
-        margin_bytes: left over on each device, at ``PROBABILITY``; negative for what is missing.
-        memory_bytes: needed on each device, at the median.
-        memory_phase: in which it is needed.
-        host_bytes: tensors of each rank on the host.
-        throughput: records a second of all ranks, at the median.
-        throughput_low: what four of five such predictions stay between, with ``throughput_high``.
-        throughput_high: see there.
-        parts: part of a step -> seconds.
-    """
+    """One structure on the planned hardware, with its fastest micro batch that fits; the smallest where none fits."""
 
     candidate: Candidate
     description: str
     fits: bool
-    largest_micro_batch: int
-    margin_bytes: float
-    memory_bytes: float
+    largest_micro_batch: int  # that fits; 0 if none does
+    margin_bytes: float  # left on each device, at ``PROBABILITY``; negative if missing
+    memory_bytes: float  # on each device, at the median
     memory_phase: str
-    host_bytes: float
-    throughput: float
-    throughput_low: float
+    host_bytes: float  # of tensors of each rank
+    throughput: float  # records a second of all ranks, at the median
+    throughput_low: float  # four of five predictions lie between low and high
     throughput_high: float
-    parts: dict[str, float]
+    parts: dict[str, float]  # seconds of each part of a step
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
         return {**dataclasses.asdict(self), "candidate": self.candidate.to_json()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HardwarePlan:
-    """What is predicted for hardware that is not at hand.
+    """Predictions for hardware that is not at hand."""
 
-    Attributes:
-        rows: the kinds of structures: what fits first, the fastest first, then what does not by what it lacks.
-        best: the fastest three of all structures, one for each description.
-        num_params: of the model.
-        notes: what else to know, as sentences.
-    """
-
-    rows: tuple[PlanRow, ...]
-    best: tuple[PlanRow, ...]
+    rows: tuple[PlanRow, ...]  # what fits first, the fastest first, then by missing memory
+    best: tuple[PlanRow, ...]  # the fastest three of all structures
     num_params: float
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
         return {
             "is_measured": False,
             "num_params": self.num_params,
@@ -97,12 +73,6 @@ class HardwarePlan:
 
 
 def make_plan(space: Space, inputs: PredictInputs) -> HardwarePlan:
-    """Predict every kind of structure.
-
-    Args:
-        space: what may be tried.
-        inputs: dry runs, and machine and memory of the device that is planned for.
-    """
     groups = ConfigGroups(space)
     predictor = Predictor(groups, inputs, "throughput")
     rows = [row for one in groups.bases() if (row := _row(predictor, one)) is not None]
@@ -129,7 +99,7 @@ def make_plan(space: Space, inputs: PredictInputs) -> HardwarePlan:
 
 
 def _row(predictor: Predictor, structure: Structure) -> PlanRow | None:
-    """Return what is predicted of a structure; None if it was not dry-run."""
+    """Return the prediction for a structure; None if it was not dry-run."""
     space = predictor.space
     forecasts = predictor.predictions(
         [space.candidate(structure, position) for position in positions(space, _largest(space))]
@@ -167,7 +137,7 @@ def _largest(space: Space) -> int | None:
 
 
 def headline(plan: HardwarePlan, num_slots: int, device: str, device_bytes: float) -> str:
-    """Return the answer to whether the model fits, in one sentence."""
+    """Return whether the model fits, in one sentence."""
     where = f"{num_slots} x {device} ({device_bytes / 2**30:.4g} GiB)"
     params = (
         f"{plan.num_params / 1e9:.3g} B parameters"
@@ -185,13 +155,7 @@ def headline(plan: HardwarePlan, num_slots: int, device: str, device_bytes: floa
 
 
 def one_device(kind: str, memory: MemoryPrediction, device_bytes: float) -> str:
-    """Say whether one device would do, with a micro batch of one record.
-
-    Args:
-        kind: what is offloaded, for a person.
-        memory: predicted.
-        device_bytes: of the device.
-    """
+    """Return whether one device would do, with a micro batch of one record."""
     needed = memory.quantile(PROBABILITY) / 2**30
     margin = device_bytes / 2**30 - needed
     verdict = f"which leaves {margin:.3g} GiB" if margin >= 0 else f"which is {-margin:.3g} GiB too much"
@@ -219,11 +183,7 @@ def table_rows(rows: Sequence[PlanRow]) -> list[tuple[str, ...]]:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that ``80GiB``, ``24G`` or ``85899345920`` means.
-
-    Raises:
-        ValueError: it means none.
-    """
+    """Return the bytes of ``80GiB``, ``24G`` or ``85899345920``."""
     found = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?i?)B?\s*", text, re.IGNORECASE)
     try:
         number = float(found[1]) * _UNITS[found[2].upper()] if found else 0.0

@@ -26,23 +26,14 @@ _ROOM = 0.97
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prediction:
-    """What one configuration would measure.
-
-    Attributes:
-        candidate: which.
-        time: seconds of a step (of its forward or backward pass, if that is searched for).
-        memory: peak on a device; None if nothing is known of it.
-        probability_to_fit: 1 where nothing limits memory.
-        cost: seconds per record at the median, or per step where a metric is a time.
-        cost_log_std: standard deviation of its logarithm.
-    """
+    """A predicted measurement."""
 
     candidate: Candidate
-    time: TimePrediction
+    time: TimePrediction  # of a step, or of the phase that is searched for
     memory: MemoryPrediction | None
-    probability_to_fit: float
-    cost: float
-    cost_log_std: float
+    probability_to_fit: float  # 1 where nothing limits memory
+    cost: float  # seconds per record at the median, or per step where the metric is a time
+    cost_log_std: float  # of its logarithm
 
     def lower_confidence_bound(self, num_stds: float) -> float:
         """Return the cost that lies so many standard deviations below its median."""
@@ -66,13 +57,7 @@ def expected_improvement_of(ahead: float, log_std: float) -> float:
 
 
 class Predictor:
-    """Predicts and learns; equal outcomes in equal order give equal predictions.
-
-    Args:
-        groups: of the space that is searched.
-        inputs: dry runs and machine.
-        metric: the searched metric.
-    """
+    """Predicts and learns; equal outcomes in equal order give equal predictions."""
 
     def __init__(self, groups: ConfigGroups, inputs: PredictInputs, metric: str) -> None:
         self.groups = groups
@@ -91,7 +76,7 @@ class Predictor:
 
     @property
     def info(self) -> ModelInfo | None:
-        """What the first measurement told about the model; None before that."""
+        """The model according to the first measurement; None before that."""
         return self.features.info
 
     # ---- learning --------------------------------------------------------------------------------
@@ -141,7 +126,7 @@ class Predictor:
         return [self.completed(one) for one in self.times(candidates, time)]
 
     def times(self, candidates: Sequence[Candidate], time: TimeModel | None = None) -> list[Prediction]:
-        """Return the same without memory."""
+        """Return predictions without memory."""
         known, points = [], []
         for one in candidates:
             point = self.features.time_point(one)
@@ -157,7 +142,6 @@ class Predictor:
         return result
 
     def completed(self, forecast: Prediction) -> Prediction:
-        """Return a forecast with memory."""
         memory = self.memory_of(forecast.candidate)
         if memory is None or self.capacity_bytes is None:
             return dataclasses.replace(forecast, memory=memory)
@@ -222,11 +206,7 @@ class Predictor:
         return 0.0 if run is None else run.host.peak(candidate.batch.micro_batch_size)
 
     def point(self, candidate: Candidate) -> TimePoint:
-        """Return where a configuration's time goes, before any correction.
-
-        Raises:
-            KeyError: nothing is known of the configuration.
-        """
+        """Return where a configuration's time goes; raise ``KeyError`` if nothing is known of it."""
         point = self.features.time_point(candidate)
         if point is None:
             raise KeyError(candidate)
@@ -234,12 +214,10 @@ class Predictor:
 
     @property
     def num_params(self) -> float | None:
-        """Parameters of the model; None if unknown."""
         return self.features.num_params
 
     @property
     def machine(self) -> Machine | None:
-        """What is known of the machine; None before it was measured."""
         return self.features.machine
 
     # ---- machinery -------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ from typing import Any
 
 from dstrial.dsat.core.outcome import Measured
 from dstrial.dsat.predictor.hardware import Machine
-from dstrial.dsat.predictor.step_parts import ZeroFeatures
-from dstrial.dsat.predictor.zero_features import Buckets
+from dstrial.dsat.predictor.zero_features import ZeroFeatures
 from dstrial.engine.dryrun.values import (
     Collective,
     DryRunResult,
@@ -28,24 +27,14 @@ _COUNTED_AT = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PredictInputs:
-    """Everything that a prediction starts from.
+    """The inputs of predictions."""
 
-    Attributes:
-        runs: key of ``structures.run_key`` -> dry run.
-        failures: key -> why there is none.
-        machine: None to learn it from the first measurement.
-        capacity_bytes: memory of one device; None to learn it from there, too.
-        is_cpu: whether ranks train on a CPU.
-        described_by: ``fake tensors``, ``one real batch`` or ``the first measurement``.
-        notes: what a person should know of the description, as sentences.
-    """
-
-    runs: Mapping[str, DryRunResult] = dataclasses.field(default_factory=dict)
-    failures: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    machine: Machine | None = None
-    capacity_bytes: float | None = None
+    runs: Mapping[str, DryRunResult] = dataclasses.field(default_factory=dict)  # by ``ConfigGroups.run_key``
+    failures: Mapping[str, str] = dataclasses.field(default_factory=dict)  # key -> why there is no run
+    machine: Machine | None = None  # None to learn it from the first measurement
+    capacity_bytes: float | None = None  # of one device; None as above
     is_cpu: bool = False
-    described_by: str = "the first measurement"
+    described_by: str = "the first measurement"  # or ``fake tensors``, ``one real batch``
     notes: tuple[str, ...] = ()
 
     @property
@@ -55,7 +44,6 @@ class PredictInputs:
         return None if run is None else run.flops.model.at(_COUNTED_AT) / _COUNTED_AT
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
         return {
             "runs": {key: run.to_json() for key, run in self.runs.items()},
             "failures": dict(self.failures),
@@ -68,7 +56,6 @@ class PredictInputs:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> PredictInputs:
-        """Return what ``to_json`` was called on."""
         machine = value["machine"]
         return cls(
             runs={key: DryRunResult.from_json(run) for key, run in value["runs"].items()},
@@ -84,13 +71,7 @@ class PredictInputs:
 def closed_form(
     info: ModelInfo, setup: ZeroFeatures, *, flops_per_record: float, is_accumulating: bool
 ) -> DryRunResult:
-    """Return about what a dry run would say, from the first measurement.
-
-    Args:
-        info: parameters and activations.
-        setup: of the structure.
-        flops_per_record: model FLOPs of one record.
-        is_accumulating: whether a step has more than one micro batch.
+    """Return an approximate dry run, from the first measurement.
 
     Source: states as Rajbhandari et al. 2020 (ZeRO) divide them, buckets as DeepSpeed 0.19.8 allocates them.
     """
@@ -102,7 +83,6 @@ def closed_form(
         state -= setup.host_share * owned * (12 if half else 8)
     if setup.has_host_params:
         state -= width * info.num_params / setup.replicas
-    buckets = Buckets(setup.stage, int(setup.reduce_elements), width, setup.is_overlapping).num_bytes
     updated = (
         4.0 * info.num_trainable_params / (setup.replicas if setup.stage else 1) * (1 - setup.host_share)
     )
@@ -110,7 +90,7 @@ def closed_form(
     device = MemoryForm(
         (
             PhaseMemory("forward", (Line(state, activation),)),
-            PhaseMemory("backward", (Line(state + buckets, activation),)),
+            PhaseMemory("backward", (Line(state + setup.bucket_bytes, activation),)),
             PhaseMemory("step", (Line(state + updated, 0.0),)),
         ),
         state,
@@ -136,7 +116,7 @@ def closed_form(
 def _collectives(
     info: ModelInfo, setup: ZeroFeatures
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """Return what an accumulation's inner micro batches send, and what the last does."""
+    """Return the collectives of an accumulation's inner micro batches, and those of the last."""
     if setup.replicas == 1:
         return (), ()
     width = setup.bytes_per_value
@@ -162,23 +142,16 @@ def _collectives(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the first measurement tells about the model and the device.
-
-    Attributes:
-        num_params: parameters of the whole model.
-        num_trainable_params: those that are trained.
-        activation_bytes: kept for backward per record of one micro batch; None if unknown.
-        device_bytes: memory of one device; None where there is no device but the CPU.
-    """
+    """Model and device, according to the first measurement."""
 
     num_params: float
     num_trainable_params: float
-    activation_bytes: float | None
-    device_bytes: float | None
+    activation_bytes: float | None  # kept for backward per record of one micro batch
+    device_bytes: float | None  # None where the device is the CPU
 
     @classmethod
     def from_measured(cls, measured: Measured) -> ModelInfo | None:
-        """Read it from a measurement; None if that does not tell."""
+        """Read it from a measurement; None without parameters."""
         params = measured.value("num_params")
         if params is None:
             return None
@@ -191,19 +164,13 @@ class ModelInfo:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
         return dataclasses.asdict(self)
 
 
 def state_bytes(info: ModelInfo, stage: int, num_replicas: int, bytes_per_value: int) -> float:
     """Return the bytes of parameters, gradients and optimizer state on one device.
 
-    Args:
-        info: the model.
-        stage: ZeRO stage.
-        num_replicas: ranks among which ZeRO divides.
-        bytes_per_value: 2 in half precision, when Adam keeps 12 bytes per parameter (master weight and two
-            moments), else 4 with 8 bytes.
+    In half precision Adam keeps 12 bytes per parameter (master weight and two moments), else 8.
 
     Source: Rajbhandari et al. 2020 (ZeRO), section 3.1.
     """
@@ -228,7 +195,7 @@ def largest_micro_batch(info: ModelInfo, stage: int, num_replicas: int, bytes_pe
 
 
 def log_lines(info: ModelInfo, stages: tuple[int, ...], num_replicas: int, bytes_per_value: int) -> list[str]:
-    """Return what the guide shows after the first measurement, one line each."""
+    """Return the lines that the guide shows after the first measurement."""
     memory = {stage: _mib(state_bytes(info, stage, num_replicas, bytes_per_value)) for stage in stages}
     lines = [
         f"Model size: {info.num_params:,.0f} parameters, {info.num_trainable_params:,.0f} of them trainable",

@@ -10,8 +10,6 @@ from dstrial.dsat.predictor.hardware import Machine
 from dstrial.dsat.predictor.zero_features import ZeroFeatures
 from dstrial.engine.dryrun.values import Collective, DryRunResult
 
-__all__ = ["PARTS", "PHASES", "ZeroFeatures", "StepParts", "step_parts"]
-
 PARTS = (
     "compute",
     "unfilled",
@@ -49,29 +47,14 @@ _COPIED_IN, _COPIED_OUT = 2.0, 0.8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepParts:
-    """Seconds of one optimizer step, part by part.
+    """Seconds of one optimizer step, part by part."""
 
-    Attributes:
-        phases: seconds in the order of ``PARTS``, of each of ``PHASES``.
-        hidden_s: communication that computation hides; no part of the step's time.
-    """
-
-    phases: tuple[tuple[float, ...], ...]
-    hidden_s: float = 0.0
+    phases: tuple[tuple[float, ...], ...]  # of each of ``PHASES``, in the order of ``PARTS``
 
     @property
     def seconds(self) -> tuple[float, ...]:
         """Of the whole step, in the order of ``PARTS``."""
         return tuple(map(sum, zip(*self.phases, strict=True)))
-
-    @property
-    def total_s(self) -> float:
-        """All parts."""
-        return sum(self.seconds)
-
-    def named(self) -> dict[str, float]:
-        """Return part -> seconds."""
-        return dict(zip(PARTS, self.seconds, strict=True))
 
 
 def step_parts(
@@ -83,16 +66,7 @@ def step_parts(
     micro_batch_size: int,
     accumulation: int,
 ) -> StepParts:
-    """Return where the time of a step goes.
-
-    Args:
-        run: dry run of a structure that differs in what ``ZeroFeatures`` knows of, at most.
-        machine: where it is to run.
-        setup: of the structure in question.
-        ran: of the structure that was dry-run.
-        micro_batch_size: records of a micro batch.
-        accumulation: micro batches in a step.
-    """
+    """Return where the time of a step goes; ``ran`` was dry-run, ``setup`` is in question."""
     is_device = machine.host_copy_bytes_per_s is not None
     rate = machine.flops_per_s
     model, all_flops = (max(line.at(micro_batch_size), 0.0) for line in (run.flops.model, run.flops.hardware))
@@ -117,7 +91,6 @@ def step_parts(
         copies = moves * setup.bytes_per_value * run.trainable_parameters / machine.copy_bytes_per_s
         copies *= often
     unhidden = [gathers[0].unhidden_s, gathers[1].unhidden_s + reduce.unhidden_s]
-    hidden_s = sum(each.hidden_s for each in (*gathers, reduce))
     phases = (
         (
             forward_s, filling / 3, overheads[0], gathers[0].moved_s, 0.0,
@@ -133,7 +106,7 @@ def step_parts(
             on_host * _STATE_BYTES / machine.host_bytes_per_s, up,
         ),
     )  # fmt: skip
-    return StepParts(phases, hidden_s)
+    return StepParts(phases)
 
 
 def _gathers(
@@ -144,7 +117,7 @@ def _gathers(
     fetched: float,
     computing: tuple[float, float],
 ) -> tuple[list[_Exposed], list[float]]:
-    """Gathers, and unhidden seconds of fetches, in forward and in backward."""
+    """Return gathers, and unhidden seconds of fetches, in forward and in backward."""
     ahead = min(max(setup.prefetch_elements * _LAYERS / max(run.parameters, 1.0), 0.15), 1.0)
     ahead *= 1.0 if setup.is_overlapping else _UNSTREAMED
     spared = setup.kept_elements(run.parameters) / max(run.parameters, 1.0)
@@ -160,7 +133,7 @@ def _gathers(
 def _offload_s(
     machine: Machine, bytes_per_value: int, on_host: float, often: int, backward_s: float
 ) -> tuple[float, float]:
-    """Seconds of gradients to the host, partly hidden by backward, and weights back."""
+    """Return seconds of gradients to the host, partly hidden by backward, and of weights back."""
     if machine.host_copy_bytes_per_s is None:
         return 0.0, 0.0
     down = often * bytes_per_value * on_host / machine.host_copy_bytes_per_s
@@ -169,7 +142,7 @@ def _offload_s(
 
 
 def _filling(run: DryRunResult) -> float:
-    """The share of one record that would fill the device."""
+    """Return the share of one record that would fill the device."""
     tokens = 0.0 if run.tokens is None else run.tokens.per_record
     return min(_FILLING_TOKENS / tokens, 1.0) if tokens > 1 else _FILLING_SHARE
 
@@ -182,7 +155,7 @@ def _overheads(
     *,
     is_device: bool,
 ) -> list[float]:
-    """Seconds of operations in each phase; a device hides what starts while it works."""
+    """Return seconds of operations in each phase; a device hides what starts while it works."""
     last = run.last_operations
     inner = run.inner_operations if accumulation > 1 and run.inner_operations else (1 - _STEP_SHARE) * last
     passes = accumulation * inner * machine.operation_s
@@ -196,7 +169,7 @@ def _overheads(
 
 
 def _fetched_s(run: DryRunResult, machine: Machine, setup: ZeroFeatures, accumulation: int) -> float:
-    """Seconds of bringing parameters from the host, for forward and for backward."""
+    """Return seconds of bringing parameters from the host, for forward and for backward."""
     if machine.host_copy_bytes_per_s is None or not setup.has_host_params:
         return 0.0
     num_bytes = 2 * accumulation * setup.bytes_per_value * run.parameters / setup.replicas
@@ -205,36 +178,30 @@ def _fetched_s(run: DryRunResult, machine: Machine, setup: ZeroFeatures, accumul
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Exposed:
-    """Seconds of communication: never hidden, left unhidden, and hidden."""
+    """Seconds of communication that computing does not hide: never could, could but does not."""
 
     moved_s: float
     called_s: float
     unhidden_s: float
-    hidden_s: float
 
     @classmethod
     def of(cls, moved_s: float, called_s: float, *, hides: float, able: float, beside_s: float) -> _Exposed:
-        """Tell them apart.
+        """Split communication beside ``beside_s`` of computing.
 
-        Args:
-            moved_s: of bytes.
-            called_s: of calls.
-            hides: share that is hidden of what could be.
-            able: share that could be; of gradients all but the last bucket, beside which nothing runs.
-            beside_s: computing.
+        ``able`` is the share that could be hidden (of gradients all but the last bucket), ``hides`` the share that is, of that.
         """
         whole = moved_s + called_s
         if not whole or not hides:
-            return cls(moved_s, called_s, 0.0, 0.0)
+            return cls(moved_s, called_s, 0.0)
         could = min(able * whole, _MOST_HIDDEN * beside_s)
         left = 1 - could / whole
-        return cls(moved_s * left, called_s * left, (1 - hides) * could, hides * could)
+        return cls(moved_s * left, called_s * left, (1 - hides) * could)
 
 
 def _calls(
     run: DryRunResult, machine: Machine, setup: ZeroFeatures, ran: ZeroFeatures, accumulation: int
 ) -> list[tuple[float, float]]:
-    """Seconds of (bytes, calls): reduce, gather before use, and optimizer step."""
+    """Return seconds of (bytes, calls): reduce, gather before use, and optimizer step."""
     sums = {"reduce": [0.0, 0.0], "gather": [0.0, 0.0], "step": [0.0, 0.0]}
     for each in _with_buckets(run.collectives(accumulation), run.parameters, setup, ran):
         if each.group_size <= 1:

@@ -43,28 +43,20 @@ _PHASE_NOISE = 0.02
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TimePoint:
-    """A configuration whose time is measured or wanted.
+    """A configuration whose time is measured or wanted."""
 
-    Attributes:
-        parts: where its time goes, as predicted.
-        group: what changes most, of which configurations have errors in common; the stage first.
-        settings: what else it sets, path -> value; equal settings have equal effects.
-        extras: settings of which nothing is known.
-        micro_batch_size: records of a micro batch.
-    """
-
-    parts: StepParts
-    group: tuple[Any, ...]
+    parts: StepParts  # as predicted
+    group: tuple[Any, ...]  # the stage first; configurations of a group share errors
     settings: tuple[tuple[str, Any], ...]
     micro_batch_size: int
-    extras: tuple[tuple[str, Any], ...] = ()
+    extras: tuple[tuple[str, Any], ...] = ()  # settings about which no rule is known
 
     def row(self) -> Row:
-        """Return the whole step for the model of sums."""
+        """Return the whole step for the additive regression."""
         return Row(self.parts.seconds, self._effects())
 
     def phase_row(self, phase: str) -> Row:
-        """Return one phase for the model of sums."""
+        """Return one phase for the additive regression."""
         own = (f"phase {phase} {self.group}", _PHASE)
         return Row(self.parts.phases[PHASES.index(phase)], (*self._effects(), own))
 
@@ -99,12 +91,7 @@ def _structure_effects(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TimePrediction:
-    """A step's time as a distribution.
-
-    Attributes:
-        median_s: as probably more as less.
-        log_std: standard deviation of the logarithm.
-    """
+    """A step's time as a distribution."""
 
     median_s: float
     log_std: float
@@ -116,27 +103,17 @@ class TimePrediction:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timing:
-    """A measured step.
-
-    Attributes:
-        point: what was measured.
-        seconds: of one step.
-        log_std: standard deviation of its logarithm.
-        phases: seconds of ``forward``, ``backward`` and ``step``, as far as they were told apart.
-    """
+    """A measured step."""
 
     point: TimePoint
     seconds: float
     log_std: float
+    # seconds, as far as they were told apart
     phases: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 class TimeModel:
-    """Predicts step times from what is known so far.
-
-    Args:
-        timings: what was measured, in any order.
-    """
+    """Predicts step times from measured ones, in any order."""
 
     def __init__(self, timings: Sequence[Timing] = ()) -> None:
         seen = [Sample(one.point.row(), one.seconds, one.log_std) for one in timings]
@@ -150,11 +127,10 @@ class TimeModel:
 
     @property
     def scale(self) -> float:
-        """By how much effects differ from what was assumed of them."""
+        """The factor by which effects differ from their priors."""
         return self._sums.scale
 
     def predict(self, points: Sequence[TimePoint], phase: str | None = None) -> list[TimePrediction]:
-        """Return the times of some configurations, of the whole step or of one phase."""
         rows = [point.row() if phase is None else point.phase_row(phase) for point in points]
         medians, log_stds = self._sums.predict(rows)
         return [
@@ -172,5 +148,4 @@ class TimeModel:
         return {part: float(value) * rescale for part, value in zip(PARTS, corrected, strict=True)}
 
     def factors(self) -> Mapping[str, float]:
-        """Return part -> what its predicted time is multiplied with."""
         return dict(zip(PARTS, self._sums.factors(), strict=True))

@@ -11,33 +11,15 @@ from dstrial.dsat.space.knobs import ZERO
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ZeroFeatures:
-    """A structure as far as predictions know of it.
-
-    Attributes:
-        stage: ZeRO stage.
-        replicas: ranks among which ZeRO divides.
-        reduce_elements: ``reduce_bucket_size``.
-        gather_elements: ``allgather_bucket_size``.
-        is_overlapping: ``overlap_comm``.
-        host_share: share of the optimizer's state on the host.
-        has_host_params: whether parameters are on the host.
-        bytes_per_value: 2 in half precision, else 4.
-        is_contiguous: ``contiguous_gradients``.
-        has_reduce_scatter: ``reduce_scatter``.
-        prefetch_elements: ``stage3_prefetch_bucket_size``.
-        persistent_elements: ``stage3_param_persistence_threshold``.
-        live_elements: ``stage3_max_live_parameters``.
-        reuse_elements: ``stage3_max_reuse_distance``.
-        group_elements: ``sub_group_size``.
-    """
+    """The features of a structure that predictions use."""
 
     stage: int
-    replicas: int
+    replicas: int  # ranks among which ZeRO divides
     reduce_elements: float
     gather_elements: float
     is_overlapping: bool
-    host_share: float
-    has_host_params: bool
+    host_share: float  # of the optimizer's state
+    has_host_params: bool  # parameters are on the host
     bytes_per_value: int
     is_contiguous: bool = True
     has_reduce_scatter: bool = True
@@ -51,13 +33,6 @@ class ZeroFeatures:
     def from_config(
         cls, effective: Mapping[str, Any], *, replicas: int, bytes_per_value: int
     ) -> ZeroFeatures:
-        """Read it from a config with all defaults in it.
-
-        Args:
-            effective: as ``config.check_deepspeed`` returns it.
-            replicas: ranks among which ZeRO divides.
-            bytes_per_value: of the model's type.
-        """
         zero = effective.get(ZERO) or {}
         stage = int(zero.get("stage") or 0)
         on_host = _device(zero, "offload_optimizer") != "none" and stage > 0
@@ -87,17 +62,25 @@ class ZeroFeatures:
 
     @property
     def group(self) -> tuple[int, bool, bool]:
-        """What changes most: stage, optimizer on the host, parameters on the host."""
+        """The most important features: stage, optimizer on the host, parameters on the host."""
         return self.stage, self.host_share > 0, self.has_host_params
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of DeepSpeed 0.19.8's gradient buckets: two with overlap in stages 1 and 2, else one.
+
+        Source: DeepSpeed ``runtime/zero/stage_1_and_2.py`` ``setup_buckets`` and ``stage3.py``'s flat bucket.
+        """
+        if self.stage == 0:
+            return 0
+        count = 2 if self.is_overlapping and self.stage < 3 else 1
+        return count * int(self.reduce_elements) * self.bytes_per_value
 
     def kept_elements(self, parameters: float) -> float:
         """Return how many gathered parameters stage 3 keeps from forward to backward.
 
         A parameter with ``d`` others after it is used again after ``2 d`` of them, so it is kept if that is within the reuse
         distance.
-
-        Args:
-            parameters: of the model.
         """
         if self.stage != 3:
             return 0.0
@@ -106,31 +89,3 @@ class ZeroFeatures:
 
 def _device(zero: Mapping[str, Any], section: str) -> str:
     return str((zero.get(section) or {}).get("device") or "none")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Buckets:
-    """The gradient buckets of a ZeRO engine.
-
-    Attributes:
-        stage: ZeRO stage.
-        reduce_elements: ``reduce_bucket_size``.
-        bytes_per_element: of the type in which gradients are sent.
-        is_overlapping: ``overlap_comm``.
-    """
-
-    stage: int
-    reduce_elements: int
-    bytes_per_element: int
-    is_overlapping: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of DeepSpeed 0.19.8's buckets: two with overlap in stages 1, 2, one in 3.
-
-        Source: DeepSpeed ``runtime/zero/stage_1_and_2.py`` ``setup_buckets`` and ``stage3.py``'s flat bucket.
-        """
-        if self.stage == 0:
-            return 0
-        count = 2 if self.is_overlapping and self.stage < 3 else 1
-        return count * self.reduce_elements * self.bytes_per_element

@@ -23,7 +23,7 @@ import torch.distributed
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from dstrial.dsat.rank.leak_check import process_groups
+from dstrial.dsat.rank.leak_check import has_device, process_groups
 from dstrial.engine.deepspeed_internals import process
 
 # Where DeepSpeed puts functions of its own: ZeRO 3 replaces torch.nn.functional.linear and never puts it back.
@@ -42,12 +42,10 @@ _HOOKS = (
 
 
 class ProcessState:
-    """What a process is like before its first engine; ``restore`` makes it so again.
+    """The state of a process before its first engine; ``restore`` brings it back.
 
-    Args:
-        keeps: the namespaces whose functions are put back; those that DeepSpeed is known to change if None.
-
-    Ranks: each its own. Made after the process group and everything that shall last; what the first ``restore`` leaves lasts too.
+    It is made after the process group and everything that shall last; what the first ``restore`` leaves lasts too. Functions of
+    the namespaces ``keeps`` are put back; by default of those that DeepSpeed is known to change.
     """
 
     def __init__(self, keeps: Iterable[Any] | None = None) -> None:
@@ -65,7 +63,7 @@ class ProcessState:
         self._numeric_flags = NumericFlags.read()
         self._gc_is_on = gc.isenabled()
         self._random = (random.getstate(), np.random.get_state(), torch.get_rng_state())
-        self._device_random = get_accelerator().get_rng_state() if _has_device() else None
+        self._device_random = get_accelerator().get_rng_state() if has_device() else None
 
     def restore(self, engines: list[Any]) -> None:
         """Tear engines down, empty their list, and undo what they did to the process.
@@ -85,7 +83,7 @@ class ProcessState:
             # The million objects of torch's and DeepSpeed's modules never go; to look through them takes seconds.
             gc.freeze()
             self._is_warm = True
-        if _has_device():
+        if has_device():
             # NCCL's destroy_process_group frees what kernels of collectives still use (torch 2.13 ProcessGroupNCCL waits for
             # those that were enqueued with a work object only).
             get_accelerator().synchronize()
@@ -165,13 +163,9 @@ def _reset_globals() -> None:
         dynamo.reset()  # compiled graphs hold the modules that they were compiled for
 
 
-def _has_device() -> bool:
-    return str(get_accelerator().device_name()) != "cpu"
-
-
 def _empty_caches() -> None:
     accelerator = get_accelerator()
-    if _has_device():
+    if has_device():
         accelerator.empty_cache()
         accelerator.reset_peak_memory_stats()
         empty_host_cache = getattr(torch._C, "_host_emptyCache", None)
@@ -213,25 +207,16 @@ _ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NumericFlags:
-    """Settings of torch.
+    """Numeric settings of torch."""
 
-    Attributes:
-        matmul_precision: as ``torch.get_float32_matmul_precision`` has it; None where older and newer names were mixed.
-        attributes: below ``torch.backends``, those that this build of torch has.
-        attention_kernels: which kernels of scaled dot product attention may be chosen.
-        is_deterministic: whether only deterministic algorithms may be.
-        only_warns: whether others warn instead of failing.
-    """
-
-    matmul_precision: str | None
-    attributes: Mapping[str, Any]
-    attention_kernels: Mapping[str, bool]
+    matmul_precision: str | None  # None where older and newer names were mixed
+    attributes: Mapping[str, Any]  # below ``torch.backends``, those of this build
+    attention_kernels: Mapping[str, bool]  # which may be chosen
     is_deterministic: bool
-    only_warns: bool
+    only_warns: bool  # nondeterministic algorithms warn instead of failing
 
     @classmethod
     def read(cls) -> NumericFlags:
-        """Return what holds now. Ranks: any; no communication."""
         precision = None
         with contextlib.suppress(RuntimeError):
             precision = torch.get_float32_matmul_precision()
@@ -250,7 +235,6 @@ class NumericFlags:
         )
 
     def restore(self) -> None:
-        """Put it back. Ranks: any; no communication."""
         if NumericFlags.read() == self:
             return
         if self.matmul_precision is not None:

@@ -79,15 +79,7 @@ _PARTS_ATTRIBUTE = "_dstrial_parts"
 
 @dataclasses.dataclass(slots=True)
 class _PartByPart:
-    """A loop that opens the block anew for each of its steps.
-
-    Attributes:
-        core_context: of the script; ends the measurement when it closes.
-        op: the searcher's operation.
-        steps_completed: steps to report the metrics at.
-        timer: that of all blocks.
-        is_finished: whether the result is reported.
-    """
+    """A loop that opens the block anew for each of its steps."""
 
     core_context: Any
     op: Any
@@ -96,7 +88,7 @@ class _PartByPart:
     is_finished: bool = False
 
     def begin(self) -> None:
-        """Let later blocks of this core context find this one. Ranks: each its own."""
+        """Let later blocks of this core context find this one."""
         setattr(self.core_context, _PARTS_ATTRIBUTE, self)
         # Determined 0.23's contexts end without it; there a loop has to make enough steps to be measured.
         close = getattr(self.core_context, "close", None)
@@ -121,11 +113,6 @@ class _PartByPart:
 
 
 def _require_result(timer: StepTimer) -> None:
-    """Refuse to report nothing.
-
-    Raises:
-        TrialContractError: fewer than two steps were made.
-    """
     if not timer.has_result:
         raise TrialContractError(
             f"the block of dsat_reporting_context ends after {timer.num_steps} steps of a DeepSpeed engine; expected "
@@ -140,7 +127,7 @@ def around_fit(core_context: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def hyperparameters_of_trial() -> Mapping[str, Any]:
-    """Return this process's trial's hyperparameters, empty without. Ranks: any."""
+    """Return the hyperparameters of this process's trial, empty without one."""
     info = det.get_cluster_info()
     if info is not None and info.task_type == "TRIAL":
         found: Mapping[str, Any] = info.trial.hparams
@@ -149,17 +136,13 @@ def hyperparameters_of_trial() -> Mapping[str, Any]:
 
 
 def limits_from(hparams: Mapping[str, Any]) -> SamplingLimits:
-    """Return when enough is measured, from hyperparameters that the search set."""
     given = hparams.get(SETTINGS_KEY)
     names = {field.name for field in dataclasses.fields(SamplingLimits)}
     return SamplingLimits(**{name: value for name, value in dict(given or {}).items() if name in names})
 
 
 def report(measured: Measured, core_context: Any, steps_completed: int) -> None:
-    """Report metrics to a master, if any, and to the file of a local search.
-
-    Ranks: any; only rank 0 does anything.
-    """
+    """Report metrics of rank 0 to a master, if any, and to the file of a local search."""
     if _rank() != 0:
         return
     metrics = outcome_to_json(measured)["metrics"]
@@ -171,7 +154,7 @@ def report(measured: Measured, core_context: Any, steps_completed: int) -> None:
 
 @contextlib.contextmanager
 def failures_reported(timer: StepTimer) -> Iterator[None]:
-    """Print how this rank failed for the search, and re-raise. Ranks: each its own."""
+    """Print how this rank failed for the search, and re-raise."""
     try:
         yield
     except SystemExit as exit_:
@@ -184,7 +167,7 @@ def failures_reported(timer: StepTimer) -> Iterator[None]:
 
 
 def failure_of(error: BaseException, timer: StepTimer) -> Failure:
-    """Return this rank's failure by its phase and exception. Ranks: any, no messages."""
+    """Return this rank's failure by its phase and exception."""
     text = "".join(traceback.format_exception(error))
     failure = classify(text, phase=timer.phase)
     if isinstance(error, NumericError):

@@ -15,7 +15,7 @@ from dstrial.engine.model_flops import counted_flops, is_compiled
 
 
 class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Counts, while entered, operations that reach torch's dispatcher, not fused ones."""
+    """Counts, while entered, operations that reach torch's dispatcher; a fused one counts once."""
 
     supports_higher_order_operators = True
 
@@ -30,14 +30,7 @@ class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
 
 def engine_features(engines: list[Any]) -> dict[str, float]:
-    """Return the traits of a rank's engines, each summed over them.
-
-    Returns:
-        ``probe_modules``: modules; ``probe_compiled``: those that are called through a compiler;
-        ``probe_pipeline_stages``; ``probe_nvme``: 1 for each of optimizer states and parameters that are swapped to a file.
-
-    Ranks: any; no communication.
-    """
+    """Return the traits of a rank's engines, each summed over them; ``knob_effects.PROBES`` says what they count."""
     modules = [module for engine in engines for module in engine.module.modules()]
     return {
         "probe_modules": float(len(modules)),
@@ -52,14 +45,7 @@ def engine_features(engines: list[Any]) -> dict[str, float]:
 
 
 class FirstMicroBatch:
-    """Counts over the calls of the first micro batch of every engine.
-
-    Attributes:
-        flops: all of them, of one micro batch.
-        flops_recomputed: those of them that are computed a second time.
-        activation_bytes: what forward keeps for backward, without weights.
-        num_operations: that reach torch's dispatcher.
-    """
+    """Counts over the calls of the first micro batch of every engine."""
 
     def __init__(self) -> None:
         self.flops = 0.0
@@ -70,15 +56,9 @@ class FirstMicroBatch:
         self._seen: set[tuple[str, int]] = set()
 
     def run(self, phase: str, engine: Any, call: Callable[[], Any], *, is_outermost: bool) -> Any:
-        """Make a call of an engine, counted if it is the first of its phase.
+        """Make a call of an engine (``forward``, ``backward``, ``train_batch``), counted if it is the first of its phase.
 
-        Args:
-            phase: ``forward``, ``backward`` or ``train_batch``.
-            engine: whose call it is.
-            call: the call.
-            is_outermost: whether it is no call inside of another one, as those of a pipeline's ``train_batch`` are.
-
-        Ranks: any; no communication of its own.
+        ``is_outermost`` is false for calls inside of another one, as those of a pipeline's ``train_batch`` are.
         """
         key = phase, id(engine)
         if key in self._seen:

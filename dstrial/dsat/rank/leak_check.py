@@ -18,30 +18,20 @@ from deepspeed.accelerator import get_accelerator
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessUsage:
-    """What a process holds.
+    """The resources of a process."""
 
-    Attributes:
-        num_tensors: tensors with memory that Python knows of.
-        tensor_bytes: of their storages, each counted once.
-        num_groups: process groups.
-        num_threads: threads of Python.
-        num_files: open file descriptors.
-        device_bytes: allocated on the device; 0 on the CPU.
-        resident_bytes: memory of the process (RSS).
-    """
-
-    num_tensors: int
-    tensor_bytes: int
+    num_tensors: int  # with memory, that Python knows of
+    tensor_bytes: int  # of their storages, each counted once
     num_groups: int
     num_threads: int
     num_files: int
-    device_bytes: int
-    resident_bytes: int
+    device_bytes: int  # 0 on the CPU
+    resident_bytes: int  # RSS
 
     def grown_over(self, baseline: ProcessUsage) -> list[str]:
-        """Say what there is more of than in a warmed-up process; empty if nothing.
+        """Return what there is more of than in a warmed-up process.
 
-        What an allocator keeps for later (RSS) does not count below a quarter, nor do 1 MiB of tensors.
+        RSS that an allocator keeps for later does not count below a quarter, nor does 1 MiB of tensors.
         """
         slack = {
             "num_tensors": 64,
@@ -49,7 +39,7 @@ class ProcessUsage:
             "num_groups": 0,
             "num_threads": 2,
             # An NCCL communicator opens sockets and shared memory, and keeps some for the next (its proxy, its bootstrap).
-            "num_files": 64 if _has_device() else 8,
+            "num_files": 64 if has_device() else 8,
             "device_bytes": 2**21,
             "resident_bytes": max(2**28, baseline.resident_bytes // 4),
         }
@@ -62,7 +52,7 @@ class ProcessUsage:
 
 
 def process_usage() -> ProcessUsage:
-    """Return what this process holds now. Ranks: any; no communication."""
+    """Return the resources that this process holds now."""
     storages: dict[int, int] = {}
     num_tensors = 0
     with warnings.catch_warnings():
@@ -82,7 +72,7 @@ def process_usage() -> ProcessUsage:
         num_groups=len(process_groups()),
         num_threads=threading.active_count(),
         num_files=_num_files(),
-        device_bytes=int(get_accelerator().memory_allocated()) if _has_device() else 0,
+        device_bytes=int(get_accelerator().memory_allocated()) if has_device() else 0,
         resident_bytes=_resident_bytes(),
     )
 
@@ -94,13 +84,13 @@ def reset_host_peak() -> None:
 
 
 def process_groups() -> list[Any]:
-    """Return this process's groups in the order of making. Ranks: any, no messages."""
+    """Return this process's groups in the order in which they were made."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []
     return list(torch.distributed.distributed_c10d._world.pg_map)
 
 
-def _has_device() -> bool:
+def has_device() -> bool:
     return str(get_accelerator().device_name()) != "cpu"
 
 

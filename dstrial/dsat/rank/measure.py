@@ -17,18 +17,9 @@ from dstrial.trial.trial import DeepSpeedTrial
 
 
 def measure_trial(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, timer: StepTimer) -> Measured:
-    """Train until the meter has enough; nothing is validated, reported or saved.
+    """Train until ``timer`` has enough; nothing is validated, reported or saved.
 
-    Args:
-        trial: built with ``context`` while ``observe_engines(timer)`` was entered.
-        context: its context, at least one engine wrapped.
-        timer: made with ``measures_bare``.
-
-    Returns:
-        What this rank has measured.
-
-    Raises:
-        DstrialError: user code or data is not as it must be.
+    The trial was built while ``observe_engines(timer)`` was entered; the timer measures bare steps, too.
 
     Ranks: all, collectively.
     """

@@ -27,8 +27,7 @@ def make_fake(arguments: dict[str, Any]) -> None:
 def renew_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
     """Give parameters and buffers memory; inside ``FakeTensorMode`` they are fake.
 
-    Returns:
-        ``id`` of each old parameter -> the new one; tied parameters stay tied.
+    Returns ``id`` of each old parameter -> the new one; tied parameters stay tied.
     """
     renewed: dict[int, nn.Parameter] = {}
     for module in model.modules():

@@ -25,25 +25,14 @@ _REPEATS = 5
 
 
 def with_machine(measured: Measured, settings: Mapping[str, Any] | None, dtype: torch.dtype) -> Measured:
-    """Return a measurement, with the machine's metrics if the settings ask for them.
-
-    Args:
-        measured: of a configuration.
-        settings: of the measurement, ``_dsat`` among the hyperparameters.
-        dtype: of the model's parameters.
-
-    Ranks: all, collectively.
-    """
+    """Return a measurement, with the machine's metrics if the settings ask for them. Ranks: all, collectively."""
     if not (settings or {}).get(BENCHMARK_KEY):
         return measured
     return Measured({**measured.metrics, **measure_machine(dtype)})
 
 
 def measure_machine(dtype: torch.dtype) -> dict[str, float]:
-    """Return what ``Machine.from_metrics`` reads; takes about two seconds.
-
-    Args:
-        dtype: in which matrices are multiplied.
+    """Return the metrics that ``Machine.from_metrics`` reads; takes about two seconds.
 
     Ranks: all, collectively; each returns its own view.
     """

@@ -46,14 +46,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class RankServer:
-    """What lives between two configurations.
-
-    Args:
-        trial: ``module:Class``, importable from the current directory.
-        exp_conf: the experiment config.
-
-    Ranks: all, collectively.
-    """
+    """The state between two configurations. Ranks: all, collectively."""
 
     def __init__(self, trial: str, exp_conf: dict[str, Any] | None) -> None:
         identity = identify(os.environ)
@@ -70,9 +63,8 @@ class RankServer:
     def measure(self, hparams: Mapping[str, Any]) -> dict[str, Any]:
         """Build, measure and take out a trial.
 
-        Returns:
-            ``outcome``, JSON values; ``grown``, what has not gone back to what it was after the first configuration;
-            ``details``: seconds of each part, and the ``ProcessUsage``.
+        Returns ``outcome``; ``grown``, the resources that did not return to their size after the first configuration;
+        ``details``, seconds of each part and the ``ProcessUsage``.
 
         Ranks: all, collectively.
         """
@@ -138,7 +130,7 @@ class RankServer:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Answer orders until the guardian closes the pipe. Ranks: all, collectively."""
+    """Measure tasks until the supervisor closes the pipe. Ranks: all, collectively."""
     parser = argparse.ArgumentParser(prog="python -m dstrial.dsat.rank.rank_server")
     parser.add_argument("--trial", required=True)
     parser.add_argument("--config", type=Path)

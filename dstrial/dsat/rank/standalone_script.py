@@ -33,7 +33,7 @@ _NO_MASTER = "http://localhost:1"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a script, or ``-m MODULE``, as a rank of a local trial. Ranks: all."""
+    """Run a script, or ``-m MODULE``, as a rank of a local trial. Ranks: all, collectively."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     known = read_experiment()
     assert known is not None, "the launcher was given --config"
@@ -55,13 +55,17 @@ def trial_here(known: KnownExperiment, identity: RankIdentity) -> Iterator[None]
     ``det.get_cluster_info()`` returns the experiment's hyperparameters and config, ``core.init()`` a core context on a run
     directory, with a searcher if the experiment has a ``searcher.max_length``. dstrial itself knows that there is no master.
 
-    Args:
-        known: the experiment.
-        identity: this rank.
-
     Ranks: all; making the core context is collective (one broadcast).
     """
-    info = _info(known, identity)
+    info = stand_in_cluster(
+        known.hyperparameters,
+        known.config,
+        cluster_id=STAND_IN_CLUSTER,
+        seed=int((known.config.get("reproducibility") or {}).get("experiment_seed") or 0),
+        num_slots=identity.local_world_size,
+        num_ranks=identity.world_size,
+        address=identity.master_addr,
+    )
     runs: list[RunDirectory] = []
     with contextlib.ExitStack() as stack:
 
@@ -118,14 +122,23 @@ def _length(given: Any) -> tuple[int | None, core.Unit | None]:
     return int(number), core.Unit[str(unit).upper()]
 
 
-def _info(known: KnownExperiment, identity: RankIdentity) -> Any:
-    seed = (known.config.get("reproducibility") or {}).get("experiment_seed")
+def stand_in_cluster(
+    hparams: Mapping[str, Any],
+    config: Mapping[str, Any],
+    *,
+    cluster_id: str,
+    seed: int = 0,
+    num_slots: int,
+    num_ranks: int,
+    address: str,
+) -> det.ClusterInfo:
+    """Return what ``det.get_cluster_info()`` says to a rank of a trial whose master does not exist."""
     trial = det.TrialInfo(
         trial_id=0,
         experiment_id=0,
-        trial_seed=int(seed or 0),
-        hparams=copy.deepcopy(known.hyperparameters),
-        config=copy.deepcopy(known.config),
+        trial_seed=seed,
+        hparams=copy.deepcopy(dict(hparams)),
+        config=copy.deepcopy(dict(config)),
         steps_completed=0,
         trial_run_id=0,
         debug=False,
@@ -133,15 +146,15 @@ def _info(known: KnownExperiment, identity: RankIdentity) -> Any:
     )
     return det.ClusterInfo(
         master_url=_NO_MASTER,
-        cluster_id=STAND_IN_CLUSTER,
+        cluster_id=cluster_id,
         agent_id="this machine",
-        slot_ids=list(range(identity.local_world_size)),
+        slot_ids=list(range(num_slots)),
         task_id="0",
         allocation_id="0",
         session_token="",
         task_type="TRIAL",
         trial_info=trial,
-        rendezvous_info=det.RendezvousInfo([identity.master_addr], 0, [identity.world_size]),
+        rendezvous_info=det.RendezvousInfo([address], 0, [num_ranks]),
     )
 
 

@@ -15,13 +15,7 @@ _FIRST_TIMED_STEP = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Interval:
-    """A median with its confidence interval.
-
-    Attributes:
-        median: of the values.
-        low: lower end of the interval, 95 %.
-        high: upper end.
-    """
+    """A median with its 95 % confidence interval."""
 
     median: float
     low: float
@@ -38,9 +32,6 @@ def warm_from(values: Sequence[float]) -> int:
 
     That is the change point, in the first half, which best divides the logarithms of the times into two levels, if
     the first level is at least 5 % higher than the second; one slow step later on is no change point.
-
-    Args:
-        values: times of steps or windows, in their order.
 
     Source: least-squares segmentation into two levels, Hinkley 1970.
     """
@@ -73,34 +64,19 @@ def median_interval(values: Sequence[float], seed: int = 0) -> Interval:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingLimits:
-    """When enough has been timed.
+    """When enough has been timed."""
 
-    Attributes:
-        target_half_width: relative; what the 95 % interval of the median has to come below.
-        min_windows: fewest windows after warm-up.
-        max_windows: most windows in all.
-        window_s: a window has as many steps as fill this, seconds.
-        max_s: no window is begun after so many seconds, once there are three after warm-up.
-        min_steps: fewest steps in all, warm-up included.
-        first_step: earlier steps are warm-up, counted from 1; the first one is never timed, for its FLOPs are counted. What
-            ends before it counts all the same.
-    """
-
-    target_half_width: float = 0.015
-    min_windows: int = 6
-    max_windows: int = 60
-    window_s: float = 0.1
-    max_s: float = 60.0
-    min_steps: int = 6
-    first_step: int = 0
+    target_half_width: float = 0.015  # relative; of the 95 % interval of the median
+    min_windows: int = 6  # after warm-up
+    max_windows: int = 60  # in all
+    window_s: float = 0.1  # a window has as many steps as fill this
+    max_s: float = 60.0  # then no window begins, once there are three after warm-up
+    min_steps: int = 6  # in all, warm-up included
+    first_step: int = 0  # earlier ones, counted from 1, are warm-up; step 1 counts FLOPs and is never timed
 
 
 class Sampling:
-    """Windows of whole steps, and how many more are needed.
-
-    Args:
-        limits: when it is enough.
-    """
+    """Windows of whole steps, and how many more are needed."""
 
     def __init__(self, limits: SamplingLimits) -> None:
         self._limits = limits
@@ -109,7 +85,6 @@ class Sampling:
         self._total_s = 0.0
 
     def add(self, num_steps: int, seconds: float) -> None:
-        """Take a window."""
         self._times_s.append(seconds / num_steps)
         self._num_steps.append(num_steps)
         self._total_s += seconds
@@ -140,7 +115,7 @@ class Sampling:
     def mean_s(self) -> float:
         """Return the seconds of one step after warm-up; slow steps count in full.
 
-        The median tells configurations apart; this is what a whole training is made of: epochs begin, batches differ.
+        The median tells configurations apart; a whole training has the mean: epochs begin, batches differ.
         """
         first = self._first()
         times_s, num_steps = self._times_s[first:], self._num_steps[first:]

@@ -30,8 +30,6 @@ _MOST_SKIPPED_SHARE = 0.5
 
 
 class Mode(enum.IntEnum):
-    """What the steps are for."""
-
     PROFILE = 0
     WINDOW = 1
     PHASES = 2
@@ -50,13 +48,8 @@ class NumericError(ArithmeticError):
 class StepTimer:
     """Listens to the engines of a rank while they train; see the module.
 
-    Args:
-        limits: when enough has been timed.
-        ends_process: raise ``MeasurementDone`` out of the last step, for loops that are not ours.
-        measures_bare: whether the caller repeats one batch while :attr:`mode` is ``BARE``.
-
-    Attributes:
-        num_heard: steps of the first engine that it has made while somebody listened.
+    With ``ends_process`` it raises ``MeasurementDone`` out of the last step, for loops that are not ours. With ``measures_bare``
+    the caller repeats one batch while :attr:`mode` is ``BARE``.
     """
 
     def __init__(
@@ -78,19 +71,17 @@ class StepTimer:
         self._skipped_before = 0
         self._num_bare = 0
         self._depth = 0
-        self.num_heard = 0
+        self.num_heard = 0  # steps of the first engine while somebody listened
         self._window_steps = 1
         self.mode = Mode.PROFILE
         self.phase = "init"
 
     @property
     def is_done(self) -> bool:
-        """Whether no further step is needed."""
         return self.mode is Mode.DONE
 
     @property
     def has_result(self) -> bool:
-        """Whether there is something to report."""
         return self._sampling.num_steps > 0
 
     @property
@@ -100,7 +91,6 @@ class StepTimer:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the first engine's parameters."""
         parameter = next(iter(self._engines[0].module.parameters()), None)
         return torch.float32 if parameter is None else parameter.dtype
 
@@ -113,7 +103,7 @@ class StepTimer:
     # ---- what engines tell -----------------------------------------------------------------------
 
     def run(self, phase: str, engine: Any, call: Callable[[], Any]) -> Any:
-        """Make an engine's call, timed or counted where the mode asks for it. Ranks: all."""
+        """Make an engine's call, timed or counted where the mode asks for it. Ranks: all, collectively."""
         if engine not in self._engines:
             self._engines.append(engine)
         self.phase = phase
@@ -132,12 +122,7 @@ class StepTimer:
         return result
 
     def stepped(self, engine: Any) -> None:
-        """Count the first engine's step; after a window agree on what is next. Ranks: all.
-
-        Raises:
-            MeasurementDone: enough is measured, and the loop is not ours.
-            NumericError: the training is numerically broken.
-        """
+        """Count the first engine's step; after a window agree on what is next. Ranks: all, collectively."""
         self.phase = "training"
         if engine is not self._engines[0] or self.is_done:
             return
@@ -151,7 +136,7 @@ class StepTimer:
     # ---- result ----------------------------------------------------------------------------------
 
     def result(self) -> Measured:
-        """Return what this rank measured; rank 0's counts. Ranks: any, no messages."""
+        """Return this rank's measurement; that of rank 0 counts."""
         engine = self._engines[0]
         interval = self._sampling.interval()
         micro, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
@@ -217,7 +202,7 @@ class StepTimer:
         return str(self._accelerator.device_name()) == "cpu"
 
     def allocated_bytes(self) -> int | None:
-        """Return the device's allocated bytes; None on CPU. Ranks: any, no messages."""
+        """Return the device's allocated bytes; None on the CPU."""
         return None if self._is_cpu else int(self._accelerator.memory_allocated())
 
     def _synchronize(self) -> float:
@@ -244,7 +229,7 @@ class StepTimer:
         return mode
 
     def _next(self) -> tuple[Mode, int]:
-        """Say what comes next, as rank 0 sees it."""
+        """Return rank 0's decision of what comes next."""
         if self.mode in (Mode.PROFILE, Mode.WINDOW):
             steps = self._sampling.next_steps()
             return (Mode.WINDOW, steps) if steps else (Mode.PHASES, _NUM_PHASE_STEPS)

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dstrial import runtime
 from dstrial.dsat.rank.meta_init import make_fake, shapes_only
+from dstrial.dsat.rank.standalone_script import stand_in_cluster
 from dstrial.dsat.rank.trace_trial import SingleRankContext
 from dstrial.engine.checkpoint_reader.safe_load import load
 from dstrial.engine.deepspeed_internals.engines import load_config_file
@@ -32,7 +33,7 @@ from dstrial.scratch import scratch_directory
 
 _ARGUMENTS = inspect.signature(deepspeed.initialize)
 _AUTO = "auto"
-_NO_CLUSTER, _NO_MASTER = "dry run", "http://localhost:1"
+_NO_CLUSTER = "dry run"
 
 
 class ScriptWorkload:
@@ -40,15 +41,6 @@ class ScriptWorkload:
 
     What the script does with the engine's output is not run: the loss is the output itself where that is one number, its
     ``loss``, or the mean of all numbers of the output.
-
-    Args:
-        is_real: build and train with real tensors.
-
-    Attributes:
-        notes: what a person has to know of the description.
-        num_records: of the first batch.
-
-    Ranks: this one is the only one that exists.
     """
 
     def __init__(self, is_real: bool = False) -> None:
@@ -67,18 +59,7 @@ class ScriptWorkload:
         sample_batch: str | None = None,
         trusts_code: bool = False,
     ) -> None:
-        """Run the script, imports included, until it calls an engine.
-
-        Args:
-            words: the script's path, or ``-m`` and a module, and its arguments.
-            hparams: hyperparameters of the trial, with the overwrites of the configuration in question.
-            exp_conf: experiment config, if the script asks for it.
-            sample_batch: file with what the engine is called with instead, by ``torch.save``.
-            trusts_code: whether that file may run code when it is loaded.
-
-        Raises:
-            TrialContractError: the script ends without having called an engine.
-        """
+        """Run the script, imports included, until it calls an engine."""
         size = torch.distributed.get_world_size()
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(deepspeed, "initialize", self._intercept))
@@ -100,7 +81,6 @@ class ScriptWorkload:
         self.num_records = 0 if first is None else len(first)
 
     def _intercept(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-        """Stand in for ``deepspeed.initialize``."""
         self._arguments = dict(_ARGUMENTS.bind(*args, **kwargs).arguments)
         if isinstance(self._arguments.get("model"), deepspeed.PipelineModule):
             raise TrialContractError(
@@ -174,8 +154,6 @@ class _Captured(BaseException):
 
 
 class _CapturingEngine:
-    """What the script gets for its engine."""
-
     def __init__(self, module: Any, config: Any) -> None:
         given = config if isinstance(config, Mapping) else {}
         micro = given.get("train_micro_batch_size_per_gpu")
@@ -188,7 +166,6 @@ class _CapturingEngine:
         self.train_batch_size = lambda: size
 
     def train(self, mode: bool = True) -> _CapturingEngine:
-        """Do nothing."""
         del mode
         return self
 
@@ -253,28 +230,8 @@ def _stand_in_directory() -> Iterator[None]:
 def _off_cluster(size: int, hparams: Mapping[str, Any], exp_conf: Mapping[str, Any]) -> Iterator[None]:
     """Let the Core APIs answer the script as rank 0 of a trial without a master."""
     distributed = SingleRankContext(size)
-    trial = det.TrialInfo(
-        trial_id=0,
-        experiment_id=0,
-        trial_seed=0,
-        hparams=copy.deepcopy(dict(hparams)),
-        config=copy.deepcopy(dict(exp_conf)),
-        steps_completed=0,
-        trial_run_id=0,
-        debug=False,
-        inter_node_network_interface=None,
-    )
-    info = det.ClusterInfo(
-        master_url=_NO_MASTER,
-        cluster_id=_NO_CLUSTER,
-        agent_id="",
-        slot_ids=list(range(size)),
-        task_id="0",
-        allocation_id="0",
-        session_token="",
-        task_type="TRIAL",
-        trial_info=trial,
-        rendezvous_info=det.RendezvousInfo([LOOPBACK_ADDR], 0, [size]),
+    info = stand_in_cluster(
+        hparams, exp_conf, cluster_id=_NO_CLUSTER, num_slots=size, num_ranks=size, address=LOOPBACK_ADDR
     )
 
     def told() -> Any:

@@ -4,7 +4,7 @@ Construction runs for real, so that data may be read as usual, but parameters ke
 ``deepspeed.initialize`` answers with a stand-in. The training loader gives its first batches, and the largest of them lends
 its shapes.
 Then the parameters are made again as fake tensors, the real engine is built behind the stand-in, and the trial's own
-``train_batch`` runs. Where code cannot do without values, ``describe`` names its line and has one real batch measured instead.
+``train_batch`` runs. Where code cannot do without values, the dry run names its line and one real batch is measured instead.
 """
 
 from __future__ import annotations
@@ -44,19 +44,7 @@ _BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", 
 
 
 class TrialWorkload:
-    """A DeepSpeedTrial as a dry run's ``engine.dryrun.measure.Workload``.
-
-    Args:
-        trial: ``module:Class``.
-        context_dir: the directory that holds the module.
-        is_real: build and train with real tensors.
-        num_stages: of the pipeline that it trains; 1 for a model in one piece.
-
-    Attributes:
-        num_stages: likewise.
-
-    Ranks: this one is the only one that exists.
-    """
+    """A DeepSpeedTrial as a dry run's ``engine.dryrun.measure.Workload``."""
 
     def __init__(self, trial: str, context_dir: str, is_real: bool = False, num_stages: int = 1) -> None:
         self._trial_name = trial
@@ -82,19 +70,9 @@ class TrialWorkload:
         sample_batch: str | None = None,
         trusts_code: bool = False,
     ) -> None:
-        """Make the trial, and take a batch.
+        """Make the trial, and take the largest of its first ``num_batches`` batches, or the file ``sample_batch``.
 
-        Args:
-            hparams: hyperparameters of the trial, with the overwrites of the configuration in question.
-            exp_conf: experiment config, if the trial asks for it.
-            micro_batch_size: what the context says while the trial and its loader are built.
-            num_batches: of so many first batches of the loader the largest is taken.
-            sample_batch: file with a batch to take instead, by ``torch.save``.
-            trusts_code: whether that file may run code when it is loaded.
-
-        Raises:
-            TrialContractError: the trial wraps no engine, or a pipeline where none is asked for.
-            DataError: the loader is empty.
+        ``micro_batch_size`` is what the context says meanwhile.
         """
         world_size = torch.distributed.get_world_size()
         self._context = _OwnContext(world_size, hparams, exp_conf, micro_batch_size)
@@ -115,7 +93,6 @@ class TrialWorkload:
                 )
 
     def _intercept(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-        """Stand in for ``deepspeed.initialize``."""
         arguments = _ARGUMENTS.bind(*args, **kwargs).arguments
         if isinstance(arguments["model"], PipelineModule) and self.num_stages == 1:
             raise TrialContractError(
@@ -161,10 +138,7 @@ class TrialWorkload:
         return batch
 
     def _received(self, engine: PipelineEngine) -> Any:
-        """Return what the stage before sends.
-
-        It is known by the shapes of all layers before this stage's.
-        """
+        """Return what the stage before sends, by the shapes of all earlier layers."""
         dtype = compute_dtype(engine)
         with _disable_current_modes(), torch.no_grad(), torch.device("meta"):
             sent = tree_map_only(
@@ -223,7 +197,6 @@ class _StandIn:
             }
 
     def stand_for(self, engine: Any) -> None:
-        """Be this engine."""
         self._engine = engine
 
     def __getattr__(self, name: str) -> Any:
@@ -238,12 +211,7 @@ class _StandIn:
 
 
 class _InitializeCall:
-    """One call of ``deepspeed.initialize``, to be made later.
-
-    Attributes:
-        arguments: by name.
-        stand_in: what the trial got.
-    """
+    """One call of ``deepspeed.initialize``, to be made later."""
 
     def __init__(self, arguments: Mapping[str, Any], context: _OwnContext) -> None:
         self.arguments = dict(arguments)
@@ -256,7 +224,6 @@ class _InitializeCall:
 
     @property
     def config(self) -> Any:
-        """The config that was given, a dict or a path."""
         return self.arguments.get("config") or self.arguments.get("config_params")
 
     def build(self, config: dict[str, Any], *, as_fake: bool) -> Any:
@@ -308,7 +275,6 @@ class SingleRankContext(core.DummyDistributedContext):  # type: ignore[misc]  # 
     gather = gather_local = allgather_local = allgather
 
     def broadcast(self, stuff: Any) -> Any:
-        """Return it."""
         return stuff
 
     broadcast_local = broadcast
@@ -344,18 +310,14 @@ class _OwnContext(DeepSpeedTrialContext):
         self._mpu = ModelParallelUnit(0, world_size, True, True)
 
     def wrap_model_engine(self, model: Any) -> Any:
-        """Take an engine's stand-in as it is."""
         self.models.append(model)
         return model
 
     def set_mpu(self, mpu: ModelParallelUnit) -> None:
-        """Take it; nothing is read for other ranks."""
         self._mpu = mpu
 
     def get_train_micro_batch_size_per_gpu(self) -> int:
-        """Return the size with which the trial is described."""
         return self._described_micro_batch_size
 
     def get_num_micro_batches_per_slot(self) -> int:
-        """Return 1."""
         return 1

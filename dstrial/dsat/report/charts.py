@@ -28,21 +28,13 @@ PARTS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Point:
-    """One mark of a scatter chart.
-
-    Attributes:
-        x: value on the horizontal axis.
-        y: value on the vertical axis.
-        kind: class of the mark: ``best``, ``own`` or ``other``.
-        title: shown when pointed at.
-        label: written beside it; empty for none.
-    """
+    """One mark of a scatter chart."""
 
     x: float
     y: float
-    kind: str
-    title: str
-    label: str = ""
+    kind: str  # class of the mark: ``best``, ``own`` or ``other``
+    title: str  # shown when pointed at
+    label: str = ""  # written beside it
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -68,13 +60,7 @@ def scatter(
 ) -> str:
     """Return marks over two axes that begin at zero where the values allow it.
 
-    Args:
-        points: the marks.
-        x_label: of the horizontal axis, with its unit.
-        y_label: of the vertical axis, with its unit.
-        line: vertices of a line behind the marks.
-        limit_x: a vertical line and its words, the device's memory for example.
-        is_square: both axes have the same range, and the diagonal is drawn.
+    ``line`` lies behind the marks; ``limit_x`` is a vertical line and its words; ``is_square`` draws a diagonal.
     """
     if not points:
         return ""
@@ -126,12 +112,7 @@ def _point_marks(point: Point, x: float, y: float) -> list[str]:
 
 
 def stacks(rows: Sequence[tuple[str, Mapping[str, float]]], *, unit: str) -> str:
-    """Return one horizontal bar per row, made of named parts, on a common scale.
-
-    Args:
-        rows: (name, part -> value).
-        unit: of the values, for the axis.
-    """
+    """Return one horizontal bar per row, made of named parts, on a common scale."""
     rows = [row for row in rows if sum(row[1].values()) > 0]
     if not rows:
         return ""

@@ -13,9 +13,9 @@ from dstrial.dsat.core.outcome import (
     Measured,
     TrialResult,
     best_of,
+    gain_over,
     outcome_to_json,
-    relative_gain,
-    score,
+    own_of,
     smaller_is_better,
 )
 from dstrial.dsat.methods.base import ReportFacts
@@ -64,24 +64,12 @@ _LONGEST_LIVE_TEXT = 500
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchFacts:
-    """What a report says about the search itself.
-
-    Attributes:
-        name: of the experiment.
-        method: of the search.
-        metric: that was searched for.
-        reason: why it ended, or what interrupted it.
-        is_finished: whether nothing is left to do.
-        num_slots: ranks of a trial.
-        predicted: what the method says beyond the measurements.
-        notes: sentences that a person should know.
-        is_failure: whether an error has ended it.
-    """
+    """What a report says about the search itself."""
 
     name: str
     method: str
     metric: str
-    reason: str
+    reason: str  # why it ended, or the signal that interrupted it
     is_finished: bool
     num_slots: int
     predicted: ReportFacts = dataclasses.field(default_factory=ReportFacts)
@@ -90,21 +78,15 @@ class SearchFacts:
 
 
 def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResult]) -> dict[str, Any]:
-    """Return the report as JSON values.
-
-    Args:
-        facts: about the search.
-        space: what was searched.
-        trials: every trial, whether it has ended or not.
-    """
+    """Return the report as JSON values, of trials that have ended or not."""
     metric = facts.metric
     predicted = facts.predicted
     rows = [_row(trial, metric, predicted.forecasts.get(trial.trial_id)) for trial in trials]
     best = best_of(trials, metric)
-    own = next((trial for trial in trials if trial.candidate.is_own), None)
+    own = own_of(trials)
     ranked = sorted(
-        (trial for trial in trials if _score(trial, metric) is not None),
-        key=lambda trial: -(_score(trial, metric) or 0.0),
+        (trial for trial in trials if trial.score(metric) is not None),
+        key=lambda trial: -(trial.score(metric) or 0.0),
     )
     return {
         "format": FORMAT,
@@ -121,7 +103,7 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
         "model": model_facts(trials),
         "best": None if best is None else best.trial_id,
         "own": None if own is None else own.trial_id,
-        "gain": _gain(best, own, metric),
+        "gain": gain_over(best, own, metric),
         "is_gain_certain": _is_certain(best, own, metric),
         "tie": TIE,
         "best_config": None if best is None else space.config(best.candidate),
@@ -143,10 +125,7 @@ def report_document(facts: SearchFacts, space: Space, trials: Sequence[TrialResu
 def live_document(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the small part of a report that is shown while the search goes on.
 
-    It is without configs, which may hold secrets.
-
-    Args:
-        document: the report of now.
+    It has no configs, which may hold secrets.
     """
     kept = {*document["pareto"], document["best"], document["own"]}
     newest = document["trials"][-_MOST_LIVE_ROWS:]
@@ -169,7 +148,7 @@ def live_document(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _notes(facts: SearchFacts, space: Space, trials: Sequence[TrialResult]) -> list[str]:
-    """Return what a person should know, and what knobs of ``--space`` proved to do."""
+    """Return the notes, and the proved effects of the knobs of ``--space``."""
     proved = [
         str(proof) for proof in best_knob_effects(space, [(one.candidate, one.outcome) for one in trials])
     ]
@@ -229,27 +208,16 @@ def _row(trial: TrialResult, metric: str, forecast: Mapping[str, Any] | None) ->
 
 
 def memory_bytes(measured: Measured) -> float | None:
-    """Return a device's peak memory: allocator's, else tensors'; a CPU rank's own."""
+    """Return a device's peak memory: the allocator's, else tensors'; a CPU rank's own."""
     for name in ("peak_reserved_bytes", "peak_memory_bytes", "host_peak_memory_bytes"):
         if (value := measured.value(name)) is not None:
             return value
     return None
 
 
-def _score(trial: TrialResult, metric: str) -> float | None:
-    return None if trial.outcome is None else score(trial.outcome, metric)
-
-
-def _gain(best: TrialResult | None, own: TrialResult | None, metric: str) -> float | None:
-    if best is None or own is None or best.outcome is None or own.outcome is None:
-        return None
-    value, before = score(best.outcome, metric), score(own.outcome, metric)
-    return None if value is None or before is None else relative_gain(value, before)
-
-
 def _is_certain(best: TrialResult | None, own: TrialResult | None, metric: str) -> bool:
-    """Whether the intervals of the two are apart."""
-    found = _gain(best, own, metric)
+    """Return whether the intervals of the two are apart."""
+    found = gain_over(best, own, metric)
     if found is None or best is None or own is None:
         return False
     widths = [

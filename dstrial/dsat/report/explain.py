@@ -14,8 +14,8 @@ from dstrial.dsat.core.outcome import (
     Outcome,
     TrialResult,
     best_of,
+    own_of,
     relative_gain,
-    score,
 )
 from dstrial.dsat.space.space import Space
 
@@ -29,7 +29,7 @@ _MODEL = ("num_params", "num_trainable_params", "activation_bytes_per_record", "
 
 
 def model_facts(trials: Sequence[TrialResult]) -> dict[str, float]:
-    """Return what the first measured trial tells about the model and its device."""
+    """Return facts about the model and its device, of the first measured trial."""
     for trial in trials:
         if isinstance(trial.outcome, Measured):
             metrics = trial.outcome.metrics
@@ -39,22 +39,15 @@ def model_facts(trials: Sequence[TrialResult]) -> dict[str, float]:
 
 def own_and_best(trials: Sequence[TrialResult], metric: str) -> list[TrialResult]:
     """Return the user's own configuration and the best one, once if they are the same."""
-    own = next((trial for trial in trials if trial.candidate.is_own), None)
-    best = best_of(trials, metric)
+    own, best = own_of(trials), best_of(trials, metric)
     return [*([] if own is None or own is best else [own]), *([] if best is None else [best])]
 
 
 def step_shares(outcome: Outcome | None, parts: Mapping[str, float] | None) -> dict[str, Any] | None:
     """Return where the time of a step goes, seconds; None if nothing was measured.
 
-    Args:
-        outcome: of the trial.
-        parts: where its time goes, seconds, as all that was measured has it; None if that is not known.
-
-    Returns:
-        ``step_s``; ``measured``: forward, backward, optimizer step, and what is between them (loading data, logging);
-        ``explained``: the predicted parts, and ``idle``, what is left of the measured time. Its parts are
-        scaled where they exceed the measured time. Both add up to ``step_s``.
+    ``measured``: forward, backward, optimizer step, and what is between them (loading data, logging). ``explained``: the
+    predicted ``parts``, scaled where they exceed the measured time, and ``idle``, the rest. Both add up to ``step_s``.
     """
     if not isinstance(outcome, Measured) or (latency := outcome.value("latency")) is None:
         return None
@@ -90,18 +83,16 @@ def _completed(parts: dict[str, float], whole: float, rest: str) -> dict[str, fl
 def sensitivity(trials: Sequence[TrialResult], space: Space, metric: str) -> list[dict[str, Any]]:
     """Return each value's best measurement by knob, the most effective knob first.
 
-    Settings are compared as they take effect, DeepSpeed's defaults included. What was changed together with others is not told
-    apart from those.
+    Settings are compared as they take effect, DeepSpeed's defaults included. The effect of knobs that were changed together
+    is not told apart.
     """
     best = best_of(trials, metric)
-    if best is None or best.outcome is None:
-        return []
-    top = score(best.outcome, metric)
+    top = None if best is None else best.score(metric)
     if top is None:
         return []
     levels: dict[str, dict[Any, list[float]]] = {}
     for trial in trials:
-        value = None if trial.outcome is None else score(trial.outcome, metric)
+        value = trial.score(metric)
         if value is None:
             continue
         candidate = trial.candidate
@@ -146,14 +137,7 @@ def device_needs(
 ) -> list[dict[str, Any]]:
     """Return what larger micro batches of the best and own structure would need.
 
-    As the method predicts it from all phases, else from the peak that was measured there and what one record keeps for
-    backward; nothing where a device tells no memory.
-
-    Args:
-        trials: every trial.
-        space: what was searched.
-        metric: searched for.
-        margins: what the method predicts of them.
+    As the method predicts it (``margins``), else from the measured peak and what one record keeps for backward.
     """
     of_trials = {trial.trial_id: trial for trial in trials}
     predicted = [one for one in margins if one["trial_id"] in of_trials]
@@ -189,7 +173,7 @@ def device_needs(
 
 
 def _tried(trials: Sequence[TrialResult], like: TrialResult, micro_batch_size: int) -> str | None:
-    """How the same structure ended at another micro batch; None if it was not tried."""
+    """Return how the same structure ended at another micro batch; None if it was not tried."""
     for trial in trials:
         same = (
             trial.candidate.stage == like.candidate.stage

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 _RATES = {
     "end_to_end_throughput": "end to end (all steps, with the data loader)",
@@ -37,17 +36,7 @@ def seconds(value: float) -> str:
 
 
 def share(value: float, *, signed: bool = False) -> str:
-    """Return a percentage."""
     return f"{value:+.1%}" if signed else f"{value:.1%}"
-
-
-def setting(value: Any) -> str:
-    """Return the value of a knob."""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, (int, float)) and abs(value) >= 10_000:
-        return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
-    return str(value)
 
 
 def knob(path: str) -> str:
@@ -56,11 +45,7 @@ def knob(path: str) -> str:
 
 
 def parse_duration(text: str) -> float:
-    """Return seconds.
-
-    Raises:
-        ValueError: the text is no length of time above 0.
-    """
+    """Return the seconds of ``30m``, ``90s`` or ``1h30m``."""
     found = _PARTS.fullmatch(text.strip().lower())
     seconds = (
         sum(float(part) * unit for part, unit in zip(found.groups(), (3600, 60, 1), strict=True) if part)
@@ -83,11 +68,7 @@ def format_duration(seconds: float) -> str:
 
 
 def rates(metrics: Mapping[str, float]) -> str:
-    """Say which of the measured throughputs is which; empty where none was measured.
-
-    Args:
-        metrics: of one configuration.
-    """
+    """Return which of the measured throughputs is which; empty where none was measured."""
     return ", ".join(
         f"{four_digits(metrics[name])} {meaning}" for name, meaning in _RATES.items() if metrics.get(name)
     )

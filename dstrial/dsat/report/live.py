@@ -19,8 +19,8 @@ from dstrial.dsat.core.outcome import (
     Measured,
     TrialResult,
     best_of,
-    relative_gain,
-    score,
+    gain_over,
+    own_of,
 )
 from dstrial.dsat.report import formatting
 from dstrial.dsat.report.document import UNITS, memory_bytes
@@ -30,15 +30,7 @@ _REFRESHES_PER_S = 2.0
 
 
 class LiveTable:
-    """Shows a search during the ``with`` block: a table on a terminal, else lines.
-
-    Args:
-        metric: that is searched for.
-        max_trials: at most so many.
-        num_parallel: how many run at the same time.
-        budget_s: seconds that the search may take; None without a limit.
-        console: where to show it; standard output if None.
-    """
+    """Shows a search during the ``with`` block: a table on a terminal, else lines."""
 
     def __init__(
         self,
@@ -70,7 +62,6 @@ class LiveTable:
             self._is_shown = False
 
     def print_line(self, line: str) -> None:
-        """Print a line above the table."""
         self._console.print(Text(line))
 
     def show(self, trials: Sequence[TrialResult]) -> None:
@@ -81,12 +72,6 @@ class LiveTable:
             self._live.update(self.drawn(trials, now_s - self._began_s), refresh=True)
 
     def drawn(self, trials: Sequence[TrialResult], running_s: float) -> Group:
-        """Return what is shown.
-
-        Args:
-            trials: so far.
-            running_s: seconds since this process began.
-        """
         best = best_of(trials, self._metric)
         num_ended = sum(1 for trial in trials if trial.outcome is not None)
         table = Table(box=None, pad_edge=False, header_style="dim", expand=True)
@@ -112,20 +97,16 @@ class LiveTable:
         return Group(table, bar, line)
 
     def best_line(self, trials: Sequence[TrialResult]) -> str:
-        """Return the best so far, and what it gains."""
         best = best_of(trials, self._metric)
-        if best is None or best.outcome is None:
+        if best is None:
             return "best so far: nothing was measured yet"
-        value = abs(score(best.outcome, self._metric) or 0.0)
+        value = abs(best.score(self._metric) or 0.0)
         line = f"best so far: {formatting.amount(value)} {UNITS[self._metric]}"
-        own = next((trial for trial in trials if trial.candidate.is_own), None)
         if best.candidate.is_own:
             return f"{line} (yours)"
-        before = None if own is None or own.outcome is None else score(own.outcome, self._metric)
-        after = score(best.outcome, self._metric)
-        if before is None or after is None:
-            return f"{line}: {best.description}"
-        return f"{line} ({formatting.share(relative_gain(after, before), signed=True)} over yours): {best.description}"
+        gain = gain_over(best, own_of(trials), self._metric)
+        over = "" if gain is None else f" ({formatting.share(gain, signed=True)} over yours)"
+        return f"{line}{over}: {best.description}"
 
     def time_left(self, trials: Sequence[TrialResult], running_s: float) -> str:
         """Return the most time it may still take, by the median trial and the budget."""
@@ -153,7 +134,7 @@ class LiveTable:
 
 
 def _worth(trial: TrialResult, metric: str) -> float:
-    value = None if trial.outcome is None else score(trial.outcome, metric)
+    value = trial.score(metric)
     return float("-inf") if value is None else value
 
 
@@ -166,10 +147,10 @@ def summary(
     lines.append("")
     state = "finished" if is_finished else "not finished"
     lines.append(f"search:        {state} ({reason})")
-    if best is None or best.outcome is None:
+    if best is None:
         lines.append("best:          nothing was measured")
     else:
-        value = score(best.outcome, metric) or 0.0
+        value = best.score(metric) or 0.0
         lines.append(f"best:          trial {best.trial_id}: {best.description}")
         lines.append(
             f"{metric + ':':<15}{formatting.four_digits(abs(value))}{_over_own(trials, best, metric)}"
@@ -192,14 +173,8 @@ def summary(
 
 def trial_table(trials: Sequence[TrialResult], metric: str) -> list[str]:
     """Return one line per trial, the best first, failures last."""
-    unmeasured = float("-inf")
-
-    def rank(trial: TrialResult) -> tuple[float, int]:
-        value = None if trial.outcome is None else score(trial.outcome, metric)
-        return -(unmeasured if value is None else value), trial.trial_id
-
     rows = [("trial", metric, "time", "why", "configuration")]
-    for trial in sorted(trials, key=rank):
+    for trial in sorted(trials, key=lambda trial: (-_worth(trial, metric), trial.trial_id)):
         took = "" if trial.seconds is None else formatting.format_duration(trial.seconds)
         rows.append((str(trial.trial_id), _shown(trial, metric), took, trial.why, trial.description))
     widths = [max(len(row[idx]) for row in rows) for idx in range(4)]
@@ -210,7 +185,6 @@ def trial_table(trials: Sequence[TrialResult], metric: str) -> list[str]:
 
 
 def ended_line(trial: TrialResult, metric: str) -> str:
-    """Say in one line how a trial has ended."""
     if isinstance(trial.outcome, Failure):
         return f"trial {trial.trial_id} failed ({trial.outcome.kind.value}): {trial.outcome.message}"
     value = None if trial.outcome is None else trial.outcome.value(metric)
@@ -231,12 +205,12 @@ def _shown(trial: TrialResult, metric: str) -> str:
 
 
 def _over_own(trials: Sequence[TrialResult], best: TrialResult, metric: str) -> str:
-    own = next((trial for trial in trials if trial.candidate.is_own), None)
-    if own is None or own.outcome is None or best.outcome is None:
+    own = own_of(trials)
+    if own is None or own.outcome is None:
         return ""
-    own_value, value = score(own.outcome, metric), score(best.outcome, metric)
     if best.candidate.is_own:
         return " (your own configuration)"
-    if own_value is None or value is None:
+    gain = gain_over(best, own, metric)
+    if gain is None:
         return " (your own configuration could not be measured)"
-    return f" ({relative_gain(value, own_value):+.1%} over your own configuration)"
+    return f" ({gain:+.1%} over your own configuration)"

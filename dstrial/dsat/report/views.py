@@ -1,10 +1,11 @@
-"""What both renderings show of a report, in the same words. Pure."""
+"""Texts, tables and charts of a report, for its page. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dstrial.dsat.core.candidate import setting_text
 from dstrial.dsat.report import formatting
 from dstrial.dsat.report.charts import Point, scatter, stacks
 
@@ -17,7 +18,6 @@ def trial(document: Document, trial_id: int | None) -> Mapping[str, Any] | None:
 
 
 def headline(document: Document) -> str:
-    """Say in one sentence what the search found."""
     best, own = trial(document, document["best"]), trial(document, document["own"])
     if best is None:
         return "Nothing could be measured."
@@ -40,7 +40,6 @@ def headline(document: Document) -> str:
 
 
 def facts(document: Document) -> list[tuple[str, str]]:
-    """Return what is known of search, model and device, as pairs."""
     state = "finished" if document["is_finished"] else "not finished"
     found = [
         ("search", f"{document['method']}, {state}: {document['reason']}"),
@@ -121,7 +120,6 @@ def ordered(document: Document) -> list[Mapping[str, Any]]:
 
 
 def needs(document: Document) -> list[str]:
-    """Return what larger micro batches would need, as sentences."""
     found = []
     for one in document["needs"]:
         whose = "the best configuration" if one["trial_id"] == document["best"] else "your own configuration"
@@ -208,7 +206,7 @@ def sensitivity_rows(document: Document) -> list[tuple[str, str, Sequence[tuple[
     for one in document["sensitivity"]:
         values = [
             (
-                formatting.setting(row["value"]),
+                setting_text(row["value"]),
                 f"{formatting.share(-row['loss'], signed=True)}, {row['count']} trial(s)"
                 if row["loss"] > 0
                 else f"best, {row['count']} trial(s)",
@@ -221,7 +219,7 @@ def sensitivity_rows(document: Document) -> list[tuple[str, str, Sequence[tuple[
 
 
 def _time_scale(document: Document) -> tuple[float, str]:
-    """Return what seconds are multiplied by in charts, and the unit."""
+    """Return the factor of seconds in charts, and the unit."""
     longest = max((row["step_s"] for row in document["trials"] if row["step_s"]), default=0.0)
     return (1.0, "s") if longest >= 2 else (1e3, "ms")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from dstrial.dsat.core.candidate import Candidate, value_at
@@ -17,12 +17,7 @@ _GROWING = {knob.path: knob for knob in KNOBS if knob.grows_memory}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Observation:
-    """A candidate that has been measured, or is being measured.
-
-    Attributes:
-        candidate: what.
-        outcome: how it ended; None while it is being measured.
-    """
+    """A candidate that has been measured, or is being measured (its outcome is None)."""
 
     candidate: Candidate
     outcome: Outcome | None
@@ -32,12 +27,8 @@ class Observation:
 class Rejection:
     """Why a candidate is not measured.
 
-    Attributes:
-        kind: ``again`` (an equal one was measured, or one that differs in a dead knob only), ``open`` (an equal one
-            is being measured), ``illegal`` or ``hopeless`` (one that needs less memory ran out of it, or a
-            prediction says so).
-        reason: one line for a person.
-        outcome: what may be taken for its outcome; None if nothing.
+    ``again``: an equal one was measured, or one that differs in a dead knob only; ``open``: an equal one is being measured;
+    ``hopeless``: one that needs less memory ran out of it. ``outcome`` may be taken for its own.
     """
 
     kind: Literal["again", "open", "illegal", "hopeless"]
@@ -46,29 +37,15 @@ class Rejection:
 
 
 class Filters:
-    """Decides what is measured.
+    """Decides which candidates are measured; all, where ``disabled`` (``--no-gates``)."""
 
-    Args:
-        space: what is searched.
-        disabled: ``--no-gates``: everything is measured.
-        fits: says why a candidate cannot fit into memory, or None; asked only if all else lets it through.
-    """
-
-    def __init__(
-        self, space: Space, *, disabled: bool = False, fits: Callable[[Candidate], str | None] | None = None
-    ) -> None:
+    def __init__(self, space: Space, *, disabled: bool = False) -> None:
         self._space = space
         self.disabled = disabled
-        self._fits = fits
         self._identities: dict[Candidate, str] = {}
 
     def check(self, candidate: Candidate, observations: Sequence[Observation]) -> Rejection | None:
-        """Return why a candidate is not measured; None if it is to be.
-
-        Args:
-            candidate: what a method would measure next.
-            observations: everything that was measured or is being measured.
-        """
+        """Return why a candidate is not measured; None if it is to be."""
         if self.disabled:
             return None
         reason = self._space.illegal_reason(candidate)
@@ -95,8 +72,6 @@ class Filters:
             ):
                 reason = f"it needs at least the memory of one that ran out of it ({self._space.describe(one.candidate)})"
                 return Rejection("hopeless", reason, Failure(one.outcome.kind, reason, "predicted"))
-        if self._fits is not None and (reason := self._fits(candidate)) is not None:
-            return Rejection("hopeless", reason, Failure(FailureKind.DEVICE_OOM, reason, "predicted"))
         return None
 
     def _identity(self, candidate: Candidate) -> str:
@@ -106,10 +81,9 @@ class Filters:
 
 
 def needs_no_less_memory(candidate: Candidate, other: Candidate, space: Space) -> bool:
-    """Say whether a candidate surely needs at least as much memory as another.
+    """Return whether a candidate surely needs at least as much memory as another.
 
-    That is so with the same stage, a micro batch that is no smaller, buckets that are no smaller, and nothing
-    else different.
+    That is so with the same stage, a micro batch that is no smaller, buckets that are no smaller, and nothing else different.
     """
     if candidate.stage != other.stage or candidate.batch.micro_batch_size < other.batch.micro_batch_size:
         return False
@@ -124,7 +98,7 @@ def needs_no_less_memory(candidate: Candidate, other: Candidate, space: Space) -
 
 
 def _value(settings: dict[str, object], path: str, space: Space) -> object:
-    """The value of a path, else that of the user's config; None if unknown."""
+    """Return the value of a path, else that of the user's config; None if unknown."""
     if path in settings:
         return settings[path]
     found: object = value_at(space.base, path)

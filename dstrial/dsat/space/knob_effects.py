@@ -42,19 +42,13 @@ Pair = tuple[Candidate, Outcome | None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KnobEffect:
-    """Two values of a knob, compared.
-
-    Attributes:
-        path: of the knob.
-        values: the two.
-        changes: (what, with the first value, with the second) for everything that differs; empty for a dead knob.
-        noise: relative; by so much times may differ without a cause.
-    """
+    """Two values of a knob, compared."""
 
     path: str
     values: tuple[Any, Any]
+    # (what, with the first value, with the second); empty for a dead knob
     changes: tuple[tuple[str, float, float], ...]
-    noise: float = 0.0
+    noise: float = 0.0  # relative; by so much times may differ without a cause
 
     @property
     def is_dead(self) -> bool:
@@ -101,10 +95,7 @@ def knob_effects(
 ) -> Iterator[KnobEffect]:
     """Compare every two measured candidates that differ in one unproven knob only.
 
-    Args:
-        space: what is searched.
-        observations: candidates with their outcomes.
-        identity: a faster ``space.identity``; None for that itself.
+    ``identity`` is a faster ``space.identity``.
     """
     same_as = identity or space.identity
     for path in knobs_without_effect(space):

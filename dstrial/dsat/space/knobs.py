@@ -21,27 +21,16 @@ _SWITCH = (True, False)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Knob:
-    """One key with the values that are worth trying.
+    """One key with the values that are worth trying."""
 
-    Attributes:
-        path: dotted key, below the top of DeepSpeed's JSON, or ``hyperparameters.<name>`` of the trial.
-        values: what is tried, in the order in which device memory grows where it does.
-        stages: ZeRO stages in which DeepSpeed reads the key.
-        in_pipeline: whether a pipeline engine reads it.
-        grows_memory: whether a larger value needs more device memory.
-        counts_params: whether the value is a number of parameters, so that two values above the model's differ in nothing
-            but the memory that is set aside.
-        is_drawn: whether the random methods draw it; the others trade memory for much time, and are tried only
-            where a prediction, the user's own config or ``--space`` asks for them.
-    """
-
-    path: str
-    values: tuple[Any, ...]
-    stages: tuple[int, ...] = ALL_STAGES
-    in_pipeline: bool = True
-    grows_memory: bool = False
+    path: str  # dotted key of DeepSpeed's JSON, or ``hyperparameters.<name>`` of the trial
+    values: tuple[Any, ...]  # in the order in which device memory grows where it does
+    stages: tuple[int, ...] = ALL_STAGES  # in which DeepSpeed reads the key
+    in_pipeline: bool = True  # a pipeline engine reads it
+    grows_memory: bool = False  # a larger value needs more device memory
+    # a number of parameters: values above the model's differ in the memory set aside only
     counts_params: bool = False
-    is_drawn: bool = True
+    is_drawn: bool = True  # by random methods; other knobs trade memory for much time
 
 
 KNOBS: tuple[Knob, ...] = (
@@ -76,12 +65,7 @@ KNOBS: tuple[Knob, ...] = (
 
 
 def useful_values(knob: Knob, num_params: float | None) -> tuple[Any, ...]:
-    """Return values that may differ for a model; above its parameters only the first.
-
-    Args:
-        knob: the knob.
-        num_params: parameters of the model; None if unknown.
-    """
+    """Return values that may differ for a model; above its parameters only the first."""
     if not knob.counts_params or num_params is None:
         return knob.values
     below = tuple(value for value in knob.values if value <= num_params)
@@ -89,13 +73,7 @@ def useful_values(knob: Knob, num_params: float | None) -> tuple[Any, ...]:
 
 
 def live_knobs(stage: int, *, is_pipeline: bool) -> tuple[Knob, ...]:
-    """Return the knobs that DeepSpeed reads in a stage."""
     return tuple(knob for knob in KNOBS if stage in knob.stages and (knob.in_pipeline or not is_pipeline))
-
-
-def legal_stages(*, is_pipeline: bool) -> tuple[int, ...]:
-    """Return the ZeRO stages that an engine can run."""
-    return (0, 1) if is_pipeline else ALL_STAGES
 
 
 def drop_dead_keys(merged: dict[str, Any], stage: int) -> None:
@@ -111,12 +89,7 @@ def drop_dead_keys(merged: dict[str, Any], stage: int) -> None:
 
 
 def live_zero(effective: Mapping[str, Any], stage: int) -> dict[str, Any]:
-    """Return the ZeRO section that a stage reads.
-
-    Args:
-        effective: the config with all defaults in it.
-        stage: ZeRO stage.
-    """
+    """Return the ZeRO section that a stage reads, of a config with all defaults in it."""
     zero = dict(effective[ZERO])
     for key in zero_keys_without_effect(stage):
         zero.pop(key, None)
@@ -130,13 +103,7 @@ def live_zero(effective: Mapping[str, Any], stage: int) -> dict[str, Any]:
 def with_neutral_values(
     settings: Sequence[tuple[str, Any]], stage: int, base: Mapping[str, Any]
 ) -> tuple[tuple[str, Any], ...]:
-    """Return sorted settings, neutral where a stage refuses the user's own value.
-
-    Args:
-        settings: (dotted path, value) pairs.
-        stage: ZeRO stage.
-        base: the user's own config.
-    """
+    """Return sorted settings, neutral where a stage refuses the user's own value."""
     values = dict(settings)
     zero = base.get(ZERO)
     given = zero if isinstance(zero, Mapping) else {}
@@ -152,13 +119,7 @@ def with_neutral_values(
 
 
 def refusal(found: CheckResult, candidate: Candidate, own_warnings: Collection[str]) -> str | None:
-    """Say why a candidate is refused or which setting has no effect; None if legal.
-
-    Args:
-        found: the check of the candidate's config.
-        candidate: what it is made of.
-        own_warnings: of the user's own config.
-    """
+    """Return why a candidate is refused or which setting has no effect; None if legal."""
     if found.problems:
         return str(found.problems[0])
     changed = {path for path, _ in candidate.settings}
@@ -176,9 +137,5 @@ def refusal(found: CheckResult, candidate: Candidate, own_warnings: Collection[s
 
 
 def width_of(effective: Mapping[str, Any]) -> int:
-    """Return 2 for a config with half precision (fp16 or bf16), else 4.
-
-    Args:
-        effective: the config with all defaults in it.
-    """
+    """Return 2 for a config with half precision (fp16 or bf16), else 4; ``effective`` has all defaults in it."""
     return 2 if effective["fp16"]["enabled"] or effective["bf16"]["enabled"] else 4

@@ -20,11 +20,7 @@ _FOR_IT = 8  # micro batches per stage: 8 P / (8 P + P - 1) is nearly 0.9
 
 
 def efficiency(accumulation: int, num_stages: int) -> float:
-    """Return the share of a step outside of filling and draining the pipeline.
-
-    Args:
-        accumulation: micro batches of a step.
-        num_stages: stages, of equal work.
+    """Return the share of a step outside of filling and draining a pipeline of equal stages.
 
     Source: Huang et al. 2019 (GPipe), section 2.3; the same for 1F1B (Narayanan et al. 2021).
     """
@@ -37,12 +33,7 @@ def enough_accumulation(num_stages: int) -> int:
 
 
 def first_position(splits: Sequence[BatchSplit], num_stages: int) -> int:
-    """Return the largest micro batch with enough of them in a step, else the smallest.
-
-    Args:
-        splits: how the batch may be divided, by ascending micro batch.
-        num_stages: stages.
-    """
+    """Return the largest micro batch with enough of them in a step, else the smallest."""
     good = [
         position
         for position, split in enumerate(splits)
@@ -53,13 +44,7 @@ def first_position(splits: Sequence[BatchSplit], num_stages: int) -> int:
 
 
 def stages_path(paths: Sequence[str], hyperparameters: Mapping[str, Any], sizes: ParallelDims) -> str | None:
-    """Return the ``--space`` path that changes pipeline stages; None without.
-
-    Args:
-        paths: of the file.
-        hyperparameters: of the experiment, as a trial reads them.
-        sizes: of the experiment.
-    """
+    """Return the ``--space`` path that changes pipeline stages; None without."""
     for name in STAGE_NAMES:
         path = f"{HYPERPARAMETERS}{name}"
         if path in paths and sizes.has_pipeline_engine and hyperparameters.get(name) == sizes.pp:
@@ -68,25 +53,14 @@ def stages_path(paths: Sequence[str], hyperparameters: Mapping[str, Any], sizes:
 
 
 def with_stages(sizes: ParallelDims, num_stages: Any) -> ParallelDims:
-    """Return the sizes of a job with another number of stages.
-
-    Raises:
-        ValueError: the ranks cannot be divided so.
-    """
+    """Return the sizes of a job with another number of stages; ``ValueError`` if the ranks cannot be divided so."""
     if not isinstance(num_stages, int) or isinstance(num_stages, bool):
         raise ValueError(f"pipeline stages are {num_stages!r}; expected a whole number. Correct it.")
     return dataclasses.replace(sizes, pp=num_stages, is_pipeline=True)
 
 
 def divided_anew(batch: BatchSplit, sizes: ParallelDims, num_stages: int, *, is_free: bool) -> BatchSplit:
-    """Return a batch as the replicas of another number of stages divide it.
-
-    Args:
-        batch: as the replicas of the user's own number of stages divide it.
-        sizes: of the experiment.
-        num_stages: stages.
-        is_free: whether the global batch changes with the micro batch.
-    """
+    """Return a batch as the replicas of another number of stages divide it."""
     replicas = with_stages(sizes, num_stages).dp
     if is_free:
         accumulation = max(batch.accumulation, enough_accumulation(num_stages))
@@ -97,12 +71,7 @@ def divided_anew(batch: BatchSplit, sizes: ParallelDims, num_stages: int, *, is_
 
 
 def uneven(num_stages: int, hyperparameters: Mapping[str, Any]) -> str | None:
-    """Say why stages cannot share layers evenly; None if they can, or it is unknown.
-
-    Args:
-        num_stages: stages.
-        hyperparameters: of the experiment, as a trial reads them.
-    """
+    """Return why stages cannot share layers evenly; None if they can, or it is unknown."""
     for name in LAYER_NAMES:
         num_layers = hyperparameters.get(name)
         if isinstance(num_layers, int) and num_layers % num_stages:

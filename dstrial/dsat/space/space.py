@@ -29,7 +29,6 @@ from dstrial.dsat.space.knobs import (
     ZERO,
     Knob,
     drop_dead_keys,
-    legal_stages,
     live_knobs,
     live_zero,
     refusal,
@@ -55,28 +54,17 @@ _MOST_CHECKED = 1024
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Structure:
-    """Everything of a configuration but its batch.
-
-    Attributes:
-        stage: ZeRO stage.
-        settings: (dotted path, value) pairs in the order of their paths.
-    """
+    """Everything of a configuration but its batch."""
 
     stage: int
-    settings: tuple[tuple[str, Any], ...]
+    settings: tuple[tuple[str, Any], ...]  # (dotted path, value), sorted
 
 
 class Space:
     """The configurations that may be measured for one experiment.
 
-    Args:
-        base: the user's DeepSpeed config, merged; not changed.
-        sizes: ranks and their division.
-        stages: ZeRO stages that may be tried.
-        train_batch_size: the global batch to keep; None for the config's own.
-        free_batch: whether the global batch follows the micro batch instead.
-        extra: ``--space``: path -> values, instead of a knob's own or for a new one.
-        hyperparameters: of the experiment, as a trial reads them; what a path of ``--space`` has in the user's own configuration.
+    ``base`` is the user's merged DeepSpeed config. ``free_batch`` lets the global batch follow the micro batch. ``extra`` is
+    ``--space``: path -> values, instead of a knob's own or for a new one; ``hyperparameters`` are what a trial reads.
 
     Raises:
         ConfigError: the config has no solvable batch, or the batch cannot be shared by the replicas.
@@ -117,7 +105,7 @@ class Space:
         )
         self.stages_path = stages_path(tuple(self.extra), self._hyperparameters, sizes)
         self.replicas = batch.data_parallel_size
-        legal = legal_stages(is_pipeline=sizes.has_pipeline_engine)
+        legal = (0, 1) if sizes.has_pipeline_engine else ALL_STAGES
         self.stages = tuple(stage for stage in sorted(set(stages)) if stage in legal) or (self._stage,)
         self._reasons: dict[str, str | None] = {}
         self._refusals: dict[tuple[int, str, str], str | None] = {}
@@ -125,7 +113,6 @@ class Space:
 
     @property
     def own_stage(self) -> int:
-        """The ZeRO stage of the user's own configuration."""
         return self._stage
 
     @property
@@ -134,7 +121,6 @@ class Space:
         return width_of(self._effective)
 
     def own(self) -> Candidate:
-        """Return the user's own configuration."""
         return Candidate(self._stage, (), self._own_batch, is_own=True)
 
     def smallest(self) -> Candidate:
@@ -164,7 +150,7 @@ class Space:
         )
 
     def rejection_reason(self, path: str, value: Any) -> str | None:
-        """Say why no stage can try a value of ``--space``; None if any can."""
+        """Return why no stage can try a value of ``--space``; None if any can."""
         reason = None
         for stage in self.stages:
             if self.illegal_reason(self.candidate(self._structure(stage, []), 0)) is not None:
@@ -175,7 +161,7 @@ class Space:
         return reason
 
     def _refusal(self, stage: int, path: str, value: Any) -> str | None:
-        """Say why a stage refuses a value, whatever goes with it; None if it does not."""
+        """Return why a stage refuses a value, whatever goes with it; None if it does not."""
         key = (stage, path, repr(value))
         if key not in self._refusals:
             self._refusals[key] = self._new_refusal(stage, path, value)
@@ -202,13 +188,7 @@ class Space:
         return first
 
     def draw(self, random: SearchRandom, stage: int, num_params: float | None = None) -> Structure:
-        """Draw one value of every knob that the random methods draw.
-
-        Args:
-            random: where from.
-            stage: ZeRO stage.
-            num_params: parameters of the model, above which sizes do not differ; None to draw from all values.
-        """
+        """Draw one value of every knob that the random methods draw; sizes above ``num_params`` count once."""
         settings = []
         for knob in self.knobs(stage):
             if knob.is_drawn:
@@ -229,11 +209,9 @@ class Space:
         return ", ".join(words)
 
     def structures(self, stage: int, knobs: Sequence[Knob] | None = None) -> Iterator[Structure]:
-        """Yield every combination of some knobs' values in a stage; legal or not.
+        """Yield every combination of some knobs' values in a stage, legal or not.
 
-        Args:
-            stage: ZeRO stage.
-            knobs: those to combine; all of the stage if None, which may be tens of thousands.
+        All knobs of a stage may have tens of thousands.
         """
         chosen = self.knobs(stage) if knobs is None else tuple(knobs)
         for values in itertools.product(*(knob.values for knob in chosen)):
@@ -249,7 +227,7 @@ class Space:
         )
 
     def candidate(self, structure: Structure, position: int) -> Candidate:
-        """Return a structure with the micro batch at a position of the ladder."""
+        """Return a structure with the micro batch at a position of the grid."""
         batch = self.batch_size_grid.split(position)
         num_stages = self._num_stages(structure.settings)
         if num_stages != self.sizes.pp and not self.sizes_problem(structure.settings):
@@ -264,7 +242,7 @@ class Space:
         return with_stages(self.sizes, self._num_stages(candidate.settings))
 
     def sizes_problem(self, settings: Sequence[tuple[str, Any]]) -> str | None:
-        """Say why settings cannot divide ranks or layers; None if they can."""
+        """Return why settings cannot divide ranks or layers; None if they can."""
         if self.stages_path is None:
             return None
         num_stages = self._num_stages(settings)
@@ -285,7 +263,7 @@ class Space:
         return merged
 
     def checked(self, candidate: Candidate) -> CheckResult:
-        """Return what the check of DeepSpeed configs says of a candidate's."""
+        """Return the check of a candidate's DeepSpeed config."""
         # A text, because values of --space may be lists, and 1 and True are equal but not the same to DeepSpeed.
         key = json.dumps(candidate.to_json(), sort_keys=True)
         if key not in self._checked:
@@ -297,7 +275,7 @@ class Space:
         return self._checked[key]
 
     def illegal_reason(self, candidate: Candidate) -> str | None:
-        """Say why a candidate is refused, or what in it has no effect; None if legal."""
+        """Return why a candidate is refused, or what in it has no effect; None if legal."""
         if candidate.is_own:
             return None
         key = json.dumps(candidate.to_json(), sort_keys=True)

@@ -25,7 +25,7 @@ from dstrial.ranks.identity import identify
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Guard this slot's rank, and on rank 0 work off the orders. Ranks: all."""
+    """Supervise this slot's rank, and on rank 0 run the tasks. Ranks: all."""
     parser = argparse.ArgumentParser(prog="python -m dstrial.dsat.worker")
     parser.add_argument("--trial", required=True)
     parser.add_argument("--config", type=Path)

@@ -24,19 +24,7 @@ _AGAIN = 0
 
 
 def run_worker(transport: Transport, ranks: RankPool, *, idle_s: float = IDLE_S) -> str:
-    """Measure what is ordered.
-
-    Args:
-        transport: where orders come from.
-        ranks: who measures.
-        idle_s: end after so many seconds without an order.
-
-    Returns:
-        Why it ended, one line.
-
-    Raises:
-        RankError: a slot is lost.
-    """
+    """Measure tasks until the search is over; return why the worker ends."""
     answered = transport.answered_tasks()
     incumbent = Incumbent()
     busy_at_s = time.monotonic()
@@ -62,14 +50,14 @@ def run_worker(transport: Transport, ranks: RankPool, *, idle_s: float = IDLE_S)
 
 
 def _is_given_up(transport: Transport) -> bool:
-    """Say whether a measurement is to end early: nobody waits, or slots are wanted."""
+    """Return whether a measurement is to end early: nobody waits, or slots are wanted."""
     return transport.should_stop() or transport.task_queue().results is not None
 
 
 def _measured(
     order: Task, ranks: RankPool, incumbent: Incumbent, is_given_up: Callable[[], bool]
 ) -> TaskResult | None:
-    """Return an order's answer; None if it was given up."""
+    """Return a task's result; None if it was given up."""
     if order.best is not None:
         incumbent.consider(order.best["hparams"], Measured(order.best["metrics"]), order.metric)
     logger.info("order %d begins", order.number)
@@ -119,21 +107,16 @@ _TIMES = ("latency", "latency_low", "latency_high", "forward", "backward", "step
 class Incumbent:
     """The best configuration that a worker has measured.
 
-    A machine gets slower or faster within a search: heat, clocks, neighbours. What comes near the best one or beats it has
-    the best one measured again; where the two measurements of it disagree by more than their intervals, the new result's
-    times are brought to the time of the first. Only ``end_to_end_throughput`` stays what was seen: it says what a training
-    will do, not which configuration is better.
-
-    Attributes:
-        hparams: of it; None before the first.
-        measured: what was measured at first.
+    A machine gets slower or faster within a search: heat, clocks, neighbours. A result that comes near the best one or beats it
+    has the best one measured again. If its two measurements disagree by more than their intervals, the times of the new result
+    are corrected. Only ``end_to_end_throughput`` stays: it says what a training will do, not which configuration is better.
     """
 
     hparams: dict[str, Any] | None = None
-    measured: Measured | None = None
+    measured: Measured | None = None  # its first measurement
 
     def is_worth_measuring_again(self, outcome: Outcome, metric: str) -> bool:
-        """Say whether a result is so near that the machine's drift could decide."""
+        """Return whether a result is so near that the machine's drift could decide."""
         mine = None if self.measured is None else score(self.measured, metric)
         theirs = score(outcome, metric)
         if mine is None or theirs is None:

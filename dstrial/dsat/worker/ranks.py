@@ -21,12 +21,7 @@ _ENDS_RANKS = (FailureKind.DEVICE_OOM, FailureKind.HOST_OOM, FailureKind.COMMUNI
 
 
 class RankPool:
-    """The ranks of a worker.
-
-    Args:
-        lines: to the guardians, by rank.
-        host: address at which ranks reach rank 0.
-    """
+    """The ranks of a worker, which reach rank 0 at the address ``host``."""
 
     def __init__(self, lines: Mapping[int, Connection], host: str) -> None:
         self._connections = dict(lines)
@@ -42,19 +37,10 @@ class RankPool:
         deadline_s: float,
         is_given_up: Callable[[], bool] = lambda: False,
     ) -> TaskResult | None:
-        """Have all ranks measure a configuration.
-
-        Args:
-            number: of the order.
-            hparams: of the trial.
-            deadline_s: they are ended after so many seconds.
-            is_given_up: asked about once a second meanwhile; where it says so, the ranks are ended.
-
-        Returns:
-            How it ended; None if it was given up.
+        """Have all ranks measure a configuration; None if it was given up, which is asked once a second.
 
         Raises:
-            RankError: a guardian has gone, and with it a slot.
+            RankError: a supervisor has gone, and with it a slot.
         """
         began_s = time.monotonic()
         if self._is_fresh_needed:
@@ -86,7 +72,6 @@ class RankPool:
         return TaskResult(number, outcome, time.monotonic() - began_s, self.generation, reason, details)
 
     def end(self) -> None:
-        """Let all guardians and ranks end."""
         for line in self._connections.values():
             line.send({"do": "end"})
             line.close()
@@ -96,7 +81,7 @@ class RankPool:
     def _receive_all(
         self, number: int, deadline_at_s: float, is_given_up: Callable[[], bool]
     ) -> tuple[dict[int, dict[str, Any]] | None, bool]:
-        """Return each rank's words, None if given up, and whether the deadline came first."""
+        """Return each rank's message, None if given up, and whether the deadline came first."""
         said: dict[int, dict[str, Any]] = {}
         until_s = deadline_at_s
         ask_at_s = time.monotonic() + _ASK_PERIOD_S

@@ -20,11 +20,6 @@ _WAIT_S = 900.0
 
 
 def main() -> int:
-    """Wait for the files, and keep them.
-
-    Raises:
-        DstrialError: none came.
-    """
     info = det.get_cluster_info()
     if info is None or info.task_type != "TRIAL":
         raise DstrialError(

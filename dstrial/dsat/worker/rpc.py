@@ -32,13 +32,7 @@ _NUM_PORTS = 14_000
 
 
 class Connection:
-    """An end of a connection; messages are JSON, one per line, after their tag.
-
-    Args:
-        socket: both ends of which have been greeted.
-        key: of this connection alone.
-        is_chief: which end this is.
-    """
+    """An end of a connection; messages are JSON, one per line, after their tag."""
 
     def __init__(self, connection: socket.socket, key: bytes, *, is_chief: bool) -> None:
         self.socket = connection
@@ -48,11 +42,10 @@ class Connection:
         self._unread = b""
 
     def fileno(self) -> int:
-        """Return the descriptor, for ``select``."""
         return self.socket.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message; does nothing if the other side has gone, as ``receive`` tells."""
+        """Send a message; no-op if the other side has gone, which ``receive`` reports."""
         text = json.dumps(message).encode()
         told = tag(self._key, self._directions[0], b"%d" % self._num_sent, text).hex().encode()
         self._num_sent += 1
@@ -60,11 +53,7 @@ class Connection:
             self.socket.sendall(told + b" " + text + b"\n")
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """Return what has come once ``select`` says so; None if the other side has gone.
-
-        Raises:
-            RankError: it does not come from the other side.
-        """
+        """Return the messages that have come once ``select`` says so; None if the other side has gone."""
         try:
             chunk = self.socket.recv(1 << 16)
         except OSError:
@@ -87,7 +76,6 @@ class Connection:
         return message
 
     def close(self) -> None:
-        """End the connection."""
         self.socket.close()
 
 
@@ -100,11 +88,7 @@ def job_name() -> str:
 
 
 def listen(identity: RankIdentity) -> socket.socket:
-    """Return the socket on which the chief waits for its guardians.
-
-    Raises:
-        RankError: the port is taken, or the worker has several machines and no secret.
-    """
+    """Return the socket on which the chief waits for its supervisors."""
     family, address = _address(identity)
     try:
         if family == socket.AF_INET:
@@ -124,11 +108,7 @@ def listen(identity: RankIdentity) -> socket.socket:
 
 
 def accept_supervisors(server: socket.socket, identity: RankIdentity) -> dict[int, Connection]:
-    """Return the connections of all guardians, by rank; others are closed.
-
-    Raises:
-        RankError: not all came in time.
-    """
+    """Return the connections of all supervisors, by rank; others are closed."""
     lines: dict[int, Connection] = {}
     give_up_at_s = time.monotonic() + _MEET_S
     with server:
@@ -151,11 +131,7 @@ def accept_supervisors(server: socket.socket, identity: RankIdentity) -> dict[in
 
 
 def connect(identity: RankIdentity) -> Connection:
-    """Return a guardian's connection to its chief.
-
-    Raises:
-        RankError: there is none, or the worker has several machines and no secret.
-    """
+    """Return a supervisor's connection to its chief."""
     family, address = _address(identity)
     give_up_at_s = time.monotonic() + _MEET_S
     while True:
@@ -177,7 +153,7 @@ def connect(identity: RankIdentity) -> Connection:
 
 
 def _greeted_supervisor(connection: socket.socket) -> tuple[int, Connection] | None:
-    """Return who has connected and its line, None if it is no guardian of this worker."""
+    """Return the rank of a connected supervisor and its connection; None if it is none of this worker."""
     if not _is_own_account(connection):
         return None
     nonce = secrets.token_hex(16)
@@ -232,12 +208,12 @@ def _connection_key(nonce: str, answer: str, rank: int) -> bytes:
 
 
 def _key() -> bytes:
-    """The key of this worker: from its job's secret, if any, and its slots' secret."""
+    """Return the key of this worker: from its job's secret, if any, and its slots' secret."""
     return tag(key_from_environ(os.environ) or b"", b"dsat", job_name().encode())
 
 
 def _is_own_account(connection: socket.socket) -> bool:
-    """Whether the other end is of this account, as the kernel knows on one machine."""
+    """Return whether the other end is of this account, as the kernel knows on one machine."""
     if connection.family != socket.AF_UNIX:
         return True
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -254,7 +230,7 @@ def ready(lines: Sequence[Any], timeout_s: float) -> list[Any]:
 
 
 def _address(identity: RankIdentity) -> tuple[socket.AddressFamily, Any]:
-    """The chief's address: a socket without a file, local to this machine, on one.
+    """Return the chief's address: on one machine a socket without a file, local to it.
 
     Raises:
         RankError: the worker has several machines, and no secret.

@@ -23,7 +23,7 @@ _RANK_MODULE = "dstrial.dsat.rank.rank_server"
 
 
 class _Rank:
-    """A rank's process, and the pipe on which it answers."""
+    """A rank's process, and the pipe on which it sends results."""
 
     def __init__(self, generation: int, words: Sequence[str], variables: Mapping[str, str]) -> None:
         self.generation = generation
@@ -44,18 +44,17 @@ class _Rank:
             os.close(writer)
 
     def fileno(self) -> int:
-        """Return the descriptor of its answers."""
         return self._answers
 
     def order(self, message: Mapping[str, Any]) -> None:
-        """Hand it an order; one that has died is noticed by its closed pipe."""
+        """Send a task; a dead rank is noticed by its closed pipe."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
             self.process.stdin.flush()
 
     def answers(self) -> list[dict[str, Any]] | None:
-        """Return what it has answered; None if it has ended."""
+        """Return its results so far; None if it has ended."""
         chunk = os.read(self._answers, 1 << 16)
         if not chunk:
             return None
@@ -75,12 +74,7 @@ class _Rank:
 
 
 def supervise(line: Connection, words: Sequence[str]) -> None:
-    """Do what the chief says until ``end`` or its exit; the rank then ends too.
-
-    Args:
-        line: to the chief.
-        words: arguments of the rank's program.
-    """
+    """Follow the chief's messages until ``end`` or its exit; the rank then ends too."""
     rank: _Rank | None = None
     try:
         while True:
@@ -120,14 +114,14 @@ def supervise(line: Connection, words: Sequence[str]) -> None:
 
 
 def _status_of(rank: _Rank) -> int:
-    """The status of a rank that closed its pipe, after a moment to finish dying."""
+    """Return the status of a rank that closed its pipe, after a moment to finish dying."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         rank.process.wait(5.0)
     return rank.end()
 
 
 def _variables(message: Mapping[str, Any]) -> dict[str, str]:
-    """A rank's environment: its own rendezvous; the agent's knows only supervisors."""
+    """Return a rank's environment: its own rendezvous; the launcher's knows only supervisors."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     meeting = kept.get(STORE_VARIABLE)
     if meeting:

@@ -26,7 +26,7 @@ _NOTES_BEGIN = "Orders of dsat to its worker (JSON; do not edit):\n"
 
 
 def is_outage(error: Exception) -> bool:
-    """Say whether a client's exception means an absent master, not a refusal.
+    """Return whether a client's exception means an absent master, not a refusal.
 
     Source: ``determined.common.api._session`` 0.38.1; exceptions of requests that it lets through are OSErrors.
     """
@@ -39,7 +39,7 @@ def is_outage(error: Exception) -> bool:
 
 
 def outage_errors() -> tuple[type[Exception], ...]:
-    """Return what may be raised where the master is away; :func:`is_outage` decides."""
+    """Return the exceptions of an absent master; :func:`is_outage` decides."""
     from determined.common.api import errors
 
     return (errors.BadRequestException, OSError)
@@ -67,12 +67,6 @@ class Transport(Protocol):
 
 
 class FileTransport:
-    """Files in a directory of this machine.
-
-    Args:
-        directory: of the worker.
-    """
-
     poll_s = 0.02
 
     def __init__(self, directory: Path) -> None:
@@ -80,12 +74,10 @@ class FileTransport:
         repair_json_lines(directory / ANSWERS_NAME)
 
     def task_queue(self) -> TaskQueue:
-        """Return what the driver has written."""
         fields = read_json(self._directory / ORDERS_NAME)
         return TaskQueue() if fields is None else TaskQueue.from_json(fields)
 
     def answered_tasks(self) -> set[int]:
-        """Read the file of answers."""
         return {int(row["number"]) for row in read_json_lines(self._directory / ANSWERS_NAME)}
 
     def report(self, answer: TaskResult) -> None:
@@ -100,23 +92,16 @@ class FileTransport:
                 time.sleep(_RETRY_S)
 
     def keep(self, results: Mapping[str, str]) -> None:
-        """Do nothing: the driver writes them into the search's directory itself."""
+        """No-op: the driver writes the files into the search's directory itself."""
 
     def should_stop(self) -> bool:
-        """Nobody wants the slots of this machine back."""
         return False
 
 
 class ExperimentTransport:
-    """The experiment's notes from the driver, and the trial's metrics.
+    """The experiment's notes from the driver, and the trial's metrics; retries while the master is away.
 
-    Both are open to any client of any Determined: nothing of the protocol is new. Waits for a master that is away.
-
-    Args:
-        core_context: entered, of rank 0.
-        experiment_id: the worker's own.
-        trial_id: its trial.
-        trial_run_id: the trial's run, as its environment names it.
+    Both are open to any client of any Determined: nothing of the protocol is new.
     """
 
     poll_s = 0.3
@@ -131,7 +116,7 @@ class ExperimentTransport:
         self._trial_id, self._trial_run_id = trial_id, trial_run_id
 
     def task_queue(self) -> TaskQueue:
-        """Return what the notes say, or said before the master was away."""
+        """Return the queue in the notes, or the last known one while the master is away."""
         try:
             self._experiment.reload()
         except outage_errors() as error:
@@ -174,8 +159,6 @@ class ExperimentTransport:
         self._retry_until_available(report)
 
     def keep(self, results: Mapping[str, str]) -> None:
-        """Put the files into a checkpoint."""
-
         def store() -> None:
             metadata = {"steps_completed": 0, "dsat": True}
             with self._core.checkpoint.store_path(metadata) as (path, _uuid):
@@ -185,7 +168,6 @@ class ExperimentTransport:
         self._retry_until_available(store)
 
     def should_stop(self) -> bool:
-        """Say whether the master wants the slots for another experiment."""
         try:
             return bool(self._core.preempt.should_preempt())
         except outage_errors() as error:
@@ -204,7 +186,7 @@ class ExperimentTransport:
 
 
 def answer_from_row(row: Mapping[str, Any]) -> TaskResult:
-    """Return what :meth:`ExperimentTransport.answer` has reported."""
+    """Return the result that :meth:`ExperimentTransport.report` has reported."""
     fields = json.loads(row["answer"])
     if "failure" not in fields:
         fields["metrics"] = {
@@ -214,21 +196,17 @@ def answer_from_row(row: Mapping[str, Any]) -> TaskResult:
 
 
 def notes_of(book: TaskQueue) -> str:
-    """Return a book as notes of an experiment."""
+    """Return a queue as notes of an experiment."""
     return _NOTES_BEGIN + json.dumps(book.to_json())
 
 
 def are_orders(notes: str) -> bool:
-    """Say whether notes are those of :func:`notes_of`, not of a person."""
+    """Return whether notes are those of :func:`notes_of`, not of a person."""
     return notes.startswith(_NOTES_BEGIN)
 
 
 def book_from_notes(notes: str) -> TaskQueue:
-    """Return what :func:`notes_of` was called on; an empty book for other notes.
-
-    Raises:
-        DstrialError: somebody has edited it.
-    """
+    """Return the queue of :func:`notes_of`; an empty one for other notes."""
     if not notes.startswith(_NOTES_BEGIN):
         return TaskQueue()
     try:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 from pathlib import Path
 
 import pytest
-import yaml
+from searching import settings_of, write_experiment
 from waiting import wait_for
 
 from dstrial.dsat.backends.local import LocalBackend
 from dstrial.dsat.backends.processes import found, launch
 from dstrial.dsat.backends.trial_spec import measuring_spec
-from dstrial.dsat.cli import build_parser, flags_of
-from dstrial.dsat.config import read_config
 from dstrial.dsat.core.journal import SearchRecord
 from dstrial.dsat.core.outcome import Failure, FailureKind, failure_line
 
@@ -75,31 +72,12 @@ def _age(directory: Path) -> None:
 
 
 def _backend(directory: Path) -> tuple[LocalBackend, SearchRecord]:
-    path = _experiment(directory, entrypoint="python3 -m dstrial.launch train.py")
-    words = ["asha", str(path), str(directory / "model"), "--local", "--output", str(directory / "out")]
-    settings = read_config(flags_of(build_parser("dsat").parse_args(words)))
+    path = write_experiment(directory, BASE, entrypoint="python3 -m dstrial.launch train.py")
+    settings = settings_of(path, "--local", "--output", str(directory / "out"))
     record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
     return LocalBackend(settings, record), record
 
 
-def _experiment(directory: Path, entrypoint: str) -> Path:
-    model_dir = directory / "model"
-    model_dir.mkdir()
-    (model_dir / "ds.json").write_text(json.dumps(BASE))
-    (model_dir / "train.py").write_text("")
-    config = {
-        "name": "local",
-        "entrypoint": entrypoint,
-        "hyperparameters": {"deepspeed_config": "ds.json"},
-        "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": 10}},
-        "resources": {"slots_per_trial": 1},
-    }
-    path = directory / "exp.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
-
-
-@pytest.mark.process
 def test_launcher_of_a_script_is_found_and_ended(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text(
         "import os, pathlib, time\npathlib.Path('rank').write_text(str(os.getpid()))\ntime.sleep(1000)\n"

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import yaml
+from searching import events, settings_of, write_experiment
 from surfaces import BASE, surface
 
 from dstrial.config.parsing.documents import read_yaml
 from dstrial.dsat.backends.base import Ended
 from dstrial.dsat.backends.trial_spec import TrialSpec, full_config
-from dstrial.dsat.cli import build_parser, flags_of
-from dstrial.dsat.config import SearchConfig, read_config, with_parallel
+from dstrial.dsat.config import SearchConfig, with_parallel
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.journal import SearchRecord, SearchStatus
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, TrialResult, best_of
@@ -63,6 +63,7 @@ class FormulaBackend:
         if spec.trial_id not in self.world["started"]:
             self.world["started"][spec.trial_id] = self.world["started"].get(spec.trial_id, 0) + 1
         self._specs[spec.trial_id] = spec
+        self.world.setdefault("given", []).append(spec)
         self._live()
         return {"n": spec.trial_id}
 
@@ -122,26 +123,12 @@ def _candidate_of(spec: TrialSpec) -> Candidate:
 
 @pytest.fixture
 def experiment(tmp_path: Path) -> Path:
-    model_dir = tmp_path / "model"
-    model_dir.mkdir()
-    (model_dir / "model_def.py").write_text("class MyTrial:\n    pass\n")
-    (model_dir / "ds.json").write_text(json.dumps(BASE))
-    config = {
-        "name": "formula",
-        "entrypoint": "model_def:MyTrial",
-        "hyperparameters": {"deepspeed_config": "ds.json"},
-        "searcher": {"name": "single", "metric": "loss", "max_length": {"batches": 10}},
-        "resources": {"slots_per_trial": 8},
-    }
-    path = tmp_path / "exp.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
+    return write_experiment(tmp_path, BASE, resources={"slots_per_trial": 8})
 
 
-def _settings(experiment: Path, *flags: str, method: str = "asha") -> SearchConfig:
-    output = [] if "--output" in flags else ["--output", str(experiment.parent / "out")]
-    words = [method, str(experiment), str(experiment.parent / "model"), "-m", "throughput", *flags, *output]
-    return with_parallel(read_config(flags_of(build_parser("dsat").parse_args(words))), 2)
+def _settings(experiment: Path, *flags: str) -> SearchConfig:
+    output = ("--output", str(experiment.parent / "out"))
+    return with_parallel(settings_of(experiment, "-m", "throughput", *flags, *output), 2)
 
 
 def _run(
@@ -179,7 +166,7 @@ def test_a_search_that_is_killed_at_every_line_loses_and_repeats_no_trial(experi
     assert {one.trial_id: (one.candidate, one.outcome) for one in driver.trials.values()} == expected
     assert all(num == 1 for num in world["started"].values())
     assert {path.name: path.read_text() for path in settings.output.glob("best_*")} == files
-    results = [row["trial_id"] for row in _events(settings) if row["event"] == "result"]
+    results = [row["trial_id"] for row in events(settings.output) if row["event"] == "result"]
     assert sorted(results) == [1, 2, 3, 4, 5, 6]
 
 
@@ -219,7 +206,7 @@ def test_a_trial_that_found_no_room_on_the_disk_is_measured_when_there_is_some(
         one.trial_id: one.outcome for one in undisturbed.trials.values()
     }
     assert sum("finds no room on the disk (No space left on device)" in line for line in told) == 1
-    assert all("NO_ROOM" not in json.dumps(event) for event in _events(settings))
+    assert all("NO_ROOM" not in json.dumps(event) for event in events(settings.output))
 
 
 def test_the_report_so_far_is_shown_where_trials_run_once_for_all_news_of_a_while(
@@ -278,39 +265,39 @@ def test_what_a_finished_search_has_left_running_is_ended_by_the_same_command(ex
     end, _, _ = _run(settings, world)
     assert end.is_finished
     assert "best_ds_config.json" in world["kept"]
-    assert _events(settings)[-1]["event"] == "cleared"
+    assert events(settings.output)[-1]["event"] == "cleared"
 
 
 def test_a_measurement_is_told_the_best_one_with_which_it_is_compared(experiment: Path) -> None:
     settings = _settings(experiment, "--max-trials", "3")
-    record = SearchRecord.open(settings.output, settings.fingerprint, settings.method, is_fresh=False)
-    given: list[TrialSpec] = []
+    world: dict[str, Any] = {"started": {}}
+    _run(settings, world)
 
-    class Remembering(FormulaBackend):
-        def start(self, spec: TrialSpec) -> dict[str, Any]:
-            given.append(spec)
-            return super().start(spec)
-
-    with record.lock():
-        method = search_method(settings.method, settings.space, settings.options, Filters(settings.space))
-        backend = Remembering({"started": {}})
-        Driver(settings, record, method, lambda: backend, lambda _line: None, poll_s=0.0).run([])
-
-    assert given[0].best is None
-    assert given[1].best is not None
-    hparams, metrics = given[1].best
-    assert hparams == given[0].hparams
+    own, second, _ = world["given"]
+    assert own.best is None
+    assert second.best is not None
+    hparams, metrics = second.best
+    assert hparams == own.hparams
     assert metrics["throughput"] > 0
 
 
-def test_a_search_that_was_killed_before_it_could_name_itself_may_begin(experiment: Path) -> None:
+def test_a_search_begins_where_another_was_killed_and_in_no_directory_or_process_of_others(
+    experiment: Path,
+) -> None:
     settings = _settings(experiment)
     settings.output.mkdir()
     (settings.output / ".search.json.123.tmp").write_text("{")
 
-    record = SearchRecord.open(settings.output, settings.fingerprint, "asha", is_fresh=False)
+    def opened() -> SearchRecord:
+        return SearchRecord.open(settings.output, settings.fingerprint, "asha", is_fresh=False)
 
+    record = opened()
     assert (record.path / "search.json").exists()
+    with record.lock(), pytest.raises(LaunchError, match="another process"), record.lock():
+        pass
+    (record.path / "search.json").rename(record.path / "thesis.tex")
+    with pytest.raises(ConfigError, match="holds something else"):
+        opened()
 
 
 def test_a_torn_last_line_is_no_event(experiment: Path) -> None:
@@ -354,7 +341,7 @@ def test_an_interrupted_search_goes_on_and_has_written_its_files(experiment: Pat
     assert len(driver.trials) == 4
 
 
-def test_a_hanging_trial_is_ended_after_its_deadline_and_counts_as_a_time_out(experiment: Path) -> None:
+def test_a_hanging_trial_is_ended_at_its_deadline_of_five_times_what_is_expected(experiment: Path) -> None:
     settings = _settings(experiment, "--max-trials", "3", "--trial-timeout", "100s")
     world: dict[str, Any] = {"started": {}, "hangs": 101.0}
 
@@ -364,16 +351,11 @@ def test_a_hanging_trial_is_ended_after_its_deadline_and_counts_as_a_time_out(ex
     assert isinstance(outcome, Failure)
     assert outcome.kind is FailureKind.TIMEOUT
     assert end.is_failure
-
-
-def test_a_deadline_is_five_times_what_is_expected_and_at_least_two_minutes(experiment: Path) -> None:
-    settings = _settings(experiment, "--max-trials", "3")
-    _, driver, _ = _run(settings, {"started": {}})
     measure = driver._method.start()[0]  # type: ignore[attr-defined]
-
-    assert driver.deadline_s(measure) == 120.0
-    driver.trials[1] = TrialResult(1, measure.candidate, "", "", Measured({"throughput": 1.0}), 60.0)
-    assert driver.deadline_s(measure) == 300.0
+    assert driver.deadline_s(measure) == 100.0
+    for seconds, deadline_s in ((10.0, 120.0), (60.0, 300.0)):
+        driver.trials[1] = TrialResult(1, measure.candidate, "", "", Measured({"throughput": 1.0}), seconds)
+        assert driver.deadline_s(measure) == deadline_s
 
 
 def test_a_spent_budget_ends_the_search_until_more_is_given(experiment: Path) -> None:
@@ -417,25 +399,8 @@ def test_other_settings_are_refused_in_the_same_directory_and_fresh_takes_anothe
     assert SearchRecord.open(other.output, other.fingerprint, "asha", is_fresh=True).path.name == "out-3"
     first = SearchRecord.open(settings.output, settings.fingerprint, "asha", is_fresh=False)
     assert first.path == settings.output
-    kinds = [event["event"] for event in _events(settings)]
+    kinds = [event["event"] for event in events(settings.output)]
     assert kinds == ["submitted", "result", "submitted", "result", "finished", "cleared"]
-
-
-def test_a_directory_of_something_else_is_refused(experiment: Path) -> None:
-    settings = _settings(experiment)
-    settings.output.mkdir()
-    (settings.output / "thesis.tex").write_text("x")
-
-    with pytest.raises(ConfigError, match="holds something else"):
-        SearchRecord.open(settings.output, settings.fingerprint, "asha", is_fresh=False)
-
-
-def test_two_processes_cannot_run_one_search(experiment: Path) -> None:
-    settings = _settings(experiment)
-    record = SearchRecord.open(settings.output, settings.fingerprint, "asha", is_fresh=False)
-
-    with record.lock(), pytest.raises(LaunchError, match="another process"), record.lock():
-        pass
 
 
 def test_the_users_own_configuration_wins_ties_and_the_summary_states_the_gain(experiment: Path) -> None:
@@ -454,10 +419,6 @@ def test_the_users_own_configuration_wins_ties_and_the_summary_states_the_gain(e
     printed = summary(record, better, "latency", reason="done", is_finished=True)
     assert "80 (+25.0% over your own configuration)" in printed
     assert printed.splitlines()[1].startswith("2 ")
-
-
-def _events(settings: SearchConfig) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (settings.output / "events.jsonl").read_text().splitlines()]
 
 
 def test_flops_of_all_trials_are_those_of_one_model_so_that_they_rank_as_throughput(experiment: Path) -> None:

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from searching import command, environment
 
-ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 120
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
-
-
-def _command(method: str, output: Path) -> list[str]:
-    return [
-        *(sys.executable, "-m", "dstrial.dsat", method, str(ROOT / "experiment_configs" / "dsat_trial.yaml")),
-        *(str(ROOT / "model_defs" / "dsat_trial"), "--output", str(output), "--local"),
-    ]
-
-
-def _environment(tmp_path: Path) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TMPDIR": str(tmp_path)}
 
 
 def _dry_runs_in(directory: Path) -> list[str]:
@@ -47,12 +34,10 @@ def test_a_search_that_is_ended_while_it_describes_the_model_leaves_no_process(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
+    words = command("predict", tmp_path / "out", "--local")
     with log.open("wb") as file:
         search = subprocess.Popen(
-            _command("predict", tmp_path / "out"),
-            env=_environment(tmp_path),
-            stdout=file,
-            stderr=subprocess.STDOUT,
+            words, env=environment({"TMPDIR": str(tmp_path)}), stdout=file, stderr=subprocess.STDOUT
         )
     give_up_at_s = time.monotonic() + DEADLINE_S
     while not _dry_runs_in(tmp_path):
@@ -74,10 +59,9 @@ def test_a_search_for_which_there_is_no_room_says_so_and_begins_when_there_is(tm
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
 
-    command = [*_command("asha", tmp_path / "out")]
     ended = subprocess.run(
-        command,
-        env={**_environment(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
+        command("asha", tmp_path / "out", "--local"),
+        env=environment({"PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(tmp_path)}),
         capture_output=True,
         text=True,
         check=False,

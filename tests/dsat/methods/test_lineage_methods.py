@@ -75,12 +75,12 @@ def test_the_first_measurement_tells_model_and_ceilings_in_the_guides_lines() ->
     ]
 
 
+@pytest.mark.parametrize("name", ["binary", "predict"])
 @pytest.mark.parametrize("kind", [FailureKind.USER_ERROR, FailureKind.CANCELED])
-def test_an_error_of_the_users_ends_the_search_at_once(kind: FailureKind) -> None:
-    def broken(_candidate: Candidate) -> Outcome:
-        return Failure(kind, "ModuleNotFoundError: No module named 'x'")
+def test_an_error_of_the_users_ends_the_search_at_once(name: str, kind: FailureKind) -> None:
+    failure = Failure(kind, "ModuleNotFoundError: No module named 'x'")
 
-    played = play("binary", outcome_of=broken, num_parallel=4)
+    played = play(name, outcome_of=lambda _candidate: failure, num_parallel=1 if name == "predict" else 4)
 
     assert len(played.measured) == 1
     assert played.finish.is_failure
@@ -159,24 +159,17 @@ def test_asha_gives_more_trials_to_the_better_lineages_only() -> None:
         assert len(one.history) > method.trials_of(0) or one.is_open
 
 
-def test_random_tries_at_most_so_many_micro_batches_of_one_structure() -> None:
+def test_random_keeps_its_limits() -> None:
+    """Micro batches of one structure, no stage 3 once a lower stage has run, an early end without a new best."""
     searched = space(free_batch=True, stages=(1, 2))
     options = MethodOptions("throughput", max_trials=30, trials_per_random_config=2)
     method = RandomConfigSearch(searched, options, Filters(searched))
     _finish(method)
-
     assert max(len(lineage.history) for lineage in method.lineages) <= 2
 
+    assert 3 not in {one.candidate.stage for one in play("random", max_trials=30).measured}
 
-def test_random_leaves_stage_3_alone_once_a_lower_stage_has_run() -> None:
-    played = play("random", max_trials=30)
-
-    assert 3 not in {one.candidate.stage for one in played.measured}
-
-
-def test_random_stops_early_without_a_new_best() -> None:
     played = play("random", max_trials=64, early_stopping=4)
-
     assert "no new best" in played.finish.reason
     assert len(played.measured) < 64
 

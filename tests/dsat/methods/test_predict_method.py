@@ -135,16 +135,6 @@ def test_where_nothing_can_be_better_the_users_own_configuration_is_enough() -> 
     assert "nothing left" in played.finish.reason
 
 
-@pytest.mark.parametrize("kind", [FailureKind.USER_ERROR, FailureKind.CANCELED])
-def test_an_error_of_the_users_ends_the_search_at_once(kind: FailureKind) -> None:
-    played = play(
-        "predict", outcome_of=lambda _one: Failure(kind, "ModuleNotFoundError: No module named 'x'")
-    )
-
-    assert len(played.measured) == 1
-    assert played.finish.is_failure
-
-
 def test_own_configuration_out_of_memory_is_followed_by_what_is_predicted_to_fit() -> None:
     def small_device(candidate: Candidate) -> Outcome:
         if candidate.is_own:

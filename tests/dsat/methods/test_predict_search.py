@@ -4,44 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import warm_start
+from searching import CONFIG, begun, command, events, run
 from waiting import wait_for
 
 from dstrial.testing.master import MasterForTest
 
-ROOT = Path(__file__).resolve().parents[3]
-CONFIG = ROOT / "experiment_configs" / "dsat_trial.yaml"
-MODEL_DIR = ROOT / "model_defs" / "dsat_trial"
 DEADLINE_S = 900
 
 pytestmark = pytest.mark.timeout(1200)
-
-
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "dstrial.dsat", *words]
-
-
-def environment(more: Mapping[str, str]) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **more}
-
-
-def run(*words: str, more: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return warm_start.run_command(
-        command(*words),
-        env=environment(more or {}),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=DEADLINE_S,
-    )
 
 
 def shallow(directory: Path, name: str) -> Path:
@@ -53,18 +27,12 @@ def shallow(directory: Path, name: str) -> Path:
     return config
 
 
-def events(output: Path, kind: str) -> list[dict[str, Any]]:
-    path = output / "events.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Search:
     """A search on a master that has ended, and what the master's page knew of it while its second trial ran."""
 
     output: Path
-    words: tuple[str, ...]
+    words: list[str]
     printed: str
     so_far: dict[str, Any]
 
@@ -84,11 +52,8 @@ def search(tmp_path_factory: pytest.TempPathFactory, shared_master: MasterForTes
     output, log = directory / "out", directory / "log"
     config = shallow(directory, "predict on a master")
     flags = ("--metric", "throughput", "--measure-seconds", "1", "--max-trials", "2", "-z", "0")
-    words = (str(config), str(MODEL_DIR), "--output", str(output), *flags)
-    with log.open("wb") as file:
-        running = warm_start.Popen(
-            command(*words), env=environment(shared_master.env), stdout=file, stderr=subprocess.STDOUT
-        )
+    words = command("predict", output, *flags, config=config)
+    running = begun(words, log, shared_master.env)
 
     def is_so_far() -> bool:
         assert running.poll() is None, log.read_text()
@@ -129,7 +94,7 @@ def test_predict_describes_the_trial_measures_the_machine_and_keeps_what_it_star
     assert {"1"} <= set(forecasts)
     assert forecasts["1"]["parts"]["transfer"] > 0
     assert forecasts["1"]["phase_bytes"]["backward"] > 0
-    again = run(*search.words, more=shared_master.env)
+    again = run(search.words, shared_master.env)
     assert again.stdout.count("begins") == again.stdout.count("describe:") == 0
     assert len(events(output, "inputs")) == 1
 
@@ -162,9 +127,9 @@ def test_a_plan_for_hardware_that_is_not_here_is_printed_and_written(tmp_path: P
     space.write_text(
         "zero_optimization.overlap_comm: [false]\nzero_optimization.offload_optimizer.device: [cpu]\n"
     )
-    flags = ("--slots", "8", "--device", "h100", "-z", "3", "--space", str(space), "--output", str(tmp_path))
+    flags = ("--slots", "8", "--device", "h100", "-z", "3", "--space", str(space))
 
-    planned = run("plan", str(shallow(tmp_path, "planned")), str(MODEL_DIR), *flags)
+    planned = run(command("plan", tmp_path, *flags, config=shallow(tmp_path, "planned")))
 
     assert planned.returncode == 0, planned.stdout + planned.stderr
     assert "not measured" in planned.stdout

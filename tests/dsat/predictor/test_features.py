@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -10,15 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from searching import settings_of, write_experiment
 
 from dstrial.dsat.backends.trial_spec import python_words
-from dstrial.dsat.cli import build_parser, flags_of
-from dstrial.dsat.config import read_config
-from dstrial.dsat.driver.dry_runs import request_maker
-from dstrial.dsat.predictor.dry_run_requests import describe, script_request, trial_request
+from dstrial.dsat.driver.dry_runs import gather_inputs, request_maker
+from dstrial.dsat.predictor.dry_run_requests import script_request, trial_request
+from dstrial.dsat.predictor.profiles import PredictInputs
 from dstrial.dsat.space.space import Structure
 from dstrial.engine.dryrun.__main__ import user_place
-from dstrial.engine.dryrun.process import DryRunError
+from dstrial.engine.dryrun.process import dry_run
 from dstrial.engine.dryrun.values import DryRunResult
 
 pytestmark = pytest.mark.process
@@ -39,7 +40,7 @@ def described(trial: str, sample_batch: Path | None = None) -> DryRunResult:
     asked = trial_request(
         f"described_trials:{trial}", HERE, hparams, CONFIG, world_size=4, sample_batch=sample_batch
     )
-    return describe(asked, deadline_s=120)
+    return dry_run(asked, deadline_s=120)
 
 
 def test_an_ordinary_trial_is_described_without_values() -> None:
@@ -56,23 +57,47 @@ def test_an_ordinary_trial_is_described_without_values() -> None:
     assert result.device.settled == pytest.approx((4 + (4 + 8) / 4) * result.parameters, rel=0.1)
 
 
+def test_a_batch_of_a_file_takes_the_place_of_the_loaders(tmp_path: Path) -> None:
+    torch.save((torch.zeros(3, 24, dtype=torch.long), torch.zeros(3, 24, dtype=torch.long)), tmp_path / "pt")
+
+    result = described("Ordinary", tmp_path / "pt")
+
+    assert result.tokens is not None
+    assert result.tokens.at(8) == 8 * 24
+
+
+def gathered(trial: str, folder: Path) -> tuple[PredictInputs, list[str]]:
+    path = write_experiment(
+        folder,
+        entrypoint=f"described_trials:{trial}",
+        hyperparameters={"width": WIDTH, "deepspeed_config": "ds_config.json"},
+        resources={"slots_per_trial": 4},
+    )
+    settings = settings_of(path, "-z", "1", method="predict", model_dir=HERE)
+    lines: list[str] = []
+    return gather_inputs(settings, target="cpu", print_line=lines.append), lines
+
+
 def test_a_trial_that_goes_by_values_is_measured_by_a_real_batch_and_its_line_is_named(
     tmp_path: Path,
 ) -> None:
-    result = described("ByValue")
-    torch.save((torch.zeros(3, 24, dtype=torch.long), torch.zeros(3, 24, dtype=torch.long)), tmp_path / "pt")
-    of_a_file = described("Ordinary", tmp_path / "pt")
+    inputs, lines = gathered("ByValue", tmp_path)
 
-    assert not result.is_fake
-    assert "described_trials.py" in result.notes[0]
-    assert result.device.peak(8) > of_a_file.device.settled
-    assert of_a_file.tokens is not None
-    assert of_a_file.tokens.at(8) == 8 * 24
+    assert inputs.described_by == "one real batch"
+    assert any(line.startswith("described by:  one real batch") for line in lines)
+    assert not any(run.is_fake for run in inputs.runs.values())
+    assert any("described_trials.py" in note and "real batch was trained" in note for note in inputs.notes)
 
 
-def test_a_trial_that_fails_anyway_is_told_so_with_its_line() -> None:
-    with pytest.raises(DryRunError, match=r"described_trials\.py:\d+ by ValueError: no loss today"):
-        described("Broken")
+def test_a_trial_that_fails_anyway_begins_with_its_first_measurement_and_names_the_line(
+    tmp_path: Path,
+) -> None:
+    inputs, _ = gathered("Broken", tmp_path)
+
+    assert (inputs.described_by, inputs.runs) == ("the first measurement", {})
+    assert any(
+        re.search(r"described_trials\.py:\d+ by ValueError: no loss today", note) for note in inputs.notes
+    )
 
 
 def test_a_trial_with_two_engines_keeps_both_configs() -> None:
@@ -88,7 +113,7 @@ def test_a_trial_with_two_engines_keeps_both_configs() -> None:
     }
 
     asked = trial_request("model_def:DigitsGanTrial", folder, hparams, config, world_size=2)
-    result = describe(asked, may_be_real=False)
+    result = dry_run(asked)
 
     assert result.is_fake
     # Both engines reduce their gradients with buckets of DeepSpeed's default size.
@@ -102,7 +127,7 @@ def test_a_script_is_described_by_its_model_and_first_batch_or_by_one_of_a_file(
     torch.save(torch.zeros(6, 5, 16), tmp_path / "batch.pt")
 
     asked = script_request(words, HERE, hparams, CONFIG, world_size=4, sample_batch=tmp_path / "batch.pt")
-    result = describe(asked, may_be_real=False)
+    result = dry_run(asked)
 
     assert result.is_fake
     assert result.parameters == 16 * WIDTH + WIDTH + WIDTH * 4 + 4
@@ -116,7 +141,7 @@ def test_a_script_may_name_the_file_of_its_config(tmp_path: Path) -> None:
     hparams = {"width": WIDTH, "deepspeed_config": "ds_config.json", "overwrite_deepspeed_args": {}}
     words = ["-m", "core_api_script", "--records", "40", "--config-file", str(HERE / "ds_config.json")]
 
-    result = describe(script_request(words, HERE, hparams, CONFIG, world_size=4), may_be_real=False)
+    result = dry_run(script_request(words, HERE, hparams, CONFIG, world_size=4))
 
     assert result.parameters == 16 * WIDTH + WIDTH + WIDTH * 4 + 4
 
@@ -128,12 +153,11 @@ def test_a_script_of_hugging_faces_trainer_is_described_with_what_it_fills_in_an
     shutil.copytree(MODEL_DEFS / "dsat_hf", folder, ignore=shutil.ignore_patterns("__pycache__", "output"))
     before = sorted(path.name for path in folder.iterdir())
     config = MODEL_DEFS.parent / "experiment_configs" / "dsat_hf.yaml"
-    args = build_parser("dsat").parse_args(["predict", str(config), str(folder)])
-    settings = read_config(flags_of(args))
+    settings = settings_of(config, method="predict", model_dir=folder)
     assert settings.space.base["optimizer"]["params"]["lr"] == "auto"
 
     asked = request_maker(settings, target="cpu")(Structure(settings.space.own_stage, ()), True)
-    result = describe(asked, may_be_real=False)
+    result = dry_run(asked)
 
     assert result.is_fake
     assert result.flops_ratio(8) == pytest.approx(1.09, abs=0.05)

@@ -9,11 +9,12 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from predicted import dry_run
 
 from dstrial.dsat.predictor.memory import MEMORY_PARTS, DeviceMemory, PeakParts, peak_parts, unmeasured_peak
 from dstrial.dsat.predictor.memory_learner import MemoryLearner, MemoryPoint
-from dstrial.dsat.predictor.zero_features import Buckets, ZeroFeatures
-from dstrial.engine.dryrun.values import DryRunResult, Flops, Line, MemoryForm, PhaseMemory
+from dstrial.dsat.predictor.zero_features import ZeroFeatures
+from dstrial.engine.dryrun.values import Line, MemoryForm, PhaseMemory
 
 GIB = 2.0**30
 FORM = MemoryForm(
@@ -25,22 +26,6 @@ FORM = MemoryForm(
 )
 DEVICE = DeviceMemory(40 * GIB, context_bytes=GIB, context_std_bytes=0.2 * GIB, waste=0.04, log_std=0.05)
 SETUP = ZeroFeatures(2, 8, 1e8, 1e8, False, 0.0, False, 2)
-
-
-def dry_run(*phases: PhaseMemory, settled: float) -> DryRunResult:
-    line = Line(0.0, 1e13)
-    return DryRunResult(
-        device=MemoryForm(phases, settled),
-        host=MemoryForm((), 0.0),
-        parameters=10**9,
-        trainable_parameters=10**9,
-        inner_collectives=(),
-        last_collectives=(),
-        flops=Flops(line, line),
-        tokens=None,
-        is_fake=True,
-        is_linear=True,
-    )
 
 
 def point(micro: float, group: int = 1, state: float = 4.0) -> MemoryPoint:
@@ -65,11 +50,11 @@ def tell(learner: MemoryLearner, micro: float, *, grown: float = 1.0, error: flo
 
 def test_a_peak_is_the_sum_of_its_parts_and_bucket_sizes_need_no_dry_run_of_their_own() -> None:
     width, old = 2, 2e8
-    run = dry_run(
+    phases = (
         PhaseMemory("forward", (Line(3e9, 1e9),)),
         PhaseMemory("backward", (Line(3e9 + width * 1e8, 1.1e9),)),
-        settled=3e9,
     )
+    run = dry_run(device=MemoryForm(phases, 3e9))
 
     same = {one.phase: one for one in peak_parts(run, SETUP, SETUP, 4)}
     larger = {
@@ -83,7 +68,7 @@ def test_a_peak_is_the_sum_of_its_parts_and_bucket_sizes_need_no_dry_run_of_thei
 
 
 def test_the_greatest_peak_comes_first_and_those_far_below_it_are_left_out() -> None:
-    run = dry_run(*FORM.phases, PhaseMemory("init", (Line(1 * GIB, 0.0),)), settled=FORM.settled)
+    run = dry_run(device=MemoryForm((*FORM.phases, PhaseMemory("init", (Line(1 * GIB, 0.0),))), FORM.settled))
 
     small, large = (peak_parts(run, SETUP, SETUP, size) for size in (2, 20))
 
@@ -93,10 +78,11 @@ def test_the_greatest_peak_comes_first_and_those_far_below_it_are_left_out() -> 
 
 
 def test_buckets_are_counted_as_the_engine_allocates_them() -> None:
-    assert Buckets(0, 10, 2).num_bytes == 0
-    assert Buckets(1, 10, 2).num_bytes == 20
-    assert Buckets(2, 10, 2, is_overlapping=True).num_bytes == 40
-    assert Buckets(3, 10, 2, is_overlapping=True).num_bytes == 20
+    for stage, is_overlapping, num_bytes in ((0, False, 0), (1, False, 20), (2, True, 40), (3, True, 20)):
+        setup = dataclasses.replace(
+            SETUP, stage=stage, reduce_elements=10, bytes_per_value=2, is_overlapping=is_overlapping
+        )
+        assert setup.bucket_bytes == num_bytes
 
 
 # ---- before anything is measured ---------------------------------------------------------------
@@ -105,8 +91,8 @@ def test_buckets_are_counted_as_the_engine_allocates_them() -> None:
 def test_the_peak_is_that_of_the_greatest_phase_and_context_and_waste_come_on_top() -> None:
     small, large = unmeasured_peak(DEVICE, FORM, 2), unmeasured_peak(DEVICE, FORM, 10)
 
-    assert (small.phase, small.tensor_bytes) == ("step", 8 * GIB)
-    assert (large.phase, large.tensor_bytes) == ("backward", 12 * GIB)
+    assert (small.phase, dict(small.phase_bytes)["step"]) == ("step", 8 * GIB)
+    assert large.phase == "backward"
     assert dict(large.phase_bytes) == {"backward": 12 * GIB, "step": 8 * GIB}
     assert small.median_bytes == pytest.approx(8 * GIB * math.exp(0.04) + GIB)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from predicted import dry_run
 
 from dstrial.dsat.predictor.model_memory import Placement, answer, table
-from dstrial.engine.dryrun.values import DryRunResult, Flops, Line, MemoryForm, PhaseMemory
+from dstrial.engine.dryrun.values import Line, MemoryForm, PhaseMemory
 
 GIB = float(2**30)
 
@@ -18,17 +19,10 @@ def placement(num_slots: int, *, gradients: float = 20.0, activations: float = 2
         PhaseMemory("forward", (Line(kept, activations * GIB),)),
         PhaseMemory("step", (Line(kept / 2, 0.0), peak)),
     )
-    run = DryRunResult(
+    run = dry_run(
         device=MemoryForm(phases, kept),
-        host=MemoryForm((), 0.0),
         parameters=5_000_000_000,
         trainable_parameters=5_000_000_000,
-        inner_collectives=(),
-        last_collectives=(),
-        flops=Flops(Line(0, 0), Line(0, 0)),
-        tokens=None,
-        is_fake=True,
-        is_linear=True,
         device_parts={
             "parameters": int(10 * GIB / num_slots),
             "gradients": int(15 * GIB / num_slots),

@@ -8,10 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
-from surfaces import play, space, surface
+from surfaces import play, space, surface, trials_of
 
 from dstrial.dsat.backends import trial_spec
-from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, TrialResult
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured
 from dstrial.dsat.methods.base import ReportFacts
 from dstrial.dsat.report.document import SearchFacts, live_document, report_document
 from dstrial.dsat.worker.messages import TaskQueue, TaskResult
@@ -58,12 +58,8 @@ def test_every_label_that_dsat_gives_is_known_and_no_other() -> None:
 
 def test_the_report_that_a_search_leaves_in_notes_is_read_whole() -> None:
     searched = space()
-    trials = [
-        TrialResult(
-            one.trial_id, one.candidate, searched.describe(one.candidate), one.why, outcome, seconds=60.0
-        )
-        for one, outcome in play("asha", searched, outcome_of=surface, max_trials=16).outcomes.values()
-    ]
+    played = play("asha", searched, outcome_of=surface, max_trials=16)
+    trials = trials_of(played, searched, seconds=60.0)
     forecasts = {trials[0].trial_id: {"median_s": 0.1, "spread": 0.2, "memory_median_bytes": 1.0}}
     facts = SearchFacts(
         name="gpt <1>",
@@ -98,18 +94,8 @@ def test_the_report_that_a_search_leaves_in_notes_is_read_whole() -> None:
 
 def test_the_report_so_far_is_read_too_and_is_small_and_without_configs() -> None:
     searched = space()
-    played = play("asha", searched, outcome_of=surface, max_trials=16).outcomes.values()
-    ended = [
-        TrialResult(
-            one.trial_id,
-            one.candidate,
-            searched.describe(one.candidate),
-            one.why,
-            outcome,
-            handle={"worker": 1, "experiment_id": 4},
-        )
-        for one, outcome in played
-    ]
+    played = play("asha", searched, outcome_of=surface, max_trials=16)
+    ended = trials_of(played, searched, handle={"worker": 1, "experiment_id": 4})
     trials = [*ended[:-1], dataclasses.replace(ended[-1], outcome=None)]
     facts = SearchFacts(
         name="gpt",

@@ -1,4 +1,4 @@
-"""The report of a search that was played on a formula: its JSON, both renderings, and the live table."""
+"""The report of a search that was played on a formula: its JSON, its page, and the live table."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from surfaces import play, space, surface
+from surfaces import play, space, surface, trials_of
 
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, TrialResult
-from dstrial.dsat.methods.base import Measure, ReportFacts
+from dstrial.dsat.methods.base import ReportFacts
 from dstrial.dsat.report import formatting
 from dstrial.dsat.report.document import SearchFacts, report_document
 from dstrial.dsat.report.files import write_report
@@ -43,13 +43,7 @@ def _outcome(candidate: Candidate) -> Outcome:
 def _played(outcome_of: Callable[[Candidate], Outcome] = _outcome, max_trials: int = 16) -> list[TrialResult]:
     searched = space()
     played = play("asha", searched, outcome_of=outcome_of, max_trials=max_trials)
-    pairs: list[tuple[Measure, Outcome]] = list(played.outcomes.values())
-    return [
-        TrialResult(
-            one.trial_id, one.candidate, searched.describe(one.candidate), one.why, outcome, seconds=60.0
-        )
-        for one, outcome in pairs
-    ]
+    return trials_of(played, searched, seconds=60.0)
 
 
 def _facts(**changes: Any) -> SearchFacts:
@@ -172,15 +166,14 @@ def test_what_the_method_predicts_is_missing_is_told_also_of_an_own_configuratio
     write_report(tmp_path, _facts(predicted=ReportFacts(margins=margins)), space(), _played(too_large))
 
     sentence = "your own configuration needs 11 GiB more for micro batch 4, at the peak of its backward phase"
-    for name in ("report.html", "report.md"):
-        assert f"{sentence} (tried: out of memory)" in (tmp_path / name).read_text()
+    assert f"{sentence} (tried: out of memory)" in (tmp_path / "report.html").read_text()
 
 
-def test_the_page_loads_nothing_and_both_renderings_say_the_same(tmp_path: Path) -> None:
+def test_the_page_loads_nothing_and_shows_gain_failures_and_rates(tmp_path: Path) -> None:
     document = write_report(tmp_path, _facts(), space(), _played())
 
     best = next(row for row in document["trials"] if row["trial_id"] == document["best"])
-    page, text = (tmp_path / "report.html").read_text(), (tmp_path / "report.md").read_text()
+    page = (tmp_path / "report.html").read_text()
     links = _Links()
     links.feed(page)
     assert not links.found
@@ -189,15 +182,12 @@ def test_the_page_loads_nothing_and_both_renderings_say_the_same(tmp_path: Path)
     assert len(charts) == 2
     for chart in charts:
         ElementTree.fromstring(chart)
-    for rendered in (page, text):
-        assert f"{document['gain']:+.1%} over your own" in rendered
-        assert "device out of memory" in rendered
-        assert re.search(
-            r"end to end \(all steps, with the data loader\), [\d.e+]+ by the median step, ", rendered
-        )
-        assert "bare (one batch again and again)" in rendered
-        flops = [formatting.amount(factor * best["throughput"]) for factor in (2e12, 3e12)]
-        assert f"{flops[0]} of the model, {flops[1]} with recomputation" in rendered
+    assert f"{document['gain']:+.1%} over your own" in page
+    assert "device out of memory" in page
+    assert re.search(r"end to end \(all steps, with the data loader\), [\d.e+]+ by the median step, ", page)
+    assert "bare (one batch again and again)" in page
+    flops = [formatting.amount(factor * best["throughput"]) for factor in (2e12, 3e12)]
+    assert f"{flops[0]} of the model, {flops[1]} with recomputation" in page
     assert json.loads((tmp_path / "report.json").read_text()) == document
 
 
@@ -206,8 +196,9 @@ def test_a_search_in_which_nothing_was_measured_has_a_report_too(tmp_path: Path)
     document = write_report(tmp_path, _facts(reason="nothing fits"), space(), trials)
 
     assert document["best"] is None
-    assert "Nothing could be measured." in (tmp_path / "report.html").read_text()
-    assert "nothing fits" in (tmp_path / "report.md").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert "Nothing could be measured." in page
+    assert "nothing fits" in page
 
 
 @pytest.mark.parametrize(("half_width", "is_certain"), [(0.001, True), (0.5, False)])
@@ -221,7 +212,7 @@ def test_a_gain_within_the_intervals_is_called_uncertain(
     document = write_report(tmp_path, _facts(), space(), _played(wide))
 
     assert document["is_gain_certain"] is is_certain
-    assert ("the gain is not certain" in (tmp_path / "report.md").read_text()) is not is_certain
+    assert ("the gain is not certain" in (tmp_path / "report.html").read_text()) is not is_certain
 
 
 def test_the_live_table_shows_progress_the_best_so_far_and_the_time_left() -> None:

@@ -14,15 +14,7 @@ from dstrial.search.searcher import Searcher
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SimulatedTrial:
-    """What became of a trial.
-
-    Attributes:
-        request_id: the searcher's name of it.
-        hparams: its hyperparameters.
-        length: how long it trained, in units of the time metric.
-        was_stopped: whether the searcher stopped it.
-        exit_reason: why it ended early, None if it did not.
-    """
+    """How a trial ended."""
 
     request_id: str
     hparams: dict[str, Any]
@@ -33,17 +25,10 @@ class SimulatedTrial:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """A search that has been played to its end.
-
-    Attributes:
-        trials: in the order of their creation.
-        max_open: most trials that were open at once, besides those that were told to stop.
-        shutdown: how the search ended.
-        actions: everything the searcher asked for, in order.
-    """
+    """A search that has been played to its end."""
 
     trials: tuple[SimulatedTrial, ...]
-    max_open: int
+    max_open: int  # most trials that were open at once, besides those told to stop
     shutdown: Shutdown
     actions: tuple[Action, ...]
 
@@ -57,18 +42,10 @@ def simulate(
     schedule_seed: int = 0,
     restart_searcher: bool = False,
 ) -> SimulationResult:
-    """Play a search: at each step a random open trial trains a unit and validates.
+    """Play a search: at each step a random open trial trains a unit of time and validates.
 
-    Args:
-        config: the experiment config with defaults; ``searcher.max_time`` is how long a trial trains.
-        seed: the experiment's seed.
-        metric: the value of ``searcher.metric`` from hyperparameters and time.
-        early_exit: whether a trial ends at this time, and why.
-        schedule_seed: seed of the order in which trials get on.
-        restart_searcher: whether the searcher is restored from its snapshot before every event.
-
-    Raises:
-        SearchError: as from the searcher.
+    ``metric`` gives ``searcher.metric`` from hyperparameters and time, ``early_exit`` whether a trial ends at this time, and why.
+    ``schedule_seed`` decides in which order trials train. ``restart_searcher`` restores the searcher before every event.
     """
     section = config["searcher"]
     max_time = int(section.get("max_time") or 1)
