@@ -433,6 +433,7 @@ class CheckpointSaver:
         if job is not None:
             job.wait()
             if job.error is not None:
+                self._state.progress.last_checkpoint = job.previous_batches
                 logger.error(
                     "the checkpoint at batch %d was not completed: %s", job.batches_trained, job.error
                 )

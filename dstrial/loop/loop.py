@@ -13,14 +13,7 @@ from determined import pytorch, util
 
 from dstrial.engine.engine_hooks import LostGradientCheck, observe_engines
 from dstrial.engine.finite_weights import FiniteWeights, StepCounts
-from dstrial.errors import (
-    CheckpointError,
-    DataError,
-    NonFiniteError,
-    PeerFailedError,
-    RankError,
-    TrialContractError,
-)
+from dstrial.errors import DataError, NonFiniteError, RankError, TrialContractError
 from dstrial.loop import sync_point
 from dstrial.loop.boundaries import (
     Boundary,
@@ -125,7 +118,6 @@ class TrainingLoop:
         self._weights: FiniteWeights | None = None
         self._guard: NonFiniteGuard | None = None
         self._is_holding_back = False
-        self._first_batch = 0
         self._periods = {
             Boundary.REPORT: Period.from_train_unit(settings.reporting_period),
             Boundary.VALIDATE: _optional_period(settings.validation_period),
@@ -190,7 +182,7 @@ class TrainingLoop:
                 self._instruments.begin(progress.batches_trained)
                 if self._iterator is not None:
                     self._iterator.watch = self._instruments.drew
-            self._reports.open(stack, loop_state, self._stream, self._batches_total)
+            self._reports.open(stack, self._stream, self._batches_total)
             self._runtime.bind_training_iterator(self._iterator)
             self._runtime.set_training(True)
             callbacks.call("on_training_start")
@@ -202,8 +194,8 @@ class TrainingLoop:
                 begin_phase("validating before the first batch")
                 self._validate()
             stack.callback(self._tell_steps)
-            stack.callback(self._reports.salvage)
-            stopped = self._train()
+            with self._failure_logged():
+                stopped = self._train()
             with self._heartbeat.during(Phase.SAVE, progress.batches_trained):
                 self._saver.finish()
             self._reports.upload()
@@ -227,7 +219,6 @@ class TrainingLoop:
     def _start_checks(self) -> None:
         """Note how things are before the first batch. Ranks: each its own; sends nothing."""
         checks = self._settings.checks
-        self._first_batch = self._progress.batches_trained
         if checks.non_finite == "fail":
             self._weights = FiniteWeights(self._context.models)
         self._guard = NonFiniteGuard(
@@ -288,6 +279,29 @@ class TrainingLoop:
         self._reports.restore(loop_state)
         return loop_state
 
+    @contextlib.contextmanager
+    def _failure_logged(self) -> Iterator[None]:
+        """Log where training failed and the checkpoint to resume from; the error goes on."""
+        try:
+            yield
+        except RankError:  # a consequence of another rank's error
+            raise
+        except Exception as error:
+            self._saver.close()
+            progress = self._progress
+            saved = progress.last_checkpoint
+            logger.error(
+                "rank %d failed at batch %d of %d (%s); %s",
+                self._distributed.rank,
+                progress.batches_trained,
+                self._batches_total,
+                sync_point.described(error),
+                "there is no checkpoint to resume from"
+                if saved is None
+                else f"resume from the checkpoint of batch {saved}",
+            )
+            raise
+
     def _close_iterator(self) -> None:
         self._runtime.bind_training_iterator(None)
         self._iterator = None
@@ -317,10 +331,9 @@ class TrainingLoop:
             batches = progress.batches_trained
             stop: StopReason | None = None
             if self._reports.is_under_way:
-                with self._saving_first():
-                    stop = self._reports.end()
+                stop = self._reports.end()
             if progress.epoch_length and batches % progress.epoch_length == 0:
-                with self._saving_first(), self._heartbeat.during(Phase.CALLBACK, batches):
+                with self._heartbeat.during(Phase.CALLBACK, batches):
                     self._callbacks.call("on_training_epoch_end", progress.epoch_idx - 1)
             found = due(self._periods, batches, self._batches_total, progress.epoch_length)
             if (
@@ -436,9 +449,8 @@ class TrainingLoop:
         if not is_stopping and not found - {Boundary.REPORT} and self._reports.may_defer:
             self._reports.begin(reports=reports, defers=True)
             return None
-        with self._saving_first():
-            self._reports.begin(reports=reports)
-            stop = self._reports.end()
+        self._reports.begin(reports=reports)
+        stop = self._reports.end()
         if found & {Boundary.VALIDATE, Boundary.END} and not self._progress.validation_is_current:
             self._validate()
         if Boundary.CHECKPOINT in found and not self._progress.checkpoint_is_current:
@@ -493,7 +505,7 @@ class TrainingLoop:
         if self._validation is None:
             progress.last_validation = progress.batches_trained
             return
-        with self._saving_first(), self._heartbeat.during(Phase.VALIDATION, progress.batches_trained):
+        with self._heartbeat.during(Phase.VALIDATION, progress.batches_trained):
             saves = self._validate_and_report(self._validation)
         if saves and not progress.checkpoint_is_current:
             self._checkpoint()
@@ -526,51 +538,6 @@ class TrainingLoop:
             raise sync_point.peer_failed("the report of a validation", [(0, failure)])
         progress.last_validation = progress.batches_trained
         return bool(saves)
-
-    @contextlib.contextmanager
-    def _saving_first(self) -> Iterator[None]:
-        """Save what is trained if all ranks have failed in user code at the same place.
-
-        The exception goes on after it. Ranks: all, collectively where they can agree; see ``dstrial.loop.sync_point``.
-        """
-        try:
-            yield
-        except (NonFiniteError, CheckpointError):
-            raise
-        except Exception as error:
-            if not isinstance(error, RankError) or isinstance(error, PeerFailedError):
-                self._save_before(error)
-            raise
-
-    def _save_before(self, error: Exception) -> None:
-        progress, distributed = self._progress, self._distributed
-        batches = progress.batches_trained
-        if progress.checkpoint_is_current or batches == self._first_batch:
-            return
-        place = f"failed at batch {batches}"
-        sync_point.arrive(distributed, place)
-        if not sync_point.all_arrived(distributed, place, sync_point.MEET_S):
-            logger.error(
-                "rank %d has failed alone at batch %d (%s): what is trained since the last checkpoint is lost",
-                distributed.rank,
-                batches,
-                sync_point.described(error),
-            )
-            return
-        try:
-            self._checkpoint(is_last=True)
-            self._saver.finish()
-        except Exception:
-            logger.exception(
-                "the state of batch %d could not be saved before the error that ends training", batches
-            )
-            return
-        if self._is_chief and not self._is_holding_back:
-            logger.warning(
-                "the state of batch %d is saved before the error that ends training (checkpoint %s)",
-                batches,
-                self._checkpoint_uuid,
-            )
 
     def _check_searcher_metric(self, metrics: Mapping[str, Any]) -> None:
         """Refuse metrics that the searcher cannot compare; the same on every rank."""
@@ -617,8 +584,7 @@ class TrainingLoop:
         Args:
             is_last: whether nothing is saved after it.
         """
-        with self._saving_first():
-            self._reports.require_written()
+        self._reports.require_written()
         found = self._state_evidence()
         problem = lost_weight(found) if is_last else why_not_save(found)
         if problem is not None:

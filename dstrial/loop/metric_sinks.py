@@ -19,7 +19,7 @@ class MetricSink(Protocol):
 
     Methods are called one at a time, all on the same thread, which is not the one that trains: ``open``, ``close`` and reports
     of validations while training waits, reports of training metrics while it goes on. What a sink raises ends training on all
-    ranks, with a checkpoint, at their next point of agreement; nothing is reported after it.
+    ranks at their next point of agreement; nothing is reported after it.
 
     A sink with an attribute ``takes_telemetry`` that is true gets what the run tells of itself as well, as reports of the group
     ``telemetry``.

@@ -36,8 +36,6 @@ from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 
 logger = logging.getLogger("dstrial.loop")
 
-_SALVAGE_S = 2.0
-
 
 @dataclasses.dataclass(slots=True)
 class Exchange:
@@ -134,23 +132,18 @@ class ReportExchange:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of it, plain values only. Ranks: each its own."""
-        state: dict[str, Any] = {"window_seconds": self._window_seconds, "window_start": self._window_start}
-        if unwritten := self.writer.unwritten():
-            state["unwritten_reports"] = [report.to_state() for report in unwritten]
-        return state
+        return {"window_seconds": self._window_seconds, "window_start": self._window_start}
 
     def open(
         self,
         stack: contextlib.ExitStack,
-        loop_state: Mapping[str, Any],
         stream: TrainingStream,
         batches_total: int,
     ) -> None:
-        """Open sinks where they are used, and give them what could not be written before.
+        """Open sinks where they are used.
 
         Args:
             stack: closes them, and ends the thread.
-            loop_state: of the checkpoint from which training goes on; empty without one.
             stream: counts records.
             batches_total: length of the run.
         """
@@ -165,8 +158,6 @@ class ReportExchange:
                 self._record_telemetry, self._keep_telemetry, self._instruments.known_peak()
             )
             stack.callback(self.writer.submit, self._telemetry.keep)
-        for report in loop_state.get("unwritten_reports", ()):
-            self.writer.report(TrainingReport(**report))
 
     def start_clock(self) -> None:
         """Count seconds of training from now on."""
@@ -276,34 +267,13 @@ class ReportExchange:
         if begun.reports:
             self._report(dict(averages), begun)
             self._tell_of_run([sample for _, _, _, _, sample in agreement.shares], begun)
-        self._raise_unwritten(failures)  # whoever has failed keeps this report, for the checkpoint
+        self._raise_unwritten(failures)
         if begun.reports:
             self._judge(shares, averages, agreement.shares[0][1], begun)
         self.tell_progress()
         if not begun.is_deferred:
             self.start_clock()
         return agreement.stop
-
-    def salvage(self) -> None:
-        """Report what all ranks have handed in, where an error ends training.
-
-        Ranks: each its own, the chief acts; no communication, no wait beyond a moment.
-        """
-        begun, self._begun = self._begun, None
-        if begun is None or not (self._is_chief and begun.reports):
-            return
-        try:
-            if not begun.is_handed_in and self._sync_points.is_single_rank:
-                self._hand_in(begun)
-            give_up_at_s = time.monotonic() + _SALVAGE_S
-            while begun.is_handed_in and time.monotonic() < give_up_at_s:
-                if self._sync_points.is_complete:
-                    shares = [share for share, *_ in self._sync_points.end().shares]
-                    self._report(dict(combine(shares, "train_batch")), begun)
-                    return
-                time.sleep(_SALVAGE_S / 100)
-        except Exception as error:  # noqa: BLE001  # another error is on its way
-            logger.warning("the report of batch %d is lost: %s", begun.batches, error)
 
     def _hand_in(self, begun: Exchange) -> None:
         share = None if begun.totals is None else begun.totals.wait()

@@ -2,14 +2,12 @@
 
 What the chief does with averages (the line of the record, the sinks, progress, what a master is told) takes longer than many a
 batch. The loop hands it over and goes on. What fails there is raised by the loop, on all ranks together, at their next point of
-agreement; the reports that are not recorded by then go into the checkpoint that is saved before the error, and are written when
-training goes on from it.
+agreement. A resume trains and reports again what came after the last checkpoint.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -18,8 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from dstrial.errors import DstrialError, TrialContractError
-from dstrial.local.json_files import to_strict_json
+from dstrial.errors import DstrialError
 
 logger = logging.getLogger("dstrial.loop")
 
@@ -50,21 +47,10 @@ class TrainingReport:
     batches_trained: int
     metrics: Mapping[str, Any]
 
-    def to_state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of it, plain values only; its fields as they are."""
-        metrics = {}
-        for name, value in self.metrics.items():
-            with contextlib.suppress(TrialContractError):  # never has a place in the record
-                metrics[name] = float(value) if isinstance(value, float) else to_strict_json(value, name)
-        return {"batches_trained": self.batches_trained, "metrics": metrics}
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Job:
-    """What the thread does next, and the report that is lost if it does not."""
-
     run: Callable[[], None]
-    report: TrainingReport | None = None
     is_always_run: bool = False
 
 
@@ -103,7 +89,6 @@ class ReportWriter:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._is_raised = False
-        self._unwritten: list[TrainingReport] = []
 
     # ---- the loop ------------------------------------------------------------------------------------
 
@@ -113,7 +98,7 @@ class ReportWriter:
         Raises:
             DstrialError: there was no room until the deadline.
         """
-        self._put(_Job(functools.partial(self._write, report), report))
+        self._put(_Job(functools.partial(self._write, report)))
 
     def submit(self, job: Callable[[], None]) -> None:
         """Have something else done after what was handed over before, as ``report``."""
@@ -161,14 +146,6 @@ class ReportWriter:
         error = None if self._is_raised else self._error
         self._is_raised = self._is_raised or error is not None
         return error
-
-    def unwritten(self) -> list[TrainingReport]:
-        """Return the reports that were handed over and are not recorded, in order.
-
-        There are none as long as nothing has failed and ``flush`` has returned.
-        """
-        self.flush()
-        return list(self._unwritten)
 
     def close(self) -> None:
         """Write what is left, and end the thread. What fails only now is logged."""
@@ -231,17 +208,11 @@ class ReportWriter:
                     job.run()
                 except BaseException as error:  # noqa: BLE001  # the boundary of a thread: the loop raises it
                     self._error = error
-            elif job.report is not None:
-                self._unwritten.append(job.report)
             del job
             with self._has_done:
                 self._num_done += 1
                 self._has_done.notify_all()
 
     def _write(self, report: TrainingReport) -> None:
-        try:
-            self._record(report)
-        except BaseException:
-            self._unwritten.append(report)
-            raise
+        self._record(report)
         self._publish(report)
