@@ -132,7 +132,9 @@ def test_a_rank_that_fails_while_an_exchange_is_under_way_ends_all_and_leaves_no
     assert f"rank {rank} failed first" in failed.output
     assert "LookupError: this batch is bad" in failed.output
     assert time.monotonic() - began_s < 60  # the deadline of the ranks is 100 s
-    assert list(failed.reports("training"))[:6] == list(range(2, 13, 2)), "only the report under way may be lost"
+    assert list(failed.reports("training"))[:6] == list(range(2, 13, 2)), (
+        "only the report under way may be lost"
+    )
     resumed = run_of(tmp_path, run=failed)
     assert resumed.returncode == 0, resumed.output
     assert resumed.reports("training") == whole.reports("training")
