@@ -49,13 +49,7 @@ logger = logging.getLogger("dstrial.loop")
 
 @contextlib.contextmanager
 def exits_refused(where: Callable[[], str]) -> Iterator[None]:
-    """Turn an exit with code 0, which would pass for an end, into an error.
-
-    Raises:
-        TrialContractError: user code exited with code 0 in the block.
-
-    Ranks: each its own; no communication.
-    """
+    """Turn ``sys.exit(0)`` of user code, which would pass for a normal end, into an error."""
     try:
         yield
     except SystemExit as exit_:
@@ -71,18 +65,11 @@ class TrainingLoop:
     """Trains one trial once.
 
     Args:
-        trial: the user's trial.
-        context: its context, at least one engine wrapped.
-        settings: what to do when.
         stop_request: returns this rank's reason to stop, or None; called on every rank.
-        on_start: told on every rank, after a checkpoint was loaded or none was, how many batches are trained.
-        on_progress: told the finished batches and the total on the chief at points of agreement.
-        on_steps: told the optimizer steps of the run and how many of them were skipped on the chief, at reports where
-            there are any and at the end.
-        metric_sinks: where reported metrics go besides the places of every run.
-
-    Raises:
-        TrialContractError: no engine is wrapped.
+        on_start: called on every rank with the batches trained, after a checkpoint was loaded or none was.
+        on_progress: called with the finished batches and the total on the chief at points of agreement.
+        on_steps: called with the optimizer steps of the run and the skipped ones on the chief, at reports with skipped steps
+            and at the end.
     """
 
     def __init__(
@@ -151,11 +138,7 @@ class TrainingLoop:
     # ---- the run -------------------------------------------------------------------------------------
 
     def run(self) -> FitResult:
-        """Train to the end, or until all ranks agree to stop. Ranks: all, collectively.
-
-        Raises:
-            DstrialError: user code, data or a checkpoint is not as it must be.
-        """
+        """Train to the end, or until all ranks agree to stop. Ranks: all, collectively."""
         settings, callbacks, progress = self._settings, self._callbacks, self._progress
         with contextlib.ExitStack() as stack:
             stack.enter_context(
@@ -217,7 +200,6 @@ class TrainingLoop:
         )
 
     def _start_checks(self) -> None:
-        """Note how things are before the first batch. Ranks: each its own; sends nothing."""
         checks = self._settings.checks
         if checks.non_finite == "fail":
             self._weights = FiniteWeights(self._context.models)
@@ -231,7 +213,6 @@ class TrainingLoop:
         )
 
     def _tell_steps(self) -> None:
-        """Tell at the end of all steps, and of skipped ones. Ranks: any; the chief tells."""
         counts = step_counts(self._context)
         taken, skipped = (
             sum(count.num_steps for count in counts),
@@ -245,18 +226,14 @@ class TrainingLoop:
                 )
 
     def _rewrite(self) -> FitResult:
-        """Save, in the layout that runs, what was restored. Ranks: all, collectively."""
+        """Save what was restored in the current layout. Ranks: all, collectively."""
         self._loader.restore_random_states()
         self._checkpoint(is_last=True)
         self._saver.finish()
         return FitResult(self._progress.batches_trained, self._batches_total, None, self._checkpoint_uuid)
 
     def _require_epoch_length(self) -> None:
-        """Refuse periods that could never fall due.
-
-        Raises:
-            ValueError: a period is counted in epochs, and the training loader has no length.
-        """
+        """Refuse periods that could never fall due."""
         if self._progress.epoch_length is not None:
             return
         counted = [
@@ -307,7 +284,7 @@ class TrainingLoop:
         self._iterator = None
 
     def _train(self) -> StopReason | None:
-        """Train batch after batch; returns why it stopped early, or None at the end."""
+        """Train batch after batch; return why it stopped early, or None at the end."""
         progress = self._progress
         if progress.batches_trained >= self._batches_total and self._is_chief:
             logger.warning(
@@ -355,12 +332,9 @@ class TrainingLoop:
         return None
 
     def _require_whole_batch(self, num_stepped: int) -> None:
-        """Refuse a self-accumulating ``train_batch`` that trains not exactly one batch.
+        """Refuse a self-accumulating ``train_batch`` that does not train exactly one batch.
 
-        Whether it does so cannot be seen from outside, and a wrong number would make every count of batches wrong.
-
-        Raises:
-            TrialContractError: on all ranks, where it is another number on any of them.
+        That it does so cannot be seen from outside, and a wrong number would make every count of batches wrong.
 
         Ranks: all, collectively (one ``allgather``, after the first batch of a run).
         """
@@ -390,7 +364,7 @@ class TrainingLoop:
         return self._sync_points.is_single_rank and self._sync_points.is_stop_requested()
 
     def _train_until(self, end_batch: int) -> None:
-        """Train up to ``end_batch``, exclusive, in one epoch; a lone rank may stop before.
+        """Train up to ``end_batch``, exclusive, in one epoch; a single rank may stop before.
 
         This is the hot path: no communication, no synchronisation, no decision.
         """
@@ -483,7 +457,6 @@ class TrainingLoop:
         counts: Sequence[StepCounts],
         exchanged: Exchange,
     ) -> None:
-        """Look for finite losses and optimizer steps in a report; the same on all ranks."""
         assert self._guard is not None
         skipped = sum(count.num_skipped for count in exchanged.counts)
         if skipped and self._is_chief:
@@ -540,7 +513,6 @@ class TrainingLoop:
         return bool(saves)
 
     def _check_searcher_metric(self, metrics: Mapping[str, Any]) -> None:
-        """Refuse metrics that the searcher cannot compare; the same on every rank."""
         searched = self._settings.searcher_metric
         if searched is None or searched in ("batches", "epochs"):  # every validation has them
             return
@@ -555,7 +527,6 @@ class TrainingLoop:
             )
 
     def _report_validation(self, metrics: dict[str, Any]) -> bool:
-        """Report on the chief; returns whether the policy asks for a checkpoint."""
         progress, settings = self._progress, self._settings
         policy = settings.checkpoint_policy
         best_before = self._core.train.get_experiment_best_validation() if policy == "best" else None
@@ -568,7 +539,7 @@ class TrainingLoop:
         return asks_for_checkpoint(policy, now, best_before, smaller_is_better=settings.smaller_is_better)
 
     def _state_evidence(self) -> list[StateEvidence]:
-        """Look at the weights and newest losses of all ranks. Ranks: all (one all-gather)."""
+        """Look at the weights and newest losses of all ranks. Ranks: all, collectively."""
         if self._weights is None:
             return []
         mine = StateEvidence(self._weights.lost(), self._window.newest_is_finite())
@@ -576,13 +547,10 @@ class TrainingLoop:
         return found
 
     def _checkpoint(self, *, is_last: bool = False) -> None:
-        """Copy the state of now, to be written behind the loop. Ranks: all, collectively.
+        """Copy the current state, to be written in the background. Ranks: all, collectively.
 
-        A state whose weights are lost is never saved, and one without a finite loss only where training ends or stops,
-        because a checkpoint makes room for itself by taking the place of an older one.
-
-        Args:
-            is_last: whether nothing is saved after it.
+        A state whose weights are not finite is never saved. One without a finite loss is saved only where training ends or stops
+        (``is_last``), because a checkpoint takes the place of an older one.
         """
         self._reports.require_written()
         found = self._state_evidence()
@@ -657,11 +625,6 @@ class TrainingLoop:
 
 
 def require_engine(trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> None:
-    """Refuse a trial that has wrapped no engine.
-
-    Raises:
-        TrialContractError: it has not.
-    """
     if not context.models:
         raise InvalidTrialError(
             f"{type(trial).__name__} has no wrapped model engine; expected at least one. Call "

@@ -1,9 +1,8 @@
 """The points of a run at which all ranks decide together whether to go on.
 
-Everything that has to cross ranks at such a point travels in one exchange: each rank's share of the
-metrics when a report is due, each rank's request to stop, and rank 0's decision on the next point.
-
-An exchange has a beginning, which waits for nobody, and an end. Between the two the loop may train the next batch.
+Everything that crosses ranks at such a point travels in one exchange: each rank's share of the metrics if a report is due,
+each rank's stop request, and rank 0's choice of the next point. Between its beginning, which waits for nobody, and its end
+the loop may train the next batch.
 """
 
 from __future__ import annotations
@@ -58,11 +57,10 @@ class SyncPoints:
     eight times the distance before, so that one fast batch does not postpone the next point by minutes.
 
     Args:
-        distributed: Determined's distributed context.
-        stop_request: returns this rank's reason to stop, or None; cheap, called at points of agreement and, when
-            there is only one rank, after every batch (then through ``is_stop_requested``).
+        stop_request: returns this rank's reason to stop, or None; cheap, called at points of agreement and, with a single
+            rank, after every batch.
         clock: seconds, monotonic.
-        interval_s: how long a wish may wait for the next point.
+        interval_s: how long a stop request may wait for the next point.
     """
 
     def __init__(
@@ -98,42 +96,32 @@ class SyncPoints:
 
     @property
     def may_wait(self) -> bool:
-        """Whether what is agreed on may come one batch late; the same on all ranks.
+        """Whether an agreement may come one batch late; the same on all ranks.
 
-        Not with slow batches, which are a long time for who wants to stop, and where an exchange costs next to nothing.
+        Not with slow batches: a stop request would wait long, and an exchange costs next to nothing.
         """
         is_channel = self._is_single_rank or isinstance(self._distributed, ControlChannel)
         return self._distance >= FAST_BATCHES and is_channel
 
     @property
     def is_single_rank(self) -> bool:
-        """Whether there is no other rank to agree with, so that a wish counts at once."""
         return self._is_single_rank
 
     def is_stop_requested(self) -> bool:
-        """Say whether this rank wishes to stop. Ranks: any; no communication."""
         return self._stop_request() is not None
 
     def agree(self, batches_trained: int, share: Any = None) -> SyncResult:
-        """Exchange shares and wishes, and decide. Ranks: all, collectively (1 all-gather).
-
-        Args:
-            batches_trained: finished batches, the same on all ranks.
-            share: what this rank hands in; small and picklable.
-        """
+        """Exchange shares and stop requests, and decide. Ranks: all, collectively (1 all-gather)."""
         return self._decide(self._distributed.allgather(self._handed_in(batches_trained, share)))
 
     def begin(self, batches_trained: int, share: Any = None) -> None:
-        """Begin what ``agree`` does, and wait for nobody; ``end`` comes next.
-
-        Ranks: all, collectively (1 all-gather), on a control channel.
-        """
+        """Start the exchange without blocking; ``end`` returns its result. Ranks: all, collectively."""
         self._own = self._handed_in(batches_trained, share)
         if isinstance(self._distributed, ControlChannel):
             self._gather = self._distributed.begin_allgather(self._own)
 
     def end(self) -> SyncResult:
-        """End the exchange, and return what ``agree`` does. Ranks: all, collectively."""
+        """Wait for the exchange and return its result. Ranks: all, collectively."""
         gather, self._gather = self._gather, None
         return self._decide([self._own] if gather is None else gather.wait())
 

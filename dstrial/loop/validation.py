@@ -28,9 +28,6 @@ class Validation:
     """Runs validations of one trial.
 
     Args:
-        trial: the user's trial.
-        context: its context, engines wrapped.
-        callbacks: the user's callbacks.
         stream: the validation records of this rank, which may be none.
         max_rounds: evaluate at most this many rounds, for test runs; None for all.
     """
@@ -55,14 +52,13 @@ class Validation:
         self._takes_batch_idx = util.has_param(trial.evaluate_batch, "batch_idx", 2)
 
     def agree_on_extent(self) -> bool:
-        """Compare the validation loaders. Ranks: all, collectively (one all-gather).
-
-        Returns:
-            Whether there is anything to validate with; the same on all ranks.
+        """Compare the validation loaders; return whether there is anything to validate with.
 
         Raises:
             DataError: loaders are empty, or their lengths differ where every replica must do the same.
             TrialContractError: the trial overrides no evaluation, or one that cannot work with its engines.
+
+        Ranks: all, collectively.
         """
         context = self._context
         gathered = context.distributed.allgather(
@@ -104,13 +100,9 @@ class Validation:
         return True
 
     def run(self) -> dict[str, Any]:
-        """Validate with the weights of now. Ranks: all, collectively.
+        """Validate with the current weights; return metric name -> value over the whole set, the same on every rank.
 
-        Returns:
-            Metric name -> value over the whole set; the same on every rank.
-
-        Raises:
-            TrialContractError: a metric is no number, or names differ between calls or ranks.
+        Ranks: all, collectively.
         """
         context = self._context
         start_s = time.monotonic()
@@ -190,7 +182,7 @@ class Validation:
         items: Iterator[Any] | None,
         window: loop_metrics.MetricWindow,
     ) -> int:
-        """Call the user once; returns the records of this replica that counted."""
+        """Call the user once; return the records of this replica that counted."""
         if validation_round.num_micro_batches == 0:
             return 0
         for adapter in self._runtime.adapters:
@@ -237,11 +229,6 @@ class Validation:
 
 
 def _require_numbers(values: Mapping[str, float | None]) -> None:
-    """Refuse metrics that cannot be averaged.
-
-    Raises:
-        TrialContractError: one is no number.
-    """
     bad = [name for name, value in values.items() if value is None]
     if bad:
         raise InvalidTrialError(
