@@ -70,11 +70,10 @@ def init(
         exp_conf: experiment config, for off a cluster.
         distributed: a distributed context of your own making; ranks are then yours to set up.
         enable_tensorboard_logging: whether reported metrics are written for TensorBoard.
-        run_dir: where an off-cluster run keeps its files, made if it does not exist: one script then starts a run and goes on
-            with it. A new directory under ``./runs`` if left out.
-        latest_checkpoint: what ``Trainer.fit`` will be given, where that is neither the cluster's nor the launcher's. A run
-            that goes on keeps its ``train_batch_size`` on any number of ranks, and for this the trial has to be
-            built with other batch sizes.
+        run_dir: where an off-cluster run keeps its files, made if it does not exist, so that one script starts and resumes a
+            run. A new directory under ``./runs`` if left out.
+        latest_checkpoint: the argument of ``Trainer.fit``, if it is neither the cluster's nor the launcher's: a resumed run keeps
+            its ``train_batch_size`` on any number of ranks, so the trial must be built with other batch sizes.
 
     Raises:
         ConfigError: the hyperparameters ask for another batch than the checkpoint's, or these ranks cannot share it evenly.
@@ -126,7 +125,7 @@ def init(
 
 @contextlib.contextmanager
 def _explained_errors(context: DeepSpeedTrialContext, runtime: TrialRuntime) -> Iterator[None]:
-    """Say what to do about errors of DeepSpeed's whose messages do not."""
+    """Say what to do about errors of DeepSpeed whose messages do not."""
     try:
         yield
     except AssertionError as error:
@@ -142,7 +141,6 @@ def _explained_errors(context: DeepSpeedTrialContext, runtime: TrialRuntime) -> 
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy, torch and this process's accelerator, alike on all ranks."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -187,8 +185,7 @@ class Trainer:
             max_length: how long to train, ``Batch(int)`` or ``Epoch(int)``. On a cluster it may be left out
                 where the experiment config has ``searcher.max_length`` or ``max_time``.
             reporting_period: how often to report training metrics, each time with one call of ``on_training_workload_end``.
-                If it is left out, or None: every 100 batches and, where ``max_length`` is counted in epochs, at the end
-                of each epoch.
+                If left out, or None: every 100 batches and, where ``max_length`` is counted in epochs, at the end of each epoch.
             checkpoint_policy: ``best``, ``all`` or ``none``: which validations are followed by a checkpoint.
                 ``best`` compares the searcher's metric, off a cluster with those of the same run.
             latest_checkpoint: uuid of the checkpoint to continue from, or off a cluster its directory or
@@ -196,8 +193,7 @@ class Trainer:
                 all runs beside this one and in the directory of all runs.
             step_zero_validation: whether to validate before the first batch.
             test_mode: train one batch and validate one, off a cluster only.
-            profiling_enabled: whether system metrics of each node are collected from now on, until the core context ends; not in
-                a test.
+            profiling_enabled: whether system metrics of each node are collected until the core context ends; not in a test.
             metric_sinks: where reported metrics go besides the trial's record and TensorBoard; opened and closed by this call.
                 Not in Determined.
 
@@ -264,7 +260,6 @@ class Trainer:
     def _length_of(
         self, asked: pytorch.TrainUnit | None, searcher: Mapping[str, Any]
     ) -> pytorch.TrainUnit | None:
-        """Return how long to train: as asked, or on a cluster as the config says."""
         if self._info is None:
             return asked
         length = searcher_length(searcher, self._runtime.train_batch_size) if asked is None else asked
@@ -327,7 +322,7 @@ class Trainer:
             kept.note_steps(num_steps, num_skipped)
 
     def _checkpoint_to_load(self, asked: str | None) -> str | None:
-        """Return the checkpoint that training goes on from, and note where it stands."""
+        """Return the checkpoint to resume from, and note its number of batches."""
         runtime, info = self._runtime, self._info
         if info is not None and asked is not None:
             return asked
@@ -349,7 +344,7 @@ class Trainer:
 
 
 def _around_fit(runtime: TrialRuntime) -> contextlib.AbstractContextManager[Any]:
-    """Return what the hyperparameters want around ``fit``: nothing, if nobody watches."""
+    """Return the context manager that the hyperparameters name around ``fit``, for measuring."""
     named = (runtime.hparams or {}).get(AROUND_FIT_KEY)
     if not named:
         return contextlib.nullcontext()
@@ -359,11 +354,7 @@ def _around_fit(runtime: TrialRuntime) -> contextlib.AbstractContextManager[Any]
 
 
 def _is_switched_on(exp_conf: Mapping[str, Any] | None, key: str) -> bool:
-    """Return a switch of ``data.dstrial``, true where it is not given.
-
-    Raises:
-        ValueError: it is no boolean.
-    """
+    """Return a switch of ``data.dstrial``, true if it is not given."""
     asked = dstrial_section(exp_conf).get(key)
     if asked is None:
         return True
@@ -375,7 +366,7 @@ def _is_switched_on(exp_conf: Mapping[str, Any] | None, key: str) -> bool:
 
 
 def _warn_of_another_length(searcher: Mapping[str, Any], max_length: pytorch.TrainUnit | None) -> None:
-    """Say that a search compares trials at ``max_time``, if ``fit``'s length differs."""
+    """Warn if ``fit``'s length differs from ``max_time``, at which a search compares trials."""
     unit = {"batches": pytorch.Batch, "epochs": pytorch.Epoch}.get(str(searcher.get("time_metric")))
     max_time = searcher.get("max_time")
     if unit is None or max_time is None or max_length is None:
@@ -410,9 +401,6 @@ def run_trial(
         run_dir: the run directory, off a cluster.
         resume: checkpoint to continue from: a uuid, a directory, or ``latest``.
         test_mode: two batches, one validation, one checkpoint and a reload of it.
-
-    Raises:
-        ConfigError: the experiment does not say how long to train.
 
     Ranks: all, collectively.
     """
@@ -466,7 +454,7 @@ def _show_log(rank: int) -> None:
 
 
 def _reload(trial: DeepSpeedTrial, context: DeepSpeedTrialContext, trainer: Trainer, uuid: str) -> None:
-    """Continue from the test's own checkpoint, only to load and check every part."""
+    """Resume from the test's own checkpoint, only to load and check every part."""
     again = trainer.fit(
         max_length=pytorch.Batch(_TEST_BATCHES), checkpoint_policy="none", latest_checkpoint=uuid
     )

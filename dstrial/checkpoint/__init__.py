@@ -1,4 +1,1 @@
-"""A checkpoint directory: its manifest, its verified files, its completion mark.
-
-Pure file handling on the standard library: it knows neither engines nor trials, and imports no torch.
-"""
+"""A checkpoint directory: manifest, verified files, completion mark. Pure file handling without torch."""

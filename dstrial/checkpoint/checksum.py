@@ -1,8 +1,8 @@
 """Checksum and signature of JSON values, kept among them.
 
-A checksum is for the small files that no other file has a checksum of. A signature says whether this account wrote a checkpoint:
-everybody can make a manifest that matches its files. The signature is made with a secret of the account (HMAC-SHA256), kept in
-its data directory, so a manifest that bears it was written by a run of this account, and with it every file that it names.
+A checksum is for small files that no other file has a checksum of. A signature (HMAC-SHA256 with a secret in the account's data
+directory) proves that a run of this account wrote a manifest, and with it every file that it names; anybody can make a manifest
+that matches its files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ _NUM_BYTES = 32
 
 
 def key_path() -> pathlib.Path:
-    """Return where the account's secret lies."""
     return pathlib.Path(platformdirs.user_data_dir("dstrial")) / "checkpoint.key"
 
 
@@ -45,7 +44,7 @@ def signed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_own(values: Mapping[str, Any]) -> bool:
-    """Say whether JSON values bear this account's signature."""
+    """Return whether JSON values bear this account's signature."""
     given = values.get(SIGNATURE_KEY)
     key = _key(is_made=False)
     if not isinstance(given, str) or key is None:
@@ -83,11 +82,7 @@ def _key(*, is_made: bool) -> bytes | None:
 
 
 def _make(path: pathlib.Path) -> None:
-    """Make the secret; of several processes at once the first one's counts.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Make the secret; of several processes at once the first one's counts."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.suppress(FileExistsError):
         make_file(path, secrets.token_bytes(_NUM_BYTES))
@@ -98,12 +93,11 @@ CHECKSUM_KEY = "sha256"
 
 
 def with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same JSON values with their checksum."""
     return {**values, CHECKSUM_KEY: _checksum(values)}
 
 
 def is_intact(values: Mapping[str, Any]) -> bool:
-    """Say whether a result of ``with_checksum`` is unchanged; True without a checksum."""
+    """Return whether a result of ``with_checksum`` is unchanged; True without a checksum."""
     return CHECKSUM_KEY not in values or values[CHECKSUM_KEY] == _checksum(values)
 
 

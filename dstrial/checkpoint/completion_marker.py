@@ -17,16 +17,9 @@ MARKER_NAME = "COMPLETE"
 
 
 def write_marker(path: str | os.PathLike[str], info: Mapping[str, Any] | None = None) -> None:
-    """Wait until everything under ``path`` is on the disk, then make it a checkpoint.
+    """Flush everything under ``path`` to disk, then make it a checkpoint; ``info`` is kept in the mark.
 
     A crash at any point leaves the directory either without a mark or with a whole one.
-
-    Args:
-        path: the checkpoint directory.
-        info: JSON values to keep in the mark.
-
-    Raises:
-        OSError: a file cannot be brought to the disk; there is no mark then.
 
     Ranks: one, after all ranks have written. Ranks of other machines call ``fsync_tree`` before.
     """
@@ -44,7 +37,7 @@ def write_marker(path: str | os.PathLike[str], info: Mapping[str, Any] | None = 
 
 
 def read_marker(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what ``write_marker`` was given.
+    """Return the ``info`` of ``write_marker``.
 
     Raises:
         CheckpointNotFoundError: there is no mark.
@@ -75,19 +68,18 @@ def read_marker(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:
-    """Return whether ``path`` is a directory that carries the mark."""
     return (pathlib.Path(path) / MARKER_NAME).is_file()
 
 
 def remove_marker(path: str | os.PathLike[str]) -> None:
-    """Make ``path`` a checkpoint no more; the first step of deleting one."""
+    """Remove the mark; the first step of deleting a checkpoint."""
     root = pathlib.Path(path)
     (root / MARKER_NAME).unlink(missing_ok=True)
     sync_path(root)
 
 
 def incomplete(root: str | os.PathLike[str]) -> list[pathlib.Path]:
-    """Return the sorted directories in ``root`` without a mark; none without a root."""
+    """Return the sorted directories in ``root`` without a mark."""
     parent = pathlib.Path(root)
     if not parent.is_dir():
         return []
@@ -95,7 +87,7 @@ def incomplete(root: str | os.PathLike[str]) -> list[pathlib.Path]:
 
 
 def fsync_tree(path: str | os.PathLike[str]) -> None:
-    """Wait until everything under ``path`` is on the disk, the directory itself last."""
+    """Flush everything under ``path`` to disk, the directory itself last."""
     for directory, _, names in os.walk(path, topdown=False):
         for name in names:
             entry = pathlib.Path(directory) / name

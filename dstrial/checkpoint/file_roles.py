@@ -34,13 +34,7 @@ _LAYER = re.compile(r"layer_(\d+)(?:-model_\d+)?-model_states\.pt")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileRole:
-    """What a file holds.
-
-    Attributes:
-        kind: of content.
-        engine_idx: whose engine's, 0-based; None for what belongs to no engine.
-        writer_rank: the rank that wrote it; None where its name and the layout do not say.
-    """
+    """Content of a file, its engine (None: of no engine), and the rank that wrote it (None: unknown)."""
 
     kind: FileKind
     engine_idx: int | None = None
@@ -48,20 +42,14 @@ class FileRole:
 
 
 def rank_state_name(rank: int) -> str:
-    """Return the file name of one rank's trial state."""
     return f"dstrial_rank{rank}.pt"
 
 
 def engine_folder(paths: Iterable[str], engine_idx: int) -> str:
-    """Return an engine's folder in a checkpoint: the tag that DeepSpeed is given.
+    """Return an engine's folder in a checkpoint (the tag that DeepSpeed is given), from the checkpoint's files.
 
-    Args:
-        paths: files of the checkpoint, relative to it, with ``/``.
-        engine_idx: which engine, 0-based.
-
-    Returns:
-        ``model<i>`` as ``DeepSpeedTrial.save`` calls it, ``pytorch_model`` or ``pytorch_model_<i>`` as Accelerate does, or
-        ``global_step<n>`` as the Hugging Face Trainer does; the first of these where there is none.
+    ``model<i>`` of ``DeepSpeedTrial.save``, ``pytorch_model`` or ``pytorch_model_<i>`` of Accelerate, or
+    ``global_step<n>`` of the Hugging Face Trainer; the first of these if there is none.
 
     Source: accelerate 1.15 ``Accelerator.save_state``; transformers 5.23 ``Trainer._save_checkpoint``, which leaves the tag
         to DeepSpeed.
@@ -78,12 +66,7 @@ def _engine_idx(found: re.Match[str]) -> int:
 
 
 def layouts_of(manifest: Manifest, root: str | os.PathLike[str]) -> tuple[Layout, ...]:
-    """Return the layouts of a manifest's engines; ``root`` is for the message.
-
-    Raises:
-        CheckpointError: another release of dstrial wrote it, in another form.
-        CheckpointDamagedError: it names a folder outside of the checkpoint.
-    """
+    """Return the layouts of a manifest's engines; ``root`` is for the message."""
     try:
         layouts = tuple(Layout.from_json(values) for values in manifest.layouts)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -102,11 +85,7 @@ def layouts_of(manifest: Manifest, root: str | os.PathLike[str]) -> tuple[Layout
 
 
 def role_of(path: str, layouts: Sequence[Layout]) -> FileRole:
-    """Say what a file holds.
-
-    Args:
-        path: relative to the checkpoint, with ``/``.
-        layouts: of the checkpoint's engines; without one, writers of engine files are not known.
+    """Return what a file holds; ``path`` is relative to the checkpoint. Without layouts writers are unknown.
 
     Source: file names of DeepSpeed 0.19.8, ``DeepSpeedEngine._get_ckpt_name``, ``_get_zero_ckpt_name``,
         ``PipelineModule.ckpt_layer_path``.
@@ -146,7 +125,7 @@ def _engine_of(path: str, layouts: Sequence[Layout]) -> tuple[int, str] | None:
 
 
 def _role_of_trainer_file(path: str) -> FileRole:
-    """Say what a file holds that ``transformers.Trainer`` wrote, from its name.
+    """Return what a file of ``transformers.Trainer`` holds, from its name.
 
     Source: file names of Transformers 5.23, ``Trainer._save_checkpoint``, ``PreTrainedModel.save_pretrained``.
     """

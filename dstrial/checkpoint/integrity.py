@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what was written, to the byte; if not, whom it hits."""
+"""Whether a checkpoint is what was written, to the byte; if not, which ranks it affects."""
 
 from __future__ import annotations
 
@@ -17,15 +17,7 @@ from dstrial.errors import CheckpointDamagedError, CheckpointError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Damage:
-    """One file that is not what the manifest says.
-
-    Attributes:
-        path: the file, relative to the checkpoint.
-        kind: what is wrong with it.
-        got: what was found, for a person.
-        expected: what the manifest says, for a person.
-        reader_ranks: ranks that would have read it.
-    """
+    """One file that is not what the manifest says; ``got`` and ``expected`` are for a person."""
 
     path: str
     kind: Literal["missing", "unreadable", "size", "checksum"]
@@ -40,18 +32,9 @@ def verify_files(
     only: Iterable[str] | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> list[Damage]:
-    """Compare files under ``root`` with the manifest, size first.
+    """Compare files under ``root`` with the manifest, size first; return the damaged ones in its order.
 
-    Args:
-        root: directory of the checkpoint.
-        manifest: its manifest.
-        only: paths to look at, such as one rank's ``share_of``; None looks at all.
-        on_bytes: told how many more bytes were read.
-
-    Returns:
-        One entry per damaged file, in the order of the manifest; empty when all is well.
-
-    Ranks: any; no communication.
+    ``only`` names paths to look at (None: all). ``on_bytes`` is called with the bytes read since its last call.
     """
     wanted = None if only is None else set(only)
     damages = []
@@ -70,19 +53,13 @@ def verify_files(
 def read_verified(
     root: str | os.PathLike[str], allgather: Callable[[Any], list[Any]], *, part: int, parts: int
 ) -> Manifest:
-    """Read the manifest and compare every file with it, each rank its share.
-
-    Args:
-        root: directory of the checkpoint.
-        allgather: hands a picklable object to all ranks; returns those of all ranks, in rank order.
-        part: which share is this rank's, the rank on its machine.
-        parts: ranks of its machine.
+    """Read the manifest and compare every file with it, each rank its share of its machine's files.
 
     Raises:
         CheckpointNotFoundError: there is no manifest.
         CheckpointDamagedError: it cannot be read, or files are not as it says, on any rank; all of them are named.
 
-    Ranks: all, collectively (one ``allgather``).
+    Ranks: all, collectively.
     """
     mine: list[Damage] | CheckpointError
     try:
@@ -102,12 +79,11 @@ def read_verified(
 
 
 def describe_damage(damage: Damage) -> str:
-    """Return a clause: the file, what is wrong, what was expected, the ranks it hits."""
+    """Return a clause: the file, what is wrong, what was expected, the affected ranks."""
     return f"{damage.path} is {damage.got}; expected {damage.expected}{_readers(damage.reader_ranks)}"
 
 
 def damaged_error(root: str | os.PathLike[str], damages: Sequence[Damage]) -> CheckpointDamagedError:
-    """Return the error that names every damaged file of the checkpoint ``root``."""
     return CheckpointDamagedError(
         f"checkpoint {root} is damaged: {'. '.join(describe_damage(damage) for damage in damages)}. "
         "Resume from an earlier checkpoint, or restore the files from a copy."
@@ -157,15 +133,9 @@ FaultKind = Literal["missing", "truncated", "longer", "changed", "unreadable", "
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing in which a directory differs from the checkpoint that was written.
+    """One difference between a directory and the checkpoint that was written.
 
-    Attributes:
-        path: the file, relative to the checkpoint.
-        kind: how it differs.
-        got: what was found, for a person.
-        expected: what was written, for a person.
-        role: what the file holds.
-        reader_ranks: ranks that read it when the run goes on in the same layout.
+    ``got`` and ``expected`` are for a person; ``reader_ranks`` read the file at a resume in the same layout.
     """
 
     path: str
@@ -191,13 +161,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class IntegrityReport:
-    """What was found.
-
-    Attributes:
-        num_files: files that the manifest names.
-        num_bytes: their size as it was written.
-        faults: everything that differs, in the order of the manifest; empty if the checkpoint is whole.
-    """
+    """Number and written size of the manifest's files, and every difference in its order."""
 
     num_files: int
     num_bytes: int
@@ -205,12 +169,11 @@ class IntegrityReport:
 
     @property
     def is_intact(self) -> bool:
-        """Whether it is what was written."""
         return not self.faults
 
 
 def bytes_to_read(manifest: Manifest) -> int:
-    """Return how many bytes ``check_integrity`` reads of a checkpoint that is whole."""
+    """Return how many bytes ``check_integrity`` reads of an intact checkpoint."""
     return sum(entry.num_bytes for entry in manifest.files.values())
 
 
@@ -223,20 +186,9 @@ def check_integrity(
 ) -> IntegrityReport:
     """Compare every file of a checkpoint with its manifest, several at a time.
 
-    Args:
-        root: its directory.
-        manifest: its manifest, if it has been read already.
-        needs_mark: whether it lies where only a completion mark makes it a checkpoint.
-        on_bytes: told how many more bytes were read; called from several threads.
-
-    Returns:
-        What differs: damaged files, files that nobody wrote, and what the directory lacks to be complete.
-
-    Raises:
-        CheckpointNotFoundError: there is no manifest.
-        CheckpointDamagedError: the manifest cannot be read.
-
-    Ranks: any; no communication.
+    The report has damaged files, files that nobody wrote, and what the directory lacks to be complete. ``needs_mark``:
+    whether only a completion mark makes the directory a checkpoint. ``on_bytes`` is called, from several threads, with the
+    bytes read since its last call.
     """
     path = pathlib.Path(root)
     manifest = read_manifest(path) if manifest is None else manifest

@@ -1,8 +1,7 @@
-"""How an engine's state lies over ranks, and what another layout can load. Pure.
+"""How an engine's state lies over ranks, and what another layout can load. Pure values for the manifest.
 
-It is plain values for the manifest. The per-parameter table says where every element of every parameter is, whatever the ZeRO
-stage, so that a checkpoint can later be read on another arrangement of ranks. ``parameter_table`` fills it in from an engine;
-nothing here reads files or needs torch.
+The per-parameter table says where every element of every parameter is, whatever the ZeRO stage, so that a checkpoint can be
+read on other ranks. ``parameter_table`` fills it in from an engine.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ class FlatBuffer:
     """One flat buffer of master weights and of each optimizer state, cut over ranks.
 
     Attributes:
-        model_part: which part of the model it belongs to, see ``ParameterPlace.model_part``.
+        model_part: see ``ParameterPlace.model_part``.
         index: position among the buffers of that part: the group of the optimizer for ZeRO 1 and 2, the
             sub group for ZeRO 3.
-        group_idx: parameter group of the optimizer that it belongs to, 0-based.
+        group_idx: parameter group of the optimizer, 0-based.
         numel: elements of all partitions together, paddings included.
         partition_numel: elements of one rank's partition, paddings included; equal on all ranks.
         num_partitions: ranks that it is cut over.
@@ -96,7 +95,6 @@ class Layout(EngineArrangement):
     folder: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the same as plain JSON values, for the manifest."""
         values = dataclasses.asdict(self)
         if not self.folder:
             del values["folder"]
@@ -108,7 +106,7 @@ class Layout(EngineArrangement):
 
         Raises:
             KeyError: a value is missing.
-            TypeError: there is a value that this release does not know.
+            TypeError: a value is unknown to this release.
         """
         rest = dict(values)
         buffers = tuple(FlatBuffer(**buffer) for buffer in rest.pop("buffers"))
@@ -136,18 +134,9 @@ _COMPARED = (
 
 
 def compatible(saved: Layout, now: Layout) -> list[str]:
-    """Say what keeps a layout from loading a checkpoint of another, in words.
+    """Return what keeps a layout from loading a checkpoint of another as it is, in words.
 
     Batch sizes and versions are not compared: DeepSpeed loads across them.
-
-    Args:
-        saved: the layout of the checkpoint.
-        now: the layout of the engine that is to load it.
-
-    Returns:
-        One difference per entry; empty when the checkpoint can be loaded as it is.
-
-    Ranks: any; no communication.
     """
     differences = [
         f"{words} was {getattr(saved, field)!r}, is {getattr(now, field)!r}"
@@ -191,9 +180,7 @@ _SAME_OPTIMIZERS = (
 
 
 def keeps_whole_matrices(layout: Layout, key: str) -> bool:
-    """Return whether ranks keep state of ``key`` for whole matrices.
-
-    A rank then has all of each matrix that its partition touches.
+    """Return whether ranks keep state of ``key`` for whole matrices: all of each matrix that their partition touches.
 
     Source: Muon of DeepSpeed 0.19.8, ``runtime/zero/stage_1_and_2.py`` ``_muon_momentum_buffer``; with the optimizer on the CPU,
     in ZeRO 3 and in ``BF16_Optimizer`` the momentum is cut as the weights are.
@@ -204,15 +191,7 @@ def keeps_whole_matrices(layout: Layout, key: str) -> bool:
 
 
 def reshape_problems(saved: Layout, now: Layout) -> list[str]:
-    """Say what keeps a checkpoint from being loaded in another layout; pure.
-
-    Args:
-        saved: the layout of the checkpoint.
-        now: the layout of the engine that is to load it.
-
-    Returns:
-        One reason per entry, in words; empty if it can be loaded.
-    """
+    """Return what keeps a checkpoint from being loaded in another layout, in words."""
     problems = []
     if saved.model_parallel_size != now.model_parallel_size:
         problems.append(
@@ -265,7 +244,7 @@ def reshape_problems(saved: Layout, now: Layout) -> list[str]:
 
 
 def _is_trained(place: ParameterPlace) -> bool:
-    """Say whether the optimizer changes a parameter."""
+    """Return whether the optimizer changes a parameter."""
     # Without a wrapper it may own frozen parameters, which it leaves alone.
     return place.group_idx is not None and place.trainable and math.prod(place.shape) > 0
 

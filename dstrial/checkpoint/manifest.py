@@ -29,14 +29,7 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One file of a checkpoint.
-
-    Attributes:
-        num_bytes: its size.
-        sha256: its checksum, 64 hexadecimal digits.
-        reader_ranks: ranks that read it when the run goes on in the same arrangement, ascending; empty
-            when none is known to.
-    """
+    """One file of a checkpoint; ``reader_ranks`` read it at a resume in the same layout, ascending."""
 
     num_bytes: int
     sha256: str
@@ -51,8 +44,7 @@ class Manifest:
         steps_completed: optimizer steps done when it was written.
         created: when it was written, ISO 8601 in UTC.
         layouts: per engine, how its state lies over ranks, as plain JSON values.
-        files: path relative to the checkpoint, with ``/``, -> the file. The manifest itself and the
-            completion mark are not in it.
+        files: path relative to the checkpoint, with ``/``, -> the file; without manifest and completion mark.
         uuid: name of the checkpoint in its store; None if it had none when the manifest was written.
         format: version of the manifest's form.
     """
@@ -75,16 +67,7 @@ class Manifest:
         uuid: str | None = None,
         created: datetime.datetime | None = None,
     ) -> Manifest:
-        """Put a manifest together from what the ranks gathered.
-
-        Args:
-            steps_completed: optimizer steps done.
-            layouts: per engine, plain JSON values.
-            files: what ``hash_files`` returned on all ranks, merged.
-            readers: path -> ranks that read it; a path that is no file of the checkpoint is ignored.
-            uuid: name of the checkpoint, if known.
-            created: when; now if not given.
-        """
+        """Return a manifest of what the ranks gathered; ``readers`` of paths that are no files are ignored."""
         readers = {} if readers is None else readers
         when = datetime.datetime.now(datetime.timezone.utc) if created is None else created
         return cls(
@@ -101,7 +84,6 @@ class Manifest:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the same as plain JSON values."""
         return {
             "format": self.format,
             "uuid": self.uuid,
@@ -164,9 +146,9 @@ def read_manifest(root: str | os.PathLike[str]) -> Manifest:
 
 
 def is_own_manifest(root: str | os.PathLike[str]) -> bool:
-    """Say whether a readable manifest bears this account's signature.
+    """Return whether a readable manifest bears this account's signature.
 
-    It speaks for files only that were compared with it.
+    This is a statement only about files that were compared with it.
     """
     try:
         values = json.loads((pathlib.Path(root) / MANIFEST_NAME).read_text(encoding="utf-8"))
@@ -178,21 +160,12 @@ def is_own_manifest(root: str | os.PathLike[str]) -> bool:
 
 
 def hash_files(root: str | os.PathLike[str], paths: Iterable[str]) -> dict[str, FileEntry]:
-    """Return size and checksum of each of ``paths``, which are relative to ``root``.
-
-    Raises:
-        OSError: a file cannot be read.
-
-    Ranks: any; no communication. Deal the files out with ``share_of``.
-    """
+    """Return size and checksum of each of ``paths``, which are relative to ``root``."""
     return {path: hash_file(pathlib.Path(root) / path) for path in paths}
 
 
 def hash_file(path: str | os.PathLike[str], on_bytes: Callable[[int], None] | None = None) -> FileEntry:
-    """Return size and checksum of one file, read once.
-
-    ``on_bytes`` is told how many more bytes were read, after each piece of a mebibyte.
-    """
+    """Return size and checksum of one file; ``on_bytes`` is called with the size of each piece of a mebibyte."""
     digest = hashlib.sha256()
     num_bytes = 0
     with pathlib.Path(path).open("rb") as stream:
@@ -205,15 +178,7 @@ def hash_file(path: str | os.PathLike[str], on_bytes: Callable[[int], None] | No
 
 
 def share_of(files: Sequence[str], part: int, parts: int) -> list[str]:
-    """Return this part's share of ``files``: each is in exactly one share.
-
-    Shares differ by one at most.
-
-    Args:
-        files: the same sequence in every part.
-        part: which share, from 0, such as the rank on this machine.
-        parts: number of shares, at least 1.
-    """
+    """Return this part's share of ``files``: each is in exactly one share; sizes differ by one at most."""
     return list(files[part::parts])
 
 

@@ -1,8 +1,7 @@
 """A Hugging Face model directory: safetensors, config and tokenizer files. Pure.
 
 A safetensors file is the length of a header (8 bytes, little endian), the header (JSON: name -> type, shape, begin and end of
-the bytes), and the bytes of all tensors, in C order and little endian, one after the other. So a file can be written tensor by
-tensor.
+the bytes), and the bytes of all tensors, in C order and little endian. So a file can be written tensor by tensor.
 
 Source: format of safetensors 0.4 to 0.6, its README, "Format".
 """
@@ -37,12 +36,9 @@ _OTHER_NAMES = (
 
 
 def find_model_files(directories: Iterable[pathlib.Path]) -> list[pathlib.Path]:
-    """Return the config and tokenizer files of the first directories that have them.
+    """Return config and tokenizer files, one of each name, from the first of the directories that has it.
 
-    The directories are looked through in this order, not below them; those that do not exist have none.
-
-    Returns:
-        At most one file of each name. A ``config.json`` counts only if it names a model's type or class.
+    A ``config.json`` counts only if it names a model's type or class.
     """
     found: dict[str, pathlib.Path] = {}
     for directory in directories:
@@ -72,13 +68,7 @@ _ALIGNMENT = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of a file.
-
-    Attributes:
-        name: unique in the file.
-        dtype: a key of ``ITEM_BYTES``.
-        shape: empty for a scalar.
-    """
+    """One tensor of a file; ``dtype`` is a key of ``ITEM_BYTES``."""
 
     name: str
     dtype: str
@@ -86,12 +76,10 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all its elements."""
         return self.numel * ITEM_BYTES[self.dtype]
 
 
@@ -101,10 +89,7 @@ def in_file_order(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
 
 
 def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """Return what stands before the tensors' bytes, which follow in this order.
-
-    ``metadata`` is text that the file carries besides them.
-    """
+    """Return the file's beginning; the tensors' bytes follow in this order."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
     for spec in specs:
@@ -117,10 +102,7 @@ def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> by
 
 
 def shards_of(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
-    """Deal tensors out into files, in their order; at least one file.
-
-    A file holds at most ``max_bytes`` of tensors; a larger tensor has a file of its own.
-    """
+    """Deal tensors out into files of at most ``max_bytes``, in their order; a larger tensor has a file of its own."""
     shards: list[list[TensorSpec]] = [[]]
     filled = 0
     for spec in specs:

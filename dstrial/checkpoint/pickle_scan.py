@@ -1,7 +1,7 @@
 """What a pickle would import and call, found out without doing so.
 
-The pickle is taken apart by the standard library's own machine, but every class and function that it names is replaced by a
-stand-in that keeps its arguments and does nothing. So all of Python's protocols are understood, and nothing is imported.
+The standard library's own unpickler runs, but every class and function that the pickle names is replaced by a stand-in that
+does nothing. So all protocols are understood, and nothing is imported.
 """
 
 from __future__ import annotations
@@ -34,11 +34,7 @@ class PickleContents:
 
 
 def read_pickle(stream: BinaryIO) -> PickleContents:
-    """Take a pickle apart, up to its end or the first thing that no pickle holds.
-
-    What comes after a broken place is never reached by an unpickler either. The stream stands at the first byte of the pickle,
-    and behind the last one afterwards.
-    """
+    """Read a pickle up to its end or the first invalid place, which no unpickler gets beyond either."""
     machine = _Inert(stream)
     with contextlib.suppress(
         Exception
@@ -67,20 +63,16 @@ class _StandIn:
     def __setstate__(self, state: Any) -> None:
         self.states.append(state)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        """Forget an entry."""
+    def __setitem__(self, key: Any, value: Any) -> None: ...
 
     def __call__(self, *_args: Any, **_options: Any) -> _StandIn:
         return self
 
-    def append(self, value: Any) -> None:
-        """Forget an element."""
+    def append(self, value: Any) -> None: ...
 
-    def extend(self, values: Any) -> None:
-        """Forget elements."""
+    def extend(self, values: Any) -> None: ...
 
-    def add(self, value: Any) -> None:
-        """Forget an element."""
+    def add(self, value: Any) -> None: ...
 
 
 # The machine in Python, for that in C allocates as much as a pickle says that its memo is long.
@@ -91,7 +83,6 @@ class _Inert(pickle._Unpickler):
         self.dtypes: list[_StandIn] = []
 
     def find_class(self, module: str, name: str) -> type[_StandIn]:
-        """Note a name and return a stand-in for it; nothing is imported."""
         # torch writes protocol 2, in which pickle gives Python 3's modules their names of Python 2.
         if (module, name) in _compat_pickle.NAME_MAPPING:
             module, name = _compat_pickle.NAME_MAPPING[module, name]
@@ -102,12 +93,12 @@ class _Inert(pickle._Unpickler):
         return type("StandIn", (_StandIn,), {"name": full, "made": self.dtypes if full == _DTYPE else None})
 
     def persistent_load(self, pid: Any) -> _StandIn:
-        """Return a stand-in for what torch keeps beside the pickle: a storage."""
+        """Return a stand-in for a storage, which torch keeps beside the pickle."""
         del pid
         return _StandIn()
 
     def get_extension(self, code: int) -> None:
-        """Refuse what is registered by number: no checkpoint's writer registers anything."""
+        """Refuse classes registered by number: no checkpoint's writer registers any."""
         self.named.add(f"copyreg extension {code}")
         raise pickle.UnpicklingError("an extension code")
 
@@ -120,7 +111,7 @@ def _is_odd(dtype: _StandIn) -> bool:
 
 
 def _is_plain_state(state: Any) -> bool:
-    """Say whether a state is a plain NumPy number type's: version 3 and byte order."""
+    """Return whether a state is a plain NumPy number type's: version 3 and byte order."""
     if not isinstance(state, tuple) or len(state) != 8:
         return False
     version, order, subtype, names, fields, size, alignment, flags = state

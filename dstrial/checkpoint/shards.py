@@ -1,7 +1,7 @@
 """Where a parameter's elements lie in files and in a rank's memory. Pure.
 
-A parameter is a row of elements. Every layout cuts it into pieces, each within one replica's partition of a flat buffer
-(or, where there is no flat buffer, whole). Reading a checkpoint in another layout is then copying intervals.
+Every layout cuts a flattened parameter into pieces, each within one replica's partition of a flat buffer (or whole, if there
+is no flat buffer). Reading a checkpoint in another layout is then copying intervals.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from dstrial.checkpoint.layout import FlatBuffer, Layout, ParameterPlace
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shard:
-    """Some neighbouring elements of a parameter in one replica's partition.
+    """Consecutive elements of a parameter in one replica's partition.
 
     Attributes:
-        replica: whose partition.
-        begin: first element within the partition of the buffer; within the parameter where there is no buffer.
+        begin: first element within the partition of the buffer; within the parameter if there is no buffer.
         parameter_begin: first element within the flattened parameter.
-        numel: how many elements.
     """
 
     replica: int
@@ -32,7 +30,7 @@ class Shard:
 
     @property
     def parameter_end(self) -> int:
-        """One past its last element within the flattened parameter."""
+        """One past the last element within the flattened parameter."""
         return self.parameter_begin + self.numel
 
 
@@ -45,7 +43,6 @@ class ShardMap:
         self.matrices = functools.cache(self._find_matrices)
 
     def buffer(self, place: ParameterPlace) -> FlatBuffer | None:
-        """Return the flat buffer that a parameter lies in, None if in none."""
         if place.buffer_idx is None:
             return None
         return self._buffers[place.model_part, place.buffer_idx]
@@ -69,10 +66,7 @@ class ShardMap:
         return [piece for piece in self.of(place) if piece.replica == replica]
 
     def _find_matrices(self, model_part: int, buffer_idx: int, replica: int) -> dict[str, Shard]:
-        """Return where whole matrices begin that one replica keeps one after the other.
-
-        They are those that its partition of the buffer touches, by name, in the order of the buffer.
-        """
+        """Return by name where a replica's whole matrices begin: those that its partition touches, in the buffer's order."""
         found: dict[str, Shard] = {}
         begin = 0
         for place in sorted(self._owned, key=lambda place: place.offset or 0):
@@ -109,11 +103,7 @@ def positions_in_groups(places: Iterable[ParameterPlace]) -> dict[str, tuple[int
 
 
 def overlaps(pieces: Iterable[Shard], begin: int, numel: int) -> Iterator[tuple[Shard, int, int, int]]:
-    """Yield the overlaps of pieces with an interval of a parameter.
-
-    Yields:
-        Piece, offset within the piece, offset within the interval, elements.
-    """
+    """Yield the overlaps of pieces with an interval: piece, offset within the piece and the interval, elements."""
     end = begin + numel
     for piece in pieces:
         low, high = max(piece.parameter_begin, begin), min(piece.parameter_end, end)

@@ -19,12 +19,9 @@ class ParameterCounts:
     """The parameters of one engine; a tied one is counted with its first name.
 
     Attributes:
-        num_parameters: parameters.
-        num_elements: their elements.
         num_frozen: parameters that require no gradient.
-        num_frozen_elements: their elements.
         num_not_optimized: parameters that require a gradient and that no optimizer owns.
-        tied: name -> name of the parameter that it is, for each name beyond a parameter's first.
+        tied: further name of a parameter -> its first name.
     """
 
     num_parameters: int
@@ -47,7 +44,7 @@ def own_places(layout: Layout) -> Iterator[ParameterPlace]:
 
 
 def tied_names(layout: Layout) -> dict[str, str]:
-    """Return the first name of each further name of a parameter."""
+    """Return further name -> first name of a parameter."""
     return {
         place.name: place.tied_to
         for place in layout.parameters
@@ -56,7 +53,6 @@ def tied_names(layout: Layout) -> dict[str, str]:
 
 
 def count_parameters(layout: Layout) -> ParameterCounts:
-    """Count one engine's parameters."""
     places = list(own_places(layout))
     frozen = [place for place in places if not place.trainable]
     return ParameterCounts(
@@ -92,7 +88,7 @@ def size_by_rank(manifest: Manifest, layouts: Sequence[Layout]) -> dict[int, int
 
 
 def layout_fields(layout: Layout) -> dict[str, Any]:
-    """Return an engine's arrangement as JSON values, without parameters and buffers."""
+    """Return an engine's layout as JSON values, without parameters and buffers."""
     return {
         field.name: dict(layout.versions) if field.name == "versions" else getattr(layout, field.name)
         for field in dataclasses.fields(layout)
@@ -115,13 +111,7 @@ ABSENT = "absent"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """One value in which two checkpoints differ.
-
-    Attributes:
-        key: where it stands, with dots.
-        a: the first one's; ``ABSENT`` if it has none.
-        b: the second one's, likewise.
-    """
+    """One value in which two checkpoints differ; ``ABSENT`` on a side without it."""
 
     key: str
     a: Any
@@ -132,11 +122,9 @@ class Difference:
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
-    """Compare two nested mappings of plain JSON values.
+    """Compare two nested mappings of plain JSON values; return one difference per leaf, in their order.
 
-    Returns:
-        One difference per leaf, in the order of the first, then what only the second one has. Lists are leaves, unless
-        both are as long and hold mappings.
+    Lists are leaves, unless both are as long and hold mappings.
     """
     left, right = _flat(a), _flat(b)
     return [

@@ -1,5 +1,4 @@
-"""How the loop drives DeepSpeed's engines, and how checkpoints keep their state.
+"""How the loop drives DeepSpeed's engines, and how checkpoints keep their state; knows nothing of trials or the loop.
 
-Together with the trial files of users, this is the only package that imports DeepSpeed at module level.
-It knows engines; it knows nothing of experiments, trials or the loop.
+With the trial files of users, this is the only package that imports DeepSpeed at module level.
 """

@@ -1,4 +1,4 @@
-"""Let DeepSpeed's forward, backward and step on this rank tell a listener.
+"""Report DeepSpeed's forward, backward and step on this rank to a listener.
 
 The only place where DeepSpeed's classes are replaced for measuring; everything is put back at the end.
 """
@@ -16,26 +16,23 @@ from dstrial.errors import TrialContractError
 
 
 class EngineListener(Protocol):
-    """Hears of the engines. All ranks with an engine call every method."""
+    """Called for the engines; on all ranks with an engine, in the same order."""
 
     def run(self, phase: str, engine: Any, call: Callable[[], Any]) -> Any:
-        """Make one call of an engine and return what it returns.
+        """Make one call of an engine and return its result.
 
-        Args:
-            phase: ``forward``, ``backward``, ``step``, or ``train_batch`` of a pipeline.
-            engine: which.
-            call: DeepSpeed's own method with its arguments.
+        ``phase`` is ``forward``, ``backward``, ``step``, or ``train_batch`` of a pipeline; ``call`` is DeepSpeed's own
+        method with its arguments.
         """
 
     def stepped(self, engine: Any) -> None:
-        """Take that an engine has finished an optimizer step, or skipped it for overflow."""
+        """Called after an optimizer step, also one skipped for overflow."""
 
 
 @contextlib.contextmanager
 def observe_engines(listener: EngineListener) -> Iterator[None]:
-    """Let a listener hear of every engine of this process while the block lasts.
+    """Report every engine of this process to a listener inside the block.
 
-    Ranks: any; no communication.
     Source: DeepSpeed 0.19.8 ``runtime/engine.py`` and ``runtime/pipe/engine.py``; both count ``global_steps``.
     """
     kept = [(DeepSpeedEngine, name) for name in ("forward", "backward", "step")] + [
@@ -65,8 +62,8 @@ def _wrapped(phase: str, method: Callable[..., Any], listener: EngineListener) -
 class LostGradientCheck:
     """Refuses a step after ``backward`` calls whose gradients ZeRO has dropped.
 
-    Observes ``observe_engines`` in a batch. Counts calls of ``engine.backward`` only: a ``loss.backward()`` may
-    cross an engine that is not meant to step. ZeRO 0 and ``BF16_Optimizer`` add up every call.
+    Counts calls of ``engine.backward`` only: a ``loss.backward()`` may cross an engine that is not meant to step. ZeRO 0 and
+    ``BF16_Optimizer`` add up every call.
     """
 
     def __init__(self) -> None:
@@ -74,11 +71,6 @@ class LostGradientCheck:
         self._adds: set[Any] = set()
 
     def run(self, phase: str, engine: Any, call: Callable[[], Any]) -> Any:
-        """Make the call.
-
-        Raises:
-            TrialContractError: it is a step, and gradients for it are lost.
-        """
         num_calls = self._num_calls.get(engine, 0)
         stage = optimizers.overwriting_stage(engine.optimizer)
         if phase == "backward" and stage and not engine.inside_no_sync_ctxt:
@@ -96,6 +88,5 @@ class LostGradientCheck:
         return call()
 
     def stepped(self, engine: Any) -> None:
-        """Begin the count of the engine's next optimizer step."""
         self._num_calls.pop(engine, None)
         self._adds.discard(engine)

@@ -1,8 +1,8 @@
 """Write a saved engine's weights as one model, without ranks or an accelerator.
 
-For every ZeRO stage and for pipelines. Names and shapes are those of the module's ``state_dict``. A weight is the optimizer's
-master weight, rounded once where another type is asked for. Files are written tensor by tensor through one buffer of
-``_BUFFER_NUMEL`` elements, so that memory does not grow with the model.
+Names and shapes are those of the module's ``state_dict``. A weight is the optimizer's master weight, rounded once if another
+type is asked for. Files are written tensor by tensor through one buffer of ``_BUFFER_NUMEL`` elements, so that memory does not
+grow with the model.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ OnBytes = Callable[[int], None]
 class ModelWeights:
     """The consolidated weights of a saved engine, read piece by piece.
 
-    Args:
-        saved: the engine.
-        dtype: type of the floating-point tensors; None for that in which the module computed. Others keep theirs.
+    Floating-point tensors get ``dtype``, or if that is None the type in which the module computed; others keep theirs.
 
     Attributes:
         specs: every tensor, each storage once, in the order of the module, buffers last.
@@ -75,7 +73,6 @@ class ModelWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(spec.num_bytes for spec in self.specs)
 
     def pieces(self, spec: TensorSpec) -> Iterator[memoryview]:
@@ -97,13 +94,7 @@ def write_safetensors(
     specs: Sequence[TensorSpec] | None = None,
     on_bytes: OnBytes | None = None,
 ) -> None:
-    """Write a new safetensors file; its metadata maps further names of tied weights.
-
-    Without ``specs`` all tensors are written.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a new safetensors file with ``specs`` (None: all); its metadata maps further names of tied weights."""
     ordered = in_file_order(weights.specs if specs is None else specs)
     names = {spec.name for spec in ordered}
     aliases = {alias: name for alias, name in weights.aliases.items() if name in names}
@@ -116,11 +107,8 @@ def write_safetensors(
 def write_torch(weights: ModelWeights, path: pathlib.Path, on_bytes: OnBytes | None = None) -> None:
     """Write a ``state_dict`` for ``torch.load``, whose tied weights share storage.
 
-    torch writes only from tensors in memory. So the bytes go to a file beside ``path`` first, which is mapped: what torch
-    reads of it is the system's file cache, and the mapped file is removed afterwards. It takes as much room as the result.
-
-    Raises:
-        OSError: it cannot be written.
+    torch writes only from tensors in memory, so the bytes go to a temporary file beside ``path`` first, which is mapped and
+    removed afterwards. It takes as much room as the result.
     """
     beside = path.with_name(f"{path.name}.mapped")
     ordered = in_file_order(weights.specs)
@@ -148,15 +136,8 @@ def write_hugging_face(
 ) -> None:
     """Write a new model directory as ``save_pretrained`` of Transformers lays it out.
 
-    Args:
-        weights: where the tensors come from.
-        directory: does not exist yet.
-        max_shard_bytes: most bytes of tensors in one file; with more than one there is an index.
-        files: config and tokenizer files to copy.
-        on_bytes: told of what is written.
-
-    Raises:
-        OSError: it cannot be written.
+    With more than ``max_shard_bytes`` of tensors there are several files and an index. ``files`` are config and tokenizer
+    files to copy.
 
     Source: file names and index of Transformers 4, ``PreTrainedModel.save_pretrained``.
     """

@@ -1,6 +1,6 @@
 """Which files of a DeepSpeed checkpoint a rank writes and reads.
 
-Names are DeepSpeed's own. Paths are relative to the directory that ``save_checkpoint`` is given; a tag is a folder in it.
+Paths are relative to the directory that ``save_checkpoint`` is given; a tag is a folder in it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,7 @@ from dstrial.errors import CheckpointDamagedError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineFiles:
-    """The engine files of one rank, as paths relative to the checkpoint.
-
-    Attributes:
-        written: what ``save_checkpoint`` writes from this rank.
-        read: what ``load_checkpoint`` reads on this rank when it runs in the same arrangement.
-    """
+    """The engine files of one rank: written by ``save_checkpoint``; read by ``load_checkpoint`` in the same layout."""
 
     written: tuple[str, ...]
     read: tuple[str, ...]
@@ -33,12 +28,9 @@ def engine_files(engine: DeepSpeedEngine, tag: str) -> EngineFiles:
     """Return the files that this rank writes and reads.
 
     Where the model is cut into model-parallel parts or stages, DeepSpeed reads the first part's file on
-    every rank to see how many parts there are.
-
-    Experts of a mixture-of-experts layer and tensors offloaded to NVMe are not named; they are files of
+    every rank to see how many parts there are. Experts and tensors offloaded to NVMe are not named: they are files of
     the checkpoint like any other, but who reads them is not known.
 
-    Ranks: any; no communication.
     Source: ``DeepSpeedEngine._save_checkpoint`` and ``_load_checkpoint``.
     """
     own_model = [] if engine.has_moe_layers else [engines.model_file(engine, tag)]
@@ -62,18 +54,11 @@ def engine_files(engine: DeepSpeedEngine, tag: str) -> EngineFiles:
 def expected_files(
     engine: DeepSpeedEngine, tag: str, allgather: Callable[[Any], list[Any]]
 ) -> dict[str, list[int]]:
-    """Return which ranks read each file of the checkpoint, for the manifest.
+    """Return path -> ranks that read it, ascending, for the manifest; the same on every rank.
 
-    Args:
-        engine: the engine that is saved.
-        tag: its folder in the checkpoint, as in ``"model0"``.
-        allgather: hands a picklable object to all ranks; returns those of all ranks, in rank order.
+    Files that no rank reads (DeepSpeed's conversion scripts, ``latest``) are not in it.
 
-    Returns:
-        Path relative to the checkpoint -> ranks that read it, ascending. Files that no rank reads
-        (DeepSpeed's conversion scripts, ``latest``) are not in it.
-
-    Ranks: all, collectively (one ``allgather``); the same on every rank.
+    Ranks: all, collectively.
     """
     readers: dict[str, list[int]] = {}
     for rank, files in enumerate(allgather(engine_files(engine, tag))):
@@ -85,15 +70,12 @@ def expected_files(
 def latest_tag(load_dir: str | pathlib.Path, *, is_universal: bool = False) -> str | None:
     """Return the tag that ``latest`` names; None where there is no such file.
 
-    Args:
-        load_dir: what ``load_checkpoint`` is given.
-        is_universal: whether the engine loads universal checkpoints, whose tag is in a file of its own.
+    ``is_universal``: universal checkpoints have a file of their own for the tag.
 
     Raises:
-        CheckpointDamagedError: it is no name of a folder: DeepSpeed joins it to the directory as it is, so ``../../x`` would have
-            files loaded that no manifest names.
+        CheckpointDamagedError: the tag is no folder name: DeepSpeed joins it to the directory unchecked, so ``../../x`` would
+            load files that no manifest names.
 
-    Ranks: any; no communication.
     Source: DeepSpeed 0.19.8 ``DeepSpeedEngine.load_checkpoint``.
     """
     path = pathlib.Path(load_dir) / ("latest_universal" if is_universal else "latest")
@@ -108,12 +90,11 @@ def latest_tag(load_dir: str | pathlib.Path, *, is_universal: bool = False) -> s
 
 
 def missing_files(root: str | pathlib.Path, paths: tuple[str, ...]) -> list[str]:
-    """Return those of ``paths`` that are no files under ``root``. Ranks: any."""
     return [path for path in paths if not (pathlib.Path(root) / path).is_file()]
 
 
 def describe_rank(engine: DeepSpeedEngine) -> str:
-    """Name this rank and its pipeline stage for a message. Ranks: any."""
+    """Return this rank and its pipeline stage for a message."""
     if isinstance(engine, PipelineEngine):
         return f"rank {comm.get_rank()} (stage {engine.stage_id})"
     return f"rank {comm.get_rank()}"

@@ -17,13 +17,7 @@ _SMALLEST_ITEM_BYTES = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepCounts:
-    """How often an engine came to the end of a batch.
-
-    Attributes:
-        num_steps: optimizer steps since the start of the run, those that were skipped with them.
-        num_skipped: of these, skipped because gradients were not finite.
-        loss_scale: by which the loss is multiplied before backward; 1 without loss scaling.
-    """
+    """Optimizer steps of an engine since the start of the run, with the skipped ones, and its current loss scale."""
 
     num_steps: int
     num_skipped: int
@@ -31,7 +25,7 @@ class StepCounts:
 
     @classmethod
     def of(cls, engine: Any) -> StepCounts:
-        """Read an engine. Ranks: any; no communication, no device synchronisation.
+        """Read an engine without device synchronisation.
 
         Source: DeepSpeed 0.19.8 runtime/engine.py, ``_take_model_step``; with bfloat16 or float32, too, ZeRO skips steps
         whose gradients are not finite (``check_grad_overflow``).
@@ -46,13 +40,8 @@ class StepCounts:
 class FiniteWeights:
     """Finds weights that training has made NaN or infinite.
 
-    Weights that were so when training began, such as memory that nobody has written to, do not count, nor do frozen ones
+    Weights that were so before the first batch, such as memory that nobody has written to, do not count, nor do frozen ones
     and buffers, which may hold infinities on purpose (attention masks).
-
-    Args:
-        engines: as they are before the first batch of this process.
-
-    Ranks: each its own; no communication.
     """
 
     def __init__(self, engines: Sequence[Any]) -> None:
@@ -60,7 +49,7 @@ class FiniteWeights:
         self._known = frozenset(self._not_finite())
 
     def lost(self) -> str | None:
-        """Return a weight here that is no longer finite, or None. Synchronises the device."""
+        """Return a weight of this rank that is no longer finite, or None. Synchronises the device."""
         return next((name for name in self._not_finite() if name not in self._known), None)
 
     def _not_finite(self) -> list[str]:
@@ -83,7 +72,7 @@ class FiniteWeights:
 
 
 def _here(parameter: Any) -> torch.Tensor | None:
-    """Return what this rank holds of a parameter; None if absent or without an order."""
+    """Return what this rank holds of a parameter; None if absent or not comparable."""
     weights = parameter.detach()
     if optimizers.is_cut(parameter):
         weights = optimizers.held_part(parameter)

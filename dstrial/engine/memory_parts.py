@@ -1,7 +1,4 @@
-"""How many bytes are parameters, gradients, optimizer state and buffers.
-
-They are counted between two steps or within one.
-"""
+"""How many bytes are parameters, gradients, optimizer state and buffers, between two steps or within one."""
 
 from __future__ import annotations
 
@@ -22,18 +19,11 @@ _MOST_OBJECTS = 1_000_000
 def memory_parts(
     engines: Sequence[Any], is_host: Callable[[torch.device], bool], seen: set[int] | None = None
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return bytes by part, on the device and on the host.
+    """Return bytes by part, on the device and on the host; ``seen`` gets the counted storages.
 
     Each storage counts once, as the first part that it is found in. Weights that the optimizer keeps in another type are its own.
     Buffers are those of modules, weights that ZeRO 3 has gathered, and what DeepSpeed's objects hold besides, as buckets for
     communication.
-
-    Args:
-        engines: of a trial, real or of fake tensors.
-        is_host: whether memory on a torch device is the host's.
-        seen: gets the storages that were counted.
-
-    Ranks: each its own; no communication.
     """
     on_device, on_host = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
     seen = set() if seen is None else seen
@@ -46,10 +36,7 @@ def memory_parts(
 
 
 def part_tensors(engines: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return tensors of engines with the part that they are of.
-
-    Those that share a storage come one by one.
-    """
+    """Yield tensors of engines with their part; tensors that share a storage come one by one."""
     for part, find in (
         ("parameters", _parameters),
         ("buffers", _buckets),
@@ -111,10 +98,7 @@ def _buffers(engines: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _tensors(holders: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Return the tensors in containers and DeepSpeed's objects, however deep.
-
-    Modules are not entered.
-    """
+    """Yield the tensors in containers and DeepSpeed's objects, however deep; modules are not entered."""
     waiting = list(holders)
     seen: set[int] = set()
     while waiting and len(seen) < _MOST_OBJECTS:

@@ -1,7 +1,6 @@
-"""Where memory goes within a batch, by the tensors of the engines.
+"""Where memory goes within a batch, by the tensors of the engines; each part at its largest.
 
-Each part is told at its largest. Predicted and measured figures are made here alike: of fake tensors in a dry run, and of real
-ones in a training's first batch.
+Predicted and measured figures are made here alike: of fake tensors in a dry run, and of real ones in a training's first batch.
 """
 
 from __future__ import annotations
@@ -26,16 +25,10 @@ _NOTABLE_GROWTH = 1.05
 class MemorySplit:
     """Measures parts at the moments of a batch at which they are largest.
 
-    Args:
-        engines: of the trial.
-        is_host: whether memory on a torch device is the host's.
-
     Attributes:
-        device: bytes by part on the device, each at its largest; ``activations`` only where operations are told.
+        device: bytes by part on the device, each at its largest; ``activations`` only if operations are reported.
         host: the same on the host, without activations.
-        peak_bytes: the most that was alive at once on the device, as in the batches that follow; of use only with operations.
-
-    Ranks: each its own; no communication, no synchronisation.
+        peak_bytes: the most that was alive at once on the device; valid only if operations are reported.
     """
 
     def __init__(self, engines: Sequence[Any], is_host: Callable[[torch.device], bool]) -> None:
@@ -57,8 +50,8 @@ class MemorySplit:
     def operation(self, result: Any, args: Any) -> None:
         """Take an operation's result and arguments, however nested.
 
-        Hot while a batch lasts: microseconds. The first operation of a backward pass ends the forward pass before it. Gradients
-        are all there at the first one after it.
+        Hot path: microseconds. The first operation of a backward pass ends the forward pass; all gradients are there at the first
+        operation after the backward pass.
         """
         is_in_backward = torch._C._current_graph_task_id() != -1
         if is_in_backward and not self._is_in_backward:
@@ -80,12 +73,10 @@ class MemorySplit:
             self._look_above = _NOTABLE_GROWTH * self._now_bytes
 
     def begin_step(self) -> None:
-        """Take gradients and all else as an optimizer's step begins."""
         self._take()
         self._before_step = (self.peak_bytes, self.device["optimizer"])
 
     def end_step(self) -> None:
-        """Take what stays until the next batch."""
         self._take()
         # The state that a first step makes is there in all forward and backward passes from then on.
         peak_bytes, optimizer_bytes = self._before_step
@@ -93,14 +84,10 @@ class MemorySplit:
             self.peak_bytes = max(self.peak_bytes, peak_bytes + self.device["optimizer"] - optimizer_bytes)
 
     def close(self) -> None:
-        """Follow nothing any more."""
         self._alive.clear()
 
     def take_activations(self) -> int:
-        """Return the most bytes of activations since the last call, and begin anew.
-
-        0 where none were seen.
-        """
+        """Return the most bytes of activations since the last call, 0 if there were none, and reset."""
         self._most_before_backward = -1
         return self.device.pop(ACTIVATIONS, 0)
 
@@ -143,10 +130,7 @@ class MemorySplit:
 
 
 def _shares(tensor: torch.Tensor, args: Any) -> bool:
-    """Say whether a tensor is a view of an argument, or the argument itself.
-
-    The argument is one of the operation that has made the tensor.
-    """
+    """Return whether an operation's result is a view of one of its arguments, or the argument itself."""
     key = tensor.untyped_storage()._cdata
     return any(
         leaf.untyped_storage()._cdata == key

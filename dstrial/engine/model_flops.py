@@ -1,7 +1,7 @@
-"""FLOPs of a call, counted operation by operation, recomputation told apart.
+"""FLOPs of a call, counted operation by operation, recomputation apart.
 
-Counting changes no number that training computes. It says that it does not know rather than guess: where an operation has no
-formula, and where a compiler or a fused kernel hides operations from torch's dispatcher.
+Counting changes no number that training computes. The count is unknown rather than guessed if an operation has no formula, or
+a compiler or a fused kernel hides operations from torch's dispatcher.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FlopCount:
     Attributes:
         total: all FLOPs of products of matrices, convolutions and attention; a multiplication with an addition is two.
         recomputed: those of them that backward computed a second time (activation checkpointing).
-        unknown: why the numbers are not to be used; None where they are.
+        unknown: why the numbers are not to be used; None if they are.
     """
 
     total: float
@@ -55,17 +55,14 @@ class FlopCount:
 
     @property
     def model(self) -> float:
-        """What the model needs, however it is computed."""
         return self.total - self.recomputed
 
 
 class FlopCounter(FlopCounterMode):
-    """Counts while entered; an operation that cannot be counted ends nothing.
+    """Counts while entered; an operation that cannot be counted raises nothing.
 
     Attributes:
-        on_result: told each operation's result and arguments, in an optimizer's step too; None to tell nobody.
-
-    Ranks: each its own; no communication.
+        on_result: called with each operation's result and arguments, in an optimizer's step too.
     """
 
     def __init__(self) -> None:
@@ -88,7 +85,7 @@ class FlopCounter(FlopCounterMode):
         return self
 
     def paused(self, call: Callable[[], ResultT]) -> ResultT:
-        """Make a call that is no part of the model, as an optimizer's step is."""
+        """Make a call that is no part of the model, such as an optimizer's step."""
         before, self._is_paused = self._is_paused, True
         try:
             return call()
@@ -127,20 +124,20 @@ class FlopCounter(FlopCounterMode):
 
     @property
     def recomputed(self) -> float:
-        """What backward passes computed a second time.
+        """FLOPs that backward passes computed a second time.
 
-        That is what checkpointed functions do there, and what any other function computes with gradients recorded in a pass that
-        records none by itself.
+        These are operations of checkpointed functions there, and operations of other functions that record gradients in a
+        pass that records none by itself.
         """
         own = sum(flops for task, flops in self._by_code.items() if not self._records.get(task, False))
         return self._checkpointed + own
 
     @property
     def count(self) -> FlopCount:
-        """What was counted so far.
+        """Return what was counted so far.
 
-        Unknown where a pass records gradients (``create_graph=True``) and a function of somebody else's computes in it: whether
-        that is its gradient or recomputation looks the same.
+        Unknown if a pass records gradients (``create_graph=True``) and a foreign function computes in it: its gradient and
+        recomputation look the same.
         """
         told = [
             f"{code}, called in a backward pass with create_graph=True, may compute gradients or compute again"
@@ -152,20 +149,14 @@ class FlopCounter(FlopCounterMode):
 
 
 def counted_flops(call: Callable[[], ResultT]) -> tuple[ResultT, float, float]:
-    """Make a call.
-
-    Returns:
-        Its result; all its FLOPs on this rank; those of them that were recomputation.
-
-    Ranks: any; no communication.
-    """
+    """Make a call; return its result, all its FLOPs on this rank, and those of recomputation."""
     with FlopCounter() as counter:
         result = call()
     return result, counter.total, counter.recomputed
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Say whether a module is called through a compiler, which hides its operations."""
+    """Return whether a module is called through a compiler, which hides its operations."""
     if getattr(module, "_compiled_call_impl", None) is not None:
         return True
     # Loading torch's compiler takes longer than loading the rest of torch; without it there is nothing that it has compiled.
@@ -174,10 +165,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def why_uncountable(engines: Iterable[Any]) -> str | None:
-    """Say why the FLOPs of engines cannot be counted; None where nothing hides them.
-
-    Ranks: any; no communication.
-    """
+    """Return why the FLOPs of engines cannot be counted; None if nothing hides them."""
     for engine in engines:
         for module in engine.module.modules():
             if is_compiled(module):
@@ -190,8 +178,8 @@ def why_uncountable(engines: Iterable[Any]) -> str | None:
 class Origin(enum.Enum):
     """What asks for an operation of a backward pass.
 
-    It is told by the functions that are being called, as gradients may be recorded in a backward pass too
-    (``create_graph=True``), which is what forward operations look like. Nothing is replaced or hooked.
+    Recognised by the functions on the stack, because a backward pass may record gradients too (``create_graph=True``), which
+    looks like a forward pass. Nothing is replaced or hooked.
     """
 
     GRADIENT = "torch's own formula of a gradient"
@@ -222,13 +210,10 @@ _NEW_PASS: CodeType = _engine_run_backward.__code__
 
 
 def origin() -> tuple[Origin, str]:
-    """Return what asks for the operation that is dispatched in backward.
+    """Return what asks for the operation dispatched in backward, and for ``CODE`` the function's module and name.
 
-    Returns:
-        What, and the function's module and name where it is ``CODE``.
-
-    Ranks: any. Some microseconds: it looks at all functions that are being called in this thread, as what is differentiated
-    may be part of what is computed again.
+    Takes some microseconds: it looks at all functions on this thread's stack, as what is differentiated may be part of what is
+    computed again.
     """
     frame: FrameType | None = sys._getframe(1)
     called = ""  # the module whose function this frame has called

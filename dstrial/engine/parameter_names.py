@@ -13,7 +13,6 @@ _NAMED = ("module", "frozen_param_fragments")  # entries of DeepSpeed's model fi
 
 
 def plain_name(name: str) -> str:
-    """Return a name as the module has it that is not compiled."""
     return ".".join(part for part in name.split(".") if part != _WRAPPER)
 
 
@@ -24,7 +23,6 @@ def named_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Pa
 
 
 def named_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers by plain name."""
     return {plain_name(name): buffer for name, buffer in module.named_buffers()}
 
 
@@ -37,7 +35,7 @@ def with_plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_names_of(module: torch.nn.Module, state: Any) -> Any:
-    """Return DeepSpeed's model file under the names that ``module`` has now."""
+    """Return DeepSpeed's model file under the current names of ``module``."""
     if not isinstance(state, Mapping):
         return state
     named = itertools.chain(module.named_parameters(remove_duplicate=False), module.named_buffers())

@@ -29,12 +29,7 @@ class _Slot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stages:
-    """The stages of a pipeline.
-
-    Attributes:
-        count: how many.
-        own_idx: that of this rank, 0-based.
-    """
+    """The stages of a pipeline: how many, and this rank's, 0-based."""
 
     count: int
     own_idx: int
@@ -43,18 +38,11 @@ class Stages:
 def collect_layout(
     engine: DeepSpeedEngine, allgather: Callable[[Any], list[Any]], stages: Stages | None = None
 ) -> Layout:
-    """Describe how ``engine``'s state lies over all ranks.
+    """Return how ``engine``'s state lies over all ranks, the same on every rank; ``stages`` is None for data parallel.
 
-    Args:
-        engine: a data-parallel or pipeline engine.
-        allgather: hands a picklable object to all ranks; returns those of all ranks, in rank order.
-        stages: of a pipeline; None for data parallel.
-
-    Returns:
-        The same layout on every rank.
-
-    Ranks: all, collectively (one ``allgather``).
     Source: ``deepspeed_internals.optimizers``.
+
+    Ranks: all, collectively.
     """
     part = engines.checkpoint_part(engine)
     slots, buffers = _slots(engine, part)

@@ -1,10 +1,8 @@
-"""Load a checkpoint into an engine of another layout.
+"""Load a checkpoint into an engine of another layout: number of ranks, ZeRO stage, offload, pipeline split.
 
-That is another number of ranks, ZeRO stage, offload or pipeline split. Every rank copies what it owns straight from the
-mapped files into the tensors that it trains with, parameter by parameter, and never takes more memory than one piece of a
-parameter. Afterwards everything is read again, by DeepSpeed's own records of where it lies, and compared bit by bit.
-
-Which tensors DeepSpeed trains with is known to ``deepspeed_internals.optimizers``.
+Every rank copies the elements it owns straight from the mapped files into the tensors that it trains with, parameter by
+parameter, with at most one piece of a parameter in extra memory. Afterwards everything is read again, by DeepSpeed's own
+records of where it lies, and compared bit by bit. ``deepspeed_internals.optimizers`` knows which tensors DeepSpeed trains with.
 """
 
 from __future__ import annotations
@@ -37,12 +35,10 @@ class _Target:
     """Elements of one parameter that this rank trains.
 
     Attributes:
-        name: of the parameter.
         begin: first element within the flattened parameter.
-        numel: how many.
-        master: the tensor that the optimizer updates, flat, that holds them.
-        offset: where in it they begin.
-        owner: the tensor under which the base optimizer keeps its state of them.
+        master: the flat tensor that the optimizer updates and that holds them.
+        offset: their first element in ``master``.
+        owner: the tensor under which the base optimizer keeps their state.
     """
 
     name: str
@@ -61,7 +57,7 @@ def load_reshaped(engine: DeepSpeedEngine, saved: SavedEngine, now: Layout) -> N
         CheckpointDamagedError: the checkpoint's files are not as its manifest says.
         CheckpointError: after loading, a value is not the checkpoint's.
 
-    Ranks: all, collectively (ZeRO 3 gathers the small parameters that it keeps whole; else no communication).
+    Ranks: all, collectively.
     """
     problems = reshape_problems(saved.layout, now)
     live = _Live(engine, now)
@@ -133,9 +129,9 @@ class _Live:
                 )
 
     def state(self, target: _Target, key: str) -> tuple[_Target, int | None]:
-        """Return the elements of a target whose state of ``key`` this rank keeps.
+        """Return the elements of a target whose state of ``key`` this rank keeps, and the numel of the tensor that has them.
 
-        Together with the numel of the tensor that has them; None if it is the shape of the master.
+        The numel is None if the tensor has the shape of the master.
         """
         place = self.places[target.name]
         if place.buffer_idx is None or not keeps_whole_matrices(self._now, key):
@@ -199,7 +195,6 @@ def _settings_by_group(
 
 
 def _scalars_for(engine: DeepSpeedEngine, saved: SavedEngine, name: str) -> dict[str, Any]:
-    """Return a parameter's scalars in the types of this engine's optimizer."""
     values = saved.scalars(name)
     if "step" not in values or _is_same_class(engine, saved):
         return values
@@ -212,7 +207,6 @@ def _scalars_for(engine: DeepSpeedEngine, saved: SavedEngine, name: str) -> dict
 def _load_base_state(
     engine: DeepSpeedEngine, saved: SavedEngine, live: _Live, targets: list[_Target]
 ) -> None:
-    """Load the optimizer's own state: values by element, and parameters' scalars."""
     optimizer = optimizers.base_optimizer(engine.optimizer)
     if optimizer is None:
         return
@@ -248,7 +242,7 @@ def _load_base_state(
 
 
 def _counts_on_device(optimizer: Any) -> bool:
-    """Whether torch's ``load_state_dict`` puts the step on the parameter's device."""
+    """Return whether torch's ``load_state_dict`` puts the step on the parameter's device."""
     return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
 
@@ -295,7 +289,7 @@ def _verify(
     targets: list[_Target],
     settings: Mapping[int, Mapping[str, Any]],
 ) -> None:
-    """Read everything again and compare it bit by bit with what the engine now holds."""
+    """Read everything again and compare it bit by bit with the engine."""
     wrong = []
     optimizer = optimizers.base_optimizer(engine.optimizer)
     for target in targets:

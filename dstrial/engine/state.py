@@ -1,8 +1,4 @@
-"""Save or load all of an engine, or raise; mends what DeepSpeed 0.19.8 omits.
-
-DeepSpeed's own files hold weights, optimizer, scheduler and step counters. What they lack is kept beside
-them, one small dictionary per rank, see ``engine_extra_state``.
-"""
+"""Save or load all of an engine, or raise; adds what DeepSpeed 0.19.8 omits, see ``engine_extra_state``."""
 
 from __future__ import annotations
 
@@ -27,15 +23,7 @@ _OPTIMIZER_SETTINGS = (*_SCHEDULED, "initial_lr", "eps", "weight_decay", "dampen
 
 
 def save_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> None:
-    """Save ``engine`` under ``path/tag``, and check that all files were written.
-
-    Args:
-        engine: a wrapped engine, between two optimizer steps.
-        path: directory of the checkpoint, the same on all ranks.
-        tag: folder of this engine in it, as in ``"model0"``, the same on all ranks.
-
-    Raises:
-        CheckpointError: this rank's files could not be written, or are not there.
+    """Save ``engine`` under ``path/tag`` between two optimizer steps, and check that all files were written.
 
     Ranks: all, collectively.
     """
@@ -57,10 +45,7 @@ def save_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> 
 
 
 def load_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> None:
-    """Load a new ``engine`` of the same arrangement from ``path/tag``, or raise.
-
-    Raises:
-        CheckpointError: a file that this rank reads is missing, or DeepSpeed found nothing to load.
+    """Load a new ``engine`` of the same layout from ``path/tag``, or raise.
 
     Ranks: all, collectively.
     """
@@ -80,7 +65,7 @@ def load_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> 
 
 
 def engine_extra_state(engine: DeepSpeedEngine) -> dict[str, Any]:
-    """Return what this rank needs to go on exactly and DeepSpeed does not save.
+    """Return this rank's state that an exact resume needs and DeepSpeed does not save.
 
     - ``micro_steps``: forward passes so far.
     - ``global_grad_norm``: of the last step, as ``get_global_grad_norm`` returns it.
@@ -92,10 +77,7 @@ def engine_extra_state(engine: DeepSpeedEngine) -> dict[str, Any]:
     - ``rng_tracker``: generators of activation checkpointing.
     - ``grad_scalers``: state of torch autocast's gradient scalers.
 
-    Returns:
-        Tensors on the CPU and plain values, loadable with ``torch.load(weights_only=True)``.
-
-    Ranks: any; no communication.
+    Tensors are on the CPU; everything can be loaded with ``torch.load(weights_only=True)``.
     """
     state: dict[str, Any] = {
         "micro_steps": int(engine.micro_steps),
@@ -118,13 +100,7 @@ def engine_extra_state(engine: DeepSpeedEngine) -> dict[str, Any]:
 
 
 def restore_engine_extra_state(engine: DeepSpeedEngine, state: Mapping[str, Any]) -> None:
-    """Put back this rank's ``engine_extra_state``, once ``load_engine`` has run.
-
-    Raises:
-        CheckpointError: the module's buffers are others than those saved.
-
-    Ranks: all, collectively (a broadcast per tied layer that DeepSpeed does not save; else none).
-    """
+    """Put back this rank's ``engine_extra_state``, once ``load_engine`` has run. Ranks: all, collectively."""
     engine.micro_steps = state["micro_steps"]
     engines.set_global_grad_norm(engine, state["global_grad_norm"])
     _restore_buffers(engine, state["buffers"])
@@ -144,21 +120,10 @@ def restore_engine_extra_state(engine: DeepSpeedEngine, state: Mapping[str, Any]
 def extra_state_for(
     engine: DeepSpeedEngine, saved: Layout, now: Layout, extras: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return this rank's extra state from what the ranks of another layout saved.
+    """Return this rank's extra state from what the ranks of another layout saved (``extras``, by rank).
 
-    ``restore_engine_extra_state`` takes it. A replica takes over the buffers of the replica of its own number, or where there
-    were fewer, of one of those that there were; a pipeline stage those of the layers that it has.
-
-    Args:
-        engine: the engine to be restored.
-        saved: the layout that was saved.
-        now: that of ``engine``.
-        extras: what ``engine_extra_state`` returned, by rank of the saved layout.
-
-    Raises:
-        CheckpointLayoutError: no saved rank has a buffer that this one needs.
-
-    Ranks: any; no communication.
+    ``restore_engine_extra_state`` takes it. A replica takes the buffers of the replica of its own number, or if there were fewer,
+    of one of those; a pipeline stage those of its layers.
     """
     replica = engines.replica(engine) % saved.data_parallel_size
     parts = [
@@ -194,9 +159,6 @@ def extra_state_for(
 def merged_tied_modules(extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the state of a pipeline's tied layers from every rank's extra state.
 
-    Args:
-        extras: what ``engine_extra_state`` returned, by rank.
-
     Raises:
         CheckpointLayoutError: the ranks hold different values of one layer.
     """
@@ -216,7 +178,6 @@ def merged_tied_modules(extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def describe_untied(names: Sequence[str]) -> str:
-    """Say that tied parameters differ between stages, and what to do."""
     return (
         f"the tied parameters {', '.join(names)} differ between the pipeline's stages: keep the stages, or name them in "
         "tied_weight_attr of the TiedLayerSpec in a new run"
@@ -229,8 +190,6 @@ def bind_load_checkpoint(engine: PipelineEngine) -> None:
     DeepSpeed 0.19.8 wraps such an optimizer in ``BF16_Optimizer``, which is cut over the replicas and
     saved in a file of each, then hands it the state of replica 0 in a form that it cannot read
     (``KeyError: 0``). The bound call reads each replica's own file instead. Other engines are left alone.
-
-    Ranks: any; no communication.
     """
     if not optimizers.has_file_per_replica(engine.optimizer) or engine.zero_optimization():
         return
@@ -244,7 +203,6 @@ def bind_load_checkpoint(engine: PipelineEngine) -> None:
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load as DeepSpeed documents it. Ranks: all, collectively."""
         if tag is None:
             tag = latest_tag(load_dir, is_universal=bool(engine.load_universal_checkpoint()))
         loaded, client_state = type(engine).load_checkpoint(
@@ -270,8 +228,6 @@ def optimizer_settings(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
     """Return by parameter group the optimizer settings that a load replaces.
 
     A learning-rate scheduler sets its own part. DeepSpeed's read their settings from the config again.
-
-    Ranks: any; no communication.
     """
     scheduled = () if engine.lr_scheduler is None else _SCHEDULED
     groups = getattr(optimizers.base_optimizer(engine.optimizer), "param_groups", [])
@@ -288,7 +244,7 @@ def describe_optimizer(engine: DeepSpeedEngine) -> str:
 
 
 def is_optimizer_setting(engine: DeepSpeedEngine, name: str, value: Any) -> bool:
-    """Say whether an engine's optimizer began with a value of a setting."""
+    """Return whether an engine's optimizer began with a value of a setting."""
     group = optimizers.base_optimizer(engine.optimizer).param_groups[0]
     started = group.get("initial_lr", group["lr"]) if name == "lr" else group.get(name)
     return bool(_as_tuple(started) == _as_tuple(value))
@@ -297,20 +253,13 @@ def is_optimizer_setting(engine: DeepSpeedEngine, name: str, value: Any) -> bool
 def differing_settings(
     engine: DeepSpeedEngine, before: Sequence[Mapping[str, Any]], *, overrides: bool
 ) -> list[str]:
-    """Compare a loaded engine's optimizer settings with those before the load.
-
-    Args:
-        engine: just loaded.
-        before: what :func:`optimizer_settings` returned before.
-        overrides: whether to put those back.
+    """Compare a loaded engine's optimizer settings with those ``before`` the load, and put these back if asked to.
 
     Returns:
         Each difference as ``lr 0.0001, in the checkpoint 0.01``.
 
     Raises:
         CheckpointError: ``overrides`` is set, and a scheduler of the trial's code has another base learning rate.
-
-    Ranks: any; no communication.
     """
     found: list[str] = []
     for idx, (wanted, loaded) in enumerate(zip(before, optimizer_settings(engine), strict=False)):
@@ -355,7 +304,7 @@ def _restore_buffers(engine: DeepSpeedEngine, saved: Mapping[str, torch.Tensor])
 
 
 def _refresh_last_learning_rates(engine: DeepSpeedEngine) -> None:
-    """Make ``get_last_lr()`` give the loaded rates, which schedulers do not save."""
+    """Make ``get_last_lr()`` return the loaded rates, which schedulers do not save."""
     scheduler = engine.lr_scheduler
     if scheduler is not None and hasattr(scheduler, "_last_lr") and hasattr(scheduler, "optimizer"):
         scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]

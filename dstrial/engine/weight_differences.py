@@ -1,4 +1,4 @@
-"""How far two saved engines are apart by parameter, whatever layouts wrote them."""
+"""How far two saved engines differ by parameter, whatever layouts wrote them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,8 @@ _PIECE_NUMEL = 1 << 20  # all that is in memory of an engine at a time
 class WeightDifference:
     """One parameter's weights, or one of its optimizer's states, in two checkpoints.
 
-    Attributes:
-        name: of the parameter.
-        key: ``master`` for the weights as the optimizer updates them, else the optimizer's own key.
-        numel: elements.
-        num_differing: elements that are not equal; NaN equals NaN.
-        norm_a: Euclidean norm of the first one's.
-        norm_b: of the second one's.
-        norm_difference: of the difference.
-        max_difference: largest absolute value of the difference.
+    ``key`` is ``master`` for the weights as the optimizer updates them, else the optimizer's own key. NaN equals NaN in
+    ``num_differing``. Norms are Euclidean.
     """
 
     name: str
@@ -60,15 +53,10 @@ def weight_differences(
     with_optimizer: bool = False,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Iterator[WeightDifference]:
-    """Compare two engines and yield every parameter, equal ones too.
+    """Compare two engines in double precision and yield every parameter, equal ones too.
 
-    With ``with_optimizer`` the optimizer's state by element is compared, too, where both have it. ``on_bytes`` is told how many
-    more bytes were compared, in double precision.
-
-    Raises:
-        CheckpointDamagedError: a file is missing or too short.
-
-    Ranks: any; no communication.
+    With ``with_optimizer`` also the optimizer's state by element, where both have it. ``on_bytes`` is called with the bytes
+    compared since its last call.
     """
     for name in comparable(a, b):
         keys = [MASTER]

@@ -1,8 +1,7 @@
-"""One save on its way: its thread, its common steps, the reports it waits for.
+"""One save on its way: its thread, its common steps, the metric reports it waits for.
 
-Determined's client hands metrics to a thread and tells of checkpoints itself. A process that dies between the two would leave
-a checkpoint beyond its last report, and after the resume a gap in the metrics that nothing fills. So a checkpoint is told of
-only after the metrics that came before it.
+Determined's client queues metrics for a thread and registers checkpoints itself. If a process died between the two, a
+checkpoint would lie beyond its last report and a resume would leave a gap. So a checkpoint is registered after its metrics.
 """
 
 from __future__ import annotations
@@ -29,12 +28,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SaveStatus:
-    """How a save stands on one rank; small, because each exchange carries it.
-
-    Attributes:
-        is_done: whether it has ended, well or not.
-        failure: what made it fail; None if nothing has.
-    """
+    """How a save stands on one rank; small, because each exchange carries it."""
 
     is_done: bool
     failure: str | None
@@ -44,11 +38,9 @@ class SaveJob:
     """A checkpoint whose state is copied and which is now written and registered.
 
     Args:
-        path: its directory.
-        uuid: its name in the store.
-        batches_trained: finished batches when its state was copied.
-        previous_batches: the same of the checkpoint before it; None if there was none.
-        complete: does the rest, on all ranks together; raises if there is no checkpoint afterwards.
+        batches_trained: finished batches when the state was copied.
+        previous_batches: ``batches_trained`` of the checkpoint before; None if there was none.
+        complete: writes and registers on all ranks together; raises if there is no checkpoint afterwards.
     """
 
     def __init__(
@@ -69,12 +61,12 @@ class SaveJob:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Complete it in a thread, which does not keep the process alive: see ``wait``."""
+        """Complete the save in a daemon thread; see ``wait``."""
         self._thread = threading.Thread(target=self.run, name="dstrial-save", daemon=True)
         self._thread.start()
 
     def run(self) -> None:
-        """Complete it here; a failure is kept in ``error``."""
+        """Complete the save here; a failure is kept in ``error``."""
         complete, self._complete = self._complete, None
         assert complete is not None, "a save runs once"
         beat = heartbeat()
@@ -89,7 +81,7 @@ class SaveJob:
             self._is_done.set()
 
     def wait(self) -> None:
-        """Wait until it has ended; its waits have deadlines. Ranks: each its own."""
+        """Wait until the save has ended; its own waits have deadlines."""
         while not self._is_done.wait(_SAY_WAITING_S):
             logger.info("waiting for the checkpoint at batch %d to be written", self.batches_trained)
         if self._thread is not None:
@@ -97,7 +89,6 @@ class SaveJob:
 
     @property
     def status(self) -> SaveStatus:
-        """How it stands on this rank."""
         is_done = self._is_done.is_set()
         if not is_done or self.error is None:
             return SaveStatus(is_done, None)
@@ -107,21 +98,15 @@ class SaveJob:
 def run_on_all_ranks(
     distributed: core.DistributedContext, step: Callable[[], T], describe: Callable[[Exception], str]
 ) -> list[T]:
-    """Do a step on every rank; the failure of one is the failure of all.
+    """Run a step on every rank and return the results by rank; the failure of one rank fails all.
 
-    Args:
-        distributed: the ranks.
-        step: what this rank does; its result is small and can be pickled.
-        describe: makes the message of a failure, which the other ranks raise; it names this rank.
-
-    Returns:
-        What the step returned, by rank.
+    The step's result is small and can be pickled. ``describe`` makes the message of a failure, with this rank's name, which the
+    other ranks raise.
 
     Raises:
-        CheckpointError: the step met an ``OSError`` here, or anything on another rank.
-        Exception: what else the step raised here.
+        CheckpointError: the step raised an ``OSError`` here, or anything on another rank.
 
-    Ranks: all, collectively (one ``allgather``).
+    Ranks: all, collectively.
     """
     result: T | None = None
     error: Exception | None = None
@@ -146,10 +131,7 @@ _TICK_S = 0.002
 
 
 class PendingReports:
-    """The metric reports that the master has not taken yet.
-
-    Args:
-        train: Determined's train context, or one that has its ``_metrics``; off a cluster there is nothing to wait for.
+    """The metric reports that the master has not taken yet; off a cluster there are none.
 
     Source: ``determined/core/_metrics.py`` of determined 0.38.1: a queue, and a thread that posts one report at a time.
     """
@@ -171,22 +153,12 @@ class PendingReports:
             shipper._post_metrics = post_and_count
 
     def num_reported(self) -> int:
-        """Return how many reports the client was handed. Ranks: the one that reports."""
+        """Return how many reports the client was handed."""
         # The client never marks a task as done, so that this is how many were ever put in.
         return 0 if self._shipper is None else int(self._shipper._queue.unfinished_tasks) - self._num_before
 
     def wait(self, deadline_s: float = _DEADLINE_S, *, up_to: int | None = None) -> bool:
-        """Wait until the master has taken all reports so far, as the client itself does.
-
-        Args:
-            deadline_s: seconds after which a warning is logged and the wait is given up.
-            up_to: how many reports to wait for, from ``num_reported``; None for all until now.
-
-        Returns:
-            Whether the master has everything.
-
-        Ranks: the one that reports; any thread.
-        """
+        """Wait until the master has taken ``up_to`` reports (None: all so far); return whether it has."""
         shipper = self._shipper
         if shipper is None:
             return True

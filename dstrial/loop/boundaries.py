@@ -1,7 +1,7 @@
 """How far a run is, and when to report, validate, checkpoint and end.
 
-``Progress`` has the one counter of batches. Because nothing else enters, every rank decides the same without talking, and a
-resumed run decides as the uninterrupted one would.
+``Progress`` has the one counter of batches. Nothing else enters the decisions, so every rank decides the same without
+communication, and a resumed run decides as the uninterrupted run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Boundary(enum.Enum):
 
 @dataclasses.dataclass(slots=True)
 class Progress:
-    """The state of a run's counting; the only mutable counter in the loop.
+    """The run's counters; the only mutable counters in the loop.
 
     Attributes:
         epoch_length: batches in one epoch; None if the training loader does not know its length.
@@ -54,32 +54,27 @@ class Progress:
 
     @property
     def epochs_trained(self) -> int:
-        """Number of finished epochs."""
         return self.epoch_idx
 
     @property
     def is_epoch_start(self) -> bool:
-        """Whether the batch to train next is the first of its epoch."""
         return (
             self.batches_trained % self.epoch_length == 0 if self.epoch_length else self.batches_trained == 0
         )
 
     @property
     def validation_is_current(self) -> bool:
-        """Whether the newest validation saw the weights of now."""
         return self.last_validation == self.batches_trained
 
     @property
     def checkpoint_is_current(self) -> bool:
-        """Whether the newest checkpoint holds the weights of now."""
         return self.last_checkpoint == self.batches_trained
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
         return dataclasses.asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue a checkpoint's counters; the epoch length stays that of the loader."""
+        """Take over a checkpoint's counters; the epoch length stays that of the loader."""
         self.batches_trained = int(state["batches_trained"])
         self.last_validation = state["last_validation"]
         self.last_checkpoint = state["last_checkpoint"]
@@ -87,13 +82,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Period:
-    """A recurring or listed position in a run.
-
-    Attributes:
-        unit: what is counted.
-        every: due at every multiple of this count; None for a list.
-        positions: due exactly at these counts; None for a recurring period.
-    """
+    """A recurring position (``every``) or listed positions in a run."""
 
     unit: Literal["batches", "epochs"]
     every: int | None = None
@@ -101,11 +90,7 @@ class Period:
 
     @classmethod
     def from_train_unit(cls, unit: pytorch.TrainUnit) -> Period:
-        """Read Determined's ``Batch(...)`` or ``Epoch(...)``; a count below 1 means 1.
-
-        Raises:
-            TypeError: ``unit`` is neither, or counts by something that is neither an int nor a container.
-        """
+        """Read Determined's ``Batch(...)`` or ``Epoch(...)``; a count below 1 means 1."""
         if isinstance(unit, pytorch.Batch):
             name: Literal["batches", "epochs"] = "batches"
         elif isinstance(unit, pytorch.Epoch):
@@ -123,12 +108,7 @@ class Period:
         )
 
     def is_due(self, batches_trained: int, epoch_length: int | None) -> bool:
-        """Say whether this period ends exactly after ``batches_trained`` batches.
-
-        Args:
-            batches_trained: finished batches since the start of the run, at least 1.
-            epoch_length: batches per epoch; None if unknown, and then nothing counted in epochs is due.
-        """
+        """Return whether this period ends exactly after ``batches_trained`` batches."""
         if self.unit == "batches":
             count = batches_trained
         elif epoch_length is None or batches_trained % epoch_length:
@@ -146,14 +126,7 @@ def due(
     batches_total: int,
     epoch_length: int | None,
 ) -> set[Boundary]:
-    """Return what is due after ``batches_trained`` batches.
-
-    Args:
-        periods: the period of each boundary; None means never. ``END`` is given by ``batches_total``.
-        batches_trained: finished batches since the start of the run.
-        batches_total: length of the run in batches.
-        epoch_length: batches per epoch; None if unknown.
-    """
+    """Return what is due after ``batches_trained`` batches."""
     found = {
         boundary
         for boundary, period in periods.items()
@@ -170,11 +143,7 @@ def next_due(
     batches_total: int,
     epoch_length: int | None,
 ) -> int:
-    """Return a batch count up to which nothing is due after any earlier batch.
-
-    Nothing between is ever skipped; where a list cannot be searched quickly the answer is early, never late. Arguments as for
-    ``due``; ``batches_total`` is more than ``batches_trained``.
-    """
+    """Return a batch count before which nothing is due; for a list of positions it may be early, never late."""
     found = batches_total
     for period in periods.values():
         if period is None:
@@ -191,12 +160,6 @@ def next_due(
 
 
 def total_batches(length: pytorch.TrainUnit, epoch_length: int | None) -> int:
-    """Return the length of a run in batches.
-
-    Raises:
-        TypeError: ``length`` is not ``Batch(int)`` or ``Epoch(int)``.
-        ValueError: it is counted in epochs and the epoch length is unknown, or it is below 1.
-    """
     if not isinstance(length, (pytorch.Batch, pytorch.Epoch)) or not isinstance(length.value, int):
         raise TypeError(f"max_length is {length!r}; expected Batch(int) or Epoch(int). Pass one of them.")
     if length.value < 1:
@@ -230,13 +193,9 @@ def searcher_length(searcher: Mapping[str, Any], global_batch_size: int) -> pyto
 
 
 def asks_for_checkpoint(policy: str, now: Any, best_before: float | None, *, smaller_is_better: bool) -> bool:
-    """Say whether a validation is followed by a checkpoint.
+    """Return whether a validation is followed by a checkpoint.
 
-    Args:
-        policy: ``best``, ``all`` or ``none``.
-        now: the searcher's metric of this validation; of no interest unless the policy is ``best``.
-        best_before: the best one of the experiment so far; None if there is none.
-        smaller_is_better: its direction.
+    ``now`` and ``best_before`` are values of the searcher's metric; both are unused unless the policy is ``best``.
     """
     if policy != "best":
         return policy == "all"

@@ -29,18 +29,16 @@ class Callbacks:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are none to call."""
         return not self._callbacks
 
     def overrides(self, method: str) -> bool:
-        """Say whether any callback has its own ``method``."""
+        """Return whether any callback has its own ``method``."""
         return any(
             util.is_overridden(getattr(callback, method), pytorch.PyTorchCallback)
             for callback in self._callbacks.values()
         )
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Call ``method`` of every callback, which is the user's code. Ranks: all."""
         for callback in self._callbacks.values():
             getattr(callback, method)(*args, **kwargs)
 
@@ -53,11 +51,9 @@ class Callbacks:
                 callback.on_training_epoch_start()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of every callback by name."""
         return {name: callback.state_dict() for name, callback in self._callbacks.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore every callback that ``state`` names; warn of those it lacks."""
         for name, callback in self._callbacks.items():
             if name in state:
                 callback.load_state_dict(state[name])

@@ -1,9 +1,8 @@
 """Reads whole checkpoints back, into this layout or from another.
 
-A checkpoint directory holds ``model<i>/`` (engines, or whatever the trial's ``save`` writes),
-``dstrial_rank<r>.pt`` (this rank's counters, random states, open report window, reducers, callbacks),
-``load_data.json`` (configuration), ``manifest.json`` (layout and every file with size, checksum and reader)
-and, written last by the store, the completion mark.
+A checkpoint directory holds ``model<i>/`` (engines, or what the trial's ``save`` writes), ``dstrial_rank<r>.pt`` (the
+rank's counters, random states, open report window, reducers, callbacks), ``load_data.json`` (configuration),
+``manifest.json`` (layout; size, checksum and readers of every file) and, written last, the completion mark.
 """
 
 from __future__ import annotations
@@ -47,8 +46,6 @@ logger = logging.getLogger("dstrial.loop")
 
 
 class CheckpointLoader:
-    """Restores, in ``state``, what ``CheckpointSaver`` wrote; a run goes on exactly."""
-
     def __init__(self, state: RunState) -> None:
         self._state = state
         self._pending_random_states: Mapping[str, Any] | None = None
@@ -56,9 +53,7 @@ class CheckpointLoader:
     def restore(
         self, uuid: str, expected_epoch_length: int | None, expected_records: int | None = None
     ) -> tuple[dict[str, Any], bool]:
-        """Load a checkpoint. Ranks: all, collectively.
-
-        Random states are not touched: call :meth:`restore_random_states` as the last thing before training.
+        """Load a checkpoint, except random states: call :meth:`restore_random_states` just before training.
 
         Args:
             uuid: the checkpoint's uuid, or its directory off a cluster.
@@ -66,15 +61,10 @@ class CheckpointLoader:
             expected_records: records that the loaders of all ranks read for a batch; None where they do not say.
 
         Returns:
-            The loop's own state as given to ``CheckpointSaver.save``, and whether the run itself is continued; False
-            means another trial's weights were taken over and counting starts at 0.
+            The loop state given to ``CheckpointSaver.save``, and whether the run is continued. If not (the checkpoint is of
+            another trial), only weights are taken over and counting starts at 0.
 
-        Raises:
-            CheckpointNotFoundError: there is no such checkpoint, or it was not written by dstrial.
-            CheckpointDamagedError: a file is missing or differs from the manifest.
-            CheckpointLayoutError: it was written for another number or arrangement of ranks.
-            UntrustedCheckpointError: a file holds what would run code, and nobody vouches for it.
-            CheckpointError: it belongs to other data.
+        Ranks: all, collectively.
         """
         context, runtime = self._state.context, self._state.runtime
         with runtime.core.checkpoint.restore_path(uuid) as restored, contextlib.ExitStack() as stack:
@@ -123,7 +113,7 @@ class CheckpointLoader:
         *,
         is_reshaped: bool,
     ) -> None:
-        """Load the trial with its engines, and what of them DeepSpeed does not save."""
+        """Load the trial with its engines, and the engine state that DeepSpeed does not save."""
         context = self._state.context
         settings = [optimizer_settings(engine) for engine in context.models]
         if is_reshaped:
@@ -144,7 +134,6 @@ class CheckpointLoader:
             )
 
     def _continue_counts(self, state: Mapping[str, Any]) -> None:
-        """Take over progress, open metrics and reducers of a run that is continued."""
         context, runtime = self._state.context, self._state.runtime
         self._state.progress.load_state_dict(state["progress"])
         self._state.window.load_state_dict(state["window"], context.device)
@@ -153,7 +142,7 @@ class CheckpointLoader:
             restore_reducer(wrapped.reducer, saved)
 
     def _must_reshape(self, path: pathlib.Path, saved: list[Layout], now: list[Layout]) -> bool:
-        """Say whether the checkpoint has another layout; refuse what cannot be loaded."""
+        """Return whether the checkpoint has another layout; refuse what cannot be loaded."""
         if len(saved) != len(now):
             raise CheckpointLayoutError(
                 f"checkpoint {path} holds {len(saved)} engines, the trial wraps {len(now)}; expected the same engines. Resume "
@@ -203,7 +192,7 @@ class CheckpointLoader:
         state: dict[str, Any],
         saved_size: int,
     ) -> None:
-        """Fit this rank's state, in place, to the ranks of now. Ranks: all, collectively."""
+        """Fit this rank's state, in place, to the current ranks. Ranks: all, collectively."""
         context, runtime = self._state.context, self._state.runtime
         # Mapped: of another rank's state little is used, and only that is read.
         states = [read_rank_state(path, rank) for rank in range(saved_size)]
@@ -258,14 +247,13 @@ class CheckpointLoader:
         )
 
     def _place(self, storage: Any, location: str) -> Any:
-        """Send ``torch.load``'s accelerator data to this rank's, all else to the CPU."""
+        """Map accelerator tensors of ``torch.load`` to this rank's device, all others to the CPU."""
         if location == "cpu":
             return storage
         restore: Callable[[Any, str], Any] = torch.serialization.default_restore_location
         return restore(storage, str(self._state.context.device))
 
     def restore_random_states(self) -> None:
-        """Put back the random states of the checkpoint that was restored, if any."""
         if self._pending_random_states is not None:
             restore_random_states(self._pending_random_states, self._state.context.device)
             self._pending_random_states = None
@@ -279,13 +267,7 @@ class CheckpointLoader:
 
 
 def require_same_batch(path: pathlib.Path, saved: Sequence[Layout], now: Sequence[Layout]) -> None:
-    """Refuse to go on with a run whose batches have become larger or smaller.
-
-    Raises:
-        CheckpointLayoutError: an engine has another ``train_batch_size`` than it had.
-
-    Ranks: any; no communication.
-    """
+    """Refuse a checkpoint with another ``train_batch_size``."""
     for idx, (before, after) in enumerate(zip(saved, now, strict=False)):
         if before.train_batch_size != after.train_batch_size:
             raise CheckpointLayoutError(

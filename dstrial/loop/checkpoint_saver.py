@@ -1,8 +1,8 @@
-"""Writes whole checkpoints behind the loop, which waits only for the copy.
+"""Writes whole checkpoints in the background; the loop waits only for the copy of its state.
 
-A save begins and copies on the main thread; a thread then writes the files, their checksums and the manifest, uploads and
-registers. One save is under way at most. Ranks talk about it on a channel of its own, and the loop learns how it ended, on all
-ranks together, at its next exchange, before the next save, and at the end.
+A save begins and copies on the main thread; a thread then writes files, checksums and the manifest, uploads and registers.
+At most one save is under way. Ranks talk about it on a control channel of its own. The loop learns how the save ended, on
+all ranks together, at its next exchange, before the next save, and at the end.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ logger = logging.getLogger("dstrial.loop")
 
 
 class _LeaveAtOnce(BaseException):
-    """Passes through the store at once: other ranks wait in DeepSpeed's barriers.
+    """Passes through the store at once, because other ranks wait in DeepSpeed's barriers.
 
-    This rank then exits with the error it carries as its cause, the launcher ends the others, and the
-    directory, which has no completion mark, is removed at the next start.
+    The rank exits with the carried error as cause, the launcher ends the others, and the directory, which has no completion
+    mark, is removed at the next start.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -67,15 +67,10 @@ class _Copied:
     """What is left to write of a checkpoint once its state is copied.
 
     Attributes:
-        path: its directory.
-        batches_trained: finished batches when the state was copied.
-        copies: the files of this rank.
-        engine_files: what must be there once they are written, relative to ``path``.
-        read_files: what this rank reads of the checkpoint in the same layout.
+        engine_files: files that must exist once written, relative to ``path``.
+        read_files: files that this rank reads at a resume in the same layout.
         configuration: content of ``load_data.json``, on the chief.
-        layouts: of every engine, as JSON values.
-        num_reported: metric reports that the master must have before it hears of this checkpoint.
-        metadata: what is reported of it once its files are written; the manifest's checksum is added to it.
+        num_reported: metric reports that the master must have before the checkpoint is registered.
     """
 
     path: pathlib.Path
@@ -90,16 +85,12 @@ class _Copied:
 
 
 class CheckpointSaver:
-    """Saves one trial with everything the loop needs to go on exactly.
+    """Saves one trial with everything that an exact resume needs.
 
     Callbacks are called on the main thread: ``on_checkpoint_save_start`` before the copy, ``on_checkpoint_upload_end`` when
-    the loop learns, on all ranks together, that the checkpoint is complete. Callbacks that see the files between
-    (``on_checkpoint_end``, ``on_checkpoint_write_end``) and a ``save`` of the trial's own need them written: then training
-    waits for the files too, and only checksums, upload and registration happen behind it.
-
-    Args:
-        state: of the run, whose layouts are asked for together at the first save.
-        in_background: whether to write behind the loop where that is possible.
+    the loop learns, on all ranks together, that the checkpoint is complete. ``on_checkpoint_end``, ``on_checkpoint_write_end``
+    and a ``save`` of the trial's own need the files: with one of them training waits for the files, and only checksums, upload
+    and registration happen in the background.
     """
 
     def __init__(self, state: RunState, *, in_background: bool) -> None:
@@ -118,7 +109,7 @@ class CheckpointSaver:
         self._in_background = in_background and self._can_be_in_background()
 
     def _can_be_in_background(self) -> bool:
-        """Say whether a thread can complete checkpoints; log what keeps training waiting."""
+        """Return whether a thread can complete checkpoints; log what keeps training waiting."""
         distributed = self._state.context.distributed
         is_chief = distributed.rank == 0
         if distributed.size > 1 and not isinstance(distributed, ControlChannel):
@@ -142,7 +133,7 @@ class CheckpointSaver:
     # ---- the main thread -----------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Make the buffer in a thread, once, when the optimizer has state; sends nothing."""
+        """Allocate the host buffers in a thread, once, when the optimizer has state."""
         is_immediate = not self._in_background or self._files_are_seen or self._saves_itself
         if not self._is_prepared and not is_immediate:
             self._buffers.prepare(
@@ -151,18 +142,15 @@ class CheckpointSaver:
         self._is_prepared = True
 
     def save(self, loop_state: Mapping[str, Any]) -> str:
-        """Copy the state of now, and write it behind the loop. Ranks: all, collectively.
-
-        Waits for the save before this one.
+        """Copy the current state and write it in the background, after the save before this one; return its uuid.
 
         Args:
             loop_state: what the loop wants back at a resume, besides counters and window; per rank.
 
-        Returns:
-            The uuid of the checkpoint, which is complete when ``finish`` has returned.
-
         Raises:
-            CheckpointError: this checkpoint cannot be begun, or the one before it was not completed; those before stay.
+            CheckpointError: the save before this one has failed, or this one cannot begin; complete checkpoints stay.
+
+        Ranks: all, collectively.
         """
         self.finish()
         progress = self._state.progress
@@ -224,7 +212,7 @@ class CheckpointSaver:
         }
 
     def _copy(self, path: pathlib.Path, loop_state: Mapping[str, Any], metadata: dict[str, Any]) -> _Copied:
-        """Copy (or write, if asked for) this rank's state. Ranks: all, collectively."""
+        """Copy (or write, if it cannot be copied) this rank's state. Ranks: all, collectively."""
         context = self._state.context
         is_immediate = not self._in_background or self._files_are_seen
         copies = StateCopies(None if is_immediate else self._buffers)
@@ -296,7 +284,6 @@ class CheckpointSaver:
         return json.dumps(load_data, default=str)
 
     def _files_i_read(self) -> list[str]:
-        """Return the files of a checkpoint that this rank reads back in the same layout."""
         names = [rank_state_name(self._state.context.distributed.rank)]
         for engine_idx, engine in enumerate(self._state.context.models):
             names += engine_files(engine, self._state.trial._engine_tag(engine_idx)).read
@@ -307,7 +294,7 @@ class CheckpointSaver:
     def _complete(
         self, block: contextlib.ExitStack, channel: core.DistributedContext, copied: _Copied
     ) -> None:
-        """Write, check, register. Ranks: all, collectively, on ``channel`` alone."""
+        """Write, check and register. Ranks: all, collectively, on ``channel`` alone."""
 
         def describe(error: Exception) -> str:
             return self._describe(copied.path, copied.batches_trained, error)
@@ -383,19 +370,13 @@ class CheckpointSaver:
     # ---- the outcome ---------------------------------------------------------------------------------
 
     def status(self) -> SaveStatus | None:
-        """The save under way here, None without one. Ranks: any; no communication."""
         return None if self._job is None else self._job.status
 
     def settle(self, statuses: Sequence[SaveStatus | None]) -> None:
-        """Act on how the save stands on every rank: under way, at its end, or failed.
+        """Act on a save that has ended: register its end, or raise its failure with the rank's name.
 
         Args:
-            statuses: ``status`` of every rank, by rank, gathered in one exchange.
-
-        Raises:
-            CheckpointError: it has failed on a rank, which is named; the checkpoints before it stay.
-
-        Ranks: all, with the same statuses; no communication.
+            statuses: ``status`` of every rank, gathered in one exchange.
         """
         job = self._job
         if job is None:
@@ -413,26 +394,18 @@ class CheckpointSaver:
             self._state.callbacks.call("on_checkpoint_upload_end", uuid=job.uuid)
 
     def finish(self) -> None:
-        """Wait for the save under way, on all ranks.
-
-        Raises:
-            CheckpointError: as ``settle``.
-
-        Ranks: all, collectively (one ``allgather`` if one is under way).
-        """
+        """Wait for the save under way. Ranks: all, collectively."""
         if self._job is not None:
             self._job.wait()
             self.settle(self._state.context.distributed.allgather(self.status()))
 
     def close(self) -> None:
-        """Wait for the save under way, however it ends, and free the buffers.
-
-        For when training has ended anyhow. Ranks: each its own; no communication besides that of the save.
-        """
+        """Wait for the save under way, log its failure, and free the buffers; for when training has ended."""
         job, self._job = self._job, None
         if job is not None:
             job.wait()
             if job.error is not None:
+                self._state.progress.last_checkpoint = job.previous_batches
                 logger.error(
                     "the checkpoint at batch %d was not completed: %s", job.batches_trained, job.error
                 )
@@ -443,7 +416,7 @@ class CheckpointSaver:
 
 
 def _store_on(store: core.CheckpointContext, channel: core.DistributedContext) -> core.CheckpointContext:
-    """Return the same store for ranks that talk through another channel."""
+    """Return the same store with ranks that talk through another channel."""
     same = copy.copy(store)
     same._dist = channel
     return same
@@ -469,7 +442,7 @@ def _require_picklable(state: Mapping[str, Any]) -> None:
 
 
 def _copy_code(model: pathlib.Path, code: pathlib.Path, last_code: pathlib.Path | None) -> None:
-    """Copy the model definition; link files that the last checkpoint has."""
+    """Copy the model definition; hard-link files that the last checkpoint has."""
 
     def copy(source: str, target: str) -> str:
         if last_code is not None:

@@ -1,9 +1,8 @@
-"""Whether the files of a checkpoint may be loaded; all ranks decide together.
+"""Whether the files of a checkpoint may be loaded; all ranks decide together, before any of them loads a file.
 
-What holds only values and listed classes is loaded, whoever wrote it. Anything else is loaded if somebody vouches for these very
-files: this account, whose signature the manifest bears; the master, to which the trial that wrote them reported the manifest's
-SHA-256; or the user, by the same SHA-256 in ``data.dstrial.trust_checkpoint_code``. A manifest that matches its files vouches
-for nothing: everybody can make one. No rank loads a file before the decision.
+Files with only values and listed classes are loaded. Others are loaded if their exact content is vouched for: by this
+account's signature on the manifest; by the master, to which the trial reported the manifest's SHA-256; or by the user, with
+that SHA-256 in ``data.dstrial.trust_checkpoint_code``. A matching manifest alone proves nothing: anybody can make one.
 """
 
 from __future__ import annotations
@@ -41,22 +40,15 @@ def trusts_code(
     names: Sequence[str],
     exp_conf: Mapping[str, Any] | None,
 ) -> bool:
-    """Say whether loading the files may run code that they name.
+    """Return whether loading may run code that the files name; False if they name none.
 
-    Args:
-        context: of the trial.
-        uuid: of the checkpoint, or its directory.
-        root: its directory, every file compared with the manifest where there is one.
-        names: of its files, relative to it, the same on all ranks.
-        exp_conf: the experiment config.
-
-    Returns:
-        False where they hold nothing that could; True where they do and somebody vouches for them.
+    Every file in ``root`` has been compared with the manifest, where there is one. ``names`` are relative to ``root`` and the
+    same on all ranks.
 
     Raises:
-        UntrustedCheckpointError: they do, and nobody does; names files and classes.
+        UntrustedCheckpointError: the files name code and nobody vouches for them.
 
-    Ranks: all, collectively (one ``allgather``; a broadcast more where they do).
+    Ranks: all, collectively.
     """
     distributed = context.distributed
     pickles = sorted(name for name in names if may_be_unpickled(name))
@@ -86,11 +78,7 @@ def trusts_code(
 
 
 def checkpoint_digest(root: pathlib.Path, names: Sequence[str]) -> str:
-    """Return the SHA-256 of the manifest, else of the checksums of ``names``.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Return the SHA-256 of the manifest, else of the checksums of ``names``."""
     if (root / MANIFEST_NAME).is_file():
         return hash_file(root / MANIFEST_NAME).sha256
     sums = {name: entry.sha256 for name, entry in hash_files(root, sorted(names)).items()}

@@ -13,14 +13,7 @@ from determined import pytorch, util
 
 from dstrial.engine.engine_hooks import LostGradientCheck, observe_engines
 from dstrial.engine.finite_weights import FiniteWeights, StepCounts
-from dstrial.errors import (
-    CheckpointError,
-    DataError,
-    NonFiniteError,
-    PeerFailedError,
-    RankError,
-    TrialContractError,
-)
+from dstrial.errors import DataError, NonFiniteError, RankError, TrialContractError
 from dstrial.loop import sync_point
 from dstrial.loop.boundaries import (
     Boundary,
@@ -56,13 +49,7 @@ logger = logging.getLogger("dstrial.loop")
 
 @contextlib.contextmanager
 def exits_refused(where: Callable[[], str]) -> Iterator[None]:
-    """Turn an exit with code 0, which would pass for an end, into an error.
-
-    Raises:
-        TrialContractError: user code exited with code 0 in the block.
-
-    Ranks: each its own; no communication.
-    """
+    """Turn ``sys.exit(0)`` of user code, which would pass for a normal end, into an error."""
     try:
         yield
     except SystemExit as exit_:
@@ -78,18 +65,11 @@ class TrainingLoop:
     """Trains one trial once.
 
     Args:
-        trial: the user's trial.
-        context: its context, at least one engine wrapped.
-        settings: what to do when.
         stop_request: returns this rank's reason to stop, or None; called on every rank.
-        on_start: told on every rank, after a checkpoint was loaded or none was, how many batches are trained.
-        on_progress: told the finished batches and the total on the chief at points of agreement.
-        on_steps: told the optimizer steps of the run and how many of them were skipped on the chief, at reports where
-            there are any and at the end.
-        metric_sinks: where reported metrics go besides the places of every run.
-
-    Raises:
-        TrialContractError: no engine is wrapped.
+        on_start: called on every rank with the batches trained, after a checkpoint was loaded or none was.
+        on_progress: called with the finished batches and the total on the chief at points of agreement.
+        on_steps: called with the optimizer steps of the run and the skipped ones on the chief, at reports with skipped steps
+            and at the end.
     """
 
     def __init__(
@@ -125,7 +105,6 @@ class TrainingLoop:
         self._weights: FiniteWeights | None = None
         self._guard: NonFiniteGuard | None = None
         self._is_holding_back = False
-        self._first_batch = 0
         self._periods = {
             Boundary.REPORT: Period.from_train_unit(settings.reporting_period),
             Boundary.VALIDATE: _optional_period(settings.validation_period),
@@ -159,11 +138,7 @@ class TrainingLoop:
     # ---- the run -------------------------------------------------------------------------------------
 
     def run(self) -> FitResult:
-        """Train to the end, or until all ranks agree to stop. Ranks: all, collectively.
-
-        Raises:
-            DstrialError: user code, data or a checkpoint is not as it must be.
-        """
+        """Train to the end, or until all ranks agree to stop. Ranks: all, collectively."""
         settings, callbacks, progress = self._settings, self._callbacks, self._progress
         with contextlib.ExitStack() as stack:
             stack.enter_context(
@@ -190,7 +165,7 @@ class TrainingLoop:
                 self._instruments.begin(progress.batches_trained)
                 if self._iterator is not None:
                     self._iterator.watch = self._instruments.drew
-            self._reports.open(stack, loop_state, self._stream, self._batches_total)
+            self._reports.open(stack, self._stream, self._batches_total)
             self._runtime.bind_training_iterator(self._iterator)
             self._runtime.set_training(True)
             callbacks.call("on_training_start")
@@ -202,8 +177,8 @@ class TrainingLoop:
                 begin_phase("validating before the first batch")
                 self._validate()
             stack.callback(self._tell_steps)
-            stack.callback(self._reports.salvage)
-            stopped = self._train()
+            with self._failure_logged():
+                stopped = self._train()
             with self._heartbeat.during(Phase.SAVE, progress.batches_trained):
                 self._saver.finish()
             self._reports.upload()
@@ -225,9 +200,7 @@ class TrainingLoop:
         )
 
     def _start_checks(self) -> None:
-        """Note how things are before the first batch. Ranks: each its own; sends nothing."""
         checks = self._settings.checks
-        self._first_batch = self._progress.batches_trained
         if checks.non_finite == "fail":
             self._weights = FiniteWeights(self._context.models)
         self._guard = NonFiniteGuard(
@@ -240,7 +213,6 @@ class TrainingLoop:
         )
 
     def _tell_steps(self) -> None:
-        """Tell at the end of all steps, and of skipped ones. Ranks: any; the chief tells."""
         counts = step_counts(self._context)
         taken, skipped = (
             sum(count.num_steps for count in counts),
@@ -254,18 +226,14 @@ class TrainingLoop:
                 )
 
     def _rewrite(self) -> FitResult:
-        """Save, in the layout that runs, what was restored. Ranks: all, collectively."""
+        """Save what was restored in the current layout. Ranks: all, collectively."""
         self._loader.restore_random_states()
         self._checkpoint(is_last=True)
         self._saver.finish()
         return FitResult(self._progress.batches_trained, self._batches_total, None, self._checkpoint_uuid)
 
     def _require_epoch_length(self) -> None:
-        """Refuse periods that could never fall due.
-
-        Raises:
-            ValueError: a period is counted in epochs, and the training loader has no length.
-        """
+        """Refuse periods that could never fall due."""
         if self._progress.epoch_length is not None:
             return
         counted = [
@@ -288,12 +256,35 @@ class TrainingLoop:
         self._reports.restore(loop_state)
         return loop_state
 
+    @contextlib.contextmanager
+    def _failure_logged(self) -> Iterator[None]:
+        """Log where training failed and the checkpoint to resume from; the error goes on."""
+        try:
+            yield
+        except RankError:  # a consequence of another rank's error
+            raise
+        except Exception as error:
+            self._saver.close()
+            progress = self._progress
+            saved = progress.last_checkpoint
+            logger.error(
+                "rank %d failed at batch %d of %d (%s); %s",
+                self._distributed.rank,
+                progress.batches_trained,
+                self._batches_total,
+                sync_point.described(error),
+                "there is no checkpoint to resume from"
+                if saved is None
+                else f"resume from the checkpoint of batch {saved}",
+            )
+            raise
+
     def _close_iterator(self) -> None:
         self._runtime.bind_training_iterator(None)
         self._iterator = None
 
     def _train(self) -> StopReason | None:
-        """Train batch after batch; returns why it stopped early, or None at the end."""
+        """Train batch after batch; return why it stopped early, or None at the end."""
         progress = self._progress
         if progress.batches_trained >= self._batches_total and self._is_chief:
             logger.warning(
@@ -317,10 +308,9 @@ class TrainingLoop:
             batches = progress.batches_trained
             stop: StopReason | None = None
             if self._reports.is_under_way:
-                with self._saving_first():
-                    stop = self._reports.end()
+                stop = self._reports.end()
             if progress.epoch_length and batches % progress.epoch_length == 0:
-                with self._saving_first(), self._heartbeat.during(Phase.CALLBACK, batches):
+                with self._heartbeat.during(Phase.CALLBACK, batches):
                     self._callbacks.call("on_training_epoch_end", progress.epoch_idx - 1)
             found = due(self._periods, batches, self._batches_total, progress.epoch_length)
             if (
@@ -342,12 +332,9 @@ class TrainingLoop:
         return None
 
     def _require_whole_batch(self, num_stepped: int) -> None:
-        """Refuse a self-accumulating ``train_batch`` that trains not exactly one batch.
+        """Refuse a self-accumulating ``train_batch`` that does not train exactly one batch.
 
-        Whether it does so cannot be seen from outside, and a wrong number would make every count of batches wrong.
-
-        Raises:
-            TrialContractError: on all ranks, where it is another number on any of them.
+        That it does so cannot be seen from outside, and a wrong number would make every count of batches wrong.
 
         Ranks: all, collectively (one ``allgather``, after the first batch of a run).
         """
@@ -377,7 +364,7 @@ class TrainingLoop:
         return self._sync_points.is_single_rank and self._sync_points.is_stop_requested()
 
     def _train_until(self, end_batch: int) -> None:
-        """Train up to ``end_batch``, exclusive, in one epoch; a lone rank may stop before.
+        """Train up to ``end_batch``, exclusive, in one epoch; a single rank may stop before.
 
         This is the hot path: no communication, no synchronisation, no decision.
         """
@@ -436,9 +423,8 @@ class TrainingLoop:
         if not is_stopping and not found - {Boundary.REPORT} and self._reports.may_defer:
             self._reports.begin(reports=reports, defers=True)
             return None
-        with self._saving_first():
-            self._reports.begin(reports=reports)
-            stop = self._reports.end()
+        self._reports.begin(reports=reports)
+        stop = self._reports.end()
         if found & {Boundary.VALIDATE, Boundary.END} and not self._progress.validation_is_current:
             self._validate()
         if Boundary.CHECKPOINT in found and not self._progress.checkpoint_is_current:
@@ -471,7 +457,6 @@ class TrainingLoop:
         counts: Sequence[StepCounts],
         exchanged: Exchange,
     ) -> None:
-        """Look for finite losses and optimizer steps in a report; the same on all ranks."""
         assert self._guard is not None
         skipped = sum(count.num_skipped for count in exchanged.counts)
         if skipped and self._is_chief:
@@ -493,7 +478,7 @@ class TrainingLoop:
         if self._validation is None:
             progress.last_validation = progress.batches_trained
             return
-        with self._saving_first(), self._heartbeat.during(Phase.VALIDATION, progress.batches_trained):
+        with self._heartbeat.during(Phase.VALIDATION, progress.batches_trained):
             saves = self._validate_and_report(self._validation)
         if saves and not progress.checkpoint_is_current:
             self._checkpoint()
@@ -527,53 +512,7 @@ class TrainingLoop:
         progress.last_validation = progress.batches_trained
         return bool(saves)
 
-    @contextlib.contextmanager
-    def _saving_first(self) -> Iterator[None]:
-        """Save what is trained if all ranks have failed in user code at the same place.
-
-        The exception goes on after it. Ranks: all, collectively where they can agree; see ``dstrial.loop.sync_point``.
-        """
-        try:
-            yield
-        except (NonFiniteError, CheckpointError):
-            raise
-        except Exception as error:
-            if not isinstance(error, RankError) or isinstance(error, PeerFailedError):
-                self._save_before(error)
-            raise
-
-    def _save_before(self, error: Exception) -> None:
-        progress, distributed = self._progress, self._distributed
-        batches = progress.batches_trained
-        if progress.checkpoint_is_current or batches == self._first_batch:
-            return
-        place = f"failed at batch {batches}"
-        sync_point.arrive(distributed, place)
-        if not sync_point.all_arrived(distributed, place, sync_point.MEET_S):
-            logger.error(
-                "rank %d has failed alone at batch %d (%s): what is trained since the last checkpoint is lost",
-                distributed.rank,
-                batches,
-                sync_point.described(error),
-            )
-            return
-        try:
-            self._checkpoint(is_last=True)
-            self._saver.finish()
-        except Exception:
-            logger.exception(
-                "the state of batch %d could not be saved before the error that ends training", batches
-            )
-            return
-        if self._is_chief and not self._is_holding_back:
-            logger.warning(
-                "the state of batch %d is saved before the error that ends training (checkpoint %s)",
-                batches,
-                self._checkpoint_uuid,
-            )
-
     def _check_searcher_metric(self, metrics: Mapping[str, Any]) -> None:
-        """Refuse metrics that the searcher cannot compare; the same on every rank."""
         searched = self._settings.searcher_metric
         if searched is None or searched in ("batches", "epochs"):  # every validation has them
             return
@@ -588,7 +527,6 @@ class TrainingLoop:
             )
 
     def _report_validation(self, metrics: dict[str, Any]) -> bool:
-        """Report on the chief; returns whether the policy asks for a checkpoint."""
         progress, settings = self._progress, self._settings
         policy = settings.checkpoint_policy
         best_before = self._core.train.get_experiment_best_validation() if policy == "best" else None
@@ -601,7 +539,7 @@ class TrainingLoop:
         return asks_for_checkpoint(policy, now, best_before, smaller_is_better=settings.smaller_is_better)
 
     def _state_evidence(self) -> list[StateEvidence]:
-        """Look at the weights and newest losses of all ranks. Ranks: all (one all-gather)."""
+        """Look at the weights and newest losses of all ranks. Ranks: all, collectively."""
         if self._weights is None:
             return []
         mine = StateEvidence(self._weights.lost(), self._window.newest_is_finite())
@@ -609,16 +547,12 @@ class TrainingLoop:
         return found
 
     def _checkpoint(self, *, is_last: bool = False) -> None:
-        """Copy the state of now, to be written behind the loop. Ranks: all, collectively.
+        """Copy the current state, to be written in the background. Ranks: all, collectively.
 
-        A state whose weights are lost is never saved, and one without a finite loss only where training ends or stops,
-        because a checkpoint makes room for itself by taking the place of an older one.
-
-        Args:
-            is_last: whether nothing is saved after it.
+        A state whose weights are not finite is never saved. One without a finite loss is saved only where training ends or stops
+        (``is_last``), because a checkpoint takes the place of an older one.
         """
-        with self._saving_first():
-            self._reports.require_written()
+        self._reports.require_written()
         found = self._state_evidence()
         problem = lost_weight(found) if is_last else why_not_save(found)
         if problem is not None:
@@ -691,11 +625,6 @@ class TrainingLoop:
 
 
 def require_engine(trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> None:
-    """Refuse a trial that has wrapped no engine.
-
-    Raises:
-        TrialContractError: it has not.
-    """
     if not context.models:
         raise InvalidTrialError(
             f"{type(trial).__name__} has no wrapped model engine; expected at least one. Call "

@@ -17,20 +17,15 @@ _UPLOAD_INTERVAL_S = 5.0
 class MetricSink(Protocol):
     """Takes reported metrics, on the chief only.
 
-    Methods are called one at a time, all on the same thread, which is not the one that trains: ``open``, ``close`` and reports
-    of validations while training waits, reports of training metrics while it goes on. What a sink raises ends training on all
-    ranks, with a checkpoint, at their next point of agreement; nothing is reported after it.
+    Methods are called one at a time, all on one thread, which is not the training thread: ``open``, ``close`` and validations
+    while training waits, training reports while it goes on. An exception of a sink ends training on all ranks at their next
+    point of agreement; nothing is reported after it.
 
-    A sink with an attribute ``takes_telemetry`` that is true gets what the run tells of itself as well, as reports of the group
-    ``telemetry``.
+    A sink with a true attribute ``takes_telemetry`` also gets reports of the group ``telemetry``.
     """
 
     def open(self, context: DeepSpeedTrialContext) -> None:
-        """Begin; called once, when it is known from which batch training goes on.
-
-        Args:
-            context: of the trial, which tells its hyperparameters, numbers and directories.
-        """
+        """Begin; called once, when the first batch to train is known."""
 
     def report(
         self, group: Literal["training", "validation"], batches_trained: int, metrics: Mapping[str, Any]
@@ -38,13 +33,13 @@ class MetricSink(Protocol):
         """Take one report.
 
         Args:
-            group: what was measured.
-            batches_trained: finished batches of the run; a run that goes on may report a number again.
+            group: ``training`` or ``validation``.
+            batches_trained: finished batches of the run; a resumed run may report a number again.
             metrics: metric name -> value over all ranks, mostly numbers; not to be changed.
         """
 
     def close(self) -> None:
-        """End; called once if ``open`` was called, also where training ends with an error."""
+        """End; called once if ``open`` was called, also after an error."""
 
 
 class TensorBoardSink:
@@ -53,14 +48,9 @@ class TensorBoardSink:
     takes_telemetry = True
 
     def open(self, context: DeepSpeedTrialContext) -> None:
-        """Keep the context, whose writer is used."""
         self._context = context
 
     def report(self, group: str, batches_trained: int, metrics: Mapping[str, Any]) -> None:
-        """Write events under Determined's tags.
-
-        What the run tells of itself is written under ``Telemetry``.
-        """
         if not self._context.get_enable_tensorboard_logging():
             return
         writer = self._context.get_tensorboard_writer()
@@ -76,7 +66,7 @@ class TensorBoardSink:
                 writer.add_scalar(f"Determined/{tag}", value, batches_trained)
 
     def close(self) -> None:
-        """Do nothing: the writer is the context's, which closes it when its block ends."""
+        """Do nothing: the context closes its writer."""
 
 
 SINKS: tuple[Callable[[], MetricSink], ...] = (TensorBoardSink,)
@@ -84,12 +74,7 @@ SINKS: tuple[Callable[[], MetricSink], ...] = (TensorBoardSink,)
 
 
 class MetricSinks:
-    """All sinks of a run, and the TensorBoard files of this rank.
-
-    Args:
-        context: of the trial.
-        own: sinks that this run has besides those of every run.
-    """
+    """All sinks of a run, and the TensorBoard files of this rank."""
 
     def __init__(self, context: DeepSpeedTrialContext, own: Sequence[MetricSink] = ()) -> None:
         self._context = context
@@ -99,7 +84,6 @@ class MetricSinks:
         self._uploaded_s = -_UPLOAD_INTERVAL_S
 
     def open(self) -> None:
-        """Open all sinks. Ranks: any; the chief acts."""
         while self._runtime.is_chief and self._waiting:
             sink = self._waiting.pop(0)
             self._opened.append(sink)
@@ -108,18 +92,16 @@ class MetricSinks:
     def report(
         self, group: Literal["training", "validation"], batches_trained: int, metrics: Mapping[str, Any]
     ) -> None:
-        """Give a report to all sinks, as ``MetricSink.report``. Ranks: the chief."""
         for sink in self._opened:
             sink.report(group, batches_trained, metrics)
 
     def report_telemetry(self, batches_trained: int, metrics: Mapping[str, Any]) -> None:
-        """Give what the run tells of itself to the sinks that take it. Ranks: the chief."""
         for sink in self._opened:
             if getattr(sink, "takes_telemetry", False):
                 sink.report(GROUP, batches_trained, metrics)  # type: ignore[arg-type]  # they have said so
 
     def close(self) -> None:
-        """Close all that was opened, also where one of them fails. Ranks: any."""
+        """Close all opened sinks; raise the first failure afterwards."""
         failure: Exception | None = None
         while self._opened:
             try:
@@ -130,18 +112,11 @@ class MetricSinks:
             raise failure
 
     def is_upload_due(self) -> bool:
-        """Say whether the last upload was five seconds ago, or earlier. Ranks: any."""
         is_early = time.monotonic() - self._uploaded_s < _UPLOAD_INTERVAL_S
         return not is_early and self._runtime.writes_tensorboard
 
     def upload(self, at_once: bool = True) -> None:
-        """Hand this rank's TensorBoard files over. Ranks: any.
-
-        The chief has events, every rank may have traces of the profiler.
-
-        Args:
-            at_once: whether to do it even if the last time is less than five seconds ago.
-        """
+        """Upload this rank's TensorBoard files: the chief's events, and any rank's profiler traces."""
         if not self._runtime.writes_tensorboard or not (at_once or self.is_upload_due()):
             return
         self._uploaded_s = time.monotonic()

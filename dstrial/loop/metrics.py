@@ -1,7 +1,7 @@
 """Metrics: summed where they are computed, moved and reduced once, at a report.
 
-Tensors of an accelerator are added up on it; those on the CPU are plain numbers already. Nothing here synchronises
-a device or talks to another rank until ``totals`` is called, which moves all sums in one copy.
+Tensors of an accelerator are added up there; values on the CPU are plain numbers. Before ``totals``, which moves all sums
+in one copy, nothing synchronises a device or communicates.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _MOST_BYTES_HELD = 64
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LossTail:
-    """How the newest values of a loss end: with how many that are not finite.
+    """How many of the newest values of a loss are not finite.
 
     Attributes:
         num_bad: values after the newest finite one.
-        num_seen: values that were looked at, the newest of the window.
+        num_seen: values that were looked at.
     """
 
     num_bad: int
@@ -43,8 +43,8 @@ class MetricTotals:
 
     Attributes:
         values: metric name -> total so far; None for a metric that is no number.
-        weights: metric name -> what the total is divided by for a mean.
-        tails: loss -> how its values end; empty where the window does not look at losses.
+        weights: metric name -> divisor of the total for a mean.
+        tails: loss name -> its newest values; empty unless losses are watched.
     """
 
     values: dict[str, float | None]
@@ -53,11 +53,7 @@ class MetricTotals:
 
 
 def as_mapping(returned: Any, where: str) -> Mapping[str, Any]:
-    """Return what ``train_batch`` or ``evaluate_batch`` returned as metrics by name.
-
-    Raises:
-        TrialContractError: it is neither a mapping nor a tensor.
-    """
+    """Return the result of ``train_batch`` or ``evaluate_batch`` as metrics by name."""
     if returned.__class__ is dict or isinstance(returned, Mapping):
         return returned
     if isinstance(returned, torch.Tensor):
@@ -70,7 +66,7 @@ def as_mapping(returned: Any, where: str) -> Mapping[str, Any]:
 
 
 def _host_number(value: Any) -> float | None:
-    """Return the mean of a host value, or None if it is no number or array of numbers."""
+    """Return the mean of a host value; None unless it is a number or an array of numbers."""
     if isinstance(value, (int, float)):
         return float(value)
     try:
@@ -89,7 +85,6 @@ def _accumulation_dtype(tensor: torch.Tensor) -> torch.dtype:
 def _combine_on_device(
     held: torch.Tensor | float | None, amount: torch.Tensor, reducer: pytorch.Reducer, weight: float
 ) -> torch.Tensor:
-    """Add one value to a total without leaving the device."""
     dtype = _accumulation_dtype(amount)
     if reducer is pytorch.Reducer.AVG:
         if isinstance(held, torch.Tensor):
@@ -104,20 +99,20 @@ def _combine_on_device(
 
 
 def losses_among(names: Iterable[str]) -> list[str]:
-    """Return the metrics that are losses by their name; all of them where none is."""
+    """Return the metrics whose name has "loss"; all names if none has."""
     all_names = list(names)
     return [name for name in all_names if "loss" in name.lower()] or all_names
 
 
 def _held_alone(amount: torch.Tensor | float) -> torch.Tensor | float:
-    """Return a value that keeps no larger tensor alive, of which it may be an element."""
+    """Return a value that keeps no larger storage alive."""
     if isinstance(amount, torch.Tensor) and amount.untyped_storage().nbytes() > _MOST_BYTES_HELD:
         return amount.clone()
     return amount
 
 
 def _tail(losses: Sequence[torch.Tensor | float], total: float | None) -> LossTail:
-    """Say how a loss's values end; reads each only if the total is not finite."""
+    """Return how a loss ends; read single values only if the total is not finite."""
     if total is not None and math.isfinite(total):
         return LossTail(0, len(losses))
     tensors = [loss for loss in losses if isinstance(loss, torch.Tensor)]
@@ -133,12 +128,11 @@ ReducerOf = Callable[[str], pytorch.Reducer]
 
 
 def average(_name: str) -> pytorch.Reducer:
-    """Return ``Reducer.AVG``, by which metrics are combined unless the trial says how."""
     return pytorch.Reducer.AVG
 
 
 class LeavingTotals:
-    """Totals of one rank on their way from its device."""
+    """Totals of one rank, being copied from its device."""
 
     def __init__(self, held: Mapping[str, Any], weight: float, losses: Mapping[str, Sequence[Any]]) -> None:
         self._held = dict(held)
@@ -153,7 +147,7 @@ class LeavingTotals:
         ]
 
     def wait(self) -> MetricTotals:
-        """Return them. Waits for what the device had to do before they left. Ranks: any."""
+        """Return the totals; wait for the device to reach the copy."""
         moved: dict[str, float] = {}
         for names, totals, has_left in self._leaving:
             if has_left is not None:
@@ -165,7 +159,7 @@ class LeavingTotals:
 
 
 def _leave(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """Begin to copy a tensor to the host; the event, if any, is its end."""
+    """Begin to copy a tensor to the host; return the copy and the event of its end, if any."""
     if tensor.device.type != "cuda":
         return tensor, None  # read by a copy that waits
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -177,13 +171,12 @@ def _leave(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]
 
 
 class MetricWindow:
-    """Running totals of the metrics of one rank, per metric name.
+    """Running totals of the metrics of one rank, by metric name.
 
     Args:
         where: what produces the metrics, for error messages.
-        reducer_of: metric name -> how its values are combined.
         keep_batches: also keep each value added, for callbacks that ask for them.
-        watches_losses: whether ``totals`` says of each loss whether it ends in values that are not finite.
+        watches_losses: fill ``MetricTotals.tails``.
     """
 
     def __init__(
@@ -207,15 +200,14 @@ class MetricWindow:
         self._batches: list[dict[str, Any]] = []
 
     def __len__(self) -> int:
-        """Return how many sets of metrics were added."""
         return self._num_calls
 
     def add(self, metrics: Mapping[str, Any], weight: float = 1.0) -> None:
-        """Add one set of metrics. Ranks: any; no communication, no device synchronisation.
+        """Add one set of metrics, without communication or device synchronisation.
 
         Args:
-            metrics: metric name -> Python or NumPy number, array, nested list, or tensor of any shape and device;
-                arrays count with the mean of their elements.
+            metrics: metric name -> Python or NumPy number, array, nested list, or tensor of any shape and device; arrays count
+                with the mean of their elements.
             weight: how much this set counts in a mean, for example its number of records.
 
         Raises:
@@ -276,14 +268,11 @@ class MetricWindow:
             self._totals[name] = float(choose(held, amount))
 
     def totals(self) -> MetricTotals:
-        """Move all to the host, one copy and synchronisation per device. Ranks: any."""
+        """Move all totals to the host, with one copy and synchronisation per device."""
         return self.leaving_totals().wait()
 
     def leaving_totals(self) -> LeavingTotals:
-        """Begin to move all to the host, and wait for nothing. Ranks: any.
-
-        Nothing is added before they are read, or the window is reset.
-        """
+        """Begin to move all totals to the host; reset the window, or read the totals, before adding more."""
         return LeavingTotals(self._totals, self._weight, dict(self._losses))
 
     def batches(self) -> list[dict[str, Any]]:
@@ -294,7 +283,6 @@ class MetricWindow:
         ]
 
     def reset(self) -> None:
-        """Forget everything, ready for the next window."""
         self._totals = {}
         self._weight = 0.0
         self._num_calls = 0
@@ -303,12 +291,9 @@ class MetricWindow:
         self._losses = {}
 
     def newest_is_finite(self) -> bool | None:
-        """Say whether one of the newest losses is finite.
+        """Return whether one of the newest losses is finite; None if no loss is watched.
 
-        Returns:
-            None if no loss is watched. An empty window answers for the one before.
-
-        Ranks: any; no communication. Synchronises the device.
+        An empty window answers for the one before. Synchronises the device.
         """
         newest = self._losses_now()
         return any(math.isfinite(float(loss)) for loss in newest) if newest else None
@@ -331,7 +316,6 @@ class MetricWindow:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Continue an open window from its ``state_dict``, with tensors on ``device``."""
         self._totals = {
             name: held.to(device) if isinstance(held, torch.Tensor) else held
             for name, held in state["totals"].items()
@@ -342,10 +326,7 @@ class MetricWindow:
 
 
 def merge_windows(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge ranks' open windows of averages; the next report is that of all.
-
-    ``states`` are what ``state_dict`` returned; none makes an empty window.
-    """
+    """Merge the ``state_dict`` of several ranks' windows of averages into one."""
     totals: dict[str, Any] = {}
     filled = [state for state in states if state["num_calls"]]
     for state in filled:
@@ -365,13 +346,9 @@ def merge_windows(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def weighed_window(state: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """Return an open window of averages whose sets count for more or less.
+    """Return an open window of averages whose sets count ``factor`` times as much.
 
-    A batch consists of other micro batches after a resume on other replicas, and what it counts in a report stays the same.
-
-    Args:
-        state: what ``state_dict`` of a window of averages returned.
-        factor: sets per batch now, for each that a batch had.
+    After a resume with another number of replicas a batch has another number of sets; its weight in a report stays the same.
     """
     totals = {name: None if held is None else held * factor for name, held in state["totals"].items()}
     return {**state, "totals": totals, "weight": float(state["weight"]) * factor}
@@ -382,12 +359,7 @@ def combine(
     where: str,
     reducer_of: ReducerOf = average,
 ) -> dict[str, float | None]:
-    """Combine the shares of all ranks into one value per metric, alike everywhere.
-
-    Args:
-        shares: index = rank; None for a rank that reports no metrics.
-        where: what produced the metrics, for error messages.
-        reducer_of: metric name -> how its values are combined; ``AVG`` is weighted.
+    """Combine the shares of all ranks (None: reports no metrics) into one value per metric, the same everywhere.
 
     Raises:
         TrialContractError: ranks report different metric names.

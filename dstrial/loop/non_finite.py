@@ -1,7 +1,7 @@
 """Whether training still trains: finite losses and optimizer steps in its reports.
 
-Decided from what all ranks share at a report anyhow, so that all decide the same. A report counts as bad where no value of
-any loss was finite on any rank, or where an engine took no optimizer step.
+Decided from values that all ranks share at a report, so every rank decides the same. A report is bad if no value of any loss
+was finite on any rank, or if an engine took no optimizer step.
 """
 
 from __future__ import annotations
@@ -22,13 +22,7 @@ _LOWER = "Lower the learning rate, look at the records of that batch"
 
 @dataclasses.dataclass(slots=True)
 class _Streak:
-    """Bad reports in a row.
-
-    Attributes:
-        length: how many; 0 if the newest one was good.
-        since: the first batch, from 1, of what goes on to the newest report; None if that ended well.
-        told: whether somebody was warned.
-    """
+    """Bad reports in a row; ``since`` is the first bad batch, from 1."""
 
     length: int = 0
     since: int | None = None
@@ -36,15 +30,12 @@ class _Streak:
 
 
 class NonFiniteGuard:
-    """Counts bad reports in a row, and acts on them.
+    """Counts bad reports in a row; fails, warns or ignores when ``patience`` of them have come.
 
     Args:
-        mode: what follows: an error on all ranks, a warning on the chief, or nothing.
-        patience: after how many.
         calls_per_batch: sets of metrics that a rank reports for a batch.
-        is_chief: whether this rank warns.
-        counts: of every engine, before the first batch of this process.
-        is_resumed: whether there were batches before, whose reports are not known here.
+        counts: optimizer steps of every engine before the first batch of this process.
+        is_resumed: whether there were earlier reports, unknown here.
     """
 
     def __init__(
@@ -76,19 +67,17 @@ class NonFiniteGuard:
         *,
         is_last: bool,
     ) -> None:
-        """Take a report.
+        """Take a report; called on all ranks with the same arguments, without communication.
 
         Args:
-            tails: of each rank that reports metrics: how its losses end.
-            averages: what is reported.
-            counts: of every engine, the same on all ranks; none where they are not known.
+            tails: the newest losses of each rank that reports metrics.
+            averages: the reported values.
+            counts: optimizer steps of every engine; empty where they are not known.
             window: finished batches at the report before this one, and now.
             is_last: whether training ends here; then a run without any good report fails, however short.
 
         Raises:
-            NonFiniteError: the patience has ended; the same on all ranks.
-
-        Ranks: all, with the same arguments; no communication.
+            NonFiniteError: patience has run out; the same on all ranks.
         """
         start, batches = window
         self._judge_losses(tails, start, batches)
@@ -175,7 +164,7 @@ class StateEvidence:
     """What a rank knows of the state that a checkpoint would hold.
 
     Attributes:
-        lost_weight: a weight of this rank that is not finite any more; None if there is none.
+        lost_weight: a weight of this rank that is not finite; None if all are.
         loss_is_finite: whether one of the newest losses is finite; None on a rank that reports none.
     """
 
@@ -184,7 +173,7 @@ class StateEvidence:
 
 
 def lost_weight(found: Sequence[StateEvidence]) -> str | None:
-    """Say which weight is lost where, by what every rank has found; None if none is."""
+    """Return which weight is not finite on which rank; None if all are finite."""
     for rank, evidence in enumerate(found):
         if evidence.lost_weight is not None:
             return f"the weights are not finite ({evidence.lost_weight} on rank {rank})"
@@ -192,6 +181,6 @@ def lost_weight(found: Sequence[StateEvidence]) -> str | None:
 
 
 def why_not_save(found: Sequence[StateEvidence]) -> str | None:
-    """Say why a state should not replace an older checkpoint; None if it may."""
+    """Return why a state should not replace an older checkpoint; None if it may."""
     known = [evidence.loss_is_finite for evidence in found if evidence.loss_is_finite is not None]
     return lost_weight(found) or ("no loss is finite" if known and not any(known) else None)

@@ -1,7 +1,7 @@
-"""What ranks tell each other at points of a run, and the report that comes of it.
+"""What ranks exchange at points of a run, and the report that follows.
 
-A report's totals travel with whatever else is agreed on. Where nothing follows at once training goes on for a batch meanwhile;
-the averages then go to a thread that writes (``dstrial.loop.report_writer``).
+A report's totals travel with everything else that is agreed on. If nothing follows at once, training goes on for a batch
+meanwhile; the averages then go to the thread of ``dstrial.loop.report_writer``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 
 logger = logging.getLogger("dstrial.loop")
 
-_SALVAGE_S = 2.0
-
 
 @dataclasses.dataclass(slots=True)
 class Exchange:
@@ -47,11 +45,11 @@ class Exchange:
         batches: finished batches at its beginning.
         start: the same at the report before it.
         seconds: trained between the two.
-        totals: of this rank; None without a report, or where it has no part in it.
+        totals: of this rank; None without a report, or if this rank reports no metrics.
         counts: optimizer steps of every engine.
         reports: whether it is for a report.
         is_deferred: whether training goes on before its end.
-        is_handed_in: whether the other ranks get this rank's share already.
+        is_handed_in: whether this rank's payload is on its way.
         sample: of this rank's instruments; None without them.
     """
 
@@ -74,16 +72,9 @@ class ReportExchange:
     """Has ranks agree at points of a run, and reports what they have trained.
 
     Args:
-        context: of the trial, its engines wrapped.
-        callbacks: of the trial.
-        progress: of the run.
-        window: what ``train_batch`` has returned since the last report.
-        sync_points: the schedule of agreements.
-        saver: of checkpoints, whose state is agreed on, too.
-        sinks: where metrics go besides the record.
-        on_progress: told the finished batches and the total on the chief.
-        judge: raises, on all ranks, where a report shows that training does not train.
-        instruments: of this rank; None where they are switched off, alike on all ranks.
+        on_progress: called with the finished batches and the total on the chief.
+        judge: raises, on all ranks, if a report shows that training does not train.
+        instruments: of this rank; None where they are switched off, on all ranks alike.
     """
 
     def __init__(
@@ -128,32 +119,19 @@ class ReportExchange:
     # ---- the run -------------------------------------------------------------------------------------
 
     def restore(self, loop_state: Mapping[str, Any]) -> None:
-        """Go on with the window of a checkpoint. Ranks: each its own."""
         self._window_seconds = float(loop_state.get("window_seconds", 0.0))
         self._window_start = int(loop_state.get("window_start", self._progress.batches_trained))
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of it, plain values only. Ranks: each its own."""
-        state: dict[str, Any] = {"window_seconds": self._window_seconds, "window_start": self._window_start}
-        if unwritten := self.writer.unwritten():
-            state["unwritten_reports"] = [report.to_state() for report in unwritten]
-        return state
+        return {"window_seconds": self._window_seconds, "window_start": self._window_start}
 
     def open(
         self,
         stack: contextlib.ExitStack,
-        loop_state: Mapping[str, Any],
         stream: TrainingStream,
         batches_total: int,
     ) -> None:
-        """Open sinks where they are used, and give them what could not be written before.
-
-        Args:
-            stack: closes them, and ends the thread.
-            loop_state: of the checkpoint from which training goes on; empty without one.
-            stream: counts records.
-            batches_total: length of the run.
-        """
+        """Open the sinks on the chief; ``stack`` closes them and ends the thread."""
         self._stream, self._batches_total = stream, batches_total
         stack.callback(self.writer.close)
         if not self._is_chief:
@@ -165,35 +143,24 @@ class ReportExchange:
                 self._record_telemetry, self._keep_telemetry, self._instruments.known_peak()
             )
             stack.callback(self.writer.submit, self._telemetry.keep)
-        for report in loop_state.get("unwritten_reports", ()):
-            self.writer.report(TrainingReport(**report))
 
     def start_clock(self) -> None:
-        """Count seconds of training from now on."""
         self._mark_s = time.monotonic()
 
     def tell_progress(self) -> None:
-        """Have the chief told how far the run is. Ranks: any; no communication."""
         if self._is_chief:
             told = functools.partial(self._on_progress, self._progress.batches_trained, self._batches_total)
             self.writer.submit(told)
 
     def upload(self) -> None:
-        """Have event files leave this rank, behind the loop."""
         self.writer.submit(self._sinks.upload)
 
     def publish_validation(self, metrics: Mapping[str, Any]) -> None:
-        """Hand a validation's metrics to all sinks, and wait. Ranks: the chief."""
         batches = self._progress.batches_trained
         self.writer.call(lambda: self._sinks.report("validation", batches, metrics))
 
     def require_written(self) -> None:
-        """Wait until all reports are written. Ranks: all, collectively.
-
-        Raises:
-            Exception: what has failed behind the loop, on this rank.
-            PeerFailedError: it has failed on another one.
-        """
+        """Wait until all reports are written; raise a failure of any rank. Ranks: all, collectively."""
         self.writer.flush()
         self._raise_unwritten(self._distributed.allgather(self.writer.failure))
 
@@ -206,15 +173,13 @@ class ReportExchange:
 
     @property
     def has_unreported(self) -> bool:
-        """Whether batches were trained since the last report."""
         return self._progress.batches_trained > self._window_start
 
     @property
     def may_defer(self) -> bool:
-        """Whether training may go on for a batch before an exchange ends.
+        """Whether training may go on for a batch before an exchange ends; the same on all ranks.
 
-        The same on all ranks. Not where a callback or a reducer of the user's belongs to the report: these are called at
-        the batch whose report it is.
+        Not if the user's callback or reducer belongs to the report: these are called at the batch of the report.
         """
         is_alone = self._sync_points.is_single_rank and self._context.device.type == "cpu"
         return not (is_alone or self._reports_at_once) and self._sync_points.may_wait
@@ -225,12 +190,12 @@ class ReportExchange:
         return is_reduced or self._callbacks.overrides("on_training_workload_end")
 
     def begin(self, *, reports: bool, defers: bool = False) -> None:
-        """Hand in this rank's share. Ranks: all, collectively.
+        """Start an exchange. Ranks: all, collectively.
 
         Args:
             reports: whether totals are handed in; the window is then closed.
-            defers: whether training goes on before the end. Then totals leave the device while it works, and where the ranks
-                wait for a device their exchange begins only at the end, when it has long come so far.
+            defers: whether training goes on before the end. Totals then leave the device while it works; if ranks would have to
+                wait for a device, the exchange starts only at ``end``, when the device has long come so far.
         """
         now_s = time.monotonic()
         trained_s, self._mark_s = now_s - self._mark_s, now_s
@@ -255,11 +220,11 @@ class ReportExchange:
             self._hand_in(begun)
 
     def end(self) -> StopReason | None:
-        """Hear of the other ranks and act on it; return why to stop. Ranks: all.
+        """Finish the exchange and act on it; return why to stop. Ranks: all, collectively.
 
         Raises:
             DstrialError: training does not train, or a save has failed.
-            Exception: what has failed behind the loop.
+            Exception: a failure of the writing thread.
         """
         begun = self._begun
         assert begun is not None, "an exchange begins before it ends"
@@ -276,34 +241,13 @@ class ReportExchange:
         if begun.reports:
             self._report(dict(averages), begun)
             self._tell_of_run([sample for _, _, _, _, sample in agreement.shares], begun)
-        self._raise_unwritten(failures)  # whoever has failed keeps this report, for the checkpoint
+        self._raise_unwritten(failures)
         if begun.reports:
             self._judge(shares, averages, agreement.shares[0][1], begun)
         self.tell_progress()
         if not begun.is_deferred:
             self.start_clock()
         return agreement.stop
-
-    def salvage(self) -> None:
-        """Report what all ranks have handed in, where an error ends training.
-
-        Ranks: each its own, the chief acts; no communication, no wait beyond a moment.
-        """
-        begun, self._begun = self._begun, None
-        if begun is None or not (self._is_chief and begun.reports):
-            return
-        try:
-            if not begun.is_handed_in and self._sync_points.is_single_rank:
-                self._hand_in(begun)
-            give_up_at_s = time.monotonic() + _SALVAGE_S
-            while begun.is_handed_in and time.monotonic() < give_up_at_s:
-                if self._sync_points.is_complete:
-                    shares = [share for share, *_ in self._sync_points.end().shares]
-                    self._report(dict(combine(shares, "train_batch")), begun)
-                    return
-                time.sleep(_SALVAGE_S / 100)
-        except Exception as error:  # noqa: BLE001  # another error is on its way
-            logger.warning("the report of batch %d is lost: %s", begun.batches, error)
 
     def _hand_in(self, begun: Exchange) -> None:
         share = None if begun.totals is None else begun.totals.wait()
@@ -344,10 +288,6 @@ class ReportExchange:
             self._close_window()
 
     def _tell_of_run(self, samples: Sequence[RankSample | None], begun: Exchange) -> None:
-        """Have what all ranks' instruments saw written behind the loop.
-
-        Ranks: the chief acts.
-        """
         found = [sample for sample in samples if sample is not None]
         if self._telemetry is None or len(found) < len(samples):
             return
@@ -359,7 +299,6 @@ class ReportExchange:
         )
 
     def _record_telemetry(self, batches: int, metrics: dict[str, Any]) -> None:
-        """Put it on the run's record. Ranks: the chief's writer thread."""
         self._core.train.report_metrics(GROUP, steps_completed=batches, metrics=metrics)
         self._sinks.report_telemetry(batches, metrics)
 
@@ -370,7 +309,7 @@ class ReportExchange:
     def finish_telemetry(self) -> None:
         """Measure the device's peak if no run on this machine has.
 
-        Ranks: any; the chief acts. Called where all is trained and saved, so that nobody waits for the device.
+        Called after the last save, when nobody waits for the device.
         """
         if self._telemetry is not None and self._instruments is not None:
             measure = self._instruments.measured_peak
@@ -378,7 +317,7 @@ class ReportExchange:
             self._telemetry.finish(measure)
 
     def _close_window(self) -> None:
-        """Begin the next report's window at the batch of now."""
+        """Begin the next report's window at the current batch."""
         runtime = self._runtime
         self._window.reset()
         for wrapped in runtime.wrapped_reducers:
@@ -389,18 +328,16 @@ class ReportExchange:
         self._window_start = self._progress.batches_trained
 
     def _record(self, report: TrainingReport) -> None:
-        """Make a report part of the run's record. Ranks: the chief's writer thread."""
         self._core.train.report_training_metrics(
             steps_completed=report.batches_trained, metrics=dict(report.metrics)
         )
 
     def _publish(self, report: TrainingReport) -> None:
-        """Hand a report to all others. Ranks: the chief, on the thread that writes."""
         self._core.train.report_progress(min(report.batches_trained / self._batches_total, 1.0))
         self._sinks.report("training", report.batches_trained, report.metrics)
 
     def _raise_unwritten(self, failures: Sequence[str | None]) -> None:
-        """Raise, on all ranks together, what has failed behind the loop on any of them."""
+        """Raise, on all ranks together, a failure of any rank's writing thread."""
         if not any(failures):
             return
         error = self.writer.take_error()
@@ -411,8 +348,5 @@ class ReportExchange:
 
 
 def step_counts(context: DeepSpeedTrialContext) -> list[StepCounts]:
-    """Return the optimizer steps of every engine.
-
-    Not of one without an optimizer: somebody else steps it, if at all.
-    """
+    """Return the optimizer steps of every engine that has an optimizer; others are not stepped by the engine."""
     return [StepCounts.of(engine) for engine in context.models if engine.optimizer is not None]

@@ -1,15 +1,13 @@
-"""Writes reports behind the loop: one thread, in order, each report once.
+"""Writes reports in a background thread, in order, each report once.
 
-What the chief does with averages (the line of the record, the sinks, progress, what a master is told) takes longer than many a
-batch. The loop hands it over and goes on. What fails there is raised by the loop, on all ranks together, at their next point of
-agreement; the reports that are not recorded by then go into the checkpoint that is saved before the error, and are written when
-training goes on from it.
+Writing the chief's averages (the record, the sinks, progress, the master) takes longer than many a batch. A failure there is
+raised by the loop, on all ranks together, at their next point of agreement. A resume trains and reports again what came after
+the last checkpoint.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -18,8 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from dstrial.errors import DstrialError, TrialContractError
-from dstrial.local.json_files import to_strict_json
+from dstrial.errors import DstrialError
 
 logger = logging.getLogger("dstrial.loop")
 
@@ -40,46 +37,28 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainingReport:
-    """A report of training metrics, on the chief.
-
-    Attributes:
-        batches_trained: finished batches of the run.
-        metrics: metric name -> value over all ranks; nobody else's to change.
-    """
+    """A report of training metrics, on the chief."""
 
     batches_trained: int
     metrics: Mapping[str, Any]
 
-    def to_state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of it, plain values only; its fields as they are."""
-        metrics = {}
-        for name, value in self.metrics.items():
-            with contextlib.suppress(TrialContractError):  # never has a place in the record
-                metrics[name] = float(value) if isinstance(value, float) else to_strict_json(value, name)
-        return {"batches_trained": self.batches_trained, "metrics": metrics}
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Job:
-    """What the thread does next, and the report that is lost if it does not."""
-
     run: Callable[[], None]
-    report: TrainingReport | None = None
     is_always_run: bool = False
 
 
 class ReportWriter:
-    """Does in a thread, one after the other, what this rank's loop hands over.
+    """Runs jobs of this rank's loop in a thread, one after the other.
 
-    After the first failure nothing more is written, so that no report stands behind one that is missing.
+    After the first failure nothing more is written, so that no report stands behind a missing one.
 
     Args:
         record: makes a report part of the run's record.
-        publish: hands a recorded report to whoever else gets it.
-        deadline_s: how long the loop waits for the thread, seconds.
-        capacity: how many jobs may wait.
-
-    Ranks: each its own; the loop's thread calls, and no method communicates.
+        publish: hands a recorded report to everyone else.
+        deadline_s: how long the loop waits for the thread.
+        capacity: jobs that may be queued.
     """
 
     def __init__(
@@ -103,29 +82,23 @@ class ReportWriter:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._is_raised = False
-        self._unwritten: list[TrainingReport] = []
 
     # ---- the loop ------------------------------------------------------------------------------------
 
     def report(self, report: TrainingReport) -> None:
-        """Have a report written. Returns at once, unless too much waits already.
+        """Queue a report; wait only if the queue is full.
 
         Raises:
             DstrialError: there was no room until the deadline.
         """
-        self._put(_Job(functools.partial(self._write, report), report))
+        self._put(_Job(functools.partial(self._write, report)))
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Have something else done after what was handed over before, as ``report``."""
+        """Queue another job."""
         self._put(_Job(job))
 
     def call(self, job: Callable[[], T]) -> T:
-        """Do something on the thread that writes, also after a failure, and wait for it.
-
-        Raises:
-            BaseException: what the job raised.
-            DstrialError: it did not end until the deadline.
-        """
+        """Run a job on the thread, also after a failure, and return its result or raise its error."""
         outcomes: list[tuple[T | None, BaseException | None]] = []
 
         def keep() -> None:
@@ -142,36 +115,28 @@ class ReportWriter:
         return result  # type: ignore[return-value]  # a T, where nothing was raised
 
     def flush(self) -> None:
-        """Wait until all that was handed over is written, or has failed.
+        """Wait until all queued jobs are done, or have failed.
 
         Raises:
-            DstrialError: it is not until the deadline.
+            DstrialError: they are not until the deadline.
         """
         self._wait_for(self._num_submitted)
 
     @property
     def failure(self) -> str | None:
-        """What has failed and is not raised yet, in one line; None if nothing has."""
+        """The first failure in one line; None if there is none or it has been taken."""
         if self._error is None or self._is_raised:
             return None
         return f"{type(self._error).__name__}: {self._error}".splitlines()[0]
 
     def take_error(self) -> BaseException | None:
-        """Return what has failed, to be raised; afterwards it is no ``failure`` any more."""
+        """Return the first failure, to be raised, once."""
         error = None if self._is_raised else self._error
         self._is_raised = self._is_raised or error is not None
         return error
 
-    def unwritten(self) -> list[TrainingReport]:
-        """Return the reports that were handed over and are not recorded, in order.
-
-        There are none as long as nothing has failed and ``flush`` has returned.
-        """
-        self.flush()
-        return list(self._unwritten)
-
     def close(self) -> None:
-        """Write what is left, and end the thread. What fails only now is logged."""
+        """Write what is left, and end the thread; log a failure that nobody was told of."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -231,17 +196,11 @@ class ReportWriter:
                     job.run()
                 except BaseException as error:  # noqa: BLE001  # the boundary of a thread: the loop raises it
                     self._error = error
-            elif job.report is not None:
-                self._unwritten.append(job.report)
             del job
             with self._has_done:
                 self._num_done += 1
                 self._has_done.notify_all()
 
     def _write(self, report: TrainingReport) -> None:
-        try:
-            self._record(report)
-        except BaseException:
-            self._unwritten.append(report)
-            raise
+        self._record(report)
         self._publish(report)

@@ -34,13 +34,9 @@ class RunState:
     """The objects whose state is saved and restored; saver and loader share one.
 
     Attributes:
-        trial: what writes and reads the engines: the user's trial, or another library's objects.
-        context: its context, engines wrapped.
-        callbacks: the user's callbacks.
-        progress: the run's counters.
-        window: the open window of training metrics.
-        trial_id: number of the trial; a checkpoint of another trial gives weights only.
-        last_code: directory ``code/`` of the trial's checkpoint before; None before the first.
+        trial: writes and reads the engines: the user's trial, or another library's objects.
+        trial_id: a checkpoint of another trial gives weights only.
+        last_code: directory ``code/`` of the previous checkpoint; None before the first.
     """
 
     trial: Checkpointable
@@ -54,7 +50,6 @@ class RunState:
 
     @property
     def runtime(self) -> TrialRuntime:
-        """What the context answers user code from."""
         return runtime_of(self.context)
 
     def layouts(self) -> list[dict[str, Any]]:
@@ -66,7 +61,7 @@ class RunState:
 
 
 class Snapshot:
-    """The attributes of some reducers as they are now.
+    """The current attributes of some reducers.
 
     What cannot be copied (locks, process groups, models, the context) is kept by reference.
     """
@@ -77,14 +72,13 @@ class Snapshot:
         ]
 
     def restore(self) -> None:
-        """Put every attribute back and remove those that came since."""
         for reducer, attributes in self._kept:
             vars(reducer).clear()
             vars(reducer).update(attributes)
 
 
 def copied(value: Any) -> Any:
-    """Return a copy that shares nothing with ``value``, or ``value`` itself."""
+    """Return a copy that shares nothing with ``value``, or ``value`` itself if it cannot be copied."""
     if type(value) in _IMMUTABLE:
         return value
     if isinstance(value, _NOT_STATE):
@@ -96,10 +90,9 @@ def copied(value: Any) -> Any:
 
 
 def reducer_state(reducer: Any) -> dict[str, Any]:
-    """Return what of a reducer goes into a checkpoint: its writable attributes.
+    """Return the attributes of a reducer that go into a checkpoint.
 
-    Functions, models and the context come back with the trial and are left out; of anything else that cannot
-    be written, one warning is logged.
+    Functions, models and the context come back with the trial; any other attribute that cannot be pickled is warned of.
     """
     state = {}
     for name, value in vars(reducer).items():
@@ -116,17 +109,7 @@ def reducer_state(reducer: Any) -> dict[str, Any]:
 
 
 def training_reductions(runtime: TrialRuntime, states: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return what another rank's training reducers would add to the next report.
-
-    Args:
-        runtime: whose reducers compute it; they are as before afterwards.
-        states: what ``reducer_state`` returned on that rank, of each reducer in the order of wrapping.
-
-    Returns:
-        What ``per_slot_reduce`` returns for each training reducer, in the order of wrapping.
-
-    Ranks: any; no communication.
-    """
+    """Return what another rank's training reducers would add to the next report, in the order of wrapping."""
     reductions = []
     for wrapped, state in zip(runtime.wrapped_reducers, states, strict=True):
         if wrapped.for_training:
@@ -138,12 +121,10 @@ def training_reductions(runtime: TrialRuntime, states: Sequence[Mapping[str, Any
 
 
 def restore_reducer(reducer: Any, state: Mapping[str, Any]) -> None:
-    """Put back what ``reducer_state`` returned."""
     vars(reducer).update(state)
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """Return the random states of process and device. Ranks: any; sends nothing."""
     algorithm, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
         "python": random.getstate(),
@@ -162,7 +143,6 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Put this process's random states back. Ranks: any; no communication."""
     random.setstate(states["python"])
     algorithm, keys, position, has_gauss, cached = states["numpy"]
     np.random.set_state((algorithm, keys.numpy().astype(np.uint32), position, has_gauss, cached))

@@ -17,25 +17,11 @@ class LoopSettings:
     """What to do when; constant over a run.
 
     Attributes:
-        max_length: how long to train, ``Batch(int)`` or ``Epoch(int)``.
-        reporting_period: how often training metrics are reported.
-        validation_period: how often to validate, besides at the end; None for only then.
-        checkpoint_period: how often to checkpoint, besides at the end; None for only then.
-        checkpoint_policy: whether a validation is followed by a checkpoint: always, if it is the best of the
-            experiment so far, or never.
-        searcher_metric: the validation metric that ``best`` compares; None if there is none.
-        smaller_is_better: its direction.
-        latest_checkpoint: what to continue from; None for a fresh start.
-        step_zero_validation: whether a fresh run validates before its first batch.
-        data_seed: decides the order of records.
-        trial_id: number of the trial, 0 off a cluster.
+        trial_id: 0 off a cluster.
         max_validation_rounds: evaluate at most this many rounds per validation; None for all.
-        is_rewrite: whether to save ``latest_checkpoint`` again as soon as it is restored, in the layout that runs, and to
-            end before the first batch.
-        saves_in_background: whether checkpoints are written behind the loop, which is held while state is copied.
-        checks: what is looked for while training, and what follows.
+        is_rewrite: save ``latest_checkpoint`` again in the current layout, and end before the first batch.
+        saves_in_background: whether checkpoints are written while training goes on.
         reports_epochs: whether the end of every epoch is a report, too.
-        has_telemetry: whether the run tells of itself: time, memory and speed by rank.
     """
 
     max_length: pytorch.TrainUnit

@@ -1,13 +1,8 @@
 """The points of a run at which all ranks decide together whether to go on.
 
-Everything that has to cross ranks at such a point travels in one exchange: each rank's share of the
-metrics when a report is due, each rank's request to stop, and rank 0's decision on the next point.
-
-An exchange has a beginning, which waits for nobody, and an end. Between the two the loop may train the next batch.
-
-Ranks agree likewise on what user code raises at a report or a validation, and save the trained state before the exception goes
-on. No rank ever waits in a collective for one that may not come: who has failed looks in the store whether the others are at the
-same place, up to a deadline, and only then talks to them.
+Everything that crosses ranks at such a point travels in one exchange: each rank's share of the metrics if a report is due,
+each rank's stop request, and rank 0's choice of the next point. Between its beginning, which waits for nobody, and its end
+the loop may train the next batch.
 """
 
 from __future__ import annotations
@@ -27,12 +22,6 @@ from dstrial.visible_text import cut_text
 
 INTERVAL_S = 5.0
 """How long, in seconds, a request to stop may wait for the next point of agreement."""
-
-MEET_S = 30.0
-"""How long a rank whose user code has raised waits for the others to have failed at the same place, seconds."""
-
-EVALUATE_S = 300.0
-"""The same for the others to end an evaluation in which no rank waits for another."""
 
 _MAX_GROWTH = 8
 
@@ -68,11 +57,10 @@ class SyncPoints:
     eight times the distance before, so that one fast batch does not postpone the next point by minutes.
 
     Args:
-        distributed: Determined's distributed context.
-        stop_request: returns this rank's reason to stop, or None; cheap, called at points of agreement and, when
-            there is only one rank, after every batch (then through ``is_stop_requested``).
+        stop_request: returns this rank's reason to stop, or None; cheap, called at points of agreement and, with a single
+            rank, after every batch.
         clock: seconds, monotonic.
-        interval_s: how long a wish may wait for the next point.
+        interval_s: how long a stop request may wait for the next point.
     """
 
     def __init__(
@@ -108,49 +96,32 @@ class SyncPoints:
 
     @property
     def may_wait(self) -> bool:
-        """Whether what is agreed on may come one batch late; the same on all ranks.
+        """Whether an agreement may come one batch late; the same on all ranks.
 
-        Not with slow batches, which are a long time for who wants to stop, and where an exchange costs next to nothing.
+        Not with slow batches: a stop request would wait long, and an exchange costs next to nothing.
         """
-        return self._distance >= FAST_BATCHES and can_agree(self._distributed)
+        is_channel = self._is_single_rank or isinstance(self._distributed, ControlChannel)
+        return self._distance >= FAST_BATCHES and is_channel
 
     @property
     def is_single_rank(self) -> bool:
-        """Whether there is no other rank to agree with, so that a wish counts at once."""
         return self._is_single_rank
 
     def is_stop_requested(self) -> bool:
-        """Say whether this rank wishes to stop. Ranks: any; no communication."""
         return self._stop_request() is not None
 
     def agree(self, batches_trained: int, share: Any = None) -> SyncResult:
-        """Exchange shares and wishes, and decide. Ranks: all, collectively (1 all-gather).
-
-        Args:
-            batches_trained: finished batches, the same on all ranks.
-            share: what this rank hands in; small and picklable.
-        """
+        """Exchange shares and stop requests, and decide. Ranks: all, collectively (1 all-gather)."""
         return self._decide(self._distributed.allgather(self._handed_in(batches_trained, share)))
 
     def begin(self, batches_trained: int, share: Any = None) -> None:
-        """Begin what ``agree`` does, and wait for nobody; ``end`` comes next.
-
-        Ranks: all, collectively (1 all-gather), on a control channel.
-        """
+        """Start the exchange without blocking; ``end`` returns its result. Ranks: all, collectively."""
         self._own = self._handed_in(batches_trained, share)
         if isinstance(self._distributed, ControlChannel):
             self._gather = self._distributed.begin_allgather(self._own)
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all ranks have begun what this one has, so that ``end`` waits for none.
-
-        Ranks: each its own; no communication.
-        """
-        return self._gather is None or self._gather.is_complete
-
     def end(self) -> SyncResult:
-        """End the exchange, and return what ``agree`` does. Ranks: all, collectively."""
+        """Wait for the exchange and return its result. Ranks: all, collectively."""
         gather, self._gather = self._gather, None
         return self._decide([self._own] if gather is None else gather.wait())
 
@@ -174,24 +145,6 @@ class SyncPoints:
         elapsed_s = max(self._clock() - marked_time_s, 1e-9)
         wanted = int(self._interval_s * (batches_trained - marked_batches) / elapsed_s)
         return max(1, min(wanted, self._distance * _MAX_GROWTH))
-
-
-def can_agree(distributed: core.DistributedContext) -> bool:
-    """Say whether ranks can find out where the others are without waiting for ever."""
-    return bool(distributed.size == 1) or isinstance(distributed, ControlChannel)
-
-
-def arrive(distributed: core.DistributedContext, place: str) -> None:
-    """Tell the others where this rank is. Ranks: each its own; at most 1 store write."""
-    if isinstance(distributed, ControlChannel):
-        distributed.arrive(place)
-
-
-def all_arrived(distributed: core.DistributedContext, place: str, timeout_s: float) -> bool:
-    """Wait for all ranks at a place; say whether they came. No collective operation."""
-    if isinstance(distributed, ControlChannel):
-        return distributed.all_arrived(place, timeout_s)
-    return bool(distributed.size == 1)
 
 
 def described(error: BaseException | None) -> str | None:

@@ -28,9 +28,6 @@ class Validation:
     """Runs validations of one trial.
 
     Args:
-        trial: the user's trial.
-        context: its context, engines wrapped.
-        callbacks: the user's callbacks.
         stream: the validation records of this rank, which may be none.
         max_rounds: evaluate at most this many rounds, for test runs; None for all.
     """
@@ -52,18 +49,16 @@ class Validation:
         self._extent = Extent()
         self._is_collective = self._runtime.forward_is_collective
         self._on_chief_only = util.is_overridden(trial.evaluate_full_dataset, DeepSpeedTrial)
-        self._num_runs = 0
         self._takes_batch_idx = util.has_param(trial.evaluate_batch, "batch_idx", 2)
 
     def agree_on_extent(self) -> bool:
-        """Compare the validation loaders. Ranks: all, collectively (one all-gather).
-
-        Returns:
-            Whether there is anything to validate with; the same on all ranks.
+        """Compare the validation loaders; return whether there is anything to validate with.
 
         Raises:
             DataError: loaders are empty, or their lengths differ where every replica must do the same.
             TrialContractError: the trial overrides no evaluation, or one that cannot work with its engines.
+
+        Ranks: all, collectively.
         """
         context = self._context
         gathered = context.distributed.allgather(
@@ -105,13 +100,9 @@ class Validation:
         return True
 
     def run(self) -> dict[str, Any]:
-        """Validate with the weights of now. Ranks: all, collectively.
+        """Validate with the current weights; return metric name -> value over the whole set, the same on every rank.
 
-        Returns:
-            Metric name -> value over the whole set; the same on every rank.
-
-        Raises:
-            TrialContractError: a metric is no number, or names differ between calls or ranks.
+        Ranks: all, collectively.
         """
         context = self._context
         start_s = time.monotonic()
@@ -171,54 +162,18 @@ class Validation:
         keep = self._callbacks.overrides("on_validation_epoch_end")
         window = loop_metrics.MetricWindow("evaluate_batch", reducer_of, keep_batches=keep)
         num_records = 0
-        error: Exception | None = None
-        try:
-            self._callbacks.call("on_validation_epoch_start")
-            for batch_idx, (validation_round, items) in enumerate(self._stream.rounds(self._extent)):
-                if self._max_rounds is not None and batch_idx >= self._max_rounds:
-                    break
-                num_records += self._evaluate_round(batch_idx, validation_round, items, window)
-            self._callbacks.call("on_validation_epoch_end", window.batches())
-        except Exception as caught:  # noqa: BLE001  # raised again below, after the other ranks know of it
-            error = caught
+        self._callbacks.call("on_validation_epoch_start")
+        for batch_idx, (validation_round, items) in enumerate(self._stream.rounds(self._extent)):
+            if self._max_rounds is not None and batch_idx >= self._max_rounds:
+                break
+            num_records += self._evaluate_round(batch_idx, validation_round, items, window)
+        self._callbacks.call("on_validation_epoch_end", window.batches())
         share = window.totals() if self._runtime.mpu.should_report_metrics and len(window) else None
         counted = num_records if self._runtime.mpu.should_report_metrics else 0
-        gathered = self._agreed((share, counted), error)
+        gathered = self._context.distributed.allgather((share, counted))
         values = loop_metrics.combine([part for part, _ in gathered], "evaluate_batch", reducer_of)
         _require_numbers(values)
         return dict(values), sum(count for _, count in gathered)
-
-    def _agreed(self, share: Any, error: Exception | None) -> list[Any]:
-        """Return what every rank hands in; if user code failed on one, all raise.
-
-        Raises:
-            Exception: what user code has raised here, ``error``.
-            PeerFailedError: it has raised on another rank.
-
-        Ranks: all, collectively (one ``allgather``, one write to the store).
-        """
-        distributed = self._context.distributed
-        self._num_runs += 1
-        place = f"evaluated {self._num_runs}"
-        sync_point.arrive(distributed, place)
-        if error is not None:
-            # The others may be inside a forward pass that waits for this rank.
-            timeout_s = sync_point.MEET_S if self._is_collective else sync_point.EVALUATE_S
-            if distributed.size > 1 and sync_point.can_agree(distributed):
-                logger.error(
-                    "evaluation has failed on rank %d: %s",
-                    distributed.rank,
-                    sync_point.described(error),
-                )
-            if not sync_point.all_arrived(distributed, place, timeout_s):
-                raise error
-        gathered = distributed.allgather((share, sync_point.described(error)))
-        if error is not None:
-            raise error
-        failures = [(rank, text) for rank, (_, text) in enumerate(gathered) if text is not None]
-        if failures:
-            raise sync_point.peer_failed("evaluation", failures)
-        return [handed_in for handed_in, _ in gathered]
 
     def _evaluate_round(
         self,
@@ -227,7 +182,7 @@ class Validation:
         items: Iterator[Any] | None,
         window: loop_metrics.MetricWindow,
     ) -> int:
-        """Call the user once; returns the records of this replica that counted."""
+        """Call the user once; return the records of this replica that counted."""
         if validation_round.num_micro_batches == 0:
             return 0
         for adapter in self._runtime.adapters:
@@ -274,11 +229,6 @@ class Validation:
 
 
 def _require_numbers(values: Mapping[str, float | None]) -> None:
-    """Refuse metrics that cannot be averaged.
-
-    Raises:
-        TrialContractError: one is no number.
-    """
     bad = [name for name, value in values.items() if value is None]
     if bad:
         raise InvalidTrialError(

@@ -32,8 +32,6 @@ _SHORT_MESSAGE_BYTES = _HEAD_BYTES + _SHORT_PAYLOAD_BYTES
 # A rank that has waited this long says in the store that it is waiting; before, nothing is stored.
 _QUIET_WAIT_S = 5.0
 
-_MEETING_POLL_S = 0.05
-
 # Key in a lane's store under which a rank says that it takes part no more.
 _LEFT = "left"
 
@@ -285,29 +283,6 @@ class GroupChannel:
     def _next_number(self) -> int:
         self._num_operations += 1
         return self._num_operations - 1
-
-    def arrive(self, place: str) -> None:
-        """Tell the others this rank's place and operation count. Ranks: each its own."""
-        self._store.set(f"at/{self._rank}", f"{place} {self._num_operations}")
-
-    def all_arrived(self, place: str, timeout_s: float) -> bool:
-        """Wait for all ranks at a place, with as many operations made as this one.
-
-        No operation is begun: one that is given up would hold the process's end until gloo's own deadline.
-        Returns False at this deadline.
-        """
-        wanted = f"{place} {self._num_operations}".encode()
-        keys = [f"at/{rank}" for rank in self._ranks]
-        give_up_at_s = time.monotonic() + timeout_s
-        while True:
-            try:
-                if self._store.check(keys) and all(self._store.get(key) == wanted for key in keys):
-                    return True
-            except RuntimeError:
-                return False  # whoever serves the store has gone
-            if time.monotonic() > give_up_at_s:
-                return False
-            time.sleep(_MEETING_POLL_S)
 
     def leave(self, reason: str) -> None:
         """Take part no more, and have those who wait know why."""

@@ -177,28 +177,6 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
             else self._local_group_channel.broadcast(stuff, "broadcast_local")
         )
 
-    def arrive(self, place: str) -> None:
-        """Tell the other ranks that this one is at a place of the program.
-
-        ``place`` is the same text on all ranks, another one each time. Ranks: each its own; one write to the store.
-        """
-        if self._group_channel is not None:
-            self._group_channel.arrive(place)
-
-    def all_arrived(self, place: str, timeout_s: float) -> bool:
-        """Wait for the others; say whether all ranks are here and may go on together.
-
-        Args:
-            place: what they have passed to ``arrive``.
-            timeout_s: how long to wait, seconds.
-
-        Returns:
-            False where one does not come, or has made other collective operations than this rank since.
-
-        Ranks: each its own; no collective operation, so that nobody is held up by a rank that gives up.
-        """
-        return self._group_channel is None or self._group_channel.all_arrived(place, timeout_s)
-
     def leave(self, reason: str) -> None:
         """Take part no more: who waits for this rank fails with ``reason`` within seconds.
 

@@ -1,4 +1,4 @@
-"""The batch of a run that goes on, kept in its trial's configs and its engines."""
+"""Keep the batch of a resumed run in its trial's configs and its engines."""
 
 from __future__ import annotations
 
@@ -25,16 +25,11 @@ OVERWRITE_KEY = "overwrite_deepspeed_args"
 
 
 class ResumedRun:
-    """Keeps ``train_batch_size`` where a run goes on with another number of replicas.
+    """Keeps ``train_batch_size`` when a run resumes with another number of replicas.
 
     DeepSpeed asserts the batch equation while it makes an engine, so the sizes are solved before: they come to the trial
     as ``hyperparameters.overwrite_deepspeed_args``, which the usual ways of reading a config merge. An engine
-    that came out otherwise all the same is corrected when it is wrapped.
-
-    Args:
-        saved: the checkpoint that the run goes on from, of this very run.
-        world_size: ranks now.
-        data_config: the ``data`` section of the experiment config, whose ``dstrial`` may say how replicas are formed.
+    with other sizes all the same is corrected when it is wrapped.
     """
 
     def __init__(self, saved: SavedRun, world_size: int, data_config: Mapping[str, Any]) -> None:
@@ -45,9 +40,7 @@ class ResumedRun:
         self._given: dict[tuple[int | None, int | None, int | None], list[dict[str, Any]]] = {}
 
     def hyperparameters(self, hparams: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a copy of hyperparameters whose DeepSpeed configs keep the batch.
-
-        What has no DeepSpeed config is left as it is.
+        """Return a copy of hyperparameters whose DeepSpeed configs, if any, keep the batch.
 
         Raises:
             ConfigError: a config asks for another batch than the checkpoint's, or the replicas cannot share it evenly.
@@ -69,11 +62,7 @@ class ResumedRun:
         return result
 
     def resolve(self, merged: Mapping[str, Any], data_parallel_size: int) -> dict[str, Any] | None:
-        """Return a config with the batch kept for these replicas; None if no engine's.
-
-        Raises:
-            ConfigError: as :meth:`hyperparameters`.
-        """
+        """Return a config with the batch kept for these replicas; None if it is no engine's."""
         main = self.saved.engines[0] if self.saved.engines else None
         engine = engine_of(self._as_given(merged, main), self.saved, is_main=True)
         if engine is None:
@@ -88,20 +77,13 @@ class ResumedRun:
         return {**merged, **self._sizes(merged, solution)}
 
     def fit_engine(self, engine: DeepSpeedEngine, engine_idx: int, *, is_chief: bool) -> dict[str, Any]:
-        """Bring a new engine to the batch of its predecessor in the checkpoint.
-
-        Args:
-            engine: just made.
-            engine_idx: how many engines were wrapped before it.
-            is_chief: whether this rank says what was done.
+        """Bring a new engine to the batch of its predecessor in the checkpoint; called on all ranks.
 
         Returns:
-            What ``EngineRecord.given`` is to keep of the engine's config, without what this object put there.
+            ``EngineRecord.given`` of the engine's config, without what this object put there.
 
         Raises:
             ConfigError: the config asks for another batch than the checkpoint's, or cannot be given its sizes.
-
-        Ranks: all; no communication.
         """
         config = engines.config_of(engine)
         if engine_idx >= len(self.saved.engines):
@@ -217,6 +199,6 @@ def _own_solution(config: Mapping[str, Any], data_parallel_size: int) -> BatchSo
 
 
 def _comes_to(config: Mapping[str, Any], solution: BatchSolution) -> bool:
-    """Say whether DeepSpeed makes the same sizes of a config."""
+    """Return whether DeepSpeed makes the same sizes of a config."""
     own = _own_solution(config, solution.data_parallel_size)
     return own is not None and all(getattr(own, key) == getattr(solution, key) for key in BATCH_KEYS)

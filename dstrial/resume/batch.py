@@ -1,7 +1,7 @@
 """Keep a run's ``train_batch_size`` on any number of replicas.
 
-Counters, schedule and order of records are those of batches of one size. So the batch of the checkpoint is kept, and the
-micro batch and the accumulation are solved for the replicas there are now.
+Counters, schedule and order of records are those of batches of one size. So the batch of the checkpoint is kept, and
+micro batch and accumulation are solved for the current replicas.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ def keep_batch(
     where: Mapping[str, str] | None = None,
     ranks_per_replica: int = 1,
 ) -> BatchSolution:
-    """Return the batch sizes with which a run goes on.
+    """Return the batch sizes of a resumed run.
 
     A given micro batch with which the equation comes to the checkpoint's ``train_batch_size`` is taken as it is, and so are
-    sizes that were changed to come to it. Otherwise the micro batch is the largest one that divides what a
-    replica has to do and is not larger than the run's, which is known to fit into memory.
+    sizes that were changed to come to it. Otherwise the micro batch is the largest one that divides a replica's share and is not
+    larger than the run's, which is known to fit into memory.
 
     Args:
         config: the three sizes as the DeepSpeed config has them; others are ignored.
         saved: the engine in the checkpoint.
         data_parallel_size: replicas now.
-        checkpoint: how messages call the checkpoint.
+        checkpoint: the checkpoint's name in messages.
         where: ``file:line: key`` of each size by its name, for messages.
-        ranks_per_replica: ranks of one replica, for messages about slots.
+        ranks_per_replica: for messages about slots.
 
     Raises:
         ConfigError: the config asks for another batch than the checkpoint's, or the replicas cannot share it evenly.
@@ -68,7 +68,7 @@ def keep_batch(
 
 
 def is_unchanged(given: tuple[int | None, int | None, int | None], saved: EngineRecord) -> bool:
-    """Say whether sizes are as the checkpoint's run began, or come to its batch."""
+    """Return whether sizes are as the checkpoint's run began, or come to its batch."""
     # They come to it on the replicas on which it was written.
     if any(key in saved.given for key in BATCH_KEYS) and given == given_sizes(saved.given):
         return True
@@ -79,7 +79,7 @@ def is_unchanged(given: tuple[int | None, int | None, int | None], saved: Engine
 def engine_of(config: Mapping[str, Any], saved: SavedRun, *, is_main: bool) -> EngineRecord | None:
     """Return the engine of a checkpoint that a merged config is for; None if unclear.
 
-    ``is_main`` says whether it is the experiment's main config, which is the first engine's if no engine began with its sizes.
+    The experiment's main config (``is_main``) is the first engine's if no engine began with its sizes.
     """
     sizes = given_sizes(config)
     for engine in saved.engines:
@@ -89,7 +89,7 @@ def engine_of(config: Mapping[str, Any], saved: SavedRun, *, is_main: bool) -> E
 
 
 def in_words(saved: EngineRecord, solution: BatchSolution) -> str:
-    """Say how the batch of a run is shared now, and was before."""
+    """Return how the batch of a run is shared now, and was before, for the log."""
     return (
         f"{solution.equation} (it was {saved.micro_batch_size} x {saved.micro_batches_per_batch} x "
         f"{saved.batch_replicas(saved.world_size)})"
@@ -99,7 +99,7 @@ def in_words(saved: EngineRecord, solution: BatchSolution) -> str:
 def _own_solution(
     given: tuple[int | None, int | None, int | None], data_parallel_size: int
 ) -> BatchSolution | None:
-    """Return what DeepSpeed makes of the sizes; None where it fails."""
+    """Return DeepSpeed's own solution of the sizes; None if it has none."""
     try:
         return solve_batch(*given, data_parallel_size)
     except ConfigError:

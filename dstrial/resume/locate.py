@@ -1,7 +1,7 @@
-"""Find the checkpoint that a run goes on from, before anything of it is loaded.
+"""Find the checkpoint that a run resumes from, before anything of it is loaded.
 
-Off a cluster, ``saved_run_to_resume``; for a cluster's trial, ``resumption_problems`` and ``saved_run_of_trial`` before its ranks
-start; in the ranks of both, ``resumed_run``.
+Before the ranks start: ``saved_run_to_resume`` off a cluster, ``resumption_problems`` and ``saved_run_of_trial`` for a cluster's
+trial. In the ranks of both: ``resumed_run``.
 """
 
 from __future__ import annotations
@@ -28,12 +28,10 @@ if TYPE_CHECKING:
 def saved_run_to_resume(
     resume: str | None = None, run_dir: Path | None = None, environ: Mapping[str, str] | None = None
 ) -> SavedRun | None:
-    """Return what the checkpoint says that starting ranks go on from.
+    """Return the saved run that starting ranks resume from.
 
-    ``resume`` is a uuid, a directory, or ``latest``. The environment, by default this process's, has what is left out.
-
-    Returns:
-        None for a new run, and where a checkpoint cannot be found or read: the ranks say so when they load it.
+    ``resume`` is a uuid, a directory, or ``latest``; the environment has what is left out. None for a new run, and if the
+    checkpoint cannot be found or read: the ranks say so when they load it.
     """
     variables = os.environ if environ is None else environ
     asked = resume or variables.get(RESUME_VARIABLE)
@@ -61,17 +59,10 @@ def resumption_problems(
     latest_checkpoint: str | None,
     context_dir: Path | None = None,
 ) -> list[ConfigProblem]:
-    """Return what keeps a trial from going on from its checkpoint.
+    """Return what keeps a cluster's trial from resuming from ``latest_checkpoint``.
 
-    Only a checkpoint whose directory is on this machine is looked at; the ranks compare every other one.
-
-    Args:
-        config: the experiment config, as the trial has it.
-        hyperparameters: the trial's.
-        num_slots: ranks that are going to be started, on all machines.
-        trial_id: the trial.
-        latest_checkpoint: uuid of the checkpoint; None if the trial starts anew.
-        context_dir: directory of the model definition; the current one if left out.
+    Only a checkpoint whose directory is on this machine is looked at; the ranks compare every other one. ``num_slots`` counts
+    ranks on all machines. Without ``context_dir`` it is the current directory.
     """
     saved = saved_run_of_trial(config, trial_id=trial_id, latest_checkpoint=latest_checkpoint)
     if saved is None:
@@ -88,11 +79,7 @@ def resumption_problems(
 def saved_run_of_trial(
     config: Mapping[str, Any], *, trial_id: int, latest_checkpoint: str | None
 ) -> SavedRun | None:
-    """Return what the checkpoint says that a cluster's trial goes on from.
-
-    Returns:
-        None for a new trial, and for a checkpoint whose directory is not on this machine.
-    """
+    """Return the saved run of a cluster's trial; None for a new trial and if the directory is not on this machine."""
     is_mirrored = bool(os.environ.get(RUN_DIR_VARIABLE))
     saved = _saved_run(config.get("checkpoint_storage") or {}, latest_checkpoint, is_mirrored=is_mirrored)
     return None if saved is None else saved.of_trial(LOCAL_ID if is_mirrored else trial_id)
@@ -118,12 +105,8 @@ def _saved_run(
 def trial_id_of(info: Any, *, is_mirrored: bool) -> int:
     """Return the number by which checkpoints know the trial.
 
-    A run that goes on in another experiment of the master is the same trial to its checkpoints, and so is one that only
-    rewrites a checkpoint.
-
-    Args:
-        info: the cluster's, None off a cluster.
-        is_mirrored: whether everything is kept in a run directory as well.
+    A run that is resumed in another experiment of the master, or only rewrites a checkpoint, is the same trial to its
+    checkpoints.
     """
     rewritten = os.environ.get(REWRITE_VARIABLE)
     if rewritten:
@@ -134,19 +117,12 @@ def trial_id_of(info: Any, *, is_mirrored: bool) -> int:
 def resumed_run(
     core_context: core.Context, info: Any, latest_checkpoint: str | None, *, is_mirrored: bool
 ) -> SavedRun | None:
-    """Return what the checkpoint says from which this very run goes on.
+    """Return the saved run that this very run resumes from, or None.
 
-    Args:
-        core_context: entered.
-        info: the cluster's, None off a cluster.
-        latest_checkpoint: a uuid, a directory, or off a cluster ``latest``; None leaves it to the cluster or the launcher.
-        is_mirrored: as for :func:`trial_id_of`.
+    None for a new run, for a checkpoint of another trial, which gives weights only, and for one that cannot be read: loading it
+    says why. ``latest_checkpoint`` is a uuid, a directory, or off a cluster ``latest``.
 
-    Returns:
-        None for a new run, for a checkpoint of another trial, of which only the weights are taken over, and for one that
-        cannot be read: loading it says why.
-
-    Ranks: all, collectively (one broadcast, where there is a checkpoint).
+    Ranks: all, collectively.
     """
     asked = latest_checkpoint
     if info is not None:

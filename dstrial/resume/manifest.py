@@ -1,4 +1,4 @@
-"""Read from a checkpoint directory what a resumed run's config is compared with."""
+"""Read the parts of a checkpoint directory that a resumed run's config is compared with."""
 
 from __future__ import annotations
 
@@ -18,13 +18,7 @@ _NOT_IN_LAYOUTS = ("given", "micro_batch_limit")
 
 
 def read_saved_run(directory: str | os.PathLike[str]) -> SavedRun:
-    """Return what a checkpoint's manifest and metadata say of its run; read only them.
-
-    Raises:
-        CheckpointNotFoundError: there is no manifest, so dstrial wrote no checkpoint here.
-        CheckpointDamagedError: one of the two cannot be read.
-        CheckpointError: a newer release of dstrial wrote it.
-    """
+    """Return what a checkpoint's manifest and metadata say of its run."""
     root = Path(directory)
     manifest = read_manifest(root)
     metadata = _metadata(root / METADATA_NAME)

@@ -25,9 +25,6 @@ class EngineArrangement:
 
     Attributes:
         engine_kind: which adapter served it.
-        world_size: ranks of the job.
-        data_parallel_size: replicas.
-        pipeline_stages: stages of a pipeline, 1 without.
         model_parallel_size: ranks that one layer is cut over, pipeline stages not counted.
         zero_stage: 0 to 3.
         offload_optimizer: ``none``, ``cpu`` or ``nvme``.
@@ -59,18 +56,14 @@ class EngineArrangement:
 
     @property
     def replica(self) -> ParallelDims:
-        """One replica, on as many ranks as it takes."""
         sizes = {field: getattr(self, key) for key, field in DIM_KEYS.items()}
         return ParallelDims.of_replica(**sizes, is_pipeline=self.engine_kind == "pipeline")
 
     def batch_replicas(self, world_size: int, replica: ParallelDims | None = None) -> int:
-        """Return the replicas in DeepSpeed's batch equation on some ranks, at least 1.
+        """Return the replicas in DeepSpeed's batch equation on ``world_size`` ranks, at least 1.
 
-        DeepSpeed counts each rank of AutoTP as a replica, and ranks that share a sequence as one.
-
-        Args:
-            world_size: number of ranks.
-            replica: how a replica is formed on these ranks; None if as in the checkpoint.
+        DeepSpeed counts each rank of AutoTP as a replica, and ranks that share a sequence as one. Without ``replica``
+        replicas are formed as in the checkpoint.
         """
         if replica is not None and replica != self.replica:
             return replica.replicas_on(world_size)
@@ -84,7 +77,7 @@ class EngineRecord(EngineArrangement):
 
     Attributes:
         given: what the DeepSpeed config of the run said when it began: the three batch sizes (missing where they were not
-            given), ``optimizer`` and ``scheduler`` (their types); empty if that is not known.
+            given), ``optimizer`` and ``scheduler`` (their types); empty if unknown.
         micro_batch_limit: the micro batch with which the run began, and which is known to fit into memory.
     """
 
@@ -93,11 +86,7 @@ class EngineRecord(EngineArrangement):
 
     @classmethod
     def from_layout(cls, layout: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> EngineRecord:
-        """Read an engine from a manifest's layout, or from what :meth:`to_json` returned.
-
-        Args:
-            layout: JSON values; fields of no interest here are left aside.
-            more: JSON values for the fields that a layout does not have.
+        """Read an engine from a manifest's layout, or from :meth:`to_json`; ``more`` has fields that a layout lacks.
 
         Raises:
             KeyError: a value is missing.
@@ -114,7 +103,6 @@ class EngineRecord(EngineArrangement):
         return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the same as plain JSON values."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {**values, "given": dict(self.given)}
 
@@ -124,11 +112,11 @@ class SavedRun:
     """A checkpoint and the run that wrote it.
 
     Attributes:
-        checkpoint: how messages call the checkpoint: its uuid or its directory.
+        checkpoint: the checkpoint's name in messages: its uuid or its directory.
         steps_completed: batches trained.
-        trial_id: number of the trial; None if it is not known.
+        trial_id: number of the trial; None if unknown.
         engines: in the order in which the trial wraps them.
-        keeps_batch: whether the run itself goes on, with its batches counted; False for one that only takes the weights over.
+        keeps_batch: whether the run itself is resumed, with its batches counted; False if only weights are taken over.
     """
 
     checkpoint: str
@@ -139,12 +127,7 @@ class SavedRun:
 
     @classmethod
     def from_metadata(cls, checkpoint: str, metadata: Mapping[str, Any]) -> SavedRun | None:
-        """Read a checkpoint's metadata; None if it says nothing of this kind.
-
-        Args:
-            checkpoint: how messages call it.
-            metadata: as ``core_context.checkpoint.get_metadata`` returns it, or a master keeps it.
-        """
+        """Read metadata of ``core_context.checkpoint.get_metadata`` or a master; None if it says nothing of this kind."""
         engines = metadata.get("engines")
         if metadata.get("format") != CHECKPOINT_FORMAT or not isinstance(engines, Sequence):
             return None

@@ -1,6 +1,6 @@
-"""What keeps a checkpoint from going on with a config on some slots. Pure.
+"""Pure rules: what keeps a checkpoint from resuming with a config on some slots.
 
-What only a running engine can tell (parameters, groups, what user code makes itself) is compared again by the ranks.
+What only a running engine knows (parameters, groups, what user code makes itself) is compared again by the ranks.
 """
 
 from __future__ import annotations
@@ -69,15 +69,14 @@ def resume_problems(
     slots_key: str = "resources.slots_per_trial",
     where: Sequence[Mapping[str, str]] = (),
 ) -> list[ConfigProblem]:
-    """Return what keeps a checkpoint from going on, each with what would work.
+    """Return what keeps a checkpoint from resuming, each with what would work.
 
     Args:
         saved: the checkpoint.
         num_slots: ranks now, at least 1.
-        extents: ``pipeline_stages`` and ``model_parallel_size`` of ``data.dstrial``, None or missing where not given;
-            then they are taken to be the checkpoint's.
+        extents: ``pipeline_stages`` and ``model_parallel_size`` of ``data.dstrial``; a missing one is the checkpoint's.
         configs: the experiment's merged DeepSpeed configs, the main one first; empty if it names none.
-        slots_key: what messages call the number of slots.
+        slots_key: the key of the number of slots in messages.
         where: per config, ``file:line: key`` of its batch sizes by their names.
     """
     problems: list[ConfigProblem] = []
@@ -129,10 +128,7 @@ def fitting_slots(
     extents: Mapping[str, Any] | None = None,
     configs: Sequence[Mapping[str, Any]] = (),
 ) -> int | None:
-    """Return the most available slots on which a checkpoint can go on; else None.
-
-    At least ``at_least`` slots are wanted. ``extents`` and ``configs`` are those of :func:`resume_problems`.
-    """
+    """Return the largest number of slots, from ``at_least`` to ``num_available``, on which a checkpoint can resume."""
     for num_slots in range(num_available, max(at_least, 1) - 1, -1):
         if not resume_problems(saved, num_slots=num_slots, extents=extents, configs=configs):
             return num_slots
@@ -167,7 +163,7 @@ def _zero(config: Mapping[str, Any]) -> tuple[int, str, str]:
 def _is_arranged_otherwise(
     engine: EngineRecord, num_slots: int, replica: ParallelDims, config: Mapping[str, Any] | None
 ) -> bool:
-    """Say whether an engine's state will lie otherwise than saved, as far as known."""
+    """Return whether an engine's state will have another layout than saved, as far as known."""
     if num_slots != engine.world_size or replica != engine.replica:
         return True
     if config is None:
@@ -243,7 +239,7 @@ def _reshape_problems(
 
 
 def _kept_apart(engine: EngineRecord) -> str | None:
-    """Say what of an engine's state only its own arrangement can load."""
+    """Return what of an engine's state only its own layout can load."""
     # It belongs to no parameter element.
     if engine.model_parallel_size > 1:
         return f"whose layers are cut over {engine.model_parallel_size} model-parallel ranks"
@@ -261,12 +257,7 @@ def with_kept_batch(
 ) -> dict[str, Any]:
     """Return a merged DeepSpeed config with the batch of the run's checkpoint.
 
-    Args:
-        found: the config.
-        resumed: the checkpoint, of the same run.
-        sizes: the ranks now, and how they are divided.
-        notes: receives how the batch is shared, where that has changed.
-        is_main: whether it is the experiment's main config.
+    ``notes`` receives how the batch is shared, if that has changed. ``is_main``: whether it is the experiment's main config.
     """
     engine = engine_of(found.merged, resumed, is_main=is_main)
     if engine is None:
@@ -291,15 +282,9 @@ def check_resumption(
     checks: Sequence[tuple[DeepSpeedSource, CheckResult]],
     findings: Diagnostics,
 ) -> None:
-    """Record what keeps a checkpoint from going on with an experiment config.
+    """Record in ``findings`` what keeps a checkpoint from resuming with an experiment config.
 
-    Args:
-        raw: the config with defaults.
-        resumed: the checkpoint.
-        slots: the number of slots; 0 means one rank on the CPU.
-        slots_key: where that number stands.
-        checks: the experiment's DeepSpeed configs, the main one first.
-        findings: receives the problems.
+    ``slots`` 0 means one rank on the CPU; ``checks`` are the experiment's DeepSpeed configs, the main one first.
     """
     ignored = Diagnostics({}, "")
     found = resume_problems(

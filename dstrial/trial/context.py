@@ -1,4 +1,4 @@
-"""What a trial holds: it answers questions, takes registrations; the loop acts."""
+"""What a trial holds: it answers questions and takes registrations; the loop acts."""
 
 from __future__ import annotations
 
@@ -44,10 +44,7 @@ _making_writer = threading.Lock()
 
 
 class _RuntimeAttribute:
-    """A private attribute of Determined's context that lives in the runtime.
-
-    User code reads and sets such attributes all the same.
-    """
+    """A private attribute of Determined's context, used by user code, that lives in the runtime."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -66,22 +63,6 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         distributed: Determined's distributed context: rank, size, gather, broadcast.
         device: the torch device of this rank, chosen through DeepSpeed's accelerator interface.
         models: the wrapped engines in the order in which they were wrapped.
-
-    Args:
-        core_context: Determined's Core API, on a cluster or on a run directory.
-        trial_seed: seed of the trial; None off a cluster where no seed is configured.
-        hparams: hyperparameters; None if the caller has none.
-        slots_per_trial: number of ranks.
-        num_gpus: accelerators that these ranks use; 0 on CPU.
-        exp_conf: experiment config; None if the caller has none.
-        steps_completed: batches trained before this allocation.
-        enable_tensorboard_logging: whether reported metrics are written for TensorBoard.
-        device: the device of this rank; None takes the accelerator's current one.
-        resumed: the checkpoint that this run goes on from, whose batch it keeps; None for a new run.
-
-    Raises:
-        ConfigError: the hyperparameters ask for another batch than the checkpoint's, or the replicas that there are
-            cannot share it evenly.
 
     Source: the public surface of ``determined.pytorch.deepspeed.DeepSpeedTrialContext`` 0.38.1, and its private attributes.
     """
@@ -149,12 +130,9 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     # ---- metrics -------------------------------------------------------------------------------------
 
     def reduce_metrics(self, for_training: bool) -> dict[str, Any]:
-        """Combine what the wrapped reducers of all ranks have collected.
+        """Combine what the wrapped reducers (of training or of validation) of all ranks have collected.
 
-        For training this includes what ranks had collected that are no more since the run went on with fewer of them.
-
-        Args:
-            for_training: whether the reducers wrapped for training are meant, or those for validation.
+        For training this includes what absent ranks had collected before the run resumed with fewer ranks.
 
         Returns:
             Metric name -> what ``cross_slot_reduce`` returned, the same on every rank.
@@ -181,8 +159,8 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         """Register a DeepSpeed engine for training and checkpoints, and check its config.
 
         The whole configuration check is repeated with the true sizes. The first engine decides the batch
-        sizes and, if it is a pipeline, who reads records and who reports. In a run that goes on from a checkpoint an engine
-        keeps its ``train_batch_size``: micro batch and accumulation are changed where its config came to another one.
+        sizes and, if it is a pipeline, who reads records and who reports. In a resumed run an engine keeps its
+        ``train_batch_size``: micro batch and accumulation are changed if its config came to another one.
 
         Args:
             model: what ``deepspeed.initialize`` returned first.
@@ -337,19 +315,11 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._runtime.adapters[0]
 
     def get_train_micro_batch_size_per_gpu(self) -> int:
-        """Return the records in one forward pass of one replica, from the first engine.
-
-        Raises:
-            TrialContractError: no engine is wrapped yet.
-        """
+        """Return the records in one forward pass of one replica, from the first engine."""
         return self._first_adapter("the micro batch size").micro_batch_size
 
     def get_num_micro_batches_per_slot(self) -> int:
-        """Return the micro batches of one replica in one batch, from the first engine.
-
-        Raises:
-            TrialContractError: no engine is wrapped yet.
-        """
+        """Return the micro batches of one replica in one batch, from the first engine."""
         return self._first_adapter("the number of micro batches").micro_batches_per_batch
 
     @property
@@ -359,7 +329,6 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
 
     @property
     def _num_micro_batches_per_slot(self) -> int | None:
-        """Likewise, the micro batches of one replica in one batch."""
         return self._runtime.adapters[0].micro_batches_per_batch if self._runtime.adapters else None
 
     @property
@@ -436,11 +405,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     # ---- configuration -------------------------------------------------------------------------------
 
     def get_experiment_config(self) -> dict[str, Any]:
-        """Return the experiment config.
-
-        Raises:
-            ValueError: none was given to ``init``.
-        """
+        """Return the experiment config; ``ValueError`` if none was given to ``init``."""
         if self._runtime.exp_conf is None:
             raise ValueError("there is no experiment config; pass exp_conf to dstrial.init().")
         return self._runtime.exp_conf
@@ -450,21 +415,13 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return dict(self.get_experiment_config().get("data") or {})
 
     def get_hparams(self) -> dict[str, Any]:
-        """Return all hyperparameters.
-
-        Raises:
-            ValueError: none were given to ``init``.
-        """
+        """Return all hyperparameters; ``ValueError`` if none were given to ``init``."""
         if self._runtime.hparams is None:
             raise ValueError("there are no hyperparameters; pass hparams to dstrial.init().")
         return self._runtime.hparams
 
     def get_hparam(self, name: str) -> Any:
-        """Return one hyperparameter.
-
-        Raises:
-            ValueError: there is none of that name, or none at all.
-        """
+        """Return one hyperparameter; ``ValueError`` if there is none of that name."""
         hparams = self.get_hparams()
         if name not in hparams:
             raise ValueError(
@@ -483,7 +440,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         """Return a config for ``deepspeed.initialize``: read, overwritten, batch solved.
 
         Unlike ``overwrite_deepspeed_config`` alone, every batch size left out or ``"auto"`` becomes a number,
-        for the replicas that run now. A run that goes on from a checkpoint keeps its ``train_batch_size``.
+        for the current replicas. A resumed run keeps its ``train_batch_size``.
 
         Args:
             name: hyperparameter that holds the path of the JSON, or the config itself.
@@ -499,7 +456,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
                 that size, or ``data.dstrial`` gives another size than ``model_parallel_size`` does.
             ValueError: the hyperparameter does not exist.
 
-        Ranks: any; no communication. Not in Determined.
+        Not in Determined.
         """
         merged = overwrite_deepspeed_config(self.get_hparam(name), self.get_hparams().get(overwrite) or {})
         data_config = (self._runtime.exp_conf or {}).get("data") or {}
@@ -520,10 +477,9 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return resolve_batch(merged, data_parallel_size) if kept is None else kept
 
     def get_global_batch_size(self) -> int:
-        """Return the ``global_batch_size``, rounded down to a multiple of the slots.
+        """Return the hyperparameter ``global_batch_size``, rounded down to a multiple of the slots.
 
-        Raises:
-            ValueError: the hyperparameter is not set; DeepSpeed's own batch size is in its JSON.
+        DeepSpeed's own batch size is in its JSON.
         """
         if self._global_batch_size is None:
             raise ValueError(
@@ -532,11 +488,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return self._global_batch_size
 
     def get_per_slot_batch_size(self) -> int:
-        """Return ``global_batch_size`` divided by the slots.
-
-        Raises:
-            ValueError: the hyperparameter is not set.
-        """
+        """Return the hyperparameter ``global_batch_size`` divided by the slots."""
         if self._per_slot_batch_size is None:
             raise ValueError(
                 "the hyperparameter global_batch_size is not set; pass it in hparams to dstrial.init()."
@@ -552,11 +504,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return int(self._runtime.core.train._trial_id)
 
     def get_trial_seed(self) -> int:
-        """Return the trial's seed.
-
-        Raises:
-            ValueError: none is configured.
-        """
+        """Return the trial's seed; an error if none is configured."""
         if self._runtime.trial_seed is None:
             raise NoSeedError(
                 "there is no trial seed; set reproducibility.experiment_seed in the experiment config."
@@ -614,7 +562,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
 
 
 def runtime_of(context: DeepSpeedTrialContext) -> TrialRuntime:
-    """Return what whoever trains needs of a context. Ranks: any; no communication."""
+    """Return the state behind a context, for the loop, the trainer and integrations."""
     return context._runtime
 
 

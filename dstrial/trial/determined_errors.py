@@ -1,7 +1,6 @@
-"""Errors that are also of the types that Determined raises in the same places.
+"""Errors that are also of the types that Determined raises in the same places, for code that catches those.
 
-For code that catches those. They are shown under the name of ``dstrial.errors`` that they also are. A module of its own, because
-that one imports nothing of Determined.
+They are shown under the name of ``dstrial.errors`` that they also are; ``dstrial.errors`` itself imports nothing of Determined.
 
 Source: determined 0.38.1, ``pytorch/deepspeed/_deepspeed_context.py`` and ``_deepspeed_trial.py``.
 """

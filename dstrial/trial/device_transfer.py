@@ -19,8 +19,8 @@ from dstrial.ranks.process_group import has_accelerator, num_torch_accelerators
 class DataLoader(pytorch.DataLoader):  # type: ignore[misc]  # determined ships no types
     """Determined's ``DataLoader``, with records pinned where an accelerator is used.
 
-    From there ``context.to_device`` copies them while the device goes on computing. ``pin_memory`` says whether to pin; None pins
-    where records go to an accelerator. All other arguments and their defaults are ``determined.pytorch.DataLoader``'s.
+    ``context.to_device`` then copies them while the device goes on computing. ``pin_memory`` None pins if records go to an
+    accelerator. All other arguments and their defaults are ``determined.pytorch.DataLoader``'s.
     """
 
     def __init__(
@@ -73,15 +73,11 @@ def should_pin() -> bool:
 
 
 def to_device(value: Any, device: torch.device, warned_types: set[type]) -> Any:
-    """Move tensors and arrays, nested in lists, tuples and dicts, to a device.
+    """Return tensors and arrays, nested in lists, tuples and dicts, moved to a device.
 
-    Tensors in pinned host memory are copied without waiting: whatever the device is asked for afterwards comes behind the
-    copy, and torch's loader gives the memory to nobody before. Everything else is copied as ``.to(device)`` does.
-
-    Args:
-        value: what to move; left as it is. Named tuples stay what they are; other objects move themselves, by their ``to``.
-        device: where to.
-        warned_types: types that were warned about; those that cannot be moved are added.
+    Tensors in pinned host memory are copied without waiting: later device work comes behind the copy, and torch's loader keeps
+    the memory until then. Everything else is copied as ``.to(device)`` does. Other objects move themselves by their ``to``;
+    types that cannot be moved are warned of once and added to ``warned_types``.
     """
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=_is_pinned(value, device))

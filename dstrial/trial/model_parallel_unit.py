@@ -30,11 +30,7 @@ class ModelParallelUnit:
 
 
 def make_data_parallel_mpu(dist_context: core.DistributedContext) -> ModelParallelUnit:
-    """Return the unit in which every rank is a replica. Ranks: any; no communication.
-
-    Args:
-        dist_context: ``context.distributed``.
-    """
+    """Return the unit in which every rank is a replica."""
     return ModelParallelUnit(
         data_parallel_rank=dist_context.get_rank(),
         data_parallel_world_size=dist_context.get_size(),
@@ -44,12 +40,9 @@ def make_data_parallel_mpu(dist_context: core.DistributedContext) -> ModelParall
 
 
 def make_deepspeed_mpu(topology: Any) -> ModelParallelUnit:
-    """Return the arrangement of a DeepSpeed pipeline. Ranks: any; no communication.
+    """Return the arrangement of a DeepSpeed pipeline, from its ``PipelineParallelGrid`` (``engine.mpu``).
 
     Determined lets every stage report; here only the last one does, the one that computed the loss.
-
-    Args:
-        topology: ``engine.mpu`` of a pipeline engine, a ``PipelineParallelGrid``.
     """
     stage = topology.get_pipe_parallel_rank()
     last_stage = topology.get_pipe_parallel_world_size() - 1

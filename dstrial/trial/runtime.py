@@ -1,4 +1,4 @@
-"""TrialRuntime: what whoever trains a trial knows of it and notes about it."""
+"""The state behind a trial's context, for the loop, the trainer and integrations."""
 
 from __future__ import annotations
 
@@ -25,35 +25,27 @@ logger = logging.getLogger("dstrial.trial")
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class TrialRuntime:
-    """The state behind one ``DeepSpeedTrialContext``, which answers user code from it.
-
-    Not user code's: whoever trains gets it with ``runtime_of(context)``.
+    """The state behind one ``DeepSpeedTrialContext``; not user code's, see ``runtime_of``.
 
     Attributes:
         core: Determined's Core API, on a cluster or on a run directory; entered.
         engines: in the order in which they were wrapped; the same list as ``context.models``.
-        adapters: of the engines, in the same order.
         given_settings: of each engine what ``EngineRecord.given`` keeps of its config.
         wrapped_reducers: the user's metric reducers as Determined wraps them, in the order of wrapping.
-        reductions_of_absent_ranks: of each rank that wrote the checkpoint and is no more, what its training reducers had
+        reductions_of_absent_ranks: of each rank that wrote the checkpoint and no longer exists, what its training reducers had
             collected for the next report.
-        exp_conf: the experiment config; None if the caller has none.
-        given_hparams: hyperparameters as they were given; None if the caller has none.
-        hparams: the same as the trial sees them: with the batch of the checkpoint that the run goes on from.
+        given_hparams: hyperparameters as given; None if the caller has none.
+        hparams: the same as the trial sees them: with the batch of the checkpoint that the run resumes from.
         trial_seed: None off a cluster where no seed is configured.
         steps_completed: batches trained before this allocation.
         resumed: the checkpoint whose batch the run keeps; None for a new run.
         mpu: who reads records and who reports.
-        repro_checks_disabled: whether loaders may be others than ``dstrial.DataLoader``.
         accumulates_itself: whether ``train_batch`` trains a whole batch (``disable_auto_grad_accumulation``).
-        writes_tensorboard: whether reported metrics are written for TensorBoard.
-        tensorboard_writer: this rank's ``SummaryWriter``; None before it is first asked for.
-        is_stop_requested: whether user code on this rank has asked for training to stop.
-        stop_signals: requests to stop that reached this process; None where nobody collects them.
+        stop_signals: stop requests that reached this process; None where nobody collects them.
         own_run: the run directory of which this script keeps the record, on the chief; None otherwise.
         is_own_run: whether there is such a directory, on every rank.
-        current_batch_idx: the batch that is trained now, 0-based over the whole run; None before training.
-        epoch_length: batches of an epoch; None as long as it is not known, and if the loader has no length.
+        current_batch_idx: the current batch, 0-based over the whole run; None before training.
+        epoch_length: batches of an epoch; None before it is known, and if the loader has no length.
     """
 
     core: core.Context
@@ -82,22 +74,20 @@ class TrialRuntime:
 
     @property
     def distributed(self) -> core.DistributedContext:
-        """The ranks, which ``core`` talks through as well."""
         return self.core.distributed
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is rank 0."""
         return bool(self.distributed.rank == 0)
 
     @property
     def adapter(self) -> EngineAdapter:
-        """Of the first engine, whose batches are counted."""
+        """Adapter of the first engine, whose batches are counted."""
         return self.adapters[0]
 
     @property
     def train_calls_per_batch(self) -> int:
-        """How often ``train_batch`` is called for one optimizer step."""
+        """Calls of ``train_batch`` for one optimizer step."""
         return 1 if self.accumulates_itself else self.adapter.train_calls_per_batch
 
     @property
@@ -113,33 +103,30 @@ class TrialRuntime:
 
     @property
     def kept_reports(self) -> LocalTrainContext | MirroredTrainContext | None:
-        """What keeps progress and reports in a run directory; None on a cluster."""
+        """The train context that keeps progress and reports in a run directory; None on a cluster."""
         train = self.core.train
         return train if isinstance(train, (LocalTrainContext, MirroredTrainContext)) else None
 
     @property
     def is_mirrored(self) -> bool:
-        """Whether a master is told all that a run directory keeps (``dstrial run``)."""
+        """Whether a master gets everything that a run directory keeps (``dstrial run``)."""
         return isinstance(self.core.train, MirroredTrainContext)
 
     def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
-        """Have every engine's ``train_batch()`` draw from ``iterator``. Ranks: any."""
         for adapter in self.adapters:
             adapter.bind_training_iterator(iterator)
 
     def set_training(self, training: bool) -> None:
-        """Put every module into training or evaluation mode. Ranks: any; no communication."""
         for adapter in self.adapters:
             adapter.set_training(training)
 
     def newest_checkpoint(self) -> str | None:
         """Return the uuid of the newest checkpoint of a run off a cluster.
 
-        Returns:
-            None where a script's own run has none yet: the same script begins a run and goes on with it.
+        None for a script's own run that has none yet: the same script starts and resumes a run.
 
         Raises:
-            CheckpointNotFoundError: it has some, none of which is complete, or a launcher asks to go on and there is none.
+            CheckpointNotFoundError: no checkpoint is complete, or a launcher asks to resume and there is none.
         """
         newest = self.core.checkpoint.newest()
         if newest is None and self.is_own_run and not any(self.core.run_directory.checkpoints_path.iterdir()):
@@ -154,16 +141,12 @@ class TrialRuntime:
         return str(newest.uuid)
 
     def close_tensorboard_writer(self) -> None:
-        """Close this rank's writer, if there is one."""
         writer, self.tensorboard_writer = self.tensorboard_writer, None
         if writer is not None:
             writer.close()
 
     def checkpoint_metadata(self, layouts: Sequence[Mapping[str, Any]], trial_id: int) -> dict[str, Any]:
-        """Return a checkpoint's metadata, which a resuming run compares its config with.
-
-        ``layouts`` are the engines', as JSON values. Ranks: any; no communication.
-        """
+        """Return a checkpoint's metadata, which a resuming run compares its config with."""
         saved = self.resumed.saved.engines if self.resumed is not None else ()
         engines = []
         for idx, (layout, given) in enumerate(zip(layouts, self.given_settings, strict=True)):

@@ -1,4 +1,4 @@
-"""How many tokens a micro batch has, where it says so itself."""
+"""How many tokens a micro batch has."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 def tokens_in(micro_batch: Any) -> int | None:
-    """Return how many tokens a micro batch has, padding included.
+    """Return the elements of ``input_ids``, padding included; None unless the micro batch is a mapping with it.
 
-    None if it does not say. Only ``input_ids`` in a mapping says it; what else a tensor of integers may be is not guessed.
+    Other integer tensors are not guessed to be tokens.
     """
     if isinstance(micro_batch, (tuple, list)) and micro_batch and isinstance(micro_batch[0], Mapping):
         micro_batch = micro_batch[0]

@@ -18,15 +18,10 @@ from dstrial.trial.token_count import tokens_in
 
 
 class _HarnessRefusal(det.TrialController):  # type: ignore[misc]  # determined ships no usable types for it
-    """Says how to start a dstrial trial to who starts it through Determined's harness."""
+    """Tells a user who starts a dstrial trial through Determined's harness how to start it."""
 
     @classmethod
     def pre_execute_hook(cls, env: Any, distributed_backend: Any) -> None:  # noqa: ARG003  # Determined's hook
-        """Refuse, before any rank has set up anything.
-
-        Raises:
-            TrialContractError: always.
-        """
         raise TrialContractError(
             "entrypoint is a bare 'module:TrialClass', which runs Determined's own harness; expected a launcher "
             "for dstrial's trials. Set `entrypoint: python3 -m dstrial.launch --trial module:TrialClass`."
@@ -61,7 +56,7 @@ class Checkpointable:
         return f"model{engine_idx}"
 
     def _load_beside_engines(self, context: DeepSpeedTrialContext, load_path: pathlib.Path) -> None:
-        """Read back what ``save`` wrote besides the (reshaped) engines. Ranks: all."""
+        """Read back what ``save`` wrote besides the (reshaped) engines."""
 
 
 class DeepSpeedTrial(Checkpointable, det.LegacyTrial):  # type: ignore[misc]  # determined ships no usable types for it

@@ -13,6 +13,8 @@ import sys
 import traceback
 from typing import Any
 
+sys.path.insert(1, str(pathlib.Path(__file__).parents[1] / "programs"))
+
 import small_models
 import torch
 from torch import nn

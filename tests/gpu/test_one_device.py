@@ -61,7 +61,7 @@ def test_the_memory_of_a_killed_rank_comes_back(tmp_path):
 
 @pytest.mark.parametrize(("num_slots", "stage"), [(1, 1), (2, 1)], ids=["one rank", "two that share"])
 def test_a_zero_1_trial_completes_through_the_master(tmp_path, num_slots, stage):
-    definitions = ROOT / "tests" / "trainer" / "definitions"
+    definitions = ROOT / "tests" / "programs"
     config = {
         "name": "on a GPU",
         "entrypoint": "python3 -m dstrial.launch --trial small_trials:DataParallelTrial",

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture(autouse=True)
 def _definitions_and_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "trainer" / "definitions"))
     monkeypatch.setenv("DSTRIAL_RUNS_DIR", str(tmp_path / "runs"))
     monkeypatch.chdir(tmp_path)
 

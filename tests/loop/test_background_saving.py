@@ -2,19 +2,16 @@
 
 import json
 import pathlib
-import sys
 
 import pytest
+from forked_ranks import RunningProgram
 
-TESTS = pathlib.Path(__file__).parent.parent
-sys.path.insert(0, str(TESTS / "engine"))
-
-from forked_ranks import RunningProgram  # noqa: E402  # found by the line above
-
-from dstrial.local.checkpoint_directory import remove_incomplete_checkpoints  # noqa: E402
-from dstrial.local.run_directory import RunDirectory  # noqa: E402
+from dstrial.local.checkpoint_directory import remove_incomplete_checkpoints
+from dstrial.local.run_directory import RunDirectory
 
 pytestmark = pytest.mark.ranks
+
+TESTS = pathlib.Path(__file__).parent.parent
 
 SCENARIOS = ["storage hangs", "one rank fails", "end fails", "rank dies", "user code fails", "written twice"]
 
@@ -55,7 +52,7 @@ def program(tmp_path_factory):
     ranks = scratch / "ranks"
     ranks.mkdir()
     asked = {"scratch": str(ranks), "run_dirs": run_dirs}
-    folders = (TESTS, TESTS / "loop", TESTS / "trainer", TESTS / "trainer" / "definitions")
+    folders = (TESTS, TESTS / "trainer")
     with RunningProgram("saving_ranks", asked, scratch, *folders) as running:
         yield Program(running, run_dirs)
 

@@ -57,7 +57,6 @@ def test_an_exchange_in_two_steps_decides_as_one_does():
     points = SyncPoints(core.DummyDistributedContext(), lambda: StopReason.REQUESTED, Clock())
     points.start(0)
     points.begin(1, share="mine")
-    assert points.is_complete
     agreement = points.end()
     assert (agreement.shares, agreement.stop) == (["mine"], StopReason.REQUESTED)
     assert points.next_batch == 9

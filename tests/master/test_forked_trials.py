@@ -31,7 +31,7 @@ from dstrial.testing.master import MasterForTest, master_for_test
 pytestmark = [pytest.mark.process, pytest.mark.ranks, pytest.mark.timeout(600)]
 
 DEADLINE_S = 240.0
-SMALL = Path(__file__).parents[1] / "trainer" / "definitions"
+SMALL = Path(__file__).parents[1] / "programs"
 # /proc/PID/environ shows the variables of the program that was executed; a rank's own has RANK.
 SAY = """
 import pathlib

@@ -9,8 +9,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 @pytest.fixture
 def definitions_and_runs(monkeypatch, tmp_path):
-    """Let trials be imported from the definitions, and runs be kept in a directory of the test's own."""
-    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parent / "definitions"))
+    """Keep runs in a directory of the test's own."""
     monkeypatch.setenv("DSTRIAL_RUNS_DIR", str(tmp_path / "runs"))
     monkeypatch.chdir(tmp_path)
 

@@ -10,7 +10,7 @@ import yaml
 
 from dstrial.local.run_directory import RunDirectory
 
-DEFINITIONS = pathlib.Path(__file__).parent / "definitions"
+DEFINITIONS = pathlib.Path(__file__).parents[1] / "programs"
 TIMINGS = {"batches_per_second", "samples_per_second"}
 
 

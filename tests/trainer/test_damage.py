@@ -15,7 +15,7 @@ from dstrial.checkpoint.integrity import damaged_error, verify_files
 from dstrial.checkpoint.manifest import read_manifest
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 
-TRIALS = pathlib.Path(__file__).parent / "definitions"
+TRIALS = pathlib.Path(__file__).parents[1] / "programs"
 
 
 def truncate(path):

@@ -57,13 +57,12 @@ def test_a_rank_killed_between_a_report_and_its_writing_leaves_no_gap(tmp_path, 
     require_each_once(resumed)
 
 
-def test_what_a_sink_raises_ends_all_ranks_with_a_checkpoint_and_no_report_is_lost(tmp_path, whole):
-    failed = run_of(tmp_path, checkpoint=1000, env={"SINK_RAISES_AT": "6", "SINK_LOG": str(tmp_path / "log")})
+def test_what_a_sink_raises_ends_all_ranks(tmp_path, whole):
+    failed = run_of(tmp_path, env={"SINK_RAISES_AT": "6", "SINK_LOG": str(tmp_path / "log")})
     assert failed.returncode == 1, failed.output
     assert "ValueError: the sink refuses batch 6" in failed.output
     assert "rank 0 failed first" in failed.output
-    (at,) = failed.checkpoints()
-    assert at >= 6  # the thread looks every 50 ms, in which many batches are trained
+    assert failed.checkpoints() == [5], "no checkpoint is registered behind a report that is missing"
     assert (tmp_path / "log").read_text().splitlines() == ["training 2", "training 4", "training 6"]
     resumed = run_of(tmp_path, run=failed)
     assert resumed.returncode == 0, resumed.output
@@ -71,12 +70,11 @@ def test_what_a_sink_raises_ends_all_ranks_with_a_checkpoint_and_no_report_is_lo
     require_each_once(resumed)
 
 
-def test_reports_that_the_disk_has_refused_are_written_when_training_goes_on(tmp_path, whole):
-    failed = run_of(tmp_path, checkpoint=1000, env={"RECORD_BREAKS_AT": "4"})
+def test_reports_that_the_disk_has_refused_come_again_after_a_resume(tmp_path, whole):
+    failed = run_of(tmp_path, checkpoint=3, env={"RECORD_BREAKS_AT": "4"})
     assert failed.returncode == 1, failed.output
     assert "IsADirectoryError" in failed.output
-    (at,) = failed.checkpoints()
-    assert at >= 6  # the thread looks every 50 ms, in which many batches are trained
+    assert failed.checkpoints() == [3]
     record = failed.directory.metrics_path
     record.rmdir()
     shutil.move(record.with_name("kept.jsonl"), record)
@@ -134,8 +132,9 @@ def test_a_rank_that_fails_while_an_exchange_is_under_way_ends_all_and_leaves_no
     assert f"rank {rank} failed first" in failed.output
     assert "LookupError: this batch is bad" in failed.output
     assert time.monotonic() - began_s < 60  # the deadline of the ranks is 100 s
-    if rank == 0:
-        assert list(failed.reports("training")) == list(range(2, 15, 2))
+    assert list(failed.reports("training"))[:6] == list(range(2, 13, 2)), (
+        "only the report under way may be lost"
+    )
     resumed = run_of(tmp_path, run=failed)
     assert resumed.returncode == 0, resumed.output
     assert resumed.reports("training") == whole.reports("training")
@@ -188,7 +187,7 @@ def test_the_loop_does_not_wait_for_a_sink():
     assert sink.seen == [*(("training", batch) for batch in range(2, 11, 2)), ("validation", 10), "closed"]
 
 
-def test_reports_are_written_before_an_error_of_user_code_leaves_the_loop():
+def test_reports_before_an_error_are_written():
     sink = Slow(0.2)
 
     def train_batch(self, iterator, epoch_idx, batch_idx):

@@ -1,7 +1,6 @@
-"""What the training loop needs of a DeepSpeed engine, and nothing else.
+"""What the training loop needs of a DeepSpeed engine.
 
-The loop never asks which kind of engine it has. Whatever differs between a data-parallel engine and
-a pipeline engine is answered by an adapter, one per wrapped engine.
+The loop never asks which kind of engine it has: an adapter per wrapped engine answers for data-parallel and pipeline engines.
 """
 
 from __future__ import annotations
@@ -18,14 +17,11 @@ if TYPE_CHECKING:
 
 
 class EngineAdapter(Protocol):
-    """What the loop asks of one wrapped DeepSpeed engine.
-
-    All properties are constant after construction and need no communication.
-    """
+    """What the loop asks of one wrapped DeepSpeed engine; properties are constant and need no communication."""
 
     @property
     def engine(self) -> Any:
-        """The wrapped ``deepspeed.DeepSpeedEngine`` itself, the object the user holds."""
+        """The wrapped ``deepspeed.DeepSpeedEngine``, the object the user holds."""
 
     @property
     def topology(self) -> Any:
@@ -37,10 +33,7 @@ class EngineAdapter(Protocol):
 
     @property
     def train_calls_per_batch(self) -> int:
-        """How often the loop calls ``train_batch`` for one optimizer step.
-
-        ``gradient_accumulation_steps`` for data parallel; 1 for a pipeline.
-        """
+        """Calls of ``train_batch`` per optimizer step: ``gradient_accumulation_steps``, or 1 for a pipeline."""
 
     @property
     def micro_batch_size(self) -> int:
@@ -59,8 +52,7 @@ class EngineAdapter(Protocol):
         """Which replica this rank belongs to, from 0."""
 
     @property
-    def data_parallel_world_size(self) -> int:
-        """Number of replicas."""
+    def data_parallel_world_size(self) -> int: ...
 
     @property
     def reports_metrics(self) -> bool:
@@ -81,16 +73,12 @@ class EngineAdapter(Protocol):
     def forward_is_collective(self) -> bool:
         """Whether every replica must call forward equally often (ZeRO 3, pipelines)."""
 
-    def set_training(self, training: bool) -> None:
-        """Put the module into training or evaluation mode. Ranks: any; no communication."""
+    def set_training(self, training: bool) -> None: ...
 
     def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
-        """Make ``engine.train_batch()`` without arguments draw from ``iterator``.
+        """Make ``engine.train_batch()`` without arguments draw from ``iterator``; a no-op for data parallel.
 
-        A data-parallel engine has no ``train_batch``; there it does nothing.
-
-        Args:
-            iterator: yields micro batches without end; None on ranks that read no records.
+        The iterator yields micro batches without end; it is None on ranks that read no records.
         """
 
     @property
@@ -102,51 +90,27 @@ class EngineAdapter(Protocol):
     ) -> tuple[ValidationRound, ...]:
         """Plan a validation: every record once, equally many rounds on every replica.
 
-        Args:
-            num_records: records in the validation set, the same on all ranks.
-            records_per_micro_batch: batch size of the validation loader.
-            all_replicas: every replica must call ``evaluate_batch`` equally often, because a forward pass of
-                another engine of the trial is collective.
-
-        Returns:
-            One entry per call of ``evaluate_batch``, in order, for this replica.
+        ``all_replicas``: every replica must call ``evaluate_batch`` equally often, because a forward pass of another engine
+        of the trial is collective. Returns one round per call of ``evaluate_batch`` on this replica, in order.
         """
 
     def bind_validation_round(
         self, validation_round: ValidationRound | None, iterator: Iterator[Any] | None
     ) -> None:
-        """Make ``engine.eval_batch`` serve one round, with or without its iterator.
+        """Make ``engine.eval_batch`` serve one round, with or without its iterator; None ends validation.
 
-        Args:
-            validation_round: the round that the next ``eval_batch`` call evaluates; None ends validation.
-            iterator: yields this round's micro batches; None on ranks that read no records. An
-                iterator that the caller of ``eval_batch`` passes takes its place.
+        The iterator yields this round's micro batches; it is None on ranks that read no records. An iterator that the caller of
+        ``eval_batch`` passes takes its place.
         """
 
     def layout(self, allgather: Callable[[Any], list[Any]]) -> Layout:
-        """Describe for the manifest how the engine's state is laid out over ranks.
-
-        Args:
-            allgather: hands a picklable object to all ranks; returns those of all ranks, in rank order.
-
-        Returns:
-            The same layout on every rank.
-
-        Ranks: all, collectively (one ``allgather``).
-        """
+        """Return how the engine's state lies over ranks, the same on every rank. Ranks: all, collectively."""
 
 
 class WrappedEngine:
     """What adapters of every kind answer alike.
 
     The batch sizes are read once: the engine's own setters refuse to change them from then on.
-
-    Attributes:
-        engine: the wrapped engine.
-        micro_batch_size: records in one forward pass of one replica.
-        micro_batches_per_batch: micro batches of one replica in one optimizer step.
-        data_parallel_rank: replica of this rank, from 0.
-        data_parallel_world_size: number of replicas.
     """
 
     def __init__(self, engine: Any, data_parallel_rank: int, data_parallel_world_size: int) -> None:
@@ -159,7 +123,6 @@ class WrappedEngine:
             setattr(engine, setter, functools.partial(_refuse_batch_size, setter))
 
     def set_training(self, training: bool) -> None:
-        """Put the module into training or evaluation mode. Ranks: any; no communication."""
         self.engine.train(training)
 
 

@@ -11,7 +11,6 @@ from dstrial.errors import ConfigError, ConfigProblem
 
 
 def dims_of(engine: DeepSpeedEngine) -> ParallelDims:
-    """Return how an engine's groups divide the ranks. Ranks: any; no communication."""
     is_pipeline = isinstance(engine, PipelineEngine)
     pp = int(engine.grid.get_pipe_parallel_world_size()) if is_pipeline else 1
     tp = max(int(engine.mp_world_size) // pp, 1)  # which counts the stages of a pipeline, too
@@ -23,21 +22,14 @@ def dims_of(engine: DeepSpeedEngine) -> ParallelDims:
 def set_batch_sizes(
     engine: DeepSpeedEngine, *, micro_batch_size: int, micro_batches_per_batch: int, name: str
 ) -> None:
-    """Change the micro batch and the accumulation of an engine.
+    """Change the micro batch and the accumulation of an engine that is between two optimizer steps.
 
     DeepSpeed's own two setters change its config. What its parts have copied from there is changed as well: the schedule
     of a pipeline, the optimizer's accumulation, and the records that the throughput timer counts.
 
-    Args:
-        engine: an engine that has trained nothing since its last optimizer step.
-        micro_batch_size: records of one forward pass of one replica.
-        micro_batches_per_batch: forward passes of one replica in one optimizer step.
-        name: how messages call the engine.
-
     Raises:
         ConfigError: DeepSpeed has made the training loader, with the old micro batch.
 
-    Ranks: all; no communication.
     Source: DeepSpeed 0.19.8 ``runtime/engine.py`` and ``runtime/pipe/engine.py``, ``set_train_batch_size``,
         ``set_train_micro_batch_size``; ``gradient_accumulation_steps`` of ``runtime/zero/stage_1_and_2.py`` and
         ``stage3.py``.
@@ -63,11 +55,7 @@ def set_batch_sizes(
 
 
 def recount_micro_batches(engine: DeepSpeedEngine, saved: Layout, now: Layout) -> None:
-    """Recount a loaded engine's micro batches in the accumulation of now.
-
-    ``saved`` is its checkpoint's layout. Boundaries between optimizer steps are at multiples of the accumulation.
-    Ranks: any; no communication.
-    """
+    """Recount a loaded engine's micro batches in the current accumulation; steps end at multiples of it."""
     if saved.micro_batches_per_batch == now.micro_batches_per_batch:
         return
     engine.micro_steps = int(engine.global_steps) * now.micro_batches_per_batch

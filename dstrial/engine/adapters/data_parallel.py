@@ -14,13 +14,7 @@ from dstrial.engine.parameter_table import collect_layout
 
 
 class DataParallelAdapter(WrappedEngine):
-    """What the loop asks of a ``DeepSpeedEngine``, as ``EngineAdapter`` describes it.
-
-    Args:
-        engine: the wrapped engine; it is not changed.
-        data_parallel_rank: replica of this rank; None asks the engine's data-parallel group.
-        data_parallel_world_size: number of replicas; None asks the engine's data-parallel group.
-    """
+    """The adapter of a ``DeepSpeedEngine``; without the last two arguments it asks the engine's groups."""
 
     def __init__(
         self,
@@ -40,17 +34,14 @@ class DataParallelAdapter(WrappedEngine):
         )
 
     @property
-    def topology(self) -> None:
-        """Every rank is a replica."""
+    def topology(self) -> None: ...
 
     @property
     def pipeline_stages(self) -> int:
-        """The model is in one piece."""
         return 1
 
     @property
     def train_calls_per_batch(self) -> int:
-        """One call per micro batch."""
         return self.micro_batches_per_batch
 
     @property
@@ -60,36 +51,30 @@ class DataParallelAdapter(WrappedEngine):
 
     @property
     def reports_metrics(self) -> bool:
-        """Every rank holds the loss of its micro batch."""
         return True
 
     @property
     def needs_loader(self) -> bool:
-        """Every rank reads records."""
         return True
 
     @property
     def sends_ragged_micro_batches(self) -> bool:
-        """A micro batch may be short: nothing is allocated for its shape."""
         return True
 
     @property
     def forward_is_collective(self) -> bool:
-        """Whether forward talks: ZeRO 3 gathers parameters, experts exchange tokens."""
+        """Whether forward communicates: ZeRO 3 gathers parameters, experts exchange tokens."""
         return self._forward_is_collective
 
-    def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
-        """Do nothing: this engine draws no data of its own."""
+    def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None: ...
 
     @property
     def micro_batches_per_evaluation(self) -> int:
-        """One micro batch per call."""
         return 1
 
     def validation_rounds(
         self, num_records: int, records_per_micro_batch: int, *, all_replicas: bool = False
     ) -> tuple[ValidationRound, ...]:
-        """Plan one micro batch per call; see ``plan_data_parallel``. Ranks: any."""
         return plan_data_parallel(
             num_records,
             records_per_micro_batch,
@@ -100,9 +85,7 @@ class DataParallelAdapter(WrappedEngine):
 
     def bind_validation_round(
         self, validation_round: ValidationRound | None, iterator: Iterator[Any] | None
-    ) -> None:
-        """Do nothing: this engine has no ``eval_batch``."""
+    ) -> None: ...
 
     def layout(self, allgather: Callable[[Any], list[Any]]) -> Layout:
-        """Describe the engine's state. Ranks: all, collectively (one ``allgather``)."""
         return collect_layout(self.engine, allgather)

@@ -13,21 +13,10 @@ from dstrial.errors import TrialContractError
 def adapt(
     engine: object, *, data_parallel_rank: int | None = None, data_parallel_world_size: int | None = None
 ) -> EngineAdapter:
-    """Return the adapter for ``engine``.
+    """Return the adapter for ``engine``; bind a pipeline engine's ``train_batch`` and ``eval_batch``.
 
-    A pipeline engine is bound: from then on its ``train_batch`` and ``eval_batch`` may be called without
-    an iterator. Its class stays what it was.
-
-    Args:
-        engine: what ``deepspeed.initialize`` returned first.
-        data_parallel_rank: replica of this rank, where the user's model-parallel unit decides it; None
-            asks the engine's own groups.
-        data_parallel_world_size: number of replicas, likewise.
-
-    Raises:
-        TrialContractError: ``engine`` is no DeepSpeed engine.
-
-    Ranks: any; no communication.
+    ``data_parallel_rank`` and ``data_parallel_world_size`` come from the user's model-parallel unit, if there is one; None asks
+    the engine's own groups.
     """
     require_engine(engine)
     if isinstance(engine, PipelineEngine):
@@ -36,13 +25,6 @@ def adapt(
 
 
 def require_engine(engine: object) -> None:
-    """Refuse what is no DeepSpeed engine.
-
-    Raises:
-        TrialContractError: it is none.
-
-    Ranks: any; no communication.
-    """
     if not isinstance(engine, DeepSpeedEngine):
         raise TrialContractError(
             f"wrap_model_engine(model_engine): model_engine is a {type(engine).__name__}; expected the engine "

@@ -1,8 +1,7 @@
 """The adapter for a DeepSpeed pipeline engine, and what it binds on the engine.
 
-DeepSpeed freezes the shapes of activations at the first micro batch, wants an iterator in every call,
-and averages validation replicas without weights. The binding answers all three on the user's own engine
-object, so that ``engine.train_batch()`` and ``engine.eval_batch()`` do what users expect of them.
+DeepSpeed freezes the shapes of activations at the first micro batch, wants an iterator in every call, and averages validation
+replicas without weights. The binding answers all three on the user's own engine object.
 """
 
 from __future__ import annotations
@@ -31,14 +30,7 @@ _VALIDATION_SHAPE = "validation"
 
 
 class PipelineAdapter(WrappedEngine):
-    """What the loop asks of a ``PipelineEngine``, as ``EngineAdapter`` describes it.
-
-    Args:
-        engine: the wrapped engine; its ``train_batch``, ``eval_batch`` and the reduction of validation
-            outputs are bound on this instance.
-        data_parallel_rank: replica of this rank; None asks the engine's grid.
-        data_parallel_world_size: number of replicas; None asks the engine's grid.
-    """
+    """The adapter of a ``PipelineEngine``, on which it binds ``train_batch``, ``eval_batch`` and the reduction of outputs."""
 
     def __init__(
         self,
@@ -62,27 +54,23 @@ class PipelineAdapter(WrappedEngine):
 
     @property
     def topology(self) -> Any:
-        """The engine's grid."""
         return self.engine.mpu
 
     @property
     def pipeline_stages(self) -> int:
-        """Stages of the grid."""
         return int(self.engine.grid.get_pipe_parallel_world_size())
 
     @property
     def train_calls_per_batch(self) -> int:
-        """One call runs all micro batches of a batch."""
         return 1
 
     @property
     def micro_batches_stepped(self) -> int:
-        """A pipeline steps once per schedule, in which every micro batch of a batch is."""
+        """All micro batches of a batch belong to one schedule, which steps once."""
         return int(self.engine.global_steps) * self.micro_batches_per_batch
 
     @property
     def reports_metrics(self) -> bool:
-        """Whether this rank is on the last stage, which computes the loss."""
         return self._reports_metrics
 
     @property
@@ -92,7 +80,6 @@ class PipelineAdapter(WrappedEngine):
 
     @property
     def sends_ragged_micro_batches(self) -> bool:
-        """A training micro batch always has the same shape."""
         return False
 
     @property
@@ -101,13 +88,11 @@ class PipelineAdapter(WrappedEngine):
         return True
 
     def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
-        """Make ``engine.train_batch()`` draw from ``iterator``. Ranks: any."""
         self._binding.training_iterator = iterator
         self.engine.set_dataiterator(iterator)
 
     @property
     def micro_batches_per_evaluation(self) -> int:
-        """A full round of the schedule."""
         return self.micro_batches_per_batch
 
     def validation_rounds(
@@ -117,7 +102,6 @@ class PipelineAdapter(WrappedEngine):
         *,
         all_replicas: bool = False,  # noqa: ARG002  # they always do
     ) -> tuple[ValidationRound, ...]:
-        """Plan full, remaining and ragged rounds; see ``plan_pipeline``. Ranks: any."""
         return plan_pipeline(
             num_records,
             records_per_micro_batch,
@@ -129,14 +113,12 @@ class PipelineAdapter(WrappedEngine):
     def bind_validation_round(
         self, validation_round: ValidationRound | None, iterator: Iterator[Any] | None
     ) -> None:
-        """Bind ``engine.eval_batch`` to a round; None ends validation. Ranks: any."""
         self._binding.validation_round = validation_round
         self._binding.validation_iterator = iterator
         if validation_round is None:
             self._binding.shape = None
 
     def layout(self, allgather: Callable[[Any], list[Any]]) -> Layout:
-        """Describe the engine's state. Ranks: all, collectively (one ``allgather``)."""
         stages = Stages(self.pipeline_stages, int(self.engine.stage_id))
         return collect_layout(self.engine, allgather, stages)
 
@@ -146,10 +128,6 @@ class _Binding:
     """What one pipeline engine is bound to; the only mutable state of this module.
 
     Attributes:
-        engine: the engine whose methods are bound.
-        training_iterator: micro batches of the training loader in use.
-        validation_round: the round that ``eval_batch`` serves; None outside of validation.
-        validation_iterator: micro batches of that round.
         shape: which shape of activations the stages' buffers hold, as the ranks agree on it; None unknown.
         weights: while a round is evaluated, real records in each of its micro batches.
     """
@@ -168,11 +146,7 @@ class _Binding:
         engines.bind_output_reduction(self.engine, self.reduce_outputs)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Train on one batch, from ``data_iter`` or from the bound training loader.
-
-        Args:
-            data_iter: yields at least ``gradient_accumulation_steps`` micro batches; None draws from the
-                loader that the training loop has bound.
+        """Train on one batch, from ``data_iter`` or else from the bound training loader.
 
         Returns:
             Mean loss over the micro batches of all replicas, shape (), on every rank.
@@ -200,25 +174,17 @@ class _Binding:
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Evaluate the bound round, or what DeepSpeed would if other arguments say so.
-
-        Args:
-            data_iter: yields the micro batches; None draws from the loader that the loop has bound.
-            return_logits: DeepSpeed's; given, the call is DeepSpeed's own.
-            compute_loss: DeepSpeed's; given as False, the call is DeepSpeed's own.
-            reduce_output: DeepSpeed's; given as None, the call is DeepSpeed's own.
-            bcast_loss: DeepSpeed's; given as False, the loss stays on the last stage.
-            num_micro_batches: DeepSpeed's; given, the call is DeepSpeed's own.
+        """Evaluate the bound round; arguments with other values than the defaults make it DeepSpeed's own call.
 
         Returns:
-            Mean loss over the round's records of all replicas, weighted by records, shape (), on every
-            rank; NaN if the round holds no real record. Or what DeepSpeed returns.
+            Mean loss over the round's records of all replicas, weighted by records, shape (), on every rank (with ``bcast_loss``
+            False on the last stage only); NaN if the round holds no real record.
 
         Raises:
             DataError: the data ran out within the round.
             TrialContractError: the loss is not a single number.
 
-        Ranks: all, collectively (a barrier, the pipeline's exchange, one all-reduce, one broadcast).
+        Ranks: all, collectively.
         """
         iterator = self.validation_iterator if data_iter is None else data_iter
         self._require_data("eval_batch", iterator)
@@ -260,7 +226,7 @@ class _Binding:
     ) -> Any:
         """Reduce losses on the last stage; a bound round weighs them by records.
 
-        Ranks: the last stage of every replica, collectively (one all-reduce of two numbers).
+        Ranks: the last stage of every replica, collectively.
         """
         if self.weights is None:
             return engines.reduce_outputs(self.engine, outputs, reduce, reduce_dp, micro_batches)
@@ -306,8 +272,8 @@ class _Binding:
 class _Kept:
     """What an evaluation changes and training must find unchanged.
 
-    A ``PipelineModule`` with ``seed_layers`` seeds the global generators from a count of all its forward
-    passes, evaluations included.
+    A ``PipelineModule`` with ``seed_layers`` seeds the global generators from a count of all its forward passes, evaluations
+    included.
     """
 
     micro_offset: int

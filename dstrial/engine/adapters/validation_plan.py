@@ -1,7 +1,7 @@
 """Decide which replica evaluates which records in which calls; pure arithmetic.
 
-Every record of the validation set is evaluated exactly once over all replicas, and every replica makes
-equally many calls with equally many micro batches, so that collectives inside a forward pass always meet.
+Every record is evaluated exactly once over all replicas, and every replica makes equally many calls with equally many micro
+batches, so that collectives inside a forward pass always meet.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class ValidationRound:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro batches of this replica; 0 means that the loop skips the round here."""
         return len(self.record_ranges)
 
     @property
@@ -50,22 +49,10 @@ def plan_data_parallel(
     *,
     forward_is_collective: bool,
 ) -> tuple[ValidationRound, ...]:
-    """Plan a validation of data-parallel replicas: one micro batch per round.
+    """Plan the rounds of one data-parallel replica: one micro batch per round.
 
-    Args:
-        num_records: records in the validation set, at least 0.
-        records_per_micro_batch: batch size of the validation loader, at least 1.
-        replica: data-parallel rank, from 0.
-        num_replicas: number of replicas.
-        forward_is_collective: whether every replica must run every round (ZeRO 3); where fewer records
-            than replicas are left, those without one then evaluate a record again with weight 0 instead
-            of sitting the round out.
-
-    Returns:
-        This replica's rounds, in order; empty when there are no records.
-
-    Raises:
-        ValueError: a size is not positive, or there is no such replica.
+    With ``forward_is_collective`` (ZeRO 3) every replica must run every round: if fewer records than replicas are left, a replica
+    without one evaluates a record again with weight 0 instead of sitting the round out.
     """
     _check(num_records, records_per_micro_batch, 1, replica, num_replicas)
     num_whole = num_records // (records_per_micro_batch * num_replicas)
@@ -86,24 +73,11 @@ def plan_pipeline(
     replica: int,
     num_replicas: int,
 ) -> tuple[ValidationRound, ...]:
-    """Plan a validation of pipeline replicas.
+    """Plan the rounds of one pipeline.
 
     Full rounds of ``micro_batches_per_round`` whole micro batches come first, then one round of the whole
     micro batches that remain, then at most one round of a single smaller micro batch per replica, with the
     leftover records spread as evenly as possible.
-
-    Args:
-        num_records: records in the validation set, at least 0.
-        records_per_micro_batch: batch size of the validation loader, at least 1.
-        micro_batches_per_round: micro batches of one replica in a full round, at least 1.
-        replica: data-parallel rank, from 0; the same on all stages of one pipeline.
-        num_replicas: number of pipelines.
-
-    Returns:
-        This replica's rounds, in order; empty when there are no records.
-
-    Raises:
-        ValueError: a size is not positive, or there is no such replica.
     """
     _check(num_records, records_per_micro_batch, micro_batches_per_round, replica, num_replicas)
     num_whole = num_records // (records_per_micro_batch * num_replicas)

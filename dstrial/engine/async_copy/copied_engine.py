@@ -1,7 +1,7 @@
 """Let DeepSpeed save an engine into copies in memory, to be written later.
 
-``save_checkpoint`` runs as it always does, barriers included, but the files that it writes through its checkpoint engine are
-copied instead. What it writes by itself (``latest``, the conversion script, the swap files of NVMe offload) it writes at once.
+``save_checkpoint`` runs as always, barriers included, but files that it writes through its checkpoint engine are copied. What it
+writes by itself (``latest``, the conversion script, the swap files of NVMe offload) it writes at once.
 """
 
 from __future__ import annotations
@@ -34,18 +34,8 @@ def copy_engine(
     An engine whose files DeepSpeed writes by other means than ``torch.save`` (its fast, decoupled or DataStates checkpoint
     engine), or in torch's old format, is saved at once.
 
-    Args:
-        engine: a wrapped engine.
-        path: directory of the checkpoint, the same on all ranks.
-        tag: folder of this engine in it, the same on all ranks.
-        copies: gets the files of this rank.
-
     Returns:
         The files, relative to ``path``, that this rank must have there after ``copies.write()``.
-
-    Raises:
-        CheckpointError: DeepSpeed wrote at once, and could not.
-        OSError: a directory or a small file that DeepSpeed writes by itself could not be written.
 
     Ranks: all, collectively.
     """
@@ -65,10 +55,7 @@ def copy_engine(
 
 
 def sizes_to_copy(engine: DeepSpeedEngine) -> list[int]:
-    """Guess the bytes of each buffer that ``copy_engine`` will need on this rank.
-
-    For ``HostBuffers.prepare``. Ranks: any; no communication.
-    """
+    """Estimate the bytes of each buffer that ``copy_engine`` will need on this rank, for ``HostBuffers.prepare``."""
     base = optimizers.base_optimizer(engine.optimizer)
     states = [value for state in getattr(base, "state", {}).values() for value in state.values()]
     masters = optimizers.replica_masters(engine.optimizer)
@@ -103,24 +90,19 @@ class _CopyingCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # deeps
         self._trims_layers = trims_layers
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """Pass it on."""
         self._own.create(info)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Copy one file's content."""
         is_layer = self._trims_layers and pathlib.PurePath(path).name.startswith("layer_")
         self._copies.add(state_dict, str(path), trimmed=is_layer)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Pass it on."""
         return self._own.load(path, map_location=map_location)
 
     def commit(self, info: CheckpointCommitInfo) -> Any:
-        """Pass it on; nothing waits for it."""
         return self._own.commit(info)
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """Pass it on."""
         return bool(self._own.is_data_parallel_writer(dp_rank))
 
     def preserves_storage_sharing(self) -> bool:

@@ -1,4 +1,4 @@
-"""Memory of this machine that a process may take, its control groups counted."""
+"""Memory of this machine that a process may take, within its control groups."""
 
 from __future__ import annotations
 
@@ -15,17 +15,11 @@ def available_bytes(
     own_cgroups: pathlib.Path = _OWN_CGROUPS,
     cgroup_root: pathlib.Path = _CGROUP_ROOT,
 ) -> int | None:
-    """Return the bytes that can be allocated without swapping or being killed.
+    """Return the bytes that can be allocated without swapping or being killed; None if the system does not say.
 
-    None where the system does not say. Else the least of the kernel's own estimate for the machine and of what is left in each
-    control group that this process is in, the page cache of the group counted as free.
+    The least of the kernel's own estimate for the machine and of what is left in each control group of this process, where the
+    group's page cache counts as free.
 
-    Args:
-        meminfo: the kernel's table of the machine's memory.
-        own_cgroups: the control groups of this process.
-        cgroup_root: where control groups are mounted.
-
-    Ranks: any; no communication.
     Source: ``man 5 proc`` (MemAvailable); the kernel's documentation of cgroup v2 and of the memory controller of v1.
     """
     found = [_of_machine(meminfo), *(_left_in(group) for group in _groups(own_cgroups, cgroup_root))]

@@ -1,4 +1,4 @@
-"""Host memory for copies of state, locked where a CUDA device copies into it."""
+"""Host memory for copies of state, page-locked if a CUDA device copies into it."""
 
 from __future__ import annotations
 
@@ -22,24 +22,20 @@ class HostMemory(Protocol):
     """Where buffers come from."""
 
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
-        """Return a storage of this size, above 0, not cleared; any thread, one at a time."""
+        """Return an uninitialised storage of this size, above 0; any thread, one at a time."""
         ...
 
     def forget(self) -> None:
-        """Keep nothing for later; what was allocated stays valid."""
+        """Keep nothing for later; allocated storages stay valid."""
         ...
 
 
 class PageableMemory:
-    """Ordinary memory."""
-
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
-        """See :class:`HostMemory`."""
         # numpy asks the kernel for huge pages, which makes the first copy several times faster than into torch's own memory.
         return torch.from_numpy(np.empty(num_bytes, dtype=np.uint8)).untyped_storage()
 
-    def forget(self) -> None:
-        """See :class:`HostMemory`."""
+    def forget(self) -> None: ...
 
 
 class LockingRuntime(Protocol):
@@ -53,9 +49,7 @@ class LockingRuntime(Protocol):
         """Lock pages; return 0, or the error's number."""
         ...
 
-    def unregister(self, address: int) -> None:
-        """Unlock what was registered at this address."""
-        ...
+    def unregister(self, address: int) -> None: ...
 
     def clear_error(self) -> None:
         """Take the calling thread's last error, so that nothing later is blamed for it."""
@@ -69,22 +63,19 @@ class CudaRuntime:
         self._device = device
 
     def on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """See :class:`LockingRuntime`."""
         return torch.cuda.device(self._device)
 
     def register(self, address: int, num_bytes: int) -> int:
-        """See :class:`LockingRuntime`."""
         return int(self._runtime().cudaHostRegister(address, num_bytes, 0))
 
     def unregister(self, address: int) -> None:
-        """See :class:`LockingRuntime`."""
         self._runtime().cudaHostUnregister(address)
 
     def clear_error(self) -> None:
         """See :class:`LockingRuntime`.
 
-        torch's binding has no ``cudaGetLastError`` (torch/csrc/cuda/shared/cudart.cpp), but every launch of a kernel asks for
-        it, and resets it by that (c10/cuda/CUDAException.h, ``C10_CUDA_KERNEL_LAUNCH_CHECK``).
+        torch's binding has no ``cudaGetLastError`` (torch/csrc/cuda/shared/cudart.cpp), but every kernel launch calls and
+        thereby resets it (c10/cuda/CUDAException.h, ``C10_CUDA_KERNEL_LAUNCH_CHECK``).
         """
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self._device)
@@ -97,7 +88,7 @@ class PinnedMemory:
     """Memory locked for fast device copies; ordinary once a device refuses to lock.
 
     Buffers of 1 MiB and more are registered one by one, smaller ones lie in slabs of 4 MiB: a registration takes tens of
-    microseconds, and models have thousands of small tensors. What is registered begins and ends at a page of its own, because
+    microseconds, and models have thousands of small tensors. A registered range begins and ends at a page of its own, because
     a page can be registered once only (``cudaErrorHostMemoryAlreadyRegistered``, 712). It is not torch's pinned memory, which
     rounds sizes up to a power of two.
     """
@@ -110,7 +101,6 @@ class PinnedMemory:
         self._num_used = 0
 
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
-        """See :class:`HostMemory`."""
         if num_bytes < _LARGE_BYTES:
             if self._num_used + num_bytes > self._slab.nbytes:
                 self._slab, self._num_used = self._locked(_SLAB_BYTES), 0
@@ -123,7 +113,6 @@ class PinnedMemory:
         return torch.from_numpy(array).untyped_storage()
 
     def forget(self) -> None:
-        """See :class:`HostMemory`."""
         self._slab, self._num_used = np.empty(0, dtype=np.uint8), 0
 
     def _locked(self, num_bytes: int) -> Any:
@@ -159,5 +148,4 @@ def _unlock(runtime: LockingRuntime, address: int) -> None:
 
 
 def host_memory_for(device: torch.device) -> HostMemory:
-    """Return where buffers for copies from a device come from. Ranks: any."""
     return PinnedMemory(CudaRuntime(device)) if device.type == "cuda" else PageableMemory()

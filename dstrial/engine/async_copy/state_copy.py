@@ -1,7 +1,7 @@
 """Copies of state in host memory, taken at once, written later by another thread.
 
-What is written has the bits of a file written at the moment of copying: ``torch.save`` pickles the value at once, through a
-pickle module that keeps the bytes and copies the storages; later it is given a pickle module that hands both back.
+The written file has the bits of one written at the moment of copying: ``torch.save`` pickles the value at once, through a
+pickle module that keeps the bytes and copies the storages; later it is given a pickle module that returns both.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ _USABLE_SHARE = 0.9
 class HostBuffers:
     """Host memory for the copies of one rank's state, used again by every save.
 
-    It grows to one copy of the state: a buffer belongs to one storage, and those that the newest save did not use are given
-    back.
+    It grows to one copy of the state: a buffer belongs to one storage, and those that the newest save did not use are freed.
 
     Args:
         num_sharers: ranks on this machine that allocate at the same time.
@@ -55,15 +54,14 @@ class HostBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all buffers together."""
         self._end_preparing()
         free = sum(size * len(buffers) for size, buffers in self._free.items())
         return free + sum(buffer.nbytes() for buffer in self._taken)
 
     def prepare(self, sizes: Sequence[int]) -> None:
-        """Allocate buffers of these sizes, in bytes, in a thread, ahead of the first save.
+        """Allocate buffers of these sizes, in bytes, in a thread, ahead of the first save, if there is room.
 
-        A wrong guess costs time or, until the first save, memory, and nothing else. Does nothing where there is no room.
+        A wrong guess costs time or, until the first save, memory, and nothing else.
         """
         if self._free or self._taken or self._preparing is not None or not self.has_room(sizes):
             return
@@ -84,7 +82,7 @@ class HostBuffers:
             preparing.join()
 
     def has_room(self, sizes: Iterable[int]) -> bool:
-        """Say whether buffers of these sizes in bytes can be had; log once when not."""
+        """Return whether buffers of these sizes in bytes fit; log once when not."""
         self._end_preparing()
         missing_bytes = 0
         wanted: dict[int, int] = {}
@@ -109,7 +107,7 @@ class HostBuffers:
         return False
 
     def take(self, num_bytes: int) -> torch.UntypedStorage:
-        """Return a buffer of exactly this size, whose content is arbitrary."""
+        """Return an uninitialised buffer of exactly this size."""
         self._end_preparing()
         free = self._free.get(num_bytes)
         buffer = free.pop() if free else self._allocate(num_bytes)
@@ -125,7 +123,6 @@ class HostBuffers:
         self._taken = []
 
     def clear(self) -> None:
-        """Free everything."""
         self.release()
         self._free = {}
         self._memory.forget()
@@ -141,10 +138,9 @@ class _Held:
     """One file to write.
 
     Attributes:
-        path: where.
-        through_python: whether through a Python file, whose name is not kept in the archive.
+        through_python: write through a Python file, whose name is not kept in the archive.
         pickled: what ``torch.save`` made of the value, without the content of its storages.
-        storages: copies of these, in the order in which they are numbered.
+        storages: copies of these, by their number.
     """
 
     path: str
@@ -155,19 +151,14 @@ class _Held:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _DeviceCopies:
-    """Copies that a device has been asked for.
-
-    Attributes:
-        event: behind them; None where the device has been waited for.
-        device_idx: the device.
-    """
+    """Copies that a device has been asked for; ``event`` follows them, None if the device was synchronised."""
 
     event: Any
     device_idx: int
 
     @classmethod
     def mark(cls) -> _DeviceCopies:
-        """Remember everything that the current stream has been given so far."""
+        """Mark the end of everything that the current stream has been given so far."""
         from deepspeed.accelerator import get_accelerator
 
         accelerator = get_accelerator()
@@ -179,7 +170,6 @@ class _DeviceCopies:
         return cls(event, int(accelerator.current_device()))
 
     def wait(self) -> None:
-        """Wait for it, in any thread."""
         if self.event is None:
             return
         from deepspeed.accelerator import get_accelerator
@@ -193,9 +183,7 @@ class StateCopies:
     """The values that a rank is about to write, as they are when they are handed in.
 
     A failure to copy or to write does not leave ``add``, because the caller may be between two barriers: ``write`` raises it.
-
-    Args:
-        buffers: where copies are kept; None writes every value as soon as it is handed in.
+    Without ``buffers`` every value is written as soon as it is handed in.
     """
 
     def __init__(self, buffers: HostBuffers | None) -> None:
@@ -208,16 +196,15 @@ class StateCopies:
 
     @property
     def is_immediate(self) -> bool:
-        """Whether values are written as soon as they are handed in."""
         return self._buffers is None
 
     @property
     def has_failed(self) -> bool:
-        """Whether ``write`` will raise what copying has raised."""
+        """Whether ``write`` will raise a failure of copying."""
         return self._error is not None
 
     def add(self, value: Any, path: str, *, through_python: bool = False, trimmed: bool = False) -> None:
-        """Copy ``value``, or write it at once where there is no memory for a copy.
+        """Copy ``value``, or write it at once if there is no memory for a copy.
 
         Args:
             value: what ``torch.save`` can write; its tensors are copied with the whole storage that they are views of.
@@ -287,8 +274,8 @@ class StateCopies:
         """Let training change the state again; its device work comes behind the copies.
 
         On CUDA nothing waits here: copies lie on the stream that training goes on with, before the next forward, and ``write``
-        waits for them. Not on a stream of their own, because a forward changes state, too, such as the statistics of
-        normalisation layers. Elsewhere the device is waited for.
+        waits for them. They have no stream of their own, because a forward changes state, too, such as the statistics of
+        normalisation layers. Elsewhere the device is synchronised.
         """
         if self._device_sources:
             self._copied = _DeviceCopies.mark()
@@ -301,12 +288,9 @@ class StateCopies:
         self._device_sources.clear()
 
     def write(self) -> None:
-        """Write what is held in the order it was handed in, and take the buffers back.
+        """Write the copies in order, release the buffers, and raise the first failure of copying or writing.
 
-        Raises:
-            Exception: what copying or writing raised first.
-
-        Ranks: any; no communication. Any thread, and no other one at the same time.
+        Any thread, one at a time.
         """
         held, self._held = self._held, []
         try:
@@ -372,7 +356,6 @@ class _Capturing(_TorchPickler):
     """Pickles, and ends ``torch.save`` before it writes."""
 
     def dump(self, value: Any) -> None:
-        """Raise ``_Pickled``."""
         recorder = _Recorder(self._file, self._protocol, self.persistent_id)
         recorder.dump(value)
         raise _Pickled(self._file.getvalue(), tuple(recorder.storages.values()))
@@ -409,7 +392,6 @@ class _Recorder(pickle.Pickler):
         self._persistent_id_of_torch = persistent_id
 
     def persistent_id(self, obj: Any) -> Any:
-        """Return what torch puts in place of a storage."""
         pid = self._persistent_id_of_torch(obj)
         if pid is not None:
             storage = obj._untyped_storage if isinstance(obj, torch.storage.TypedStorage) else obj

@@ -9,7 +9,6 @@ import torch
 
 
 def is_equal(left: Any, right: Any) -> bool:
-    """Compare values: numbers, texts, tensors of one type, mappings and sequences."""
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
         return bool(torch.equal(torch.as_tensor(left).cpu(), torch.as_tensor(right).cpu()))
     if isinstance(left, Mapping) and isinstance(right, Mapping):

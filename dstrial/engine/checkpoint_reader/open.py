@@ -1,4 +1,4 @@
-"""Open a checkpoint's engines for reading, and what else it says of them."""
+"""Open a checkpoint's engines for reading."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _TIED_PREFIX = "tied_modules."
 def open_saved_engine(
     root: str | pathlib.Path, engine_idx: int, layout: Layout, *, trusts_code: bool = False
 ) -> SavedEngine:
-    """Open one engine of a checkpoint, whatever wrote it.
+    """Open one engine of a checkpoint of ``DeepSpeedTrial.save``, Accelerate or the Hugging Face Trainer.
 
     Args:
-        root: directory of a checkpoint of ``DeepSpeedTrial.save``, Accelerate or the Hugging Face Trainer.
+        root: the checkpoint's directory.
         engine_idx: which of the trial's engines, 0-based.
         layout: that engine's.
-        trusts_code: whether somebody vouches for the files, see ``safe_load.load``.
+        trusts_code: whether the files are vouched for, see ``safe_load.load``.
 
     Raises:
         CheckpointLayoutError: its state cannot be read by parameter.
@@ -46,19 +46,12 @@ def open_saved_engine(
 
 
 def folder_in(root: str | pathlib.Path, engine_idx: int) -> str:
-    """Return an engine's folder in a checkpoint, as ``engine_folder`` names it."""
     path = pathlib.Path(root)
     return engine_folder((found.relative_to(path).as_posix() for found in path.glob("*/*")), engine_idx)
 
 
 def read_rank_state(root: str | pathlib.Path, rank: int, *, trusts_code: bool = False) -> dict[str, Any]:
-    """Return what one rank saved beside the engines, tensors mapped from the file.
-
-    Raises:
-        CheckpointDamagedError: the file is missing or cannot be read.
-        UntrustedCheckpointError: it holds classes that are not on the list, and nobody vouches for it.
-        CheckpointError: it holds objects of classes that cannot be imported here.
-    """
+    """Return what one rank saved beside the engines, tensors mapped from the file."""
     path = pathlib.Path(root) / rank_state_name(rank)
     try:
         return load_mapped(path, holds=f"the state of rank {rank}", trusts_code=trusts_code)
@@ -76,9 +69,6 @@ def optimizer_summary(saved: SavedEngine) -> dict[str, Any]:
         ``groups`` (settings of each parameter group), ``steps`` (the different values of the optimizer's step over its
         parameters, ascending), ``state`` (keys with a value per element), ``global_steps``, ``global_samples``,
         ``skipped_steps``, ``loss_scale`` (None but for fp16), ``lr_scheduler`` (its plain values).
-
-    Raises:
-        CheckpointDamagedError: a file is missing or cannot be read.
     """
     counters = saved.engine_state()
     scale = saved.loss_scale_state()

@@ -1,8 +1,8 @@
-"""Load what torch has written into a checkpoint without running code in it.
+"""Load checkpoint files written by torch without running code in them.
 
-Every load of ours, and everything that DeepSpeed, transformers and accelerate load while a checkpoint is restored, goes through
-torch's ``weights_only`` unpickler with the classes of ``LISTED``. Whoever vouches for a checkpoint (its own account, which
-signed it, or a person) has what is not on the list loaded as well, for that checkpoint and no other.
+Every load of ours, and every load by DeepSpeed, transformers and accelerate while a checkpoint is restored, goes through
+torch's ``weights_only`` unpickler with the classes of ``LISTED``. For a checkpoint that is vouched for (signed by this account,
+or trusted by a person) unlisted classes are loaded as well.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def load(
     """Load a file that ``torch.save`` has written.
 
     Args:
-        path: of the file.
+        path: the file.
         map_location: as for ``torch.load``.
         mmap: whether its tensors are mapped rather than read.
-        trusts_code: whether somebody vouches for the file, so that it may run code where the list does not suffice.
+        trusts_code: whether the file is vouched for, so that it may run code where the list does not suffice.
 
     Raises:
         UntrustedCheckpointError: it holds what is not on the list; it is named.
@@ -93,12 +93,7 @@ def load(
 
 
 def load_mapped(path: pathlib.Path, *, holds: str, trusts_code: bool = False) -> dict[str, Any]:
-    """Load what lies in a file, its tensors mapped, on the CPU.
-
-    Args:
-        path: of the file.
-        holds: what it should hold, for the message.
-        trusts_code: as for ``load``.
+    """Load a file on the CPU, its tensors mapped; ``holds`` says for the message what it should hold.
 
     Raises:
         CheckpointDamagedError: it is missing or cannot be read.
@@ -121,12 +116,7 @@ def load_mapped(path: pathlib.Path, *, holds: str, trusts_code: bool = False) ->
 def untrusted(
     found: Mapping[str, Iterable[str]], fix: str = "Add --trust-code if you trust who wrote it."
 ) -> UntrustedCheckpointError:
-    """Return the error that names every file with what is not on the list.
-
-    Args:
-        found: file -> classes and functions.
-        fix: how to load it all the same, a sentence.
-    """
+    """Return the error that names every file with its unlisted classes and functions."""
     files = "; ".join(f"{name} holds {_shown(list(names))}" for name, names in found.items())
     return UntrustedCheckpointError(
         f"{files}; expected values, tensors and the classes that DeepSpeed and dstrial write into checkpoints, for anything "
@@ -144,9 +134,6 @@ def contents_of(path: pathlib.Path) -> PickleContents:
     """Return what a file's pickles name; nothing is imported, run or mapped.
 
     A file that is no pickle names nothing: an unpickler that breaks off has done no more than what was named before.
-
-    Raises:
-        OSError: it cannot be opened.
     """
     if _head(path) == _ARCHIVE:  # torch tells its two formats by no more
         try:
@@ -168,12 +155,7 @@ def contents_of(path: pathlib.Path) -> PickleContents:
 
 
 def unlisted_names(contents: PickleContents, *, may_hold_arrays: bool = False) -> tuple[str, ...]:
-    """Return what neither torch's list nor ours has.
-
-    Args:
-        contents: of a file.
-        may_hold_arrays: whether whoever loads the file allows NumPy's arrays itself.
-    """
+    """Return the names that neither torch's list nor ours has; NumPy's arrays may be allowed."""
     known = _weights_only_unpickler._get_allowed_globals()
     unlisted = [name for name in contents.names if name not in known and name not in LISTED]
     if may_hold_arrays and not contents.has_odd_dtype:
@@ -182,15 +164,10 @@ def unlisted_names(contents: PickleContents, *, may_hold_arrays: bool = False) -
 
 
 def unlisted_in(root: pathlib.Path, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return what files of a checkpoint hold that is not on the list.
+    """Return file -> unlisted classes and functions, for files that hold any.
 
-    Args:
-        root: its directory.
-        names: of the files to look at, relative to it; those that nobody unpickles are passed over. A trial's own ``load`` may
-            read files of any name, so they are told by their content too.
-
-    Returns:
-        File -> classes and functions; only files that hold any.
+    ``names`` are relative to ``root``; files that nobody unpickles are skipped. A trial's own ``load`` may read files of any
+    name, so files are recognised by their content too.
     """
     found = {}
     for name in names:
@@ -209,7 +186,7 @@ def unlisted_in(root: pathlib.Path, names: Iterable[str]) -> dict[str, tuple[str
 
 
 def may_be_unpickled(name: str) -> bool:
-    """Whether, by its name, a file may be unpickled when a run goes on from it."""
+    """Return whether, by its name, a file may be unpickled at a resume."""
     return pathlib.PurePosixPath(name).name not in _READ_BY_NOBODY and not name.startswith("code/")
 
 
@@ -219,11 +196,7 @@ def _head(path: pathlib.Path) -> bytes:
 
 
 def _begins_as_pickle(path: pathlib.Path) -> bool:
-    """Whether a file begins as torch's archive or a pickle of protocol 2 or later.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return whether a file begins as torch's archive or a pickle of protocol 2 or later."""
     head = _head(path)
     return head == _ARCHIVE or (len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= pickle.HIGHEST_PROTOCOL)
 
@@ -234,13 +207,10 @@ def _is_loaded_by_us(name: str) -> bool:
 
 @contextlib.contextmanager
 def restoring(*, trusts_code: bool) -> Iterator[None]:
-    """Have torch load by the list only, in this process, while the block lasts.
+    """Have torch load by the list only, in this process, inside the block, unless the checkpoint is trusted.
 
-    Also what libraries load with ``weights_only=False``: torch's own switch in the environment is stronger than their argument.
+    Also what libraries load with ``weights_only=False``: torch's switch in the environment is stronger than their argument.
     DeepSpeed 0.19.8 does so for experts, for universal checkpoints and for fp32 weights of ZeRO 3, beside its checkpoint engine.
-
-    Args:
-        trusts_code: whether somebody vouches for everything in the checkpoint; then nothing is kept from running.
     """
     global _vouched_depth  # torch's list and its switch are the process's too
     with _lock:
@@ -265,7 +235,7 @@ def restoring(*, trusts_code: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _torch_listed() -> Iterator[None]:
-    """Add our list to torch's while the block lasts; what others added stays."""
+    """Add our list to torch's inside the block; what others added stays."""
     with _lock:
         known: set[Any] = set(torch.serialization.get_safe_globals())
         added: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
@@ -276,12 +246,10 @@ def _torch_listed() -> Iterator[None]:
 
 
 def bind_checkpoint_engine(engine: Any) -> None:
-    """Let DeepSpeed's checkpoint engine load through ``load``, whoever asks it to.
+    """Make DeepSpeed's checkpoint engine load through ``load``, with parameter names of the engine's (un)compiled module.
 
-    The file may name a compiled module's parameters, and the engine's module need not be compiled, or the other way round.
-
-    DeepSpeed 0.19.8 loads with ``weights_only=False`` (``torch_checkpoint_engine.py:37``). Only ``load`` is replaced: the class
-    stays, by which DeepSpeed and ``copied_engine`` tell the kinds apart.
+    DeepSpeed 0.19.8 loads with ``weights_only=False`` (``torch_checkpoint_engine.py:37``). Only ``load`` is replaced:
+    DeepSpeed and ``copied_engine`` tell the kinds apart by the class, which stays.
     """
     own = engine.checkpoint_engine
     if own is None:
@@ -294,7 +262,7 @@ def bind_checkpoint_engine(engine: Any) -> None:
 
 
 def make_plain_config(engine: Any) -> None:
-    """Make an engine's config plain dictionaries, for checkpoints hold that object.
+    """Make an engine's config plain dictionaries, because checkpoints hold that object.
 
     The engine saves the object that it was given (``ds_config``); an ``AttrDict`` would bring its class into every checkpoint.
     The user's own object stays as it is.
@@ -314,7 +282,6 @@ def _plain(value: Any) -> Any:
 
 
 def _zero_stage(value: Any) -> ZeroStageEnum:
-    """Return a ZeRO stage by its number."""
     return ZeroStageEnum(int(value))
 
 

@@ -1,7 +1,6 @@
 """Read an engine's state from a checkpoint by parameter, whatever layout wrote it.
 
-The files are DeepSpeed's own; they are mapped into memory, so that only what is copied out is read. Neither ranks nor an
-accelerator are needed.
+DeepSpeed's own files are mapped into memory, so that only what is copied out is read. No ranks or accelerator are needed.
 
 Source: DeepSpeed 0.19.8, ``state_dict`` of ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``,
 ``runtime/bf16_optimizer.py``, ``runtime/fp16/fused_optimizer.py``, ``runtime/fp16/unfused_optimizer.py`` and
@@ -43,7 +42,7 @@ class SavedEngine:
         tag: the engine's folder in it.
         layout: how it was arranged, from the manifest.
         tied: state of the layers that a pipeline ties, by key and name; DeepSpeed's files do not say which they are.
-        trusts_code: whether somebody vouches for the files, see ``safe_load.load``.
+        trusts_code: whether the files are vouched for, see ``safe_load.load``.
 
     Raises:
         CheckpointLayoutError: state of a kind that cannot be read by parameter.
@@ -84,11 +83,7 @@ class SavedEngine:
         return self._places
 
     def place(self, name: str) -> ParameterPlace:
-        """Return where a parameter lies; of a tied one, where the one lies that it is.
-
-        Raises:
-            CheckpointLayoutError: the checkpoint has no such parameter.
-        """
+        """Return where a parameter lies; for a tied one, the place of the parameter that it shares."""
         if name not in self._places:
             raise CheckpointLayoutError(
                 f"{self._directory} has no parameter {name!r}; expected the model that wrote it. "
@@ -98,7 +93,6 @@ class SavedEngine:
         return place if place.tied_to in (None, name) else self.place(place.tied_to)
 
     def is_optimized(self, name: str) -> bool:
-        """Whether the optimizer owns a parameter."""
         return self.place(name).group_idx is not None
 
     def state_keys(self, name: str) -> list[str]:
@@ -118,7 +112,6 @@ class SavedEngine:
         return {key: value for key, value in entry.items() if not self._is_by_element(place, key, value)}
 
     def dtype(self, name: str, key: str) -> torch.dtype:
-        """Return the type of the elements of ``MASTER`` or of one of ``state_keys``."""
         place = self.place(name)
         return self._source(place, key, self._sources(place, key)[0]).dtype
 
@@ -137,10 +130,10 @@ class SavedEngine:
         self._copy(self.place(name), key, begin, out)
 
     def recorded(self, name: str, key: str, begin: int, numel: int) -> Iterator[torch.Tensor]:
-        """Yield what ``copy`` copies, found by DeepSpeed's own records.
+        """Yield the elements that ``copy`` copies, but found by DeepSpeed's own records in the files.
 
-        They stand in the files, where ``copy`` uses the manifest's layout: ``param_slice_mappings`` of ZeRO 1, 2 and
-        ``BF16_Optimizer``, ``param_shapes`` of ZeRO 3. Other optimizers are not cut and have none: it is what ``copy`` copies.
+        ``copy`` uses the manifest's layout. The records are ``param_slice_mappings`` of ZeRO 1, 2 and ``BF16_Optimizer``,
+        ``param_shapes`` of ZeRO 3. Other optimizers are not cut and have none: the elements are those of ``copy``.
         """
         place = self.place(name)
         if place.group_idx is None or self.layout.wrapper not in _WITH_RECORDS:
@@ -195,8 +188,8 @@ class SavedEngine:
     def unequal_copies(self) -> list[str]:
         """Return the tied layers' parameters whose copies differ between pipeline stages.
 
-        DeepSpeed keeps equal what ``tied_weight_attr`` names, ``weight`` unless told otherwise; the rest of a tied layer, its
-        bias for example, goes its own way on every stage, and cannot become one parameter without loss.
+        DeepSpeed keeps equal what ``tied_weight_attr`` names, by default ``weight``; the rest of a tied layer, for example its
+        bias, differs on every stage, and cannot become one parameter without loss.
         """
         return [
             places[0].name
@@ -239,7 +232,7 @@ class SavedEngine:
             )
 
     def full(self, name: str, key: str = MASTER) -> torch.Tensor:
-        """Return all elements of a parameter's weights or state in its shape, a copy."""
+        """Return a copy of all elements of a parameter's weights or state, in its shape."""
         place = self.place(name)
         source = self._source(place, key, self._sources(place, key)[0]) if math.prod(place.shape) else None
         dtype = torch.float32 if source is None else source.dtype
@@ -261,7 +254,7 @@ class SavedEngine:
         return {key: value for key, value in groups[place.group_idx].items() if key != "params"}
 
     def has_one_scheduler(self) -> bool:
-        """Whether the learning-rate scheduler stands alike on all stages of a pipeline."""
+        """Return whether the learning-rate scheduler's state is the same on all stages of a pipeline."""
         first = self._model_file(0, 0).get("lr_scheduler")
         stages = range(1, self.layout.pipeline_stages)
         return all(is_equal(self._model_file(part, 0).get("lr_scheduler"), first) for part in stages)
@@ -292,7 +285,7 @@ class SavedEngine:
         return {name: values[name] for name in names if name in values}
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the persistent buffers by name as replica 0 had them, mapped from files."""
+        """Return replica 0's persistent buffers by name, mapped from files."""
         found: dict[str, torch.Tensor] = {}
         for part in range(self.layout.pipeline_stages):
             for name in map(plain_name, self._model_file(part, 0)["buffer_names"]):
@@ -300,7 +293,6 @@ class SavedEngine:
         return found
 
     def deepspeed_config(self) -> dict[str, Any]:
-        """Return the DeepSpeed config with which the engine was made."""
         config = self._model_file(0, 0).get("ds_config")
         return dict(config) if isinstance(config, Mapping) else {}
 
@@ -340,7 +332,6 @@ class SavedEngine:
         return pieces
 
     def _source(self, place: ParameterPlace, key: str, piece: Shard) -> torch.Tensor:
-        """Return the flat tensor in a file in which a piece lies."""
         if place.group_idx is None and place.is_cut:
             fragments = self._model_file(place.model_part, piece.replica)["frozen_param_fragments"] or {}
             if place.name not in fragments:

@@ -187,12 +187,7 @@ def expert_parallel_size(engine: DeepSpeedEngine) -> int:
 
 
 def model_file(engine: DeepSpeedEngine, tag: str, *, part: str | None = None) -> str:
-    """Return the file with the weights of this rank, relative to the checkpoint.
-
-    Args:
-        engine: whose.
-        tag: its folder.
-        part: of the model, in two digits; None for this rank's.
+    """Return the file with the weights of this rank (or of ``part``, two digits), relative to the checkpoint.
 
     Source: ``DeepSpeedEngine._get_ckpt_name``, ``runtime/engine.py:4336``.
     """
@@ -293,14 +288,9 @@ Gradients are reduced inside of backward in engines that are no pipelines. ``Loa
 def observe_instructions(
     engine: PipelineEngine, around: Callable[[str, Callable[[], None]], None]
 ) -> Callable[[], None]:
-    """Have instructions of a pipeline's schedule called through a function.
+    """Call each instruction of a pipeline's schedule through ``around(part of the step, instruction)``.
 
-    Args:
-        engine: whose; its class stays as it is.
-        around: called with the part of the step and the instruction, which it is to call once.
-
-    Returns:
-        What puts everything back.
+    Returns a function that puts everything back; the engine's class stays as it is.
 
     Source: ``PipelineEngine._INSTRUCTION_MAP``, from which ``_exec_schedule`` makes methods, ``runtime/pipe/engine.py:1360``.
     """
@@ -327,7 +317,6 @@ FUSED_KERNELS = "deepspeed.ops.transformer"
 
 
 def is_fused(module: torch.nn.Module) -> bool:
-    """Say whether a module is a fused transformer kernel of DeepSpeed's."""
     return type(module).__module__.startswith(FUSED_KERNELS)
 
 
@@ -342,9 +331,7 @@ GRADIENT_MODULES = ("deepspeed.runtime.zero.linear",)
 
 
 def compute_dtype(engine: DeepSpeedEngine) -> torch.dtype:
-    """Return the type in which an engine multiplies.
-
-    That is autocast's, or that of its weights.
+    """Return the type in which an engine multiplies: autocast's, or that of its weights.
 
     Source: ``torch_autocast_enabled`` and ``torch_autocast_dtype``, ``runtime/engine.py:1687``; 0.19.0 has both.
     """
@@ -360,9 +347,9 @@ PIPELINE_BUFFERS = ("pipe_recv_buf", "grad_layer", "_grad_layer_buf", "meta_buff
 
 
 def pipeline_buffers(engine: DeepSpeedEngine) -> list[Any]:
-    """Return what an engine keeps for exchange between stages.
+    """Return what a pipeline engine keeps for exchange between stages; nothing for other engines.
 
-    Returns nothing if it is no pipeline's. What it holds of micro batches that are under way, ``pipe_buffers``, are activations.
+    What it holds of micro batches that are under way, ``pipe_buffers``, are activations.
     """
     if not isinstance(engine, PipelineEngine):
         return []
@@ -370,23 +357,18 @@ def pipeline_buffers(engine: DeepSpeedEngine) -> list[Any]:
 
 
 def steps_next(engine: DeepSpeedEngine) -> bool:
-    """Say whether the step that comes next is the optimizer's.
+    """Return whether the next step is the optimizer's, not one between two micro batches.
 
-    Otherwise it is one between two micro batches. A pipeline's schedule has no other; it says so itself only within
-    (``_force_grad_boundary``, ``runtime/pipe/engine.py:659``).
+    A pipeline's schedule has no other; it says so itself only within (``_force_grad_boundary``, ``runtime/pipe/engine.py:659``).
     """
     return isinstance(engine, PipelineEngine) or bool(engine.is_gradient_accumulation_boundary())
 
 
 def leave_out_shapes(engine: PipelineEngine, received: Callable[[], Any]) -> None:
-    """Have a stage that is alone neither send the shapes of activations nor wait.
+    """Have a stage that runs alone neither send the shapes of activations nor wait for any.
 
-    It waits for none to come.
-
-    Args:
-        engine: the stage's.
-        received: called where the shapes of the stage before would come; returns what it sends, of which the shapes and types are
-            taken: a tensor or a tuple of them, without memory.
+    ``received`` is called where the shapes of the previous stage would come; it returns a tensor or tuple of tensors with the
+    shapes and types that the stage sends, without memory.
 
     Source: ``PipelineEngine._send_tensor_meta``, ``_recv_tensor_meta`` and ``_allocate_or_extend_buffers``,
     ``runtime/pipe/engine.py:933``.
@@ -406,10 +388,9 @@ def leave_out_shapes(engine: PipelineEngine, received: Callable[[], Any]) -> Non
 
 
 def earlier_layers(module: PipelineModule) -> list[Callable[..., Any]]:
-    """Build the layers of all stages before this one.
+    """Build the layers of all stages before this one, as ``PipelineModule._build`` would.
 
-    They are built as ``PipelineModule._build`` would. Layers with a ``forward_fn`` that are tied have weights of their own here,
-    which is one for shapes.
+    Tied layers with a ``forward_fn`` have weights of their own here, which is the same for shapes.
     """
     built: list[Callable[..., Any]] = []
     for spec in module._layer_specs[: module._local_start]:
@@ -439,11 +420,7 @@ _MISSING_ATTRIBUTE = "deepscale_config"
 
 
 def append_remedy(error: BaseException) -> None:
-    """Append the remedy, if known, to the message of an error of DeepSpeed's.
-
-    Args:
-        error: whatever user code raised; its class and traceback stay.
-    """
+    """Append the remedy, if known, to the message of an error of DeepSpeed's."""
     text = str(error.args[0]) if error.args else ""
     for fragment, remedy in REMEDIES.items():
         if fragment in text and remedy not in text:

@@ -29,7 +29,7 @@ class FlatGroups:
 
     Attributes:
         groups: parameters in the order in which they lie in the buffer.
-        offsets: element of the buffer at which each begins; None if one follows the other without a gap.
+        offsets: element of the buffer at which each begins; None if there are no gaps.
         numels: elements of each buffer, all partitions and paddings included.
         num_partitions: over how many replicas each is cut.
     """
@@ -42,13 +42,7 @@ class FlatGroups:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SubGroup:
-    """Parameters in one flat buffer of ZeRO 3, each cut over the replicas by itself.
-
-    Attributes:
-        parameters: in the order in which their pieces lie in the buffer.
-        group_idx: parameter group that they are of.
-        num_partitions: over how many replicas they are cut.
-    """
+    """Parameters in one flat buffer of ZeRO 3, in their order there, each cut over the replicas by itself."""
 
     parameters: Sequence[Any]
     group_idx: int
@@ -101,7 +95,6 @@ def plain_groups(optimizer: Any) -> list[list[torch.nn.Parameter]]:
 
 
 def flat_masters(optimizer: Any) -> list[torch.Tensor] | None:
-    """Return this rank's flat buffers of master weights by index; None without any."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         masters: list[torch.Tensor] = optimizer.fp32_partitioned_groups_flat
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
@@ -160,9 +153,7 @@ def reduction_buckets(optimizer: Any) -> list[Any]:
 
 
 def accumulated_gradient(parameter: Any) -> torch.Tensor | None:
-    """Return a parameter's gradient in the type of accumulation.
-
-    Only where that is another type.
+    """Return a parameter's gradient in the accumulation's type, if that is another type.
 
     Source: ``use_grad_accum_attribute``, ``runtime/zero/stage_1_and_2.py:398``.
     """
@@ -249,12 +240,10 @@ def is_cut(parameter: Any) -> bool:
 
 
 def full_shape(parameter: Any) -> tuple[int, ...]:
-    """Return a parameter's shape, whether it is cut or not."""
     return tuple(parameter.ds_shape if is_cut(parameter) else parameter.shape)
 
 
 def full_numel(parameter: Any) -> int:
-    """Return the number of a parameter's elements, whether it is cut or not."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 

@@ -211,13 +211,11 @@ def release_groups() -> None:
 
 
 def gather_one_by_one() -> tuple[tuple[Any, str, Any], ...]:
-    """Have ZeRO 3 wait for each of the small parameters that it gathers.
+    """Have ZeRO 3 wait for each of the small parameters that it gathers; return what was replaced: owner, name, value.
 
     Releases before ``GATHERS_AWAITED_SINCE`` wait for the last one only; with gloo the others may not be whole by then.
-    Source: ``Init._allgather_params_coalesced``, ``runtime/zero/partition_parameters.py:2022``.
 
-    Returns:
-        What of DeepSpeed was replaced: owner, name and what was there.
+    Source: ``Init._allgather_params_coalesced``, ``runtime/zero/partition_parameters.py:2022``.
     """
     import deepspeed
     from deepspeed.runtime.zero.partition_parameters import Init

@@ -1,7 +1,7 @@
-"""The process of a dry run: ``python -m dstrial.engine.dryrun REQUEST ANSWER``.
+"""The process of a dry run: ``python -m dstrial.engine.dryrun REQUEST ANSWER [REQUEST ANSWER ...]``.
 
-It reads a request and writes an answer. With more pairs of files it imports everything once and answers each in a fork. Requests
-that begin alike are forks of one process that has imported the user's code, too, where a fork has what an import leaves.
+Several requests are answered in forks of one process that has imported everything; requests with the same user code are forks
+of a process that has imported this code, too, if a fork has what an import leaves.
 """
 
 from __future__ import annotations
@@ -32,15 +32,7 @@ _SHARE_OF_FREE = 0.9
 
 
 def main(request_path: str, answer_path: str) -> int:
-    """Answer one request.
-
-    Args:
-        request_path: file with the request as JSON.
-        answer_path: where the answer goes: a result, or ``{"error": {kind, message, place}}``.
-
-    Returns:
-        The exit status: 0 with a result, 1 with an error.
-    """
+    """Answer the request (a JSON file) with a result or ``{"error": {kind, message, place}}``; return 1 for an error."""
     request = _read(request_path)
     sys.path[:0] = request.module_paths
     from dstrial.engine.dryrun.measure import measure
@@ -97,13 +89,9 @@ def _answer(
 
 
 def limit_memory(free_bytes: int | None = None) -> int | None:
-    """Make allocations fail here before the machine has to kill something for memory.
+    """Make allocations fail here before the machine must kill a process for memory.
 
-    Args:
-        free_bytes: memory that may be taken; that which the machine has free if None.
-
-    Returns:
-        How many bytes of it this process may have; None where the machine does not tell.
+    Returns the bytes that this process may have (by default, what the machine has free); None if unknown.
     """
     free = available_bytes() if free_bytes is None else free_bytes
     if free is None:
@@ -121,12 +109,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def main_of_many(paths: Sequence[str], num_parallel: int) -> int:
-    """Answer several requests, each in a fork; one that dies leaves no answer.
-
-    Args:
-        paths: request, answer, request, answer and so on.
-        num_parallel: how many run at the same time.
-    """
+    """Answer several requests (request, answer, request, ...), each in a fork; one that dies leaves no answer."""
     importlib.import_module("dstrial.engine.dryrun.imported_ahead")
     pairs = [(paths[idx], paths[idx + 1]) for idx in range(0, len(paths), 2)]
     alone: list[tuple[str, str]] = []
@@ -143,8 +126,7 @@ def main_of_many(paths: Sequence[str], num_parallel: int) -> int:
 def _answer_together(pairs: Sequence[tuple[str, str]], num_parallel: int) -> int:
     """Import the user's code once, and answer each request in a fork.
 
-    Returns:
-        0; 1 where a fork would not have what the import has left.
+    Returns 0; 1 if a fork would not have what the import has left.
     """
     from dstrial.engine.dryrun.measure import begun
 
@@ -167,7 +149,6 @@ def _answer_together(pairs: Sequence[tuple[str, str]], num_parallel: int) -> int
 
 
 def _run_all(calls: Sequence[Callable[[], int]], num_parallel: int) -> None:
-    """Make each call in a fork."""
     waiting = list(calls)
     running: set[int] = set()
     while waiting or running:
@@ -178,10 +159,7 @@ def _run_all(calls: Sequence[Callable[[], int]], num_parallel: int) -> None:
 
 
 def _fork(call: Callable[[], int]) -> int:
-    """Return the process id of a fork.
-
-    It ends with this process, or with what the call returns.
-    """
+    """Return the process id of a fork, which ends with the call or with this process."""
     sys.stdout.flush()
     own_pid = os.getpid()
     child = os.fork()
@@ -201,11 +179,7 @@ def _ends_well(child: int) -> bool:
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """End this process when its parent dies: nobody else keeps its deadline.
-
-    Args:
-        parent_pid: process id of the one that started it, which may be dead already.
-    """
+    """End this process when its parent dies: nobody else keeps its deadline. The parent may be dead already."""
     with contextlib.suppress(OSError, AttributeError):  # Linux has it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:

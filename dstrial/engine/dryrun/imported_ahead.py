@@ -1,6 +1,6 @@
 """What dry runs import; imported once for all that are forked from one process.
 
-DeepSpeed imports some of its modules only when it is used. Fake tensors and checkpointed modules want torch's symbolic shapes
+DeepSpeed imports some modules only at their first use. Fake tensors and checkpointed modules need torch's symbolic shapes
 and tracer, 800 modules; importing these starts no thread, and nothing is compiled.
 """
 

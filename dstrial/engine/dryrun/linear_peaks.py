@@ -1,7 +1,4 @@
-"""A dry run's trace of allocations, and from it bytes by micro batch size; pure.
-
-A trace is of two or three steps at two micro batch sizes.
-"""
+"""Bytes by micro batch size, from a trace of two or three steps at two micro batch sizes; pure."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ class Trace:
     marks: list[int] = dataclasses.field(default_factory=list)
 
     def allocate(self, size: int, on_host: bool, phase_idx: int) -> int:
-        """Note an allocation and return its number."""
+        """Record an allocation and return its number."""
         self.sizes.append(size)
         self.on_host.append(on_host)
         number = len(self.sizes)
@@ -48,20 +45,13 @@ class Trace:
         return number
 
     def free(self, number: int, phase_idx: int) -> None:
-        """Note that an allocation is freed."""
         self.events.append(-number)
         self.phases.append(phase_idx)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryForms:
-    """Memory of both kinds.
-
-    Attributes:
-        device: bytes on the device.
-        host: bytes on the host.
-        is_linear: whether both sizes made and freed the same tensors in the same order, so that all lines are exact.
-    """
+    """Memory of both kinds; ``is_linear`` if both sizes made and freed the same tensors in the same order (lines are exact)."""
 
     device: MemoryForm
     host: MemoryForm
@@ -69,7 +59,7 @@ class MemoryForms:
 
 
 def same_before_update(trace: Trace) -> bool:
-    """Whether a trace's last two steps are alike until the update, sizes aside."""
+    """Return whether a trace's last two steps are alike until the update, sizes aside."""
     return _same(_Steps(trace))
 
 
@@ -110,11 +100,6 @@ class _Steps:
     """The events of a trace as arrays, and where its last two steps begin.
 
     Attributes:
-        numbers: allocation of each event, from 0.
-        is_made: whether it is made then, or freed.
-        phases: of each event.
-        sizes: bytes of each allocation.
-        on_host: of each allocation, whether it is on the host.
         former, last, end: events before the last but one step, before the last one, and in all.
         update_of_former, update_of_last: events before their optimizer steps.
     """
@@ -132,7 +117,6 @@ class _Steps:
         self._made = np.append(0, np.cumsum(self.is_made))
 
     def num_made(self, event_idx: int) -> int:
-        """Return the number of allocations made before an event."""
         return int(self._made[event_idx])
 
     def _update(self, start: int, end: int) -> int:
@@ -189,7 +173,6 @@ def _form(alive: _Alive, steps: _Steps, at: tuple[int, int], is_linear: bool) ->
 
 
 def _highest(base: _Floats, slope: _Floats) -> list[tuple[float, float]]:
-    """Return the highest base for each slope."""
     order = np.lexsort((base, slope))
     slopes, bases = slope[order], base[order]
     is_last = np.append(np.diff(slopes) != 0, True)
@@ -197,6 +180,5 @@ def _highest(base: _Floats, slope: _Floats) -> list[tuple[float, float]]:
 
 
 def line_through(at_low: float, at_high: float, low: int, high: int) -> Line:
-    """Return the line through the values at two micro batch sizes."""
     growth = (at_high - at_low) / (high - low)
     return Line(at_low - growth * low, growth)

@@ -39,12 +39,7 @@ class Workload(Protocol):
         ...
 
     def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
-        """Return the engines, with this merged config.
-
-        Args:
-            deepspeed_config: batch sizes solved for the micro batch that follows; not to be changed.
-            device: where batches belong.
-        """
+        """Return the engines, with this merged config, whose batch sizes are solved and which must not be changed."""
         ...
 
     def train_micro_batch(self, micro_batch_size: int) -> Any:
@@ -56,13 +51,7 @@ class Workload(Protocol):
 
 
 def load(reference: str) -> Callable[..., Any]:
-    """Return what ``module:name`` refers to.
-
-    Raises:
-        ValueError: it is not of that form.
-        ImportError: there is no such module, or it cannot be imported.
-        AttributeError: the module has no such name.
-    """
+    """Return what ``module:name`` refers to."""
     module_name, separator, name = reference.partition(":")
     if not (separator and module_name and name):
         raise ValueError(f"workload is {reference!r}; expected module:callable. Name both.")
@@ -86,11 +75,9 @@ class ModelWorkload:
         self._device = torch.device("cpu")
 
     def prepare(self, shape: Mapping[str, Any] | None = None) -> None:
-        """Take the keyword arguments of both functions."""
         self._shape = dict(shape or {})
 
     def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
-        """Return the one engine."""
         self._device = device
         model = self._make_model(**self._shape)
         self._engine, *_ = deepspeed.initialize(
@@ -99,7 +86,6 @@ class ModelWorkload:
         return [self._engine]
 
     def train_micro_batch(self, micro_batch_size: int) -> Any:
-        """Train on a batch made for it."""
         batch = self._make_batch(micro_batch_size, **self._shape)
         batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._device), batch)
         loss = self._engine(*batch)
@@ -111,10 +97,7 @@ class ModelWorkload:
 def measure(request: DryRunRequest) -> DryRunResult:
     """Build the engines and train one step at each of the two micro batch sizes.
 
-    Raises:
-        Exception: whatever the workload, torch or DeepSpeed raises; not everything can be run with fake tensors.
-
-    Ranks: this process is the only one.
+    Raises what the workload, torch or DeepSpeed raises; not everything can be run with fake tensors.
     """
     started_s = time.monotonic()
     with begun(request) as measure_begun:
@@ -124,16 +107,7 @@ def measure(request: DryRunRequest) -> DryRunResult:
 
 @contextlib.contextmanager
 def begun(request: DryRunRequest) -> Iterator[Callable[[DryRunRequest], DryRunResult]]:
-    """Replace what a dry run does, and import the user's code.
-
-    Yields:
-        What does the rest, once in a process, for this request or one that is begun like it.
-
-    Raises:
-        Exception: whatever the user's code raises when it is imported.
-
-    Ranks: this process is the only one.
-    """
+    """Patch the process and import the user's code; yield what runs this request, or one that begins alike, once."""
     reads = patches.ScalarReads()
     tracker = Tracker(_host_test(request.target, request.is_real), None if request.is_real else reads)
     with _patched(request, tracker), _quiet_collector():
@@ -212,10 +186,7 @@ def _num_parameters(engines: Sequence[Any]) -> tuple[int, int]:
 def _train(
     workload: Workload, tracker: Tracker, split: MemorySplit, sizes: list[int], accumulation: int
 ) -> tuple[list[int], list[int]]:
-    """Train a step at each micro batch size.
-
-    Returns the tokens of every micro batch, and activations of every step.
-    """
+    """Train a step at each size; return the tokens of every micro batch and the activations of every step."""
     tokens: list[int] = []
     activations: list[int] = []
     tracker.on_result = split.operation
@@ -236,19 +207,16 @@ def _train(
 
 
 def _in_phase(tracker: Tracker, part: str, instruction: Callable[[], None]) -> None:
-    """Carry out an instruction of a pipeline's.
-
-    Exchange between stages belongs to the phase that is on.
-    """
+    """Carry out a pipeline's instruction; exchange between stages belongs to the current phase."""
     if part in PHASES:
         tracker.enter_phase(part)
     instruction()
 
 
 def _config(request: DryRunRequest, num_stages: int) -> tuple[dict[str, Any], int]:
-    """Return the config for the first size, and the workload's calls in a step.
+    """Return the config for the first size, and the workload's calls in a step (1 or 2).
 
-    These are 1 or 2. A pipeline is called once, and has as many micro batches under way as there are stages, or two.
+    A pipeline is called once, and has as many micro batches under way as there are stages, or two.
     """
     config = copy.deepcopy(dict(request.deepspeed_config))
     wanted = int(config.get("gradient_accumulation_steps") or 1)

@@ -1,7 +1,7 @@
 """What replaces parts of torch and DeepSpeed for an engine alone on fake tensors.
 
-Nothing else of the dry run changes foreign code, and nothing here outlives the process of a dry run's: patches are undone
-when their block ends, and ``dstrial.engine.dryrun.process`` gives each dry run an interpreter of its own.
+Nothing else of the dry run changes foreign code. Patches are undone when their block ends, and each dry run has a process of
+its own (``dstrial.engine.dryrun.process``).
 """
 
 from __future__ import annotations
@@ -49,11 +49,7 @@ _META = "Meta"
 
 @contextlib.contextmanager
 def virtual_world(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Be one rank of many: collectives return at once, and fill in nothing.
-
-    Ranks: this one is the only one that exists.
-    Source: torch's ``fake`` process group.
-    """
+    """Be one rank of many, with torch's ``fake`` process group: collectives return at once, and fill in nothing."""
     size = str(world_size)
     # Who asks for an address expects one; nothing listens there.
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -69,8 +65,6 @@ def virtual_world(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 def _always(value: Any) -> Callable[..., Any]:
-    """Return a function that takes anything and returns ``value``."""
-
     def answer(*_args: object, **_kwargs: object) -> Any:
         return value
 
@@ -105,10 +99,7 @@ def without_compiled_ops() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """Let ``torch.compile`` do nothing: loading the compiler alone takes seconds.
-
-    A compiled model needs another amount of memory than this one.
-    """
+    """Make ``torch.compile`` a no-op: loading the compiler takes seconds, and a compiled model needs other memory."""
 
     def leave(model: Any = None, **_kwargs: object) -> Any:
         return model if model is not None else lambda later: later
@@ -119,9 +110,9 @@ def without_compiler() -> Iterator[None]:
 
 @contextlib.contextmanager
 def module_conversion() -> Iterator[None]:
-    """Let ``nn.Module.to``, ``.half()`` and the like convert fake parameters.
+    """Let ``nn.Module.to``, ``.half()`` and the like convert fake parameters by giving each new data.
 
-    Each gets new data. torch swaps the tensor objects instead, and refuses where anything else refers to them.
+    torch swaps the tensor objects instead, and refuses if anything else refers to them.
     """
 
     def apply(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
@@ -176,12 +167,7 @@ def data_with_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def device_beside_host(tracker: Tracker, device_bytes: int | None) -> Iterator[None]:
-    """Make ``DEVICE_NAME`` DeepSpeed's accelerator, so that tensors move to and fro.
-
-    Args:
-        tracker: knows how much of the device is taken.
-        device_bytes: how large the device's memory is; None for no limit.
-    """
+    """Make ``DEVICE_NAME`` DeepSpeed's accelerator, with ``device_bytes`` of memory (None: no limit)."""
     accelerator = get_accelerator()
 
     def free(_device_index: int | None = None) -> int:
@@ -191,7 +177,7 @@ def device_beside_host(tracker: Tracker, device_bytes: int | None) -> Iterator[N
         return tensor.clone()
 
     def placed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Let a maker of fake tensors put them where asked; torch puts values on ``cpu``."""
+        """Let a maker of fake tensors put them on the asked device; torch puts values on ``cpu``."""
 
         def made(*args: Any, **kwargs: Any) -> torch.Tensor:
             tensor = make(*args, **kwargs)
@@ -222,11 +208,8 @@ def device_beside_host(tracker: Tracker, device_bytes: int | None) -> Iterator[N
 class ScalarReads:
     """Answers ``.item()`` and the like on fake tensors, which have no values.
 
-    User code is told a declared constant, libraries what keeps them going. DeepSpeed is told 0, which is no overflow and a
-    gradient norm of 0, after which it takes the step; torch's optimizers are told 1, which is their first step.
-
-    Attributes:
-        bypasses: each place at which user code was told the constant.
+    User code gets a declared constant, noted in ``bypasses``. DeepSpeed gets 0: no overflow and a gradient norm of 0, after which
+    it takes the step. torch's optimizers get 1, their first step.
     """
 
     def __init__(self, constant: float = USER_CONSTANT) -> None:
@@ -234,7 +217,6 @@ class ScalarReads:
         self._constant = constant
 
     def __call__(self, tensor: torch.Tensor) -> float | int | bool | complex:
-        """Return the value of a tensor of one element."""
         file, line = _reader()
         if file.startswith(_TORCH_OPTIMIZERS):
             value = 1.0
@@ -264,10 +246,10 @@ def _reader() -> tuple[str, int]:
 
 @contextlib.contextmanager
 def phases(tracker: Tracker) -> Iterator[None]:
-    """Tell ``tracker`` when engines begin a phase.
+    """Report to ``tracker`` when engines begin a phase.
 
-    Forward, backward and the optimizer step last until the next one begins; sending gradients and gathering parameters are
-    told within them.
+    Forward, backward and the optimizer step last until the next one begins; reducing gradients and gathering parameters are
+    reported within them.
     """
     with contextlib.ExitStack() as stack:
         for name, phase in process.ENGINE_PHASES:
@@ -340,11 +322,10 @@ def all_of_them(
 def _meta_collectives() -> Iterator[None]:
     """Let collectives take fake tensors where torch has no kernels for them.
 
-    Torch 2.6 has none, 2.13 has one for each. Such a kernel gives back what it was to fill, as it was, and a ``Work`` that has
-    ended. Python cannot make one in torch 2.6: it is the answer of torch's ``fake`` process group, which must be the default one,
-    to a collective of nothing.
+    Torch 2.6 has none, 2.13 has one for each. Such a kernel returns what it was to fill, as it was, and a finished ``Work``.
+    Python cannot make one in torch 2.6: it is the answer of torch's ``fake`` process group, which must be the default one, to a
+    collective of nothing.
 
-    Ranks: this one; nothing is sent.
     Source: torch 2.6 csrc/distributed/c10d/Ops.cpp registers CPU, CUDA and other devices; schemas return what they fill, and
     the work.
     """

@@ -1,4 +1,4 @@
-"""Give a dry run a process of its own, with which its patches end."""
+"""Run a dry run in a process of its own, with which its patches end."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class DryRunError(DstrialError):
     """A configuration cannot be dry-run.
 
     Args:
-        kind: ``unsupported`` where fake tensors cannot do what the code asks, ``error`` where the code raises,
-            ``deadline`` where it took too long, ``died`` where the process ended without an answer.
+        kind: ``unsupported`` (fake tensors cannot do what the code asks), ``error`` (the code raises), ``deadline`` (it took
+            too long), ``died`` (the process ended without an answer).
         message: for a person.
         place: ``file:line`` of user code that could not be run; None if unknown.
     """
@@ -40,12 +40,10 @@ class DryRunError(DstrialError):
 
 
 def dry_run(request: DryRunRequest, *, deadline_s: float = 300.0) -> DryRunResult:
-    """Run what is asked in a new process, which is ended after ``deadline_s`` seconds.
+    """Run a request in a new process, which is ended after ``deadline_s`` seconds.
 
     Raises:
         DryRunError: the run failed, or took too long.
-
-    Ranks: any; no communication.
     """
     started_s = time.monotonic()
     (found,) = dry_runs([request], deadline_s=deadline_s, num_parallel=0)
@@ -57,19 +55,10 @@ def dry_run(request: DryRunRequest, *, deadline_s: float = 300.0) -> DryRunResul
 def dry_runs(
     requests: Sequence[DryRunRequest], *, deadline_s: float = 600.0, num_parallel: int = 1
 ) -> list[DryRunResult | DryRunError]:
-    """Run all requests in forks of one process that imports torch and DeepSpeed once.
+    """Run all requests in forks of one process that imports torch and DeepSpeed once; return a result or error for each.
 
-    Later calls fork that process, too: it lasts as long as this one.
-
-    Args:
-        requests: what to run; all with the same first directory.
-        deadline_s: seconds for all of them together; what has no answer by then is an error.
-        num_parallel: how many run at the same time; 0 for no fork, with one request.
-
-    Returns:
-        A result or an error for each.
-
-    Ranks: any; no communication.
+    Later calls fork that process, too: it lasts as long as this one. All requests have the same first directory.
+    ``num_parallel`` is how many run at the same time; 0 for no fork, with one request.
     """
     if not requests:
         return []

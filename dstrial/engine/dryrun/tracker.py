@@ -1,6 +1,6 @@
 """Watch every tensor operation: bytes allocated and freed, collectives, FLOPs.
 
-It sees what reaches torch's dispatcher, so outputs of operations, and not the scratch memory inside a kernel.
+It sees what reaches torch's dispatcher: outputs of operations, not the scratch memory inside a kernel.
 """
 
 from __future__ import annotations
@@ -49,18 +49,15 @@ _COLLECTIVES = {
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Records operations; enter it after ``FakeTensorMode``, to see fake tensors.
 
-    Args:
-        is_host: whether memory on a torch device is the host's.
-        read_scalar: what a read of a scalar from a fake tensor yields; None lets torch answer.
+    ``read_scalar`` answers reads of a scalar from a fake tensor; None lets torch answer.
 
     Attributes:
-        trace: allocations and frees.
         device_bytes: bytes on the device now.
         collectives: (step, micro batch) -> kind, group size and phase -> [calls, bytes].
         flops: (step, micro batch) -> [without recomputation, with it].
         operations: (step, micro batch) -> operations that reached the dispatcher, views and the like included.
-        on_result: told each operation's result and arguments; None to tell nobody.
-        on_phase: told the name of each phase that begins, those within others left out; None to tell nobody.
+        on_result: called with each operation's result and arguments.
+        on_phase: called with the name of each outermost phase that begins.
 
     Source: the way storages are followed is that of torch's ``distributed/_tools/mem_tracker.py``.
     """
@@ -91,18 +88,17 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
 
     @property
     def phase(self) -> str:
-        """The phase that is on."""
         return PHASES[self._phase]
 
     def enter_phase(self, phase: str) -> None:
-        """Say that ``phase`` begins; it lasts until the next one."""
+        """Begin ``phase``; it lasts until the next one."""
         self._phase = PHASES.index(phase)
         if self.on_phase is not None:
             self.on_phase(phase)
 
     @contextlib.contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """Say that ``phase`` is on inside the block, and the former one after it."""
+        """Be in ``phase`` inside the block, and in the former one after it."""
         before, self._phase = self._phase, PHASES.index(phase)
         try:
             yield
@@ -110,14 +106,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
             self._phase = before
 
     def begin_micro_batch(self, step_idx: int, micro_batch_idx: int) -> None:
-        """Count collectives and operations from now on for this micro batch."""
         self._place = (step_idx, micro_batch_idx)
         if not self.trace.marks:
             self.trace.marks.append(len(self.trace.events))
         self.enter_phase("forward")
 
     def end_step(self) -> None:
-        """Note the end of a step."""
         self.trace.marks.append(len(self.trace.events))
 
     def watch(self, tensors: Any) -> None:

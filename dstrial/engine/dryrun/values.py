@@ -1,4 +1,4 @@
-"""What a dry run is asked and what it answers; values only, without torch."""
+"""Requests and results of dry runs; values only, without torch."""
 
 from __future__ import annotations
 
@@ -18,37 +18,26 @@ Target = Literal["cpu", "cuda"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Line:
-    """Bytes or operations by micro batch: ``base + per_record * micro_batch_size``.
-
-    Attributes:
-        base: at no records.
-        per_record: for each record of the micro batch.
-    """
+    """Bytes or operations by micro batch: ``base + per_record * micro_batch_size``."""
 
     base: float
     per_record: float
 
     def at(self, micro_batch_size: float) -> float:
-        """Return the value at a micro batch size."""
         return self.base + self.per_record * micro_batch_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PhaseMemory:
-    """Most bytes alive at once within a phase, as the greatest of some lines.
+    """Most bytes alive at once within a phase of ``PHASES``, as the greatest of some lines.
 
     Several allocations of one phase may be its peak: one at small micro batches, another at large ones.
-
-    Attributes:
-        phase: one of ``PHASES``.
-        lines: bytes over the micro batch size; at least one.
     """
 
     phase: str
     lines: tuple[Line, ...]
 
     def at(self, micro_batch_size: float) -> float:
-        """Return the bytes at a micro batch size."""
         return max(line.at(micro_batch_size) for line in self.lines)
 
 
@@ -56,16 +45,13 @@ class PhaseMemory:
 class MemoryForm:
     """Bytes alive on one kind of memory, phase by phase.
 
-    Attributes:
-        phases: one per phase that occurred, in the order of ``PHASES``.
-        settled: bytes alive between two steps, nothing of a forward pass included: parameters, optimizer state, buffers.
+    ``settled`` are the bytes alive between two steps: parameters, optimizer state, buffers.
     """
 
     phases: tuple[PhaseMemory, ...]
     settled: float
 
     def peak(self, micro_batch_size: float) -> float:
-        """Return the most bytes alive at once in any phase."""
         return max((phase.at(micro_batch_size) for phase in self.phases), default=0.0)
 
     def peak_phase(self, micro_batch_size: float) -> str:
@@ -79,14 +65,9 @@ class MemoryForm:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Collective:
-    """Calls of one kind of collective, together.
+    """Calls of one kind of collective (``all_reduce``, ``all_gather``, ...), together.
 
-    Attributes:
-        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, ``all_to_all``, …
-        group_size: ranks that take part.
-        phase: in which it is sent.
-        num_calls: how often.
-        num_bytes: bytes of the whole tensor, which for all_gather and reduce_scatter is that of all ranks together.
+    ``num_bytes`` are of the whole tensor, which for all_gather and reduce_scatter is that of all ranks together.
     """
 
     kind: str
@@ -98,12 +79,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flops:
-    """Floating-point operations of one micro batch on one rank, forward and backward.
-
-    Attributes:
-        model: without recomputation.
-        hardware: with it.
-    """
+    """Operations of one micro batch on one rank, forward and backward: without recomputation, and with it."""
 
     model: Line
     hardware: Line
@@ -111,12 +87,7 @@ class Flops:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bypass:
-    """A place where user code was told a constant, as a fake tensor has no values.
-
-    Attributes:
-        place: ``file:line``.
-        value: what it was told.
-    """
+    """A place (``file:line``) where user code got a constant, because a fake tensor has no values."""
 
     place: str
     value: float
@@ -138,8 +109,7 @@ class DryRunRequest:
         is_real: run with real tensors, where user code cannot do with fake ones; takes the memory and the time it takes.
         module_paths: directories to import from before others; the first is also where relative paths start.
         rank: which of the ranks it is; another than 0 for another stage of a pipeline.
-        shared_options: keyword arguments of the workload; JSON values. Requests that have the same ones import the user's code
-            together.
+        shared_options: keyword arguments of the workload; JSON values. Requests with equal ones import the user's code together.
     """
 
     workload: str
@@ -155,20 +125,15 @@ class DryRunRequest:
     shared_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def is_begun_like(self, other: DryRunRequest) -> bool:
-        """Say whether both differ only in what comes after the import.
-
-        That is what ``Workload.prepare`` and the engine are given.
-        """
+        """Return whether both differ only in what comes after the import: ``Workload.prepare`` and the engine."""
         own: dict[str, Any] = {"options": {}, "deepspeed_config": {}, "micro_batch_sizes": (2, 4)}
         return dataclasses.replace(self, **own) == dataclasses.replace(other, **own)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> DryRunRequest:
-        """Return what ``to_json`` was called on."""
         low, high = value["micro_batch_sizes"]
         return cls(
             **{**value, "micro_batch_sizes": (low, high), "module_paths": tuple(value["module_paths"])}
@@ -183,24 +148,22 @@ class DryRunResult:
         device: bytes on the device.
         host: bytes on the host; nothing on target ``cpu``.
         parameters: number of parameters of all engines' models, those of other ranks included.
-        trainable_parameters: those with gradients.
         inner_collectives: of a micro batch that ends no accumulation; empty without accumulation.
         last_collectives: of the micro batch that ends it, with the optimizer step.
         flops: of one micro batch.
-        records: of one micro batch, tokens (elements of its largest integer tensor) over the micro batch size; no line
+        records: tokens of one micro batch (elements of its largest integer tensor) over the micro batch size; no line
             if it has no integer tensor.
-        is_fake: whether tensors were fake.
         is_linear: whether both sizes did the same operations, so that the lines are exact; else they pass through two peaks.
-        bypasses: constants that user code was told.
+        bypasses: constants that user code got.
         notes: what else to know, as sentences.
         inner_operations: of torch, in a micro batch that ends no accumulation; 0 without accumulation.
         last_operations: in the micro batch that ends it, with the optimizer step.
         device_parts: bytes of parameters, gradients, optimizer state and buffers by name, each at its largest within a step.
         host_parts: the same on the host.
-        activations: bytes on the device that a forward pass leaves, the micro batch included; None if it was not told.
-        num_records: of the micro batch that a script has made; 0 where somebody else says how many it has.
-        wall_s: seconds it took, with imports that it does not share.
-        peak_rss_bytes: memory of the process that ran it, at most.
+        activations: bytes on the device that a forward pass leaves, the micro batch included; None if unknown.
+        num_records: of the micro batch that a script has made; 0 where the caller knows how many it has.
+        wall_s: with imports that it does not share.
+        peak_rss_bytes: of the process that ran it.
     """
 
     device: MemoryForm
@@ -225,11 +188,7 @@ class DryRunResult:
     peak_rss_bytes: int = 0
 
     def collectives(self, accumulation_steps: int) -> tuple[Collective, ...]:
-        """Return the collectives of one optimizer step.
-
-        Args:
-            accumulation_steps: micro batches of one rank in one optimizer step.
-        """
+        """Return the collectives of one optimizer step."""
         inner = accumulation_steps - 1
         repeated = [
             dataclasses.replace(each, num_calls=each.num_calls * inner, num_bytes=each.num_bytes * inner)
@@ -247,14 +206,12 @@ class DryRunResult:
         return self.flops.model.at(micro_batch_size) / rule if rule else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
         fields = dataclasses.asdict(self)
         # Not told by runs of an earlier release, which are read and written as they were.
         return {name: value for name, value in fields.items() if value or name not in _LATE_FIELDS}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> DryRunResult:
-        """Return what ``to_json`` was called on."""
         flops, tokens, activations = value["flops"], value["tokens"], value.get("activations")
         return cls(
             **{
@@ -276,7 +233,6 @@ _LATE_FIELDS = ("device_parts", "host_parts", "activations", "num_records")
 
 
 def memory_form_from_json(value: Mapping[str, Any]) -> MemoryForm:
-    """Return the form that ``dataclasses.asdict`` was called on."""
     phases = tuple(
         PhaseMemory(each["phase"], tuple(Line(**line) for line in each["lines"])) for each in value["phases"]
     )
@@ -293,11 +249,7 @@ def _summed(collectives: Sequence[Collective]) -> tuple[Collective, ...]:
 
 
 def upper_envelope(lines: Iterable[tuple[float, float]], smallest: float = 1.0) -> tuple[Line, ...]:
-    """Return the lines that are greatest somewhere from ``smallest`` on, by slope.
-
-    Args:
-        lines: (base, per_record) of each.
-        smallest: least micro batch size.
+    """Return the lines that are greatest somewhere from ``smallest`` on, by slope, from (base, per_record) pairs.
 
     Source: the convex hull of lines by their slopes, as in any text on computational geometry.
     """

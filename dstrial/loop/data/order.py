@@ -1,7 +1,7 @@
 """Which records make up which batch.
 
-A function of seed, epoch, batch and global batch size only: replicas and micro batches are slices of a global
-batch, so a run may change their number and still see every record of an epoch once, in the same batches.
+A pure function of seed, epoch, batch and global batch size: replicas and micro batches are slices of a global batch. A run
+may change their number and still see every record of an epoch once, in the same batches.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class ShuffledOrder:
         self._seed = seed
 
     def __call__(self, epoch_idx: int) -> Sequence[int]:
-        """Return the records of one epoch in order."""
         generator = torch.Generator().manual_seed(_mixed_seed(self._seed, epoch_idx))
         return _TensorSequence(torch.randperm(self._num_records, generator=generator))
 
@@ -59,9 +58,9 @@ class _TensorSequence(Sequence[int]):
 
 
 class SamplerOrder:
-    """The order of a user's sampler, replayed from epoch 0.
+    """The order of a user's sampler, replayed from epoch 0 because a sampler may keep state over epochs.
 
-    Each epoch has random states of (seed, epoch); replayed, because a sampler may carry its own from epoch to epoch.
+    Each epoch has random states of (seed, epoch).
     """
 
     def __init__(self, sampler: Any, seed: int) -> None:
@@ -71,7 +70,7 @@ class SamplerOrder:
         self._newest: list[Any] = []
 
     def __call__(self, epoch_idx: int) -> Sequence[Any]:
-        """Return what the sampler yields in one epoch; epochs are asked for in order."""
+        """Return what the sampler yields in one epoch; epochs must be asked for in order."""
         if epoch_idx == self._next_epoch - 1:
             return self._newest
         if epoch_idx < self._next_epoch:
@@ -106,14 +105,12 @@ class forked_random_state:  # noqa: N801  # used like torch.random.fork_rng
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's CPU generators of this process."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)
 
 
 def record_seed(seed: int, epoch_idx: int, record_idx: int) -> int:
-    """Return the seed under which a loader worker reads one record in one epoch."""
     value = (seed * 0x9E3779B97F4A7C15 + epoch_idx * 0xBF58476D1CE4E5B9 + record_idx * 0x94D049BB133111EB) & (
         2**64 - 1
     )
@@ -122,13 +119,7 @@ def record_seed(seed: int, epoch_idx: int, record_idx: int) -> int:
 
 
 def epoch_order(sampler: Any, num_records: int, seed: int) -> EpochOrder:
-    """Return the order of records per epoch that a ``DataLoader``'s sampler gives.
-
-    Args:
-        sampler: the loader's ``sampler``; plain shuffling and plain sequence are recognised.
-        num_records: records in the data set.
-        seed: the trial's data seed.
-    """
+    """Return the order of records per epoch that a ``DataLoader``'s sampler gives."""
     if type(sampler) is data.SequentialSampler:
         return lambda _epoch_idx: range(num_records)
     if type(sampler) is data.RandomSampler and not sampler.replacement and sampler.num_samples == num_records:
@@ -140,14 +131,6 @@ def epoch_order(sampler: Any, num_records: int, seed: int) -> EpochOrder:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchGeometry:
-    """How a global batch is cut up.
-
-    Attributes:
-        records_per_micro_batch: records in a full micro batch.
-        micro_batches_per_batch: micro batches of one replica in one batch.
-        num_replicas: data-parallel size.
-    """
-
     records_per_micro_batch: int
     micro_batches_per_batch: int
     num_replicas: int
@@ -159,25 +142,14 @@ class BatchGeometry:
 
     @property
     def train_batch_size(self) -> int:
-        """Records in a full global batch."""
         return self.records_per_micro_batch * self.num_slices
 
 
 class GlobalBatches:
     """The batches of a run, from the order of each epoch.
 
-    The tail of an epoch: with ``keep_tail`` the last batch holds what is left, dealt out as evenly as
-    possible; where that leaves a micro batch without a record, it repeats one of the same batch.
-    Without, what does not fill a global batch is not trained in that epoch.
-
-    Args:
-        order: epoch index -> order of its records.
-        num_records: records per epoch.
-        geometry: how a batch is cut up.
-        keep_tail: whether an epoch ends with a short batch.
-
-    Raises:
-        DataError: there is no record, or not enough for one batch where the tail is not kept.
+    With ``keep_tail`` the last batch of an epoch holds the records that are left, dealt out as evenly as possible; a micro batch
+    that would be empty repeats a record of the same batch. Without it these records are not trained in that epoch.
     """
 
     def __init__(self, order: EpochOrder, num_records: int, geometry: BatchGeometry, keep_tail: bool) -> None:
@@ -200,7 +172,7 @@ class GlobalBatches:
         self._block: list[Any] = []
 
     def records(self, batch_idx: int) -> list[Any]:
-        """Return the records of global batch ``batch_idx`` (of the run, from 0), in order."""
+        """Return the records of a global batch (``batch_idx`` counts over the run), in order."""
         epoch_idx, batch_in_epoch = divmod(batch_idx, self.epoch_length)
         if epoch_idx != self._epoch_idx:
             self._records = self._order(epoch_idx)
@@ -215,7 +187,7 @@ class GlobalBatches:
         return self._block[start - block_start : start - block_start + size]
 
     def num_records(self, first_batch: int, end_batch: int) -> int:
-        """Return the records of global batches ``first_batch`` to ``end_batch - 1``."""
+        """Return the number of records in ``first_batch`` to ``end_batch - 1``."""
         size = self.geometry.train_batch_size
         num_tails = (
             end_batch // self.epoch_length - first_batch // self.epoch_length if self.keeps_tail else 0
@@ -223,7 +195,7 @@ class GlobalBatches:
         return (end_batch - first_batch) * size - num_tails * (size - self.num_tail_records)
 
     def micro_batch(self, records: Sequence[Any], micro_batch_idx: int, replica: int) -> list[Any]:
-        """Return the records of a replica's micro batch, from 0 in its batch; never empty."""
+        """Return the records of a replica's micro batch; never empty."""
         num_slices = self.geometry.num_slices
         slice_idx = micro_batch_idx * self.geometry.num_replicas + replica
         start, stop = (slice_idx * len(records) // num_slices, (slice_idx + 1) * len(records) // num_slices)
@@ -237,9 +209,8 @@ class ReplicaSampler(data.Sampler[list[Any]]):
     """Endless micro batches of one replica, from any position.
 
     Args:
-        batches: the run's global batches.
         replica: data-parallel rank.
-        start_micro_batch: how many micro batches of this replica come before the first one yielded.
+        start_micro_batch: micro batches of this replica to skip.
         with_epoch: yield ``(epoch_idx, record_idx)`` keys instead of record indices.
     """
 

@@ -1,8 +1,7 @@
 """Reads records as a user's loader would, with our random states and positions.
 
-A ``determined.pytorch.DataLoader`` is taken apart: its data set, sampler and worker settings are used, its
-own way of dealing batches to ranks is not, because that depends on the number of ranks. Any other loader
-belongs to the user, who must have said so with ``context.disable_dataset_reproducibility_checks()``.
+Of a ``determined.pytorch.DataLoader`` the data set, sampler and worker settings are used, not its dealing of batches, which
+depends on the number of ranks. Any other loader must be allowed by ``context.disable_dataset_reproducibility_checks()``.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from dstrial.trial.determined_errors import ForeignLoaderError
 
 
 class SeededRecords(data.Dataset[Any]):
-    """A data set read by ``(epoch_idx, record)``, under random states of its own.
+    """A data set read by ``(epoch_idx, record)``, under random states of (seed, epoch, record).
 
-    They follow from (seed, epoch, record). Used in loader workers only, which share no random state with training.
+    Used in loader workers only, which share no random state with training.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -48,7 +47,6 @@ class SeededRecords(data.Dataset[Any]):
 
 
 def _record_number(record: Any) -> int:
-    """Return the record's own number, from an int, NumPy int, tensor or any key."""
     try:
         return operator.index(record)
     except TypeError:
@@ -56,7 +54,7 @@ def _record_number(record: Any) -> int:
 
 
 class _WorkerStart:
-    """Starts a loader worker: user code there sees its own data set, as without us."""
+    """Starts a loader worker whose user code sees the user's own data set."""
 
     def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
         self._worker_init_fn = worker_init_fn
@@ -74,9 +72,8 @@ def torch_loader(
 ) -> data.DataLoader[Any]:
     """Build the loader that reads ``batch_sampler``'s records as ``loader`` would.
 
-    It gets a generator of its own, because a loader without one draws from the training's random state
-    every time it is started. Where the user gave no ``timeout``, it waits for silent workers as long as ranks wait for
-    each other, not for ever.
+    It has its own generator, because a loader without one draws from the training's random state at every start. Without the
+    user's ``timeout`` it waits for silent workers as long as ranks wait for each other.
     """
     return data.DataLoader(
         dataset,
@@ -94,11 +91,6 @@ def torch_loader(
 
 
 def require_determined_loader(loader: Any, method: str, checks_disabled: bool) -> None:
-    """Refuse a loader of the user's own, unless that was allowed.
-
-    Raises:
-        TrialContractError: it was not.
-    """
     if loader is not None and not checks_disabled:
         raise ForeignLoaderError(
             f"{method} returned a {type(loader).__module__}.{type(loader).__name__}; expected dstrial.DataLoader, whose "

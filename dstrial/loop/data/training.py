@@ -1,4 +1,4 @@
-"""The training records of a rank: without end, from any position."""
+"""The training records of a rank: endless, from any position."""
 
 from __future__ import annotations
 
@@ -21,13 +21,7 @@ logger = logging.getLogger("dstrial.loop")
 
 
 class CountingIterator:
-    """An endless iterator over micro batches that knows how many were drawn.
-
-    Args:
-        items: the micro batches.
-        drawn: how many of this replica came before the first one.
-        rank: this rank, for the message when the loader ends.
-        per_batch: micro batches of this replica in a batch, likewise.
+    """An endless iterator over micro batches that counts the drawn ones.
 
     Attributes:
         watch: called with each micro batch and the seconds that the loader took for it; None for nobody.
@@ -71,19 +65,7 @@ class CountingIterator:
 
 
 class TrainingStream:
-    """The training records of this rank.
-
-    Args:
-        loader: what ``build_training_data_loader`` returned on this rank; None on ranks that read no records.
-        adapter: the adapter of the first wrapped engine.
-        rank: this rank.
-        seed: the trial's data seed.
-        checks_disabled: whether any kind of loader is allowed.
-
-    Raises:
-        DataError: the loader holds too few records.
-        TrialContractError: it is not a ``DataLoader`` and that was not allowed.
-    """
+    """The training records of this rank; ``loader`` is None on ranks that read none."""
 
     def __init__(
         self, loader: Any, adapter: EngineAdapter, rank: int, seed: int, checks_disabled: bool
@@ -159,13 +141,13 @@ class TrainingStream:
 
     @property
     def records_per_batch(self) -> int | None:
-        """Records of a full batch, over all replicas; None with a loader of the user's."""
+        """Records of a full batch, over all replicas; None with a loader of the user's own."""
         if self._batches is None or self._loader.batch_size is None:
             return None
         return self._batches.geometry.train_batch_size
 
     def count_records(self, first_batch: int, end_batch: int) -> int:
-        """Return the records of global batches; for a user's loader, as if all are full."""
+        """Return the records of global batches; with a user's own loader as if all were full."""
         if self._batches is not None and self._loader.batch_size is not None:
             return self._batches.num_records(first_batch, end_batch)
         return (end_batch - first_batch) * self._full_batch_records
@@ -214,7 +196,7 @@ class TrainingStream:
 
 
 class _Flattened(data.Sampler[Any]):
-    """Micro batches of a user's batch sampler: each of its batches, as it stands."""
+    """Micro batches of a user's batch sampler, unchanged."""
 
     def __init__(self, sampler: data.Sampler[Any], with_epoch: bool) -> None:
         self._sampler = sampler
@@ -233,8 +215,8 @@ def agreed_epoch_length(gathered: Sequence[tuple[bool, bool, int | None, str | N
     """Return the batches per epoch that all ranks with a loader have.
 
     Args:
-        gathered: by rank: whether it has to read records, whether it has a loader, the batches per epoch of that
-            loader (None if it does not say), and what is wrong with it (None if nothing is).
+        gathered: by rank: whether it must read records, whether it has a loader, that loader's batches per epoch (None if it
+            does not say), and its problem (None if there is none).
 
     Raises:
         DataError: a loader is missing, too short, or lengths differ; the same on every rank.

@@ -24,16 +24,9 @@ def round_of(sizes: Sequence[int], is_ragged: bool) -> ValidationRound:
 
 
 def unplanned_sizes(num_micro_batches: int, per_round: int) -> list[tuple[int, bool]]:
-    """Plan the rounds over a loader whose sizes are not known.
+    """Plan the rounds over a loader of unknown sizes: (micro batches, whether it may be ragged).
 
     The last micro batch gets a round of its own, because it may be ragged: hold fewer records.
-
-    Args:
-        num_micro_batches: micro batches of each replica, at least 1.
-        per_round: micro batches per call of ``evaluate_batch``.
-
-    Returns:
-        The micro batches of each round, and whether it may be ragged.
     """
     full_rounds, rest = divmod(num_micro_batches - 1, per_round)
     sizes = [per_round] * full_rounds + ([rest] if rest else [])
@@ -42,13 +35,7 @@ def unplanned_sizes(num_micro_batches: int, per_round: int) -> list[tuple[int, b
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Extent:
-    """The size of a validation set, in records where a plan can be made.
-
-    Attributes:
-        num_records: records of the whole set; None if they are known only when they are read.
-        records_per_micro_batch: the loader's batch size, with ``num_records``.
-        num_micro_batches: micro batches of this replica, without ``num_records``.
-    """
+    """The size of a validation set: in records where a plan can be made, else in micro batches of this replica."""
 
     num_records: int | None = None
     records_per_micro_batch: int | None = None
@@ -56,7 +43,6 @@ class Extent:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to validate with."""
         return not self.num_records and not self.num_micro_batches
 
 
@@ -64,16 +50,9 @@ class ValidationStream:
     """The validation records of this rank.
 
     Args:
-        loader: what ``build_validation_data_loader`` returned on this rank; None on ranks that read no records.
-        adapter: the adapter of the first wrapped engine.
+        loader: None on ranks that read no records.
         all_replicas: whether a forward pass of any engine needs every replica.
-        seed: the trial's data seed.
-        checks_disabled: whether any kind of loader is allowed.
         count_records: returns the number of records in one item of the loader.
-
-    Raises:
-        TrialContractError: the loader is not a ``DataLoader`` and that was not allowed.
-        DataError: it does not say how long it is.
     """
 
     def __init__(
@@ -118,7 +97,7 @@ class ValidationStream:
     def rounds(self, agreed: Extent) -> Iterator[tuple[ValidationRound, Iterator[Any] | None]]:
         """Yield each round of this replica with an iterator over its micro batches.
 
-        ``agreed`` is the ranks' extent; a rank with a loader of unplanned length uses its own. Ranks: any; no communication.
+        ``agreed`` is the ranks' extent; a rank with a loader of unplanned length uses its own.
         """
         if agreed.num_records is not None and agreed.records_per_micro_batch is not None:
             yield from self._planned(agreed.num_records, agreed.records_per_micro_batch)

@@ -17,6 +17,7 @@ from dstrial.engine.dryrun.values import DryRunRequest, DryRunResult
 
 pytestmark = pytest.mark.process
 
+PROGRAMS = str(Path(__file__).parents[2] / "programs")
 DEADLINE_S = 60.0
 NUM_PARAMETERS = 4 * (64 * 64 + 64)
 
@@ -39,7 +40,7 @@ def request(stage: int = 0, world_size: int = 8, kind: str = "plain", **more: An
         options={"shape": {"kind": kind, "width": 64}},
         deepspeed_config=config,
         world_size=world_size,
-        module_paths=(str(Path(__file__).parent),),
+        module_paths=(PROGRAMS,),
         **more,
     )
 
@@ -99,20 +100,15 @@ def test_gradients_are_sent_once_and_parameters_gathered_once() -> None:
 
 
 def test_recomputation_counts_for_the_hardware_only() -> None:
+    import dry_run_models
     from torch.utils.flop_counter import FlopCounterMode
 
     plain, again = measured(request()), measured(request(kind="checkpoints"))
 
     assert again.flops.model == plain.flops.model == plain.flops.hardware
     assert again.flops.hardware.at(4) > 1.1 * again.flops.model.at(4)
-    sys.path.insert(0, str(Path(__file__).parent))
-    try:
-        import dry_run_models
-
-        with FlopCounterMode(display=False) as counter:
-            dry_run_models.tower()(*dry_run_models.records(4)).backward()
-    finally:
-        sys.path.pop(0)
+    with FlopCounterMode(display=False) as counter:
+        dry_run_models.tower()(*dry_run_models.records(4)).backward()
     assert plain.flops.model.at(4) == counter.get_total_flops()
 
 
@@ -154,7 +150,7 @@ def test_code_is_imported_once_for_requests_that_begin_alike(
     code = f"{more}\nwith open({str(tmp_path / 'imports')!r}, 'a') as imports:\n    imports.write('imported\\n')\n"
     (tmp_path / "counted.py").write_text(f"from dry_run_models import *\n{code}")
     options = {"model": "counted:tower", "batch": "counted:records"}
-    paths = (str(tmp_path), str(Path(__file__).parent))
+    paths = (str(tmp_path), PROGRAMS)
     asked = [
         dataclasses.replace(request(stage), shared_options=options, module_paths=paths) for stage in (0, 3)
     ]

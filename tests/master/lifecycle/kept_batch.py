@@ -13,7 +13,7 @@ from waiting import wait_for
 
 from dstrial.testing.master import MasterForTest
 
-DEFINITIONS = Path(__file__).parents[2] / "trainer" / "definitions"
+DEFINITIONS = Path(__file__).parents[2] / "programs"
 DEEPSPEED = {
     "train_batch_size": 12,
     "train_micro_batch_size_per_gpu": 6,

@@ -15,7 +15,7 @@ from dstrial.testing.master import MasterForTest, master_for_test
 
 pytestmark = pytest.mark.process
 
-DEFINITIONS = Path(__file__).parents[2] / "trainer" / "definitions"
+DEFINITIONS = Path(__file__).parents[2] / "programs"
 DEEPSPEED = {
     "train_batch_size": 8,
     "train_micro_batch_size_per_gpu": 4,
