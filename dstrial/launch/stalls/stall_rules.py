@@ -16,7 +16,7 @@ STOPPED_AFTER_S = 10.0
 """How long a rank is stopped before that is told: nobody has to wonder whether it still works."""
 
 FIRST_FACTOR = 8
-"""Timeouts after which the first of a phase counts as stalled. Its length is unknown and it may compile: 16 minutes by default."""
+"""Timeouts after which the first of a phase, which may compile, counts as stalled: 16 minutes by default."""
 
 EXIT_TIMEOUT_S = 60.0
 """How long threads and exit handlers may keep a rank that has trained after its program, seconds: loggers send their rest."""

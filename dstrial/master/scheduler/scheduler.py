@@ -473,7 +473,9 @@ class Scheduler:
             self._database.write(lambda tx: _release(tx, row, f"it did not stop within {why}", is_kill=True))
         elif row.preempt_us is not None and row.kill_us is None:
             phase = untrained_phase_in(Path(row.directory))
-            if phase is not None:  # nothing to save, and nobody listens for minutes where an operator is compiled
+            if (
+                phase is not None
+            ):  # nothing to save, and nobody listens for minutes where an operator is compiled
                 text = f"it is asked to stop before its first batch ({phase})"
                 self._database.write(lambda tx: _release(tx, row, text, is_kill=True))
         if row.preempt_us is not None and _is_command(row) and row.id not in self._terminated:
