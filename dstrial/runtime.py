@@ -124,10 +124,12 @@ def process_runtime(
     exp_conf: dict[str, Any] | None,
     run_dir: str | os.PathLike[str] | None,
     distributed: core.DistributedContext | None,
+    defers_signals: bool = False,
 ) -> Iterator[ProcessRuntime]:
     """Enter what :func:`core_context` gives, and what else a trainer needs of it.
 
-    Arguments, errors and ranks as there.
+    With ``defers_signals`` a request to stop ends the process until the caller calls ``signals.listen()``. Ranks: all,
+    collectively.
     """
     quieten_libraries()
     info = cluster_info()
@@ -139,7 +141,7 @@ def process_runtime(
         identity = process_group.init_process_group(identity, timeout_s=timeout_from_environ())
         device = process_group.device(identity)
         channel = distributed if distributed is not None else ControlChannel(identity)
-        signals = stack.enter_context(StopSignals())
+        signals = stack.enter_context(StopSignals(is_deferred=defers_signals))
         own_run: RunDirectory | None = None
         is_own = False
         if info is not None:

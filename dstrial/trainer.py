@@ -86,7 +86,8 @@ def init(
         stack.callback(end_phases)
         begin_phase("connecting the ranks")
         found = stack.enter_context(
-            process_runtime(exp_conf=exp_conf, run_dir=run_dir, distributed=distributed)
+            # Before the first batch there is nothing to save, and a rank may compile for minutes.
+            process_runtime(exp_conf=exp_conf, run_dir=run_dir, distributed=distributed, defers_signals=True)
         )
         info, core_context = found.info, found.core_context
         exp_conf = found.exp_conf

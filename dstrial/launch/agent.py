@@ -221,7 +221,7 @@ def _outcome(supervisor: Supervisor, failure: RankFailure | None) -> LaunchOutco
     elif failure is not None:
         exit_code = failure.exit_code or 1
     else:
-        exit_code = next((code for code in exit_codes if code != 0), 0)
+        exit_code = max(exit_codes, default=0)
     return LaunchOutcome(
         exit_code,
         failure,

@@ -156,7 +156,7 @@ class _Watch:
         self._last_told_s = self._began_s
         self._told: dict[tuple[str, float], float] = {}
         self._shown = ShownFile(STARTING_NAME)
-        self._last_shown: Activity | None = None
+        self._last_shown: dict[str, object] | None = None
         self._next_cleaning_s = 0.0
 
     def look(self) -> None:
@@ -165,11 +165,12 @@ class _Watch:
             remove_stale_locks(self._root)
         phases = [read_phase(path) for path in self._phase_files()]
         found = activity(phases, self._began_s)
+        is_untrained = found is not None
         builds = [] if phases and all(_trains(phase) for phase in phases) else self._builds()
         if builds:
             build = builds[0]
             found = build_activity(build.operator, build.since_s, build.folder, build.holder)
-        self._show(found)
+        self._show(found, is_untrained=is_untrained)
         if found is None:
             return
         key = (found.text, found.since_s)
@@ -187,9 +188,14 @@ class _Watch:
         return [one for one in builds_under_way(self._root) if now_s - one.since_s >= _worth_s(one)]
 
     def close(self) -> None:
-        self._show(None)
+        self._show(None, is_untrained=False)
 
-    def _show(self, found: Activity | None) -> None:
-        if found != self._last_shown:
-            self._last_shown = found
-            self._shown.show(None if found is None else {"phase": found.text, "since_s": found.since_s})
+    def _show(self, found: Activity | None, *, is_untrained: bool) -> None:
+        fields: dict[str, object] | None = None
+        if found is not None:
+            fields = {"phase": found.text, "since_s": found.since_s}
+            if is_untrained:  # not for a script, which may train while an operator is compiled
+                fields["untrained"] = found.text
+        if fields != self._last_shown:
+            self._last_shown = fields
+            self._shown.show(fields)

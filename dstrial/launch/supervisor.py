@@ -172,6 +172,11 @@ class Supervisor:
         first = first_ending(ending for ending in endings if ending is not None)
         if first is None or not first.is_consequence:
             return first
+        # Asked to stop, a rank without a trained batch ends at once, and others may lose it in a collective.
+        if self._stop_signal is not None and any(
+            status == -signal.SIGTERM for _, status in self._ended.values()
+        ):
+            return None
         left = [(self._ended[i][0], i) for i in self._ended if self._has_left(i)]
         if not left:
             return first

@@ -403,6 +403,8 @@ class TrainingLoop:
             if is_first:
                 is_first = False
                 begin_phase(TRAINING)
+                if runtime.stop_signals is not None:
+                    runtime.stop_signals.listen()
                 train_batch = self._trial.train_batch
                 if instruments is not None:
                     instruments.end_first_batch(batch_idx + 1, time.monotonic() - began_s)

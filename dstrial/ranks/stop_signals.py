@@ -17,19 +17,19 @@ LAUNCHER_PID_VARIABLE = "DSTRIAL_LAUNCHER_PID"
 class StopSignals:
     """Context manager that turns SIGTERM and Ctrl-C into a flag while it is open.
 
-    SIGTERM sets the flag. A rank of ``dstrial.launch`` (the variable ``DSTRIAL_LAUNCHED`` is ``1``)
-    ignores SIGINT, because its launcher hears the terminal and passes the request on as SIGTERM.
-    Without that launcher the first SIGINT sets the flag and the second raises KeyboardInterrupt. The
-    previous handlers are back when the block ends. Outside the main thread Python allows no handlers:
-    the flag then stays unset.
+    A rank of ``dstrial.launch`` ignores SIGINT: its launcher passes Ctrl-C on as SIGTERM. Without that launcher the first SIGINT
+    sets the flag and the second one raises KeyboardInterrupt. The previous handlers are back when the block ends. Outside the
+    main thread Python allows no handlers, and the flag stays unset.
 
-    Processes forked meanwhile (a data loader's workers) die of SIGTERM as they would without it, and
-    ignore SIGINT: the terminal sends it to them too, and the rank still needs them for its last batches.
+    Processes forked meanwhile (workers of a data loader) die of SIGTERM and ignore SIGINT, as the rank needs them for its last
+    batches. The flags of two ranks may differ until they agree on one.
 
-    Ranks: each its own; no communication. The flags of two ranks may differ until they agree on one.
+    Args:
+        is_deferred: whether handlers are installed only by ``listen``. Before that a signal ends the process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_deferred: bool = False) -> None:
+        self._is_deferred = is_deferred
         self._requested: str | None = None
         self._previous: dict[signal.Signals, Any] = {}
         self._owner_pid = os.getpid()
@@ -40,11 +40,16 @@ class StopSignals:
         return self._requested
 
     def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():
+        if not self._is_deferred:
+            self.listen()
+        return self
+
+    def listen(self) -> None:
+        """Install the handlers; a no-op the second time."""
+        if threading.current_thread() is threading.main_thread() and not self._previous:
             self._owner_pid = os.getpid()
             for signal_ in (signal.SIGTERM, signal.SIGINT):
                 self._previous[signal_] = signal.signal(signal_, self._on_signal)
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

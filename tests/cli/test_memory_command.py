@@ -75,7 +75,10 @@ def test_a_script_is_predicted_with_the_batch_that_it_makes(capsys: pytest.Captu
 def test_memory_of_accelerate_script_names_measured_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["memory", *ACCELERATE, "--slots", "2", "--json"]) == 1
     (row,) = json.loads(capsys.readouterr().out)["devices"]
-    assert row["problem"].endswith("read what the run has measured by `dstrial memory RUN_DIR`.")
+    assert row["problem"] == (
+        "the dry run is stopped at train.py:31: a loop with Reporter cannot be dry-run; expected a trial class, or a script that "
+        "calls deepspeed.initialize. Train some batches, and read what the run has measured by `dstrial memory RUN_DIR`."
+    )
 
 
 def test_memory_of_autotp_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

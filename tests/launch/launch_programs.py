@@ -99,6 +99,18 @@ def stop_when_asked() -> None:
     Path(f"stopped.{RANK}").write_text(f"{stop.requested} {is_helper_alive} {helper}")
 
 
+def stop_before_rank_0() -> None:
+    """Rank 1 has trained nothing and ends at once, which rank 0 sees in a collective."""
+    from dstrial.ranks import StopSignals
+
+    meet()
+    with StopSignals(is_deferred=RANK == 1) as stop:
+        Path(f"ready.{RANK}").touch()
+        while stop.requested is None:
+            time.sleep(0.02)
+        wait_for_peers()
+
+
 def never_stop() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     Path(f"ready.{RANK}").write_text(str(os.getpid()))

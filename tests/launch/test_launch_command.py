@@ -158,6 +158,15 @@ def test_a_request_to_stop_reaches_the_ranks_alone_as_sigterm(asked: signal.Sign
         wait_until(lambda pid=int(helper): not is_running(pid))
 
 
+def test_a_rank_lost_to_one_that_stopped_before_its_first_batch_is_no_failure(tmp_path: Path) -> None:
+    with launched("--slots", "2", str(PROGRAMS), "stop_before_rank_0", cwd=tmp_path) as process:
+        wait_until(lambda: len(list(tmp_path.glob("ready.*"))) == 2)
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 128 + signal.SIGTERM, stderr
+    assert "failed first" not in stderr
+
+
 def test_a_second_ctrl_c_ends_ranks_that_do_not_stop(tmp_path: Path) -> None:
     with launched("--slots", "2", str(PROGRAMS), "never_stop", cwd=tmp_path) as process:
         wait_until(lambda: all(path.read_text() for path in tmp_path.glob("ready.*")))

@@ -65,7 +65,8 @@ def test_the_present_phase_lies_in_the_allocations_directory_until_the_ranks_hav
     told: list[str] = []
     with watched_start(lambda: [path], told.append, root=tmp_path / "none", every_s=0.02):
         wait_for(lambda: shown.exists() and told)
-        assert json.loads(shown.read_text())["phase"] == "importing model_def"
+        fields = json.loads(shown.read_text())
+        assert fields["phase"] == fields["untrained"] == "importing model_def"
         path.write_text(json.dumps({"phase": "", "since_s": time.time()}))
         wait_for(lambda: not shown.exists())
     assert len(told) == 1
@@ -76,6 +77,7 @@ def test_what_somebody_else_compiles_is_told_to_those_who_may_wait_for_it_and_no
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dstrial.launch.start_watch._SILENCE_S", 0.1)
+    monkeypatch.setenv("DSTRIAL_ALLOCATION_DIR", str(tmp_path))
     lock = tmp_path / "operators" / "fused_adam" / "lock"
     lock.parent.mkdir(parents=True)
     phases = [tmp_path / f"{rank}.json" for rank in range(2)]
@@ -89,4 +91,5 @@ def test_what_somebody_else_compiles_is_told_to_those_who_may_wait_for_it_and_no
             assert told == []
             phases[1].write_text(json.dumps({"phase": "", "since_s": time.time()}))
             wait_for(lambda: told)
+            assert "untrained" not in json.loads((tmp_path / "starting.json").read_text())
     assert told[0].startswith("starting: compiling operator fused_adam since ")

@@ -5,6 +5,7 @@ import pathlib
 import signal
 import time
 
+import torch
 import torch.distributed as dist
 from small_records import Records
 from small_trials import DataParallelTrial
@@ -105,3 +106,13 @@ class SilentStorageTrial(DataParallelTrial):
 
     def build_callbacks(self):
         return {"silent": SilentStorage(self.context)}
+
+
+class UnevenValidationTrial(DataParallelTrial):
+    """Rank 0 alone runs the model once more in a validation: under ZeRO 3 a collective that rank 1 leaves out."""
+
+    def evaluate_batch(self, dataloader_iter, batch_idx):
+        metrics = super().evaluate_batch(dataloader_iter, batch_idx)
+        if self.context.distributed.get_rank() == 0 and not batch_idx:
+            self.model_engine(torch.zeros(4, 8))
+        return metrics

@@ -52,6 +52,27 @@ def test_outside_the_main_thread_nothing_is_installed() -> None:
 
 
 @pytest.mark.process
+def test_a_deferred_sigterm_ends_the_process_until_it_listens() -> None:
+    reader, writer = os.pipe()
+    for listens in (False, True):
+        pid = os.fork()
+        if pid == 0:
+            with StopSignals(is_deferred=True) as stop:
+                if listens:
+                    stop.listen()
+                os.write(writer, b"ready")
+                while stop.requested is None:
+                    time.sleep(0.02)
+            os._exit(0)
+        os.read(reader, 5)
+        os.kill(pid, signal.SIGTERM)
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == (0 if listens else -signal.SIGTERM)
+    os.close(reader)
+    os.close(writer)
+
+
+@pytest.mark.process
 def test_a_forked_child_still_dies_of_sigterm() -> None:
     reader, writer = os.pipe()
     with StopSignals() as stop:

@@ -86,8 +86,24 @@ def test_a_loader_that_never_answers_is_named_with_its_rank(tmp_path, num_worker
     assert ("whose worker (process " in line) == bool(num_workers)
 
 
+def test_a_first_validation_that_differs_by_rank_is_named_and_ended(tmp_path):
+    config = stalling(stage=3, timeout=1)
+    zero = config["hyperparameters"]["deepspeed_config"]["zero_optimization"]
+    zero["stage3_param_persistence_threshold"] = 0
+    config["perform_initial_validation"] = True
+    run = train(tmp_path, "UnevenValidationTrial", config, ranks=2, module="stalling_trials")
+    assert run.returncode == 1, run.output
+    (line,) = re.findall("dstrial.launch: (stalled: .*Nothing has moved.*)", run.output)
+    assert "rank 0 is in all_gather of evaluate_batch (small_trials.py:" in line
+    assert "rank 1 is in all" in line
+    assert "left a collective out. Nothing has moved for" in line
+    assert "no validation has ended so far." in line
+    assert "stalled: stack of rank 0" in run.output
+    assert "failed first (exit code 1" in run.output
+
+
 def test_a_first_batch_that_takes_long_is_one_line_and_nothing_is_ended(tmp_path):
-    config = stalling(batches=8, timeout=1, first_batch_s=6)
+    config = stalling(batches=8, timeout=2, first_batch_s=8)
     run = train(tmp_path, "SlowFirstBatchTrial", config, ranks=2, module="stalling_trials")
     assert run.returncode == 0, run.output
     lines = re.findall("dstrial.launch: (slow: .*)", run.output)

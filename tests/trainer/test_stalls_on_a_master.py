@@ -28,9 +28,10 @@ def create(
     max_restarts: int = 0,
     timeout: int = 600,
     validate: int = 1000,
+    trial: str = "StoppedTrial",
     **hparams: Any,
 ) -> int:
-    """Submit a trial whose rank 1 is stopped at ``stall_at``, and return the number of the trial."""
+    """Submit a trial of two ranks, and return its number."""
     given = {
         "deepspeed_config": deepspeed_config(1),
         "stall_at": 5,
@@ -43,7 +44,7 @@ def create(
         report=5,
         validate=validate,
         checkpoint=1000,
-        entrypoint="python3 -m dstrial.launch --trial stalling_trials:StoppedTrial",
+        entrypoint=f"python3 -m dstrial.launch --trial stalling_trials:{trial}",
         resources={"slots_per_trial": 2},
         max_restarts=max_restarts,
         data={"dstrial": {"stall_timeout": timeout, "stall_action": action}},
@@ -142,6 +143,25 @@ def test_pause_of_stalled_ranks_frees_their_slots(shared_master: MasterForTest, 
         "killing allocation: it did not stop within 30 s, and rank 1 is stopped (SIGSTOP) at batch 5" in log
     )
     assert trial_of(client, trial_id)["state"].endswith("PAUSED")
+    client.post(f"/api/v1/experiments/{experiment_id}/kill")
+
+
+def test_pause_before_the_first_batch_ends_the_ranks_at_once(
+    shared_master: MasterForTest, tmp_path: Path
+) -> None:
+    client = shared_master.client()
+    trial_id = create(
+        shared_master, tmp_path, action="report", trial="SlowFirstBatchTrial", first_batch_s=600
+    )
+    told = "training the first batch"
+    wait_for(lambda: told in shared_master.dstrial("status").stdout, deadline_s=180)
+    experiment_id = trial_of(client, trial_id)["experimentId"]
+    client.post(f"/api/v1/experiments/{experiment_id}/pause")
+    wait_for(lambda: not client.get("/api/v1/tasks")["allocationIdToSummary"], deadline_s=25)
+    log = shared_master.det("trial", "logs", str(trial_id)).stdout
+    assert f"killing allocation: it is asked to stop before its first batch ({told})" in log
+    assert trial_of(client, trial_id)["state"].endswith("PAUSED")
+    assert trial_of(client, trial_id)["restarts"] == 0
     client.post(f"/api/v1/experiments/{experiment_id}/kill")
 
 

@@ -27,32 +27,53 @@ def wait_for(condition, process, deadline_s=120):
     raise AssertionError("the run did not get there in time")
 
 
-@pytest.mark.exhaustive(
-    "tests/cli/test_run.py::test_a_trial_is_tested_stopped_on_both_ranks_at_the_same_batch_and_resumed"
-)
-def test_sigterm_stops_all_ranks_after_the_same_batch_and_the_run_goes_on_exactly(tmp_path):
-    hyperparameters = {"deepspeed_config": deepspeed_config(1), "num_records": 70, "batch_sleep_s": 0.02}
-    config = experiment(hyperparameters, batches=120, report=10, validate=1000, checkpoint=1000)
+def start(tmp_path, config, trial, **options):
+    """Launch a trial on two ranks; its output goes to a file."""
     config_path = tmp_path / "experiment.yaml"
     config_path.write_text(yaml.safe_dump(config))
     directory = RunDirectory.create(
         tmp_path / "runs", name="small", context_dir=DEFINITIONS, command=["test"], config=config
     )
     command = [sys.executable, "-m", "dstrial.launch", "--slots", "2", "--config", str(config_path)]
-    command += ["--context-dir", str(DEFINITIONS), "--trial", "small_trials:DataParallelTrial"]
+    command += ["--context-dir", str(DEFINITIONS), "--trial", trial]
     environ = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
         "DSTRIAL_RUN_DIR": str(directory.path),
     }
-    with subprocess.Popen(
-        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT)
+    return process, directory, tmp_path / "output"
+
+
+def test_sigterm_before_the_first_batch_ends_all_ranks_at_once_and_is_no_failure(tmp_path):
+    hyperparameters = {"deepspeed_config": deepspeed_config(1), "num_records": 70, "first_batch_s": 600}
+    config = experiment(hyperparameters, batches=5)
+    process, directory, output = start(tmp_path, config, "stalling_trials:SlowFirstBatchTrial")
+    with process:
+        wait_for(lambda: "training the first batch" in output.read_text(), process)
+        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+    assert "failed first" not in output.read_text()
+    assert Run(directory, "", 0).checkpoints() == []
+
+
+@pytest.mark.exhaustive(
+    "tests/cli/test_run.py::test_a_trial_is_tested_stopped_on_both_ranks_at_the_same_batch_and_resumed"
+)
+def test_sigterm_stops_all_ranks_after_the_same_batch_and_the_run_goes_on_exactly(tmp_path):
+    hyperparameters = {"deepspeed_config": deepspeed_config(1), "num_records": 70, "batch_sleep_s": 0.02}
+    config = experiment(hyperparameters, batches=120, report=10, validate=1000, checkpoint=1000)
+    process, directory, output = start(tmp_path, config, "small_trials:DataParallelTrial")
+    with process:
         wait_for(lambda: directory.metrics_path.exists() and directory.metrics_path.read_text(), process)
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=120)
-    stopped = Run(directory, output, process.returncode)
+        process.wait(timeout=120)
+    stopped = Run(directory, output.read_text(), process.returncode)
     (at,) = stopped.checkpoints()
     assert 10 <= at < 120
     (mark,) = directory.checkpoints_path.glob("*/COMPLETE")

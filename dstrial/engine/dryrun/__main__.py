@@ -26,6 +26,7 @@ import psutil  # type: ignore[import-untyped]  # no stubs are installed
 
 from dstrial.engine.async_copy.host_memory import available_bytes
 from dstrial.engine.dryrun.values import PARENT_VARIABLE, DryRunRequest, DryRunResult
+from dstrial.errors import DstrialError
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SHARE_OF_FREE = 0.9
@@ -70,6 +71,8 @@ def _answer(
             f"{'with real' if request.is_real else 'without values of'} tensors. "
             f"{'Correct that line.' if request.is_real else 'Have one real batch measured instead, or change that line.'}"
         )
+        if isinstance(error, DstrialError):  # which says itself what to do
+            message = f"the dry run is stopped{at}: {said}"
         if limit_bytes is not None and _is_out_of_memory(error):
             message = (
                 f"one real batch{at} needs more than the {limit_bytes / 2**30:.3g} GiB of memory that this machine has free; "

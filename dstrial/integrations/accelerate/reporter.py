@@ -12,6 +12,7 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch.distributed
 from determined import pytorch
 
 from dstrial.errors import TrialContractError
@@ -92,10 +93,14 @@ class Reporter:
 
         Raises:
             RankError: the accelerator does not see the ranks that were launched.
-            TrialContractError: it does not use DeepSpeed.
+            TrialContractError: it does not use DeepSpeed, or this is a dry run.
 
         Ranks: all, collectively.
         """
+        if torch.distributed.is_initialized() and torch.distributed.get_backend() == "fake":
+            raise TrialContractError(
+                "a loop with Reporter cannot be dry-run; expected a trial class, or a script that calls deepspeed.initialize."
+            )
         require_deepspeed_on_all_ranks(self._accelerator, identify(os.environ), os.environ)
         with contextlib.ExitStack() as stack:
             self._context = stack.enter_context(

@@ -35,6 +35,7 @@ from dstrial.loop.metrics import MetricWindow, combine
 from dstrial.loop.run_state import RunState
 from dstrial.loop.sync_point import StopReason, SyncPoints
 from dstrial.ranks.heartbeat import Phase, heartbeat
+from dstrial.ranks.startup_phase import end_phases
 from dstrial.resume.locate import trial_id_of
 from dstrial.resume.metadata import RESUME_VARIABLE, given_settings
 from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
@@ -93,6 +94,7 @@ class TrialRun:
         self._has_pending_random_states = False
         self._has_batch_to_finish = False
         self._heartbeat = heartbeat()
+        self._has_trained = False
         trial_id = trial_id_of(info, is_mirrored=runtime.is_mirrored)
         state = RunState(
             AcceleratorCheckpoint(accelerator),
@@ -204,6 +206,11 @@ class TrialRun:
         if not self._accelerator.sync_gradients:
             return False
         batches = self._tracker.advance()
+        if not self._has_trained:
+            self._has_trained = True
+            end_phases()
+            if self._runtime.stop_signals is not None:
+                self._runtime.stop_signals.listen()
         self._has_batch_to_finish = True
         trained_s = time.monotonic() - self._mark_s
         self._telemetry.end_batch(batches, trained_s, pauses=self._tracker.needs_validation)

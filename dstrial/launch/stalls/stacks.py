@@ -25,6 +25,8 @@ _COLLECTIVE = (
 )
 # Names of collectives are taken from here; what wraps them says less.
 _OPERATIONS = ("/torch/distributed/distributed_c10d.py", "/dstrial/ranks/control_channel.py")
+# ZeRO 3 waits here for handles of C++, which have no calls of their own in a stack.
+_ZERO_GATHERS = "/deepspeed/runtime/zero/partition_parameters.py"
 _DATA = ("/torch/utils/data/", "/dstrial/loop/data/")
 _MASTER = ("/determined/common/api/",)
 _SAVES = "/dstrial/loop/background_save.py"
@@ -212,6 +214,8 @@ def _wait_of(frames: Sequence[Frame]) -> tuple[Wait, str]:
         if _is_users(frame):
             break
         inner.append(frame)
+    if any(frame.function == "wait" and frame.file.endswith(_ZERO_GATHERS) for frame in inner[:2]):
+        return Wait.RANKS, "all_gather"
     # The data first: a loader's worker processes and threads are asked through no module of torch.distributed.
     for frame in inner:
         if any(part in frame.file for part in _COLLECTIVE):

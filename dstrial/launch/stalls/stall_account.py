@@ -246,7 +246,9 @@ def sentence(stall: Stall, told: Account) -> str:
     """Return the line of a stall, without the prefix of who prints it."""
     unit = UNITS[stall.kind]
     if stall.longest_s is None:
-        so_far = f"no {unit} has ended so far, and the first may take long"
+        so_far = f"no {unit} has ended so far"
+        if not stall.is_certain:
+            so_far += ", and the first may take long"
     else:
         so_far = f"the longest {unit} so far took {_seconds(stall.longest_s)}"
     advice = f" {told.advice}" if told.advice else ""

@@ -6,7 +6,7 @@ Pure: what ranks last said and how long ago in, a verdict out. Nothing here read
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal
 
 from dstrial.config.experiment_config.training_checks import TrainingChecks
@@ -14,6 +14,9 @@ from dstrial.ranks.heartbeat import Beat, Phase
 
 STOPPED_AFTER_S = 10.0
 """How long a rank is stopped before that is told: nobody has to wonder whether it still works."""
+
+FIRST_FACTOR = 8
+"""Timeouts after which the first of a phase, which may compile, counts as stalled: 16 minutes by default."""
 
 EXIT_TIMEOUT_S = 60.0
 """How long threads and exit handlers may keep a rank that has trained after its program, seconds: loggers send their rest."""
@@ -92,7 +95,7 @@ class Stall:
         position: that and the batches trained; the same again after a restart that changed nothing.
         lasted_s: for how long no rank has gone on, seconds.
         longest_s: the longest of this kind that has ended; None before the first.
-        is_certain: whether more than a line is due: something of the kind has ended before, or a rank is stopped.
+        is_certain: whether more than a line is due: it lasts longer than any before, or a rank is stopped.
     """
 
     kind: Phase
@@ -122,9 +125,9 @@ def stall_of(
 ) -> Stall | None:
     """Say whether the ranks have stalled.
 
-    They have if none has said anything new for the timeout and the longest so far of what any of them does: one that waits for
-    another has done nothing for as long as that one. A stopped process is told at once, whatever the others do. With a rank in
-    code of which nothing is known, it is never certain.
+    They have if no rank has entered a new phase for the timeout plus the longest so far of any phase that a rank is in, as a
+    rank that waits for another one is quiet for as long as that one. The first of a phase is certain after ``FIRST_FACTOR``
+    timeouts. A stopped process counts at once; code between the batches of a script never does for certain.
     """
     watched = [view for view in views if view.beat.phase is not Phase.NONE]
     stopped = [view for view in watched if view.is_stopped and view.stopped_s >= STOPPED_AFTER_S]
@@ -137,17 +140,23 @@ def stall_of(
         allowed_s = settings.timeout_s + max(longest_s.get(phase, 0.0) for phase in phases)
         if quiet_s > allowed_s:
             last = min(watched, key=lambda view: (view.beat.batch, view.beat.phase is not Phase.BATCH))
-            is_certain = Phase.SCRIPT not in phases and all(phase in longest_s for phase in phases)
+            is_certain = Phase.SCRIPT not in phases and _is_certain(quiet_s, phases, longest_s, settings)
             return _stall(_kind(last), last.beat.batch, quiet_s, longest_s, is_certain=is_certain)
     saving = [view for view in views if view.save_age_s > 0]
     if saving:
         oldest = max(saving, key=lambda view: view.save_age_s)
         if oldest.save_age_s > settings.timeout_s + longest_s.get(Phase.SAVE, 0.0):
-            is_certain = Phase.SAVE in longest_s
+            is_certain = _is_certain(oldest.save_age_s, {Phase.SAVE}, longest_s, settings)
             return _stall(
                 Phase.SAVE, oldest.beat.save_batch, oldest.save_age_s, longest_s, is_certain=is_certain
             )
     return None
+
+
+def _is_certain(
+    lasted_s: float, phases: Set[Phase], longest_s: Mapping[Phase, float], settings: StallSettings
+) -> bool:
+    return phases <= longest_s.keys() or lasted_s > FIRST_FACTOR * settings.timeout_s
 
 
 def _kind(view: RankView) -> Phase:
@@ -165,8 +174,8 @@ def may_restart(
 ) -> bool:
     """Say whether the ranks are to be ended for a stall.
 
-    Not before anything of its kind has ended, which may only be slow; not for a master that does not answer; and once per
-    position: what stalls there again does not stall by chance.
+    Not for what may only be slow; not for a master that does not answer; and once per position: what stalls there again does
+    not stall by chance.
 
     Args:
         stall: the stall.
@@ -174,7 +183,7 @@ def may_restart(
         done: the positions that ranks of the trial were ended at before.
         is_of_ranks: whether a rank stalls, and not what all of them wait for.
     """
-    is_due = settings.action == "restart" and stall.is_certain and stall.longest_s is not None
+    is_due = settings.action == "restart" and stall.is_certain
     return is_due and is_of_ranks and stall.position not in done
 
 

@@ -52,7 +52,7 @@ from dstrial.master.store.reports import log_quota
 from dstrial.master.store.reports import metrics as metric_rows
 from dstrial.master.store.reports.log_quota import LogOwner
 from dstrial.master.store.reports.logs import add_master_line
-from dstrial.master.store.views.observe import stall_in
+from dstrial.master.store.views.observe import stall_in, untrained_phase_in
 from dstrial.master.webhooks import events
 from dstrial.visible_text import visible_line
 
@@ -471,6 +471,13 @@ class Scheduler:
         why = None if row.kill_us is not None else self._why_late(row)
         if why is not None:
             self._database.write(lambda tx: _release(tx, row, f"it did not stop within {why}", is_kill=True))
+        elif row.preempt_us is not None and row.kill_us is None:
+            phase = untrained_phase_in(Path(row.directory))
+            if (
+                phase is not None
+            ):  # nothing to save, and nobody listens for minutes where an operator is compiled
+                text = f"it is asked to stop before its first batch ({phase})"
+                self._database.write(lambda tx: _release(tx, row, text, is_kill=True))
         if row.preempt_us is not None and _is_command(row) and row.id not in self._terminated:
             self._terminated.add(row.id)
             self._backend.ask_to_stop(run)

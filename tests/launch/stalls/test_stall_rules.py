@@ -62,10 +62,18 @@ def test_who_waits_in_an_exchange_may_wait_as_long_as_the_batch_of_the_others() 
     assert (found.kind, found.position, found.is_certain) == (Phase.BATCH, "batch 81", True)
 
 
-def test_before_a_first_of_its_kind_has_ended_a_stall_is_not_certain() -> None:
+def test_before_a_first_of_its_kind_has_ended_a_stall_is_certain_after_eight_timeouts() -> None:
     found = stall_of([view(0, batch=0)], {}, SETTINGS)
     assert found is not None
     assert (found.is_certain, found.longest_s) == (False, None)
+    saving = stall_of([view(0, age_s=1, save_age_s=130)], {Phase.BATCH: 1.0}, SETTINGS)
+    assert saving is not None
+    assert not saving.is_certain
+    for late in (view(0, batch=0, age_s=961), view(0, age_s=1, save_age_s=961)):
+        found = stall_of([late], {Phase.BATCH: 1.0} if late.save_age_s else {}, SETTINGS)
+        assert found is not None
+        assert may_restart(found, StallSettings(120, "restart"), [])
+        assert "may take long" not in sentence(found, account([late], {}))
     validating = view(0, phase=Phase.VALIDATION)
     found = stall_of([validating], {Phase.BATCH: 0.1}, SETTINGS)
     assert found is not None
@@ -238,7 +246,7 @@ def test_a_position_is_restarted_once_and_only_where_that_is_asked_for() -> None
     assert not may_restart(stall, restart, ["batch 81"])
     assert may_restart(stall, restart, ["batch 80"])
     assert not may_restart(stall, SETTINGS, [])
-    assert not may_restart(dataclasses.replace(stall, longest_s=None), restart, [])
+    assert not may_restart(dataclasses.replace(stall, is_certain=False), restart, [])
 
 
 def test_a_master_that_does_not_answer_is_told_and_no_rank_is_ended_for_it() -> None:

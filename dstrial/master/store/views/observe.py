@@ -270,6 +270,12 @@ def stall_in(directory: Path) -> tuple[str, float] | None:
     return _said(directory / STOPPED_SUPERVISOR_NAME, "text") or _said(directory / "stalled.json", "text")
 
 
+def untrained_phase_in(directory: Path) -> str | None:
+    """Return what an allocation's ranks do before their first batch; None afterwards and for other scripts."""
+    said = _said(directory / "starting.json", "untrained")
+    return None if said is None else said[0]
+
+
 def _said(path: Path, key: str) -> tuple[str, float] | None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
         fields = read_json(path)
