@@ -16,8 +16,3 @@ START = "Start its master with `dstrial up`"
 def put_back(copy: Path | None, directory: Path) -> str:
     """Return the line that puts a copy back into a state directory, in backticks."""
     return "`dstrial restore PATH`" if copy is None else f"`dstrial restore {copy} --state-dir {directory}`"
-
-
-def take_as_is(directory: Path) -> str:
-    """Return the line that takes what is there in a state directory, in backticks."""
-    return f"`dstrial restore --as-is --state-dir {directory}`"

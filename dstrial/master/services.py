@@ -19,7 +19,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from dstrial.errors import MasterError
 from dstrial.file_writes import replace_file
 from dstrial.fork_server.client import SHARED_VARIABLE
 from dstrial.master import file_limit
@@ -50,7 +49,6 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 _NUM_READERS = 4
-_SCRUB_PERIOD_S = 60.0
 _SCHEDULER_LATE_S = 30.0
 
 VERSION = "0.38.1"
@@ -151,7 +149,6 @@ class Services:
         activity: when the services of tasks were used.
         signing_key: by which webhooks are signed.
         scheduler_step: what the scheduler does, and since when, monotonic seconds; None before it has begun.
-        next_scrub_s: before which the database is not looked through again because of a failed request, monotonic seconds.
         tokens: who is asking.
         webhook_sender: sends what webhooks are told.
         log_triggers: finds what webhooks look for in logs.
@@ -181,7 +178,6 @@ class Services:
     activity: Activity = dataclasses.field(default_factory=Activity)
     signing_key: str = dataclasses.field(default="", repr=False)
     scheduler_step: tuple[str, float] | None = None
-    next_scrub_s: float = 0.0
     tokens: TokenStore = dataclasses.field(init=False)
     webhook_sender: Sender = dataclasses.field(init=False)
     log_triggers: LogTriggers = dataclasses.field(init=False)
@@ -341,17 +337,6 @@ class Services:
             or file_limit.shortage()
             or (scheduler if late_s > _SCHEDULER_LATE_S else "")
         )
-
-    async def find_damage(self) -> str:
-        """Say what is damaged of the database; empty if nothing.
-
-        It is looked for now, unless that was done a moment ago.
-        """
-        if not self.database.damage and time.monotonic() >= self.next_scrub_s:
-            self.next_scrub_s = time.monotonic() + _SCRUB_PERIOD_S
-            with contextlib.suppress(MasterError):  # It is being closed.
-                await self.run(self.database.scrub)
-        return self.database.describe_damage()
 
     async def write(self, function: Callable[[Transaction], T]) -> T:
         """Have the writer run a function in a transaction, and wait for its commit."""

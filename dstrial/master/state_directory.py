@@ -3,8 +3,6 @@
 ``<state dir>/`` holds::
 
     master.db         everything the master remembers; -wal, -shm: SQLite's own, while it is open
-    master.db-marks   how far the database has come, by which an older or emptied one is told
-    master.db-pages   checksums of its pages
     backups/          copies of it: daily ones, of which 7 are kept, and those of `dstrial backup`
     replaced-*/       what `dstrial restore` has replaced
     master.json       the process that serves, or served last (``MasterRecord``)

@@ -14,7 +14,7 @@ from namespaces import unshare
 from submitting import config, experiment, log_of, submit, trials, wait_until
 from waiting import wait_for
 
-from dstrial.master.store.file.integrity import reading
+from dstrial.master.store.sqlite_file import reading
 from dstrial.storage_guard import IDENTITY_NAME
 from dstrial.testing.master import MasterForTest, master_for_test
 

@@ -21,8 +21,8 @@ from dstrial.master.lifecycle import checkpoint_gc, containers
 from dstrial.master.lifecycle.storages import Storages
 from dstrial.master.pubsub import PubSub
 from dstrial.master.store import allocations, background_jobs, checkpoints, experiments, models
+from dstrial.master.store.backups import make_daily_copy
 from dstrial.master.store.database import Database, IntegrityError, Transaction, find_cluster_id
-from dstrial.master.store.file.backups import make_daily_copy
 from dstrial.master.store.reports import logs
 from dstrial.master.store.reports.metric_values import as_number
 from dstrial.master.store.storages import unknown_of
@@ -281,7 +281,7 @@ class Janitor:
         with self._database.read() as connection:
             if not experiments.has_any(connection):
                 return
-        if self._database.damage or self._database.scrub():
+        if self._database.damage:
             # Copies of a damaged database would in time take the place of the good ones.
             logger.error("no copy of the database is made: %s", self._database.describe_damage())
             return

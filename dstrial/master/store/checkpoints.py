@@ -89,7 +89,6 @@ def add_checkpoint(
     reported = metadata.get(MANIFEST_DIGEST)
     if digest is None and isinstance(reported, str) and _SHA256.fullmatch(reported) is not None:
         digest = reported
-    tx.must_last()
     metadata = _with_digest(metadata, digest)
     tx.execute(
         "INSERT OR REPLACE INTO checkpoints (uuid, experiment_id, trial_id, task_id, allocation_id, run_id, storage_id, "

@@ -100,7 +100,6 @@ class NewCommand:
 
 def insert(tx: Transaction, new: NewCommand) -> str:
     """Store a command with its task, and return its id."""
-    tx.must_last()
     task_id, now = str(uuid.uuid4()), now_us()
     tx.execute(
         "INSERT INTO commands (task_id, kind, job_id, state, description, config, owner_id, workspace_id, num_slots, "

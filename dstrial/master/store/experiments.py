@@ -115,7 +115,6 @@ def insert(
     project_id: int,
 ) -> int:
     """Store a new experiment and return its id."""
-    tx.must_last()
     config = submission.config
     searcher, columns = config["searcher"], _columns(config)
     now = now_us()

@@ -184,7 +184,6 @@ def create(
     Raises:
         StoreError: a name that could not be asked for, one that exists.
     """
-    tx.must_last()
     check_name(tx.connection, name, None)
     now = now_us()
     cursor = tx.execute(
@@ -248,7 +247,6 @@ def add_version(tx: Transaction, model_id: int, checkpoint_uuid: str, owner_id: 
 
     ``fields`` are name, comment, notes (texts), metadata (a mapping) and labels (a list of texts).
     """
-    tx.must_last()
     now = now_us()
     tx.execute(
         "UPDATE models SET last_version = last_version + 1, updated_us = ? WHERE id = ?", (now, model_id)

@@ -131,14 +131,12 @@ def end_allocation_tokens(tx: Transaction, allocation_id: str) -> None:
 
 def end_token(tx: Transaction, token_hash: str) -> None:
     """End one token."""
-    tx.must_last()
     tx.execute("DELETE FROM tokens WHERE token_hash = ?", (token_hash,))
     tx.publish(TOPIC)
 
 
 def end_user_tokens(tx: Transaction, user_id: int, except_hash: str | None = None) -> None:
     """End all tokens of a user but those that the user's allocations themselves hold."""
-    tx.must_last()
     tx.execute(
         "DELETE FROM tokens WHERE user_id = ? AND kind = 'user' AND token_hash IS NOT ?",
         (user_id, except_hash),
@@ -253,7 +251,6 @@ def create_access_token(
             f"user {user['username']!r} has {count} access tokens; expected fewer than {_MAX_ACTIVE}.",
             Hint.REVOKE_TOKENS,
         )
-    tx.must_last()
     token = secrets.token_urlsafe(32)
     cursor = tx.execute(
         "INSERT INTO access_tokens (token_hash, user_id, description, created_us, expires_us) VALUES (?, ?, ?, ?, ?)",
@@ -294,7 +291,6 @@ def change_access_token(
         raise InvalidError(
             f"access token {token_id} is no longer active; expected one that is. Make a new one instead."
         )
-    tx.must_last()
     if description is not None:
         tx.execute("UPDATE access_tokens SET description = ? WHERE id = ?", (_checked(description), token_id))
     if is_revoked:

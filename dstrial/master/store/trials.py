@@ -116,7 +116,6 @@ def insert(tx: Transaction, experiment: Experiment, action: Create, now: int, wa
     ``now`` is in microseconds, ``warm_start`` the checkpoint of another trial that it starts from.
     """
     task_id = f"{experiment.id}.{action.request_id}"
-    tx.must_last()
     cursor = tx.execute(
         "INSERT INTO trials (experiment_id, request_id, state, hparams, seed, task_id, start_us, warm_start_uuid) "
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -143,7 +142,6 @@ def insert_detached(
     """Store a trial that runs elsewhere, with its task, and return its id."""
     request_id = str(uuid.uuid4())
     task_id = f"{experiment_id}.{request_id}"
-    tx.must_last()
     cursor = tx.execute(
         "INSERT INTO trials (experiment_id, request_id, state, hparams, seed, task_id, start_us, external_id, heartbeat_us) "
         "VALUES (?, ?, 'ACTIVE', ?, 0, ?, ?, ?, ?)",

@@ -100,7 +100,6 @@ def create_user(
     display_name = _checked_display_name(tx.connection, display_name, None)
     if find_by_name(tx.connection, username) is not None:
         raise _taken(username)
-    tx.must_last()
     cursor = tx.execute(
         "INSERT INTO users (username, display_name, password_hash, admin, active, modified_us) "
         "VALUES (?, ?, ?, ?, ?, ?)",
@@ -126,7 +125,6 @@ def change_user(
         StoreError: no such user, a new name that is not valid or is taken, the last active administrator.
     """
     row = find_by_id(tx.connection, user_id)
-    tx.must_last()
     if username is not None and username != row.username:
         _check_name(username)
         other = find_by_name(tx.connection, username)

@@ -17,7 +17,7 @@ from dstrial.checkpoint.storage_identity import StorageIdentity
 from dstrial.errors import MasterError
 from dstrial.master.state_directory import StateDirectory
 from dstrial.master.store import storages as storage_rows
-from dstrial.master.store.file.integrity import reading
+from dstrial.master.store.sqlite_file import reading
 from dstrial.master.store.storages import StoredFiles
 from dstrial.master.trial_files import read_json
 from dstrial.visible_text import visible_line
