@@ -15,7 +15,7 @@ from submitting import config, experiment, log_of, submit, trials, wait_until
 from waiting import wait_for
 
 from dstrial.master.store.sqlite_file import reading
-from dstrial.storage_guard import IDENTITY_NAME
+from dstrial.storage_guard import STORAGE_MARKER
 from dstrial.testing.master import MasterForTest, master_for_test
 
 pytestmark = pytest.mark.process
@@ -117,7 +117,7 @@ def test_a_storage_that_goes_away_is_never_made_anew_and_its_trial_goes_on_when_
     )
 
     assert f"checkpoint storage {storage} is gone: " in log_of(master, experiment_id)
-    assert f"say so with `dstrial checkpoint audit --accept {storage}`." in log_of(master, experiment_id)
+    assert f"make {storage}/{STORAGE_MARKER}." in log_of(master, experiment_id)
     assert (list(storage.iterdir()) == []) if is_mount_point else not storage.exists()
     assert experiment(master, experiment_id)["state"] == "STATE_QUEUED"
     status = json.loads(master.dstrial("status", "--json").stdout)
@@ -248,15 +248,15 @@ def test_a_master_that_is_started_while_the_storage_is_away_waits_as_well(
     assert lost(master, experiment_id, storage) == []
 
 
-def test_two_masters_share_a_storage_by_one_identity(master: MasterForTest, tmp_path: Path) -> None:
+def test_two_masters_share_a_storage_by_one_marker(master: MasterForTest, tmp_path: Path) -> None:
     storage = tmp_path / "storage"
     (tmp_path / "second").mkdir()
     (tmp_path / "last").touch()
     wait_until(master, submit(master, saving(tmp_path, storage), SAVING), "COMPLETED")
-    first = (storage / IDENTITY_NAME).read_text()
+    first = (storage / STORAGE_MARKER).read_text()
     with master_for_test(tmp_path / "second", num_slots=1) as other:
         wait_until(other, submit(other, saving(tmp_path, storage), SAVING), "COMPLETED")
-    assert (storage / IDENTITY_NAME).read_text() == first
+    assert (storage / STORAGE_MARKER).read_text() == first
 
 
 def test_a_storage_that_is_really_unmounted_keeps_every_checkpoint(tmp_path: Path) -> None:

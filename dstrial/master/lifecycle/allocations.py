@@ -15,7 +15,6 @@ from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import background_jobs, projects, resizing, tokens
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
-from dstrial.master.store import storages as storage_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
 from dstrial.master.store.reports import metrics as metric_rows
@@ -180,7 +179,7 @@ def allocation_exited(
         text = f"{name} was terminated: {reason}"
     level = "ERROR" if is_failure else "INFO"
     add_master_line(tx, row.task_id, trial.id, text, level=level, allocation_id=allocation_id)
-    half_written = storage_rows.unknown_of(tx.connection, list(begun))
+    half_written = checkpoint_rows.unknown_of(tx.connection, list(begun))
     if half_written:
         payload = {"uuids": half_written, "allocation_id": allocation_id}
         background_jobs.request(tx, "sweep", row.experiment_id, payload)

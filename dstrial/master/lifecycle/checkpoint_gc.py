@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrial.checkpoint.storage_identity import is_uuid
+from dstrial.checkpoint.completion_marker import is_uuid
 from dstrial.errors import MasterError
 from dstrial.file_writes import remove_tree
 

@@ -25,7 +25,6 @@ from dstrial.master.store.backups import make_daily_copy
 from dstrial.master.store.database import Database, IntegrityError, Transaction, find_cluster_id
 from dstrial.master.store.reports import logs
 from dstrial.master.store.reports.metric_values import as_number
-from dstrial.master.store.storages import unknown_of
 
 logger = logging.getLogger("dstrial.master.janitor")
 
@@ -165,13 +164,13 @@ class Janitor:
             row = experiments.get(connection, experiment_id)
         if row is None:
             return None
-        return self._storages.trouble(json.loads(row.config)["checkpoint_storage"], is_fresh=True)
+        return self._storages.trouble(json.loads(row.config)["checkpoint_storage"])
 
     def _sweep(self, experiment_id: int, uuids: list[str], allocation_id: str) -> None:
         """Delete what an ended allocation has left of checkpoints it never completed."""
         with self._database.read() as connection:
             experiment = experiments.get(connection, experiment_id)
-            left = unknown_of(connection, uuids)
+            left = checkpoints.unknown_of(connection, uuids)
             allocation = allocations.get(connection, allocation_id)
         if experiment is None:
             return
@@ -226,7 +225,7 @@ class Janitor:
                 logger.error("checkpoint %s: %s", uuid, error)
                 self._database.write(lambda tx, uuid=uuid: checkpoints.release_claims(tx, uuid))  # type: ignore[misc]
                 continue
-            trouble = self._storages.trouble_if_known(storage)
+            trouble = self._storages.trouble(storage)
             if trouble is not None:  # It went away meanwhile: what was not found may be where it is now.
                 self._database.write(lambda tx, uuid=uuid: checkpoints.release_claims(tx, uuid))  # type: ignore[misc]
                 raise _StorageAwayError(trouble)
@@ -247,7 +246,7 @@ class Janitor:
             storage = json.loads(row.experiment_config)["checkpoint_storage"]
             checkpoint_gc.delete_files(storage, row.uuid)
         self._delete_tensorboard(experiment_id)
-        trouble = None if storage is None else self._storages.trouble_if_known(storage)
+        trouble = None if storage is None else self._storages.trouble(storage)
         if trouble is not None:  # It went away meanwhile: what was not found may be where it is now.
             raise MasterError(trouble)
         for allocation in held:

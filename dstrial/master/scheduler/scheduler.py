@@ -575,9 +575,7 @@ class Scheduler:
 
         With what is known of its storage, and what it had begun to write there.
         """
-        trouble = (
-            None if exit_.exit_code == 0 else self._storage_wait.trouble(row.experiment_id, is_fresh=True)
-        )
+        trouble = None if exit_.exit_code == 0 else self._storage_wait.trouble(row.experiment_id)
         begun = self._backend.begun_checkpoints(run)
         return functools.partial(allocations.allocation_exited, storage_trouble=trouble, begun=begun)
 
@@ -652,7 +650,7 @@ class Scheduler:
         is_idle = not rows and not others and not excluded
         if is_idle and not self._resizing.is_due(connection):
             return _Queue(live, kept, _capacity(live, set(), set(), {}), is_idle=True)
-        rows = self._storage_wait.ready(connection, rows)
+        rows = self._storage_wait.ready(rows)
         off = jobs.disabled_slots(connection, {slot.id for place in places for slot in place.slots})
         # A node that is gone for a moment counts, so that nothing goes on with fewer slots because of it.
         some_time_ago_us = now_us() - _MOMENT_US
@@ -1005,7 +1003,7 @@ class Scheduler:
             interpreter=experiment.interpreter,
             startup_hook=services.settings.startup_hook or "",
             log_bytes=services.settings.trial_log_bytes,
-            storage=None if storage is None else storage.fields(),
+            storage=None if storage is None else str(storage),
         )
 
     def _remove_left_over(self, live: set[str]) -> None:

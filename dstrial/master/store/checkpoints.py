@@ -353,3 +353,24 @@ def by_batch(connection: sqlite3.Connection, trial_id: int) -> list[Checkpoint]:
         "SELECT * FROM checkpoints WHERE trial_id = ? ORDER BY steps, report_us",
         (trial_id,),
     )
+
+
+def unknown_of(connection: sqlite3.Connection, uuids: list[str]) -> list[str]:
+    """Return those of ``uuids`` that are no registered checkpoints."""
+    known = {
+        str(row["uuid"])
+        for uuid in uuids
+        for row in connection.execute("SELECT uuid FROM checkpoints WHERE uuid = ?", (uuid,))
+    }
+    return [uuid for uuid in uuids if uuid not in known]
+
+
+def is_known_storage(connection: sqlite3.Connection, path: str) -> bool:
+    """Say whether the storage at a path has been used, and so has a marker."""
+    key = f"storage:{path}"
+    return connection.execute("SELECT 1 FROM cluster WHERE key = ?", (key,)).fetchone() is not None
+
+
+def remember_storage(tx: Transaction, path: str) -> None:
+    """Note that the storage at a path has a marker."""
+    tx.execute("INSERT OR IGNORE INTO cluster (key, value) VALUES (?, '')", (f"storage:{path}",))

@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 import sqlite3
 
-from dstrial.master.store.database import fetch_all
-from dstrial.master.store.storages import StoredFiles
+from dstrial.master.store.database import fetch_all, fetch_one
 
 MAX_CHECKPOINTS = 5000
 """How many checkpoints of an experiment are told of at most, the newest."""
@@ -73,11 +72,23 @@ def checkpoints(connection: sqlite3.Connection, experiment_id: int) -> list[Chec
     )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredFiles:
+    """What a checkpoint's row says of its files."""
+
+    uuid: str
+    state: str
+    resources: str  # JSON, path -> bytes
+    manifest_sha256: str | None
+    config: str  # of its experiment, JSON; its ``checkpoint_storage`` says where the files lie
+
+
 def stored_files(connection: sqlite3.Connection, uuid: str) -> StoredFiles | None:
     """Return what a checkpoint's row says of its files, None for an unknown one."""
-    row = connection.execute(
-        "SELECT c.uuid, c.experiment_id, c.trial_id, c.state, c.steps, c.resources, c.manifest_sha256, e.config "
+    return fetch_one(
+        StoredFiles,
+        connection,
+        "SELECT c.uuid, c.state, c.resources, c.manifest_sha256, e.config "
         "FROM checkpoints c JOIN experiments e ON e.id = c.experiment_id WHERE c.uuid = ?",
         (uuid,),
-    ).fetchone()
-    return None if row is None else StoredFiles(*tuple(row))
+    )

@@ -13,12 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dstrial.checkpoint.storage_identity import StorageIdentity
 from dstrial.errors import MasterError
 from dstrial.master.state_directory import StateDirectory
-from dstrial.master.store import storages as storage_rows
 from dstrial.master.store.sqlite_file import reading
-from dstrial.master.store.storages import StoredFiles
 from dstrial.master.trial_files import read_json
 from dstrial.visible_text import visible_line
 
@@ -314,18 +311,6 @@ def supervisors(state: StateDirectory) -> list[Supervisor]:
         "WHERE state != 'TERMINATED' AND supervisor_pid IS NOT NULL ORDER BY start_us",
     )
     return [Supervisor(str(row[0]), int(row[1]), str(row[2])) for row in rows]
-
-
-def storages(state: StateDirectory) -> tuple[list[StorageIdentity], list[StoredFiles]]:
-    """Return the known checkpoint storages, and what rows say of files in them.
-
-    Raises:
-        MasterError: the database cannot be used.
-    """
-    if not state.database_path.is_file():
-        return [], []
-    with _connection(state) as connection:
-        return storage_rows.all_known(connection), storage_rows.all_files(connection)
 
 
 def usage(state: StateDirectory) -> Usage:
