@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand and its arguments."""
     parser = subparsers.add_parser(
         "backup",
         help="copy the master's database, also while it runs",
@@ -33,11 +32,6 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Make a copy.
-
-    Raises:
-        MasterError: there is no database, it is damaged, or the copy cannot be written.
-    """
     from dstrial.master.store import backups, sqlite_file
 
     database = StateDirectory.choose(args.state_dir).database_path

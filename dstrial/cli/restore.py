@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand and its arguments."""
     parser = subparsers.add_parser(
         "restore",
         help="put a copy of the master's database back",
@@ -34,11 +33,6 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Put a copy back, or list the copies.
-
-    Raises:
-        MasterError: a master runs, the copy is damaged, or there is no room.
-    """
     from dstrial.master.store import backups
 
     state = StateDirectory.choose(args.state_dir)

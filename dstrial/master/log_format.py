@@ -1,4 +1,4 @@
-"""One line for one message in the master's log, whatever a user has put into it."""
+"""Formats each message of the master's log as one line, whatever a user has put into it."""
 
 from __future__ import annotations
 
@@ -12,25 +12,19 @@ _INDENT = "    "
 
 
 class LogFormatter(logging.Formatter):
-    """Writes time, level, logger and message; escapes line ends in a message.
-
-    Lines of a traceback, which quote the user's own words, are indented, so that none can look like a message.
-    """
+    """Escapes line ends in messages and indents tracebacks, so that no user's text looks like a message."""
 
     def __init__(self) -> None:
         super().__init__(_FORMAT, "%Y-%m-%dT%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        """Return the line of a record."""
         record.message = visible_line(record.message)
         return super().formatMessage(record)
 
     def formatException(self, ei: Any) -> str:  # noqa: N802 - logging's name
-        """Return a traceback."""
         return _indented(super().formatException(ei))
 
     def formatStack(self, stack_info: str) -> str:  # noqa: N802 - logging's name
-        """Return a stack."""
         return _indented(super().formatStack(stack_info))
 
 

@@ -41,13 +41,7 @@ def root_of(storage: Mapping[str, Any]) -> Path | None:
 
 
 class Storages:
-    """Looks at storages. Thread-safe.
-
-    Args:
-        database: where it is written down which have been used.
-        umask: for what is made in a storage, which may be shared; None for that of this process.
-        timeout_s: how long a storage has for an answer, seconds.
-    """
+    """Looks at storages. Thread-safe."""
 
     def __init__(
         self, database: Database, *, umask: int | None = None, timeout_s: float = LOOK_TIMEOUT_S
@@ -59,11 +53,7 @@ class Storages:
         self._looks: dict[Path, tuple[float, Future[str | None]]] = {}
 
     def trouble(self, storage: Mapping[str, Any]) -> str | None:
-        """Say why a storage that was used cannot be used now; None if it can, and for any other.
-
-        Raises:
-            OSError, MasterError: the process can open no more files.
-        """
+        """Say why a storage that was used cannot be used now; None if it can, and for any other."""
         root = root_of(storage)
         if root is None or not self._is_known(root):
             return None
@@ -71,10 +61,9 @@ class Storages:
         return None if instead is None else str(StorageGoneError(str(root), instead))
 
     def secure(self, storage: Mapping[str, Any]) -> Path | None:
-        """Return the directory of a storage, which its first use makes, with its marker.
+        """Return the directory of a storage, made with its marker at its first use.
 
-        Returns:
-            None if it is no directory of this machine, or cannot be made here: its trials will say so.
+        None if it is no directory of this machine, or cannot be made here: its trials will say so.
 
         Raises:
             StorageGoneError: it was used before, and is not there.

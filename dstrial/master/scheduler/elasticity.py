@@ -15,29 +15,18 @@ from dstrial.master.scheduler.queue import Waiting, assignments
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Running:
-    """A trial with slots that may change their number.
-
-    Attributes:
-        trial_id: which one.
-        experiment_id: its experiment.
-        urgency: of its experiment in the queue; the smaller, the more urgent.
-        slots: what it has.
-        choices: with how many it could go on from its newest checkpoint, the most first; not only fewer.
-        max_slots: how many its experiment may use at once, None for any number.
-        is_on_one_node: whether it cannot be divided among machines.
-    """
+    """A trial with slots that may change their number."""
 
     trial_id: int
     experiment_id: int
-    urgency: tuple[int, float]
+    urgency: tuple[int, float]  # of its experiment in the queue; the smaller, the more urgent
     slots: tuple[int, ...]
-    choices: tuple[int, ...]
-    max_slots: int | None = None
-    is_on_one_node: bool = False
+    choices: tuple[int, ...]  # slots for its newest checkpoint, the most first; not only fewer
+    max_slots: int | None = None  # of its experiment at once; None for any number
+    is_on_one_node: bool = False  # cannot be divided among nodes
 
     @property
     def num_slots(self) -> int:
-        """How many it has."""
         return len(self.slots)
 
     def waiting(self, choices: Sequence[int]) -> Waiting:

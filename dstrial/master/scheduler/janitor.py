@@ -1,4 +1,4 @@
-"""Deletes what is not needed any more, and makes the day's copy of the database."""
+"""Deletes files and rows that are not needed any more, and makes the daily copy of the database."""
 
 from __future__ import annotations
 
@@ -35,22 +35,14 @@ _NEEDS_STORAGE = ("gc", "delete_checkpoints", "delete_tensorboard", "sweep")
 
 
 class _StorageAwayError(Exception):
-    """A checkpoint storage went away while something was deleted in it."""
+    """A checkpoint storage went away during a deletion."""
 
 
 class Janitor:
     """The thread that performs the rows of ``work`` one after the other.
 
-    They delete checkpoints, experiments, old logs and unused environments. It also copies the database once a day.
-
-    Args:
-        database: the store.
-        changes: told by the topic "scheduler" that there may be work.
-        log_retention_days: how long logs are kept where an experiment says nothing; None or -1 for ever.
-        overlays_path: where the environments of tasks lie; None to leave them alone.
-        storages: tells whether a storage is there before anything in it is deleted; one of its own for None.
-        period_s: how often old logs and unused environments are deleted, and is looked whether the day's copy of the
-            database is due, seconds.
+    Every ``period_s`` it also deletes old logs and unused environments, and copies the database if the daily copy is due.
+    ``log_retention_days`` is for experiments that do not say; None or -1 for ever.
     """
 
     def __init__(
@@ -76,12 +68,12 @@ class Janitor:
         self._thread = threading.Thread(target=self._run, name="dstrial-janitor", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, with nothing held back by one that was killed."""
+        """Start the thread, with no claims left by a killed master."""
         self._database.write(checkpoints.release_claims)
         self._thread.start()
 
     def stop(self) -> None:
-        """Finish the work in hand and end; the next start does the rest."""
+        """Finish the job in hand and end; the next start does the rest."""
         self._is_stopping = True
         self._event.set()
         self._thread.join()
@@ -96,7 +88,7 @@ class Janitor:
                 self._event.clear()
 
     def _work(self) -> None:
-        """Do the next piece of work, or wait for one."""
+        """Do the next job, or wait for one."""
         # By the clock, since on a busy master the event comes more often than once in a period.
         if time.monotonic() >= self._forget_at_s:
             self._forget_at_s = time.monotonic() + self._period_s
@@ -159,7 +151,6 @@ class Janitor:
         self._put_off[row.id] = time.monotonic() + _LOOK_AGAIN_S
 
     def _storage_trouble(self, experiment_id: int) -> str | None:
-        """Say why an experiment's storage cannot be used now; None if it can."""
         with self._database.read() as connection:
             row = experiments.get(connection, experiment_id)
         if row is None:
@@ -273,10 +264,7 @@ class Janitor:
                 logger.info("environment %s is deleted: no task has used it for long, or it was broken", name)
 
     def _copy_database(self) -> None:
-        """Make the day's copy if the database is whole.
-
-        One that cannot be made is told of, and tried again in an hour.
-        """
+        """Make the daily copy if the database is whole; a failure is logged and retried after ``period_s``."""
         with self._database.read() as connection:
             if not experiments.has_any(connection):
                 return

@@ -1,7 +1,4 @@
-"""Asks trials to go on with another number of slots.
-
-:mod:`~dstrial.master.scheduler.elasticity` decides which.
-"""
+"""Stops trials so that they go on with another number of slots; :mod:`~.elasticity` decides which."""
 
 from __future__ import annotations
 
@@ -48,40 +45,26 @@ _MOST_KNOWN = 10_000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Capacity:
-    """The slots of one look at the queue.
+    """The slots at one poll of the queue."""
 
-    Attributes:
-        free: ids of those that are enabled and unused.
-        enabled: ids of all that are enabled.
-        drained: ids of those that are switched off, and whose trials may finish.
-        used_by: slots in use by experiment.
-        is_settled: whether no node has gone a moment ago, which may come back.
-    """
-
-    free: frozenset[int]
+    free: frozenset[int]  # enabled and unused
     enabled: frozenset[int]
-    drained: frozenset[int]
-    used_by: Mapping[int, int]
-    is_settled: bool
+    drained: frozenset[int]  # disabled, and their trials may finish
+    used_by: Mapping[int, int]  # slots by experiment
+    is_settled: bool  # no node has gone a moment ago, which may come back
 
 
 @dataclasses.dataclass(slots=True)
 class _Known:
-    """What was found for a trial, and what for.
-
-    Attributes:
-        key: checkpoint, config, bounds, and numbers that have proved unusable; another one is another question.
-        choices: with how many slots it can go on.
-        saves: whether it saves checkpoints from time to time.
-    """
+    """The numbers of slots of a trial, cached by checkpoint, config, bounds and unusable numbers."""
 
     key: tuple[Any, ...]
     choices: tuple[int, ...]
-    saves: bool
+    saves: bool  # checkpoints from time to time
 
 
 class Resizing:
-    """Which trials change their slots. Called by the scheduler's thread."""
+    """Called by the scheduler's thread."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -106,15 +89,9 @@ class Resizing:
     def choices(
         self, connection: Connection, row: WaitingTrial, capacity: Capacity, *, at_most: int | None
     ) -> tuple[int, ...]:
-        """Return with how many slots a waiting trial can begin, the best first.
+        """Return with how many slots a waiting trial can begin, the best first; empty for its own number alone.
 
-        None for its own number alone.
-
-        Args:
-            connection: to read by.
-            row: the trial.
-            capacity: the slots.
-            at_most: how many it may take if that is more than it asks for; None for ``max_slots``.
+        ``at_most`` is for a trial that may take more than it asks for; None for ``max_slots``.
         """
         if row.section is None:
             return ()

@@ -24,7 +24,6 @@ class StorageWait:
         self._told: dict[int, str] = {}
 
     def trouble(self, experiment_id: int) -> str | None:
-        """Say why an experiment's storage cannot be used now; None if it can."""
         with self._database.read() as connection:
             config = json.loads(experiments.require(connection, experiment_id).config)
         return self._storages.trouble(config["checkpoint_storage"])

@@ -22,8 +22,6 @@ DAY_S = 24 * 3600.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restored:
-    """What `dstrial restore` has done."""
-
     kept: Path | None  # directory of what was replaced; None if there was nothing
     num_experiments: int
     last_experiment: int
@@ -87,11 +85,7 @@ def _copied(source: sqlite3.Connection, path: Path) -> sqlite3.Connection:
 
 
 def make_daily_copy(database: Path, now_s: float) -> Path | None:
-    """Make a daily copy and delete those beyond the newest; None where the last one is new enough.
-
-    Raises:
-        MasterError: as for :func:`make_copy`; nothing is deleted then.
-    """
+    """Make a daily copy and delete those beyond the newest; None where the last one is new enough."""
     daily = [copy for copy in sqlite_file.list_copies(database) if copy.is_daily]
     # The absolute difference: a clock may have been set back.
     if any(abs(now_s - copy.time_s) < DAY_S for copy in daily):

@@ -57,11 +57,7 @@ Parameters: TypeAlias = "Sequence[Any] | dict[str, Any]"
 
 
 def fetch_each(kind: type[T], connection: Connection, sql: str, parameters: Parameters = ()) -> Iterator[T]:
-    """Yield what a statement finds, as a dataclass with a field for each column.
-
-    Raises:
-        TypeError: the statement does not give the fields.
-    """
+    """Yield the rows of a statement as dataclasses, whose fields are named like its columns."""
     cursor = connection.execute(sql, parameters)
     cursor.row_factory = None  # Tuples are enough, and made in half the time.
     columns = [column[0] for column in cursor.description]
@@ -81,21 +77,15 @@ def fetch_each(kind: type[T], connection: Connection, sql: str, parameters: Para
 
 
 def fetch_all(kind: type[T], connection: Connection, sql: str, parameters: Parameters = ()) -> list[T]:
-    """Return all that a statement finds."""
     return list(fetch_each(kind, connection, sql, parameters))
 
 
 def fetch_one(kind: type[T], connection: Connection, sql: str, parameters: Parameters = ()) -> T | None:
-    """Return the first that a statement finds, None for nothing."""
     return next(fetch_each(kind, connection, sql, parameters), None)
 
 
 class Transaction:
-    """One write in progress, with the topics to publish at its commit.
-
-    Attributes:
-        connection: the writer's connection.
-    """
+    """One write in progress on the writer's connection, with the topics to publish at its commit."""
 
     __slots__ = ("_topics", "connection")
 
@@ -104,21 +94,19 @@ class Transaction:
         self._topics: set[str] = set()
 
     def execute(self, sql: str, parameters: Sequence[Any] | dict[str, Any] = ()) -> sqlite3.Cursor:
-        """Run one statement."""
         return self.connection.execute(sql, parameters)
 
     def executemany(self, sql: str, rows: Iterable[Sequence[Any]]) -> sqlite3.Cursor:
-        """Run one statement for many rows."""
         return self.connection.executemany(sql, rows)
 
     def update(self, table: str, value: int | str, columns: dict[str, Any], *, key: str = "id") -> None:
-        """Set columns of one row; names of tables and columns are the program's own."""
+        """Set columns of one row; names of tables and columns are never a user's."""
         assignments = ", ".join(f"{name} = ?" for name in columns)
         self.execute(f"UPDATE {table} SET {assignments} WHERE {key} = ?", (*columns.values(), value))  # noqa: S608 - as said
 
     @contextlib.contextmanager
     def savepoint(self) -> Iterator[None]:
-        """Take back what is written inside if it raises, and nothing else."""
+        """Roll back what is written inside if it raises, and nothing else."""
         self.execute("SAVEPOINT part")
         try:
             yield
@@ -129,7 +117,7 @@ class Transaction:
             self.execute("RELEASE part")
 
     def publish(self, *topics: str) -> None:
-        """Tell listeners after the commit that something about these topics has changed."""
+        """Notify listeners of these topics after the commit."""
         self._topics.update(topics)
 
 
@@ -143,12 +131,9 @@ class Database:
         path: the file; created with the schema if it does not exist.
         on_commit: called in the writer thread with the published topics after every commit that has any.
 
-    Attributes:
-        damage: what SQLite has found damaged since; empty if nothing.
-
     Raises:
-        DatabaseDamagedError: the file is damaged or lost; with the line to type.
-        MasterError: a newer release wrote the file, or it cannot be written.
+        DatabaseDamagedError: the file is damaged or lost.
+        MasterError: another release wrote the file, or it cannot be written.
     """
 
     def __init__(self, path: Path, on_commit: Callable[[set[str]], None] | None = None) -> None:
@@ -169,11 +154,7 @@ class Database:
         self._thread.start()
 
     def submit(self, function: Callable[[Transaction], T]) -> Future[T]:
-        """Have the writer run ``function`` in a transaction; the future ends after commit.
-
-        Raises:
-            MasterError: the database is closed.
-        """
+        """Run ``function`` in the writer's thread in a transaction; the future ends after the commit."""
         future: Future[T] = Future()
         with self._lock:
             if self._is_closed:
@@ -182,7 +163,7 @@ class Database:
         return future
 
     def write(self, function: Callable[[Transaction], T]) -> T:
-        """Run ``function`` as :meth:`submit` and wait; never from the writer's thread."""
+        """Run ``function`` as :meth:`submit` and wait for the commit; never from the writer's thread."""
         return self.submit(function).result()
 
     @contextlib.contextmanager
@@ -191,7 +172,6 @@ class Database:
 
         Raises:
             DatabaseDamagedError: a page that was needed is damaged.
-            MasterError: the database is closed, or the process can open no more files.
         """
         try:
             connection = self._take_reader()
@@ -251,10 +231,7 @@ class Database:
             self._idle.clear()
 
     def _told(self, error: BaseException) -> BaseException:
-        """Return what to tell of an error.
-
-        Of a damaged page the log and the status tell, too.
-        """
+        """Return the exception to raise for an error of SQLite; note damage for the log and the status."""
         if file_limit.is_shortage(error):
             return MasterError(file_limit.shortage() or str(error))
         if not is_damage(error):
@@ -268,13 +245,13 @@ class Database:
             logger.critical("%s", self.describe_damage())
 
     def describe_damage(self) -> str:
-        """Say what was found damaged since the start, and what to do; empty if nothing."""
+        """Return a message about damage found since the start; empty for none."""
         if not self.damage:
             return ""
         return f"{self.path} is damaged ({self.damage}); expected every page as it was written. {mending.END_AND_PUT_BACK}"
 
     def describe_trouble(self) -> str:
-        """Say what was found damaged, or why a write has just failed; empty for nothing."""
+        """Return a message about damage, or a write that failed just now; empty for neither."""
         why, at_s = self._failed_write
         ago_s = time.monotonic() - at_s
         if self.damage or not why or ago_s > _JUST_NOW_S:
@@ -340,7 +317,7 @@ class Database:
         """Run one function behind a savepoint.
 
         Raises:
-            sqlite3.Error: SQLite has rolled the whole transaction back (a full disk, an input or output error).
+            sqlite3.Error: SQLite has rolled the whole transaction back, for example as the disk is full.
         """
         transaction = Transaction(connection)
         connection.execute("SAVEPOINT job")
@@ -357,21 +334,17 @@ class Database:
 
 
 def make_cluster_id(tx: Transaction) -> str:
-    """Return the id of the cluster, which is made at the first start and stays."""
+    """Return the cluster's id, made at the first start."""
     tx.execute("INSERT OR IGNORE INTO cluster (key, value) VALUES ('cluster_id', ?)", (str(uuid.uuid4()),))
     return str(find_cluster_id(tx.connection))
 
 
 def find_cluster_id(connection: sqlite3.Connection) -> str | None:
-    """Return the id of the cluster, None before the first start."""
+    """Return the cluster's id, None before the first start."""
     row = connection.execute("SELECT value FROM cluster WHERE key = 'cluster_id'").fetchone()
     return None if row is None else str(row["value"])
 
 
 def ping(connection: sqlite3.Connection) -> None:
-    """Read a row, whatever it is.
-
-    Raises:
-        sqlite3.Error: the database does not answer.
-    """
+    """Read any row; raise ``sqlite3.Error`` if the database does not answer."""
     connection.execute("SELECT 1 FROM cluster").fetchone()

@@ -1,7 +1,4 @@
-"""What the page shows of an experiment's checkpoints.
-
-These are small rows, without configs and lists of files.
-"""
+"""Small rows of an experiment's checkpoints for the page, without configs and lists of files."""
 
 from __future__ import annotations
 
@@ -16,44 +13,23 @@ MAX_CHECKPOINTS = 5000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointOverview:
-    """A line of an experiment's checkpoints.
-
-    Attributes:
-        uuid: the checkpoint.
-        trial_id: whose it is.
-        steps: batches completed.
-        state: ``COMPLETED``, ``DELETED`` and so on.
-        size: bytes of its files.
-        report_us: when it was reported.
-        is_being_deleted: whether its files are being deleted now.
-        manifest_sha256: of its manifest as its trial has reported it; None without one.
-        num_files: of its files.
-        format: of its metadata; None where that says nothing.
-        engines: of its metadata, JSON; None where that says nothing.
-        metric: the searcher's metric at these batches; a number, or a word for NaN or infinity; None without a validation.
-        models: versions of registered models that it is, JSON list of [name, version].
-    """
-
     uuid: str
     trial_id: int
-    steps: int
+    steps: int  # batches completed
     state: str
     size: int
     report_us: int
     is_being_deleted: bool
-    manifest_sha256: str | None
+    manifest_sha256: str | None  # as its trial has reported it
     num_files: int
-    format: str | None
-    engines: str | None
-    metric: float | str | None
-    models: str
+    format: str | None  # of its metadata
+    engines: str | None  # of its metadata, JSON
+    metric: float | str | None  # the searcher's; a word for NaN or infinity
+    models: str  # JSON list of [name, version]
 
 
 def checkpoints(connection: sqlite3.Connection, experiment_id: int) -> list[CheckpointOverview]:
-    """Return an experiment's checkpoints, the newest first.
-
-    One more than ``MAX_CHECKPOINTS`` where there are more.
-    """
+    """Return an experiment's checkpoints, the newest first; ``MAX_CHECKPOINTS`` + 1 where there are more."""
     return fetch_all(
         CheckpointOverview,
         connection,
@@ -84,7 +60,6 @@ class StoredFiles:
 
 
 def stored_files(connection: sqlite3.Connection, uuid: str) -> StoredFiles | None:
-    """Return what a checkpoint's row says of its files, None for an unknown one."""
     return fetch_one(
         StoredFiles,
         connection,

@@ -1,7 +1,4 @@
-"""What the page shows of experiments, trials and their metrics.
-
-These are small rows, read in one query each.
-"""
+"""Small rows of experiments, trials and their metrics for the page, read in one query each."""
 
 from __future__ import annotations
 
@@ -52,11 +49,6 @@ MAX_METRICS = 2000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExperimentOverview:
-    """A line of the list of experiments.
-
-    ``hyperparameters`` is that part of the config, JSON.
-    """
-
     id: int
     name: str
     description: str
@@ -80,7 +72,7 @@ class ExperimentOverview:
     parent_id: int | None
     unmanaged: bool
     priority: int
-    hyperparameters: str | None
+    hyperparameters: str | None  # of the config, JSON
     num_trials: int
     checkpoint_size: int
     advance: int | None
@@ -88,8 +80,6 @@ class ExperimentOverview:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialOverview:
-    """A line of an experiment's trials; ``slots`` are those it has, or had last."""
-
     id: int
     experiment_id: int
     state: str
@@ -110,7 +100,7 @@ class TrialOverview:
     is_stopped_by_searcher: bool
     early_exit: str | None
     warm_start_uuid: str | None
-    slots: str | None
+    slots: str | None  # that it has, or had last
     advance: int | None
 
 
@@ -126,7 +116,6 @@ def experiments(connection: sqlite3.Connection, ids: Sequence[int] = ()) -> list
 
 
 def experiment_of_trial(connection: sqlite3.Connection, trial_id: int) -> int | None:
-    """Return to which experiment a trial belongs, None for an unknown one."""
     row = connection.execute("SELECT experiment_id FROM trials WHERE id = ?", (trial_id,)).fetchone()
     return None if row is None else int(row["experiment_id"])
 
@@ -134,7 +123,6 @@ def experiment_of_trial(connection: sqlite3.Connection, trial_id: int) -> int | 
 def trials(
     connection: sqlite3.Connection, experiment_id: int, ids: Sequence[int] = ()
 ) -> list[TrialOverview]:
-    """Return an experiment's trials, or some of them, by id."""
     some = "AND t.id IN (SELECT value FROM json_each(?))" if ids else ""
     return fetch_all(
         TrialOverview,
@@ -155,10 +143,7 @@ def some_trials(connection: sqlite3.Connection, ids: Sequence[int]) -> list[Tria
 
 
 def records_per_epoch(connection: sqlite3.Connection, experiment_id: int) -> int | None:
-    """Return how many records an epoch of an experiment has.
-
-    None where its config does not say.
-    """
+    """Return the records of an experiment's epoch; None where its config does not say."""
     row = connection.execute(
         "SELECT json_extract(config, '$.records_per_epoch') AS number FROM experiments WHERE id = ?",
         (experiment_id,),
@@ -167,7 +152,6 @@ def records_per_epoch(connection: sqlite3.Connection, experiment_id: int) -> int
 
 
 def trial(connection: sqlite3.Connection, trial_id: int) -> TrialOverview | None:
-    """Return one trial, None for an unknown one."""
     return fetch_one(TrialOverview, connection, f"{_TRIALS} WHERE t.id = ?", (trial_id,))
 
 
@@ -177,10 +161,9 @@ def metric_names(
     trial_ids: Sequence[int] = (),
     text: str = "",
 ) -> list[tuple[str, str]]:
-    """Return (group, name) of the numbers that trials have reported, in order.
+    """Return (group, name) of the numbers that trials have reported; ``MAX_METRICS`` + 1 where there are more.
 
-    The trials are an experiment's, or some. One more than ``MAX_METRICS`` where there are more. With ``text`` only those whose
-    name or group has it, upper and lower case alike.
+    With ``text`` only those whose name or group contains it, case-insensitive.
     """
     where = "t.experiment_id = ?" if experiment_id is not None else "t.id IN (SELECT value FROM json_each(?))"
     values: list[object] = [experiment_id if experiment_id is not None else json.dumps(list(trial_ids))]
@@ -196,7 +179,6 @@ def metric_names(
 
 
 def runs(connection: sqlite3.Connection, trial_id: int) -> list[Allocation]:
-    """Return a trial's allocations, in order."""
     return fetch_all(
         Allocation, connection, "SELECT * FROM allocations WHERE trial_id = ? ORDER BY run_id", (trial_id,)
     )
