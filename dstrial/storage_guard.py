@@ -88,7 +88,7 @@ class StorageGuard:
         return os.path.normpath(base_path) == self.root
 
     def note(self, storage_id: str) -> None:
-        """Note that a checkpoint is begun, so that it can be deleted if it is never reported."""
+        """Note that a checkpoint is begun: if never reported, it will be deleted."""
         if not storage_id or os.sep in storage_id or storage_id in (".", ".."):
             return
         try:

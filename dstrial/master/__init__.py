@@ -1,1 +1,1 @@
-"""The embedded master: one machine's server of Determined's protocol; imports nothing that trains."""
+"""The embedded master: one machine's server of Determined's protocol."""

@@ -1,4 +1,4 @@
-"""A small HTTP client of the local master for the ``dstrial`` commands; standard library only, to start fast."""
+"""A small HTTP client of the local master; standard library only, to start fast."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def format_us(us: int) -> str:
 
 
 def parse_time(text: str) -> int:
-    """Read a time as clients send it; without a zone it is UTC. Years outside 1 to 9999 are a ValueError."""
+    """Read a client's time of the years 1 to 9999; without a zone it is UTC."""
     from dateutil import parser  # type: ignore[import-untyped]  # no stubs are installed
 
     found: datetime.datetime = parser.isoparse(text)

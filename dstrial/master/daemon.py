@@ -76,7 +76,7 @@ def start(
     may_take_another_port: bool = False,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> MasterRecord:
-    """Start a background master and wait until it serves; one that another command starts meanwhile will do.
+    """Start a background master, or find one just started; wait until it serves.
 
     ``meanwhile`` is called once while the new process starts. ``may_take_another_port``: any free port will do where another
     program has the default one.
@@ -114,7 +114,7 @@ def start(
 def _launch(
     state: StateDirectory, options: MasterOptions, meanwhile: Callable[[], None]
 ) -> tuple[subprocess.Popen[bytes], bytes | None]:
-    """Start the process; return it and its report, None if it reported nothing in time."""
+    """Start the process; return it and its report, None for no report in time."""
     ours, theirs = os.pipe()
     with contextlib.closing(os.fdopen(ours, "rb")) as ready:
         try:

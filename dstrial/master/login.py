@@ -35,7 +35,7 @@ def addresses_of(port: int) -> tuple[str, str]:
 
 
 def log_in(record: MasterRecord, may_replace: Callable[[str], bool]) -> dict[str, Login]:
-    """Make ``det`` know this master under both of its addresses; return address -> result.
+    """Make ``det`` know this master by both addresses; return address -> result.
 
     An entry with a token that this master accepts stays, whoever its user is. ``may_replace`` is asked with an address whose
     entry belongs to another master.
@@ -74,7 +74,7 @@ def log_in(record: MasterRecord, may_replace: Callable[[str], bool]) -> dict[str
 
 
 def log_in_as(record: MasterRecord, username: str) -> None:
-    """Make a user ``det``'s active user at both of a master's addresses, and keep others."""
+    """Make a user active at both of a master's addresses, and keep others."""
     token: str | None = None
     for address in addresses_of(record.port):
         store = _token_store(address)
@@ -112,7 +112,7 @@ def is_accepted(record: MasterRecord, token: str) -> bool:
 
 
 def new_token(record: MasterRecord, username: str = USERNAME) -> str:
-    """Return a token for the owner of the state directory through the UNIX socket, without a password."""
+    """Return a token for the directory's owner, through the UNIX socket."""
     if not record.socket:
         raise MasterError(
             f"the master, process {record.pid}, is of dstrial {record.version} and has no socket; expected this release. "

@@ -1,4 +1,4 @@
-"""The UNIX socket by which a state directory's owner reaches its master; standard library only.
+"""The UNIX socket by which the state directory's owner reaches the master.
 
 It lies in the state directory, which nobody else can enter. Its address has 108 bytes (unix(7) ``sun_path``), so that a
 longer path is named through ``/proc/self/fd``. On file systems without sockets it lies in a new directory of the user's

@@ -25,7 +25,7 @@ class Follower:
             self._future = None
 
     async def next(self, timeout_s: float) -> set[str]:
-        """Return the topics published since the last call; empty after ``timeout_s`` without any."""
+        """Return the topics published since the last call; none after ``timeout_s``."""
         with self._lock:
             found, self._topics = self._topics, set()
             if found:
@@ -71,7 +71,7 @@ class PubSub:
                     future.get_loop().call_soon_threadsafe(_finish, future)
 
     async def wait(self, topic: str, seen: int, timeout_s: float) -> bool:
-        """Wait until the topic is published after ``seen``; return False after ``timeout_s`` seconds."""
+        """Wait for a publication after ``seen``; return False after ``timeout_s``."""
         future = asyncio.get_running_loop().create_future()
         with self._lock:
             if self._versions.get(topic, 0) != seen:

@@ -30,7 +30,6 @@ from dstrial.hosts.srun import hosts_of_allocation, own_allocation, transport_of
 from dstrial.master import owner_socket
 from dstrial.master.daemon import DEFAULT_PORT, HOST, KILL_SIGNAL, MasterOptions
 from dstrial.master.file_limit import raise_limit
-from dstrial.master.log_format import LogFormatter
 from dstrial.master.pubsub import PubSub
 from dstrial.master.state_directory import (
     MasterRecord,
@@ -39,6 +38,7 @@ from dstrial.master.state_directory import (
     process_start_time,
 )
 from dstrial.master.store.database import Database
+from dstrial.visible_text import visible, visible_line
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -67,10 +67,12 @@ _SUBMISSIONS = frozenset(
     f"/api/v1/{path}"
     for path in ("experiments", "experiments/continue", "commands", "tensorboards", "generic-tasks")
 )
+_LOG_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s"
+_LOG_INDENT = "    "
 
 
 class MasterServer(uvicorn.Server):
-    """uvicorn's server; calls ``on_ready`` in the event loop once it answers, and leaves signals to us."""
+    """uvicorn's server; calls ``on_ready`` once it answers, leaves signals to us."""
 
     def __init__(
         self,
@@ -211,7 +213,7 @@ def with_options(settings: MasterSettings, options: MasterOptions) -> MasterSett
 
 
 def hosts_of(options: MasterOptions, settings: MasterSettings) -> tuple[Host, ...]:
-    """Return the machines that run allocations with slots; none where the master's own does."""
+    """Return the hosts that run allocations; none where this machine does."""
     if options.is_under_slurm:
         return hosts_of_allocation(own_allocation())
     hostfile = options.hostfile or settings.hostfile
@@ -265,6 +267,27 @@ def _listen(port: int) -> socket.socket:
             "with --port."
         ) from error
     return listener
+
+
+class LogFormatter(logging.Formatter):
+    """Escapes messages and indents tracebacks: no user's text looks like a message."""
+
+    def __init__(self) -> None:
+        super().__init__(_LOG_FORMAT, "%Y-%m-%dT%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        record.message = visible_line(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - logging's name
+        return _indented(super().formatException(ei))
+
+    def formatStack(self, stack_info: str) -> str:  # noqa: N802 - logging's name
+        return _indented(super().formatStack(stack_info))
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"{_LOG_INDENT}{visible(line)}" for line in text.split("\n"))
 
 
 def _configure_log(state: StateDirectory, level: str, *, shows_log: bool) -> None:

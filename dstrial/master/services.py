@@ -238,14 +238,14 @@ class Services:
         )
 
     def _without_hosts(self, local: LocalBackend) -> Backend:
-        """Return the back end of this machine; a master before this one may have had hosts."""
+        """Return this machine's back end; an earlier master may have had hosts."""
         from dstrial.master.backends.hosts.backend import SHOWN_NAME
 
         (self.state_dir / SHOWN_NAME).unlink(missing_ok=True)
         return local
 
     def _over_hosts(self, local: LocalBackend) -> Backend:
-        """Return the back end of hosts, each of which keeps its id and its slots' ids for good."""
+        """Return the back end of hosts, which keep their ids and slot ids for good."""
         from dstrial.master.backends.hosts.backend import SHOWN_NAME, HostsBackend
 
         names = [host.name for host in self.hosts]

@@ -157,7 +157,7 @@ class MasterSettings:
 
     @classmethod
     def load(cls, path: Path | None = None) -> MasterSettings:
-        """Read a settings file, or take the defaults; raise ConfigError with all of its problems."""
+        """Read a settings file; raise ConfigError with all of its problems."""
         label = "master.yaml" if path is None else str(path)
         given: Any = {}
         lines: dict[Any, str] = {}

@@ -1,4 +1,4 @@
-"""Reads files that a trial's processes can write: only regular, bounded ones of this account, by schema."""
+"""Reads files that a trial can write: regular, bounded, of this account."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def open_regular(path: Path, *, is_own: bool = True) -> BinaryIO:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file of at most ``MAX_RECORD_BYTES``; ValueError and errors as :func:`open_regular`."""
+    """Return a JSON file's content; ValueError, and errors as :func:`open_regular`."""
     with open_regular(path) as file:
         content = file.read(MAX_RECORD_BYTES + 1)
     if len(content) > MAX_RECORD_BYTES:
@@ -51,7 +51,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_record(path: Path, kind: type[T]) -> T:
-    """Return a JSON object as a dataclass, without other keys; errors as :func:`read_json`."""
+    """Return a JSON object as a dataclass; errors as :func:`read_json`."""
     found = read_json(path)
     fields = {}
     for name, wanted in get_type_hints(kind).items():

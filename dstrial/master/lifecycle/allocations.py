@@ -40,7 +40,7 @@ def assign(
     directory: str,
     token_hashes: dict[str, str],
 ) -> allocation_rows.Allocation | None:
-    """Give a trial slots: a new run of it begins; None if the trial does not want one any more.
+    """Give a trial slots for a new run; None if it does not wait any more.
 
     ``ports`` are by environment variable, ``token_hashes`` SHA-256 by kind ("allocation", "user"); ``directory`` is the parent of
     the allocation's.
@@ -85,7 +85,7 @@ def _start_point(tx: Transaction, trial: trial_rows.Trial) -> tuple[str | None, 
 
 
 def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle | None) -> None:
-    """Record an allocation's supervisor; None for one on other nodes, each of which has its own."""
+    """Record an allocation's supervisor; None where other nodes have theirs."""
     row = allocation_rows.require(tx.connection, allocation_id)
     if row.state != "TERMINATED":
         allocation_rows.update(
@@ -120,7 +120,7 @@ def allocation_exited(
     storage_trouble: str | None = None,
     begun: Sequence[str] = (),
 ) -> None:
-    """End an allocation whose log is taken in, and decide about its trial; no-op if it has ended.
+    """End an allocation and decide about its trial; no-op if it has ended.
 
     ``storage_trouble`` says why its storage cannot be used now. Of ``begun`` checkpoints those not reported are deleted.
     """

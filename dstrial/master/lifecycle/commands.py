@@ -55,7 +55,7 @@ def assign(
     directory: str,
     token_hashes: dict[str, str],
 ) -> allocation_rows.Allocation | None:
-    """Give a command slots, as for a trial; None if the command does not want them any more."""
+    """Give a command slots, as for a trial; None if it does not wait any more."""
     row = commands.require(tx.connection, task_id)
     if row.state != "ACTIVE" or row.allocation_id is not None:
         return None

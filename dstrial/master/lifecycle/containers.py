@@ -33,7 +33,7 @@ def project_of_config(
 
 
 def delete_project(tx: Transaction, project_id: int) -> bool:
-    """Begin to delete a project and its experiments; return whether it is gone already, as it held none."""
+    """Begin to delete a project; return whether it was empty, and so is gone."""
     row = projects.require(tx.connection, project_id)
     projects.refuse_immutable(row, "be deleted")
     held = experiment_rows.of_project(tx.connection, project_id)
@@ -50,7 +50,7 @@ def delete_project(tx: Transaction, project_id: int) -> bool:
 
 
 def delete_workspace(tx: Transaction, workspace_id: int) -> bool:
-    """Begin to delete a workspace, its projects and templates; return whether it is gone already."""
+    """Begin to delete a workspace; return whether it was empty, and so is gone."""
     row = workspaces.require(tx.connection, workspace_id)
     workspaces.refuse_immutable(row, "be deleted")
     model = models.any_name_in(tx.connection, workspace_id)

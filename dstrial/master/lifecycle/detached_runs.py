@@ -42,7 +42,7 @@ class StartPoint:
 def create(
     tx: Transaction, *, submission: Submission, owner_id: int, project_id: int, external_id: str | None
 ) -> int:
-    """Store an experiment of detached runs without a trial; return its id, or that of this external id."""
+    """Store an experiment of detached runs, or find it by its external id."""
     known = None if external_id is None else experiment_rows.by_external_id(tx.connection, external_id)
     if known is not None:
         _refuse_deleting(known)
@@ -65,7 +65,7 @@ def create(
 def create_trial(
     tx: Transaction, experiment_id: int, hparams: Mapping[str, Any] | None, external_id: str | None
 ) -> int:
-    """Store a trial of detached runs; return its id, or that of this external id with the new hyperparameters."""
+    """Store a detached trial, or find it by its external id and set its hparams."""
     experiment = _require(tx, experiment_id)
     _refuse_deleting(experiment)
     known = (
@@ -79,7 +79,7 @@ def create_trial(
 
 
 def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
-    """Begin another run of a detached trial; reports of the run before are refused from now on."""
+    """Begin another run of a detached trial; refuse the last one's reports."""
     trial = trial_rows.require(tx.connection, trial_id)
     experiment = _require(tx, trial.experiment_id)
     _refuse_deleting(experiment)
@@ -96,7 +96,7 @@ def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
 
 
 def note_heartbeat(tx: Transaction, trial: trial_rows.Trial, *, is_current_run: bool = False) -> None:
-    """Record a detached trial's heartbeat; a trial that was given up becomes active again."""
+    """Record a heartbeat; a trial that was given up is active again."""
     if trial.heartbeat_us is None:
         return
     trial_rows.update(tx, trial.id, heartbeat_us=now_us())
@@ -110,7 +110,7 @@ def note_heartbeat(tx: Transaction, trial: trial_rows.Trial, *, is_current_run: 
 
 
 def set_state(tx: Transaction, trial_id: int, state: str | None) -> None:
-    """Take a detached run's state: RUNNING, COMPLETED, CANCELED or ERROR; None for a heartbeat.
+    """Take a detached run's state: RUNNING, or an end; None for a heartbeat.
 
     A trial that a person has ended stays ended.
     """
@@ -131,7 +131,7 @@ def set_state(tx: Transaction, trial_id: int, state: str | None) -> None:
 
 
 def give_up_silent(tx: Transaction, before_us: int) -> int:
-    """End detached runs without a heartbeat since ``before_us`` in ERROR; return how many.
+    """End runs in ERROR without a heartbeat since ``before_us``; return how many.
 
     Experiments that never got a trial end, too.
     """

@@ -90,7 +90,7 @@ def close_trial(
 
 
 def stop_experiment(tx: Transaction, experiment_id: int, stopping: str, why: str) -> bool:
-    """Stop every trial of an experiment, and end it when they have ended; return whether anything changed."""
+    """Stop an experiment's trials and, when they have ended, the experiment."""
     row = experiment_rows.require(tx.connection, experiment_id)
     if not may_follow(row.state, stopping):
         return False
@@ -125,7 +125,7 @@ def finish_if_over(tx: Transaction, experiment_id: int) -> None:
 
 
 def finish_experiment(tx: Transaction, experiment_id: int, state: str, reason: str | None) -> None:
-    """Put an experiment into its terminal state, and collect its checkpoints unless its runs are detached."""
+    """End an experiment, and collect its checkpoints unless its runs are detached."""
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.state in TERMINAL:
         return
@@ -150,7 +150,7 @@ def begin_search(tx: Transaction, experiment_id: int) -> None:
 
 
 def validation_completed(tx: Transaction, trial: trial_rows.Trial, metrics: dict[str, Any]) -> None:
-    """Tell the searcher of a validation; a missing searcher metric ends the experiment."""
+    """Tell the searcher of a validation; end the experiment if it has no metric."""
     _feed(tx, trial.experiment_id, lambda s: s.validation_completed(trial.request_id, metrics))
 
 

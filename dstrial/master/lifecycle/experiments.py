@@ -30,7 +30,7 @@ def create(
     parent_id: int | None = None,
     project_id: int = projects.DEFAULT_ID,
 ) -> int:
-    """Store an experiment with its first trials, PAUSED unless ``activate``; return its id.
+    """Store an experiment with its first trials, PAUSED unless ``activate``.
 
     ``tgz`` is the model definition, gzip tar.
     """
@@ -260,7 +260,7 @@ def _resample(tx: Transaction, trial_id: int, submission: Submission) -> None:
 
 
 def patch(tx: Transaction, experiment_id: int, **fields: Any) -> None:
-    """Change fields of an experiment: name, description, notes, labels, max_slots, priority, weight, log_retention_days.
+    """Change fields of an experiment, those of the checks below.
 
     ``checkpoint_storage`` takes any of its ``save_…`` numbers, and collects checkpoints anew.
     """

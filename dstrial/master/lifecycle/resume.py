@@ -1,4 +1,4 @@
-"""Finds the checkpoint from which a trial goes on, and the numbers of slots it can use.
+"""Finds a trial's checkpoint, and the numbers of slots on which it goes on.
 
 Reads rows and manifests only. A trial with a checkpoint of dstrial's keeps its batch on any number of slots that divides it, so
 it goes on with fewer slots than ``slots_per_trial`` instead of waiting.
@@ -45,7 +45,7 @@ def of_warm_start(connection: Connection, uuid: str | None) -> SavedRun | None:
 
 
 def of_submission(connection: Connection, config: Mapping[str, Any]) -> SavedRun | None:
-    """Return the saved run from which a config's first trial starts; the config is not checked yet."""
+    """Return the saved run from which an unchecked config's first trial starts."""
     saved = _of_run_directory(config)
     if saved is not None:
         return saved
@@ -85,7 +85,7 @@ def _read(row: Checkpoint) -> SavedRun | None:
 def slots_to_go_on_with(
     connection: Connection, trial: Trial, config: Mapping[str, Any], num_available: int
 ) -> int | None:
-    """Return the most slots, fewer than ``slots_per_trial``, on which a trial's checkpoint goes on, or None."""
+    """Return the most slots, fewer than configured, for a checkpoint, or None."""
     saved = _own(connection, trial, config)
     if saved is None:
         return None
@@ -97,7 +97,7 @@ def slots_to_go_on_with(
 def choices(
     connection: Connection, trial: Trial, config: Mapping[str, Any], *, at_least: int, at_most: int
 ) -> tuple[int, ...]:
-    """Return with how many slots a trial's checkpoint can go on, the most first; none without a checkpoint."""
+    """Return the numbers of slots for a trial's checkpoint, the most first."""
     saved = _own(connection, trial, config)
     if saved is None:
         return ()

@@ -1,15 +1,16 @@
-"""Whether checkpoint storages are there, before anything is done in them.
+"""Whether checkpoint storages are there, and which trials wait for theirs.
 
 A storage is made at its first use and never again. What lies on another machine, or is no directory, is not looked at.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import (
     TimeoutError as FutureTimeoutError,  # Another class than the builtin before Python 3.11.
@@ -19,8 +20,10 @@ from typing import Any
 
 from dstrial.errors import MasterError
 from dstrial.master.lifecycle.checkpoint_gc import storage_root
-from dstrial.master.store import checkpoints
+from dstrial.master.store import checkpoints, experiments
 from dstrial.master.store.database import Database
+from dstrial.master.store.jobs import WaitingTrial
+from dstrial.master.store.reports.logs import add_master_line
 from dstrial.storage_guard import STORAGE_MARKER, StorageGoneError, what_is_there_instead
 
 logger = logging.getLogger("dstrial.master.storages")
@@ -53,7 +56,7 @@ class Storages:
         self._looks: dict[Path, tuple[float, Future[str | None]]] = {}
 
     def trouble(self, storage: Mapping[str, Any]) -> str | None:
-        """Say why a storage that was used cannot be used now; None if it can, and for any other."""
+        """Say why a storage that was used cannot be used now; else None."""
         root = root_of(storage)
         if root is None or not self._is_known(root):
             return None
@@ -116,6 +119,47 @@ class Storages:
             return look.result(max(0.0, began_s + self._timeout_s - time.monotonic()))
         except FutureTimeoutError:
             return self._no_answer()
+
+
+class StorageWait:
+    """Holds trials back whose storage is away; for the scheduler's thread."""
+
+    def __init__(self, database: Database, storages: Storages) -> None:
+        self._database = database
+        self._storages = storages
+        self._told: dict[int, str] = {}
+
+    def trouble(self, experiment_id: int) -> str | None:
+        with self._database.read() as connection:
+            config = json.loads(experiments.require(connection, experiment_id).config)
+        return self._storages.trouble(config["checkpoint_storage"])
+
+    def ready(self, rows: Sequence[WaitingTrial]) -> list[WaitingTrial]:
+        """Leave out those that still wait for their storage: they hold up nobody else."""
+        self._told = {row.id: self._told[row.id] for row in rows if row.id in self._told}
+        return [row for row in rows if row.id not in self._told or not self.holds_up(row)]
+
+    def holds_up(self, row: WaitingTrial) -> bool:
+        """Say whether a trial that could start has to wait for its storage."""
+        trouble = self.trouble(row.experiment_id)
+        told = self._told.get(row.id)
+        if trouble is None:
+            if told is not None:
+                del self._told[row.id]
+                self._say(row, "its checkpoint storage is back, and the trial goes on", "INFO")
+            return False
+        if told != trouble:
+            self._told[row.id] = trouble
+            logger.warning("trial %d waits: %s", row.id, trouble)
+            self._say(row, f"waiting for its checkpoint storage: {trouble}", "WARNING")
+        return True
+
+    def is_waiting(self, trial_id: int) -> bool:
+        """Say whether a trial was held back when it was looked at last."""
+        return trial_id in self._told
+
+    def _say(self, row: WaitingTrial, text: str, level: str) -> None:
+        self._database.write(lambda tx: add_master_line(tx, row.task_id, row.id, text, level=level))
 
 
 def _in_thread(call: Callable[[], Any]) -> Future[Any]:

@@ -30,7 +30,7 @@ def report_metrics(
     metrics: dict[str, Any],
     per_batch: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Store a report; a "validation" report goes to the searcher in the same transaction.
+    """Store a report; a "validation" goes to the searcher in the same transaction.
 
     ``steps`` are batches completed, None for a report that belongs to no batch (profiling). ``per_batch`` is only stored.
     """

@@ -1,1 +1,1 @@
-"""Reconciles processes with rows: assigns slots, runs processes, takes in output, deletes files."""
+"""Reconciles processes with rows: slots, processes, output, files."""

@@ -1,4 +1,4 @@
-"""Deletes files and rows that are not needed any more, and makes the daily copy of the database."""
+"""Deletes unneeded files and rows, and makes daily copies of the database."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ class Janitor:
                 logger.info("environment %s is deleted: no task has used it for long, or it was broken", name)
 
     def _copy_database(self) -> None:
-        """Make the daily copy if the database is whole; a failure is logged and retried after ``period_s``."""
+        """Make the daily copy of a whole database; retry a failure the next time."""
         with self._database.read() as connection:
             if not experiments.has_any(connection):
                 return

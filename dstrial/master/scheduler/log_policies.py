@@ -52,7 +52,7 @@ def matches(policies: Sequence[LogPolicy], texts: Iterable[str]) -> list[tuple[L
 def note_matches(
     tx: Transaction, row: Allocation, matched: list[tuple[LogPolicy, str]], node_id: int, name: str
 ) -> None:
-    """Store which policies a node's output has matched, and log those with an action, once each."""
+    """Store matched policies of a node's output, and log actions once each."""
     for policy, line in matched:
         if policy.name is not None:
             trial_rows.update(tx, row.trial_id, log_policy_matched=policy.name)

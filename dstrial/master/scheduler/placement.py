@@ -20,7 +20,7 @@ def by_node(slot_ids: Iterable[int]) -> dict[int, list[int]]:
 
 
 def could_ever_fit(num_slots: int, capacity: Mapping[int, int], *, is_on_one_node: bool = False) -> bool:
-    """Say whether so many slots exist where they would have to be; ``capacity``: all slots of each node that is up."""
+    """Say whether so many slots exist; ``capacity``: those of nodes that are up."""
     most = max(capacity.values(), default=0) if is_on_one_node else sum(capacity.values())
     return num_slots <= most
 
@@ -32,7 +32,7 @@ def place(
     *,
     is_on_one_node: bool = False,
 ) -> list[int] | None:
-    """Return the slots for an allocation in the order of its ranks; None if it has to wait.
+    """Return an allocation's slots by rank; None if it has to wait.
 
     ``capacity`` counts slots in use, too: an allocation that fits on a node waits for one.
     """

@@ -1,4 +1,4 @@
-"""Decides which trial or command gets slots next, and says why a trial waits; pure."""
+"""Decides who gets slots next, and says why a trial waits; pure."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Look:
     at_s: float  # monotonic
 
     def is_stale(self, version: int, now_s: float, period_s: float) -> bool:
-        """Say whether to poll again: at another version, and after ``period_s`` for changes that publish nothing."""
+        """Say whether to poll again: at another version, or after ``period_s``."""
         return version != self.version or now_s >= self.at_s + period_s
 
 
@@ -121,7 +121,7 @@ def waiting_text(
     max_slots: int | None,
     before: str | None,
 ) -> str:
-    """Say which slots a trial waits for and who holds them, in one ``waiting for …`` line.
+    """Return one line: for which slots a trial waits, and who holds them.
 
     ``before`` is first in the queue, None if that is the trial itself.
     """

@@ -30,6 +30,7 @@ from dstrial.master.backends.log_file import CHUNK_BYTES, printed, read_lines
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import allocations, endings, resume
 from dstrial.master.lifecycle import commands as life
+from dstrial.master.lifecycle.storages import StorageWait
 from dstrial.master.scheduler import commands as command_start
 from dstrial.master.scheduler.commands import CommandWatch
 from dstrial.master.scheduler.elasticity import Growth
@@ -39,7 +40,6 @@ from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, m
 from dstrial.master.scheduler.placement import by_node
 from dstrial.master.scheduler.queue import Holder, Look, Waiting, assignments, waiting_text, waits_for_others
 from dstrial.master.scheduler.resizing import Capacity, Resizing, note_slots
-from dstrial.master.scheduler.storage_wait import StorageWait
 from dstrial.master.scheduler.supervisor_watch import SupervisorWatch
 from dstrial.master.scheduler.wishes import begins_of, describe, growth_of, wishes_of, write_answer
 from dstrial.master.store import allocations as allocation_rows
@@ -86,7 +86,7 @@ _EXCLUDED = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Fitting:
-    """How many slots a trial could go on with, cached by run, slots, version and config."""
+    """How many slots a trial could go on with, cached by the other fields."""
 
     run_id: int  # allocations that the trial had had
     available: int
@@ -329,7 +329,7 @@ class Scheduler:
             return self._release_without_rows(error)
 
     def _release_without_rows(self, error: Exception) -> bool:
-        """Stop what can be stopped where nothing can be written, as on a full disk; return whether anything runs.
+        """Stop what can be stopped where nothing can be written; False if nothing runs.
 
         Trials that may save wait for room. Those that are to be killed are, and the next master takes them for lost, which counts
         as no restart.
@@ -429,7 +429,7 @@ class Scheduler:
         self._database.write(add)
 
     def _leave_if_due(self, row: Allocation, run: RunRef) -> None:
-        """Ask an allocation whose slots will be taken to save a checkpoint; it goes on elsewhere."""
+        """Ask an allocation to save whose slots will be taken; it goes on elsewhere."""
         if row.preempt_us is None and row.kill_us is None:
             why = self._backend.why_leaving(run)
             if why is not None:
@@ -544,7 +544,7 @@ class Scheduler:
         self._backend.forget(run)
 
     def _trial_exited(self, row: Allocation, run: RunRef, exit_: AllocationExit) -> Callable[..., None]:
-        """Return what follows from a trial's exit, by the state of its storage and the checkpoints it has begun."""
+        """Return what follows from a trial's exit."""
         trouble = None if exit_.exit_code == 0 else self._storage_wait.trouble(row.experiment_id)
         begun = self._backend.begun_checkpoints(run)
         return functools.partial(allocations.allocation_exited, storage_trouble=trouble, begun=begun)
@@ -654,7 +654,7 @@ class Scheduler:
     def _trials_of(
         self, connection: Connection, queue: _Queue, kept_off: Mapping[int, frozenset[int]]
     ) -> list[Waiting]:
-        """Return what each trial of a queue waits for, in its order; ``kept_off``: nodes excluded by log policies, by trial."""
+        """Return what each trial of a queue waits for; ``kept_off``: excluded nodes."""
         is_single_node = functools.cache(functools.partial(_is_single_node, connection))
         is_alone = len(queue.rows) + len(queue.others) == 1
         return [
@@ -726,7 +726,7 @@ class Scheduler:
         *,
         is_alone: bool,
     ) -> Waiting:
-        """Return a waiting trial with the numbers of slots that it can begin with, where it has a choice.
+        """Return a waiting trial with the numbers of slots it can begin with.
 
         One for which nobody else waits takes all free slots, up to ``max_slots``; of an engine's those it has already.
         """
@@ -749,7 +749,7 @@ class Scheduler:
         live: list[Allocation],
         capacity: Capacity,
     ) -> None:
-        """Let running trials make room for waiting ones, leave drained slots, or take free ones."""
+        """Let trials make room, leave drained slots, or take free ones."""
         most = {node: len(slots) for node, slots in by_node(capacity.enabled).items()}
         first = next((one for one in waiting if waits_for_others(one, most, capacity.used_by)), None)
         ending = [row for row in live if row.preempt_us is not None or row.kill_us is not None]
@@ -826,26 +826,7 @@ class Scheduler:
         ports = backends.choose_ports(set(used_ports))
         tokens, hashes = _new_tokens()
 
-        def assign(tx: Transaction) -> Allocation | None:
-            # In the transaction, so that `_release_all` sees either the allocation or that there will be none.
-            if self._is_draining:
-                return None
-            allocation = allocations.assign(
-                tx,
-                trial_id,
-                slots=slots,
-                ports=ports,
-                resources_id=str(uuid.uuid4()),
-                directory=str(self._directory),
-                token_hashes=hashes,
-            )
-            if allocation is not None:
-                _add_parts(tx, allocation.id, slots)
-            if allocation is not None:
-                note_slots(tx, allocation, len(slots), num_wanted)
-            return allocation
-
-        row = self._database.write(assign)
+        row = self._assigned(allocations.assign, trial_id, slots, ports, hashes, num_wanted)
         if row is None:
             return None
         self._moving_s.pop(trial_id, None)
@@ -854,19 +835,22 @@ class Scheduler:
         self._launch(row, lambda: self._request(row, slots, ports, tokens))
         return row
 
-    def _begin_command(self, task_id: str, slots: list[int], used_ports: Iterable[int]) -> Allocation | None:
-        services = self._services
-        with self._database.read() as connection:
-            first_ports = command_start.first_ports(connection, task_id)
-        ports = backends.choose_ports(set(used_ports), first_ports)
-        tokens, hashes = _new_tokens()
-
-        def assign(tx: Transaction) -> Allocation | None:
+    def _assigned(
+        self,
+        assign: Callable[..., Allocation | None],
+        key: Key,
+        slots: list[int],
+        ports: dict[str, int],
+        hashes: dict[str, str],
+        num_wanted: int | None = None,
+    ) -> Allocation | None:
+        def write(tx: Transaction) -> Allocation | None:
+            # In the transaction, so that `_release_all` sees either the allocation or that there will be none.
             if self._is_draining:
                 return None
-            allocation = life.assign(
+            allocation = assign(
                 tx,
-                task_id,
+                key,
                 slots=slots,
                 ports=ports,
                 resources_id=str(uuid.uuid4()),
@@ -875,9 +859,20 @@ class Scheduler:
             )
             if allocation is not None:
                 _add_parts(tx, allocation.id, slots)
+                if num_wanted is not None:
+                    note_slots(tx, allocation, len(slots), num_wanted)
             return allocation
 
-        row = self._database.write(assign)
+        return self._database.write(write)
+
+    def _begin_command(self, task_id: str, slots: list[int], used_ports: Iterable[int]) -> Allocation | None:
+        services = self._services
+        with self._database.read() as connection:
+            first_ports = command_start.first_ports(connection, task_id)
+        ports = backends.choose_ports(set(used_ports), first_ports)
+        tokens, hashes = _new_tokens()
+
+        row = self._assigned(life.assign, task_id, slots, ports, hashes)
         if row is None:
             return None
 
@@ -971,7 +966,7 @@ class Scheduler:
 def _capacity(
     live: Sequence[Allocation], enabled: set[int], absent: set[int], off: Mapping[int, bool]
 ) -> Capacity:
-    """Return the slots of a poll; ``off``: disabled slots -> whether they are being drained."""
+    """Return a poll's slots; ``off``: disabled slots -> whether they are drained."""
     in_use: set[int] = set()
     used_by: dict[int, int] = {}
     for holder in live:
@@ -1053,6 +1048,6 @@ def _new_tokens() -> tuple[dict[str, str], dict[str, str]]:
 
 
 def failed_start(error: Exception) -> AllocationExit:
-    """Return the exit of an allocation that could not be started; if its slots were gone, it is lost."""
+    """Return the exit of an allocation that could not start; lost without its slots."""
     was_lost = isinstance(error, SlotsGoneError)
     return AllocationExit(1, None, now_us(), f"could not be started: {text_of(error)}", was_lost)

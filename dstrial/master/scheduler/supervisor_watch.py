@@ -1,4 +1,4 @@
-"""Reports a stopped supervisor, which takes in no output and ends nothing while its trial goes on.
+"""Reports stopped supervisors, whose trials go on without output or end.
 
 The finding is in the trial's log and in a file of the allocation's directory for ``dstrial status`` and the page.
 """
@@ -39,7 +39,7 @@ class _Seen:
 
 
 class SupervisorWatch:
-    """Looks at supervisors about once a second, in the scheduler's thread; ``clock`` never runs backwards."""
+    """Looks at supervisors about once a second, in the scheduler's thread."""
 
     def __init__(
         self, database: Database, backend: Backend, clock: Callable[[], float] = time.monotonic

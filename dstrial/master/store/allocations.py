@@ -112,7 +112,7 @@ MAX_CONTAINERS = 1024
 
 
 def note_accelerators(tx: Transaction, found: Accelerators) -> None:
-    """Replace what a container has reported of its accelerators, for at most ``MAX_CONTAINERS`` of an allocation."""
+    """Store a container's accelerators, for at most ``MAX_CONTAINERS``."""
     (count,) = tx.execute(
         "SELECT COUNT(*) FROM allocation_accelerators WHERE allocation_id = ? AND container_id != ?",
         (found.allocation_id, found.container_id),
@@ -158,7 +158,7 @@ def insert(
     steps_at_start: int = 0,
     checkpoint_uuid: str | None = None,
 ) -> str:
-    """Store a new allocation of a task and return its id; the ids of trial and experiment are 0 for a command."""
+    """Store an allocation and return its id; trial 0 stands for a command."""
     allocation_id = f"{task_id}.{run_id}"
     tx.execute(
         "INSERT INTO allocations (id, task_id, trial_id, experiment_id, run_id, state, slots, ports, resources_id, "
@@ -205,7 +205,7 @@ def count_ended_as(connection: sqlite3.Connection, task_id: str, reason: str) ->
 
 
 def note_report(tx: Transaction, trial_id: int, run_id: int, *, has_trained: bool) -> None:
-    """Note that a run has reported, which shows that the trial's code runs; reports count once batches are trained."""
+    """Note that a run reports, which shows that the trial's code runs."""
     tx.execute(
         "UPDATE allocations SET num_reports = num_reports + ?, is_ready = 1 WHERE trial_id = ? AND run_id = ?",
         (int(has_trained), trial_id, run_id),
@@ -213,7 +213,7 @@ def note_report(tx: Transaction, trial_id: int, run_id: int, *, has_trained: boo
 
 
 def advance_log(tx: Transaction, allocation_id: str, before: int, after: int, num_lines: int) -> bool:
-    """Store up to which byte a log is taken in; return False if it was not at ``before``."""
+    """Store how far a log is taken in, bytes; False if it was not at ``before``."""
     cursor = tx.execute(
         "UPDATE allocations SET log_offset = ?, log_lines = log_lines + ? WHERE id = ? AND log_offset = ?",
         (after, num_lines, allocation_id, before),
@@ -275,7 +275,7 @@ def uses(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[
 
 
 def busy(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[tuple[int, int, int | None]]:
-    """Return (slots, start, end) of every allocation with slots that overlaps a time range, also of deleted experiments."""
+    """Return (slots, start, end) of allocations with slots in a time range."""
     rows = connection.execute(
         "SELECT json_array_length(slots) AS num_slots, start_us, end_us FROM allocations "
         "WHERE start_us < :before AND (end_us IS NULL OR end_us > :after) AND slots != '[]' "

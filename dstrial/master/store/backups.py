@@ -36,7 +36,7 @@ def last_experiment(path: Path) -> int | None:
 
 
 def make_copy(database: Path, target: Path) -> None:
-    """Copy a database as it is at this moment, also while a master writes it, and check the copy.
+    """Copy a database, also while a master writes it, and check the copy.
 
     Raises:
         DatabaseDamagedError: SQLite cannot copy it, or the copy does not pass its check.
@@ -77,7 +77,7 @@ def make_copy(database: Path, target: Path) -> None:
 
 
 def _copied(source: sqlite3.Connection, path: Path) -> sqlite3.Connection:
-    """Copy a database in one step, so that writes meanwhile do not make the copy begin again."""
+    """Copy in one step: writes meanwhile do not make it begin again."""
     made = sqlite3.connect(path, isolation_level=None)
     source.backup(made)
     made.execute("PRAGMA journal_mode = DELETE")  # One file, which may be carried anywhere.
@@ -85,7 +85,7 @@ def _copied(source: sqlite3.Connection, path: Path) -> sqlite3.Connection:
 
 
 def make_daily_copy(database: Path, now_s: float) -> Path | None:
-    """Make a daily copy and delete those beyond the newest; None where the last one is new enough."""
+    """Make a daily copy, and delete old ones; None if it is not due."""
     daily = [copy for copy in sqlite_file.list_copies(database) if copy.is_daily]
     # The absolute difference: a clock may have been set back.
     if any(abs(now_s - copy.time_s) < DAY_S for copy in daily):
@@ -98,7 +98,7 @@ def make_daily_copy(database: Path, now_s: float) -> Path | None:
 
 
 def bring_back(database: Path, copy: Path) -> Restored:
-    """Put a copy in the place of a database that nobody has open; what is there is kept beside it.
+    """Replace a closed database by a copy; keep what is there beside it.
 
     Raises:
         DatabaseDamagedError: the copy is damaged; nothing is changed.
@@ -169,7 +169,7 @@ def _raise_ids(made: sqlite3.Connection, given: Mapping[str, int]) -> None:
 
 
 def _set_aside(database: Path) -> Path | None:
-    """Move a database and its log into a directory of their own; None if there is nothing."""
+    """Move a database and its log into a directory; None if there is nothing."""
     found = [
         path for end in ("", "-wal", "-shm") if (path := database.with_name(f"{database.name}{end}")).exists()
     ]

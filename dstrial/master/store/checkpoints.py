@@ -109,7 +109,7 @@ def add_checkpoint(
 
 
 def _with_digest(metadata: Mapping[str, Any], digest: str | None) -> dict[str, Any]:
-    """Return metadata with the registered SHA-256, also after a client has changed the metadata."""
+    """Return metadata with the registered SHA-256, whatever a client has changed."""
     rest = {key: value for key, value in metadata.items() if key != MANIFEST_DIGEST}
     return rest if digest is None else {**rest, MANIFEST_DIGEST: digest}
 
@@ -185,7 +185,7 @@ def claim(tx: Transaction, uuid: str) -> str | None:
 
 
 def release_claims(tx: Transaction, uuid: str | None = None) -> None:
-    """Unmark a checkpoint whose files could not be deleted, or all that a killed master has left."""
+    """Unmark a checkpoint that could not be deleted, or all of a killed master."""
     tx.execute("UPDATE checkpoints SET deleting_us = NULL WHERE ? IS NULL OR uuid = ?", (uuid, uuid))
 
 

@@ -142,7 +142,7 @@ def kept_context(connection: sqlite3.Connection, task_id: str) -> bytes | None:
 
 
 def listing(connection: sqlite3.Connection, kind: CommandKind, now: int) -> list[CommandInfo]:
-    """Return the commands of a kind that run, wait or ended within a day, oldest first."""
+    """Return a kind's commands that ended within a day or not, oldest first."""
     return fetch_all(
         CommandInfo,
         connection,
@@ -152,7 +152,7 @@ def listing(connection: sqlite3.Connection, kind: CommandKind, now: int) -> list
 
 
 def newest(connection: sqlite3.Connection, limit: int) -> list[CommandInfo]:
-    """Return the commands that started last, the newest first, and all that have not ended."""
+    """Return the newest commands, and all that have not ended."""
     return fetch_all(
         CommandInfo,
         connection,

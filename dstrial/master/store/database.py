@@ -57,7 +57,7 @@ Parameters: TypeAlias = "Sequence[Any] | dict[str, Any]"
 
 
 def fetch_each(kind: type[T], connection: Connection, sql: str, parameters: Parameters = ()) -> Iterator[T]:
-    """Yield the rows of a statement as dataclasses, whose fields are named like its columns."""
+    """Yield rows as dataclasses, whose fields are named like the columns."""
     cursor = connection.execute(sql, parameters)
     cursor.row_factory = None  # Tuples are enough, and made in half the time.
     columns = [column[0] for column in cursor.description]
@@ -85,7 +85,7 @@ def fetch_one(kind: type[T], connection: Connection, sql: str, parameters: Param
 
 
 class Transaction:
-    """One write in progress on the writer's connection, with the topics to publish at its commit."""
+    """One write in progress, with the topics to publish at its commit."""
 
     __slots__ = ("_topics", "connection")
 
@@ -154,7 +154,7 @@ class Database:
         self._thread.start()
 
     def submit(self, function: Callable[[Transaction], T]) -> Future[T]:
-        """Run ``function`` in the writer's thread in a transaction; the future ends after the commit."""
+        """Run ``function`` in the writer's thread; the future ends after the commit."""
         future: Future[T] = Future()
         with self._lock:
             if self._is_closed:
@@ -163,7 +163,7 @@ class Database:
         return future
 
     def write(self, function: Callable[[Transaction], T]) -> T:
-        """Run ``function`` as :meth:`submit` and wait for the commit; never from the writer's thread."""
+        """Run ``function`` and wait for the commit; never from the writer's thread."""
         return self.submit(function).result()
 
     @contextlib.contextmanager
@@ -231,7 +231,7 @@ class Database:
             self._idle.clear()
 
     def _told(self, error: BaseException) -> BaseException:
-        """Return the exception to raise for an error of SQLite; note damage for the log and the status."""
+        """Return the exception to raise for one of SQLite; note damage."""
         if file_limit.is_shortage(error):
             return MasterError(file_limit.shortage() or str(error))
         if not is_damage(error):
@@ -251,7 +251,7 @@ class Database:
         return f"{self.path} is damaged ({self.damage}); expected every page as it was written. {mending.END_AND_PUT_BACK}"
 
     def describe_trouble(self) -> str:
-        """Return a message about damage, or a write that failed just now; empty for neither."""
+        """Return a message about damage or a recent failed write, or nothing."""
         why, at_s = self._failed_write
         ago_s = time.monotonic() - at_s
         if self.damage or not why or ago_s > _JUST_NOW_S:

@@ -42,7 +42,7 @@ class Hint(enum.Enum):
 
 
 class StoreError(MasterError):
-    """A request that the rows do not allow; ``hint`` says what a person can do, unless the text says so itself."""
+    """A request that the rows do not allow; ``hint`` says what a person can do."""
 
     def __init__(self, text: str, hint: Hint | None = None) -> None:
         super().__init__(text)

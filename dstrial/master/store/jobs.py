@@ -126,7 +126,7 @@ ORDER BY e.priority, e.queue_position, t.id
 
 
 def waiting_trials(connection: sqlite3.Connection) -> list[WaitingTrial]:
-    """Return the trials that wait for slots, the most urgent first, also those that a log policy excludes."""
+    """Return waiting trials, the most urgent first, also those excluded by policies."""
     return fetch_all(WaitingTrial, connection, _WAITING)
 
 

@@ -263,7 +263,7 @@ def delete_version(tx: Transaction, row_id: int, model_id: int) -> None:
 
 
 def registered_of(connection: sqlite3.Connection, experiment_id: int) -> list[str]:
-    """Return an experiment's checkpoints that are versions of models, as ``NAME version N``."""
+    """Return an experiment's registered checkpoints as ``NAME version N``."""
     rows = connection.execute(
         "SELECT m.name, v.version FROM checkpoints c JOIN model_versions v ON v.checkpoint_uuid = c.uuid "
         "JOIN models m ON m.id = v.model_id WHERE c.experiment_id = ? ORDER BY m.name, v.version",

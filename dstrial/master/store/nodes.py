@@ -29,7 +29,7 @@ def slot_id_of(node_id: int, index: int) -> int:
 
 
 def agent_key(node_id: int) -> int:
-    """Return the slot id that stands for the whole node in the table of disabled slots."""
+    """Return the slot id that stands for a whole node in ``disabled_slots``."""
     return -1 - node_id
 
 
@@ -89,7 +89,7 @@ def update_part(tx: Transaction, allocation_id: str, node_id: int, **columns: An
 def advance_log(
     tx: Transaction, allocation_id: str, node_id: int, before: int, after: int, num_lines: int
 ) -> bool:
-    """Store up to which byte a node's log is taken in; return False if it was not at ``before``."""
+    """Store how far a log is taken in, bytes; False if it was not at ``before``."""
     cursor = tx.execute(
         "UPDATE allocation_nodes SET log_offset = ?, log_lines = log_lines + ? "
         "WHERE allocation_id = ? AND node_id = ? AND log_offset = ?",

@@ -59,7 +59,7 @@ class ProjectInfo(Project):
 
 
 def list_projects(connection: sqlite3.Connection, workspace_id: int) -> list[ProjectInfo]:
-    """Return a workspace's projects by number; ``is_shut``: the project or its workspace is archived."""
+    """Return projects by number; ``is_shut``: it or its workspace is archived."""
     return fetch_all(
         ProjectInfo, connection, f"{_SELECT} WHERE p.workspace_id = ? ORDER BY p.id", (workspace_id,)
     )
@@ -130,7 +130,7 @@ def check_name(connection: sqlite3.Connection, workspace_id: int, name: str, own
 
 
 def check_key(connection: sqlite3.Connection, key: str, own_id: int | None) -> str:
-    """Return a key in capitals; refuse one that is not of 1 to 5 letters and digits, or taken.
+    """Return a key in capitals; refuse a taken one, or not 1 to 5 letters or digits.
 
     Source: Determined 0.38.1, length and letters of keys.
     """

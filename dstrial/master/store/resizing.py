@@ -19,7 +19,7 @@ ORDER BY e.priority, e.queue_position, a.trial_id
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResizableTrial:
-    """A trial that trains and may be asked to stop, with what its experiment says of slots."""
+    """A trial that trains and may be asked to stop."""
 
     allocation_id: str
     trial_id: int

@@ -1,4 +1,4 @@
-"""Opens the SQLite file: checked, with this release's schema and settings; lists the copies beside it.
+"""Opens and checks the SQLite file; lists the copies beside it.
 
 ``<state dir>/backups/`` holds ``daily-DATE-TIME.db``, made by the master, and ``master-DATE-TIME.db``, made by a person and
 never deleted. Times are UTC.

@@ -77,7 +77,7 @@ def is_detached(connection: sqlite3.Connection, trial_id: int | None, task_id: s
 def is_over(
     connection: sqlite3.Connection, trial_id: int | None, task_id: str | None, before_us: int
 ) -> bool:
-    """Say whether the tasks of a trial, or one task, had ended before a time and no allocation lives."""
+    """Say whether the tasks of a trial, or one task, had ended before a time."""
     column, value = ("trial_id", trial_id) if trial_id is not None else ("id", task_id)
     open_tasks = connection.execute(
         f"SELECT COUNT(*) FROM tasks WHERE {column} = ? AND (end_us IS NULL OR end_us > ?)",  # noqa: S608 - a constant

@@ -32,7 +32,7 @@ from dstrial.master.lifecycle.storages import root_of
 from dstrial.master.services import Services
 from dstrial.master.store import experiments, trials
 from dstrial.master.store.database import Connection
-from dstrial.master.store.views import checkpoint_overviews
+from dstrial.master.store.views import overviews
 from dstrial.master.web import model_files, rungs
 
 _MAX_VALUES = 5000
@@ -88,7 +88,7 @@ def _layouts(engines: str | None) -> list[Json]:
     ]
 
 
-def _checkpoint(row: checkpoint_overviews.CheckpointOverview) -> Json:
+def _checkpoint(row: overviews.CheckpointOverview) -> Json:
     return {
         "id": row.uuid,
         "trial": row.trial_id,
@@ -111,19 +111,19 @@ async def get_checkpoints(request: ApiRequest) -> Json:
     ``more`` if not all are told.
     """
 
-    def read(connection: Connection) -> list[checkpoint_overviews.CheckpointOverview]:
+    def read(connection: Connection) -> list[overviews.CheckpointOverview]:
         experiment_id = request.path_params["experiment_id"]
         experiments.require(connection, experiment_id)
-        return checkpoint_overviews.checkpoints(connection, experiment_id)
+        return overviews.checkpoints(connection, experiment_id)
 
     found = await request.services.read(read)
-    limit = checkpoint_overviews.MAX_CHECKPOINTS
+    limit = overviews.MAX_CHECKPOINTS
     return {"checkpoints": [_checkpoint(row) for row in found[:limit]], "more": len(found) > limit}
 
 
 def _look(services: Services, uuid: str) -> Json:
     with services.database.read() as connection:
-        row = checkpoint_overviews.stored_files(connection, uuid)
+        row = overviews.stored_files(connection, uuid)
     if row is None:
         raise RequestError(
             404, f"checkpoint {uuid[:80]!r} is not found; expected one of an experiment's list."

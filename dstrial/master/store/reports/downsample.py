@@ -1,4 +1,4 @@
-"""Chooses the points of a long series to draw, so that it looks like the whole; pure."""
+"""Chooses which points of a long series are drawn; pure."""
 
 from __future__ import annotations
 

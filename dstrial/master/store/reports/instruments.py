@@ -53,7 +53,7 @@ def newest(connection: sqlite3.Connection, trial_id: int) -> Instruments | None:
 def by_rank(
     connection: sqlite3.Connection, trial_id: int, name: str
 ) -> tuple[list[int], list[int], list[list[float | None]]]:
-    """Return batches, times (us), and for each batch the ranks' values of an instrument.
+    """Return batches, times (us), and for each batch the ranks' values.
 
     Of more than ``MAX_REPORTS`` reports (fewer with many ranks): the first, the newest, and some at even distances.
     """

@@ -1,4 +1,4 @@
-"""Pages of a log for the page: some lines before or behind a place, long lines cut."""
+"""Pages of a log: some lines before or behind a place, long lines cut."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _id_at(
 
 
 def extent(connection: sqlite3.Connection, log: LogOf, *, is_counted: bool) -> LogExtent:
-    """Return how long a log is; counting takes longer than all else, as it reads every line's place."""
+    """Return how long a log is; counting is slow, as it reads every line's place."""
     where = f"FROM logs WHERE {log.condition}"
     ends = [
         connection.execute(f"SELECT {end}(id) {where}", (log.value,)).fetchone()[0] for end in ("MIN", "MAX")
@@ -162,7 +162,7 @@ def extent(connection: sqlite3.Connection, log: LogOf, *, is_counted: bool) -> L
 
 
 def some_ranks(connection: sqlite3.Connection, log: LogOf) -> list[int]:
-    """Return the ranks of some lines at the beginning and at the end; -1 for lines of no rank."""
+    """Return ranks of the first and last lines; -1 for lines of no rank."""
     part = f"SELECT rank FROM logs WHERE {log.condition} ORDER BY id {{}} LIMIT {_SAMPLE}"  # noqa: S608 - constants
     rows = connection.execute(
         f"SELECT DISTINCT COALESCE(rank, -1) AS rank FROM (SELECT * FROM ({part.format('ASC')}) "  # noqa: S608 - constants

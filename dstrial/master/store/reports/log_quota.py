@@ -1,4 +1,4 @@
-"""Bounds a log: its beginning and its newest lines are kept, the middle is deleted."""
+"""Bounds a log: keeps its beginning and its newest lines."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LogOwner:
 def add_lines(
     tx: Transaction, owner: LogOwner, lines: Sequence[LogLine], quota_bytes: int, *, num_lost: int = 0
 ) -> None:
-    """Store lines of a task's processes, in order, and delete older ones beyond ``quota_bytes``, rows included.
+    """Store lines of processes; delete older ones beyond ``quota_bytes`` of rows.
 
     ``num_lost`` lines before these were deleted before the master has read them.
     """

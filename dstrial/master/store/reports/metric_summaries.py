@@ -47,7 +47,7 @@ class Admitted:
 
 
 def admit(tx: Transaction, trial: sqlite3.Row, group: str, values: Mapping[str, Any]) -> Admitted | None:
-    """Return what may be stored of a report, None for nothing; the trial's log mentions the rest once.
+    """Return what may be stored of a report; the log mentions the rest once.
 
     The searcher's metric is always admitted.
     """

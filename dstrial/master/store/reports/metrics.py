@@ -122,7 +122,7 @@ def _insert(
 
 
 def _begin_run(tx: Transaction, trial: sqlite3.Row, steps: int) -> bool:
-    """Archive the reports of batches that a new run trains again; return whether there were any."""
+    """Archive reports that a new run makes again; return whether there were any."""
     trial_id, run_id = trial["id"], trial["run_id"]
     if trial["heartbeat_us"] is not None:
         return _begin_detached_run(tx, trial_id, run_id, steps)
@@ -172,7 +172,7 @@ def _merge(
 
 
 def archive_beyond(tx: Transaction, trial_id: int, run_id: int, steps: int) -> bool:
-    """Archive reports of runs before ``run_id`` beyond a batch, and compute summaries anew; return whether there were any."""
+    """Archive older runs' reports beyond a batch; return whether there were any."""
     cursor = tx.execute(
         "UPDATE metrics SET archived = 1 WHERE trial_id = ? AND run_id < ? AND steps > ? AND archived = 0 AND steps >= 0",
         (trial_id, run_id, steps),
@@ -283,7 +283,7 @@ def report_keys(connection: sqlite3.Connection, trial_id: int) -> list[tuple[int
 
 
 def report_ids(connection: sqlite3.Connection, trial_id: int, group: str | None) -> array[int]:
-    """Return the ids of a trial's reports that are not archived, by batch, those of no batch first."""
+    """Return ids of reports not archived, by batch, those of no batch first."""
     condition = "" if group is None else " AND group_name = ?"
     values = (trial_id, *(() if group is None else (group,)))
     found = array("q")
@@ -298,7 +298,7 @@ def report_ids(connection: sqlite3.Connection, trial_id: int, group: str | None)
 
 
 def some_reports(connection: sqlite3.Connection, ids: Sequence[int]) -> list[Report]:
-    """Return the first of these reports, as many as one answer should hold but at least one.
+    """Return the first reports, as many as an answer holds but at least one.
 
     Reports that have been deleted since are left out.
     """

@@ -193,7 +193,7 @@ def list_experiments(
     offset: int = 0,
     limit: int = -1,
 ) -> list[ListedExperiment]:
-    """Return experiments; ``sort_by`` is a ``SORT_BY_…`` of the protocol, by id otherwise; rows without a value come last."""
+    """Return experiments; ``sort_by`` is a ``SORT_BY_…``; none is by id."""
     where, values = _where(wanted)
     column = _EXPERIMENT_ORDER.get(sort_by or "", "e.id")
     order = "DESC" if is_descending else "ASC"
@@ -225,7 +225,7 @@ def list_trials(
     offset: int = 0,
     limit: int = -1,
 ) -> list[ListedTrial]:
-    """Return an experiment's trials, or one trial, as :func:`list_experiments`; living allocations count up to ``now_us``."""
+    """Return trials; living allocations count up to ``now_us``."""
     names = {f"s{i}": state for i, state in enumerate(states)}
     condition = "t.id = :trial_id" if trial_id is not None else "t.experiment_id = :experiment_id"
     if names:

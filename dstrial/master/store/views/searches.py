@@ -1,4 +1,4 @@
-"""Experiments of dsat's searches, found by their labels, with what their trials have reported."""
+"""Experiments of dsat's searches, found by labels, and their reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WHERE e.labels LIKE '%"dsat-%' AND j.value LIKE ? ORDER BY e.id
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LabelledExperiment:
-    """An experiment with the label by which dsat names the search and the experiment's part in it."""
+    """An experiment with its label of dsat: the search, and its part in it."""
 
     id: int
     name: str
