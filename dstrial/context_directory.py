@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dstrial.errors import ConfigError, ConfigProblem
-from dstrial.storage_guard import IDENTITY_NAME
+from dstrial.storage_guard import STORAGE_MARKER
 
 if TYPE_CHECKING:
     from determined.common.api.bindings import v1File
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 OUTPUT_MARK = ".dstrial-output"
 """Name of the file that marks a directory as output of dstrial."""
 
-MARKS = frozenset({OUTPUT_MARK, IDENTITY_NAME, "pyvenv.cfg"})
+MARKS = frozenset({OUTPUT_MARK, STORAGE_MARKER, "pyvenv.cfg"})
 """A directory below the context directory that holds a file of one of these names is not packed."""
 
 MAX_BYTES = 95 * 2**20

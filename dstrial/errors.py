@@ -26,7 +26,7 @@ The tree, drawn once::
     ├── MissingExtraError             an optional library is missing that an integration needs (also an ImportError)
     ├── SearchError                   a searcher cannot go on with what a trial reported
     └── MasterError                   the embedded master cannot start, stop or go on
-        ├── DatabaseDamagedError      its database is damaged, or not the one that it had; names what and what to type
+        ├── DatabaseDamagedError      its database is damaged or lost; names what and what to type
         └── RequestError              a request to it cannot be answered; carries the HTTP status
 
 One more is an ``OSError``: ``storage_guard.StorageGoneError``, raised where anybody's code in a trial would make a checkpoint
@@ -219,7 +219,7 @@ class MasterError(DstrialError):
 
 
 class DatabaseDamagedError(MasterError):
-    """The master's database is damaged, or is not the one that the last master left."""
+    """The master's database is damaged or lost."""
 
 
 class RequestError(MasterError):

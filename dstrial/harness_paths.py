@@ -38,7 +38,7 @@ _NEXT_ABSENCE_S = 30.0  # many times the second between two tries
 def patches_of_allocation(allocation: str, guard: StorageGuard | None = None) -> dict[str, Patch]:
     """Return what is changed in processes of an allocation, by its 0700 directory.
 
-    ``guard`` is of its checkpoint storage; None where that has no identity.
+    ``guard`` is of its checkpoint storage; None where that has no marker.
     """
     python = os.environ.get(BASE_PYTHON_VARIABLE, "")
     is_base = os.path.dirname(os.path.dirname(python)) == sys.prefix
@@ -51,7 +51,7 @@ def patches_of_allocation(allocation: str, guard: StorageGuard | None = None) ->
         "determined.tensorboard.build": lambda module: _move_tensorboard(
             module, lambda: os.path.join(allocation, "tensorboard")
         ),
-        "determined.tensorboard.shared": _patch_tensorboard_shared,
+        "determined.tensorboard.shared": lambda module: _patch_tensorboard_shared(module, guard),
         "urllib3.connectionpool": _patch_connection_pool,
         "determined.common.storage.base": lambda module: _patch_storage_base(module, guard),
         **({} if guard is None else _patches_of_storage(guard)),
@@ -105,16 +105,25 @@ def _patch_ipc(module: Any, allocation: str) -> None:
     module.read_pid_server_addr = read_pid_server_addr
 
 
-def _patch_tensorboard_shared(module: Any) -> None:
-    """``tensorboard/shared.py:26`` (0.38.1) makes directories 0777; the umask decides."""
+def _patch_tensorboard_shared(module: Any, guard: StorageGuard | None) -> None:
+    """``tensorboard/shared.py:26`` (0.38.1) makes directories 0777, and a storage that is missing; the umask decides."""
     cls = module.SharedFSTensorboardManager
-    original = cls.__init__
+    original, original_sync = cls.__init__, cls._sync_impl
+
+    def check(storage_path: Any) -> None:
+        if guard is not None and guard.covers(str(storage_path)):
+            guard.check()
 
     def __init__(self: Any, storage_path: str, base_path: Any, sync_path: Any, **options: Any) -> None:  # noqa: N807
+        check(storage_path)
         os.makedirs(os.path.join(storage_path, sync_path), exist_ok=True)
         original(self, storage_path, base_path, sync_path, **options)
 
-    cls.__init__ = __init__
+    def _sync_impl(self: Any, path_info_list: Any) -> None:
+        check(self.storage_path)
+        original_sync(self, path_info_list)
+
+    cls.__init__, cls._sync_impl = __init__, _sync_impl
 
 
 def _patch_storage_base(module: Any, guard: StorageGuard | None) -> None:

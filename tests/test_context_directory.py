@@ -23,7 +23,7 @@ from dstrial.context_directory import (
 from dstrial.errors import ConfigError
 from dstrial.launch.over_hosts import packed_context
 from dstrial.local.run_directory import RunDirectory
-from dstrial.storage_guard import IDENTITY_NAME
+from dstrial.storage_guard import STORAGE_MARKER
 
 
 def write(root: Path, *names: str, size: int = 1) -> None:
@@ -75,7 +75,7 @@ def test_run_directories_are_never_packed(tmp_path: Path) -> None:
     assert set(list_context(root).left_out) == {"runs/", "older/x/", "named/", "kept/"}
 
 
-@pytest.mark.parametrize("mark", [OUTPUT_MARK, IDENTITY_NAME, "pyvenv.cfg"])
+@pytest.mark.parametrize("mark", [OUTPUT_MARK, STORAGE_MARKER, "pyvenv.cfg"])
 def test_marked_directories_are_left_out_and_named(tmp_path: Path, mark: str) -> None:
     write(tmp_path, "train.py", f"deep/marked/{mark}", "deep/marked/more/file", "deep/file", mark)
 

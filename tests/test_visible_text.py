@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from dstrial.master.http.messages import to_json
-from dstrial.master.log_format import LogFormatter
+from dstrial.master.server import LogFormatter
 from dstrial.visible_text import visible, visible_line
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,13 @@ from dstrial.file_writes import sync_path
 
 MARKER_NAME = "COMPLETE"
 """File name of the completion mark."""
+
+_UUID = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+def is_uuid(name: str) -> bool:
+    """Say whether a name is a UUID in lower case with hyphens, as checkpoints have."""
+    return _UUID.fullmatch(name) is not None
 
 
 def write_marker(path: str | os.PathLike[str], info: Mapping[str, Any] | None = None) -> None:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand and its arguments."""
     parser = subparsers.add_parser(
         "backup",
         help="copy the master's database, also while it runs",
@@ -33,29 +32,15 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Make a copy.
-
-    Raises:
-        MasterError: there is no database, it is damaged, or the copy cannot be written.
-    """
-    from dstrial.master.store.file import backups, copies
+    from dstrial.master.store import backups, sqlite_file
 
     database = StateDirectory.choose(args.state_dir).database_path
-    target = copies.new_path(database, time.time(), "master")
+    target = sqlite_file.new_path(database, time.time(), "master")
     if args.path is not None:
         asked = Path(args.path).absolute()
         target = asked / target.name if asked.is_dir() else asked
-    description = backups.make_copy(database, target, _show_progress)
-    if sys.stderr.isatty():
-        sys.stderr.write("\r\033[K")
+    backups.make_copy(database, target)
     sys.stdout.write(
-        f"{target}: {target.stat().st_size / 2**20:.1f} MiB, experiments up to {description.highest.get('experiments', 0)}, "
-        "checked\n"
+        f"{target}: {target.stat().st_size / 2**20:.1f} MiB, experiments up to {backups.last_experiment(target)}, checked\n"
     )
     return 0
-
-
-def _show_progress(fraction: float) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\rcopying: {fraction:4.0%}")
-        sys.stderr.flush()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-ACTIONS = ("inspect", "verify", "audit", "diff", "export", "reshape")
+ACTIONS = ("inspect", "verify", "diff", "export", "reshape")
 """Every action; ``dstrial.cli.checkpoint_<action>`` offers ``add_parser(actions)`` and ``main(args)``."""
 
 _EPILOG = """\
@@ -20,7 +20,6 @@ of the running master or of a run below --runs-dir.
 examples:
   dstrial checkpoint inspect runs/gpt2/20260101T120000Z-1a2b3c
   dstrial checkpoint verify 6b3c3b0e-6d0f-4a55-8f1e-0d1b2b6f2c11
-  dstrial checkpoint audit --repair
   dstrial checkpoint diff BEFORE AFTER --optimizer
   dstrial checkpoint export CHECKPOINT model.safetensors --format safetensors
   dstrial checkpoint reshape CHECKPOINT for-4-slots --slots 4 --zero-stage 3
@@ -31,8 +30,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand, its actions and their arguments."""
     parser = subparsers.add_parser(
         "checkpoint",
-        help="inspect, verify, audit, compare, export and reshape checkpoints",
-        description="Look into checkpoints, verify, audit, compare, export and reshape them. Needs no accelerator.",
+        help="inspect, verify, compare, export and reshape checkpoints",
+        description="Look into checkpoints, verify, compare, export and reshape them. Needs no accelerator.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dstrial.checkpoint.completion_marker import MARKER_NAME
+from dstrial.checkpoint.completion_marker import MARKER_NAME, is_uuid
 from dstrial.checkpoint.integrity import verify_files
 from dstrial.checkpoint.manifest import (
     MANIFEST_DIGEST,
@@ -17,7 +17,6 @@ from dstrial.checkpoint.manifest import (
     is_own_manifest,
     read_manifest,
 )
-from dstrial.checkpoint.storage_identity import is_uuid
 from dstrial.cli.streams import det_for
 from dstrial.cli.up import add_state_dir_argument
 from dstrial.errors import CheckpointError, CheckpointNotFoundError, MasterError, RequestError

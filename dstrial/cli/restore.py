@@ -16,75 +16,56 @@ from dstrial.master.state_directory import StateDirectory
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from dstrial.master.store.file.restoring import Restored
+    from dstrial.master.store.backups import Restored
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand and its arguments."""
     parser = subparsers.add_parser(
         "restore",
         help="put a copy of the master's database back",
         description="Put a copy of the master's database in its place, while no master runs. What it replaces is kept beside it, "
         "and numbers of experiments and trials that were given are not given again. Without PATH, list the copies.",
     )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
+    parser.add_argument(
         "path", metavar="PATH", nargs="?", help="the copy, of `dstrial backup` or of the master itself"
-    )
-    what.add_argument(
-        "--as-is",
-        action="store_true",
-        help="take the database that is there, though it is older or other than its master left it",
     )
     add_state_dir_argument(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Put a copy back, or list the copies.
-
-    Raises:
-        MasterError: a master runs, the copy is damaged or another cluster's, or there is no room.
-    """
-    from dstrial.master.store.file import restoring
+    from dstrial.master.store import backups
 
     state = StateDirectory.choose(args.state_dir)
-    if args.path is None and not args.as_is:
+    if args.path is None:
         return _list(state)
-    copy = None if args.path is None else Path(args.path).absolute()
-    if copy is not None and not copy.is_file():
+    copy = Path(args.path).absolute()
+    if not copy.is_file():
         raise MasterError(
             f"{copy} is missing; expected a copy of a database. See them with `dstrial restore`."
         )
     state.make()
     with state.lock():
         _warn_of_trials(state)
-        restored = (
-            restoring.take_as_is(state.database_path)
-            if copy is None
-            else restoring.bring_back(state.database_path, copy)
-        )
+        restored = backups.bring_back(state.database_path, copy)
         state.close_to_others()
     _print(state, copy, restored)
     return 0
 
 
 def _list(state: StateDirectory) -> int:
-    from dstrial.master.store.file import copies
+    from dstrial.master.store import backups, sqlite_file
 
-    found = copies.list_copies(state.database_path)
+    found = sqlite_file.list_copies(state.database_path)
     if not found:
         sys.stdout.write(
-            f"no copies in {copies.directory_of(state.database_path)}; make one with `dstrial backup`\n"
+            f"no copies in {sqlite_file.directory_of(state.database_path)}; make one with `dstrial backup`\n"
         )
     for one in found:
         moment = datetime.datetime.fromtimestamp(one.time_s, datetime.timezone.utc)
-        last = "?"
-        with contextlib.suppress(ValueError):
-            description = copies.read_description(one.path)
-            last = "?" if description is None else str(description.highest.get("experiments", 0))
+        last = backups.last_experiment(one.path)
         size = f"{one.path.stat().st_size / 2**20:.1f} MiB"
         sys.stdout.write(
-            f"{moment:%Y-%m-%d %H:%M:%S} UTC  experiments up to {last:<6} {size:>10}  {one.path}\n"
+            f"{moment:%Y-%m-%d %H:%M:%S} UTC  experiments up to {'?' if last is None else last:<6} {size:>10}  {one.path}\n"
         )
     return 0
 
@@ -100,15 +81,11 @@ def _warn_of_trials(state: StateDirectory) -> None:
             )
 
 
-def _print(state: StateDirectory, copy: Path | None, restored: Restored) -> None:
-    where = state.database_path
-    what = f"{where} is taken as it is" if copy is None else f"{where} is restored from {copy}"
+def _print(state: StateDirectory, copy: Path, restored: Restored) -> None:
     sys.stdout.write(
-        f"{what}: {restored.num_experiments} experiments, the last is {restored.last_experiment}; the next one gets number "
-        f"{restored.next_experiment}\n"
+        f"{state.database_path} is restored from {copy}: {restored.num_experiments} experiments, the last is "
+        f"{restored.last_experiment}; the next one gets number {restored.next_experiment}\n"
     )
-    if copy is not None and not restored.is_proved:
-        sys.stdout.write("the copy has no checksum beside it; it passes SQLite's check\n")
     if restored.kept is not None:
         sys.stdout.write(f"what was there is kept in {restored.kept}\n")
     sys.stdout.write("start the master with `dstrial up`\n")

@@ -57,6 +57,7 @@ from dstrial.local.run_directory import (
     utc_now,
 )
 from dstrial.local.run_monitor import RunMonitor, RunView
+from dstrial.storage_guard import STORAGE_MARKER
 from dstrial.visible_text import visible
 
 if TYPE_CHECKING:
@@ -701,8 +702,10 @@ def _start(
     # Before the trial can start, which reads it.
     remembered = submission.Submission(0, master.record.cluster_id, mark, storage)
     remembered.write(run_directory)
+    # Else the trial would wait for the storage of a run directory that was removed and is made anew.
     if request.known_run is None:
-        submission.accept_new_storage(master, run_directory)
+        run_directory.checkpoints_path.mkdir(parents=True, exist_ok=True)
+        (run_directory.checkpoints_path / STORAGE_MARKER).touch()
     experiment_id = submission.submit(master, whole, files)
     dataclasses.replace(remembered, experiment_id=experiment_id).write(run_directory)
     return experiment_id, {}

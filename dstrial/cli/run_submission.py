@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrial.checkpoint.storage_identity import accept_identity
 from dstrial.cli.run_entrypoint import Entrypoint
 from dstrial.cli.streams import det_for
 from dstrial.config import ExperimentConfig
@@ -188,17 +187,6 @@ def config_of_run(
         **given,
     }
     return result
-
-
-def accept_new_storage(master: Master, run_directory: RunDirectory) -> None:
-    """Have the master accept a run directory that was removed and made anew.
-
-    Else its trial would wait for the checkpoint storage of the directory that was removed.
-    """
-    known, _ = observe.storages(master.state)
-    for identity in known:
-        if Path(identity.path) == run_directory.checkpoints_path and identity.id is not None:
-            accept_identity(identity)
 
 
 def submit(master: Master, config: Mapping[str, Any], files: list[v1File]) -> int:

@@ -21,8 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrial.checkpoint.completion_marker import is_complete, read_marker, remove_marker
-from dstrial.checkpoint.storage_identity import is_uuid
+from dstrial.checkpoint.completion_marker import is_complete, is_uuid, read_marker, remove_marker
 from dstrial.errors import CheckpointDamagedError, DstrialError
 from dstrial.local.json_files import read_json, write_json_atomically
 from dstrial.process_state import start_ticks

@@ -21,9 +21,8 @@ from determined import core
 from determined.common import storage
 from determined.core._checkpoint import merge_metadata
 
-from dstrial.checkpoint.completion_marker import MARKER_NAME, is_complete, read_marker, write_marker
+from dstrial.checkpoint.completion_marker import MARKER_NAME, is_complete, is_uuid, read_marker, write_marker
 from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file
-from dstrial.checkpoint.storage_identity import is_uuid
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError, RankError
 from dstrial.local.checkpoint_directory import (
     KeepPolicy,

@@ -1,4 +1,4 @@
-"""Errors of the store in the words of those who use a client."""
+"""Messages of the store's errors for people who use a client."""
 
 from __future__ import annotations
 

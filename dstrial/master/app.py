@@ -12,7 +12,7 @@ from dstrial.master.services import Services
 
 
 def all_routes() -> list[Route]:
-    """Return the routes of every module of ``api``, and of ``web``."""
+    """Return the routes of every module of ``api`` and ``web``."""
     names = [
         name
         for package in (api, web)
@@ -24,5 +24,4 @@ def all_routes() -> list[Route]:
 
 
 def create_app(services: Services) -> ProxyMiddleware:
-    """Return the ASGI application of a master."""
     return ProxyMiddleware(services, Api(services, all_routes()))

@@ -1,8 +1,4 @@
-"""A small HTTP client of the master on this machine, for the ``dstrial`` commands.
-
-Only the standard library: ``dstrial up`` and ``dstrial status`` must not pay for an import of the protocol's
-generated classes. What people use is the ``det`` command and the SDK of the ``determined`` package.
-"""
+"""A small HTTP client of the local master; standard library only, to start fast."""
 
 from __future__ import annotations
 
@@ -22,26 +18,17 @@ _TIMEOUT_S = 60.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Client:
-    """Sends requests to one master.
-
-    Attributes:
-        address: the master's URL, ``http://localhost:8080`` for example.
-        token: of the user for whom it asks; empty for the routes that need none.
-        socket: path of the UNIX socket of the state directory, to connect there instead; empty for TCP.
-        timeout_s: how long it waits for an answer, streams excepted.
-    """
+    """Sends requests to one master."""
 
     address: str
-    token: str = ""
-    socket: str = ""
-    timeout_s: float = _TIMEOUT_S
+    token: str = ""  # empty for routes that need none
+    socket: str = ""  # path of the owner's UNIX socket; empty for TCP
+    timeout_s: float = _TIMEOUT_S  # except for streams
 
     def get(self, path: str, **query: Any) -> dict[str, Any]:
-        """Send a GET; arguments and errors as for ``send``."""
         return self.send("GET", path, query=query)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Send a POST; arguments and errors as for ``send``."""
         return self.send("POST", path, body=body)
 
     def send(
@@ -54,16 +41,12 @@ class Client:
     ) -> dict[str, Any]:
         """Send one request and return the JSON object of its answer.
 
-        Args:
-            method: ``GET``, ``POST``, ``PATCH``, ``PUT`` or ``DELETE``.
-            path: below the master's root, with its first slash.
-            query: names and values; None leaves a name out, lists repeat it.
-            body: sent as JSON.
+        ``path`` begins with a slash; in ``query`` None leaves a name out, lists repeat it.
 
         Raises:
             RequestError: the master refuses; its status and message.
-            MasterError: nobody answers at this address; or the connection was lost before the answer's end, and what was
-                asked may be done.
+            MasterError: nobody answers at this address; or the connection was lost before the answer's end, and the request
+                may be done.
         """
         with self._answer(method, path, query or {}, body, timeout_s=self.timeout_s) as answer:
             text = answer.read()
@@ -131,15 +114,12 @@ class Client:
 
 
 class _UnixConnection(http.client.HTTPConnection):
-    """A connection to the socket of a state directory."""
-
     def __init__(self, path: str, timeout_s: float | None) -> None:
         super().__init__("localhost")
         self._path = path
         self._timeout_s = timeout_s
 
     def connect(self) -> None:
-        """Connect."""
         self.sock = owner_socket.connect(self._path, self._timeout_s)
 
 

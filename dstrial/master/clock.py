@@ -10,7 +10,6 @@ _US = datetime.timedelta(microseconds=1)
 
 
 def now_us() -> int:
-    """Return the time now."""
     return time.time_ns() // 1000
 
 
@@ -21,11 +20,7 @@ def format_us(us: int) -> str:
 
 
 def parse_time(text: str) -> int:
-    """Read a time as clients send it; without a zone it is UTC.
-
-    Raises:
-        ValueError: it is no time, or none of the years 1 to 9999 in UTC, which could not be written again.
-    """
+    """Read a client's time of the years 1 to 9999; without a zone it is UTC."""
     from dateutil import parser  # type: ignore[import-untyped]  # no stubs are installed
 
     found: datetime.datetime = parser.isoparse(text)

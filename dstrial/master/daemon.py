@@ -1,7 +1,7 @@
-"""Start, find and end the background master of a state directory.
+"""Starts, finds and ends the background master of a state directory.
 
-The new process is told its port and options on its command line and tells through a pipe that it serves, or why
-it cannot. Nothing here imports what the server itself is made of.
+The new process gets its port and options on its command line and reports through a pipe that it serves, or why it cannot.
+Nothing here imports the server's parts.
 """
 
 from __future__ import annotations
@@ -48,39 +48,24 @@ KILL_SIGNAL = signal.SIGUSR1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MasterOptions:
-    """What ``dstrial up`` was asked for.
+    """Options of ``dstrial up``; None leaves a value to the config file."""
 
-    Attributes:
-        port: TCP port on 127.0.0.1; 0 lets the system choose; None for the config file's, else 8080.
-        num_slots: how many CPU slots to offer, or how many of the accelerators; None for what the machine has.
-        config_file: absolute path of a ``master.yaml``; None for none.
-        has_passwords: whether the first start gives the users random passwords instead of blank ones.
-        hostfile: absolute path of a list of machines that run what has slots; None for the config file's, else this one.
-        include: use only these of the hosts and slots, as DeepSpeed writes them.
-        exclude: use all of them but these.
-        python: path of the interpreter on each host; None for the config file's, else this one's.
-        is_under_slurm: whether the nodes of the allocation that the master is in are its hosts.
-        backend: where what has slots runs, as ``backend`` of the config file; None for that.
-    """
-
-    port: int | None = None
-    num_slots: int | None = None
+    port: int | None = None  # 0 lets the system choose
+    num_slots: int | None = None  # CPU slots, or how many of the accelerators
     config_file: str | None = None
-    has_passwords: bool = True
+    has_passwords: bool = True  # the first users get random passwords
     hostfile: str | None = None
-    include: str = ""
+    include: str = ""  # as DeepSpeed writes filters of hosts and slots
     exclude: str = ""
-    python: str | None = None
-    is_under_slurm: bool = False
+    python: str | None = None  # path of the interpreter on each host
+    is_under_slurm: bool = False  # the hosts are the nodes of the master's own allocation
     backend: str | None = None
 
     def to_arguments(self) -> list[str]:
-        """Return the words from which ``from_arguments`` reads the same options."""
         return [json.dumps(dataclasses.asdict(self))]
 
     @classmethod
     def from_arguments(cls, words: list[str]) -> MasterOptions:
-        """Read the words that ``to_arguments`` returned."""
         return cls(**json.loads(words[0]))
 
 
@@ -91,13 +76,10 @@ def start(
     may_take_another_port: bool = False,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> MasterRecord:
-    """Start a background master and wait for it; one started meanwhile also serves.
+    """Start a background master, or find one just started; wait until it serves.
 
-    Args:
-        state: made if it does not exist.
-        options: as the user gave them.
-        may_take_another_port: whether any free port will do where another program has the default one.
-        meanwhile: called once while the new process starts.
+    ``meanwhile`` is called once while the new process starts. ``may_take_another_port``: any free port will do where another
+    program has the default one.
 
     Raises:
         MasterError: a master serves this directory already, the port is taken, trials of an earlier master report to
@@ -132,7 +114,7 @@ def start(
 def _launch(
     state: StateDirectory, options: MasterOptions, meanwhile: Callable[[], None]
 ) -> tuple[subprocess.Popen[bytes], bytes | None]:
-    """Start the process; return it and what it said, None if it said nothing in time."""
+    """Start the process; return it and its report, None for no report in time."""
     ours, theirs = os.pipe()
     with contextlib.closing(os.fdopen(ours, "rb")) as ready:
         try:
@@ -213,11 +195,7 @@ def _died(state: StateDirectory, exit_code: int) -> str:
 
 
 def choose_port(state: StateDirectory, options: MasterOptions) -> int:
-    """Return the port to listen on, the last master's while trials report to it.
-
-    Raises:
-        MasterError: another port is asked for meanwhile, or the config file is wrong.
-    """
+    """Return the port to listen on: the last master's while trials report to it."""
     asked = options.port
     if asked is None and options.config_file is not None:
         from dstrial.master.settings import MasterSettings
@@ -245,14 +223,13 @@ def living_allocations(state: StateDirectory) -> list[str]:
 
 
 def request_stop(record: MasterRecord, *, is_kill: bool) -> None:
-    """Ask a running master to end; it may have ended by itself."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(record.pid, KILL_SIGNAL if is_kill else STOP_SIGNAL)
         _let_go_on(record)
 
 
 def _let_go_on(record: MasterRecord) -> None:
-    """Let a master go on that is stopped: it would not see a request before."""
+    """Send SIGCONT to a stopped master, which would not see a request before."""
     if is_stopped(record.pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(record.pid, signal.SIGCONT)
@@ -264,11 +241,9 @@ def wait_for_end(
     timeout_s: float,
     on_progress: Callable[[int], None] = lambda _num_allocations: None,
 ) -> bool:
-    """Wait until a master has ended, at most ``timeout_s``; return whether it has.
+    """Wait at most ``timeout_s`` until a master has ended; return whether it has.
 
-    A master that is stopped meanwhile goes on: what was asked of it is to end.
-
-    ``on_progress`` is called with the number of living allocations whenever it changes.
+    A master that is stopped meanwhile is continued. ``on_progress`` gets the number of living allocations when it changes.
     """
     give_up_at_s = time.monotonic() + timeout_s
     told: int | None = None

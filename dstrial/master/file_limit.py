@@ -23,11 +23,7 @@ _soft_before: int | None = None
 
 
 def raise_limit() -> int:
-    """Raise this process's limit; return how many connections that is enough for.
-
-    Raises:
-        MasterError: it may not be raised as far as a master needs.
-    """
+    """Raise this process's limit; return how many connections that is enough for."""
     global _soft_before
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < _MIN_FILES:
@@ -46,14 +42,14 @@ def raise_limit() -> int:
 
 
 def restore_limit(pid: int) -> None:
-    """Give a new process the earlier limit, as ``select`` fails beyond 1024 files."""
+    """Give a new process the user's limit, as ``select`` fails beyond 1024 files."""
     if _soft_before is not None:
         _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (_soft_before, hard))
 
 
 def shortage() -> str:
-    """Say that this process can hardly open more files; empty if it can."""
+    """Return a message if this process can hardly open more files; empty if it can."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         num_open = sum(1 for _ in Path("/proc/self/fd").iterdir())

@@ -1,7 +1,7 @@
-"""Log the user in with ``det``: this master's entries in its token store.
+"""Logs the user in with ``det``: this master's entries in its token store.
 
-A master has two names, ``localhost`` and ``127.0.0.1``, and ``det`` keeps its tokens by name. An entry that this
-master did not issue is somebody's login to another master and is replaced only with the user's consent.
+``det`` keeps tokens by address, and a master has two: ``localhost`` and ``127.0.0.1``. An entry that this master did not issue
+is a login to another master and is replaced only with the user's consent.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ USERNAME = "determined"
 
 
 class Login(enum.Enum):
-    """What became of one name's entry in the token store."""
-
     ADDED = enum.auto()
     KEPT = enum.auto()
     REPLACED = enum.auto()
@@ -33,24 +31,14 @@ class Login(enum.Enum):
 
 
 def addresses_of(port: int) -> tuple[str, str]:
-    """Return both names of a master, as ``det`` writes them."""
     return f"http://localhost:{port}", f"http://127.0.0.1:{port}"
 
 
 def log_in(record: MasterRecord, may_replace: Callable[[str], bool]) -> dict[str, Login]:
-    """Make ``det`` know this master under both of its names.
+    """Make ``det`` know this master by both addresses; return address -> result.
 
-    Where an entry has a token that this master accepts, it stays as it is, whoever its user is.
-
-    Args:
-        record: the running master.
-        may_replace: asked with an address whose entry belongs to another master.
-
-    Returns:
-        Address -> what became of its entry.
-
-    Raises:
-        MasterError: the token store is damaged, or the master does not answer its owner.
+    An entry with a token that this master accepts stays, whoever its user is. ``may_replace`` is asked with an address whose
+    entry belongs to another master.
 
     Source: Determined 0.38.1 determined.common.api.authentication.TokenStore (file and places), ``det`` addresses
     of the form ``http://host:port``.
@@ -86,12 +74,7 @@ def log_in(record: MasterRecord, may_replace: Callable[[str], bool]) -> dict[str
 
 
 def log_in_as(record: MasterRecord, username: str) -> None:
-    """Make a user ``det``'s active user at both of a master's names, and keep others.
-
-    Raises:
-        RequestError: the master knows no such user that is active.
-        MasterError: the token store is damaged, or the master does not answer its owner.
-    """
+    """Make a user active at both of a master's addresses, and keep others."""
     token: str | None = None
     for address in addresses_of(record.port):
         store = _token_store(address)
@@ -121,7 +104,6 @@ def _accepted_user(store: Any, record: MasterRecord) -> str | None:
 
 
 def is_accepted(record: MasterRecord, token: str) -> bool:
-    """Whether a master accepts a user's token."""
     try:
         Client(record.address, token, record.socket).get("/api/v1/me")
     except RequestError:
@@ -130,14 +112,7 @@ def is_accepted(record: MasterRecord, token: str) -> bool:
 
 
 def new_token(record: MasterRecord, username: str = USERNAME) -> str:
-    """Return a token for the owner of the state directory, without a password.
-
-    It comes through the master's UNIX socket.
-
-    Raises:
-        RequestError: there is no such user, or it is not active.
-        MasterError: the master does not answer there.
-    """
+    """Return a token for the directory's owner, through the UNIX socket."""
     if not record.socket:
         raise MasterError(
             f"the master, process {record.pid}, is of dstrial {record.version} and has no socket; expected this release. "
@@ -151,10 +126,6 @@ def browser_link(record: MasterRecord, username: str = USERNAME) -> str | None:
     """Return a browser's login link, valid once within ten minutes; None if not made.
 
     The code stands behind the ``#``, which a browser keeps to itself: no request, log or ``Referer`` has it.
-
-    Raises:
-        RequestError: there is no such user, or it is not active.
-        MasterError: the master does not answer.
     """
     if not record.socket:
         return None
@@ -169,11 +140,7 @@ def browser_link(record: MasterRecord, username: str = USERNAME) -> str | None:
 
 
 def read_credentials(state: StateDirectory) -> dict[str, Any]:
-    """Return username -> password of the first start; empty for blank passwords.
-
-    Raises:
-        ValueError: the file holds no JSON object.
-    """
+    """Return username -> password of the first start; empty for blank passwords."""
     try:
         value = json.loads(state.credentials_path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -184,11 +151,7 @@ def read_credentials(state: StateDirectory) -> dict[str, Any]:
 
 
 def session(record: MasterRecord) -> Client:
-    """Return a client for ``det``'s logged-in user, else for ``determined``.
-
-    Raises:
-        MasterError: nobody is logged in and ``determined`` cannot be.
-    """
+    """Return a client for ``det``'s logged-in user, else for ``determined``."""
     store = _token_store(record.address)
     user = store.get_active_user()
     token = store.get_token(user) if user is not None else None

@@ -1,7 +1,4 @@
-"""What a person types when the database is missing, damaged or another one.
-
-The store says what is wrong and takes the words for what to do from here; it knows no client itself.
-"""
+"""What a person types to mend the database; here since the store knows no client."""
 
 from __future__ import annotations
 
@@ -14,10 +11,4 @@ START = "Start its master with `dstrial up`"
 
 
 def put_back(copy: Path | None, directory: Path) -> str:
-    """Return the line that puts a copy back into a state directory, in backticks."""
     return "`dstrial restore PATH`" if copy is None else f"`dstrial restore {copy} --state-dir {directory}`"
-
-
-def take_as_is(directory: Path) -> str:
-    """Return the line that takes what is there in a state directory, in backticks."""
-    return f"`dstrial restore --as-is --state-dir {directory}`"

@@ -1,8 +1,8 @@
-"""The UNIX socket by which a state directory's owner always reaches its master.
+"""The UNIX socket by which the state directory's owner reaches the master.
 
 It lies in the state directory, which nobody else can enter. Its address has 108 bytes (unix(7) ``sun_path``), so that a
 longer path is named through ``/proc/self/fd``. On file systems without sockets it lies in a new directory of the user's
-runtime or temporary directory, mode 0700; ``MasterRecord.socket`` says where. Only the standard library.
+runtime or temporary directory, mode 0700; ``MasterRecord.socket`` says where.
 """
 
 from __future__ import annotations
@@ -26,17 +26,9 @@ _BACKLOG = 128
 
 @contextlib.contextmanager
 def listening(state: StateDirectory, last: str) -> Iterator[tuple[socket.socket, Path]]:
-    """Listen while the block lasts; for the process that holds the directory's lock.
+    """Listen while the block lasts; yield the socket and its place.
 
-    Args:
-        state: the state directory.
-        last: where the last master listened, which may have been killed; empty for nowhere.
-
-    Yields:
-        The listening socket and its place.
-
-    Raises:
-        MasterError: no place will do.
+    ``last`` is where the last master, which may have been killed, listened; empty for nowhere.
     """
     if last:
         _remove(Path(last))
@@ -53,11 +45,6 @@ def listening(state: StateDirectory, last: str) -> Iterator[tuple[socket.socket,
 
 
 def connect(path: str, timeout_s: float | None) -> socket.socket:
-    """Connect to a master.
-
-    Raises:
-        OSError: none listens there.
-    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout_s)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 
 class Follower:
-    """Every wanted topic that is published from now on; for one coroutine."""
+    """Collects wanted topics for one coroutine."""
 
     def __init__(self, is_wanted: Callable[[str], bool], lock: threading.Lock) -> None:
         self._is_wanted = is_wanted
@@ -18,17 +18,14 @@ class Follower:
         self._future: asyncio.Future[None] | None = None
 
     def tell(self, topics: Iterable[str]) -> None:
-        """Take topics that have been published; the publisher holds the lock."""
+        """Take published topics; the publisher holds the lock."""
         self._topics.update(filter(self._is_wanted, topics))
         if self._topics and self._future is not None:
             self._future.get_loop().call_soon_threadsafe(_finish, self._future)
             self._future = None
 
     async def next(self, timeout_s: float) -> set[str]:
-        """Return what has been published since the last call.
-
-        Empty after ``timeout_s`` seconds without anything.
-        """
+        """Return the topics published since the last call; none after ``timeout_s``."""
         with self._lock:
             found, self._topics = self._topics, set()
             if found:
@@ -62,7 +59,6 @@ class PubSub:
             return self._versions.get(topic, 0)
 
     def publish(self, topics: Iterable[str]) -> None:
-        """Wake everybody who waits for one of these topics."""
         topics = tuple(topics)
         with self._lock:
             for follower in self._followers:
@@ -75,11 +71,7 @@ class PubSub:
                     future.get_loop().call_soon_threadsafe(_finish, future)
 
     async def wait(self, topic: str, seen: int, timeout_s: float) -> bool:
-        """Wait until the topic is published after ``seen``.
-
-        Returns:
-            Whether it was; False after ``timeout_s`` seconds.
-        """
+        """Wait for a publication after ``seen``; return False after ``timeout_s``."""
         future = asyncio.get_running_loop().create_future()
         with self._lock:
             if self._versions.get(topic, 0) != seen:
@@ -100,7 +92,7 @@ class PubSub:
 
     @contextlib.contextmanager
     def follow(self, is_wanted: Callable[[str], bool]) -> Iterator[Follower]:
-        """Collect all topics that ``is_wanted`` says yes to while the block lasts."""
+        """Collect all topics for which ``is_wanted`` returns True while the block lasts."""
         follower = Follower(is_wanted, self._lock)
         with self._lock:
             self._followers.add(follower)

@@ -1,7 +1,6 @@
 """The master's process: builds its parts, serves on loopback, ends losing nothing.
 
-``python -m dstrial.master.server STATE_DIR READY_FD OPTIONS`` is what ``dstrial up`` starts; ``serve`` is the
-same in the caller's own process.
+``python -m dstrial.master.server STATE_DIR READY_FD OPTIONS`` is what ``dstrial up`` starts.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from dstrial.hosts.srun import hosts_of_allocation, own_allocation, transport_of
 from dstrial.master import owner_socket
 from dstrial.master.daemon import DEFAULT_PORT, HOST, KILL_SIGNAL, MasterOptions
 from dstrial.master.file_limit import raise_limit
-from dstrial.master.log_format import LogFormatter
 from dstrial.master.pubsub import PubSub
 from dstrial.master.state_directory import (
     MasterRecord,
@@ -40,6 +38,7 @@ from dstrial.master.state_directory import (
     process_start_time,
 )
 from dstrial.master.store.database import Database
+from dstrial.visible_text import visible, visible_line
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -68,17 +67,12 @@ _SUBMISSIONS = frozenset(
     f"/api/v1/{path}"
     for path in ("experiments", "experiments/continue", "commands", "tensorboards", "generic-tasks")
 )
+_LOG_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s"
+_LOG_INDENT = "    "
 
 
 class MasterServer(uvicorn.Server):
-    """uvicorn's server, which tells when it serves and leaves signals to us.
-
-    Args:
-        config: uvicorn's.
-        on_ready: called once in the event loop when requests are answered.
-        limiter: the connections.
-        owner_listener: the UNIX socket of the state directory.
-    """
+    """uvicorn's server; calls ``on_ready`` once it answers, leaves signals to us."""
 
     def __init__(
         self,
@@ -98,7 +92,6 @@ class MasterServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to answer, and tell."""
         from dstrial.master.http.connection import Connection
 
         await super().startup(sockets)
@@ -122,20 +115,18 @@ class MasterServer(uvicorn.Server):
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop answering."""
         self._limiter.close()
         await super().shutdown(sockets)
 
 
 class RefuseSubmissions:
-    """Answers 503 to submissions once the master is ending; all else goes on."""
+    """Answers 503 to submissions once the master is ending."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self.is_stopping = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
         if (
             self.is_stopping
             and scope["type"] == "http"
@@ -166,15 +157,8 @@ def serve(
     """Serve until a signal ends the master.
 
     SIGTERM, SIGINT and SIGHUP stop the trials with a checkpoint first. SIGINT meanwhile, or ``KILL_SIGNAL``, kills them.
-
-    Args:
-        state: an existing state directory.
-        options: what was asked for; its port is decided.
-        on_ready: called once when requests are answered; must not wait for an answer itself.
-        shows_log: whether the log goes to the standard error, too.
-
-    Raises:
-        MasterError: the directory is another master's, the port is taken, or the settings are wrong.
+    ``on_ready`` is called once when requests are answered; it must not wait for an answer itself. ``shows_log``: log to the
+    standard error, too.
     """
     from dstrial.master.backends import local
     from dstrial.master.backends.devices import find_slots
@@ -220,7 +204,7 @@ def serve(
 
 
 def with_options(settings: MasterSettings, options: MasterOptions) -> MasterSettings:
-    """Return the settings with what was typed, which counts more. Pure."""
+    """Return the settings overridden by the command line's options. Pure."""
     return dataclasses.replace(
         settings,
         hosts_python=options.python or settings.hosts_python,
@@ -229,12 +213,7 @@ def with_options(settings: MasterSettings, options: MasterOptions) -> MasterSett
 
 
 def hosts_of(options: MasterOptions, settings: MasterSettings) -> tuple[Host, ...]:
-    """Return the machines that run what has slots; none where the master's own does.
-
-    Raises:
-        ConfigError: with everything that is wrong with the hostfile and its filters.
-        LaunchError: nodes of an allocation are meant, and this process is in none.
-    """
+    """Return the hosts that run allocations; none where this machine does."""
     if options.is_under_slurm:
         return hosts_of_allocation(own_allocation())
     hostfile = options.hostfile or settings.hostfile
@@ -290,8 +269,28 @@ def _listen(port: int) -> socket.socket:
     return listener
 
 
+class LogFormatter(logging.Formatter):
+    """Escapes messages and indents tracebacks: no user's text looks like a message."""
+
+    def __init__(self) -> None:
+        super().__init__(_LOG_FORMAT, "%Y-%m-%dT%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        record.message = visible_line(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - logging's name
+        return _indented(super().formatException(ei))
+
+    def formatStack(self, stack_info: str) -> str:  # noqa: N802 - logging's name
+        return _indented(super().formatStack(stack_info))
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"{_LOG_INDENT}{visible(line)}" for line in text.split("\n"))
+
+
 def _configure_log(state: StateDirectory, level: str, *, shows_log: bool) -> None:
-    """Log to the state directory, as a background master's standard error does."""
     handlers: list[logging.Handler] = [logging.FileHandler(state.log_path, encoding="utf-8")]
     if shows_log:
         handlers.append(logging.StreamHandler())
@@ -365,7 +364,7 @@ def _run(
 class Shutdown:
     """Ends the master: trials first, while reports are still taken, then the server.
 
-    Meanwhile ``app`` refuses submissions, and ``delivery`` sends what webhooks have not been told yet.
+    Meanwhile ``app`` refuses submissions, and ``delivery`` sends the events that webhooks have not received yet.
     """
 
     def __init__(
@@ -380,8 +379,7 @@ class Shutdown:
     def request(self, cause: str) -> None:
         """Stop the trials with a checkpoint; Ctrl-C while they stop kills them.
 
-        SIGTERM comes again from a second `dstrial down`, which asks for the same as the first, and SIGHUP after it from
-        a session that ends.
+        A second `dstrial down` sends SIGTERM again, and a session that ends SIGHUP after it: both ask for the same as the first.
         """
         if self._app.is_stopping:
             if cause == signal.SIGINT.name:
@@ -392,7 +390,6 @@ class Shutdown:
         self._begin(is_graceful=True)
 
     def request_now(self) -> None:
-        """Kill the trials."""
         if self._is_killing:
             return
         self._is_killing = True

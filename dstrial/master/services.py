@@ -19,7 +19,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from dstrial.errors import MasterError
 from dstrial.file_writes import replace_file
 from dstrial.fork_server.client import SHARED_VARIABLE
 from dstrial.master import file_limit
@@ -50,7 +49,6 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 _NUM_READERS = 4
-_SCRUB_PERIOD_S = 60.0
 _SCHEDULER_LATE_S = 30.0
 
 VERSION = "0.38.1"
@@ -129,47 +127,20 @@ class Checker:
 
 @dataclasses.dataclass(slots=True)
 class Services:
-    """One running master.
-
-    Attributes:
-        state_dir: absolute path of the state directory.
-        own_slots: what the master's own machine offers.
-        backend: runs allocations; the scheduler's thread calls it.
-        pubsub: who waits for a commit.
-        cluster_id: the same for the life of the state directory.
-        master_id: another one at every start.
-        agent_id: the one agent's name, that of the machine.
-        address: its URL for processes of this machine, without a trailing slash.
-        hosts: machines that run what has slots; empty for this one.
-        transport: how they are reached; None for ssh.
-        engine: name of what is asked for nodes, a job for each trial; None where they are there.
-        executor: threads that read the database.
-        checker: threads that check what users send.
-        login_throttle: who has tried to log in.
-        links: codes that open a session in a browser once.
-        grants: codes that open the services of a task in a browser.
-        activity: when the services of tasks were used.
-        signing_key: by which webhooks are signed.
-        scheduler_step: what the scheduler does, and since when, monotonic seconds; None before it has begun.
-        next_scrub_s: before which the database is not looked through again because of a failed request, monotonic seconds.
-        tokens: who is asking.
-        webhook_sender: sends what webhooks are told.
-        log_triggers: finds what webhooks look for in logs.
-        storages: tells whether checkpoint storages are there.
-    """
+    """One running master."""
 
     settings: MasterSettings
     state_dir: Path
     database: Database
     pubsub: PubSub
-    own_slots: tuple[Slot, ...]
+    own_slots: tuple[Slot, ...]  # of the master's own machine
     cluster_id: str
-    master_id: str
+    master_id: str  # another one at every start
     agent_id: str
-    address: str
-    hosts: tuple[Host, ...] = ()
-    transport: Transport | None = None
-    engine: str | None = None
+    address: str  # for processes of this machine, without a trailing slash
+    hosts: tuple[Host, ...] = ()  # empty for this machine
+    transport: Transport | None = None  # to hosts; None for ssh
+    engine: str | None = None  # Slurm or Ray; None where nodes are fixed
     start_us: int = dataclasses.field(default_factory=now_us)
     executor: ThreadPoolExecutor = dataclasses.field(
         default_factory=lambda: ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="dstrial-reader")
@@ -181,7 +152,6 @@ class Services:
     activity: Activity = dataclasses.field(default_factory=Activity)
     signing_key: str = dataclasses.field(default="", repr=False)
     scheduler_step: tuple[str, float] | None = None
-    next_scrub_s: float = 0.0
     tokens: TokenStore = dataclasses.field(init=False)
     webhook_sender: Sender = dataclasses.field(init=False)
     log_triggers: LogTriggers = dataclasses.field(init=False)
@@ -215,7 +185,6 @@ class Services:
             self.backend = self._over_hosts(local) if self.hosts else self._without_hosts(local)
 
     def _over_slurm(self, local: LocalBackend) -> Backend:
-        """Return what asks Slurm for a job for each trial."""
         from dstrial.master.backends.queued.slurm import SlurmEngine, wants_devices
 
         has_devices = wants_devices(self.settings.slurm)
@@ -229,7 +198,6 @@ class Services:
         return self._over_engine(local, slurm, "slurm", wants_devices=has_devices)
 
     def _over_ray(self, local: LocalBackend) -> Backend:
-        """Return what asks a Ray cluster for a placement group for each trial."""
         from dstrial.master.backends.queued.ray import RayEngine
 
         ray = RayEngine(self.settings.ray_address, self.cluster_id)
@@ -270,17 +238,14 @@ class Services:
         )
 
     def _without_hosts(self, local: LocalBackend) -> Backend:
-        """Return what runs allocations here; a master before this one may have had hosts."""
+        """Return this machine's back end; an earlier master may have had hosts."""
         from dstrial.master.backends.hosts.backend import SHOWN_NAME
 
         (self.state_dir / SHOWN_NAME).unlink(missing_ok=True)
         return local
 
     def _over_hosts(self, local: LocalBackend) -> Backend:
-        """Return what runs allocations on hosts.
-
-        Each host keeps its id and its slots' ids for good.
-        """
+        """Return the back end of hosts, which keep their ids and slot ids for good."""
         from dstrial.master.backends.hosts.backend import SHOWN_NAME, HostsBackend
 
         names = [host.name for host in self.hosts]
@@ -300,17 +265,15 @@ class Services:
         return tuple(slot for node in self.backend.nodes() for slot in node.slots)
 
     def node_name(self, node_id: int) -> str:
-        """Return a node's name."""
         return next((node.name for node in self.backend.nodes() if node.id == node_id), self.agent_id)
 
     def agent_of(self, allocation: Allocation) -> str:
-        """Return the names of the nodes of an allocation, with commas."""
+        """Return the names of an allocation's nodes, with commas."""
         wanted = {nodes.node_of(slot_id) for slot_id in json.loads(allocation.slots)}
         return ", ".join(node.name for node in self.backend.nodes() if node.id in wanted) or self.agent_id
 
     @property
     def secret_names(self) -> SecretNames:
-        """What is masked where configs are shown."""
         return self.settings.secret_names
 
     async def read(
@@ -325,11 +288,11 @@ class Services:
         return await asyncio.get_running_loop().run_in_executor(self.executor, run)
 
     def note_scheduler(self, step: str) -> None:
-        """Note what the scheduler does from now on."""
+        """Record the scheduler's current step."""
         self.scheduler_step = step, time.monotonic()
 
     def describe_trouble(self) -> str:
-        """Say what keeps the master from its work; empty for nothing."""
+        """Return a message about what keeps the master from its work; empty for nothing."""
         what, since_s = self.scheduler_step or ("", math.inf)
         late_s = time.monotonic() - since_s
         scheduler = (
@@ -342,31 +305,20 @@ class Services:
             or (scheduler if late_s > _SCHEDULER_LATE_S else "")
         )
 
-    async def find_damage(self) -> str:
-        """Say what is damaged of the database; empty if nothing.
-
-        It is looked for now, unless that was done a moment ago.
-        """
-        if not self.database.damage and time.monotonic() >= self.next_scrub_s:
-            self.next_scrub_s = time.monotonic() + _SCRUB_PERIOD_S
-            with contextlib.suppress(MasterError):  # It is being closed.
-                await self.run(self.database.scrub)
-        return self.database.describe_damage()
-
     async def write(self, function: Callable[[Transaction], T]) -> T:
-        """Have the writer run a function in a transaction, and wait for its commit."""
+        """Run a function in the writer's thread in a transaction, and wait for its commit."""
         return await asyncio.wrap_future(self.database.submit(function))
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Run a function that blocks, of the file system for example, in a thread."""
+        """Run a blocking function, of the file system for example, in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self.executor, function)
 
     async def check(self, function: Callable[[], T]) -> T:
-        """Run a check of what a user has sent, so that other requests hardly notice."""
+        """Run a check of user input so that other requests hardly notice."""
         return await asyncio.wrap_future(self.checker.submit(function))
 
     def close(self) -> None:
-        """End the threads; the database is closed by whoever opened it."""
+        """End the threads; the caller that opened the database closes it."""
         self.backend.close()
         self.webhook_sender.end()
         self.checker.close()
@@ -387,17 +339,8 @@ def open_services(
 ) -> Services:
     """Make a master's services; the first start makes its identity and users.
 
-    Args:
-        settings: of its configuration file.
-        state_dir: an existing directory; ``credentials.json`` is written there at the first start.
-        database: just opened.
-        pubsub: those that the database publishes to.
-        slots: the devices it offers.
-        hosts: machines that run what has slots, in place of this one.
-        transport: how they are reached; None for ssh.
-        port: on which it listens.
-        has_passwords: whether first users get random passwords, kept in ``credentials.json`` (mode 0600), instead of
-            Determined's blank ones.
+    With ``has_passwords`` the first users get random passwords, kept in ``credentials.json`` of the existing ``state_dir`` (mode
+    0600), instead of Determined's blank ones.
     """
     with database.read() as connection:
         is_new = not users.has_users(connection)

@@ -118,80 +118,46 @@ _DIALECT = Dialect(name="the embedded master's settings", null_is_absent=True)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MasterSettings:
-    """A master's settings.
-
-    Attributes:
-        port: to listen on; None if the file does not say.
-        launch_error: whether an experiment that needs more slots than there are is refused rather than queued.
-        log_level: of the master's own log, as Python's logging calls it.
-        log_color: kept and shown, without effect: the log goes to a file.
-        checkpoint_storage: given fields of the default storage; the path is None for the state directory's own.
-        pool_name: name of the one resource pool.
-        environment_variables: ``NAME=value`` for every trial.
-        startup_hook: shell lines that run before every entrypoint; empty for none.
-        log_retention_days: how long logs are kept; None and -1 for ever.
-        tensorboard_timeout: after how many seconds without a request a TensorBoard ends, 0 for never.
-        tensorboard_memory_mib: how much memory a TensorBoard may use, MiB.
-        detached_timeout_s: for how long nothing may be heard of a detached run, which sends a heartbeat every minute.
-        limits: how large a config, a template or a command's config may be.
-        warm: whether trials start as forks of a process that has imported torch and DeepSpeed.
-        warm_accelerators: whether those with accelerators do, too.
-        warm_idle_timeout: how long such a process is kept when no trial runs or waits, seconds.
-        allow_other_users: whether processes of other accounts of this machine may connect, and log in with a password.
-        trial_log_bytes: how much is kept of the log of a trial or task; its beginning and its newest lines.
-        num_connections: how many may be open at once; None for 1000, or as many as the limit of open files allows.
-        secret_names: what is masked where configs are shown.
-        token_default_days: how long an access token lasts where nothing is asked for, days; -1 for the longest.
-        token_max_days: how long one may last, days; -1 for ever.
-        signing_key: of webhooks; None for one that the master makes.
-        base_url: of the master's page as readers of webhooks reach it, without a slash at the end; empty for none.
-        feature_switches: kept and shown, without effect: Determined's switch parts of its web interface.
-        hostfile: absolute path of a list of machines that run what has slots; None for the master's own.
-        hosts_python: path of the interpreter on them; None for the master's.
-        backend: where what has slots runs: ``agent``, on this machine or on hosts; ``slurm``, in jobs of Slurm's;
-            ``ray``, in placement groups of a Ray cluster.
-        slurm: what is asked of Slurm for all jobs, by the keys that an experiment's config has.
-        ray_address: of the Ray cluster, as ``ray.init`` takes it.
-    """
+    """A master's settings."""
 
     port: int | None
-    launch_error: bool
+    launch_error: bool  # refuse experiments that need more slots than there are
     log_level: str
-    log_color: bool
-    checkpoint_storage: Mapping[str, Any]
+    log_color: bool  # kept and shown, without effect: the log goes to a file
+    checkpoint_storage: Mapping[str, Any]  # its path is None for the state directory's own
     pool_name: str
-    environment_variables: tuple[str, ...]
-    startup_hook: str
-    log_retention_days: int | None
-    tensorboard_timeout: int
+    environment_variables: tuple[str, ...]  # ``NAME=value`` for every trial
+    startup_hook: str  # shell lines before every entrypoint
+    log_retention_days: int | None  # None and -1 for ever
+    tensorboard_timeout: int  # seconds without a request; 0 for never
     tensorboard_memory_mib: int
-    detached_timeout_s: int
-    warm: bool
+    detached_timeout_s: int  # without a heartbeat, which comes every minute
+    warm: bool  # start trials as forks of a process with torch and DeepSpeed
     warm_accelerators: bool
-    warm_idle_timeout: int
+    warm_idle_timeout: int  # seconds without trials
     allow_other_users: bool
-    num_connections: int | None
+    num_connections: int | None  # None for 1000, or as many as the file limit allows
     limits: TextLimits = DEFAULT_LIMITS
     trial_log_bytes: int = DEFAULT_TRIAL_LOG_BYTES
     secret_names: SecretNames = dataclasses.field(default_factory=SecretNames)
-    token_default_days: int = DEFAULT_TOKEN_DAYS
-    token_max_days: int = -1
-    signing_key: str | None = dataclasses.field(default=None, repr=False)
-    base_url: str = ""
-    feature_switches: tuple[str, ...] = ()
-    hostfile: str | None = None
+    token_default_days: int = DEFAULT_TOKEN_DAYS  # -1 for the longest
+    token_max_days: int = -1  # -1 for ever
+    signing_key: str | None = dataclasses.field(
+        default=None, repr=False
+    )  # of webhooks; None for a generated one
+    base_url: str = ""  # of the page for readers of webhooks
+    feature_switches: tuple[
+        str, ...
+    ] = ()  # kept and shown, without effect: parts of Determined's web interface
+    hostfile: str | None = None  # absolute path
     hosts_python: str | None = None
-    backend: str = "agent"
+    backend: str = "agent"  # agent (this machine, or hosts), slurm or ray
     slurm: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ray_address: str = DEFAULT_RAY_ADDRESS
 
     @classmethod
     def load(cls, path: Path | None = None) -> MasterSettings:
-        """Read a settings file, or take the defaults.
-
-        Raises:
-            ConfigError: with all problems of the file.
-        """
+        """Read a settings file; raise ConfigError with all of its problems."""
         label = "master.yaml" if path is None else str(path)
         given: Any = {}
         lines: dict[Any, str] = {}

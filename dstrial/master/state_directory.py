@@ -3,8 +3,6 @@
 ``<state dir>/`` holds::
 
     master.db         everything the master remembers; -wal, -shm: SQLite's own, while it is open
-    master.db-marks   how far the database has come, by which an older or emptied one is told
-    master.db-pages   checksums of its pages
     backups/          copies of it: daily ones, of which 7 are kept, and those of `dstrial backup`
     replaced-*/       what `dstrial restore` has replaced
     master.json       the process that serves, or served last (``MasterRecord``)
@@ -44,37 +42,24 @@ class StateInUseError(MasterError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MasterRecord:
-    """The content of ``master.json``.
-
-    Attributes:
-        start_time: when that process started, in the kernel's own ticks; tells a reused pid apart.
-        port: the TCP port on which it listens, on 127.0.0.1.
-        slots: one entry per slot: ``id``, ``kind`` (``cpu``, ``cuda``, ``rocm``), ``brand``, ``uuid``.
-        cluster_id: that of ``GET //info``.
-        socket: absolute path of the UNIX socket for the directory's owner; empty for a master of an earlier release.
-    """
+    """The content of ``master.json``."""
 
     pid: int
-    start_time: str
+    start_time: str  # kernel ticks; tells a reused pid apart
     port: int
-    slots: tuple[dict[str, Any], ...]
+    slots: tuple[dict[str, Any], ...]  # ``id``, ``kind`` (``cpu``, ``cuda``, ``rocm``), ``brand``, ``uuid``
     cluster_id: str
     version: str
-    socket: str = ""
+    socket: str = ""  # absolute path of the owner's UNIX socket
 
     @property
     def address(self) -> str:
-        """The master's URL, without a trailing slash."""
         return f"http://localhost:{self.port}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateDirectory:
-    """One master's state directory; a value, holding nothing open.
-
-    Attributes:
-        path: absolute path of the directory.
-    """
+    """One master's state directory; a value, holding nothing open."""
 
     path: Path
 
@@ -90,50 +75,38 @@ class StateDirectory:
 
     @property
     def database_path(self) -> Path:
-        """The SQLite file."""
         return self.path / "master.db"
 
     @property
     def record_path(self) -> Path:
-        """The ``MasterRecord``, JSON."""
         return self.path / "master.json"
 
     @property
     def lock_path(self) -> Path:
-        """Locked by the process that serves."""
         return self.path / "master.lock"
 
     @property
     def log_path(self) -> Path:
-        """The master's own log."""
         return self.path / "master.log"
 
     @property
     def credentials_path(self) -> Path:
-        """Username -> password of the users that the first start made, JSON."""
         return self.path / "credentials.json"
 
     @property
     def webhook_key_path(self) -> Path:
-        """The key by which webhooks are signed."""
         return self.path / "webhook.key"
 
     @property
     def allocations_path(self) -> Path:
-        """Directory with one directory per allocation."""
         return self.path / "allocations"
 
     @property
     def checkpoints_path(self) -> Path:
-        """The default checkpoint storage."""
         return self.path / "checkpoints"
 
     def make(self) -> None:
-        """Make the directory, for its owner only, and the directories in it.
-
-        Raises:
-            MasterError: it cannot be made, or belongs to another user.
-        """
+        """Make the directory, for its owner only, and the directories in it."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self.path.stat().st_uid != os.getuid():
@@ -151,18 +124,14 @@ class StateDirectory:
             ) from error
 
     def close_to_others(self) -> None:
-        """Take other accounts' rights to the files that earlier commands have made."""
+        """Make the files of earlier commands private."""
         for path in self.path.iterdir():
             if path.is_file() and not path.is_symlink():
                 with contextlib.suppress(OSError):
                     path.chmod(0o600)
 
     def read_record(self) -> MasterRecord | None:
-        """Return the serving or last process; None if none, or its record is damaged.
-
-        Raises:
-            MasterError: the directory cannot be looked into.
-        """
+        """Return the serving or last process; None if none, or its record is damaged."""
         try:
             fields = json.loads(self.record_path.read_text(encoding="utf-8"))
             return MasterRecord(**{**fields, "slots": tuple(fields["slots"])})
@@ -175,7 +144,6 @@ class StateDirectory:
             ) from error
 
     def write_record(self, record: MasterRecord) -> None:
-        """Store the record, replacing what is there at once."""
         temporary = self.record_path.with_suffix(".json.new")
         temporary.write_text(json.dumps(dataclasses.asdict(record), indent=2) + "\n", encoding="utf-8")
         temporary.replace(self.record_path)
@@ -189,11 +157,7 @@ class StateDirectory:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold this directory's lock while the block lasts; the kernel frees it at death.
-
-        Raises:
-            StateInUseError: another process is.
-        """
+        """Hold this directory's lock while the block lasts; the kernel frees it at death."""
         with self.lock_path.open("a+", encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

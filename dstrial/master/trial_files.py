@@ -1,7 +1,4 @@
-"""Reads files that a trial's processes can write.
-
-They are believed as far as they are regular, of this account, bounded and as their schema says.
-"""
+"""Reads files that a trial can write: regular, bounded, of this account."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ _NO_FILE = (errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EACCES)
 
 
 def open_regular(path: Path, *, is_own: bool = True) -> BinaryIO:
-    """Open a regular file, of this account if ``is_own``, and wait for no pipe.
+    """Open a regular file, of this account if ``is_own``; never block on a pipe.
 
     Raises:
         FileNotFoundError: there is no file.
@@ -42,11 +39,7 @@ def open_regular(path: Path, *, is_own: bool = True) -> BinaryIO:
 
 
 def read_json(path: Path) -> Any:
-    """Return what a JSON file holds, of ``MAX_RECORD_BYTES`` at most.
-
-    Raises:
-        ValueError: it is none; besides what :func:`open_regular` raises.
-    """
+    """Return a JSON file's content; ValueError, and errors as :func:`open_regular`."""
     with open_regular(path) as file:
         content = file.read(MAX_RECORD_BYTES + 1)
     if len(content) > MAX_RECORD_BYTES:
@@ -58,11 +51,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_record(path: Path, kind: type[T]) -> T:
-    """Return a JSON object as a dataclass, without other keys.
-
-    Raises:
-        ValueError: it is none; besides what :func:`open_regular` raises.
-    """
+    """Return a JSON object as a dataclass; errors as :func:`read_json`."""
     found = read_json(path)
     fields = {}
     for name, wanted in get_type_hints(kind).items():

@@ -164,7 +164,7 @@ def test_a_damaged_database_and_a_file_in_the_way_are_named(tmp_path: Path) -> N
     (tmp_path / "file").write_text("")
 
     for command, path, words in (
-        ("up", damaged.path, "master.db cannot be used (file is not a database); expected"),
+        ("up", damaged.path, "master.db is damaged (file is not a database); expected"),
         ("status", damaged.path, "master.db cannot be used (file is not a database); expected"),
         ("up", tmp_path / "file" / "below", "cannot be made (Not a directory); expected"),
     ):

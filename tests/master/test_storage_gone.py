@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -14,25 +15,29 @@ from namespaces import unshare
 from submitting import config, experiment, log_of, submit, trials, wait_until
 from waiting import wait_for
 
-from dstrial.master.store.file.integrity import reading
-from dstrial.storage_guard import IDENTITY_NAME
+from dstrial.master.store.sqlite_file import reading
+from dstrial.storage_guard import STORAGE_MARKER
 from dstrial.testing.master import MasterForTest, master_for_test
 
 pytestmark = pytest.mark.process
 
-# Saves at every step, says so, and stops where a file says it.
+# Saves at every step, waits between two saves while a file is there, and stops where another one is.
 SAVING = """
 import json, os, pathlib, sys, time
 import determined as det
 
 info = det.get_cluster_info()
 last = pathlib.Path(info.trial.hparams["last"])
+hold, held = last.with_name("hold"), last.with_name("held")
 with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
     step = 0
     if info.latest_checkpoint is not None:
         with core.checkpoint.restore_path(info.latest_checkpoint) as path:
             step = json.loads((path / "state.json").read_text())
     while not last.exists():
+        while hold.exists():
+            held.touch()
+            time.sleep(0.01)
         step += 1
         core.train.report_training_metrics(step, {"loss": 1.0 / step})
         with core.checkpoint.store_path({"steps_completed": step}) as (path, _):
@@ -90,8 +95,21 @@ def half_written(master: MasterForTest, experiment_id: int, storage: Path) -> se
     return {path.name for path in storage.glob("*-*-*-*-*") if (path / "model").exists()} - known
 
 
-def unmount(storage: Path) -> None:
-    storage.rename(storage.with_name("away"))
+@contextlib.contextmanager
+def between_saves(tmp_path: Path) -> Iterator[None]:
+    """Hold a trial up between two saves: a save that has begun may still make its directory."""
+    (tmp_path / "hold").touch()
+    wait_for((tmp_path / "held").exists)
+    yield
+    (tmp_path / "held").unlink()
+    (tmp_path / "hold").unlink()
+
+
+def unmount(storage: Path, tmp_path: Path, *, leaves_mount_point: bool = False) -> None:
+    with between_saves(tmp_path):
+        storage.rename(storage.with_name("away"))
+        if leaves_mount_point:
+            storage.mkdir()
 
 
 def mount_again(storage: Path) -> None:
@@ -109,15 +127,13 @@ def test_a_storage_that_goes_away_is_never_made_anew_and_its_trial_goes_on_when_
     experiment_id = submit(master, saving(tmp_path, storage), SAVING_EVENTS)
     wait_for(lambda: len(checkpoints(master, experiment_id)) >= 5)
 
-    unmount(storage)
-    if is_mount_point:
-        storage.mkdir()
+    unmount(storage, tmp_path, leaves_mount_point=is_mount_point)
     wait_for(
         lambda: "waiting for its checkpoint storage: checkpoint storage" in log_of(master, experiment_id)
     )
 
     assert f"checkpoint storage {storage} is gone: " in log_of(master, experiment_id)
-    assert f"say so with `dstrial checkpoint audit --accept {storage}`." in log_of(master, experiment_id)
+    assert f"make {storage}/{STORAGE_MARKER}." in log_of(master, experiment_id)
     assert (list(storage.iterdir()) == []) if is_mount_point else not storage.exists()
     assert experiment(master, experiment_id)["state"] == "STATE_QUEUED"
     status = json.loads(master.dstrial("status", "--json").stdout)
@@ -148,7 +164,7 @@ def test_nothing_is_deleted_as_long_as_the_storage_is_away(master: MasterForTest
     experiment_id = submit(master, given, SAVING)
     wait_for(lambda: len(checkpoints(master, experiment_id)) >= 5)
     client = master.client()
-    unmount(storage)
+    unmount(storage, tmp_path)
     wait_for(lambda: "waiting for its checkpoint storage" in log_of(master, experiment_id))
     client.post(f"/api/v1/experiments/{experiment_id}/cancel")
     wait_until(master, experiment_id, "CANCELED")
@@ -236,7 +252,7 @@ def test_a_master_that_is_started_while_the_storage_is_away_waits_as_well(
     experiment_id = submit(master, saving(tmp_path, storage), SAVING)
     wait_for(lambda: len(checkpoints(master, experiment_id)) >= 2)
     assert master.dstrial("down", "--now").returncode == 0
-    unmount(storage)
+    storage.rename(storage.with_name("away"))
 
     master.up()
     wait_for(lambda: "waiting for its checkpoint storage" in log_of(master, experiment_id))
@@ -248,15 +264,15 @@ def test_a_master_that_is_started_while_the_storage_is_away_waits_as_well(
     assert lost(master, experiment_id, storage) == []
 
 
-def test_two_masters_share_a_storage_by_one_identity(master: MasterForTest, tmp_path: Path) -> None:
+def test_two_masters_share_a_storage_by_one_marker(master: MasterForTest, tmp_path: Path) -> None:
     storage = tmp_path / "storage"
     (tmp_path / "second").mkdir()
     (tmp_path / "last").touch()
     wait_until(master, submit(master, saving(tmp_path, storage), SAVING), "COMPLETED")
-    first = (storage / IDENTITY_NAME).read_text()
+    first = (storage / STORAGE_MARKER).read_text()
     with master_for_test(tmp_path / "second", num_slots=1) as other:
         wait_until(other, submit(other, saving(tmp_path, storage), SAVING), "COMPLETED")
-    assert (storage / IDENTITY_NAME).read_text() == first
+    assert (storage / STORAGE_MARKER).read_text() == first
 
 
 def test_a_storage_that_is_really_unmounted_keeps_every_checkpoint(tmp_path: Path) -> None:

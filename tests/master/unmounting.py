@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 from submitting import log_of, submit, trials, wait_until
-from test_storage_gone import SAVING, checkpoints, lost, saving
+from test_storage_gone import SAVING, between_saves, checkpoints, lost, saving
 from waiting import wait_for
 
 from dstrial.testing.master import master_for_test
@@ -29,7 +29,8 @@ def main(work: Path) -> None:
     with master_for_test(work, num_slots=1) as master:
         experiment_id = submit(master, saving(work, storage), SAVING)
         wait_for(lambda: len(checkpoints(master, experiment_id)) >= 5)
-        subprocess.run(["umount", "--lazy", str(storage)], check=True)
+        with between_saves(work):
+            subprocess.run(["umount", "--lazy", str(storage)], check=True)
         wait_for(lambda: "waiting for its checkpoint storage" in log_of(master, experiment_id))
         made = [path.name for path in storage.iterdir()]
 

@@ -17,7 +17,7 @@ from typing import IO, Any
 from determined.common.api import bindings
 from starlette.responses import StreamingResponse
 
-from dstrial.checkpoint.storage_identity import is_uuid
+from dstrial.checkpoint.completion_marker import is_uuid
 from dstrial.config.secrets import unmasked
 from dstrial.errors import RequestError
 from dstrial.master.api.metrics import report_json
@@ -115,7 +115,7 @@ async def _require_storage(request: ApiRequest, task_id: str) -> None:
     services = request.services
     storage = await services.read(read)
     if storage is not None:
-        trouble = await services.run(lambda: services.storages.trouble_if_known(storage))
+        trouble = await services.run(lambda: services.storages.trouble(storage))
         if trouble is not None:
             raise RequestError(409, trouble)
 

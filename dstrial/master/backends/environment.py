@@ -130,7 +130,7 @@ def trial_environment(
         directory = tracebacks_directory(request.directory, request.trial_id) / f"run_{request.run_id}"
         env[TRACEBACKS_DIR_VARIABLE] = str(directory)
     if request.storage is not None:
-        env[STORAGE_VARIABLE] = json.dumps(dict(request.storage))
+        env[STORAGE_VARIABLE] = request.storage
     env[BASE_PYTHON_VARIABLE] = request.interpreter or sys.executable
     return {**request.variables, **env}
 

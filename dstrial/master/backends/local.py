@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrial.checkpoint.storage_identity import is_uuid
+from dstrial.checkpoint.completion_marker import is_uuid
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.config.experiment_config.startup_hook import install_timeout_s, may_install, requirements_of
 from dstrial.errors import MasterError

@@ -40,7 +40,7 @@ class AllocationRequest:
         task_type: ``TRIAL``, ``COMMAND``, ``TENSORBOARD`` or ``GENERIC``.
         working_directory: where it runs, absolute; None for the directory with its model definition.
         log_bytes: how much of its output is kept on disk until it is read; None for all.
-        storage: by what its checkpoint storage is known, ``StorageIdentity.fields``; None where it has no identity.
+        storage: path of its checkpoint storage; None where that has no marker.
         links: name in ``events/`` of its directory -> the directory that is seen there.
         addresses: of all nodes of the allocation, in the order of their ranks.
         node_rank: which of them this one is.
@@ -76,7 +76,7 @@ class AllocationRequest:
     task_type: str = TRIAL
     working_directory: str | None = None
     log_bytes: int | None = None
-    storage: Mapping[str, Any] | None = None
+    storage: str | None = None
     links: Mapping[str, Path] = dataclasses.field(default_factory=dict)
     addresses: tuple[str, ...] = ("127.0.0.1",)
     node_rank: int = 0
@@ -89,7 +89,6 @@ class AllocationRequest:
         plain["directory"] = str(self.directory)
         plain["slots"] = [dataclasses.asdict(slot) for slot in self.slots]
         plain["links"] = {name: str(path) for name, path in self.links.items()}
-        plain["storage"] = None if self.storage is None else dict(self.storage)
         plain["variables"] = dict(self.variables)
         del plain["model_definition"]
         return plain

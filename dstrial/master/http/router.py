@@ -21,10 +21,10 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from dstrial.errors import DatabaseDamagedError, RequestError
+from dstrial.errors import RequestError
 from dstrial.master.http import access as guard
 from dstrial.master.http import unsupported
-from dstrial.master.http.errors import Problem, error_response, status_and_text
+from dstrial.master.http.errors import error_response, status_and_text
 from dstrial.master.http.fields import Fields, camel, shown
 from dstrial.master.http.messages import to_json
 from dstrial.master.http.peers import Peer, peer_of_scope
@@ -446,24 +446,13 @@ class Api:
         except _GoneError:
             return
         except Exception as error:
-            problem = await self._explained(error)
+            problem = status_and_text(error)
             if problem.status >= 500 and problem.status != 501:
                 # Only a defect has a cause that the answer does not name.
                 words = (scope["method"], scope["path"], problem.status, problem.text)
                 logger.error("%s %s is answered %d: %s", *words, exc_info=problem.status == 500)
             response = error_response(problem)
         await response(scope, receive, send)
-
-    async def _explained(self, error: Exception) -> Problem:
-        """Say how an exception is answered.
-
-        A defect may be a damaged value, which is then told of instead.
-        """
-        found = status_and_text(error)
-        if found.status != 500:
-            return found
-        damage = await self._services.find_damage()
-        return status_and_text(DatabaseDamagedError(damage)) if damage else found
 
     async def _answer(self, scope: Scope, receive: Receive) -> Response:
         headers = Headers(scope=scope)

@@ -1,5 +1,4 @@
-"""What follows from events: transactions that change experiments and trials.
+"""Transactions that follow from events.
 
-None of them starts, signals or deletes anything. What is to be done outside is written into rows, and the scheduler, which
-is told by the topic "scheduler", does it.
+They start, signal and delete nothing: what is to be done outside is written into rows for the scheduler.
 """

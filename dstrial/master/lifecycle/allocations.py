@@ -15,7 +15,6 @@ from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import background_jobs, projects, resizing, tokens
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
-from dstrial.master.store import storages as storage_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Transaction
 from dstrial.master.store.reports import metrics as metric_rows
@@ -41,19 +40,10 @@ def assign(
     directory: str,
     token_hashes: dict[str, str],
 ) -> allocation_rows.Allocation | None:
-    """Give a trial slots: a new run of it begins.
+    """Give a trial slots for a new run; None if it does not wait any more.
 
-    Args:
-        tx: the write.
-        trial_id: the trial.
-        slots: slot ids.
-        ports: port by environment variable.
-        resources_id: a UUID.
-        directory: parent of the allocation's directory.
-        token_hashes: SHA-256 of the tokens by kind, "allocation" and "user".
-
-    Returns:
-        The allocation; None if the trial does not want one any more.
+    ``ports`` are by environment variable, ``token_hashes`` SHA-256 by kind ("allocation", "user"); ``directory`` is the parent of
+    the allocation's.
     """
     trial = trial_rows.require(tx.connection, trial_id)
     experiment = experiment_rows.require(tx.connection, trial.experiment_id)
@@ -95,10 +85,7 @@ def _start_point(tx: Transaction, trial: trial_rows.Trial) -> tuple[str | None, 
 
 
 def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle | None) -> None:
-    """Record the supervisor of an allocation.
-
-    ``handle`` is None for one on other machines, each of which has its own.
-    """
+    """Record an allocation's supervisor; None where other nodes have theirs."""
     row = allocation_rows.require(tx.connection, allocation_id)
     if row.state != "TERMINATED":
         allocation_rows.update(
@@ -120,11 +107,6 @@ def mark_ready(tx: Transaction, allocation_id: str) -> None:
 
 
 def acknowledge_preemption(tx: Transaction, allocation_id: str) -> None:
-    """Record that the trial has seen that it should stop.
-
-    Raises:
-        StoreError: unknown.
-    """
     allocation_rows.require(tx.connection, allocation_id)
     allocation_rows.update(tx, allocation_id, preempt_acked=True)
 
@@ -138,17 +120,9 @@ def allocation_exited(
     storage_trouble: str | None = None,
     begun: Sequence[str] = (),
 ) -> None:
-    """End an allocation whose log is taken in, and decide about its trial.
+    """End an allocation and decide about its trial; no-op if it has ended.
 
-    Nothing happens if it has ended.
-
-    Args:
-        tx: the write.
-        allocation_id: the allocation.
-        exit_: how it ended.
-        traceback: of the rank that failed first, None if its output has none.
-        storage_trouble: why its checkpoint storage cannot be used now, None if it can.
-        begun: checkpoints that it has begun; the files of those that it has not reported are deleted.
+    ``storage_trouble`` says why its storage cannot be used now. Of ``begun`` checkpoints those not reported are deleted.
     """
     row = allocation_rows.require(tx.connection, allocation_id)
     if row.state == "TERMINATED":
@@ -180,7 +154,7 @@ def allocation_exited(
         text = f"{name} was terminated: {reason}"
     level = "ERROR" if is_failure else "INFO"
     add_master_line(tx, row.task_id, trial.id, text, level=level, allocation_id=allocation_id)
-    half_written = storage_rows.unknown_of(tx.connection, list(begun))
+    half_written = checkpoint_rows.unknown_of(tx.connection, list(begun))
     if half_written:
         payload = {"uuids": half_written, "allocation_id": allocation_id}
         background_jobs.request(tx, "sweep", row.experiment_id, payload)
@@ -235,7 +209,6 @@ def _judge(
 
 
 def _has_last_checkpoint(tx: Transaction, trial_id: int) -> bool:
-    """Say whether a trial has saved a checkpoint at or behind its last validation."""
     checkpoint = checkpoint_rows.latest_completed(tx.connection, trial_id)
     return checkpoint is not None and checkpoint.steps >= metric_rows.last_validation(tx.connection, trial_id)
 
@@ -265,16 +238,15 @@ def _losses(tx: Transaction, trial_id: int, run_id: int) -> int:
 
 
 def _storage_gone(row: allocation_rows.Allocation, traceback: str | None) -> str | None:
-    """Return what a trial says of a storage that was gone, None if nothing.
+    """Return a trial's message that its storage was gone, None without one.
 
-    A trial that gets nowhere, because it alone cannot see its storage, says so once too often and is like any other failure.
+    A trial without progress, because only its node cannot see the storage, fails as any other after a few times.
     """
     last = (traceback or "").rpartition("\n")[2].partition(": ")[2]
     return last if _STORAGE_GONE.match(last) is not None and row.num_reports else None
 
 
 def _kind_of_error(traceback: str) -> str:
-    """Return the last line's class, in dstrial's case without its module."""
     return traceback.rpartition("\n")[2].partition(":")[0].rpartition(".")[2]
 
 

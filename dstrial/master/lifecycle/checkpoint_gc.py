@@ -11,35 +11,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrial.checkpoint.storage_identity import is_uuid
+from dstrial.checkpoint.completion_marker import is_uuid
 from dstrial.errors import MasterError
 from dstrial.file_writes import remove_tree
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Candidate:
-    """A complete checkpoint, as the policy sees it.
-
-    Attributes:
-        steps: batches completed.
-        metric: the searcher metric of a validation at the same batch; None without one.
-    """
-
     uuid: str
     trial_id: int
-    steps: int
-    metric: float | None
+    steps: int  # batches completed
+    metric: float | None  # the searcher's, of a validation at the same batch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Policy:
-    """How many checkpoints to keep.
-
-    Attributes:
-        save_experiment_best: the best ones of the experiment.
-        save_trial_best: the best ones of each trial.
-        save_trial_latest: the newest ones of each trial.
-    """
+    """How many checkpoints to keep."""
 
     save_experiment_best: int
     save_trial_best: int
@@ -47,7 +34,6 @@ class Policy:
 
     @classmethod
     def from_storage(cls, storage: Mapping[str, Any]) -> Policy:
-        """Read the policy of a ``checkpoint_storage`` section with defaults."""
         return cls(
             int(storage["save_experiment_best"]),
             int(storage["save_trial_best"]),
@@ -77,11 +63,6 @@ def plan(candidates: Sequence[Candidate], policy: Policy, *, smaller_is_better: 
 
 
 def storage_root(storage: Mapping[str, Any]) -> Path:
-    """Return the directory of a storage on this machine.
-
-    Raises:
-        MasterError: the storage is no directory of this machine.
-    """
     kind = storage.get("type")
     if kind == "shared_fs":
         base = Path(str(storage["host_path"]))
@@ -95,11 +76,6 @@ def storage_root(storage: Mapping[str, Any]) -> Path:
 
 
 def checkpoint_directory(storage: Mapping[str, Any], uuid: str) -> Path:
-    """Return where a checkpoint's files lie on this machine.
-
-    Raises:
-        MasterError: the storage is no directory of this machine, or the name is no UUID.
-    """
     root = storage_root(storage)
     if not is_uuid(uuid):
         raise MasterError(f"the name of a checkpoint is {uuid[:80]!r}; expected a UUID in lower case.")
@@ -109,20 +85,12 @@ def checkpoint_directory(storage: Mapping[str, Any], uuid: str) -> Path:
 def tensorboard_directory(storage: Mapping[str, Any], cluster_id: str, experiment_id: int) -> Path:
     """Return this machine's directory of an experiment's TensorBoard files.
 
-    Raises:
-        MasterError: the storage is no directory of this machine.
-
     Source: Determined 0.38.1 determined/tensorboard/build.py.
     """
     return storage_root(storage) / cluster_id / "tensorboard" / "experiment" / str(experiment_id)
 
 
 def delete_tensorboard_files(storage: Mapping[str, Any], cluster_id: str, experiment_id: int) -> None:
-    """Delete the TensorBoard files of an experiment's trials, if there are any.
-
-    Raises:
-        MasterError: the storage cannot be reached, or a file cannot be deleted.
-    """
     directory = tensorboard_directory(storage, cluster_id, experiment_id)
     try:
         if directory.is_dir() and not directory.is_symlink():
@@ -137,9 +105,6 @@ def delete_files(storage: Mapping[str, Any], uuid: str, globs: Sequence[str] = (
     """Delete a checkpoint's matching files; return the others, with sizes in bytes.
 
     Nothing outside the checkpoint's directory is touched: links are deleted, not followed. No patterns delete nothing.
-
-    Raises:
-        MasterError: the storage cannot be reached, its directory of that name is no checkpoint's, or a file cannot be deleted.
     """
     directory = checkpoint_directory(storage, uuid)
     # A cluster's id, too, is a UUID that names a directory of the storage.
@@ -170,17 +135,12 @@ def delete_files(storage: Mapping[str, Any], uuid: str, globs: Sequence[str] = (
 
 
 def swept_text(uuids: Sequence[str], num_bytes: int) -> str:
-    """Say what was deleted of checkpoints that were never completed."""
     what = "a half-written checkpoint" if len(uuids) == 1 else f"{len(uuids)} half-written checkpoints"
     return f"deleted {what} of a run that has ended, {num_bytes:,} bytes: {', '.join(uuids)}"
 
 
 def remaining(directory: Path) -> dict[str, int]:
-    """Return a directory's files with bytes; directories have a final slash and 0.
-
-    Raises:
-        OSError: a file cannot be looked at, as its path is too long.
-    """
+    """Return a directory's files with bytes; directories have a final slash and 0."""
     found: dict[str, int] = {}
     for entry in _entries(directory):
         # A name that is not UTF-8 is in no answer (RFC 8259).

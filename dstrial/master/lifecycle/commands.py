@@ -1,7 +1,7 @@
 """The life of a command: created, assigned, started, paused, killed, ended.
 
-One that may be paused is stopped and started anew, in a new allocation with the same files; so it is, too, when the
-master goes down, or a slot that it has is switched off. Every other one ends with its only allocation.
+A pausable command is stopped and started again in a new allocation with the same files, also when the master goes down or
+a slot of it is disabled. Every other one ends with its only allocation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ _STOPPING_END = {"STOPPING_CANCELED": "CANCELED", "STOPPING_PAUSED": "PAUSED"}
 
 
 def create(tx: Transaction, new: NewCommand) -> str:
-    """Store a command and return its task id; it starts as soon as slots are free."""
     if new.parent_id is not None:
         state = commands.require(tx.connection, new.parent_id, ("GENERIC",)).state
         if state == "CANCELED" or state.startswith("STOPPING"):
@@ -56,11 +55,7 @@ def assign(
     directory: str,
     token_hashes: dict[str, str],
 ) -> allocation_rows.Allocation | None:
-    """Give a command slots; arguments as for an allocation of a trial.
-
-    Returns:
-        The allocation; None if the command does not want one any more.
-    """
+    """Give a command slots, as for a trial; None if it does not wait any more."""
     row = commands.require(tx.connection, task_id)
     if row.state != "ACTIVE" or row.allocation_id is not None:
         return None
@@ -105,7 +100,6 @@ def started(tx: Transaction, allocation_id: str, handle: SupervisorHandle | None
 
 
 def mark_ready(tx: Transaction, allocation_id: str) -> None:
-    """Record that the service of an allocation answers."""
     row = allocation_rows.require(tx.connection, allocation_id)
     if not row.is_ready and row.state != "TERMINATED":
         allocation_rows.update(tx, allocation_id, is_ready=True)
@@ -116,7 +110,7 @@ def mark_ready(tx: Transaction, allocation_id: str) -> None:
 def release(
     tx: Transaction, allocation: allocation_rows.Allocation, why: str, *, is_kill: bool = False
 ) -> None:
-    """Ask an allocation's process to end: with SIGTERM, for ``is_kill`` at once."""
+    """Stop an allocation's process: with SIGTERM, for ``is_kill`` at once."""
     now = now_us()
     if is_kill:
         if allocation.kill_us is not None:
@@ -137,7 +131,7 @@ def release(
 
 
 def kill(tx: Transaction, task_id: str, why: str = "a user has killed it") -> None:
-    """Kill a command and the tasks that it has made, except those that have ended."""
+    """Kill a command and its descendants, except those that have ended."""
     for one in commands.tree(tx.connection, task_id):
         row = commands.require(tx.connection, one)
         if row.state not in ENDED:
@@ -145,11 +139,7 @@ def kill(tx: Transaction, task_id: str, why: str = "a user has killed it") -> No
 
 
 def pause(tx: Transaction, task_id: str) -> None:
-    """Pause a generic task, and those tasks that it has made which may be paused.
-
-    Raises:
-        StoreError: unknown, it has ended or may not be paused.
-    """
+    """Pause a generic task and its pausable descendants."""
     row = commands.require(tx.connection, task_id, ("GENERIC",))
     _require_open(row, "pause")
     if not row.is_pausable:
@@ -163,11 +153,7 @@ def pause(tx: Transaction, task_id: str) -> None:
 
 
 def unpause(tx: Transaction, task_id: str) -> None:
-    """Start a paused task again, with those that it has made and that are paused.
-
-    Raises:
-        StoreError: unknown, it is not paused.
-    """
+    """Start a paused task again, with its paused descendants."""
     row = commands.require(tx.connection, task_id, ("GENERIC",))
     _require_open(row, "unpause")
     if row.state not in ("PAUSED", "STOPPING_PAUSED"):
@@ -188,7 +174,6 @@ def _require_open(row: commands.CommandInfo, verb: str) -> None:
 
 
 def set_priority(tx: Transaction, task_id: str, priority: int) -> None:
-    """Change how urgent a command is, 1 to 99."""
     config = json.loads(commands.require(tx.connection, task_id).config)
     config["resources"]["priority"] = priority
     commands.update(tx, task_id, priority=priority, config=json.dumps(config))
@@ -206,14 +191,14 @@ def _stop(
 
 
 def refuse(tx: Transaction, task_id: str, why: str) -> None:
-    """End a command that waits, for it can never start."""
+    """End a waiting command that can never start."""
     row = commands.require(tx.connection, task_id)
     if row.allocation_id is None and row.state not in commands.ENDED:
         _close(tx, row, "ERROR", why)
 
 
 def _close(tx: Transaction, row: commands.CommandInfo, state: str, exit_status: str) -> None:
-    """Put a command that has no allocation into a state in which it stays."""
+    """Put a command without an allocation into a terminal state."""
     now = now_us()
     is_end = state in ENDED
     commands.update(tx, row.task_id, state=state, exit_status=exit_status, end_us=now if is_end else None)

@@ -17,10 +17,7 @@ def project_of_config(
 ) -> projects.ProjectInfo:
     """Return a new experiment's project: the request's, the config's or the default.
 
-    The default project (1) as ``project_id``, or less, leaves it to the config, which may not be checked yet.
-
-    Raises:
-        NotFoundError: there is no such project; it is archived or only one of the two names is given.
+    ``project_id`` of the default project (1), or less, leaves it to the config, which may not be checked yet.
 
     Source: Determined 0.38.1, order of request and config.
     """
@@ -36,14 +33,7 @@ def project_of_config(
 
 
 def delete_project(tx: Transaction, project_id: int) -> bool:
-    """Begin to delete a project and its experiments; DELETING until they are gone.
-
-    Returns:
-        Whether it is gone already, as it held no experiments.
-
-    Raises:
-        StoreError: unknown, it is the default project, or one of its experiments cannot be deleted.
-    """
+    """Begin to delete a project; return whether it was empty, and so is gone."""
     row = projects.require(tx.connection, project_id)
     projects.refuse_immutable(row, "be deleted")
     held = experiment_rows.of_project(tx.connection, project_id)
@@ -60,14 +50,7 @@ def delete_project(tx: Transaction, project_id: int) -> bool:
 
 
 def delete_workspace(tx: Transaction, workspace_id: int) -> bool:
-    """Begin to delete a workspace, its projects and templates; DELETING until gone.
-
-    Returns:
-        Whether it is gone already, as it held no experiments.
-
-    Raises:
-        StoreError: unknown, it is the default, has models, or an experiment in it cannot be deleted.
-    """
+    """Begin to delete a workspace; return whether it was empty, and so is gone."""
     row = workspaces.require(tx.connection, workspace_id)
     workspaces.refuse_immutable(row, "be deleted")
     model = models.any_name_in(tx.connection, workspace_id)
@@ -85,7 +68,7 @@ def delete_workspace(tx: Transaction, workspace_id: int) -> bool:
 
 
 def finish_project(tx: Transaction, project_id: int) -> None:
-    """Delete a project without experiments; keep it, and say so, if some remain."""
+    """Delete a project without experiments; mark it DELETE_FAILED if some remain."""
     left = experiment_rows.of_project(tx.connection, project_id)
     if not left:
         projects.delete(tx, project_id)
@@ -97,7 +80,7 @@ def finish_project(tx: Transaction, project_id: int) -> None:
 
 
 def finish_workspace(tx: Transaction, workspace_id: int) -> None:
-    """Delete a workspace without projects; keep it, and say so, if some remain."""
+    """Delete a workspace without projects; mark it DELETE_FAILED if some remain."""
     left = projects.list_projects(tx.connection, workspace_id)
     if left:
         why = f"project {left[0].name!r} could not be deleted: {left[0].error}"

@@ -32,37 +32,17 @@ _ENDS = {"COMPLETED": "has completed", "CANCELED": "was canceled", "ERROR": "has
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StartPoint:
-    """Where a run of a detached trial begins.
-
-    Attributes:
-        run_id: the number of the run, with which it reports.
-        checkpoint_uuid: its latest checkpoint; None to begin anew.
-        steps: batches that are completed then.
-    """
+    """Where a run of a detached trial begins."""
 
     run_id: int
-    checkpoint_uuid: str | None
-    steps: int
+    checkpoint_uuid: str | None  # None to begin anew
+    steps: int  # batches completed
 
 
 def create(
     tx: Transaction, *, submission: Submission, owner_id: int, project_id: int, external_id: str | None
 ) -> int:
-    """Store an experiment of detached runs, which has no trial yet.
-
-    Args:
-        tx: the write.
-        submission: its checked config.
-        owner_id: whose it is.
-        project_id: where it goes.
-        external_id: by which scripts find it again; None for one that nobody asks for again.
-
-    Returns:
-        Its id; that of the existing one if there is one of this external id.
-
-    Raises:
-        StoreError: no such project, an archived one, or an experiment that is being deleted.
-    """
+    """Store an experiment of detached runs, or find it by its external id."""
     known = None if external_id is None else experiment_rows.by_external_id(tx.connection, external_id)
     if known is not None:
         _refuse_deleting(known)
@@ -85,20 +65,7 @@ def create(
 def create_trial(
     tx: Transaction, experiment_id: int, hparams: Mapping[str, Any] | None, external_id: str | None
 ) -> int:
-    """Store a trial of an experiment of detached runs.
-
-    Args:
-        tx: the write.
-        experiment_id: the experiment.
-        hparams: its hyperparameters; None for those that it has, or none.
-        external_id: by which scripts find it again within the experiment.
-
-    Returns:
-        Its id; that of the existing one if there is one of this external id, with the new hyperparameters.
-
-    Raises:
-        StoreError: unknown, not an experiment of detached runs, or one that is being deleted.
-    """
+    """Store a detached trial, or find it by its external id and set its hparams."""
     experiment = _require(tx, experiment_id)
     _refuse_deleting(experiment)
     known = (
@@ -112,13 +79,7 @@ def create_trial(
 
 
 def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
-    """Begin another run of a detached trial, whatever has become of the one before.
-
-    Reports of the run before are refused from now on. With ``resumes`` it goes on from its latest checkpoint.
-
-    Raises:
-        StoreError: unknown, not detached, or its project is archived.
-    """
+    """Begin another run of a detached trial; refuse the last one's reports."""
     trial = trial_rows.require(tx.connection, trial_id)
     experiment = _require(tx, trial.experiment_id)
     _refuse_deleting(experiment)
@@ -135,7 +96,7 @@ def start(tx: Transaction, trial_id: int, *, resumes: bool) -> StartPoint:
 
 
 def note_heartbeat(tx: Transaction, trial: trial_rows.Trial, *, is_current_run: bool = False) -> None:
-    """Note a detached trial's sign of life; it goes on if it had been given up."""
+    """Record a heartbeat; a trial that was given up is active again."""
     if trial.heartbeat_us is None:
         return
     trial_rows.update(tx, trial.id, heartbeat_us=now_us())
@@ -149,12 +110,9 @@ def note_heartbeat(tx: Transaction, trial: trial_rows.Trial, *, is_current_run: 
 
 
 def set_state(tx: Transaction, trial_id: int, state: str | None) -> None:
-    """Take what a detached run says of itself.
+    """Take a detached run's state: RUNNING, or an end; None for a heartbeat.
 
-    ``state`` is RUNNING, COMPLETED, CANCELED or ERROR; None for a heartbeat. A trial that a person has ended stays ended.
-
-    Raises:
-        StoreError: unknown, not detached, or another state.
+    A trial that a person has ended stays ended.
     """
     trial = trial_rows.require(tx.connection, trial_id)
     experiment = _require(tx, trial.experiment_id)
@@ -173,7 +131,7 @@ def set_state(tx: Transaction, trial_id: int, state: str | None) -> None:
 
 
 def give_up_silent(tx: Transaction, before_us: int) -> int:
-    """End detached runs not heard of since ``before_us`` in ERROR; return how many.
+    """End runs in ERROR without a heartbeat since ``before_us``; return how many.
 
     Experiments that never got a trial end, too.
     """
@@ -191,7 +149,6 @@ def give_up_silent(tx: Transaction, before_us: int) -> int:
 
 
 def has_silent_runs(connection: Connection, before_us: int) -> bool:
-    """Say whether :func:`give_up_silent` has something to do."""
     return bool(
         trial_rows.silent_since(connection, before_us)
         or experiment_rows.detached_without_trial(connection, before_us)
@@ -226,7 +183,7 @@ def _refuse_deleting(row: experiment_rows.Experiment) -> None:
 
 
 def _reopen(tx: Transaction, trial: trial_rows.Trial, *, is_archived: bool = False) -> None:
-    """Let a trial that has ended be active again, and its experiment with it."""
+    """Make an ended trial active again, and its experiment with it."""
     trial_rows.update(tx, trial.id, state="ACTIVE", end_us=None, is_closed=False, is_lost=False)
     tasks.update(tx, trial.task_id, end_us=None)
     experiment_rows.update(

@@ -1,6 +1,6 @@
-"""How trials and experiments stop and end, and what the searcher says to that.
+"""How trials and experiments stop and end, and the searcher's part in it.
 
-One module, as each leads to the other: a searcher that is told of an end stops other trials, whose ends it is told of.
+One module, as each leads to the other: a searcher that hears of an end stops other trials, of whose ends it hears.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ STOPPED_BY_SEARCHER = "the searcher has stopped this trial"
 def stop_trial(tx: Transaction, trial_id: int, stopping: str, why: str) -> None:
     """End a trial: with a checkpoint if it is ready, by force for KILLED and ERROR.
 
-    Nothing happens if it has ended or stops more severely already. ``stopping`` is STOPPING_COMPLETED, STOPPING_CANCELED,
-    STOPPING_ERROR or STOPPING_KILLED; ``why`` goes to the trial's log, without a full stop.
+    No-op if it has ended or stops more severely already. ``stopping`` is a STOPPING_… state; ``why`` goes to the trial's log,
+    without a full stop.
     """
     trial = trial_rows.require(tx.connection, trial_id)
     if not may_follow(trial.state, stopping):
@@ -44,7 +44,7 @@ def stop_trial(tx: Transaction, trial_id: int, stopping: str, why: str) -> None:
 
 
 def release(tx: Transaction, trial_id: int, why: str, *, is_kill: bool = False) -> None:
-    """Ask a trial's processes to end; at once if none listens yet or ``is_kill``."""
+    """Stop a trial's processes; at once if none listens yet or ``is_kill``."""
     allocation = allocation_rows.live(tx.connection, trial_id)
     if allocation is None:
         return
@@ -71,8 +71,7 @@ def close_trial(
 ) -> None:
     """Put a trial without processes into its terminal state, and tell the searcher.
 
-    ``state`` is COMPLETED, CANCELED or ERROR; ``reason`` says why it ended early, where ``state`` does not. ``why`` is for the
-    experiment, if this trial ends it in ERROR.
+    ``reason`` says why it ended early, where ``state`` does not. ``why`` is for the experiment, if this trial ends it in ERROR.
     """
     now = now_us()
     columns: dict[str, Any] = {"state": state, "end_us": now, "is_closed": True}
@@ -91,11 +90,7 @@ def close_trial(
 
 
 def stop_experiment(tx: Transaction, experiment_id: int, stopping: str, why: str) -> bool:
-    """Stop every trial of an experiment, and end it when they have ended.
-
-    Returns:
-        Whether anything changed; False if it has ended or stops more severely already.
-    """
+    """Stop an experiment's trials and, when they have ended, the experiment."""
     row = experiment_rows.require(tx.connection, experiment_id)
     if not may_follow(row.state, stopping):
         return False
@@ -130,10 +125,7 @@ def finish_if_over(tx: Transaction, experiment_id: int) -> None:
 
 
 def finish_experiment(tx: Transaction, experiment_id: int, state: str, reason: str | None) -> None:
-    """Put an experiment into its terminal state, and let its checkpoints be collected.
-
-    Checkpoints of detached runs are not collected.
-    """
+    """End an experiment, and collect its checkpoints unless its runs are detached."""
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.state in TERMINAL:
         return
@@ -150,7 +142,7 @@ def finish_experiment(tx: Transaction, experiment_id: int, state: str, reason: s
 
 
 def begin_search(tx: Transaction, experiment_id: int) -> None:
-    """Start the search: the first trials exist when this returns."""
+    """Create the first trials."""
     row = experiment_rows.require(tx.connection, experiment_id)
     config = json.loads(row.config)
     searcher = Searcher.new(config, int(config["reproducibility"]["experiment_seed"]))
@@ -158,12 +150,11 @@ def begin_search(tx: Transaction, experiment_id: int) -> None:
 
 
 def validation_completed(tx: Transaction, trial: trial_rows.Trial, metrics: dict[str, Any]) -> None:
-    """Tell the searcher of a validation; a metric that it misses ends the experiment."""
+    """Tell the searcher of a validation; end the experiment if it has no metric."""
     _feed(tx, trial.experiment_id, lambda s: s.validation_completed(trial.request_id, metrics))
 
 
 def _notify_searcher(tx: Transaction, trial: trial_rows.Trial, reason: ExitReason | None) -> None:
-    """Tell the searcher that a trial has ended, and why if it was early."""
 
     def event(searcher: Searcher) -> list[Action]:
         actions: list[Action] = []
@@ -189,7 +180,6 @@ def _feed(tx: Transaction, experiment_id: int, event: Callable[[Searcher], list[
 
 
 def update_progress(tx: Transaction, experiment_id: int) -> None:
-    """Compute the experiment's progress from its trials'."""
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.unmanaged:
         experiment_rows.take_progress(tx, experiment_id)

@@ -30,23 +30,9 @@ def create(
     parent_id: int | None = None,
     project_id: int = projects.DEFAULT_ID,
 ) -> int:
-    """Store an experiment with its first trials.
+    """Store an experiment with its first trials, PAUSED unless ``activate``.
 
-    Args:
-        tx: the write.
-        submission: the checked config.
-        tgz: the model definition, gzip tar; empty for none.
-        owner_id: the submitting user.
-        activate: whether it may run at once; it is PAUSED otherwise.
-        parent_id: the experiment that it is a fork of.
-        project_id: the project that it goes into.
-
-    Returns:
-        Its id.
-
-    Raises:
-        StoreError: there is no such project, it is archived, or the trial or checkpoint that the
-            experiment is to start from does not exist.
+    ``tgz`` is the model definition, gzip tar.
     """
     projects.refuse_shut(projects.require(tx.connection, project_id), "take another experiment")
     _warm_start(tx, submission.config)
@@ -85,11 +71,7 @@ def _warm_start(tx: Transaction, config: dict[str, Any]) -> None:
 
 
 def pause(tx: Transaction, experiment_id: int) -> None:
-    """Pause an experiment: trials save a checkpoint and free their slots.
-
-    Raises:
-        StoreError: unknown, ended or stopping.
-    """
+    """Pause an experiment: trials save a checkpoint and free their slots."""
     state = _require_changeable(tx, experiment_id, "pause")
     if state == "PAUSED":
         return
@@ -104,11 +86,6 @@ def pause(tx: Transaction, experiment_id: int) -> None:
 
 
 def activate(tx: Transaction, experiment_id: int) -> None:
-    """Let a paused experiment go on from its checkpoints.
-
-    Raises:
-        StoreError: unknown, ended or stopping.
-    """
     state = _require_changeable(tx, experiment_id, "activate")
     if state == "ACTIVE":
         return
@@ -139,17 +116,12 @@ def cancel(tx: Transaction, experiment_id: int) -> None:
 
 
 def kill(tx: Transaction, experiment_id: int) -> None:
-    """Kill an experiment's trials. Nothing happens to one that has ended."""
+    """Kill an experiment's trials; no-op if it has ended."""
     experiment_rows.require(tx.connection, experiment_id)
     endings.stop_experiment(tx, experiment_id, "STOPPING_KILLED", "the experiment was killed")
 
 
 def archive(tx: Transaction, experiment_id: int, *, is_archived: bool = True) -> None:
-    """Archive an experiment that has ended, or take it back.
-
-    Raises:
-        StoreError: unknown, not ended.
-    """
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.state not in TERMINAL:
         raise InvalidError(
@@ -161,16 +133,11 @@ def archive(tx: Transaction, experiment_id: int, *, is_archived: bool = True) ->
 
 
 def unarchive(tx: Transaction, experiment_id: int) -> None:
-    """Take an experiment back from the archive."""
     archive(tx, experiment_id, is_archived=False)
 
 
 def delete(tx: Transaction, experiment_id: int) -> None:
-    """Begin to delete an experiment, its checkpoints, metrics and logs (DELETING).
-
-    Raises:
-        StoreError: unknown, not ended, or with checkpoints that are registered as versions of models.
-    """
+    """Begin to delete an experiment, its checkpoints, metrics and logs (DELETING)."""
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.state == "DELETING":
         return
@@ -195,11 +162,6 @@ def check_deletable(tx: Transaction, row: experiment_rows.Experiment) -> None:
 
 
 def move(tx: Transaction, experiment_id: int, project_id: int) -> None:
-    """Put an experiment into another project.
-
-    Raises:
-        StoreError: unknown, the experiment or one of the projects is archived.
-    """
     row = experiment_rows.require(tx.connection, experiment_id)
     target = projects.require(tx.connection, project_id)
     source = projects.require(tx.connection, row.project_id)
@@ -216,11 +178,6 @@ def move(tx: Transaction, experiment_id: int, project_id: int) -> None:
 
 
 def delete_tensorboard_files(tx: Transaction, experiment_id: int) -> None:
-    """Begin to delete the TensorBoard files of an experiment that has ended.
-
-    Raises:
-        StoreError: unknown, not ended.
-    """
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.state not in TERMINAL:
         raise InvalidError(
@@ -231,13 +188,10 @@ def delete_tensorboard_files(tx: Transaction, experiment_id: int) -> None:
 
 
 def continue_(tx: Transaction, experiment_id: int, submission: Submission | None = None) -> int:
-    """Let an experiment that has ended go on from its checkpoints.
+    """Let an ended experiment go on from its checkpoints.
 
     Trials that did not complete run again, with their restarts counted anew. With another config (single searcher only)
     the trial runs again even if it had completed.
-
-    Raises:
-        StoreError: unknown, not ended, a searcher that adapts, or nothing left to do.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     refuse_detached(row, "continue")
@@ -306,17 +260,9 @@ def _resample(tx: Transaction, trial_id: int, submission: Submission) -> None:
 
 
 def patch(tx: Transaction, experiment_id: int, **fields: Any) -> None:
-    """Change fields of an experiment.
+    """Change fields of an experiment, those of the checks below.
 
-    Args:
-        tx: the write.
-        experiment_id: the experiment.
-        **fields: of ``name``, ``description``, ``notes`` (texts), ``labels`` (list of texts), ``max_slots`` (int or None),
-            ``priority`` (1 to 99), ``weight`` (above 0), ``log_retention_days`` (int, -1 for ever, or None), and
-            ``checkpoint_storage`` (any of its ``save_…`` numbers, which collects checkpoints anew).
-
-    Raises:
-        StoreError: unknown, a wrong value.
+    ``checkpoint_storage`` takes any of its ``save_…`` numbers, and collects checkpoints anew.
     """
     row = experiment_rows.require(tx.connection, experiment_id)
     if row.state in DELETING:

@@ -1,4 +1,4 @@
-"""Whether the Python that an experiment asks for can run its entrypoint."""
+"""Checks that the Python of an experiment can run its entrypoint."""
 
 from __future__ import annotations
 
@@ -16,11 +16,6 @@ _WHERE = f"environment.environment_variables: {INTERPRETER_VARIABLE}"
 
 
 def check_interpreter(interpreter: str, entrypoint: str | Sequence[str]) -> None:
-    """Ask a Python for the packages that an entrypoint needs.
-
-    Raises:
-        ConfigError: it is no program that runs, or lacks a package.
-    """
     if not Path(interpreter).is_absolute() or shutil.which(interpreter) is None:
         raise _error(interpreter, "the absolute path of a Python", "Take the output of `which python3`.")
     packages = _needed(entrypoint)

@@ -1,7 +1,7 @@
-"""Finds the checkpoint a trial goes on from, and the slots it can go on with.
+"""Finds a trial's checkpoint, and the numbers of slots on which it goes on.
 
-Reads rows and manifests only. A trial whose checkpoint is ours keeps its batch on any number of slots that share it. So with
-fewer slots than ``slots_per_trial`` it goes on with what is there, instead of waiting for what may never come back.
+Reads rows and manifests only. A trial with a checkpoint of dstrial's keeps its batch on any number of slots that divides it, so
+it goes on with fewer slots than ``slots_per_trial`` instead of waiting.
 """
 
 from __future__ import annotations
@@ -38,17 +38,14 @@ def of_trial(connection: Connection, trial: Trial) -> SavedRun | None:
 
 
 def of_warm_start(connection: Connection, uuid: str | None) -> SavedRun | None:
-    """Return another trial's saved run, of which only the weights are taken over."""
+    """Return another trial's saved run, of which only the weights are used."""
     row = None if uuid is None else checkpoint_rows.get_checkpoint(connection, uuid)
     saved = None if row is None else _read(row)
     return None if saved is None else saved.of_trial(-1)
 
 
 def of_submission(connection: Connection, config: Mapping[str, Any]) -> SavedRun | None:
-    """Return the saved run that a config's first trial starts from, or None.
-
-    ``config`` is not checked yet; its check says what is wrong with it.
-    """
+    """Return the saved run from which an unchecked config's first trial starts."""
     saved = _of_run_directory(config)
     if saved is not None:
         return saved
@@ -88,10 +85,7 @@ def _read(row: Checkpoint) -> SavedRun | None:
 def slots_to_go_on_with(
     connection: Connection, trial: Trial, config: Mapping[str, Any], num_available: int
 ) -> int | None:
-    """Return the most slots on which a trial's own checkpoint goes on, or None.
-
-    ``num_available`` are the slots that it can have, fewer than ``slots_per_trial``; ``config`` is the experiment's.
-    """
+    """Return the most slots, fewer than configured, for a checkpoint, or None."""
     saved = _own(connection, trial, config)
     if saved is None:
         return None
@@ -103,10 +97,7 @@ def slots_to_go_on_with(
 def choices(
     connection: Connection, trial: Trial, config: Mapping[str, Any], *, at_least: int, at_most: int
 ) -> tuple[int, ...]:
-    """Return with how many slots a trial's own checkpoint can go on.
-
-    The most come first; there are none without a checkpoint.
-    """
+    """Return the numbers of slots for a trial's checkpoint, the most first."""
     saved = _own(connection, trial, config)
     if saved is None:
         return ()

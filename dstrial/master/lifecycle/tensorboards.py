@@ -28,12 +28,7 @@ def sources(
     experiment_ids: Collection[int],
     trial_ids: Collection[int],
 ) -> dict[str, Path]:
-    """Return name -> directory of all that is shown; directories need not exist yet.
-
-    Raises:
-        StoreError: an experiment or trial that does not exist, none, more than 100 trials, and
-            for one whose storage is no directory of this machine.
-    """
+    """Return name -> directory of all that is shown; directories need not exist yet."""
     if not experiment_ids and not trial_ids:
         raise InvalidError(
             "experimentIds and trialIds are empty; expected what to show. Name an experiment, or trials with -t."

@@ -30,13 +30,9 @@ def report_metrics(
     metrics: dict[str, Any],
     per_batch: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Store a report; a "validation" report goes to the searcher in the same write.
+    """Store a report; a "validation" goes to the searcher in the same transaction.
 
-    ``steps`` are batches completed, None for a report that belongs to no batch (profiling). ``per_batch``, values by name of
-    each batch since the last report, are only kept.
-
-    Raises:
-        StoreError: unknown trial, an older run or values that contradict an earlier report.
+    ``steps`` are batches completed, None for a report that belongs to no batch (profiling). ``per_batch`` is only stored.
     """
     added = metric_rows.add_report(
         tx,
@@ -77,7 +73,7 @@ def report_checkpoint(
     metadata: dict[str, Any],
     report_us: int,
 ) -> None:
-    """Store a checkpoint that a trial has written; sent again, it is the same one."""
+    """Store a checkpoint that a trial has written; idempotent."""
     checkpoint_rows.add_checkpoint(
         tx,
         uuid=uuid,
@@ -93,7 +89,6 @@ def report_checkpoint(
 
 
 def report_progress(tx: Transaction, trial_id: int, progress: float) -> None:
-    """Store how far a trial is, 0 to 1."""
     trial = trial_rows.require(tx.connection, trial_id)
     share = min(max(progress, 0.0), 1.0) if progress == progress else 0.0
     trial_rows.update(tx, trial_id, progress=share)
@@ -102,18 +97,14 @@ def report_progress(tx: Transaction, trial_id: int, progress: float) -> None:
 
 
 def set_runner_state(tx: Transaction, trial_id: int, state: str) -> None:
-    """Store what a trial does: training, validating, checkpointing, restoring, etc."""
+    """Store a trial's activity: training, validating, checkpointing, restoring, etc."""
     trial_rows.require(tx.connection, trial_id)
     trial_rows.update(tx, trial_id, runner_state=state)
     tx.publish(f"trial:{trial_id}")
 
 
 def early_exit(tx: Transaction, trial_id: int, reason: str) -> None:
-    """Note that a trial's hyperparameters are invalid; it has ten seconds to end.
-
-    Raises:
-        StoreError: unknown trial, another reason.
-    """
+    """Note that a trial's hyperparameters are invalid; it has ten seconds to end."""
     if reason not in ("INVALID_HP", "INIT_INVALID_HP"):
         raise InvalidError(f"reason is {reason!r}; expected EXITED_REASON_INVALID_HP.")
     trial = trial_rows.require(tx.connection, trial_id)
@@ -128,13 +119,12 @@ def early_exit(tx: Transaction, trial_id: int, reason: str) -> None:
 
 
 def kill_trial(tx: Transaction, trial_id: int) -> None:
-    """Kill one trial; its experiment goes on. Nothing happens to one that has ended."""
+    """Kill one trial; its experiment goes on. No-op if it has ended."""
     trial_rows.require(tx.connection, trial_id)
     endings.stop_trial(tx, trial_id, "STOPPING_KILLED", "the trial was killed")
 
 
 def set_metadata(tx: Transaction, trial_id: int, metadata: dict[str, Any]) -> None:
-    """Replace what ``core_context.train.set_metadata`` keeps."""
     trial_rows.require(tx.connection, trial_id)
     trial_rows.update(tx, trial_id, metadata=json.dumps(metadata))
     tx.publish(f"trial:{trial_id}")

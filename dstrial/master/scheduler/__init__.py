@@ -1,1 +1,1 @@
-"""Makes rows true: assigns slots, runs processes, takes in output, deletes files."""
+"""Reconciles processes with rows: slots, processes, output, files."""

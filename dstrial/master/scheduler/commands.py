@@ -1,4 +1,4 @@
-"""How commands start, and how running TensorBoards are watched."""
+"""Starts commands, and watches running TensorBoards."""
 
 from __future__ import annotations
 
@@ -41,11 +41,6 @@ def request(
     ports: dict[str, int],
     tokens: dict[str, str],
 ) -> AllocationRequest:
-    """Return what is to be started for the allocation of a command.
-
-    Raises:
-        RequestError: what a TensorBoard shows has been deleted.
-    """
     row = commands.require(connection, allocation.task_id)
     config: dict[str, Any] = json.loads(row.config)
     directory = Path(allocation.directory)
@@ -91,7 +86,7 @@ def request(
 
 
 def _words(entrypoint: str | list[str]) -> list[str]:
-    """Return what is executed; an entrypoint of one word is a shell's line."""
+    """Return the command line; an entrypoint of one word is a shell's line."""
     if isinstance(entrypoint, str):
         return ["sh", "-c", entrypoint]
     return ["sh", "-c", entrypoint[0]] if len(entrypoint) == 1 else entrypoint
@@ -111,7 +106,7 @@ def _tensorboard(task_id: str, directory: Path, ports: dict[str, int], more: lis
 
 
 class CommandWatch:
-    """Ends a running TensorBoard that nobody uses or that grows too large."""
+    """Ends a running TensorBoard that is idle or uses too much memory."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -119,7 +114,6 @@ class CommandWatch:
         self._limits_s: dict[str, float] = {}
 
     def look(self, allocation: Allocation, run: RunRef) -> None:
-        """Do what is due for one allocation that runs."""
         port = json.loads(allocation.ports).get("TENSORBOARD_PORT")
         if port is None or allocation.kill_us is not None:
             return
@@ -164,7 +158,6 @@ class CommandWatch:
         )
 
     def forget(self, allocation: Allocation) -> None:
-        """Drop an allocation that has ended."""
         self._measured_s.pop(allocation.id, None)
         self._limits_s.pop(allocation.id, None)
         self._services.activity.forget(allocation.task_id)

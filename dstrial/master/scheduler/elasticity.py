@@ -15,29 +15,18 @@ from dstrial.master.scheduler.queue import Waiting, assignments
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Running:
-    """A trial with slots that may change their number.
-
-    Attributes:
-        trial_id: which one.
-        experiment_id: its experiment.
-        urgency: of its experiment in the queue; the smaller, the more urgent.
-        slots: what it has.
-        choices: with how many it could go on from its newest checkpoint, the most first; not only fewer.
-        max_slots: how many its experiment may use at once, None for any number.
-        is_on_one_node: whether it cannot be divided among machines.
-    """
+    """A trial with slots that may change their number."""
 
     trial_id: int
     experiment_id: int
-    urgency: tuple[int, float]
+    urgency: tuple[int, float]  # of its experiment in the queue; the smaller, the more urgent
     slots: tuple[int, ...]
-    choices: tuple[int, ...]
-    max_slots: int | None = None
-    is_on_one_node: bool = False
+    choices: tuple[int, ...]  # slots for its newest checkpoint, the most first; not only fewer
+    max_slots: int | None = None  # of its experiment at once; None for any number
+    is_on_one_node: bool = False  # cannot be divided among nodes
 
     @property
     def num_slots(self) -> int:
-        """How many it has."""
         return len(self.slots)
 
     def waiting(self, choices: Sequence[int]) -> Waiting:
@@ -61,20 +50,10 @@ def who_makes_room(
     enabled: Collection[int],
     used_by: Mapping[int, int],
 ) -> list[Running]:
-    """Return who has to stop so that the first in the queue can begin.
+    """Return the trials that have to stop so that the first in the queue can begin.
 
-    They go on with fewer slots.
-
-    Only trials of a lower priority, the least urgent first, and only if each goes on with what is left; nobody, where that is
-    not enough.
-
-    Args:
-        first: who waits and does not fit.
-        urgency: of it, priority first.
-        running: trials that may go on with fewer slots.
-        free: ids of slots that are enabled and unused, or will be soon.
-        enabled: ids of all slots that are enabled.
-        used_by: slots in use by experiment.
+    Only trials of a lower priority, the least urgent first, and only if each goes on with what is left; none, where that is not
+    enough. ``free`` are ids of slots that are unused, or will be soon.
     """
     if _all_fit([first], free, enabled, used_by):
         return []  # it waits for what ends already
@@ -108,13 +87,7 @@ def _all_fit(
 
 
 def leaves_drained(one: Running, drained: Collection[int], free: Collection[int]) -> bool:
-    """Say whether a trial on slots that are being drained can go on elsewhere.
-
-    Args:
-        one: the trial.
-        drained: ids of slots that are switched off, and whose trials may finish.
-        free: ids of slots that are enabled and unused.
-    """
+    """Say whether a trial on ``drained`` slots can go on elsewhere."""
     kept = [slot for slot in one.slots if slot not in drained]
     if len(kept) == one.num_slots:
         return False
@@ -128,16 +101,7 @@ def leaves_drained(one: Running, drained: Collection[int], free: Collection[int]
 
 
 def grown(one: Running, *, free: Collection[int], enabled: Collection[int], used: int) -> int:
-    """Return with how many slots a trial would go on if it took what is free.
-
-    Its own number if that is no more.
-
-    Args:
-        one: the trial.
-        free: ids of slots that are enabled and unused.
-        enabled: ids of all slots that are enabled.
-        used: slots that its experiment uses.
-    """
+    """Return the slots of a trial that takes the free ones, at least its own number."""
     left = by_node({*free, *(slot for slot in one.slots if slot in set(enabled))})
     capacity = {node: len(slots) for node, slots in by_node(enabled).items()}
     for count in one.choices:
@@ -153,19 +117,10 @@ def grown(one: Running, *, free: Collection[int], enabled: Collection[int], used
 
 
 def larger(one: Running, *, wish: int, spare: Mapping[int, int], used: int, before: int = 0) -> int:
-    """Return with how many slots a trial would go on if an engine lent more.
+    """Return the slots of a trial if the engine lent more beside its own.
 
-    They are lent beside those that it has. Its own number for no more.
-
-    Up to what it asks for it waits in the engine's queue as others do. Beyond that it takes what nobody uses or waits for, all of
-    it for a moment beside its own.
-
-    Args:
-        one: the trial.
-        wish: ``resources.slots_per_trial``.
-        spare: slots by node that nobody uses or waits for.
-        used: slots that its experiment uses.
-        before: what was asked for already, which stays as long as it may be had; 0 for nothing.
+    Up to ``wish`` (``resources.slots_per_trial``) it waits in the engine's queue as others do. Beyond that it takes what nobody
+    uses or waits for, all of it for a moment beside its own. ``before`` was requested already, and stays while possible.
     """
     room = max(spare.values(), default=0) if one.is_on_one_node else sum(spare.values())
     found = [
@@ -181,15 +136,8 @@ def larger(one: Running, *, wish: int, spare: Mapping[int, int], used: int, befo
 def has_to_move(one: Running, count: int, *, wish: int, spare: Mapping[int, int]) -> bool:
     """Say whether a trial gives its job back before it gets a larger one.
 
-    There is room for the larger one in its place and not beside it.
-
-    Only one that has less than it asks for: what it has got of that it keeps.
-
-    Args:
-        one: the trial.
-        count: with how many slots it would go on.
-        wish: ``resources.slots_per_trial``.
-        spare: slots by node that nobody uses or waits for; without any others may be before it.
+    There is room for the larger one in its place and not beside it. Only a trial with less than ``wish`` moves, and keeps what it
+    has got of that. Without ``spare`` slots others may be before it.
     """
     own = {node: len(slots) for node, slots in by_node(one.slots).items()}
     there = {node: spare.get(node, 0) + own.get(node, 0) for node in {*spare, *own}}
@@ -202,16 +150,9 @@ def has_to_move(one: Running, count: int, *, wish: int, spare: Mapping[int, int]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Growth:
-    """What a trial that runs asks an engine for besides, or instead of its job.
+    """The larger job that a running trial requests, besides or instead of its own."""
 
-    Attributes:
-        num_slots: with how many it would go on.
-        is_move: whether it gives its job back first.
-        is_on_one_node: whether they cannot be divided.
-        kept_off: nodes that must not be used.
-    """
-
-    num_slots: int
+    num_slots: int  # with which it would go on
     is_on_one_node: bool = False
-    kept_off: frozenset[int] = frozenset()
-    is_move: bool = False
+    kept_off: frozenset[int] = frozenset()  # excluded nodes
+    is_move: bool = False  # it gives its job back first

@@ -1,4 +1,4 @@
-"""Ends detached runs of which nothing was heard for too long."""
+"""Ends detached runs without heartbeats."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _JUMP_S = 2.0
 class HeartbeatTimeout:
     """Looks from time to time for detached runs that have been silent for too long.
 
-    A master that has just started has heard of nobody, and waits as long as for a run that it knows. So it does after a
-    jump of the wall clock, by which it notes when it has heard of whom, and after the machine was suspended.
+    The time begins anew when the master starts, after a jump of the wall clock, which heartbeats are noted by, and after the
+    machine was suspended.
     """
 
     def __init__(self, database: Database, timeout_s: float) -> None:
@@ -29,7 +29,6 @@ class HeartbeatTimeout:
         self._lead_s = _lead_of_wall_clock_s()
 
     def check(self) -> None:
-        """End the silent ones, if it is time to look."""
         if time.monotonic() < self._next_s:
             return
         lead_s, known_s = _lead_of_wall_clock_s(), self._lead_s
@@ -47,5 +46,5 @@ class HeartbeatTimeout:
 
 
 def _lead_of_wall_clock_s() -> float:
-    """Return by how much the wall clock is ahead of the one that never jumps."""
+    """Return by how much the wall clock is ahead of the monotonic one."""
     return now_us() / 1e6 - time.monotonic()

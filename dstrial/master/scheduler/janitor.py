@@ -1,4 +1,4 @@
-"""Deletes what is not needed any more, and makes the day's copy of the database."""
+"""Deletes unneeded files and rows, and makes daily copies of the database."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from dstrial.master.lifecycle import checkpoint_gc, containers
 from dstrial.master.lifecycle.storages import Storages
 from dstrial.master.pubsub import PubSub
 from dstrial.master.store import allocations, background_jobs, checkpoints, experiments, models
+from dstrial.master.store.backups import make_daily_copy
 from dstrial.master.store.database import Database, IntegrityError, Transaction, find_cluster_id
-from dstrial.master.store.file.backups import make_daily_copy
 from dstrial.master.store.reports import logs
 from dstrial.master.store.reports.metric_values import as_number
-from dstrial.master.store.storages import unknown_of
 
 logger = logging.getLogger("dstrial.master.janitor")
 
@@ -36,22 +35,14 @@ _NEEDS_STORAGE = ("gc", "delete_checkpoints", "delete_tensorboard", "sweep")
 
 
 class _StorageAwayError(Exception):
-    """A checkpoint storage went away while something was deleted in it."""
+    """A checkpoint storage went away during a deletion."""
 
 
 class Janitor:
     """The thread that performs the rows of ``work`` one after the other.
 
-    They delete checkpoints, experiments, old logs and unused environments. It also copies the database once a day.
-
-    Args:
-        database: the store.
-        changes: told by the topic "scheduler" that there may be work.
-        log_retention_days: how long logs are kept where an experiment says nothing; None or -1 for ever.
-        overlays_path: where the environments of tasks lie; None to leave them alone.
-        storages: tells whether a storage is there before anything in it is deleted; one of its own for None.
-        period_s: how often old logs and unused environments are deleted, and is looked whether the day's copy of the
-            database is due, seconds.
+    Every ``period_s`` it also deletes old logs and unused environments, and copies the database if the daily copy is due.
+    ``log_retention_days`` is for experiments that do not say; None or -1 for ever.
     """
 
     def __init__(
@@ -77,12 +68,12 @@ class Janitor:
         self._thread = threading.Thread(target=self._run, name="dstrial-janitor", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, with nothing held back by one that was killed."""
+        """Start the thread, with no claims left by a killed master."""
         self._database.write(checkpoints.release_claims)
         self._thread.start()
 
     def stop(self) -> None:
-        """Finish the work in hand and end; the next start does the rest."""
+        """Finish the job in hand and end; the next start does the rest."""
         self._is_stopping = True
         self._event.set()
         self._thread.join()
@@ -97,7 +88,7 @@ class Janitor:
                 self._event.clear()
 
     def _work(self) -> None:
-        """Do the next piece of work, or wait for one."""
+        """Do the next job, or wait for one."""
         # By the clock, since on a busy master the event comes more often than once in a period.
         if time.monotonic() >= self._forget_at_s:
             self._forget_at_s = time.monotonic() + self._period_s
@@ -160,18 +151,17 @@ class Janitor:
         self._put_off[row.id] = time.monotonic() + _LOOK_AGAIN_S
 
     def _storage_trouble(self, experiment_id: int) -> str | None:
-        """Say why an experiment's storage cannot be used now; None if it can."""
         with self._database.read() as connection:
             row = experiments.get(connection, experiment_id)
         if row is None:
             return None
-        return self._storages.trouble(json.loads(row.config)["checkpoint_storage"], is_fresh=True)
+        return self._storages.trouble(json.loads(row.config)["checkpoint_storage"])
 
     def _sweep(self, experiment_id: int, uuids: list[str], allocation_id: str) -> None:
         """Delete what an ended allocation has left of checkpoints it never completed."""
         with self._database.read() as connection:
             experiment = experiments.get(connection, experiment_id)
-            left = unknown_of(connection, uuids)
+            left = checkpoints.unknown_of(connection, uuids)
             allocation = allocations.get(connection, allocation_id)
         if experiment is None:
             return
@@ -226,7 +216,7 @@ class Janitor:
                 logger.error("checkpoint %s: %s", uuid, error)
                 self._database.write(lambda tx, uuid=uuid: checkpoints.release_claims(tx, uuid))  # type: ignore[misc]
                 continue
-            trouble = self._storages.trouble_if_known(storage)
+            trouble = self._storages.trouble(storage)
             if trouble is not None:  # It went away meanwhile: what was not found may be where it is now.
                 self._database.write(lambda tx, uuid=uuid: checkpoints.release_claims(tx, uuid))  # type: ignore[misc]
                 raise _StorageAwayError(trouble)
@@ -247,7 +237,7 @@ class Janitor:
             storage = json.loads(row.experiment_config)["checkpoint_storage"]
             checkpoint_gc.delete_files(storage, row.uuid)
         self._delete_tensorboard(experiment_id)
-        trouble = None if storage is None else self._storages.trouble_if_known(storage)
+        trouble = None if storage is None else self._storages.trouble(storage)
         if trouble is not None:  # It went away meanwhile: what was not found may be where it is now.
             raise MasterError(trouble)
         for allocation in held:
@@ -274,14 +264,11 @@ class Janitor:
                 logger.info("environment %s is deleted: no task has used it for long, or it was broken", name)
 
     def _copy_database(self) -> None:
-        """Make the day's copy if the database is whole.
-
-        One that cannot be made is told of, and tried again in an hour.
-        """
+        """Make the daily copy of a whole database; retry a failure the next time."""
         with self._database.read() as connection:
             if not experiments.has_any(connection):
                 return
-        if self._database.damage or self._database.scrub():
+        if self._database.damage:
             # Copies of a damaged database would in time take the place of the good ones.
             logger.error("no copy of the database is made: %s", self._database.describe_damage())
             return

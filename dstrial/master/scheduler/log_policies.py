@@ -17,20 +17,12 @@ from dstrial.master.store.reports.logs import add_master_line
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogPolicy:
-    """One compiled policy.
+    """One compiled policy."""
 
-    Attributes:
-        name: shown as ``logPolicyMatched``; None for none.
-        text: the pattern, as the config has it.
-        pattern: compiled; searched in every line.
-        action: ``cancel_retries``, for a trial that is not tried again if it fails; ``exclude_node``, for one that is not
-            started on this machine again; None for neither.
-    """
-
-    name: str | None
-    text: str
-    pattern: Any
-    action: str | None
+    name: str | None  # ``logPolicyMatched``
+    text: str  # the pattern, as the config has it
+    pattern: Any  # compiled; searched in every line
+    action: str | None  # ``cancel_retries``, ``exclude_node`` or None
 
 
 def compile_policies(config: Mapping[str, Any]) -> tuple[LogPolicy, ...]:
@@ -60,10 +52,7 @@ def matches(policies: Sequence[LogPolicy], texts: Iterable[str]) -> list[tuple[L
 def note_matches(
     tx: Transaction, row: Allocation, matched: list[tuple[LogPolicy, str]], node_id: int, name: str
 ) -> None:
-    """Store which policies an output of a node matched.
-
-    Those with an action are logged, once each.
-    """
+    """Store matched policies of a node's output, and log actions once each."""
     for policy, line in matched:
         if policy.name is not None:
             trial_rows.update(tx, row.trial_id, log_policy_matched=policy.name)

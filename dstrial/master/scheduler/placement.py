@@ -1,7 +1,7 @@
-"""Where an allocation's slots are, among nodes; pure.
+"""Chooses an allocation's slots among nodes; pure.
 
-What fits on one node is never divided: ranks of one machine talk to each other many times faster than those of two. What fits on
-none has as few nodes as possible, with equally many slots on each if that can be.
+An allocation that fits on one node is never divided: ranks of one node talk many times faster than those of two. Else it gets
+as few nodes as possible, with equally many slots on each if that can be.
 """
 
 from __future__ import annotations
@@ -20,13 +20,7 @@ def by_node(slot_ids: Iterable[int]) -> dict[int, list[int]]:
 
 
 def could_ever_fit(num_slots: int, capacity: Mapping[int, int], *, is_on_one_node: bool = False) -> bool:
-    """Say whether so many slots exist where they would have to be.
-
-    Args:
-        num_slots: how many are wanted.
-        capacity: slots of each node that is up, whether or not they are in use.
-        is_on_one_node: whether it cannot be divided.
-    """
+    """Say whether so many slots exist; ``capacity``: those of nodes that are up."""
     most = max(capacity.values(), default=0) if is_on_one_node else sum(capacity.values())
     return num_slots <= most
 
@@ -38,15 +32,9 @@ def place(
     *,
     is_on_one_node: bool = False,
 ) -> list[int] | None:
-    """Return the slots for an allocation; None if it has to wait.
+    """Return an allocation's slots by rank; None if it has to wait.
 
-    They are in the order of its ranks.
-
-    Args:
-        num_slots: how many it needs, at least 1.
-        free: unused slots by node.
-        capacity: slots of each node, whether or not they are in use: what fits on a node waits for one.
-        is_on_one_node: whether it cannot be divided.
+    ``capacity`` counts slots in use, too: an allocation that fits on a node waits for one.
     """
     fitting = [node for node, slots in free.items() if len(slots) >= num_slots]
     if fitting:

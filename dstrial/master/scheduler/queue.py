@@ -11,25 +11,15 @@ from dstrial.master.store.nodes import node_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Waiting:
-    """A trial or command that waits for slots.
+    """A trial or command that waits for slots."""
 
-    Attributes:
-        key: the trial's number, or the command's task id.
-        experiment_id: the trial's experiment; 0 for a command.
-        num_slots: how many it needs.
-        max_slots: how many its experiment may use at once, None for any number.
-        is_on_one_node: whether it cannot be divided among machines, as a command.
-        kept_off: nodes that a log policy keeps it from.
-        choices: with how many it can begin, the best first, where it has a choice; empty for ``num_slots`` alone.
-    """
-
-    key: int | str
-    experiment_id: int
+    key: int | str  # a trial's id, or a command's task id
+    experiment_id: int  # 0 for a command
     num_slots: int
-    max_slots: int | None
-    is_on_one_node: bool = False
-    kept_off: frozenset[int] = frozenset()
-    choices: tuple[int, ...] = ()
+    max_slots: int | None  # of its experiment at once; None for any number
+    is_on_one_node: bool = False  # cannot be divided among nodes, as a command
+    kept_off: frozenset[int] = frozenset()  # nodes excluded by a log policy
+    choices: tuple[int, ...] = ()  # the best first; empty for ``num_slots`` alone
 
 
 def assignments(
@@ -37,15 +27,10 @@ def assignments(
 ) -> list[tuple[int | str, list[int]]]:
     """Return the keys of what starts now, with their slots.
 
-    The first one that does not fit holds what comes after it, so that small ones do not starve a large one. Three kinds
-    hold nobody: one without slots, one whose experiment is at its ``max_slots``, and one that no enabled set of
-    slots could ever hold. One that has a choice leaves the least of theirs to those behind it that have one, too.
-
-    Args:
-        waiting: the most urgent first.
-        free: ids of slots that are enabled and unused.
-        enabled: ids of all slots that are enabled.
-        used_by: slots in use by experiment.
+    ``waiting`` has the most urgent first, ``free`` and ``enabled`` are slot ids. The first that does not fit holds up the rest,
+    so that small ones do not starve a large one. Three kinds hold up nobody: one without slots, one whose experiment is at its
+    ``max_slots``, and one that no enabled set of slots could ever hold. One that has a choice leaves the least of theirs to those
+    behind it that have one, too.
     """
     left = by_node(free)
     capacity = {node: len(slots) for node, slots in by_node(enabled).items()}
@@ -92,13 +77,7 @@ def assignments(
 
 
 def waits_for_others(one: Waiting, capacity: Mapping[int, int], used_by: Mapping[int, int]) -> bool:
-    """Say whether what waits could begin if others gave their slots back.
-
-    Args:
-        one: what waits.
-        capacity: slots of each node, whether or not they are in use.
-        used_by: slots in use by experiment.
-    """
+    """Say whether a waiting trial could begin if others gave their slots back."""
     most = {node: count for node, count in capacity.items() if node not in one.kept_off}
     if not could_ever_fit(one.num_slots, most, is_on_one_node=one.is_on_one_node):
         return False
@@ -107,27 +86,17 @@ def waits_for_others(one: Waiting, capacity: Mapping[int, int], used_by: Mapping
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Look:
-    """The last look at the queue.
+    """The last poll of the queue.
 
-    Every write that may change who is next publishes "scheduler". A look at each pass would cost a part of a core that grows
-    with the number of those who wait.
-
-    Attributes:
-        version: of the topic "scheduler" before the rows were read.
-        at_s: when that was, monotonic seconds.
+    Every write that may change who is next publishes "scheduler". A poll at each pass would cost a part of a core that grows
+    with the number of waiting trials.
     """
 
-    version: int
-    at_s: float
+    version: int  # of the topic before the rows were read
+    at_s: float  # monotonic
 
     def is_stale(self, version: int, now_s: float, period_s: float) -> bool:
-        """Say whether the queue is to be looked at again.
-
-        Args:
-            version: of the topic now.
-            now_s: monotonic seconds.
-            period_s: after so long it is in any case, for what nobody has told of.
-        """
+        """Say whether to poll again: at another version, or after ``period_s``."""
         return version != self.version or now_s >= self.at_s + period_s
 
 
@@ -136,16 +105,10 @@ _MAX_NAMED = 3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Holder:
-    """What runs on slots.
+    """A trial or command with slots."""
 
-    Attributes:
-        name: for example ``trial 3 of experiment 2 (gpt)``.
-        experiment_id: of a trial; 0 for anything else.
-        num_slots: how many it has.
-    """
-
-    name: str
-    experiment_id: int
+    name: str  # for example ``trial 3 of experiment 2 (gpt)``
+    experiment_id: int  # 0 for a command
     num_slots: int
 
 
@@ -158,10 +121,9 @@ def waiting_text(
     max_slots: int | None,
     before: str | None,
 ) -> str:
-    """Say what a trial waits for and who holds it, in one ``waiting for …`` line.
+    """Return one line: for which slots a trial waits, and who holds them.
 
-    ``num_enabled`` slots exist, and each holder has at least one. The trial's experiment may use ``max_slots`` at once, None for
-    any number. ``before`` is first in the queue, None if that is the trial itself.
+    ``before`` is first in the queue, None if that is the trial itself.
     """
     wanted = f"waiting for {_slots(num_slots)}"
     own = sum(holder.num_slots for holder in holders if holder.experiment_id == experiment_id)

@@ -1,7 +1,4 @@
-"""Asks trials to go on with another number of slots.
-
-:mod:`~dstrial.master.scheduler.elasticity` decides which.
-"""
+"""Stops trials that go on with other slots, chosen by :mod:`~.elasticity`."""
 
 from __future__ import annotations
 
@@ -48,40 +45,26 @@ _MOST_KNOWN = 10_000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Capacity:
-    """The slots of one look at the queue.
+    """The slots at one poll of the queue."""
 
-    Attributes:
-        free: ids of those that are enabled and unused.
-        enabled: ids of all that are enabled.
-        drained: ids of those that are switched off, and whose trials may finish.
-        used_by: slots in use by experiment.
-        is_settled: whether no node has gone a moment ago, which may come back.
-    """
-
-    free: frozenset[int]
+    free: frozenset[int]  # enabled and unused
     enabled: frozenset[int]
-    drained: frozenset[int]
-    used_by: Mapping[int, int]
-    is_settled: bool
+    drained: frozenset[int]  # disabled, and their trials may finish
+    used_by: Mapping[int, int]  # slots by experiment
+    is_settled: bool  # no node has gone a moment ago, which may come back
 
 
 @dataclasses.dataclass(slots=True)
 class _Known:
-    """What was found for a trial, and what for.
-
-    Attributes:
-        key: checkpoint, config, bounds, and numbers that have proved unusable; another one is another question.
-        choices: with how many slots it can go on.
-        saves: whether it saves checkpoints from time to time.
-    """
+    """Numbers of slots of a trial, cached by ``key``: checkpoint, config, bounds."""
 
     key: tuple[Any, ...]
     choices: tuple[int, ...]
-    saves: bool
+    saves: bool  # checkpoints from time to time
 
 
 class Resizing:
-    """Which trials change their slots. Called by the scheduler's thread."""
+    """Called by the scheduler's thread."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -106,15 +89,9 @@ class Resizing:
     def choices(
         self, connection: Connection, row: WaitingTrial, capacity: Capacity, *, at_most: int | None
     ) -> tuple[int, ...]:
-        """Return with how many slots a waiting trial can begin, the best first.
+        """Return numbers of slots to begin with, the best first; none for its own only.
 
-        None for its own number alone.
-
-        Args:
-            connection: to read by.
-            row: the trial.
-            capacity: the slots.
-            at_most: how many it may take if that is more than it asks for; None for ``max_slots``.
+        ``at_most`` is for a trial that may take more than it asks for; None for ``max_slots``.
         """
         if row.section is None:
             return ()
@@ -137,16 +114,9 @@ class Resizing:
         capacity: Capacity,
         soon: Collection[int],
     ) -> None:
-        """Ask trials of a lower priority to stop, to let the first in the queue begin.
+        """Stop trials of a lower priority if the first in the queue can begin then.
 
-        Only where it fits then and they go on with fewer slots.
-
-        Args:
-            connection: to read by.
-            first: who waits and does not fit.
-            urgency: of it, priority first.
-            capacity: the slots.
-            soon: ids of slots whose trials and commands end already.
+        ``soon`` are ids of slots whose trials and commands end already.
         """
         running = [
             one
@@ -169,10 +139,7 @@ class Resizing:
             )
 
     def leave_drained(self, connection: Connection, capacity: Capacity) -> None:
-        """Ask a trial to stop whose slots are being drained.
-
-        It is one which can go on elsewhere.
-        """
+        """Stop a trial on drained slots that can go on elsewhere."""
         for row in rows.resizable_trials(connection):
             if capacity.drained.isdisjoint(json.loads(row.slots)):
                 continue
@@ -209,17 +176,10 @@ class Resizing:
         used_by: Mapping[int, int],
         off: frozenset[int],
     ) -> dict[int, Growth]:
-        """Return what trials ask an engine for that would go on with more slots.
+        """Return which trials request more slots of an engine; nobody waits.
 
-        The engine has a queue; nobody waits. :meth:`grow` follows when it has lent them. Beyond what it asks for one trial grows
-        at a time, the most urgent first.
-
-        Args:
-            connection: to read by.
-            lent: returns what the engine has for a trial.
-            before: what was asked for at the last look.
-            used_by: slots in use by experiment.
-            off: nodes that a person has switched off.
+        :meth:`grow` follows when the engine has lent them. Beyond ``slots_per_trial`` one trial grows at a time, the most urgent
+        first.
         """
         found: dict[int, Growth] = {}
         is_beyond = False
@@ -249,20 +209,14 @@ class Resizing:
         return found
 
     def grow(self, trial_id: int, num_slots: int, *, is_move: bool = False) -> None:
-        """Ask a trial to stop for which an engine has more slots.
-
-        Nothing happens to one that stops already.
-        """
+        """Stop a trial for which an engine has more slots; no-op if it stops already."""
         how = ", for which it gives back those that it has" if is_move else ""
         self._ask(trial_id, f"it grows to {num_slots} slots, which are there for it{how}")
 
     def _at_next_checkpoint(
         self, connection: Connection, row: rows.ResizableTrial, elasticity: Elasticity
     ) -> bool:
-        """Say whether a trial has just saved a checkpoint.
-
-        Or whether it saves none from time to time.
-        """
+        """Say whether a trial has just saved a checkpoint, or never does in between."""
         latest = checkpoint_rows.latest_completed(connection, row.trial_id)
         if latest is None:
             return False
@@ -271,7 +225,7 @@ class Resizing:
         return not known.saves or uuid != str(latest.uuid)
 
     def _ask(self, trial_id: int, why: str) -> None:
-        """Ask a trial to stop with a checkpoint, unless something else has happened to it."""
+        """Stop a trial with a checkpoint, unless something else has happened to it."""
 
         def ask(tx: Transaction) -> bool:
             allocation = allocation_rows.live(tx.connection, trial_id)
@@ -289,9 +243,9 @@ class Resizing:
     def _running(
         self, connection: Connection, row: rows.ResizableTrial, at_most: int | None = None
     ) -> Running | None:
-        """Return a trial with its choices; None where it has none, or its user wants none.
+        """Return a trial with its choices; None where it has none, or may not change.
 
-        Without ``at_most`` those are meant that go on with fewer slots than there are.
+        Without ``at_most`` the choices have fewer slots than there are.
         """
         elasticity = _elasticity(row.section, row.slots_per_trial)
         slots = tuple(json.loads(row.slots))
@@ -315,10 +269,7 @@ class Resizing:
     def _choices(
         self, connection: Connection, trial_id: int, experiment_id: int, at_least: int, at_most: int
     ) -> _Known:
-        """Return what ``resume`` says.
-
-        It is asked again only for another checkpoint, config or bound.
-        """
+        """Return what ``resume`` says, cached by checkpoint, config and bounds."""
         latest = checkpoint_rows.latest_completed(connection, trial_id)
         text = experiment_rows.require(connection, experiment_id).config
         unusable = rows.unusable_counts(connection, trial_id)
@@ -333,16 +284,7 @@ class Resizing:
 
 
 def note_slots(tx: Transaction, allocation: Allocation, num_slots: int, num_wanted: int) -> None:
-    """Say that a trial goes on with another number of slots.
-
-    It is said in its log, and marked in its metrics.
-
-    Args:
-        tx: the write that gives it the slots.
-        allocation: of its run.
-        num_slots: that it has got.
-        num_wanted: ``resources.slots_per_trial``.
-    """
+    """Note another number of slots in a trial's log and metrics."""
     before = rows.slots_of_run_before(tx.connection, allocation.trial_id, allocation.run_id)
     is_changed = before not in (0, num_slots)
     if num_slots < num_wanted:

@@ -1,6 +1,6 @@
-"""The thread that makes true what the rows say about allocations.
+"""The thread that reconciles processes with the rows of allocations.
 
-Everything it does can be done again: a master that is killed between a row and its effect finds the row at its next start.
+Everything it does is idempotent: a master that is killed between a row and its effect finds the row at its next start.
 A problem of one trial is that trial's, never the thread's.
 """
 
@@ -30,6 +30,7 @@ from dstrial.master.backends.log_file import CHUNK_BYTES, printed, read_lines
 from dstrial.master.clock import now_us
 from dstrial.master.lifecycle import allocations, endings, resume
 from dstrial.master.lifecycle import commands as life
+from dstrial.master.lifecycle.storages import StorageWait
 from dstrial.master.scheduler import commands as command_start
 from dstrial.master.scheduler.commands import CommandWatch
 from dstrial.master.scheduler.elasticity import Growth
@@ -39,7 +40,6 @@ from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, m
 from dstrial.master.scheduler.placement import by_node
 from dstrial.master.scheduler.queue import Holder, Look, Waiting, assignments, waiting_text, waits_for_others
 from dstrial.master.scheduler.resizing import Capacity, Resizing, note_slots
-from dstrial.master.scheduler.storage_wait import StorageWait
 from dstrial.master.scheduler.supervisor_watch import SupervisorWatch
 from dstrial.master.scheduler.wishes import begins_of, describe, growth_of, wishes_of, write_answer
 from dstrial.master.store import allocations as allocation_rows
@@ -86,53 +86,32 @@ _EXCLUDED = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Fitting:
-    """How many slots a trial could go on with, and what that was found for.
+    """How many slots a trial could go on with, cached by the other fields."""
 
-    Attributes:
-        run_id: allocations that the trial had had.
-        available: slots that it could have.
-        version: of the queue; where it is the same, the config is.
-        config_hash: of its experiment's config.
-        num_slots: what was found; None for none.
-    """
-
-    run_id: int
+    run_id: int  # allocations that the trial had had
     available: int
-    version: int
+    version: int  # of the queue; the config is the same where it is
     config_hash: int
     num_slots: int | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Queue:
-    """Who waits for slots at one look, and what there is for them.
-
-    Attributes:
-        live: allocations that have not ended.
-        kept: whose they are.
-        capacity: what is free of the slots, and who has the rest.
-        excluded: trials that no node is left for.
-        rows: trials that wait for slots.
-        trials: what each of ``rows`` waits for; empty where all nodes are disabled.
-        others: commands that wait.
-        enabled: slots that may be given away once they are free.
-        largest: the most of them on a node.
-        disabled: nodes.
-        is_idle: nobody waits and nothing is due; what follows is empty.
-        is_all_off: all nodes are disabled.
-    """
+    """Who waits for slots at one poll, and the slots there are."""
 
     live: list[Allocation]
-    kept: list[Key]
+    kept: list[Key]  # keys of ``live``
     capacity: Capacity
-    excluded: list[jobs.WaitingTrial] = dataclasses.field(default_factory=list)
+    excluded: list[jobs.WaitingTrial] = dataclasses.field(default_factory=list)  # trials without a node left
     rows: list[jobs.WaitingTrial] = dataclasses.field(default_factory=list)
-    trials: list[Waiting] = dataclasses.field(default_factory=list)
-    others: list[commands.CommandInfo] = dataclasses.field(default_factory=list)
+    trials: list[Waiting] = dataclasses.field(
+        default_factory=list
+    )  # of ``rows``, in order; empty where all nodes are disabled
+    others: list[commands.CommandInfo] = dataclasses.field(default_factory=list)  # commands
     enabled: set[int] = dataclasses.field(default_factory=set)
-    largest: int = 0
-    disabled: frozenset[int] = frozenset()
-    is_idle: bool = False
+    largest: int = 0  # most enabled slots of a node
+    disabled: frozenset[int] = frozenset()  # nodes
+    is_idle: bool = False  # nobody waits and nothing is due; the rest is empty
     is_all_off: bool = False
 
 
@@ -223,7 +202,7 @@ class Scheduler:
     def _slots_to_go_on_with(
         self, connection: Connection, row: jobs.WaitingTrial, available: int
     ) -> int | None:
-        """Return what ``resume`` says, and ask it again only after a change."""
+        """Return what ``resume`` says, asked again only after a change."""
         known = self._fitting.get(row.id)
         if known is not None and (known.run_id, known.available) != (row.run_id, available):
             known = None
@@ -239,7 +218,7 @@ class Scheduler:
         return num_slots
 
     def _log_trial_waiting(self, row: jobs.WaitingTrial, num_slots: int, why: str | None) -> None:
-        """Say in its log that a trial needs more slots than there are."""
+        """Log that a trial needs more slots than there are."""
         wanted = row.slots_per_trial
         slots = f"{wanted} slot{'s' if wanted != 1 else ''}"
         text = f"the trial needs {slots} and waits; this master has {num_slots}. {self._how_to_have(wanted)}"
@@ -262,7 +241,7 @@ class Scheduler:
         return f"Start it again with at least {num_slots} (`dstrial up --slots`)"
 
     def _log_command_waiting(self, row: commands.CommandInfo, num_slots: int) -> None:
-        """Say in its log that a command needs more slots than there are."""
+        """Log that a command needs more slots than there are."""
         wanted, task_id = row.num_slots, row.task_id
         if wanted <= num_slots:
             self._told.pop(task_id, None)
@@ -280,7 +259,7 @@ class Scheduler:
         self._database.write(lambda tx: add_master_line(tx, task_id, None, text, level="WARNING"))
 
     def _log_agent_off(self, row: jobs.WaitingTrial | commands.CommandInfo, trial_id: int | None) -> None:
-        """Say in its log that a trial, or a command for None, waits for the agent."""
+        """Log that a trial, or a command for None, waits for the agent."""
         key = row.task_id if trial_id is None else trial_id
         told = (row.run_id, _AGENT_OFF)
         if self._told.get(key) == told:
@@ -310,11 +289,8 @@ class Scheduler:
     def stop(self, *, graceful: bool, timeout_s: float) -> None:
         """Free all slots and end; experiments keep their state for the next start.
 
-        May be called again, from another thread, to kill what was being stopped gracefully.
-
-        Args:
-            graceful: whether trials save a checkpoint first; they are killed otherwise.
-            timeout_s: seconds after which they are killed.
+        If ``graceful``, trials save a checkpoint first and are killed after ``timeout_s``. May be called again, from another
+        thread, to kill what was being stopped gracefully.
         """
         if not graceful:
             self._is_killing = True
@@ -336,7 +312,7 @@ class Scheduler:
         self._janitor.stop()
 
     def _release_all(self) -> bool:
-        """Ask every trial's processes to end, and say whether there are any left."""
+        """Stop every trial's processes; return whether any are left."""
         is_kill = self._is_killing
 
         def ask(tx: Transaction) -> bool:
@@ -353,10 +329,10 @@ class Scheduler:
             return self._release_without_rows(error)
 
     def _release_without_rows(self, error: Exception) -> bool:
-        """Do what can be done where nothing can be written, as on a full disk.
+        """Stop what can be stopped where nothing can be written; False if nothing runs.
 
-        Returns whether anything runs. Trials that may save wait for room. Those that are to be killed are, and the next master
-        takes them for lost, which counts as no restart.
+        Trials that may save wait for room. Those that are to be killed are, and the next master takes them for lost, which counts
+        as no restart.
         """
         if not self._is_without_rows:
             self._is_without_rows = True
@@ -414,7 +390,7 @@ class Scheduler:
     # What runs
 
     def _watch(self, row: Allocation) -> bool:
-        """Do what is due for one allocation and say whether there is more to do at once."""
+        """Do what is due for one allocation; return whether there is more to do at once."""
         run = _run_of(row)
         self._kill_if_asked(row, run)  # Whatever its files say, and even if they cannot be read.
         # Before the output is read, so that what was printed before the end is read after it.
@@ -433,7 +409,7 @@ class Scheduler:
         return has_more
 
     def _add_notes(self, row: Allocation, run: RunRef) -> None:
-        """Put into its log what the back end has to say of an allocation."""
+        """Add the back end's messages about an allocation to its log."""
         notes = self._backend.notes(run)
         if not notes:
             return
@@ -453,10 +429,7 @@ class Scheduler:
         self._database.write(add)
 
     def _leave_if_due(self, row: Allocation, run: RunRef) -> None:
-        """Ask to save a checkpoint and end what has its slots not for long.
-
-        It goes on elsewhere.
-        """
+        """Ask an allocation to save whose slots will be taken; it goes on elsewhere."""
         if row.preempt_us is None and row.kill_us is None:
             why = self._backend.why_leaving(run)
             if why is not None:
@@ -483,10 +456,10 @@ class Scheduler:
             self._backend.ask_to_stop(run)
 
     def _why_late(self, row: Allocation) -> str | None:
-        """Return which time to stop is over, None while there is some left.
+        """Return which grace period to stop is over, None while there is some left.
 
-        Ranks that had stalled before they were asked save nothing either, and have less. A clock that jumps meanwhile changes
-        nothing. The time is counted from where this is seen first, so that it begins anew with a master that has just started.
+        Ranks that had stalled before they were asked save nothing, and have less. Time is counted by the monotonic clock from
+        when the request is first seen here, so that it begins anew after a master's start.
         """
         deadline_us = row.preempt_deadline_us
         if deadline_us is None:
@@ -507,7 +480,7 @@ class Scheduler:
         return f"{_STALLED_STOP_S:g} s, and {stall[0]}"
 
     def _take_in(self, row: Allocation, run: RunRef) -> bool:
-        """Take in new output of an allocation; say whether there may be more."""
+        """Take in new output of an allocation; return whether there may be more."""
         parts = {}
         if not run.is_on_own_node:
             with self._database.read() as connection:
@@ -578,20 +551,15 @@ class Scheduler:
         self._backend.forget(run)
 
     def _trial_exited(self, row: Allocation, run: RunRef, exit_: AllocationExit) -> Callable[..., None]:
-        """Return what follows from a trial's exit.
-
-        With what is known of its storage, and what it had begun to write there.
-        """
-        trouble = (
-            None if exit_.exit_code == 0 else self._storage_wait.trouble(row.experiment_id, is_fresh=True)
-        )
+        """Return what follows from a trial's exit."""
+        trouble = None if exit_.exit_code == 0 else self._storage_wait.trouble(row.experiment_id)
         begun = self._backend.begun_checkpoints(run)
         return functools.partial(allocations.allocation_exited, storage_trouble=trouble, begun=begun)
 
     # What waits
 
     def _is_queue_due(self) -> bool:
-        """Say whether to look at the queue, and note that it is done."""
+        """Say whether to poll the queue, and note that it is done."""
         version, now_s = self._services.pubsub.version("scheduler"), time.monotonic()
         if not self._look.is_stale(version, now_s, _QUEUE_PERIOD_S):
             return False
@@ -600,7 +568,7 @@ class Scheduler:
         return True
 
     def _assign(self) -> list[Allocation]:
-        """Give slots to who waits and can have them; return what has begun."""
+        """Give free slots to waiting trials and commands; return what has begun."""
         with self._database.read() as connection:
             queue = self._queue(connection)
         if queue.is_idle:
@@ -642,7 +610,6 @@ class Scheduler:
         return begun
 
     def _queue(self, connection: Connection) -> _Queue:
-        """Return who waits, and what there is for them."""
         found = jobs.waiting_trials(connection)
         places = self._backend.nodes()
         kept_off = {
@@ -659,7 +626,7 @@ class Scheduler:
         is_idle = not rows and not others and not excluded
         if is_idle and not self._resizing.is_due(connection):
             return _Queue(live, kept, _capacity(live, set(), set(), {}), is_idle=True)
-        rows = self._storage_wait.ready(connection, rows)
+        rows = self._storage_wait.ready(rows)
         off = jobs.disabled_slots(connection, {slot.id for place in places for slot in place.slots})
         # A node that is gone for a moment counts, so that nothing goes on with fewer slots because of it.
         some_time_ago_us = now_us() - _MOMENT_US
@@ -694,13 +661,7 @@ class Scheduler:
     def _trials_of(
         self, connection: Connection, queue: _Queue, kept_off: Mapping[int, frozenset[int]]
     ) -> list[Waiting]:
-        """Return what each trial of a queue waits for, in its order.
-
-        Args:
-            connection: to the database.
-            queue: without them.
-            kept_off: nodes that log policies keep trials from, by trial.
-        """
+        """Return what each trial of a queue waits for; ``kept_off``: excluded nodes."""
         is_single_node = functools.cache(functools.partial(_is_single_node, connection))
         is_alone = len(queue.rows) + len(queue.others) == 1
         return [
@@ -721,10 +682,7 @@ class Scheduler:
         ]
 
     def _ask_engine(self, queue: _Queue, waiting: Sequence[Waiting]) -> Answer | None:
-        """Ask the engine that lends slots for those that are waited for.
-
-        None where the master has its own.
-        """
+        """Request slots from the engine; None where the master has its own."""
         now_s = time.monotonic()
         self._moving_s = {key: until_s for key, until_s in self._moving_s.items() if now_s < until_s}
         has_run = {row.id for row in queue.rows if row.run_id > 0}
@@ -744,7 +702,6 @@ class Scheduler:
         return answer
 
     def _begin_all(self, begins: Iterable[tuple[Key, list[int]]], queue: _Queue) -> list[Allocation]:
-        """Begin what has got slots, and return the allocations that it has."""
         by_id = {row.id: row for row in queue.rows}
         ports = {port for row in queue.live for port in json.loads(row.ports).values()}
         begun = []
@@ -761,7 +718,7 @@ class Scheduler:
         return begun
 
     def _log_all_off(self, queue: _Queue) -> None:
-        """Say in the log of each who waits that all agents are disabled."""
+        """Log for each waiting trial and command that all agents are disabled."""
         for row in queue.rows:
             self._log_agent_off(row, row.id)
         for command in queue.others:
@@ -776,10 +733,9 @@ class Scheduler:
         *,
         is_alone: bool,
     ) -> Waiting:
-        """Return a waiting trial with the numbers of slots that it can begin with.
+        """Return a waiting trial with the numbers of slots it can begin with.
 
-        It has them where it has a choice. One for which nobody else waits takes what is there, up to ``max_slots``; of an
-        engine's what it has got already.
+        One for which nobody else waits takes all free slots, up to ``max_slots``; of an engine's those it has already.
         """
         there = self._backend.lent(row.id)
         at_most = (None if is_alone else 0) if there is None else there.num_slots
@@ -800,10 +756,7 @@ class Scheduler:
         live: list[Allocation],
         capacity: Capacity,
     ) -> None:
-        """Let running trials make room, leave drained slots, or take what is free.
-
-        They make room for who waits.
-        """
+        """Let trials make room, leave drained slots, or take free ones."""
         most = {node: len(slots) for node, slots in by_node(capacity.enabled).items()}
         first = next((one for one in waiting if waits_for_others(one, most, capacity.used_by)), None)
         ending = [row for row in live if row.preempt_us is not None or row.kill_us is not None]
@@ -823,9 +776,9 @@ class Scheduler:
         used_by: Mapping[int, int],
         off: frozenset[int],
     ) -> Mapping[int, Growth]:
-        """Return which trials ask an engine for more slots, and for how many.
+        """Return which trials request more slots of an engine, and how many.
 
-        None while somebody waits; one that is stopping for them keeps what it has got.
+        None while somebody waits; a trial that is stopping for them keeps what it has got.
         """
         if self._services.engine is None:
             return {}
@@ -844,7 +797,7 @@ class Scheduler:
     def _log_waiting(
         self, waiting: list[tuple[jobs.WaitingTrial, Waiting]], live: list[Allocation], num_enabled: int
     ) -> None:
-        """Say once per run, in a trial's log, for which slots it waits and who holds them."""
+        """Log once per run for which slots a trial waits and who holds them."""
         is_begun = {row.trial_id for row in live}
         left = [pair for pair in waiting if pair[0].id not in is_begun]
         told = [
@@ -880,26 +833,7 @@ class Scheduler:
         ports = backends.choose_ports(set(used_ports))
         tokens, hashes = _new_tokens()
 
-        def assign(tx: Transaction) -> Allocation | None:
-            # In the transaction, so that `_release_all` sees either the allocation or that there will be none.
-            if self._is_draining:
-                return None
-            allocation = allocations.assign(
-                tx,
-                trial_id,
-                slots=slots,
-                ports=ports,
-                resources_id=str(uuid.uuid4()),
-                directory=str(self._directory),
-                token_hashes=hashes,
-            )
-            if allocation is not None:
-                _add_parts(tx, allocation.id, slots)
-            if allocation is not None:
-                note_slots(tx, allocation, len(slots), num_wanted)
-            return allocation
-
-        row = self._database.write(assign)
+        row = self._assigned(allocations.assign, trial_id, slots, ports, hashes, num_wanted)
         if row is None:
             return None
         self._moving_s.pop(trial_id, None)
@@ -908,20 +842,22 @@ class Scheduler:
         self._launch(row, lambda: self._request(row, slots, ports, tokens))
         return row
 
-    def _begin_command(self, task_id: str, slots: list[int], used_ports: Iterable[int]) -> Allocation | None:
-        """Give a command its slots, and start it."""
-        services = self._services
-        with self._database.read() as connection:
-            first_ports = command_start.first_ports(connection, task_id)
-        ports = backends.choose_ports(set(used_ports), first_ports)
-        tokens, hashes = _new_tokens()
-
-        def assign(tx: Transaction) -> Allocation | None:
+    def _assigned(
+        self,
+        assign: Callable[..., Allocation | None],
+        key: Key,
+        slots: list[int],
+        ports: dict[str, int],
+        hashes: dict[str, str],
+        num_wanted: int | None = None,
+    ) -> Allocation | None:
+        def write(tx: Transaction) -> Allocation | None:
+            # In the transaction, so that `_release_all` sees either the allocation or that there will be none.
             if self._is_draining:
                 return None
-            allocation = life.assign(
+            allocation = assign(
                 tx,
-                task_id,
+                key,
                 slots=slots,
                 ports=ports,
                 resources_id=str(uuid.uuid4()),
@@ -930,9 +866,20 @@ class Scheduler:
             )
             if allocation is not None:
                 _add_parts(tx, allocation.id, slots)
+                if num_wanted is not None:
+                    note_slots(tx, allocation, len(slots), num_wanted)
             return allocation
 
-        row = self._database.write(assign)
+        return self._database.write(write)
+
+    def _begin_command(self, task_id: str, slots: list[int], used_ports: Iterable[int]) -> Allocation | None:
+        services = self._services
+        with self._database.read() as connection:
+            first_ports = command_start.first_ports(connection, task_id)
+        ports = backends.choose_ports(set(used_ports), first_ports)
+        tokens, hashes = _new_tokens()
+
+        row = self._assigned(life.assign, task_id, slots, ports, hashes)
         if row is None:
             return None
 
@@ -1012,11 +959,11 @@ class Scheduler:
             interpreter=experiment.interpreter,
             startup_hook=services.settings.startup_hook or "",
             log_bytes=services.settings.trial_log_bytes,
-            storage=None if storage is None else storage.fields(),
+            storage=None if storage is None else str(storage),
         )
 
     def _remove_left_over(self, live: set[str]) -> None:
-        """Remove directories of allocations that have ended, for which there was no time."""
+        """Remove directories of ended allocations for which there was no time."""
         for directory in self._directory.iterdir():
             if directory.name not in live:
                 backends.kill(backends.find(directory), directory)
@@ -1026,10 +973,7 @@ class Scheduler:
 def _capacity(
     live: Sequence[Allocation], enabled: set[int], absent: set[int], off: Mapping[int, bool]
 ) -> Capacity:
-    """Return the slots of a look.
-
-    ``off`` are those that are switched off, and whether what runs there may finish.
-    """
+    """Return a poll's slots; ``off``: disabled slots -> whether they are drained."""
     in_use: set[int] = set()
     used_by: dict[int, int] = {}
     for holder in live:
@@ -1062,19 +1006,13 @@ def _is_single_node(connection: Connection, experiment_id: int) -> bool:
 
 
 def _add_parts(tx: Transaction, allocation_id: str, slots: Sequence[int]) -> None:
-    """Store which nodes but the master's own an allocation has.
-
-    They are in the order of its ranks.
-    """
+    """Store an allocation's nodes besides the master's own, in the order of its ranks."""
     others = dict.fromkeys(nodes.node_of(slot_id) for slot_id in slots)
     nodes.insert_parts(tx, allocation_id, [node_id for node_id in others if node_id != nodes.OWN_NODE])
 
 
 def _explained(directory: Path, exit_: AllocationExit) -> tuple[AllocationExit, str | None]:
-    """Return a failed exit with what the output in a directory says of it.
-
-    Its traceback comes with it.
-    """
+    """Return a failed exit with the error in its output, and the traceback."""
     traceback = first_traceback(printed(directory))
     if traceback is None or is_of_launcher(traceback):
         explanation = explain_rank(printed(directory))
@@ -1117,9 +1055,6 @@ def _new_tokens() -> tuple[dict[str, str], dict[str, str]]:
 
 
 def failed_start(error: Exception) -> AllocationExit:
-    """Return the exit of an allocation that could not be started.
-
-    One whose slots were gone is lost, which counts as no restart.
-    """
+    """Return the exit of an allocation that could not start; lost without its slots."""
     was_lost = isinstance(error, SlotsGoneError)
     return AllocationExit(1, None, now_us(), f"could not be started: {text_of(error)}", was_lost)

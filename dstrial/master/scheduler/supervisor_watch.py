@@ -1,7 +1,6 @@
-"""Tells of a supervisor that is stopped: nobody but the master could say it.
+"""Reports stopped supervisors, whose trials go on without output or end.
 
-A stopped supervisor takes in no output and ends nothing; its trial goes on until what it prints has no more room. What is found
-is in the log of the trial and in a file of the allocation's directory, from where ``dstrial status`` and the page have it.
+The finding is in the trial's log and in a file of the allocation's directory for ``dstrial status`` and the page.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _AGAIN_S = 600.0
 
 @dataclasses.dataclass(slots=True)
 class _Seen:
-    """What is known of one supervisor from one look to the next, seconds of the clock."""
+    """State of one supervisor; seconds of the clock."""
 
     looked_s: float
     since_s: float | None = None
@@ -40,13 +39,7 @@ class _Seen:
 
 
 class SupervisorWatch:
-    """Looks at supervisors about once a second, in the thread of the scheduler.
-
-    Args:
-        database: where logs are.
-        backend: that has started them.
-        clock: seconds that never run backwards.
-    """
+    """Looks at supervisors about once a second, in the scheduler's thread."""
 
     def __init__(
         self, database: Database, backend: Backend, clock: Callable[[], float] = time.monotonic
@@ -57,7 +50,6 @@ class SupervisorWatch:
         self._seen: dict[str, _Seen] = {}
 
     def look(self, row: Allocation, run: RunRef) -> None:
-        """Look at the supervisor of an allocation that runs, and say what is due."""
         now_s = self._clock()
         seen = self._seen.get(row.id)
         if seen is None:
@@ -78,7 +70,6 @@ class SupervisorWatch:
             self._tell(row, pid, now_s - seen.since_s)
 
     def forget(self, row: Allocation) -> None:
-        """Keep nothing of an allocation that has ended."""
         self._seen.pop(row.id, None)
 
     def _tell(self, row: Allocation, pid: int, stopped_s: float) -> None:

@@ -1,7 +1,4 @@
-"""What a back end is told of those that wait.
-
-It is told where it asks an engine for their slots.
-"""
+"""Requests of waiting trials to a back end with an engine."""
 
 from __future__ import annotations
 
@@ -30,17 +27,10 @@ def wishes_of(
     describe: Callable[[Key], tuple[str, Mapping[str, Any]]],
     moving: Collection[Key] = (),
 ) -> Iterator[Wish]:
-    """Return who may ask for slots now. Pure.
+    """Return the requests of waiting trials, but beyond ``max_slots``. Pure.
 
-    Nobody whose experiment would have more than its ``max_slots``.
-
-    Args:
-        waiting: the most urgent first.
-        used_by: slots in use by experiment.
-        off: nodes that a person has switched off.
-        has_run: who has run before.
-        describe: returns a title and the config of one.
-        moving: who has stopped for a larger job, and gives back the one that it has.
+    ``off`` are disabled nodes, ``has_run`` keys that have run before, ``moving`` keys that have stopped for a larger job and give
+    back the one that they have.
     """
     used = dict(used_by)
     for one in waiting:
@@ -62,14 +52,9 @@ def wishes_of(
 
 
 def wish_of_config(config: Mapping[str, Any], nodes: Iterable[Node], *, may_wait: bool) -> Wish | None:
-    """Return what a trial of a config that is only submitted will ask for. Pure.
+    """Return the request of a submitted config, None without slots. Pure.
 
-    None where it needs no slots.
-
-    Args:
-        config: complete.
-        nodes: of the back end.
-        may_wait: whether it is taken though it needs more than there is now.
+    ``may_wait``: accept it though it needs more than there is now.
     """
     resources = config["resources"]
     num_slots = resources["slots_per_trial"]
@@ -87,13 +72,7 @@ def wish_of_config(config: Mapping[str, Any], nodes: Iterable[Node], *, may_wait
 
 
 def wish_of_command(config: Mapping[str, Any]) -> Wish | None:
-    """Return what a command that is only submitted will ask for. Pure.
-
-    None where it needs no slots.
-
-    Args:
-        config: complete.
-    """
+    """Return the request of a submitted command, None without slots. Pure."""
     num_slots = config["resources"]["slots"]
     if num_slots == 0:
         return None
@@ -109,10 +88,7 @@ def wish_of_command(config: Mapping[str, Any]) -> Wish | None:
 def growth_of(
     growing: Mapping[int, Growth], describe: Callable[[Key], tuple[str, Mapping[str, Any]]]
 ) -> Iterator[Wish]:
-    """Return what trials that run ask for besides. Pure.
-
-    That is as many slots as they would go on with.
-    """
+    """Return the requests of running trials for larger jobs. Pure."""
     for key, growth in growing.items():
         if growth.is_move:
             continue
@@ -128,7 +104,7 @@ def growth_of(
 
 
 def begins_of(waiting: Sequence[Waiting], answer: Answer) -> list[tuple[Key, list[int]]]:
-    """Return who begins, with their slots: who has got some, and who needs none. Pure."""
+    """Return the keys that begin, with their slots if they need any. Pure."""
     found: list[tuple[Key, list[int]]] = []
     for one in waiting:
         if one.num_slots == 0:
@@ -139,10 +115,7 @@ def begins_of(waiting: Sequence[Waiting], answer: Answer) -> list[tuple[Key, lis
 
 
 def describe(connection: Connection, key: Key) -> tuple[str, Mapping[str, Any]]:
-    """Return what a job for a trial or command is called, and its config.
-
-    The config says how it is asked for.
-    """
+    """Return the name of a job for a trial or command, and its config."""
     if isinstance(key, str):
         command = commands.require(connection, key)
         return f"task {key} ({visible_line(command.description)})", json.loads(command.config)
@@ -155,10 +128,7 @@ def describe(connection: Connection, key: Key) -> tuple[str, Mapping[str, Any]]:
 
 
 def write_answer(database: Database, answer: Answer) -> None:
-    """Put what an engine says into the logs of those that wait.
-
-    And end who can never begin.
-    """
+    """Log what an engine says of waiting trials, and end those that can never begin."""
     if not answer.told and not answer.refused:
         return
 

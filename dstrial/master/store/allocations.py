@@ -49,16 +49,10 @@ class Allocation:
 
 
 def get(connection: sqlite3.Connection, allocation_id: str) -> Allocation | None:
-    """Return an allocation's row, None if it does not exist."""
     return fetch_one(Allocation, connection, "SELECT * FROM allocations WHERE id = ?", (allocation_id,))
 
 
 def require(connection: sqlite3.Connection, allocation_id: str) -> Allocation:
-    """Return an allocation's row.
-
-    Raises:
-        NotFoundError: there is none.
-    """
     row = get(connection, allocation_id)
     if row is None:
         raise NotFoundError(f"allocation {allocation_id} is not found", Hint.LIST_ALLOCATIONS)
@@ -66,7 +60,7 @@ def require(connection: sqlite3.Connection, allocation_id: str) -> Allocation:
 
 
 def live(connection: sqlite3.Connection, trial_id: int) -> Allocation | None:
-    """Return the allocation of a trial that has not ended; there is at most one."""
+    """Return a trial's allocation that has not ended; there is at most one."""
     return fetch_one(
         Allocation,
         connection,
@@ -76,7 +70,6 @@ def live(connection: sqlite3.Connection, trial_id: int) -> Allocation | None:
 
 
 def all_live(connection: sqlite3.Connection) -> list[Allocation]:
-    """Return every allocation that has not ended, oldest first."""
     return fetch_all(
         Allocation,
         connection,
@@ -85,7 +78,6 @@ def all_live(connection: sqlite3.Connection) -> list[Allocation]:
 
 
 def not_ended(connection: sqlite3.Connection) -> list[Allocation]:
-    """Return every allocation that has not ended, by id."""
     return fetch_all(
         Allocation, connection, "SELECT * FROM allocations WHERE state != 'TERMINATED' ORDER BY id"
     )
@@ -100,23 +92,19 @@ class _Supervisor(Protocol):
 
 
 def supervisor_columns(handle: _Supervisor | None) -> dict[str, Any]:
-    """Return the columns for a supervisor on the master's own machine; none for None."""
+    """Return the columns of a supervisor on the master's own machine; none for None."""
     return {} if handle is None else {"supervisor_pid": handle.pid, "supervisor_start": handle.start_time}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Accelerators:
-    """What an allocation has said of the accelerators of one of its containers.
-
-    Attributes:
-        uuids: JSON list.
-    """
+    """What an allocation has said of the accelerators of one of its containers."""
 
     allocation_id: str
     container_id: str
     node_name: str
     type: str
-    uuids: str
+    uuids: str  # JSON list
 
 
 MAX_CONTAINERS = 1024
@@ -124,11 +112,7 @@ MAX_CONTAINERS = 1024
 
 
 def note_accelerators(tx: Transaction, found: Accelerators) -> None:
-    """Keep what a container says of its accelerators, in place of what it said before.
-
-    Raises:
-        InvalidError: ``MAX_CONTAINERS`` others of the allocation have said something.
-    """
+    """Store a container's accelerators, for at most ``MAX_CONTAINERS``."""
     (count,) = tx.execute(
         "SELECT COUNT(*) FROM allocation_accelerators WHERE allocation_id = ? AND container_id != ?",
         (found.allocation_id, found.container_id),
@@ -146,7 +130,6 @@ def note_accelerators(tx: Transaction, found: Accelerators) -> None:
 
 
 def accelerators_of_task(connection: sqlite3.Connection, task_id: str) -> list[Accelerators]:
-    """Return what the allocations of a task have said of their accelerators."""
     return fetch_all(
         Accelerators,
         connection,
@@ -157,7 +140,6 @@ def accelerators_of_task(connection: sqlite3.Connection, task_id: str) -> list[A
 
 
 def update(tx: Transaction, allocation_id: str, **columns: Any) -> None:
-    """Set columns of an allocation."""
     tx.update("allocations", allocation_id, columns)
 
 
@@ -176,11 +158,7 @@ def insert(
     steps_at_start: int = 0,
     checkpoint_uuid: str | None = None,
 ) -> str:
-    """Store a new allocation of a task and return its id.
-
-    ``run_id`` is how many allocations the task has had with this one, and ``ports`` are by environment variable. The ids of trial
-    and experiment are 0 for a command. It starts from the checkpoint at batch ``steps_at_start``, below ``directory``.
-    """
+    """Store an allocation and return its id; trial 0 stands for a command."""
     allocation_id = f"{task_id}.{run_id}"
     tx.execute(
         "INSERT INTO allocations (id, task_id, trial_id, experiment_id, run_id, state, slots, ports, resources_id, "
@@ -206,7 +184,7 @@ def insert(
 
 
 def last_runs(connection: sqlite3.Connection, trial_id: int, run_id: int, limit: int) -> list[Allocation]:
-    """Return the allocations of a trial up to a run, the latest first."""
+    """Return a trial's allocations up to a run, the latest first."""
     return fetch_all(
         Allocation,
         connection,
@@ -216,27 +194,18 @@ def last_runs(connection: sqlite3.Connection, trial_id: int, run_id: int, limit:
 
 
 def of_experiment(connection: sqlite3.Connection, experiment_id: int) -> list[Allocation]:
-    """Return all allocations of an experiment."""
     return fetch_all(
         Allocation, connection, "SELECT * FROM allocations WHERE experiment_id = ?", (experiment_id,)
     )
 
 
 def count_ended_as(connection: sqlite3.Connection, task_id: str, reason: str) -> int:
-    """Return how many allocations of a task have ended for a reason."""
     count = "SELECT COUNT(*) FROM allocations WHERE task_id = ? AND exit_reason = ?"
     return int(connection.execute(count, (task_id, reason)).fetchone()[0])
 
 
 def note_report(tx: Transaction, trial_id: int, run_id: int, *, has_trained: bool) -> None:
-    """Take that a run has reported, which shows that the trial's code runs.
-
-    Args:
-        tx: the write.
-        trial_id: the trial.
-        run_id: its run.
-        has_trained: whether the report is of batches, and counts; system metrics come before the first batch, too.
-    """
+    """Note that a run reports, which shows that the trial's code runs."""
     tx.execute(
         "UPDATE allocations SET num_reports = num_reports + ?, is_ready = 1 WHERE trial_id = ? AND run_id = ?",
         (int(has_trained), trial_id, run_id),
@@ -244,10 +213,7 @@ def note_report(tx: Transaction, trial_id: int, run_id: int, *, has_trained: boo
 
 
 def advance_log(tx: Transaction, allocation_id: str, before: int, after: int, num_lines: int) -> bool:
-    """Store how far a log is taken in, and say whether it was where ``before`` says.
-
-    ``before`` and ``after`` are bytes, and ``num_lines`` lie between them.
-    """
+    """Store how far a log is taken in, bytes; False if it was not at ``before``."""
     cursor = tx.execute(
         "UPDATE allocations SET log_offset = ?, log_lines = log_lines + ? WHERE id = ? AND log_offset = ?",
         (after, num_lines, allocation_id, before),
@@ -282,37 +248,23 @@ _REPORTS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Use:
-    """One allocation as reports of usage tell it.
-
-    Attributes:
-        allocation_id: its id.
-        kind: of its task, TRIAL for example.
-        user_id: whose.
-        username: whose.
-        experiment_id: of which experiment, which may be deleted; 0 for a command.
-        workspace_name: where its experiment or command was when it began.
-        labels: of the experiment.
-        num_slots: how many it had.
-        start_us: when it began.
-        end_us: when it ended; None while it runs.
-        trial_id: of which trial; None for deleted ones.
-    """
+    """One allocation in reports of usage."""
 
     allocation_id: str
-    kind: str
+    kind: str  # of its task, for example TRIAL
     user_id: int
     username: str
-    experiment_id: int
-    workspace_name: str
-    labels: tuple[str, ...]
+    experiment_id: int  # may be deleted; 0 for a command
+    workspace_name: str  # at its start
+    labels: tuple[str, ...]  # of the experiment
     num_slots: int
     start_us: int
-    end_us: int | None
-    trial_id: int | None
+    end_us: int | None  # None while it runs
+    trial_id: int | None  # None for deleted ones
 
 
 def uses(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[Use]:
-    """Return every allocation that lived for some of a time, by its start."""
+    """Return every allocation that overlaps a time range, by its start."""
     rows = connection.execute(
         f"{_USED_BY_TRIALS} WHERE a.start_us < :before AND (a.end_us IS NULL OR a.end_us > :after) "
         f"UNION ALL {_USED_BY_COMMANDS} WHERE a.start_us < :before AND (a.end_us IS NULL OR a.end_us > :after) "
@@ -323,10 +275,7 @@ def uses(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[
 
 
 def busy(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[tuple[int, int, int | None]]:
-    """Return (slots, start, end) of every allocation that lived for some of a time.
-
-    Those with slots, also deleted ones.
-    """
+    """Return (slots, start, end) of allocations with slots in a time range."""
     rows = connection.execute(
         "SELECT json_array_length(slots) AS num_slots, start_us, end_us FROM allocations "
         "WHERE start_us < :before AND (end_us IS NULL OR end_us > :after) AND slots != '[]' "
@@ -338,9 +287,9 @@ def busy(connection: sqlite3.Connection, after_us: int, before_us: int) -> list[
 
 
 def spans(connection: sqlite3.Connection, use: Use, now_us: int) -> list[tuple[str, int, int]]:
-    """Return (what, from, to) of an allocation, microseconds, as its reports tell.
+    """Return (activity, start, end) of an allocation, in microseconds.
 
-    Each report ends a span that began with the report before it; what is after the last one is training.
+    Each report ends a span that began with the report before it; time after the last report is training.
     """
     end_us = now_us if use.end_us is None else use.end_us
     if use.kind in NAMES:

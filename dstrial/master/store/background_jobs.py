@@ -29,16 +29,11 @@ class BackgroundJob:
 
 
 def request(tx: Transaction, kind: str, experiment_id: int, payload: dict[str, Any] | None = None) -> None:
-    """Ask for a piece of work.
+    """Enqueue a job.
 
-    Args:
-        tx: the write.
-        kind: "gc" (by the experiment's policy), "delete_checkpoints" (``uuids`` and ``globs`` in the payload),
-            "sweep" (what an allocation has begun and not reported: ``uuids`` and ``allocation_id`` in the payload),
-            "delete_experiment", "delete_tensorboard" (its files), "delete_project", "delete_workspace" (``id`` in the
-            payload; when what is in them has been deleted, by work that was asked for before).
-        experiment_id: whose; 0 for projects and workspaces.
-        payload: what else there is to know.
+    Its kind is "gc" (by the experiment's policy), "delete_checkpoints" (payload ``uuids``, ``globs``), "sweep" (half-written
+    checkpoints of an allocation: ``uuids``, ``allocation_id``), "delete_experiment", "delete_tensorboard", "delete_project" or
+    "delete_workspace" (``id``; behind the jobs that delete their contents). The experiment is 0 for projects and workspaces.
     """
     tx.execute(
         "INSERT INTO work (kind, experiment_id, payload, created_us) VALUES (?, ?, ?, ?)",
@@ -48,7 +43,7 @@ def request(tx: Transaction, kind: str, experiment_id: int, payload: dict[str, A
 
 
 def next_pending(connection: sqlite3.Connection, but: Collection[int] = ()) -> BackgroundJob | None:
-    """Return the oldest piece of work but some by number, None if there is none."""
+    """Return the oldest pending job whose id is not in ``but``."""
     return fetch_one(
         BackgroundJob,
         connection,
@@ -59,7 +54,7 @@ def next_pending(connection: sqlite3.Connection, but: Collection[int] = ()) -> B
 
 
 def done(tx: Transaction, work_id: int) -> None:
-    """Mark a piece of work as done, and remove those that nobody sees any more."""
+    """Mark a job as ended, and delete ended jobs that no client can see any more."""
     now = now_us()
     tx.execute("UPDATE work SET ended_us = ? WHERE id = ?", (now, work_id))
     tx.execute("DELETE FROM work WHERE ended_us <= ?", (now - _SHOWN_US,))

@@ -51,8 +51,6 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointInfo(Checkpoint):
-    """A checkpoint with what its trial, experiment and validation say of it."""
-
     trial_hparams: str
     experiment_config: str
     searcher_metric: str
@@ -72,13 +70,9 @@ def add_checkpoint(
     metadata: Mapping[str, Any],
     report_us: int,
 ) -> None:
-    """Store a checkpoint, or what is reported of it again.
+    """Store a checkpoint, or update it from a repeated report.
 
-    The SHA-256 of its manifest is taken from the first report that has one, and stays: what lies in the storage can be compared
-    with what its trial has written.
-
-    Raises:
-        StoreError: it is another trial's.
+    The manifest's SHA-256 is taken from the first report that has one, and stays: the storage can be compared with it.
     """
     known = tx.execute("SELECT trial_id, manifest_sha256 FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
     if known is not None and known["trial_id"] != trial.id:
@@ -89,7 +83,6 @@ def add_checkpoint(
     reported = metadata.get(MANIFEST_DIGEST)
     if digest is None and isinstance(reported, str) and _SHA256.fullmatch(reported) is not None:
         digest = reported
-    tx.must_last()
     metadata = _with_digest(metadata, digest)
     tx.execute(
         "INSERT OR REPLACE INTO checkpoints (uuid, experiment_id, trial_id, task_id, allocation_id, run_id, storage_id, "
@@ -116,7 +109,7 @@ def add_checkpoint(
 
 
 def _with_digest(metadata: Mapping[str, Any], digest: str | None) -> dict[str, Any]:
-    """Return metadata that says what was registered, whoever has changed it since."""
+    """Return metadata with the registered SHA-256, whatever a client has changed."""
     rest = {key: value for key, value in metadata.items() if key != MANIFEST_DIGEST}
     return rest if digest is None else {**rest, MANIFEST_DIGEST: digest}
 
@@ -135,7 +128,7 @@ def _count(tx: Transaction, trial_id: int) -> None:
 
 
 def update_best(tx: Transaction, trial_id: int) -> None:
-    """Keep the complete checkpoint at the trial's best validation as its best, if any."""
+    """Make the complete checkpoint at the trial's best validation its best checkpoint."""
     tx.execute(
         "UPDATE trials SET best_checkpoint_uuid = (SELECT uuid FROM checkpoints JOIN metrics "
         "ON metrics.id = trials.best_validation_id WHERE checkpoints.trial_id = trials.id "
@@ -146,16 +139,10 @@ def update_best(tx: Transaction, trial_id: int) -> None:
 
 
 def get_checkpoint(connection: sqlite3.Connection, uuid: str) -> CheckpointInfo | None:
-    """Return a checkpoint with its trial's hparams, its config and its validation."""
     return fetch_one(CheckpointInfo, connection, f"{_SELECT} WHERE checkpoints.uuid = ?", (uuid,))
 
 
 def require_checkpoint(connection: sqlite3.Connection, uuid: str) -> CheckpointInfo:
-    """Return a checkpoint, as :func:`get_checkpoint`.
-
-    Raises:
-        NotFoundError: there is none.
-    """
     row = get_checkpoint(connection, uuid)
     if row is None:
         raise NotFoundError(f"checkpoint {uuid} is not found", Hint.LIST_CHECKPOINTS)
@@ -163,7 +150,7 @@ def require_checkpoint(connection: sqlite3.Connection, uuid: str) -> CheckpointI
 
 
 def latest_completed(connection: sqlite3.Connection, trial_id: int) -> Checkpoint | None:
-    """Return a trial's complete checkpoint of most batches, the newest of several."""
+    """Return a trial's complete checkpoint of most batches; the newest of several."""
     return fetch_one(
         Checkpoint,
         connection,
@@ -174,7 +161,7 @@ def latest_completed(connection: sqlite3.Connection, trial_id: int) -> Checkpoin
 
 
 def in_use(connection: sqlite3.Connection) -> dict[str, str]:
-    """Return the checkpoints that nothing may delete, each with what it is used for.
+    """Return the checkpoints that must not be deleted -> what they are used for.
 
     Source: Determined 0.38.1 spares what trials start from and what is registered as a version of a model.
     """
@@ -190,11 +177,7 @@ def in_use(connection: sqlite3.Connection) -> dict[str, str]:
 
 
 def claim(tx: Transaction, uuid: str) -> str | None:
-    """Mark a checkpoint before its files are deleted, so that nobody starts to use it.
-
-    Returns:
-        What it is used for, if it is; it is not marked then.
-    """
+    """Mark a checkpoint as being deleted; return its use instead if there is one."""
     used_as = in_use(tx.connection).get(uuid)
     if used_as is None:
         tx.execute("UPDATE checkpoints SET deleting_us = ? WHERE uuid = ?", (now_us(), uuid))
@@ -202,15 +185,12 @@ def claim(tx: Transaction, uuid: str) -> str | None:
 
 
 def release_claims(tx: Transaction, uuid: str | None = None) -> None:
-    """Remove the mark of a checkpoint whose files could not be deleted, or all marks.
-
-    A master that was killed leaves marks behind; what it was deleting is deleted again.
-    """
+    """Unmark a checkpoint that could not be deleted, or all of a killed master."""
     tx.execute("UPDATE checkpoints SET deleting_us = NULL WHERE ? IS NULL OR uuid = ?", (uuid, uuid))
 
 
 def refuse_deleting(connection: sqlite3.Connection, row: Checkpoint) -> None:
-    """Refuse (400) a checkpoint that is incomplete, or being deleted."""
+    """Refuse (400) a checkpoint that is incomplete or being deleted."""
     state = row.state
     experiment = connection.execute(
         "SELECT state FROM experiments WHERE id = ?", (row.experiment_id,)
@@ -242,9 +222,6 @@ def set_resources(tx: Transaction, uuid: str, resources: Mapping[str, int]) -> N
     """Store which files are left: none makes it DELETED, fewer PARTIALLY_DELETED.
 
     A deleted one keeps its list, as in Determined 0.38.1 (e2e_tests/tests/cluster/test_checkpoints.py).
-
-    Raises:
-        NotFoundError: there is none.
     """
     row = require_checkpoint(tx.connection, uuid)
     before: dict[str, int] = json.loads(row.resources)
@@ -263,22 +240,14 @@ def set_resources(tx: Transaction, uuid: str, resources: Mapping[str, int]) -> N
 
 
 def set_metadata(tx: Transaction, uuid: str, metadata: Mapping[str, Any]) -> None:
-    """Replace a checkpoint's metadata, except batches and the manifest's SHA-256.
-
-    Raises:
-        NotFoundError: there is none.
-    """
+    """Replace a checkpoint's metadata, except batches and the manifest's SHA-256."""
     digest = require_checkpoint(tx.connection, uuid).manifest_sha256
     text = json.dumps(_with_digest(metadata, digest))
     tx.execute("UPDATE checkpoints SET metadata = ? WHERE uuid = ?", (text, uuid))
 
 
 def note_user(tx: Transaction, uuid: str, trial_id: int, kind: str) -> None:
-    """Store that a trial uses a checkpoint; ``kind``: ``TRIAL_SOURCE_INFO_TYPE_…``.
-
-    Raises:
-        NotFoundError: there is no such checkpoint.
-    """
+    """Store that a trial uses a checkpoint; ``kind`` is ``TRIAL_SOURCE_INFO_TYPE_…``."""
     require_checkpoint(tx.connection, uuid)
     tx.execute(
         "INSERT OR IGNORE INTO trial_sources (checkpoint_uuid, trial_id, type) VALUES (?, ?, ?)",
@@ -287,11 +256,6 @@ def note_user(tx: Transaction, uuid: str, trial_id: int, kind: str) -> None:
 
 
 def note_version_user(tx: Transaction, model_id: int, version: int, trial_id: int, kind: str) -> None:
-    """Store that a trial uses a version of a registered model.
-
-    Raises:
-        NotFoundError: there is no such version.
-    """
     known = "SELECT 1 FROM model_versions WHERE model_id = ? AND version = ?"
     if tx.execute(known, (model_id, version)).fetchone() is None:
         raise NotFoundError(f"version {version} of model {model_id} is not found", Hint.LIST_VERSIONS)
@@ -304,7 +268,6 @@ def note_version_user(tx: Transaction, model_id: int, version: int, trial_id: in
 def users_of_version(
     connection: sqlite3.Connection, model_id: int, version: int, kind: str | None
 ) -> list[int]:
-    """Return the trials that use a model's version, of one kind of use or of any."""
     rows = connection.execute(
         "SELECT DISTINCT trial_id FROM trial_source_versions "
         "WHERE model_id = ? AND version = ? AND (? IS NULL OR type = ?)",
@@ -314,7 +277,6 @@ def users_of_version(
 
 
 def users_of(connection: sqlite3.Connection, uuid: str, kind: str | None) -> list[int]:
-    """Return the trials that use a checkpoint, of one kind of use or of any."""
     condition = "" if kind is None else " AND type = ?"
     rows = connection.execute(
         f"SELECT DISTINCT trial_id FROM trial_sources WHERE checkpoint_uuid = ?{condition}",  # noqa: S608 - a constant
@@ -324,20 +286,18 @@ def users_of(connection: sqlite3.Connection, uuid: str, kind: str | None) -> lis
 
 
 def storage_id(tx: Transaction, config: Mapping[str, Any]) -> int:
-    """Return the number of a storage config, equal for equal configs."""
+    """Return the id of a storage config; equal configs share one."""
     text = json.dumps(config, sort_keys=True)
     tx.execute("INSERT OR IGNORE INTO storages (config) VALUES (?)", (text,))
     return int(tx.execute("SELECT id FROM storages WHERE config = ?", (text,)).fetchone()["id"])
 
 
 def experiment_of(connection: sqlite3.Connection, uuid: str) -> int | None:
-    """Return the experiment of a checkpoint, None if there is no such checkpoint."""
     row = connection.execute("SELECT experiment_id FROM checkpoints WHERE uuid = ?", (uuid,)).fetchone()
     return None if row is None else int(row["experiment_id"])
 
 
 def is_start_of(connection: sqlite3.Connection, uuid: str, trial_id: int, allocation_id: str) -> bool:
-    """Say whether a trial, or one of its allocations, starts from a checkpoint."""
     row = connection.execute(
         "SELECT 1 FROM trials t LEFT JOIN allocations a ON a.id = ? "
         "WHERE t.id = ? AND (t.warm_start_uuid = ? OR a.checkpoint_uuid = ?)",
@@ -347,10 +307,29 @@ def is_start_of(connection: sqlite3.Connection, uuid: str, trial_id: int, alloca
 
 
 def by_batch(connection: sqlite3.Connection, trial_id: int) -> list[Checkpoint]:
-    """Return the checkpoints of a trial by their batches."""
     return fetch_all(
         Checkpoint,
         connection,
         "SELECT * FROM checkpoints WHERE trial_id = ? ORDER BY steps, report_us",
         (trial_id,),
     )
+
+
+def unknown_of(connection: sqlite3.Connection, uuids: list[str]) -> list[str]:
+    known = {
+        str(row["uuid"])
+        for uuid in uuids
+        for row in connection.execute("SELECT uuid FROM checkpoints WHERE uuid = ?", (uuid,))
+    }
+    return [uuid for uuid in uuids if uuid not in known]
+
+
+def is_known_storage(connection: sqlite3.Connection, path: str) -> bool:
+    """Say whether the storage at a path has been used, and so has a marker."""
+    key = f"storage:{path}"
+    return connection.execute("SELECT 1 FROM cluster WHERE key = ?", (key,)).fetchone() is not None
+
+
+def remember_storage(tx: Transaction, path: str) -> None:
+    """Note that the storage at a path has a marker."""
+    tx.execute("INSERT OR IGNORE INTO cluster (key, value) VALUES (?, '')", (f"storage:{path}",))

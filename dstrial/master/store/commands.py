@@ -55,8 +55,6 @@ class Command:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CommandInfo(Command):
-    """A command with its owner and, where it has one, its living allocation."""
-
     username: str
     display_name: str
     allocation_id: str | None
@@ -69,38 +67,22 @@ class CommandInfo(Command):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NewCommand:
-    """What is asked for.
-
-    Attributes:
-        kind: what it is.
-        spec: its checked config.
-        owner_id: who asks.
-        workspace_id: where it belongs.
-        tgz: what is sent along, gzip tar; empty for nothing.
-        experiment_ids: what a TensorBoard shows.
-        trial_ids: what it shows besides.
-        is_pausable: whether it may be stopped and started again.
-        parent_id: the generic task that makes it.
-        forked_from: the generic task that it is a copy of.
-        original: the config as it was submitted; None where nobody asks for it.
-    """
+    """A command to be created."""
 
     kind: CommandKind
     spec: CommandConfig
     owner_id: int
     workspace_id: int
-    tgz: bytes = b""
-    experiment_ids: Sequence[int] = ()
+    tgz: bytes = b""  # files sent along, gzip tar
+    experiment_ids: Sequence[int] = ()  # shown by a TensorBoard
     trial_ids: Sequence[int] = ()
     is_pausable: bool = False
-    parent_id: str | None = None
-    forked_from: str | None = None
-    original: Mapping[str, Any] | None = None
+    parent_id: str | None = None  # generic task that creates it
+    forked_from: str | None = None  # generic task that it is a copy of
+    original: Mapping[str, Any] | None = None  # config as submitted; None where nobody asks for it
 
 
 def insert(tx: Transaction, new: NewCommand) -> str:
-    """Store a command with its task, and return its id."""
-    tx.must_last()
     task_id, now = str(uuid.uuid4()), now_us()
     tx.execute(
         "INSERT INTO commands (task_id, kind, job_id, state, description, config, owner_id, workspace_id, num_slots, "
@@ -134,18 +116,12 @@ def insert(tx: Transaction, new: NewCommand) -> str:
 
 
 def get(connection: sqlite3.Connection, task_id: str) -> CommandInfo | None:
-    """Return a command with its owner and its living allocation, None if unknown."""
     return fetch_one(CommandInfo, connection, f"{_SELECT} WHERE c.task_id = ?", (task_id,))
 
 
 def require(
     connection: sqlite3.Connection, task_id: str, kinds: Collection[str] = tuple(NAMES)
 ) -> CommandInfo:
-    """Return a command as :func:`get` does.
-
-    Raises:
-        NotFoundError: there is none of these kinds.
-    """
     row = get(connection, task_id)
     if row is None or row.kind not in kinds:
         what = " or ".join(NAMES[kind] for kind in kinds)
@@ -154,19 +130,19 @@ def require(
 
 
 def context(connection: sqlite3.Connection, task_id: str) -> bytes:
-    """Return what was sent along with a command, gzip tar; empty for nothing."""
+    """Return the files that a command was created with, gzip tar; empty for none."""
     row = connection.execute("SELECT tgz FROM command_contexts WHERE task_id = ?", (task_id,)).fetchone()
     return b"" if row is None else bytes(row["tgz"])
 
 
 def kept_context(connection: sqlite3.Connection, task_id: str) -> bytes | None:
-    """Return what was sent along with a generic task, gzip tar; None once deleted."""
+    """Return a generic task's files, gzip tar; None once deleted."""
     row = connection.execute("SELECT tgz FROM command_contexts WHERE task_id = ?", (task_id,)).fetchone()
     return None if row is None else bytes(row["tgz"])
 
 
 def listing(connection: sqlite3.Connection, kind: CommandKind, now: int) -> list[CommandInfo]:
-    """Return a kind's commands that live or ended within a day, oldest first."""
+    """Return a kind's commands that ended within a day or not, oldest first."""
     return fetch_all(
         CommandInfo,
         connection,
@@ -176,10 +152,7 @@ def listing(connection: sqlite3.Connection, kind: CommandKind, now: int) -> list
 
 
 def newest(connection: sqlite3.Connection, limit: int) -> list[CommandInfo]:
-    """Return the commands of all kinds that started last, the newest first.
-
-    Also all that have not ended.
-    """
+    """Return the newest commands, and all that have not ended."""
     return fetch_all(
         CommandInfo,
         connection,
@@ -190,7 +163,6 @@ def newest(connection: sqlite3.Connection, limit: int) -> list[CommandInfo]:
 
 
 def living(connection: sqlite3.Connection) -> list[CommandInfo]:
-    """Return the commands that have a living allocation, oldest first."""
     return fetch_all(CommandInfo, connection, f"{_SELECT} WHERE a.id IS NOT NULL ORDER BY a.start_us, a.id")
 
 
@@ -223,7 +195,7 @@ def tree(connection: sqlite3.Connection, task_id: str) -> list[str]:
 
 
 def root(connection: sqlite3.Connection, task_id: str) -> str:
-    """Return the first ancestor of a task: the task that no other task has made."""
+    """Return the first ancestor of a task."""
     rows = connection.execute(
         "WITH RECURSIVE above(id, parent_id) AS (SELECT task_id, parent_id FROM commands WHERE task_id = ? "
         "UNION SELECT c.task_id, c.parent_id FROM commands c JOIN above a ON c.task_id = a.parent_id) "
@@ -234,7 +206,7 @@ def root(connection: sqlite3.Connection, task_id: str) -> str:
 
 
 def count_living(connection: sqlite3.Connection) -> dict[str, int]:
-    """Return how many commands of each kind have not ended."""
+    """Return kind -> number of commands that have not ended."""
     rows = connection.execute(
         "SELECT kind, COUNT(*) AS number FROM commands WHERE end_us IS NULL GROUP BY kind"
     )
@@ -242,10 +214,8 @@ def count_living(connection: sqlite3.Connection) -> dict[str, int]:
 
 
 def update(tx: Transaction, task_id: str, **columns: Any) -> None:
-    """Set columns of a command."""
     tx.update("commands", task_id, columns, key="task_id")
 
 
 def forget_context(tx: Transaction, task_id: str) -> None:
-    """Delete what was sent along with a command."""
     tx.execute("DELETE FROM command_contexts WHERE task_id = ?", (task_id,))

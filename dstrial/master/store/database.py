@@ -2,8 +2,7 @@
 
 A write is a function of a :class:`Transaction`. Functions that wait at the same time are committed together,
 each behind a savepoint of its own, so that one that fails takes nothing with it and nothing of the others.
-What a function publishes is told to listeners only after its commit. A group with a function that must last is on the
-disk before any of its futures ends.
+What a function publishes is told to listeners only after its commit, which is on the disk by then.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from dstrial.errors import DatabaseDamagedError, MasterError
 from dstrial.master import file_limit, mending
-from dstrial.master.store.file.opening import SCHEMA_VERSION, connect, is_damage, open_for_writer, unusable
+from dstrial.master.store.sqlite_file import SCHEMA_VERSION, connect, is_damage, open_for_writer, unusable
 
 __all__ = ["SCHEMA_VERSION", "Database", "Transaction", "unusable"]
 
@@ -33,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_GROUP = 512
 _MAX_GROUP_S = 0.05
-_SCRUB_PAGES = 2048
-"""How many pages are compared between two groups of writes; 8 MiB take some ten milliseconds."""
 _MAX_IDLE_READERS = 8
 _JUST_NOW_S = 30.0
 """For how long a failed write is told of; clients that were refused ask again within it."""
@@ -60,11 +57,7 @@ Parameters: TypeAlias = "Sequence[Any] | dict[str, Any]"
 
 
 def fetch_each(kind: type[T], connection: Connection, sql: str, parameters: Parameters = ()) -> Iterator[T]:
-    """Yield what a statement finds, as a dataclass with a field for each column.
-
-    Raises:
-        TypeError: the statement does not give the fields.
-    """
+    """Yield rows as dataclasses, whose fields are named like the columns."""
     cursor = connection.execute(sql, parameters)
     cursor.row_factory = None  # Tuples are enough, and made in half the time.
     columns = [column[0] for column in cursor.description]
@@ -84,45 +77,36 @@ def fetch_each(kind: type[T], connection: Connection, sql: str, parameters: Para
 
 
 def fetch_all(kind: type[T], connection: Connection, sql: str, parameters: Parameters = ()) -> list[T]:
-    """Return all that a statement finds."""
     return list(fetch_each(kind, connection, sql, parameters))
 
 
 def fetch_one(kind: type[T], connection: Connection, sql: str, parameters: Parameters = ()) -> T | None:
-    """Return the first that a statement finds, None for nothing."""
     return next(fetch_each(kind, connection, sql, parameters), None)
 
 
 class Transaction:
-    """One write in progress, with the topics to publish at its commit.
+    """One write in progress, with the topics to publish at its commit."""
 
-    Attributes:
-        connection: the writer's connection.
-    """
-
-    __slots__ = ("_is_durable", "_topics", "connection")
+    __slots__ = ("_topics", "connection")
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.connection = connection
         self._topics: set[str] = set()
-        self._is_durable = False
 
     def execute(self, sql: str, parameters: Sequence[Any] | dict[str, Any] = ()) -> sqlite3.Cursor:
-        """Run one statement."""
         return self.connection.execute(sql, parameters)
 
     def executemany(self, sql: str, rows: Iterable[Sequence[Any]]) -> sqlite3.Cursor:
-        """Run one statement for many rows."""
         return self.connection.executemany(sql, rows)
 
     def update(self, table: str, value: int | str, columns: dict[str, Any], *, key: str = "id") -> None:
-        """Set columns of one row; names of tables and columns are the program's own."""
+        """Set columns of one row; names of tables and columns are never a user's."""
         assignments = ", ".join(f"{name} = ?" for name in columns)
         self.execute(f"UPDATE {table} SET {assignments} WHERE {key} = ?", (*columns.values(), value))  # noqa: S608 - as said
 
     @contextlib.contextmanager
     def savepoint(self) -> Iterator[None]:
-        """Take back what is written inside if it raises, and nothing else."""
+        """Roll back what is written inside if it raises, and nothing else."""
         self.execute("SAVEPOINT part")
         try:
             yield
@@ -133,17 +117,8 @@ class Transaction:
             self.execute("RELEASE part")
 
     def publish(self, *topics: str) -> None:
-        """Tell listeners after the commit that something about these topics has changed."""
+        """Notify listeners of these topics after the commit."""
         self._topics.update(topics)
-
-    def must_last(self) -> None:
-        """Have the commit on the disk before anybody is told of it.
-
-        A loss of power cannot take it then. For what a client does not send again: submissions, checkpoints, registrations, users
-        and their tokens (a revoked one must not come back). Everything else survives the death of the master, and loses the last
-        moments with the machine's power.
-        """
-        self._is_durable = True
 
 
 _Job: TypeAlias = "tuple[Callable[[Transaction], Any], Future[Any]]"
@@ -156,13 +131,9 @@ class Database:
         path: the file; created with the schema if it does not exist.
         on_commit: called in the writer thread with the published topics after every commit that has any.
 
-    Attributes:
-        notes: what was found when it was opened, and is not lost by it; sentences for the log.
-        damage: what SQLite has found damaged since; empty if nothing.
-
     Raises:
-        DatabaseDamagedError: the file is damaged, or not the one that the last master left; with the line to type.
-        MasterError: a newer release wrote the file, or it cannot be written.
+        DatabaseDamagedError: the file is damaged or lost.
+        MasterError: another release wrote the file, or it cannot be written.
     """
 
     def __init__(self, path: Path, on_commit: Callable[[set[str]], None] | None = None) -> None:
@@ -173,24 +144,17 @@ class Database:
         self._idle: list[sqlite3.Connection] = []
         self._lock = threading.Lock()
         self._is_closed = False
-        self._is_fold_failing = False
         self.damage = ""
         self._failed_write = ("", 0.0)  # Why, and when.
         try:
-            self.notes, self._writer_connection, self._keeper = open_for_writer(path)
+            self._writer_connection = open_for_writer(path)
         except (sqlite3.DatabaseError, OSError) as error:
             raise unusable(path, error) from error
-        for note in self.notes:
-            logger.warning("%s", note)
         self._thread = threading.Thread(target=self._run, name="dstrial-writer", daemon=True)
         self._thread.start()
 
     def submit(self, function: Callable[[Transaction], T]) -> Future[T]:
-        """Have the writer run ``function`` in a transaction; the future ends after commit.
-
-        Raises:
-            MasterError: the database is closed.
-        """
+        """Run ``function`` in the writer's thread; the future ends after the commit."""
         future: Future[T] = Future()
         with self._lock:
             if self._is_closed:
@@ -199,7 +163,7 @@ class Database:
         return future
 
     def write(self, function: Callable[[Transaction], T]) -> T:
-        """Run ``function`` as :meth:`submit` and wait; never from the writer's thread."""
+        """Run ``function`` and wait for the commit; never from the writer's thread."""
         return self.submit(function).result()
 
     @contextlib.contextmanager
@@ -208,7 +172,6 @@ class Database:
 
         Raises:
             DatabaseDamagedError: a page that was needed is damaged.
-            MasterError: the database is closed, or the process can open no more files.
         """
         try:
             connection = self._take_reader()
@@ -256,7 +219,6 @@ class Database:
             self._jobs.put(None)
         self._thread.join()
         self._close_readers()
-        self._keeper.close()
 
     def _closed(self) -> MasterError:
         return MasterError(f"{self.path} is closed; expected it open. Start the master again.")
@@ -269,17 +231,9 @@ class Database:
             self._idle.clear()
 
     def _told(self, error: BaseException) -> BaseException:
-        """Return what to tell of an error.
-
-        Of a damaged page the log and the status tell, too.
-        """
+        """Return the exception to raise for one of SQLite; note damage."""
         if file_limit.is_shortage(error):
             return MasterError(file_limit.shortage() or str(error))
-        if isinstance(error, OSError):
-            return MasterError(
-                f"{self.path} cannot be kept on its disk ({error.strerror}); expected room and a disk that answers. Make room, "
-                "or look at the disk."
-            )
         if not is_damage(error):
             return error
         self._note_damage(str(error))
@@ -290,34 +244,14 @@ class Database:
             self.damage = what
             logger.critical("%s", self.describe_damage())
 
-    def scrub(self) -> list[int]:
-        """Compare the file with the checksums of its pages, in parts between writes.
-
-        Returns:
-            The pages that are not what was written; they are told of as damage.
-        """
-        wrong: list[int] = []
-        start, is_last = 1, False
-        while not is_last:
-            found, is_last = self.write(functools.partial(self._compare, start))
-            wrong += found
-            start += _SCRUB_PAGES
-        if wrong:
-            more = f" and {len(wrong) - 1} more are" if len(wrong) > 1 else " is"
-            self._note_damage(f"page {wrong[0]}{more} not what was written")
-        return wrong
-
-    def _compare(self, start: int, _tx: Transaction) -> tuple[list[int], bool]:
-        return self._keeper.wrong_pages(start, _SCRUB_PAGES)
-
     def describe_damage(self) -> str:
-        """Say what was found damaged since the start, and what to do; empty if nothing."""
+        """Return a message about damage found since the start; empty for none."""
         if not self.damage:
             return ""
         return f"{self.path} is damaged ({self.damage}); expected every page as it was written. {mending.END_AND_PUT_BACK}"
 
     def describe_trouble(self) -> str:
-        """Say what was found damaged, or why a write has just failed; empty for nothing."""
+        """Return a message about damage or a recent failed write, or nothing."""
         why, at_s = self._failed_write
         ago_s = time.monotonic() - at_s
         if self.damage or not why or ago_s > _JUST_NOW_S:
@@ -327,25 +261,11 @@ class Database:
             "Make room: trials wait, and send again what they report."
         )
 
-    def _fold(self, *, is_thorough: bool) -> None:
-        try:
-            self._keeper.fold(is_thorough=is_thorough)
-            self._is_fold_failing = False
-        except (OSError, sqlite3.Error) as error:
-            self._told(error)
-            if not self._is_fold_failing:  # It is tried again every few seconds.
-                logger.warning("the log of %s could not be moved into it and grows: %s", self.path, error)
-            self._is_fold_failing = True
-
     def _run(self) -> None:
         connection = self._writer_connection
         is_open = True
         while is_open:
-            try:
-                job = self._jobs.get(timeout=self._keeper.seconds_until_fold())
-            except queue.Empty:
-                self._fold(is_thorough=True)
-                continue
+            job = self._jobs.get()
             group: list[_Job] = []
             started_s = time.monotonic()
             while job is not None:
@@ -359,23 +279,19 @@ class Database:
             is_open = job is not None
             if group:
                 self._commit(connection, group)
-                if self._keeper.seconds_until_fold() == 0:
-                    self._fold(is_thorough=False)
-        self._close_readers()  # What they read stays in the log.
-        self._keeper.end()
+        self._close_readers()
+        connection.close()  # Closing the last connection moves the log into the file.
 
     def _commit(self, connection: sqlite3.Connection, group: list[_Job]) -> None:
         done: list[tuple[Future[Any], Any]] = []
         topics: set[str] = set()
-        is_durable = False
         try:
             connection.execute("BEGIN IMMEDIATE")
             for function, future in group:
                 if future.set_running_or_notify_cancel():
-                    is_durable |= self._perform(connection, function, future, done, topics)
+                    self._perform(connection, function, future, done, topics)
             connection.execute("COMMIT")
-            self._keeper.committed(is_durable=is_durable)
-        except (sqlite3.Error, OSError) as error:
+        except sqlite3.Error as error:
             logger.exception("%s could not be written; what was to be written together is lost", self.path)
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
@@ -397,11 +313,11 @@ class Database:
         future: Future[Any],
         done: list[tuple[Future[Any], Any]],
         topics: set[str],
-    ) -> bool:
-        """Run one function behind a savepoint; return whether it must last.
+    ) -> None:
+        """Run one function behind a savepoint.
 
         Raises:
-            sqlite3.Error: SQLite has rolled the whole transaction back (a full disk, an input or output error).
+            sqlite3.Error: SQLite has rolled the whole transaction back, for example as the disk is full.
         """
         transaction = Transaction(connection)
         connection.execute("SAVEPOINT job")
@@ -411,30 +327,24 @@ class Database:
             future.set_exception(error if isinstance(error, OSError) else self._told(error))
             connection.execute("ROLLBACK TO job")
             connection.execute("RELEASE job")
-            return False
+            return
         connection.execute("RELEASE job")
         topics |= transaction._topics
         done.append((future, result))
-        return transaction._is_durable
 
 
 def make_cluster_id(tx: Transaction) -> str:
-    """Return the id of the cluster, which is made at the first start and stays."""
-    tx.must_last()
+    """Return the cluster's id, made at the first start."""
     tx.execute("INSERT OR IGNORE INTO cluster (key, value) VALUES ('cluster_id', ?)", (str(uuid.uuid4()),))
     return str(find_cluster_id(tx.connection))
 
 
 def find_cluster_id(connection: sqlite3.Connection) -> str | None:
-    """Return the id of the cluster, None before the first start."""
+    """Return the cluster's id, None before the first start."""
     row = connection.execute("SELECT value FROM cluster WHERE key = 'cluster_id'").fetchone()
     return None if row is None else str(row["value"])
 
 
 def ping(connection: sqlite3.Connection) -> None:
-    """Read a row, whatever it is.
-
-    Raises:
-        sqlite3.Error: the database does not answer.
-    """
+    """Read any row; raise ``sqlite3.Error`` if the database does not answer."""
     connection.execute("SELECT 1 FROM cluster").fetchone()

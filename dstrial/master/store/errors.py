@@ -1,6 +1,6 @@
-"""What the rows do not allow, in words that name neither HTTP nor a client.
+"""Errors of the store, in words that name neither HTTP nor a client.
 
-The layer that answers pairs each class with a status, and :mod:`dstrial.master.advice` puts each hint into words.
+The HTTP layer maps each class to a status, and :mod:`dstrial.master.advice` puts each hint into words.
 """
 
 from __future__ import annotations
@@ -42,12 +42,7 @@ class Hint(enum.Enum):
 
 
 class StoreError(MasterError):
-    """What was asked cannot be done as things stand.
-
-    Args:
-        text: what is wrong, and what was expected.
-        hint: what a person can do about it, where the text does not say so itself.
-    """
+    """A request that the rows do not allow; ``hint`` says what a person can do."""
 
     def __init__(self, text: str, hint: Hint | None = None) -> None:
         super().__init__(text)
@@ -59,8 +54,8 @@ class NotFoundError(StoreError):
 
 
 class ConflictError(StoreError):
-    """Another row, or what this row holds already, stands against it."""
+    """Another row, or what this row holds already, prevents it."""
 
 
 class InvalidError(StoreError):
-    """A value is not valid, or the state of a thing does not allow what was asked."""
+    """A value is not valid, or not allowed in the current state."""

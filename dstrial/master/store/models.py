@@ -73,8 +73,6 @@ class Version:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelInfo(Model):
-    """A model with its owner and workspace, and its number of versions."""
-
     username: str
     workspace_name: str
     num_versions: int
@@ -82,32 +80,18 @@ class ModelInfo(Model):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VersionInfo(Version):
-    """A version with the name of who registered it."""
-
     username: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelFilter:
-    """Which models are wanted; what is None or empty does not restrict.
-
-    Attributes:
-        model_id: this one.
-        archived: only archived ones, or only others.
-        name: a part of the name, whatever the case.
-        description: a part of the description, whatever the case.
-        labels: every one of these.
-        users: names of their owners.
-        user_ids: ids of their owners.
-        workspace_ids: in one of these workspaces.
-        workspace_names: in one of these workspaces.
-    """
+    """Which models are wanted; None or empty does not restrict."""
 
     model_id: int | None = None
-    archived: bool | None = None
-    name: str | None = None
-    description: str | None = None
-    labels: Sequence[str] = ()
+    archived: bool | None = None  # only archived ones, or only others
+    name: str | None = None  # a part of the name, case-insensitive
+    description: str | None = None  # a part of it, case-insensitive
+    labels: Sequence[str] = ()  # all of these
     users: Sequence[str] = ()
     user_ids: Sequence[int] = ()
     workspace_ids: Sequence[int] = ()
@@ -121,10 +105,7 @@ def list_models(
     sort_by: str | None = None,
     is_descending: bool = False,
 ) -> list[ModelInfo]:
-    """Return models with owner's and workspace's names and their number of versions.
-
-    ``sort_by`` is a ``SORT_BY_…`` of the protocol; by id otherwise.
-    """
+    """Return models; ``sort_by`` is a ``SORT_BY_…`` of the protocol, by id otherwise."""
     conditions = ["1 = 1"]
     values: list[Any] = []
     for column, value in (("m.id", wanted.model_id), ("m.is_archived", wanted.archived)):
@@ -155,11 +136,7 @@ def list_models(
 
 
 def require(connection: sqlite3.Connection, name_or_id: str) -> ModelInfo:
-    """Return one model, by its name (whatever the case) or else by its number.
-
-    Raises:
-        NotFoundError: there is none.
-    """
+    """Return one model, by its name (case-insensitive) or else by its number."""
     row = fetch_one(ModelInfo, connection, f"{_SELECT} WHERE m.name = ?", (name_or_id,))
     if row is None and name_or_id.isdecimal() and len(name_or_id) < 19:
         row = fetch_one(ModelInfo, connection, f"{_SELECT} WHERE m.id = ?", (int(name_or_id),))
@@ -179,12 +156,6 @@ def create(
     metadata: Mapping[str, Any],
     labels: Sequence[str],
 ) -> int:
-    """Store a model and return its number.
-
-    Raises:
-        StoreError: a name that could not be asked for, one that exists.
-    """
-    tx.must_last()
     check_name(tx.connection, name, None)
     now = now_us()
     cursor = tx.execute(
@@ -234,7 +205,7 @@ def delete(tx: Transaction, model_id: int) -> None:
 
 
 def labels_by_use(connection: sqlite3.Connection, workspace_id: int | None) -> list[str]:
-    """Return the labels of models, those that most models have first."""
+    """Return the labels of models, the most used first."""
     condition, values = ("WHERE m.workspace_id = ?", (workspace_id,)) if workspace_id else ("", ())
     rows = connection.execute(
         f"SELECT value FROM models m, json_each(m.labels) {condition} GROUP BY value ORDER BY COUNT(*) DESC, value",  # noqa: S608 - a constant
@@ -248,7 +219,6 @@ def add_version(tx: Transaction, model_id: int, checkpoint_uuid: str, owner_id: 
 
     ``fields`` are name, comment, notes (texts), metadata (a mapping) and labels (a list of texts).
     """
-    tx.must_last()
     now = now_us()
     tx.execute(
         "UPDATE models SET last_version = last_version + 1, updated_us = ? WHERE id = ?", (now, model_id)
@@ -266,7 +236,6 @@ def add_version(tx: Transaction, model_id: int, checkpoint_uuid: str, owner_id: 
 def list_versions(
     connection: sqlite3.Connection, model_id: int, *, by_time: bool = False, is_descending: bool = False
 ) -> list[VersionInfo]:
-    """Return a model's versions with who registered them, by number or by time."""
     order = "DESC" if is_descending else "ASC"
     column = "v.created_us" if by_time else "v.version"
     return fetch_all(
@@ -275,11 +244,6 @@ def list_versions(
 
 
 def require_version(connection: sqlite3.Connection, model: Model, version: int) -> VersionInfo:
-    """Return one version of a model.
-
-    Raises:
-        NotFoundError: there is none.
-    """
     row = fetch_one(VersionInfo, connection, f"{_VERSION_SELECT} AND v.version = ?", (model.id, version))
     if row is None:
         raise NotFoundError(f"version {version} of model {model.name!r} is not found", Hint.LIST_VERSIONS)
@@ -299,7 +263,7 @@ def delete_version(tx: Transaction, row_id: int, model_id: int) -> None:
 
 
 def registered_of(connection: sqlite3.Connection, experiment_id: int) -> list[str]:
-    """Return the versions, ``NAME version N``, that are checkpoints of an experiment."""
+    """Return an experiment's registered checkpoints as ``NAME version N``."""
     rows = connection.execute(
         "SELECT m.name, v.version FROM checkpoints c JOIN model_versions v ON v.checkpoint_uuid = c.uuid "
         "JOIN models m ON m.id = v.model_id WHERE c.experiment_id = ? ORDER BY m.name, v.version",
@@ -320,6 +284,5 @@ def _change(
 
 
 def any_name_in(connection: sqlite3.Connection, workspace_id: int) -> str | None:
-    """Return the name of a model in a workspace, None if there is none."""
     row = connection.execute("SELECT name FROM models WHERE workspace_id = ?", (workspace_id,)).fetchone()
     return None if row is None else str(row["name"])

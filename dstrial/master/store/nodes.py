@@ -1,4 +1,4 @@
-"""Machines besides the master's own, and what is known of an allocation on each."""
+"""Nodes besides the master's own, and what is known of an allocation on each."""
 
 from __future__ import annotations
 
@@ -16,22 +16,20 @@ MOST_SLOTS = 1024
 
 
 def node_of(slot_id: int) -> int:
-    """Return the node to which a slot belongs."""
     return slot_id // MOST_SLOTS
 
 
 def index_of(slot_id: int) -> int:
-    """Return a slot's number on its node."""
+    """Return a slot's index on its node."""
     return slot_id % MOST_SLOTS
 
 
 def slot_id_of(node_id: int, index: int) -> int:
-    """Return the id of a node's slot."""
     return node_id * MOST_SLOTS + index
 
 
 def agent_key(node_id: int) -> int:
-    """Return what stands for the whole node among the slots that are switched off."""
+    """Return the slot id that stands for a whole node in ``disabled_slots``."""
     return -1 - node_id
 
 
@@ -52,7 +50,7 @@ class AllocationNode:
 
 
 def ids_of(tx: Transaction, names: Sequence[str]) -> dict[str, int]:
-    """Return the ids of nodes by name; one that is new gets the next, and keeps it."""
+    """Return name -> node id; a new name gets the next id, and keeps it."""
     for name in names:
         tx.execute("INSERT OR IGNORE INTO nodes (name) VALUES (?)", (name,))
     rows = tx.execute("SELECT id, name FROM nodes").fetchall()
@@ -61,7 +59,7 @@ def ids_of(tx: Transaction, names: Sequence[str]) -> dict[str, int]:
 
 
 def parts_of(connection: sqlite3.Connection, allocation_id: str) -> dict[int, AllocationNode]:
-    """Return what is known of an allocation on each node but the master's own."""
+    """Return node id -> part of an allocation, without the master's own."""
     rows = fetch_all(
         AllocationNode,
         connection,
@@ -81,7 +79,6 @@ def insert_parts(tx: Transaction, allocation_id: str, node_ids: Sequence[int]) -
 
 
 def update_part(tx: Transaction, allocation_id: str, node_id: int, **columns: Any) -> None:
-    """Set columns of an allocation's part on a node."""
     assignments = ", ".join(f"{name} = ?" for name in columns)
     tx.execute(
         f"UPDATE allocation_nodes SET {assignments} WHERE allocation_id = ? AND node_id = ?",  # noqa: S608 - names of ours
@@ -92,12 +89,7 @@ def update_part(tx: Transaction, allocation_id: str, node_id: int, **columns: An
 def advance_log(
     tx: Transaction, allocation_id: str, node_id: int, before: int, after: int, num_lines: int
 ) -> bool:
-    """Store how far a node's log is taken in.
-
-    Says whether it was where ``before`` says.
-
-    ``before`` and ``after`` are bytes, and ``num_lines`` lie between them.
-    """
+    """Store how far a log is taken in, bytes; False if it was not at ``before``."""
     cursor = tx.execute(
         "UPDATE allocation_nodes SET log_offset = ?, log_lines = log_lines + ? "
         "WHERE allocation_id = ? AND node_id = ? AND log_offset = ?",
@@ -107,11 +99,10 @@ def advance_log(
 
 
 def exclude(tx: Transaction, trial_id: int, node_id: int) -> None:
-    """Keep a trial from a node from its next start on."""
+    """Exclude a node for a trial from its next start on."""
     tx.execute("INSERT OR IGNORE INTO excluded_nodes (trial_id, node_id) VALUES (?, ?)", (trial_id, node_id))
 
 
 def excluded_for(connection: sqlite3.Connection, trial_id: int) -> frozenset[int]:
-    """Return the nodes that a trial is kept from."""
     rows = connection.execute("SELECT node_id FROM excluded_nodes WHERE trial_id = ?", (trial_id,))
     return frozenset(int(row["node_id"]) for row in rows)

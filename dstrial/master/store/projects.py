@@ -49,8 +49,6 @@ class Project:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProjectInfo(Project):
-    """A project with its owner and workspace, and what is in it."""
-
     username: str
     workspace_name: str
     is_shut: bool
@@ -61,21 +59,13 @@ class ProjectInfo(Project):
 
 
 def list_projects(connection: sqlite3.Connection, workspace_id: int) -> list[ProjectInfo]:
-    """Return a workspace's projects by number, with their owner and what is in them.
-
-    ``is_shut`` says whether the project or its workspace is archived.
-    """
+    """Return projects by number; ``is_shut``: it or its workspace is archived."""
     return fetch_all(
         ProjectInfo, connection, f"{_SELECT} WHERE p.workspace_id = ? ORDER BY p.id", (workspace_id,)
     )
 
 
 def require(connection: sqlite3.Connection, project_id: int) -> ProjectInfo:
-    """Return one project, as :func:`list_projects` does.
-
-    Raises:
-        NotFoundError: there is none.
-    """
     row = fetch_one(ProjectInfo, connection, f"{_SELECT} WHERE p.id = ?", (project_id,))
     if row is None:
         raise NotFoundError(f"project {project_id} is not found", Hint.LIST_PROJECTS)
@@ -83,11 +73,7 @@ def require(connection: sqlite3.Connection, project_id: int) -> ProjectInfo:
 
 
 def by_names(connection: sqlite3.Connection, workspace: str, project: str) -> ProjectInfo:
-    """Return the project of a workspace, both by name, whatever the case.
-
-    Raises:
-        NotFoundError: there is none.
-    """
+    """Return a project by its workspace's name and its own, case-insensitive."""
     row = fetch_one(
         ProjectInfo, connection, f"{_SELECT} WHERE w.name = ? AND p.name = ?", (workspace, project)
     )
@@ -100,11 +86,7 @@ def by_names(connection: sqlite3.Connection, workspace: str, project: str) -> Pr
 
 
 def by_key(connection: sqlite3.Connection, key: str) -> ProjectInfo:
-    """Return the project of a key, whatever its case.
-
-    Raises:
-        NotFoundError: there is none.
-    """
+    """Return a project by its key, case-insensitive."""
     row = fetch_one(ProjectInfo, connection, f"{_SELECT} WHERE p.key = ?", (key,))
     if row is None:
         raise NotFoundError(f"project key {key[:80]!r} is not found; expected that of a project.")
@@ -112,7 +94,7 @@ def by_key(connection: sqlite3.Connection, key: str) -> ProjectInfo:
 
 
 def refuse_shut(row: ProjectInfo, verb: str) -> None:
-    """Refuse (400) a project that cannot ``verb``: it is archived or being deleted."""
+    """Refuse (400) to ``verb`` a project that is archived or being deleted."""
     state = "archived" if row.is_shut else "being deleted" if row.state != "UNSPECIFIED" else None
     if state is not None:
         raise InvalidError(
@@ -123,7 +105,7 @@ def refuse_shut(row: ProjectInfo, verb: str) -> None:
 
 
 def refuse_immutable(row: Project, verb: str) -> None:
-    """Refuse (400) the project that is always there for what ``verb`` says."""
+    """Refuse (400) to ``verb`` the default project."""
     if row.is_immutable:
         raise InvalidError(
             f"project {row.name!r} is immutable and cannot {verb}; expected one of your own.",
@@ -148,10 +130,7 @@ def check_name(connection: sqlite3.Connection, workspace_id: int, name: str, own
 
 
 def check_key(connection: sqlite3.Connection, key: str, own_id: int | None) -> str:
-    """Return a key as it is kept, in capitals.
-
-    Raises:
-        StoreError: not one to five letters and digits, or another project's.
+    """Return a key in capitals; refuse a taken one, or not 1 to 5 letters or digits.
 
     Source: Determined 0.38.1, length and letters of keys.
     """
@@ -168,11 +147,7 @@ def check_key(connection: sqlite3.Connection, key: str, own_id: int | None) -> s
 def create(
     tx: Transaction, *, workspace_id: int, name: str, key: str | None, description: str, owner_id: int
 ) -> int:
-    """Store a project and return its number; its key is made of its name if not given.
-
-    Raises:
-        StoreError: see :func:`check_name` and :func:`check_key`.
-    """
+    """Store a project and return its number; its key is made of its name if not given."""
     check_name(tx.connection, workspace_id, name, None)
     kept = check_key(tx.connection, key, None) if key else _new_key(tx.connection, name)
     cursor = tx.execute(
@@ -211,5 +186,5 @@ def change(tx: Transaction, project_id: int, **fields: Any) -> None:
 
 
 def delete(tx: Transaction, project_id: int) -> None:
-    """Delete a project that has no experiments any more."""
+    """Delete a project without experiments."""
     tx.execute("DELETE FROM projects WHERE id = ?", (project_id,))

@@ -19,34 +19,22 @@ ORDER BY e.priority, e.queue_position, a.trial_id
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResizableTrial:
-    """A trial that trains and may be asked to stop.
-
-    It comes with what its experiment says of slots.
-
-    Attributes:
-        slots: JSON list of ids.
-        start_us: when its allocation began.
-        max_slots: how many its experiment may use at once; None for any number.
-        section: JSON of ``data.dstrial``; None without one.
-    """
+    """A trial that trains and may be asked to stop."""
 
     allocation_id: str
     trial_id: int
     experiment_id: int
-    slots: str
+    slots: str  # JSON list of ids
     start_us: int
     slots_per_trial: int
-    max_slots: int | None
+    max_slots: int | None  # of its experiment at once; None for any number
     priority: int
     queue_position: float
-    section: str | None
+    section: str | None  # JSON of ``data.dstrial``; None without one
 
 
 def resizable_trials(connection: sqlite3.Connection) -> list[ResizableTrial]:
-    """Return the trials that can be asked to stop, the most urgent first.
-
-    They stop with a checkpoint.
-    """
+    """Return the trials that can stop with a checkpoint, the most urgent first."""
     return fetch_all(ResizableTrial, connection, _RESIZABLE)
 
 
@@ -60,10 +48,10 @@ def slots_of_run_before(connection: sqlite3.Connection, trial_id: int, run_id: i
 
 
 def unusable_counts(connection: sqlite3.Connection, trial_id: int) -> frozenset[int]:
-    """Return the numbers of slots with which a trial has never trained.
+    """Return the numbers of slots with which a trial's own sizes have failed.
 
-    It has not since its own code gave sizes that do not fit them. What a trial's code gives DeepSpeed by itself is known only
-    when it runs. One that has not trained with any number yet has another problem.
+    Sizes that a trial's code gives DeepSpeed itself are known only when it runs. A trial that has never trained has another
+    problem.
     """
     rows = connection.execute(
         "SELECT json_array_length(slots) AS count FROM allocations WHERE trial_id = :trial_id GROUP BY count "

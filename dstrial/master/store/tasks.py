@@ -1,4 +1,4 @@
-"""Rows of tasks: what clients know trials and commands by while they run."""
+"""Rows of tasks, the ids by which clients know trials and commands while they run."""
 
 from __future__ import annotations
 
@@ -25,20 +25,16 @@ class Task:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LivingAllocation(Allocation):
-    """A living allocation with the priority, config and name of what it runs."""
-
     priority: int
     config: str
     name: str
 
 
 def get(connection: sqlite3.Connection, task_id: str) -> Task | None:
-    """Return a task, None if it does not exist."""
     return fetch_one(Task, connection, "SELECT * FROM tasks WHERE id = ?", (task_id,))
 
 
 def allocations_of(connection: sqlite3.Connection, task_id: str) -> list[Allocation]:
-    """Return the allocations of a task, the latest first."""
     return fetch_all(
         Allocation, connection, "SELECT * FROM allocations WHERE task_id = ? ORDER BY run_id DESC", (task_id,)
     )
@@ -53,12 +49,10 @@ _LIVING = (
 
 
 def living(connection: sqlite3.Connection) -> list[LivingAllocation]:
-    """Return every living allocation with what it runs, oldest first."""
     return fetch_all(LivingAllocation, connection, f"{_LIVING} ORDER BY a.start_us, a.id")
 
 
 def living_of(connection: sqlite3.Connection, task_id: str) -> LivingAllocation | None:
-    """Return the living allocation of a task, None if it has none."""
     return fetch_one(LivingAllocation, connection, f"{_LIVING} AND a.task_id = ?", (task_id,))
 
 
@@ -72,7 +66,6 @@ def model_definition(connection: sqlite3.Connection, task_id: str) -> bytes:
 
 
 def is_detached(connection: sqlite3.Connection, trial_id: int | None, task_id: str | None) -> bool:
-    """Say whether a trial, or that of a task, is a detached run."""
     row = connection.execute(
         "SELECT 1 FROM trials WHERE id = COALESCE(?, (SELECT trial_id FROM tasks WHERE id = ?)) "
         "AND heartbeat_us IS NOT NULL",
@@ -84,10 +77,7 @@ def is_detached(connection: sqlite3.Connection, trial_id: int | None, task_id: s
 def is_over(
     connection: sqlite3.Connection, trial_id: int | None, task_id: str | None, before_us: int
 ) -> bool:
-    """Say whether the tasks of a trial, or one task, had ended before a time.
-
-    One with a living allocation has not.
-    """
+    """Say whether the tasks of a trial, or one task, had ended before a time."""
     column, value = ("trial_id", trial_id) if trial_id is not None else ("id", task_id)
     open_tasks = connection.execute(
         f"SELECT COUNT(*) FROM tasks WHERE {column} = ? AND (end_us IS NULL OR end_us > ?)",  # noqa: S608 - a constant
@@ -102,5 +92,4 @@ def is_over(
 
 
 def update(tx: Transaction, task_id: str, **columns: Any) -> None:
-    """Set columns of a task."""
     tx.update("tasks", task_id, columns)

@@ -1,6 +1,6 @@
-"""Tokens: rows that hold their SHA-256, and a store of identities in memory.
+"""Tokens: rows with their SHA-256, and a cache of identities.
 
-A person asks for access tokens so that scripts can ask in their name; the others come from logins and allocations.
+A person creates access tokens for scripts; the other tokens come from logins and allocations.
 """
 
 from __future__ import annotations
@@ -30,75 +30,47 @@ _MAX_ACTIVE = 200
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class User:
-    """A user, as handlers see it.
-
-    Attributes:
-        id: its number.
-        username: unique, whatever the case of its letters.
-        display_name: may be empty.
-        admin: whether it is an administrator.
-        active: whether it may log in.
-        modified_us: when it was changed last.
-        last_auth_us: when it logged in last.
-    """
+    """A user, without the password's hash."""
 
     id: int
-    username: str
+    username: str  # unique, case-insensitive
     display_name: str
     admin: bool
-    active: bool
+    active: bool  # may log in
     modified_us: int
     last_auth_us: int | None
 
     @classmethod
     def from_row(cls, row: sqlite3.Row) -> User:
-        """Read a row with the columns of ``users``."""
         values = {field.name: row[field.name] for field in dataclasses.fields(cls)}
         return cls(**{**values, "admin": bool(row["admin"]), "active": bool(row["active"])})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AllocationIdentity:
-    """What an allocation's token opens.
-
-    Attributes:
-        id: the allocation.
-        task_id: its task.
-        trial_id: its trial.
-        experiment_id: its trial's experiment.
-        run_id: its number among the trial's allocations.
-    """
+    """The allocation that an allocation's token is for."""
 
     id: str
     task_id: str
     trial_id: int
     experiment_id: int
-    run_id: int
+    run_id: int  # index among the trial's allocations
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Identity:
-    """Whose token it is.
+    """Whose token it is."""
 
-    Attributes:
-        token_hash: SHA-256 of the token, hexadecimal.
-        user: the user; for an allocation the one who submitted its experiment.
-        allocation: set for the token of an allocation itself, None for one of a user.
-        expires_us: when it ends by itself.
-        is_access_token: whether it was made as one, and is no session's.
-        is_of_task: whether it ends with an allocation.
-    """
-
-    token_hash: str
-    user: User
-    allocation: AllocationIdentity | None
+    token_hash: str  # SHA-256, hexadecimal
+    user: User  # for an allocation, the one who submitted its experiment
+    allocation: AllocationIdentity | None  # None for a user's token
     expires_us: int | None
-    is_access_token: bool = False
-    is_of_task: bool = False
+    is_access_token: bool = False  # no session's
+    is_of_task: bool = False  # ends with an allocation
 
 
 def create_token(tx: Transaction, user_id: int) -> str:
-    """Give a user who has logged in a token, and forget what has expired."""
+    """Create a token at a login, and delete expired ones."""
     now = now_us()
     tx.execute("DELETE FROM tokens WHERE expires_us < ?", (now,))
     tx.execute("UPDATE users SET last_auth_us = ? WHERE id = ?", (now, user_id))
@@ -106,7 +78,7 @@ def create_token(tx: Transaction, user_id: int) -> str:
 
 
 def create_allocation_tokens(tx: Transaction, allocation_id: str, user_id: int) -> tuple[str, str]:
-    """Make ``DET_SESSION_TOKEN`` and ``DET_USER_TOKEN`` of a new allocation."""
+    """Create ``DET_SESSION_TOKEN`` and ``DET_USER_TOKEN`` of a new allocation."""
     return (
         _insert(tx, "allocation", user_id, allocation_id, None),
         _insert(tx, "user", user_id, allocation_id, None),
@@ -124,21 +96,17 @@ def keep_allocation_tokens(
 
 
 def end_allocation_tokens(tx: Transaction, allocation_id: str) -> None:
-    """End both tokens of an allocation."""
     tx.execute("DELETE FROM tokens WHERE allocation_id = ?", (allocation_id,))
     tx.publish(TOPIC)
 
 
 def end_token(tx: Transaction, token_hash: str) -> None:
-    """End one token."""
-    tx.must_last()
     tx.execute("DELETE FROM tokens WHERE token_hash = ?", (token_hash,))
     tx.publish(TOPIC)
 
 
 def end_user_tokens(tx: Transaction, user_id: int, except_hash: str | None = None) -> None:
     """End all tokens of a user but those that the user's allocations themselves hold."""
-    tx.must_last()
     tx.execute(
         "DELETE FROM tokens WHERE user_id = ? AND kind = 'user' AND token_hash IS NOT ?",
         (user_id, except_hash),
@@ -183,7 +151,6 @@ def _find_access_token(connection: sqlite3.Connection, token_hash: str) -> Ident
 
 
 def hash_token(token: str) -> str:
-    """Return what is stored of a token."""
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -201,40 +168,23 @@ def _insert(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AccessToken:
-    """A row of access tokens; it stays when the token has ended, for lists.
-
-    Attributes:
-        id: its number.
-        user_id: whose it is.
-        description: what its owner has written.
-        created_us: when it was made.
-        expires_us: when it ends by itself; None for never.
-        revoked_us: when it was revoked; None if it was not.
-    """
+    """A row of access tokens; it stays when the token has ended, for lists."""
 
     id: int
     user_id: int
     description: str
     created_us: int
-    expires_us: int | None
+    expires_us: int | None  # None for never
     revoked_us: int | None
 
     def is_active(self, at_us: int) -> bool:
-        """Say whether it is valid at a time."""
         return self.revoked_us is None and (self.expires_us is None or self.expires_us > at_us)
 
 
 def create_access_token(
     tx: Transaction, user_id: int, description: str, expires_us: int | None
 ) -> tuple[int, str]:
-    """Make a token.
-
-    Returns:
-        Its number, and the token itself, which is told this once.
-
-    Raises:
-        StoreError: no such user, one that is not active, has too many, or a bad description.
-    """
+    """Create a token; return its id and the token, which is shown only once."""
     user = tx.execute("SELECT username, active FROM users WHERE id = ?", (user_id,)).fetchone()
     if user is None:
         raise NotFoundError(f"user {user_id} does not exist", Hint.LIST_USERS)
@@ -253,7 +203,6 @@ def create_access_token(
             f"user {user['username']!r} has {count} access tokens; expected fewer than {_MAX_ACTIVE}.",
             Hint.REVOKE_TOKENS,
         )
-    tx.must_last()
     token = secrets.token_urlsafe(32)
     cursor = tx.execute(
         "INSERT INTO access_tokens (token_hash, user_id, description, created_us, expires_us) VALUES (?, ?, ?, ?, ?)",
@@ -270,11 +219,6 @@ def list_access_tokens(connection: sqlite3.Connection, user_id: int | None) -> l
 
 
 def require_access_token(connection: sqlite3.Connection, token_id: int) -> AccessToken:
-    """Return one token.
-
-    Raises:
-        NotFoundError: there is none.
-    """
     row = fetch_one(AccessToken, connection, f"{_ACCESS_TOKENS} WHERE id = ?", (token_id,))
     if row is None:
         raise NotFoundError(f"access token {token_id} is not found", Hint.LIST_TOKENS)
@@ -284,17 +228,12 @@ def require_access_token(connection: sqlite3.Connection, token_id: int) -> Acces
 def change_access_token(
     tx: Transaction, token_id: int, description: str | None, *, is_revoked: bool
 ) -> AccessToken:
-    """Change a token's description, or end it; return what it is then.
-
-    Raises:
-        StoreError: unknown, one that has ended or a bad description.
-    """
+    """Change a token's description, or revoke it; return it."""
     now = now_us()
     if not require_access_token(tx.connection, token_id).is_active(now):
         raise InvalidError(
             f"access token {token_id} is no longer active; expected one that is. Make a new one instead."
         )
-    tx.must_last()
     if description is not None:
         tx.execute("UPDATE access_tokens SET description = ? WHERE id = ?", (_checked(description), token_id))
     if is_revoked:
@@ -313,12 +252,7 @@ def _checked(description: str) -> str:
 
 
 class TokenStore:
-    """Finds identities, from memory until a commit ends a token or changes a user.
-
-    Args:
-        read: runs a function of a connection in a reader's thread.
-        pubsub: tells of commits.
-    """
+    """Finds identities, from memory until a commit ends a token or changes a user."""
 
     def __init__(self, read: Callable[..., Awaitable[Any]], pubsub: PubSub) -> None:
         self._read = read

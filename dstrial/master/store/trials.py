@@ -58,16 +58,10 @@ class Trial:
 
 
 def get(connection: sqlite3.Connection, trial_id: int) -> Trial | None:
-    """Return a trial's row, None if it does not exist."""
     return fetch_one(Trial, connection, "SELECT * FROM trials WHERE id = ?", (trial_id,))
 
 
 def require(connection: sqlite3.Connection, trial_id: int) -> Trial:
-    """Return a trial's row.
-
-    Raises:
-        NotFoundError: there is none.
-    """
     row = get(connection, trial_id)
     if row is None:
         raise NotFoundError(f"trial {trial_id} is not found", Hint.LIST_TRIALS)
@@ -95,7 +89,6 @@ def by_external_id(connection: sqlite3.Connection, experiment_id: int, external_
 
 
 def of_experiment(connection: sqlite3.Connection, experiment_id: int) -> list[Trial]:
-    """Return all trials of an experiment, oldest first."""
     return fetch_all(
         Trial, connection, "SELECT * FROM trials WHERE experiment_id = ? ORDER BY id", (experiment_id,)
     )
@@ -116,7 +109,6 @@ def insert(tx: Transaction, experiment: Experiment, action: Create, now: int, wa
     ``now`` is in microseconds, ``warm_start`` the checkpoint of another trial that it starts from.
     """
     task_id = f"{experiment.id}.{action.request_id}"
-    tx.must_last()
     cursor = tx.execute(
         "INSERT INTO trials (experiment_id, request_id, state, hparams, seed, task_id, start_us, warm_start_uuid) "
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -143,7 +135,6 @@ def insert_detached(
     """Store a trial that runs elsewhere, with its task, and return its id."""
     request_id = str(uuid.uuid4())
     task_id = f"{experiment_id}.{request_id}"
-    tx.must_last()
     cursor = tx.execute(
         "INSERT INTO trials (experiment_id, request_id, state, hparams, seed, task_id, start_us, external_id, heartbeat_us) "
         "VALUES (?, ?, 'ACTIVE', ?, 0, ?, ?, ?, ?)",
@@ -178,7 +169,6 @@ def _insert_task(tx: Transaction, task_id: str, experiment_id: int, trial_id: in
 
 
 def of_task(connection: sqlite3.Connection, task_id: str) -> Trial | None:
-    """Return the trial of a task, None if there is no such task or it has none."""
     return fetch_one(
         Trial,
         connection,
@@ -188,12 +178,12 @@ def of_task(connection: sqlite3.Connection, task_id: str) -> Trial | None:
 
 
 def keep_logs(tx: Transaction, trial_id: int, days: int) -> None:
-    """Say how long the logs of a trial are kept, in days; -1 for ever."""
+    """Set how long a trial's logs are kept, in days; -1 for ever."""
     tx.execute("UPDATE trials SET log_retention_days = ? WHERE id = ?", (days, trial_id))
 
 
 def silent_since(connection: sqlite3.Connection, before_us: int) -> list[Trial]:
-    """Return the detached runs that are active and were not heard of since a time."""
+    """Return the active detached runs without a heartbeat since a time."""
     return fetch_all(
         Trial,
         connection,
@@ -203,7 +193,6 @@ def silent_since(connection: sqlite3.Connection, before_us: int) -> list[Trial]:
 
 
 def update(tx: Transaction, trial_id: int, **columns: Any) -> None:
-    """Set columns of a trial."""
     tx.update("trials", trial_id, columns)
 
 
@@ -219,7 +208,7 @@ def best_ids(connection: sqlite3.Connection, experiment: Experiment, limit: int)
 
 
 def progress_by_request(connection: sqlite3.Connection, experiment_id: int) -> dict[str, float]:
-    """Return how far each trial of an experiment is, by the searcher's id of it."""
+    """Return the searcher's id -> progress of each trial."""
     rows = connection.execute(
         "SELECT request_id, progress FROM trials WHERE experiment_id = ?", (experiment_id,)
     )
@@ -227,13 +216,12 @@ def progress_by_request(connection: sqlite3.Connection, experiment_id: int) -> d
 
 
 def activate_paused(tx: Transaction, experiment_id: int) -> None:
-    """Make the paused trials of an experiment active."""
     tx.execute(
         "UPDATE trials SET state = 'ACTIVE' WHERE experiment_id = ? AND state = 'PAUSED'", (experiment_id,)
     )
 
 
 def set_flag(tx: Transaction, trial_id: int, column: Literal["retry_cancelled", "is_node_excluded"]) -> bool:
-    """Set what a log policy asks for, and say whether it was not set yet."""
+    """Set the flag of a log policy's action; return False if it was set."""
     cursor = tx.execute(f"UPDATE trials SET {column} = 1 WHERE id = ? AND {column} = 0", (trial_id,))  # noqa: S608 - one of the two above
     return bool(cursor.rowcount)

@@ -32,12 +32,9 @@ FIRST_USERS = {"determined": False, "admin": True}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredUser(User):
-    """A user with the hash of its password."""
-
     password_hash: str = dataclasses.field(repr=False)
 
     def without_password(self) -> User:
-        """Return the user as handlers may see it."""
         return User(**{field.name: getattr(self, field.name) for field in dataclasses.fields(User)})
 
 
@@ -47,12 +44,11 @@ def new_passwords(*, is_blank: bool) -> dict[str, str]:
 
 
 def has_users(connection: sqlite3.Connection) -> bool:
-    """Whether the first users have been made."""
     return connection.execute("SELECT 1 FROM users").fetchone() is not None
 
 
 def create_first_users(tx: Transaction, passwords: Mapping[str, str]) -> None:
-    """Make a fresh master's users as Determined does: admin has id 1, determined 2."""
+    """Create a fresh master's users as Determined does: admin has id 1, determined 2."""
     for name in sorted(FIRST_USERS):
         create_user(tx, username=name, admin=FIRST_USERS[name], password=client_hash(passwords[name]))
 
@@ -63,7 +59,6 @@ def client_hash(password: str) -> str:
 
 
 def stored_hash(hashed: str) -> str:
-    """Return what is stored for a client's hash."""
     if not hashed:
         return ""
     salt = secrets.token_bytes(16)
@@ -71,7 +66,7 @@ def stored_hash(hashed: str) -> str:
 
 
 def is_password(stored: str, hashed: str) -> bool:
-    """Whether a client's hash fits the stored one, in constant time unless blank."""
+    """Compare a client's hash with the stored one, in constant time unless blank."""
     if not stored or not hashed:
         return stored == hashed
     _, cost, salt, expected = stored.split("$")
@@ -91,16 +86,11 @@ def create_user(
     display_name: str = "",
     active: bool = True,
 ) -> int:
-    """Make a user; ``password`` is the client's hash, blank for none.
-
-    Raises:
-        StoreError: a name that is not valid, or is taken.
-    """
+    """Create a user; ``password`` is the client's hash, blank for none."""
     _check_name(username)
     display_name = _checked_display_name(tx.connection, display_name, None)
     if find_by_name(tx.connection, username) is not None:
         raise _taken(username)
-    tx.must_last()
     cursor = tx.execute(
         "INSERT INTO users (username, display_name, password_hash, admin, active, modified_us) "
         "VALUES (?, ?, ?, ?, ?, ?)",
@@ -120,13 +110,8 @@ def change_user(
     active: bool | None = None,
     password: str | None = None,
 ) -> None:
-    """Change what is given of a user.
-
-    Raises:
-        StoreError: no such user, a new name that is not valid or is taken, the last active administrator.
-    """
+    """Change the given fields of a user; refuse to lose the last active administrator."""
     row = find_by_id(tx.connection, user_id)
-    tx.must_last()
     if username is not None and username != row.username:
         _check_name(username)
         other = find_by_name(tx.connection, username)
@@ -153,16 +138,10 @@ def change_user(
 
 
 def find_by_name(connection: sqlite3.Connection, username: str) -> StoredUser | None:
-    """Return a user's row."""
     return fetch_one(StoredUser, connection, "SELECT * FROM users WHERE username = ?", (username,))
 
 
 def find_by_id(connection: sqlite3.Connection, user_id: int) -> StoredUser:
-    """Return a user's row.
-
-    Raises:
-        NotFoundError: there is none.
-    """
     row = fetch_one(StoredUser, connection, "SELECT * FROM users WHERE id = ?", (user_id,))
     if row is None:
         raise NotFoundError(f"user {user_id} does not exist", Hint.LIST_USERS)
@@ -170,7 +149,6 @@ def find_by_id(connection: sqlite3.Connection, user_id: int) -> StoredUser:
 
 
 def list_users(connection: sqlite3.Connection) -> list[User]:
-    """Return all users by name."""
     rows = connection.execute("SELECT * FROM users ORDER BY username COLLATE NOCASE").fetchall()
     return [User.from_row(row) for row in rows]
 

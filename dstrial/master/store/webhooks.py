@@ -1,4 +1,4 @@
-"""Rows of webhooks, their triggers, and the events that are to be sent."""
+"""Rows of webhooks, their triggers, and the events to be sent."""
 
 from __future__ import annotations
 
@@ -43,8 +43,6 @@ _MAX_PATTERN = 1000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TriggeredWebhook:
-    """A webhook with one of its triggers."""
-
     id: int
     name: str
     url: str = dataclasses.field(repr=False)
@@ -63,7 +61,7 @@ class TriggeredWebhook:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DueEvent:
-    """The waiting event of a webhook that is due first, with where it goes."""
+    """A webhook's first due event, with where it goes."""
 
     id: int
     webhook_id: int
@@ -78,50 +76,28 @@ class DueEvent:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trigger:
-    """What a webhook is told of.
+    """An event that a webhook is sent."""
 
-    Attributes:
-        type: EXPERIMENT_STATE_CHANGE, TASK_LOG or CUSTOM.
-        condition: a state, a pattern of RE2, or empty.
-        id: its number; 0 before it has one.
-    """
-
-    type: str
-    condition: str
+    type: str  # EXPERIMENT_STATE_CHANGE, TASK_LOG or CUSTOM
+    condition: str  # a state, a pattern of RE2, or empty
     id: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Webhook:
-    """One webhook.
-
-    Attributes:
-        name: by which configs name it; may be empty, and the same for several.
-        url: where it is sent.
-        type: DEFAULT or SLACK.
-        mode: WORKSPACE, or SPECIFIC for experiments that name it.
-        workspace_id: whose events it is told of; None for all.
-        triggers: of what.
-        id: its number; 0 before it has one.
-        delivery: how sending goes: ``delivered``, ``failed``, ``dropped``, ``waiting``, ``lastTime`` (us), ``lastResult``.
-    """
-
-    name: str
+    name: str  # for configs; may be empty, and shared by several
     url: str
-    type: str
-    mode: str
-    workspace_id: int | None
+    type: str  # DEFAULT or SLACK
+    mode: str  # WORKSPACE, or SPECIFIC for experiments that name it
+    workspace_id: int | None  # None for all
     triggers: tuple[Trigger, ...]
     id: int = 0
-    delivery: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    delivery: Mapping[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # result counts, lastTime (us), lastResult
 
 
 def create(tx: Transaction, webhook: Webhook) -> int:
-    """Store a webhook and return its number.
-
-    Raises:
-        StoreError: a name, address or trigger that is not valid, too many of them.
-    """
     check(webhook)
     if tx.execute("SELECT COUNT(*) FROM webhooks").fetchone()[0] >= _MAX_WEBHOOKS:
         raise InvalidError(
@@ -215,11 +191,6 @@ def list_webhooks(connection: sqlite3.Connection, workspace_ids: Collection[int]
 
 
 def require(connection: sqlite3.Connection, webhook_id: int) -> Webhook:
-    """Return one webhook.
-
-    Raises:
-        NotFoundError: there is none.
-    """
     row = connection.execute("SELECT * FROM webhooks WHERE id = ?", (webhook_id,)).fetchone()
     if row is None:
         raise NotFoundError(f"webhook {webhook_id} is not found", Hint.LIST_WEBHOOKS)
@@ -253,14 +224,14 @@ def _webhook(connection: sqlite3.Connection, row: sqlite3.Row) -> Webhook:
 
 
 def change_url(tx: Transaction, webhook_id: int, url: str) -> None:
-    """Send to another address from now on, what waits included."""
+    """Set another address, also for events that wait."""
     check_url(url)
     tx.execute("UPDATE webhooks SET url = ? WHERE id = ?", (url, webhook_id))
     tx.publish(EVENTS_TOPIC)
 
 
 def delete(tx: Transaction, webhook_id: int) -> None:
-    """Delete a webhook, and what waits to be sent to it."""
+    """Delete a webhook and the events that wait for it."""
     tx.execute("DELETE FROM webhooks WHERE id = ?", (webhook_id,))
     tx.publish(TOPIC)
 
@@ -268,10 +239,7 @@ def delete(tx: Transaction, webhook_id: int) -> None:
 def triggered(
     connection: sqlite3.Connection, kind: str, condition: str | None = None
 ) -> list[TriggeredWebhook]:
-    """Return triggers of a type, and of a condition if given, with their webhooks.
-
-    The trigger's own number is ``trigger_id``.
-    """
+    """Return triggers of a type, and of a condition if given, with their webhooks."""
     return fetch_all(
         TriggeredWebhook,
         connection,
@@ -282,7 +250,7 @@ def triggered(
 
 
 def add_event(tx: Transaction, webhook_id: int, event: Mapping[str, Any]) -> None:
-    """Have an event sent, unless too many wait already; those are counted."""
+    """Enqueue an event, or count it as dropped if too many wait."""
     waiting = tx.execute(
         "SELECT COUNT(*) FROM webhook_events WHERE webhook_id = ? AND given_up_us IS NULL", (webhook_id,)
     ).fetchone()[0]
@@ -298,7 +266,7 @@ def add_event(tx: Transaction, webhook_id: int, event: Mapping[str, Any]) -> Non
 
 
 def next_events(connection: sqlite3.Connection) -> list[DueEvent]:
-    """Return each webhook's first due event, with the webhook's ``url`` and ``type``."""
+    """Return each webhook's first due event."""
     return fetch_all(
         DueEvent,
         connection,
@@ -310,9 +278,9 @@ def next_events(connection: sqlite3.Connection) -> list[DueEvent]:
 def note_result(
     tx: Transaction, webhook_id: int, event_id: int, result: str, *, is_delivered: bool, retry_us: int | None
 ) -> None:
-    """Store what came of an attempt.
+    """Store the result of a delivery attempt, one line.
 
-    ``result`` is one line; ``retry_us`` None gives up what was not delivered. The webhook may have been deleted meanwhile.
+    ``retry_us`` None gives up an event that was not delivered. The webhook may have been deleted meanwhile.
     """
     now = now_us()
     if is_delivered:
@@ -350,7 +318,6 @@ class LineTrigger(TriggeredWebhook):
 
 
 def triggered_by_line(connection: sqlite3.Connection, task_id: str, trigger_id: int) -> LineTrigger | None:
-    """Return a trigger with its webhook and a task, None if it, or the task, is gone."""
     return fetch_one(
         LineTrigger,
         connection,
@@ -363,7 +330,7 @@ def triggered_by_line(connection: sqlite3.Connection, task_id: str, trigger_id: 
 
 
 def note_task(tx: Transaction, task_id: str, trigger_id: int) -> bool:
-    """Note that a task has set off a trigger, and say whether it is the first time."""
+    """Note that a task has set off a trigger; return whether for the first time."""
     cursor = tx.execute(
         "INSERT OR IGNORE INTO webhook_task_logs (task_id, trigger_id) VALUES (?, ?)", (task_id, trigger_id)
     )
@@ -372,15 +339,12 @@ def note_task(tx: Transaction, task_id: str, trigger_id: int) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NotifiedExperiment(Experiment):
-    """An experiment with its project and workspace."""
-
     project_name: str
     workspace_id: int
     workspace_name: str
 
 
 def notified_experiment(connection: sqlite3.Connection, experiment_id: int) -> NotifiedExperiment | None:
-    """Return an experiment as webhooks are told of it, None if it is gone."""
     return fetch_one(
         NotifiedExperiment,
         connection,

@@ -1,4 +1,4 @@
-"""Rows of workspaces, which hold projects, models and templates, and of templates."""
+"""Rows of workspaces, which hold projects, models and templates."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Workspace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkspaceInfo(Workspace):
-    """A workspace with its owner, what is in it, and when a user pinned it."""
+    """A workspace with its owner, its contents, and when a user pinned it."""
 
     username: str
     num_projects: int
@@ -52,16 +52,11 @@ class WorkspaceInfo(Workspace):
 
 
 def list_workspaces(connection: sqlite3.Connection, user_id: int) -> list[WorkspaceInfo]:
-    """Return workspaces by number, with owner, contents, and this user's pin."""
+    """Return workspaces by number; pins are this user's."""
     return fetch_all(WorkspaceInfo, connection, f"{_SELECT} ORDER BY w.id", {"user_id": user_id})
 
 
 def require(connection: sqlite3.Connection, workspace_id: int, user_id: int = 0) -> WorkspaceInfo:
-    """Return one workspace, as :func:`list_workspaces` does.
-
-    Raises:
-        NotFoundError: there is none.
-    """
     row = fetch_one(
         WorkspaceInfo, connection, f"{_SELECT} WHERE w.id = :id", {"id": workspace_id, "user_id": user_id}
     )
@@ -71,11 +66,7 @@ def require(connection: sqlite3.Connection, workspace_id: int, user_id: int = 0)
 
 
 def by_name(connection: sqlite3.Connection, name: str) -> WorkspaceInfo:
-    """Return the workspace of a name, whatever its case.
-
-    Raises:
-        NotFoundError: there is none.
-    """
+    """Return a workspace by its name, case-insensitive."""
     row = connection.execute("SELECT id FROM workspaces WHERE name = ?", (name,)).fetchone()
     if row is None:
         raise NotFoundError(f"workspace {name[:80]!r} is not found", Hint.LIST_WORKSPACES)
@@ -83,7 +74,7 @@ def by_name(connection: sqlite3.Connection, name: str) -> WorkspaceInfo:
 
 
 def refuse_archived(row: Workspace, verb: str) -> None:
-    """Refuse (400) a workspace that cannot ``verb``: it is archived or being deleted."""
+    """Refuse (400) to ``verb`` a workspace that is archived or being deleted."""
     state = "archived" if row.is_archived else "being deleted" if row.state != "UNSPECIFIED" else None
     if state is not None:
         raise InvalidError(
@@ -93,7 +84,7 @@ def refuse_archived(row: Workspace, verb: str) -> None:
 
 
 def refuse_immutable(row: Workspace, verb: str) -> None:
-    """Refuse (400) the workspace that is always there for what ``verb`` says."""
+    """Refuse (400) to ``verb`` the default workspace."""
     if row.is_immutable:
         raise InvalidError(
             f"workspace {row.name!r} is immutable and cannot {verb}; expected one of your own.",
@@ -121,11 +112,7 @@ def create(
     checkpoint_storage: Mapping[str, Any] | None,
     agent_user_group: Mapping[str, Any] | None,
 ) -> int:
-    """Store a workspace, pinned for its owner, and return its number.
-
-    Raises:
-        StoreError: see :func:`check_name`.
-    """
+    """Store a workspace, pinned for its owner, and return its number."""
     check_name(tx.connection, name, None)
     cursor = tx.execute(
         "INSERT INTO workspaces (name, owner_id, created_us, checkpoint_storage, agent_user_group) VALUES (?, ?, ?, ?, ?)",
@@ -145,14 +132,13 @@ def change(tx: Transaction, workspace_id: int, **fields: Any) -> None:
 
 
 def pin(tx: Transaction, workspace_id: int, user_id: int, *, is_pinned: bool) -> None:
-    """Keep whether a user has pinned a workspace."""
     tx.execute("DELETE FROM workspace_pins WHERE workspace_id = ? AND user_id = ?", (workspace_id, user_id))
     if is_pinned:
         tx.execute("INSERT INTO workspace_pins VALUES (?, ?, ?)", (user_id, workspace_id, now_us()))
 
 
 def delete(tx: Transaction, workspace_id: int) -> None:
-    """Delete a workspace that has no projects and models any more, with its templates."""
+    """Delete a workspace without projects and models, with its templates."""
     tx.execute("DELETE FROM workspaces WHERE id = ?", (workspace_id,))
 
 
@@ -161,13 +147,11 @@ def _json(value: Mapping[str, Any] | None) -> str | None:
 
 
 def owned_by(connection: sqlite3.Connection, user_id: int) -> set[int]:
-    """Return the workspaces of a user."""
     rows = connection.execute("SELECT id FROM workspaces WHERE owner_id = ?", (user_id,))
     return {int(row["id"]) for row in rows}
 
 
 def name_of(connection: sqlite3.Connection, workspace_id: int) -> str | None:
-    """Return the name of a workspace, None if it is gone."""
     row = connection.execute("SELECT name FROM workspaces WHERE id = ?", (workspace_id,)).fetchone()
     return None if row is None else str(row["name"])
 
@@ -182,16 +166,10 @@ class Template:
 
 
 def list_templates(connection: sqlite3.Connection) -> list[Template]:
-    """Return all templates by name."""
     return fetch_all(Template, connection, "SELECT * FROM templates ORDER BY name")
 
 
 def require_template(connection: sqlite3.Connection, name: str) -> Template:
-    """Return one template.
-
-    Raises:
-        NotFoundError: there is none.
-    """
     row = fetch_one(Template, connection, "SELECT * FROM templates WHERE name = ?", (name,))
     if row is None:
         raise NotFoundError(f"template {name[:80]!r} is not found", Hint.LIST_TEMPLATES)
@@ -209,11 +187,6 @@ def refuse_existing_template(connection: sqlite3.Connection, name: str) -> None:
 
 
 def create_template(tx: Transaction, name: str, config: Mapping[str, Any], workspace_id: int) -> None:
-    """Store a template.
-
-    Raises:
-        StoreError: see :func:`refuse_existing_template`.
-    """
     refuse_existing_template(tx.connection, name)
     tx.execute("INSERT INTO templates VALUES (?, ?, ?)", (name, json.dumps(config), workspace_id))
 
@@ -224,16 +197,10 @@ def change_template(tx: Transaction, name: str, config: Mapping[str, Any]) -> No
 
 
 def rename_template(tx: Transaction, old: str, new: str) -> None:
-    """Give a template another name.
-
-    Raises:
-        StoreError: unknown, and see :func:`refuse_existing_template`.
-    """
     require_template(tx.connection, old)
     refuse_existing_template(tx.connection, new)
     tx.execute("UPDATE templates SET name = ? WHERE name = ?", (new, old))
 
 
 def delete_template(tx: Transaction, name: str) -> None:
-    """Delete a template."""
     tx.execute("DELETE FROM templates WHERE name = ?", (name,))

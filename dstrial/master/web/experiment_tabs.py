@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from dstrial.checkpoint.manifest import MANIFEST_NAME
+from dstrial.checkpoint.manifest import MANIFEST_NAME, hash_file
 from dstrial.config.experiment_config.origins import (
     LABEL,
     checked_again,
@@ -27,12 +27,12 @@ from dstrial.master.backends.model_definition import unpack
 from dstrial.master.clock import format_us
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import as_data
-from dstrial.master.lifecycle.checkpoint_audit import audit_one
+from dstrial.master.lifecycle.checkpoint_gc import remaining
 from dstrial.master.lifecycle.storages import root_of
 from dstrial.master.services import Services
 from dstrial.master.store import experiments, trials
 from dstrial.master.store.database import Connection
-from dstrial.master.store.views import checkpoint_overviews
+from dstrial.master.store.views import overviews
 from dstrial.master.web import model_files, rungs
 
 _MAX_VALUES = 5000
@@ -88,7 +88,7 @@ def _layouts(engines: str | None) -> list[Json]:
     ]
 
 
-def _checkpoint(row: checkpoint_overviews.CheckpointOverview) -> Json:
+def _checkpoint(row: overviews.CheckpointOverview) -> Json:
     return {
         "id": row.uuid,
         "trial": row.trial_id,
@@ -111,19 +111,19 @@ async def get_checkpoints(request: ApiRequest) -> Json:
     ``more`` if not all are told.
     """
 
-    def read(connection: Connection) -> list[checkpoint_overviews.CheckpointOverview]:
+    def read(connection: Connection) -> list[overviews.CheckpointOverview]:
         experiment_id = request.path_params["experiment_id"]
         experiments.require(connection, experiment_id)
-        return checkpoint_overviews.checkpoints(connection, experiment_id)
+        return overviews.checkpoints(connection, experiment_id)
 
     found = await request.services.read(read)
-    limit = checkpoint_overviews.MAX_CHECKPOINTS
+    limit = overviews.MAX_CHECKPOINTS
     return {"checkpoints": [_checkpoint(row) for row in found[:limit]], "more": len(found) > limit}
 
 
 def _look(services: Services, uuid: str) -> Json:
     with services.database.read() as connection:
-        row = checkpoint_overviews.stored_files(connection, uuid)
+        row = overviews.stored_files(connection, uuid)
     if row is None:
         raise RequestError(
             404, f"checkpoint {uuid[:80]!r} is not found; expected one of an experiment's list."
@@ -135,15 +135,21 @@ def _look(services: Services, uuid: str) -> Json:
             "isWhole": None,
             "text": "Its storage is no directory of this machine; `dstrial checkpoint verify` reads it.",
         }
-    trouble = services.storages.trouble_if_known(storage)
+    trouble = services.storages.trouble(storage)
     if trouble is not None:
         return {"isWhole": None, "text": trouble}
-    finding = audit_one(row, root)
-    if finding is not None:
-        return {"isWhole": False, "text": str(finding)}
+    directory = root / row.uuid
+    found = remaining(directory) if directory.is_dir() else {}
+    stored = json.loads(row.resources)
+    wrong = [name for name, size in stored.items() if not name.endswith("/") and found.get(name) != int(size)]
+    if row.state in ("COMPLETED", "PARTIALLY_DELETED") and wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        return {"isWhole": False, "text": f"Missing, or of another size: {', '.join(wrong[:3])}{more}."}
     if row.state != "COMPLETED":
         return {"isWhole": None, "text": f"It is {row.state.lower()}, as registered."}
-    has_manifest = row.manifest_sha256 is not None and MANIFEST_NAME in json.loads(row.resources)
+    has_manifest = row.manifest_sha256 is not None and MANIFEST_NAME in stored
+    if has_manifest and hash_file(directory / MANIFEST_NAME).sha256 != row.manifest_sha256:
+        return {"isWhole": False, "text": "Its manifest is another one than its trial has reported."}
     manifest = (
         "its manifest is the one that its trial has reported"
         if has_manifest

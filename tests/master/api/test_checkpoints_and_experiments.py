@@ -55,7 +55,7 @@ def test_a_trial_reports_for_no_other_allocation(
         "<cluster id>",
         "..",
         "logs",
-        ".dstrial-storage.json",
+        ".dstrial-storage",
         NEW_UUID.upper(),
         NEW_UUID.replace("-", ""),
         f"{NEW_UUID}\n",

@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 from serving import Master
 
-from dstrial.checkpoint.storage_identity import claim_identity
-from dstrial.master.store import storages
-
 pytestmark = pytest.mark.process
 
 
@@ -32,8 +29,7 @@ def storage_of(master: Master, root: Path) -> None:
     root.mkdir()
     sql = "UPDATE experiments SET config = json_set(config, '$.checkpoint_storage.host_path', ?) WHERE id = 1"
     master.change(sql, str(root))
-    identity = claim_identity(root, "cluster")
-    master.services.database.write(lambda tx: storages.remember(tx, identity))
+    assert master.services.storages.secure({"type": "shared_fs", "host_path": str(root)}) == root
 
 
 def resources() -> dict[str, int]:

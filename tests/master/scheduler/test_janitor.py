@@ -12,8 +12,8 @@ from waiting import wait_for
 from dstrial.master.pubsub import PubSub
 from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.store.database import Database, Transaction
-from dstrial.master.store.file import copies
 from dstrial.master.store.reports.logs import add_master_line
+from dstrial.master.store.sqlite_file import list_copies
 
 STORAGE = {"type": "shared_fs", "host_path": "/ck"}
 
@@ -56,16 +56,16 @@ def test_the_database_is_copied_once_a_day_unless_it_is_damaged(tmp_path: Path) 
         janitor.start()
         try:
             time.sleep(0.3)
-            assert copies.list_copies(path) == [], "there is nothing worth a copy"
+            assert list_copies(path) == [], "there is nothing worth a copy"
             store_experiment(database, tmp_path, STORAGE)
-            wait_for(lambda: copies.list_copies(path))
-            (copy,) = copies.list_copies(path)
+            wait_for(lambda: list_copies(path))
+            (copy,) = list_copies(path)
             time.sleep(0.3)
-            assert copies.list_copies(path) == [copy]
+            assert list_copies(path) == [copy]
 
             database._note_damage("page 3 is not what was written")
-            copies.remove(copy.path)
+            copy.path.unlink()
             time.sleep(0.3)
-            assert copies.list_copies(path) == []
+            assert list_copies(path) == []
         finally:
             janitor.stop()

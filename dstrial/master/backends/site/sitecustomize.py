@@ -32,8 +32,6 @@ def _import_hidden():
 if _ALLOCATION:
     _paths = _load("harness_paths")
     _guard = _load("storage_guard").guard_of_environment(_ALLOCATION)
-    if _guard is not None:
-        _guard.install()
     _paths.install(_paths.patches_of_allocation(_ALLOCATION, _guard))
 if os.environ.get("DSTRIAL_DETERMINED_IMPORTS", "0") != "0":
     _load("determined_imports").install_if_asked()

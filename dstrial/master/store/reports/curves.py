@@ -1,7 +1,6 @@
-"""A whole metric of a trial, as its curve is drawn from.
+"""A whole metric of a trial, from which its curve is drawn.
 
-SQLite joins the values of many reports to one text: a row for each of a million reports would be made into objects one after the
-other, and meanwhile no other thread of the master could do anything. What is kept of a curve others decide.
+SQLite joins the values of many reports to one text: objects for each of a million reports would hold the GIL for seconds.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ SELECT group_concat(steps), group_concat(end_us), group_concat(value) FROM (
 def curve(
     connection: sqlite3.Connection, trial_id: int, group: str, name: str, *, after: int = -1
 ) -> tuple[list[int], list[int], list[float]]:
-    """Return a metric of a trial beyond a batch, by batch.
+    """Return batches, times (us) and values of a metric after a batch, by batch.
 
-    That is batches, times in microseconds and values. Archived reports and those of no batch are left out, and what is no number.
+    Archived reports, those of no batch and values that are no number are left out.
     """
     path = _path_of(name)
     if path is None or not _HAS_ARROW:
@@ -61,7 +60,6 @@ def curve(
 
 
 def _numbers(columns: list[list[Any]]) -> list[list[Any]]:
-    """Return columns without the rows whose last value is no number."""
     steps, times, given = columns
     if set(map(type, given)) <= {float}:
         return columns
@@ -90,10 +88,9 @@ def _path_of(name: str) -> str | None:
 
 
 def _value_of(name: str) -> tuple[str, tuple[str, ...]]:
-    """Return an SQL expression for a metric of a report, and its parameters.
+    """Return an SQL expression for a metric of a report ``m``, and its parameters.
 
-    The report is ``m``, and the metric may be a number. It finds nothing of a name with a zero byte, at which texts of SQLite's
-    JSON functions end.
+    It finds nothing of a name with a zero byte, at which texts of SQLite's JSON functions end.
     """
     path = _path_of(name)
     if path is not None:

@@ -1,8 +1,4 @@
-"""Which points of a long series are drawn; pure.
-
-They are such that it looks like the whole. Never reads a database, and never makes up a point: what is chosen are places in the
-series.
-"""
+"""Chooses which points of a long series are drawn; pure."""
 
 from __future__ import annotations
 
@@ -10,23 +6,12 @@ from collections.abc import Sequence
 
 
 def downsample(xs: Sequence[float], ys: Sequence[float], max_points: int) -> list[int]:
-    """Return which points of a series to keep, in order: all if they are few enough.
+    """Return the indices of the points to keep, ascending; all if they are few enough.
 
     The first, the last, the least and the greatest are among them, and the first of each kind that is not
     finite (NaN, infinity, minus infinity), so that a training that went wrong is seen to. A part of the series
     without a finite value keeps a point, which is the gap in a line. With room for fewer than these seven, the last
     and the first come first.
-
-    Args:
-        xs: where each point lies, usually ascending.
-        ys: what each point is; may hold NaN and infinities.
-        max_points: how many to keep at most, at least 1.
-
-    Returns:
-        Indices into both, ascending, without repetition.
-
-    Raises:
-        ValueError: the lengths differ, or ``max_points`` is less than 1.
 
     Source: largest triangle three buckets, Steinarsson 2013, section 4.2 (threshold = max_points).
     """
@@ -57,7 +42,7 @@ def _always_kept(ys: Sequence[float]) -> list[int]:
 
 
 def _are_finite(ys: Sequence[float]) -> bool:
-    """Say whether all are; "no" also where only their sum is too large."""
+    """Say whether all are finite; False also where only their sum overflows."""
     total = sum(ys)
     return total - total == 0
 
@@ -65,7 +50,7 @@ def _are_finite(ys: Sequence[float]) -> bool:
 def _largest_triangles(xs: Sequence[float], ys: Sequence[float], num_buckets: int) -> list[int]:
     """Return a point of each bucket between the first point and the last.
 
-    It is the one that makes the largest triangle with the point before and the mean of the bucket behind it.
+    It makes the largest triangle with the point before and the mean of the next bucket.
     """
     if num_buckets < 1:
         return []

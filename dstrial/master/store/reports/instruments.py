@@ -1,7 +1,4 @@
-"""What the ranks of a trial measured of themselves, as it reported that.
-
-There are the newest report, and curves by rank.
-"""
+"""Measurements of a trial's ranks as reported: the newest, and curves by rank."""
 
 from __future__ import annotations
 
@@ -26,25 +23,16 @@ _WHERE = "trial_id = ? AND group_name = ? AND steps >= 0 AND archived = 0"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instruments:
-    """A report of instruments.
+    """A report of instruments."""
 
-    Attributes:
-        steps: finished batches of the trial.
-        end_us: when it was reported.
-        run_id: which run of the trial it was.
-        values: instrument -> its number over all ranks, or a word.
-        ranks: instrument -> a number for each rank, None where that has none.
-    """
-
-    steps: int
+    steps: int  # batches completed
     end_us: int
     run_id: int
-    values: dict[str, Any]
-    ranks: dict[str, list[float | None]]
+    values: dict[str, Any]  # instrument -> its number over all ranks, or a word
+    ranks: dict[str, list[float | None]]  # instrument -> a number for each rank, None where it has none
 
 
 def newest(connection: sqlite3.Connection, trial_id: int) -> Instruments | None:
-    """Return the newest report of a trial, None without one."""
     row = connection.execute(
         f"SELECT steps, end_us, run_id, metrics FROM metrics WHERE {_WHERE} ORDER BY steps DESC, id DESC LIMIT 1",  # noqa: S608 - constants
         (trial_id, GROUP),
@@ -65,10 +53,9 @@ def newest(connection: sqlite3.Connection, trial_id: int) -> Instruments | None:
 def by_rank(
     connection: sqlite3.Connection, trial_id: int, name: str
 ) -> tuple[list[int], list[int], list[list[float | None]]]:
-    """Return the ranks' values of an instrument, by batch.
+    """Return batches, times (us), and for each batch the ranks' values.
 
-    That is batches, times in microseconds, and for each the values. Of more than ``MAX_REPORTS`` reports only so many are read,
-    of many ranks fewer: the first, the newest, and those at even distances between.
+    Of more than ``MAX_REPORTS`` reports (fewer with many ranks): the first, the newest, and some at even distances.
     """
     steps: list[int] = []
     times: list[int] = []

@@ -1,7 +1,4 @@
-"""Pages of a log as the page shows it.
-
-A page has some lines before or behind a place, cut to what can be looked at.
-"""
+"""Pages of a log: some lines before or behind a place, long lines cut."""
 
 from __future__ import annotations
 
@@ -23,49 +20,35 @@ _SAMPLE = 5000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogOf:
-    """Whose log it is.
-
-    It is a trial's, which all of its tasks share, or that of a task without one.
-    """
+    """A trial's log, which all of its tasks share, or that of a task without a trial."""
 
     trial_id: int | None = None
     task_id: str | None = None
 
     @property
     def condition(self) -> str:
-        """SQL of it, for which there is an index; ``value`` is its parameter."""
         return "trial_id = ?" if self.trial_id is not None else "task_id = ? AND trial_id IS NULL"
 
     @property
     def value(self) -> int | str | None:
-        """The parameter of ``condition``."""
         return self.trial_id if self.trial_id is not None else self.task_id
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PageFilter:
-    """Which lines are wanted.
+    """Which lines are wanted."""
 
-    Attributes:
-        before: only lines before this id, the nearest; None with ``after``.
-        after: only lines behind this id, the nearest; None for the newest lines.
-        limit: how many at most.
-        level: this level and worse; lines that name none count as INFO. None for all.
-        ranks: of these only; -1 for lines of no rank. Empty for all.
-        text: only lines with it, upper and lower case alike.
-    """
-
-    before: int | None = None
-    after: int | None = None
+    before: int | None = None  # only lines before this id, the nearest; None with ``after``
+    after: int | None = None  # only lines behind this id; None for the newest lines
     limit: int = 200
-    level: str | None = None
-    ranks: tuple[int, ...] = ()
-    text: str = ""
+    level: str | None = None  # this level and worse; lines without one count as INFO
+    ranks: tuple[int, ...] = ()  # -1 for lines of no rank
+    text: str = ""  # case-insensitive
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShownLine:
-    """A line, or its beginning; ``num_bytes`` of the whole, without its line end."""
+    """A line, or its beginning."""
 
     id: int
     time_us: int
@@ -74,42 +57,29 @@ class ShownLine:
     source: str
     stdtype: str | None
     text: str
-    num_bytes: int
+    num_bytes: int  # of the whole line, without its line end
 
     @property
     def is_cut(self) -> bool:
-        """Whether ``text`` is not all of it."""
         return self.num_bytes > MAX_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogPage:
-    """Lines by id.
+    """Lines by id."""
 
-    Attributes:
-        lines: the oldest first.
-        searched_to: the id up to which was looked, where a limit ended that; None where nothing more is there.
-        last: id of the newest line of the log, whether or not it is wanted; 0 for an empty one.
-    """
-
-    lines: list[ShownLine]
-    searched_to: int | None
-    last: int
+    lines: list[ShownLine]  # the oldest first
+    searched_to: int | None  # id at which a limit ended the search; None where nothing more is there
+    last: int  # id of the newest line of the log; 0 for an empty one
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogExtent:
-    """How long a log is.
+    """How long a log is."""
 
-    Attributes:
-        first: id of its first line; None if it is empty.
-        last: id of its newest line.
-        num_lines: how many there are; None if they were not counted.
-    """
-
-    first: int | None
+    first: int | None  # id; None if it is empty
     last: int | None
-    num_lines: int | None
+    num_lines: int | None  # None if not counted
 
 
 def page(connection: sqlite3.Connection, log: LogOf, wanted: PageFilter) -> LogPage:
@@ -154,7 +124,6 @@ def _shown(row: sqlite3.Row) -> ShownLine:
 
 
 def _wants(wanted: PageFilter) -> tuple[str, list[object]]:
-    """Return SQL of the filters, and its values."""
     conditions, values = ["1"], list[object]()
     if wanted.level in LEVELS:
         levels = LEVELS[LEVELS.index(wanted.level) :]
@@ -183,10 +152,7 @@ def _id_at(
 
 
 def extent(connection: sqlite3.Connection, log: LogOf, *, is_counted: bool) -> LogExtent:
-    """Return how long a log is.
-
-    Counting takes longer than all else, as it looks at every line's place.
-    """
+    """Return how long a log is; counting is slow, as it reads every line's place."""
     where = f"FROM logs WHERE {log.condition}"
     ends = [
         connection.execute(f"SELECT {end}(id) {where}", (log.value,)).fetchone()[0] for end in ("MIN", "MAX")
@@ -196,10 +162,7 @@ def extent(connection: sqlite3.Connection, log: LogOf, *, is_counted: bool) -> L
 
 
 def some_ranks(connection: sqlite3.Connection, log: LogOf) -> list[int]:
-    """Return the ranks of some lines at the beginning and of some at the end.
-
-    -1 stands for lines of no rank.
-    """
+    """Return ranks of the first and last lines; -1 for lines of no rank."""
     part = f"SELECT rank FROM logs WHERE {log.condition} ORDER BY id {{}} LIMIT {_SAMPLE}"  # noqa: S608 - constants
     rows = connection.execute(
         f"SELECT DISTINCT COALESCE(rank, -1) AS rank FROM (SELECT * FROM ({part.format('ASC')}) "  # noqa: S608 - constants
@@ -210,10 +173,7 @@ def some_ranks(connection: sqlite3.Connection, log: LogOf) -> list[int]:
 
 
 def whole_line(connection: sqlite3.Connection, log: LogOf, line_id: int) -> bytes | None:
-    """Return a line as it was printed, UTF-8.
-
-    None if there is no such line of this log.
-    """
+    """Return a line as it was printed, UTF-8; None if it is not of this log."""
     # In one piece: each part of a long text would read all that is before it again.
     row = connection.execute(
         f"SELECT CAST(log AS BLOB) AS log FROM logs WHERE {log.condition} AND id = ?",  # noqa: S608 - constants

@@ -1,7 +1,4 @@
-"""How large a log may become: its beginning and its newest lines are kept.
-
-The middle goes. A trial that prints without end takes a bounded part of the disk, and its start and its end can be read.
-"""
+"""Bounds a log: keeps its beginning and its newest lines."""
 
 from __future__ import annotations
 
@@ -35,40 +32,27 @@ class LogSize:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogOwner:
-    """Whose log it is.
-
-    Attributes:
-        task_id: the task that prints.
-        trial_id: its trial, all of whose tasks share a log; None without one.
-        allocation_id: that prints; None for none of this machine.
-    """
+    """Whose log it is; all tasks of a trial share one."""
 
     task_id: str
     trial_id: int | None
-    allocation_id: str | None
+    allocation_id: str | None  # None for one on another node
 
     @property
     def condition(self) -> str:
-        """SQL that chooses the rows of this log."""
         return "trial_id = ?" if self.trial_id is not None else "trial_id IS NULL AND task_id = ?"
 
     @property
     def key(self) -> int | str:
-        """The parameter of ``condition``."""
         return self.task_id if self.trial_id is None else self.trial_id
 
 
 def add_lines(
     tx: Transaction, owner: LogOwner, lines: Sequence[LogLine], quota_bytes: int, *, num_lost: int = 0
 ) -> None:
-    """Store lines of a task's processes, in order, and delete what is one too many.
+    """Store lines of processes; delete older ones beyond ``quota_bytes`` of rows.
 
-    Args:
-        tx: the write.
-        owner: whose they are.
-        lines: what was printed.
-        quota_bytes: how much may be kept of the log, rows included.
-        num_lost: lines before these that were deleted before anybody read them.
+    ``num_lost`` lines before these were deleted before the master has read them.
     """
     size = _size_of(tx, owner)
     if num_lost:
@@ -95,7 +79,7 @@ def add_lines(
 
 
 def tell_at_end(tx: Transaction, owner: LogOwner) -> None:
-    """Say in a log, when its processes have ended, how much of it is left out, if any."""
+    """Add a line to an ended log that says how much of it is left out, if any."""
     size = fetch_one(
         LogSize,
         tx.connection,

@@ -16,8 +16,6 @@ LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredLine:
-    """A row of logs, with the container of its allocation."""
-
     id: int
     task_id: str
     trial_id: int | None
@@ -33,59 +31,32 @@ class StoredLine:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogLine:
-    """One line that a process printed.
-
-    Attributes:
-        time_us: when it was read.
-        stdtype: "stdout" or "stderr"; None for neither.
-        level: as its text says; None if it says none.
-        rank: as its tag says; None without one.
-        text: without tag and level, with its newline.
-    """
+    """One line that a process printed."""
 
     time_us: int
-    stdtype: str | None
-    level: str | None
-    rank: int | None
-    text: str
+    stdtype: str | None  # "stdout" or "stderr"
+    level: str | None  # from its text; None if that says none
+    rank: int | None  # from its tag; None without one
+    text: str  # without tag and level, with its newline
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogFilter:
-    """Which lines of a task or trial are wanted.
-
-    Attributes:
-        trial_id: of this trial.
-        task_id: of this task, where there is no trial.
-        after_id: only lines behind this one.
-        limit: at most this many; None for all.
-        is_descending: newest first.
-        allocation_ids: of these only, if any is given; and so on.
-        agent_ids: names of agents; there is one.
-        agent_id: the name of that one.
-        container_ids: container ids.
-        rank_ids: ranks; -1 for lines without one.
-        sources: "task", "master".
-        stdtypes: "stdout", "stderr".
-        levels: names of levels; lines without one count as INFO.
-        before_us: only lines before this time.
-        after_us: only lines after this time.
-        search_text: only lines that contain this.
-    """
+    """Which lines of a task or trial are wanted; empty does not restrict."""
 
     trial_id: int | None = None
-    task_id: str | None = None
+    task_id: str | None = None  # where there is no trial
     after_id: int | None = None
     limit: int | None = None
     is_descending: bool = False
     allocation_ids: tuple[str, ...] = ()
-    agent_ids: tuple[str, ...] = ()
-    agent_id: str = ""
+    agent_ids: tuple[str, ...] = ()  # names of agents; there is one
+    agent_id: str = ""  # its name
     container_ids: tuple[str, ...] = ()
-    rank_ids: tuple[int, ...] = ()
-    sources: tuple[str, ...] = ()
+    rank_ids: tuple[int, ...] = ()  # -1 for lines without one
+    sources: tuple[str, ...] = ()  # "task", "master"
     stdtypes: tuple[str, ...] = ()
-    levels: tuple[str, ...] = ()
+    levels: tuple[str, ...] = ()  # lines without one count as INFO
     before_us: int | None = None
     after_us: int | None = None
     search_text: str = ""
@@ -94,7 +65,6 @@ class LogFilter:
 def add_task_logs(
     tx: Transaction, task_id: str, trial_id: int | None, allocation_id: str | None, lines: Sequence[LogLine]
 ) -> None:
-    """Store lines of a task's processes, in order."""
     if not lines:
         return
     tx.executemany(
@@ -139,7 +109,6 @@ _SELECT = (
 
 
 def query(connection: sqlite3.Connection, wanted: LogFilter) -> list[StoredLine]:
-    """Return the lines that a filter wants, with their allocation's ``container_id``."""
     conditions, values = _conditions(wanted)
     if conditions is None:
         return []
@@ -242,9 +211,9 @@ _DAYS = "COALESCE(trials.log_retention_days, experiments.log_retention_days, :de
 
 
 def days_left(connection: sqlite3.Connection, trial_id: int, default_days: int | None) -> int:
-    """Return for how many days more a trial's logs are kept, -1 for ever.
+    """Return for how many days more an existing trial's logs are kept, -1 for ever.
 
-    The trial exists. They are counted from its end; before it, all are left. ``default_days`` is as :func:`forget_old` has it.
+    They are counted from its end. ``default_days`` is as in :func:`forget_old`.
     """
     row = connection.execute(
         f"SELECT {_DAYS} AS days, trials.end_us FROM trials "  # noqa: S608 - a constant
@@ -257,14 +226,9 @@ def days_left(connection: sqlite3.Connection, trial_id: int, default_days: int |
 
 
 def forget_old(tx: Transaction, default_days: int | None) -> int:
-    """Delete logs that are older than they are to be kept, and what commands hold.
+    """Delete expired logs, and the files of commands; return how many lines.
 
-    Args:
-        tx: the write.
-        default_days: how long, where neither trial nor experiment says; None and -1 for ever.
-
-    Returns:
-        How many lines were deleted.
+    ``default_days`` is for trials where neither they nor their experiment say; None and -1 for ever.
     """
     values = {"default": -1 if default_days is None else default_days, "now": now_us(), "day": _DAY_US}
     of_trials = (

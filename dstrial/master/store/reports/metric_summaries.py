@@ -1,6 +1,6 @@
-"""Summaries of metrics, a row for each name, and how many names a trial may have.
+"""Summaries of metrics, a row for each name, and a bound on a trial's names.
 
-What a report costs depends on the names in it, never on those before it.
+The cost of a report depends on the names in it, never on earlier reports.
 """
 
 from __future__ import annotations
@@ -40,21 +40,16 @@ _NAMED_CHARS = 80
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Admitted:
-    """What of a report is stored.
+    """The part of a report that is stored."""
 
-    Attributes:
-        values: by name, in the order of the report.
-        before: summary of those that had been reported before, by name.
-    """
-
-    values: dict[str, Any]
-    before: dict[str, dict[str, Any]]
+    values: dict[str, Any]  # by name, in the order of the report
+    before: dict[str, dict[str, Any]]  # summaries of earlier reports, by name
 
 
 def admit(tx: Transaction, trial: sqlite3.Row, group: str, values: Mapping[str, Any]) -> Admitted | None:
-    """Return what may be stored of a report; the trial's log tells once of the rest.
+    """Return what may be stored of a report; the log mentions the rest once.
 
-    The searcher's metric always may. None if nothing of this group may be stored.
+    The searcher's metric is always admitted.
     """
     before = _summaries(tx.connection, trial["id"], group, values)
     new = [name for name in values if name not in before]
@@ -88,7 +83,7 @@ def admit(tx: Transaction, trial: sqlite3.Row, group: str, values: Mapping[str, 
 
 
 def _one_too_many(tx: Transaction, trial: sqlite3.Row, new: list[str], room: int) -> set[str]:
-    """Return which new names find no room any more."""
+    """Return the new names for which there is no room."""
     if len(new) <= room:
         return set()
     (searcher_metric,) = tx.execute(
@@ -141,7 +136,7 @@ def _summaries(
 
 
 def add(tx: Transaction, trial_id: int, group: str, admitted: Admitted) -> None:
-    """Sum up what was admitted of a report."""
+    """Add an admitted report to the summaries."""
     summaries = {
         name: summarised(admitted.before.get(name), value) for name, value in admitted.values.items()
     }
@@ -157,9 +152,9 @@ def _store(tx: Transaction, trial_id: int, group: str, summaries: Mapping[str, M
 
 
 def replace(tx: Transaction, trial_id: int, reports: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-    """Sum up a trial anew, of (group, values) in order.
+    """Compute a trial's summaries anew from (group, values) in order.
 
-    Nothing is left of what was before. Who has been told that names are left out is not told again.
+    Its log does not mention again that names are left out.
     """
     tx.execute("DELETE FROM metric_summaries WHERE trial_id = ?", (trial_id,))
     groups: dict[str, dict[str, dict[str, Any]]] = {}

@@ -21,7 +21,7 @@ def as_number(value: Any) -> float | None:
 
 
 def plain(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics as JSON can hold them: numbers that it cannot are words."""
+    """Return metrics for JSON: numbers that it cannot hold become words."""
     return {str(name): _plain_value(value) for name, value in metrics.items()}
 
 

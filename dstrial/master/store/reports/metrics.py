@@ -43,15 +43,8 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AddedReport:
-    """What became of a report.
-
-    Attributes:
-        id: of its row.
-        is_new: False if it, or a part of it with nothing new, had been stored before.
-    """
-
     id: int
-    is_new: bool
+    is_new: bool  # False if all of it had been stored before
 
 
 def add_report(
@@ -69,10 +62,7 @@ def add_report(
 
     The same report again is recognised; other names at the same batch are added to it. The first report of a new run
     archives what older runs had reported beyond the checkpoint that it started from. Names beyond ``metric_summaries.MAX_NAMES``
-    are left out.
-
-    Raises:
-        StoreError: unknown trial, the report of an older run, another value for a metric that is stored.
+    are left out. A report of an older run, or another value for a stored metric, is a StoreError.
     """
     trial = tx.execute("SELECT * FROM trials WHERE id = ?", (trial_id,)).fetchone()
     if trial is None:
@@ -132,7 +122,7 @@ def _insert(
 
 
 def _begin_run(tx: Transaction, trial: sqlite3.Row, steps: int) -> bool:
-    """Archive what a new run trains again, and say whether anything was."""
+    """Archive reports that a new run makes again; return whether there were any."""
     trial_id, run_id = trial["id"], trial["run_id"]
     if trial["heartbeat_us"] is not None:
         return _begin_detached_run(tx, trial_id, run_id, steps)
@@ -146,7 +136,7 @@ def _begin_run(tx: Transaction, trial: sqlite3.Row, steps: int) -> bool:
 
 
 def _begin_detached_run(tx: Transaction, trial_id: int, run_id: int, steps: int) -> bool:
-    """Archive what older runs reported at or beyond the first batch of this run."""
+    """Archive the reports of older runs at or beyond the first batch of this run."""
     # Where it starts is not known: a detached run may not use its checkpoint.
     known = tx.execute(
         "SELECT 1 FROM metrics WHERE trial_id = ? AND run_id = ? AND steps >= 0 LIMIT 1", (trial_id, run_id)
@@ -182,11 +172,7 @@ def _merge(
 
 
 def archive_beyond(tx: Transaction, trial_id: int, run_id: int, steps: int) -> bool:
-    """Archive what runs before ``run_id`` reported beyond a batch, and sum up again.
-
-    Returns:
-        Whether there was anything to archive.
-    """
+    """Archive older runs' reports beyond a batch; return whether there were any."""
     cursor = tx.execute(
         "UPDATE metrics SET archived = 1 WHERE trial_id = ? AND run_id < ? AND steps > ? AND archived = 0 AND steps >= 0",
         (trial_id, run_id, steps),
@@ -248,7 +234,6 @@ def _note_validation(
 
 
 def update_best_of_experiment(tx: Transaction, trial_id: int) -> None:
-    """Keep the experiment's best trial and its metric."""
     experiment = tx.execute(
         "SELECT id, smaller_is_better FROM experiments WHERE id = (SELECT experiment_id FROM trials WHERE id = ?)",
         (trial_id,),
@@ -266,7 +251,6 @@ def update_best_of_experiment(tx: Transaction, trial_id: int) -> None:
 
 
 def get_report(connection: sqlite3.Connection, report_id: int | None) -> Report | None:
-    """Return one report, None for None."""
     if report_id is None:
         return None
     return fetch_one(Report, connection, "SELECT * FROM metrics WHERE id = ?", (report_id,))
@@ -299,10 +283,7 @@ def report_keys(connection: sqlite3.Connection, trial_id: int) -> list[tuple[int
 
 
 def report_ids(connection: sqlite3.Connection, trial_id: int, group: str | None) -> array[int]:
-    """Return the ids of a trial's reports that are not archived, by batch.
-
-    Those of no batch come first. ``group`` None stands for every group.
-    """
+    """Return ids of reports not archived, by batch, those of no batch first."""
     condition = "" if group is None else " AND group_name = ?"
     values = (trial_id, *(() if group is None else (group,)))
     found = array("q")
@@ -317,9 +298,9 @@ def report_ids(connection: sqlite3.Connection, trial_id: int, group: str | None)
 
 
 def some_reports(connection: sqlite3.Connection, ids: Sequence[int]) -> list[Report]:
-    """Return the first of these reports, as many as one answer should hold.
+    """Return the first reports, as many as an answer holds but at least one.
 
-    At least one is. Those that have been deleted since are left out, and nothing is found where all have been.
+    Reports that have been deleted since are left out.
     """
     found: list[Report] = []
     num_chars = 0
@@ -336,10 +317,7 @@ def some_reports(connection: sqlite3.Connection, ids: Sequence[int]) -> list[Rep
 def reports(
     connection: sqlite3.Connection, trial_ids: Collection[int], group: str | None, *, limit: int = 1000
 ) -> list[Report]:
-    """Return reports that are not archived, by trial and batch.
-
-    ``group`` None stands for all.
-    """
+    """Return reports that are not archived, by trial and batch."""
     taken: list[Report] = []
     for trial_id in sorted(trial_ids):
         for report_id in report_ids(connection, trial_id, group)[: limit - len(taken)]:
@@ -350,10 +328,7 @@ def reports(
 
 
 def every_report(connection: sqlite3.Connection, trial_id: int, group: str | None = None) -> Iterator[Report]:
-    """Yield a trial's reports of one group or of all, by batch.
-
-    Not those that are archived or belong to no batch.
-    """
+    """Yield a trial's reports by batch, without archived ones and those of no batch."""
     condition = "" if group is None else " AND group_name = ?"
     yield from fetch_each(
         Report,
@@ -369,7 +344,7 @@ _VALUE = "json_each(m.metrics) j WHERE j.key = ? AND j.type IN ('integer', 'real
 def series(connection: sqlite3.Connection, trial_id: int, group: str, name: str) -> list[tuple[int, float]]:
     """Return (batch, value) of one metric of a trial, by batch.
 
-    SQLite finds it: to make objects of all the other metrics in each report would hold up every request meanwhile.
+    SQLite extracts it: objects of all other metrics in each report would hold up every request meanwhile.
     """
     rows = connection.execute(
         f"SELECT m.steps, j.value FROM metrics m CROSS JOIN {_VALUE} "  # noqa: S608 - a constant

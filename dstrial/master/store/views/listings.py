@@ -86,8 +86,6 @@ LEFT JOIN checkpoints c ON c.uuid = t.best_checkpoint_uuid
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ListedExperiment(Experiment):
-    """An experiment with its owner, its place, and sums over its trials."""
-
     username: str
     display_name: str
     project_name: str
@@ -103,12 +101,9 @@ class ListedExperiment(Experiment):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ListedTrial(Trial):
-    """A trial with its best and latest validation and its best checkpoint.
+    """A trial with its best and latest validation and its best checkpoint."""
 
-    ``own_log_days`` is for how long the trial or its experiment asks to keep logs; None leaves it to the master.
-    """
-
-    own_log_days: int | None
+    own_log_days: int | None  # asked by the trial or its experiment; None for the master's
     searcher_metric: str
     best_steps: int | None
     best_us: int | None
@@ -129,32 +124,16 @@ class ListedTrial(Trial):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExperimentFilter:
-    """Which experiments are wanted; what is None or empty does not restrict.
+    """Which experiments are wanted; None or empty does not restrict."""
 
-    Attributes:
-        archived: only archived ones, or only others.
-        with_parents: whether one whose project or workspace is archived counts as archived.
-        name: a part of the name, whatever the case.
-        description: a part of the description.
-        users: names of their owners.
-        user_ids: ids of their owners.
-        states: as stored, without the prefix.
-        labels: every one of these.
-        ids: only these.
-        not_ids: none of these.
-        above: only with a greater id.
-        below: only with a smaller id.
-        project_id: only of this project.
-    """
-
-    archived: bool | None = None
-    with_parents: bool = False
-    name: str | None = None
+    archived: bool | None = None  # only archived ones, or only others
+    with_parents: bool = False  # an archived project or workspace counts
+    name: str | None = None  # a part of it, case-insensitive
     description: str | None = None
     users: Sequence[str] = ()
     user_ids: Sequence[int] = ()
-    states: Sequence[str] = ()
-    labels: Sequence[str] = ()
+    states: Sequence[str] = ()  # as stored, without the prefix
+    labels: Sequence[str] = ()  # all of these
     ids: Sequence[int] = ()
     not_ids: Sequence[int] = ()
     above: int | None = None
@@ -200,7 +179,6 @@ def _where(wanted: ExperimentFilter) -> tuple[str, list[object]]:
 
 
 def count_experiments(connection: sqlite3.Connection, wanted: ExperimentFilter) -> int:
-    """Return how many experiments there are."""
     where, values = _where(wanted)
     sql = f"SELECT COUNT(*) FROM experiments e JOIN users u ON u.id = e.owner_id WHERE {where}"  # noqa: S608 - constants
     return int(connection.execute(sql, values).fetchone()[0])
@@ -215,10 +193,7 @@ def list_experiments(
     offset: int = 0,
     limit: int = -1,
 ) -> list[ListedExperiment]:
-    """Return experiments with owner, trials, checkpoints, and progress of allocations.
-
-    ``sort_by`` is a ``SORT_BY_…`` of the protocol, by id otherwise; what has no value comes last. A ``limit`` of -1 is none.
-    """
+    """Return experiments; ``sort_by`` is a ``SORT_BY_…``; none is by id."""
     where, values = _where(wanted)
     column = _EXPERIMENT_ORDER.get(sort_by or "", "e.id")
     order = "DESC" if is_descending else "ASC"
@@ -227,13 +202,11 @@ def list_experiments(
 
 
 def get_experiment(connection: sqlite3.Connection, experiment_id: int) -> ListedExperiment | None:
-    """Return one experiment as :func:`list_experiments` does, None if unknown."""
     rows = list_experiments(connection, ExperimentFilter(ids=[experiment_id]))
     return rows[0] if rows else None
 
 
 def count_trials(connection: sqlite3.Connection, experiment_id: int, states: Sequence[str]) -> int:
-    """Return how many trials an experiment has."""
     sql = "SELECT COUNT(*) FROM trials t WHERE t.experiment_id = ?"
     if states:
         sql += f" AND t.state IN ({', '.join('?' * len(states))})"
@@ -252,10 +225,7 @@ def list_trials(
     offset: int = 0,
     limit: int = -1,
 ) -> list[ListedTrial]:
-    """Return an experiment's trials, or one trial, with best and latest results.
-
-    As :func:`list_experiments`. ``states`` are as stored, and what runs has run up to ``now_us``.
-    """
+    """Return trials; living allocations count up to ``now_us``."""
     names = {f"s{i}": state for i, state in enumerate(states)}
     condition = "t.id = :trial_id" if trial_id is not None else "t.experiment_id = :experiment_id"
     if names:

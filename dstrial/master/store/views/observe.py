@@ -1,7 +1,4 @@
-"""Views of one experiment from beside the master, for commands on its machine.
-
-Reads the database itself, so that following goes on while the master is restarted. Changes nothing.
-"""
+"""Reads the database beside the master, also while the master restarts."""
 
 from __future__ import annotations
 
@@ -13,12 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dstrial.checkpoint.storage_identity import StorageIdentity
 from dstrial.errors import MasterError
 from dstrial.master.state_directory import StateDirectory
-from dstrial.master.store import storages as storage_rows
-from dstrial.master.store.file.integrity import reading
-from dstrial.master.store.storages import StoredFiles
+from dstrial.master.store.sqlite_file import reading
 from dstrial.master.trial_files import read_json
 from dstrial.visible_text import visible_line
 
@@ -30,56 +24,30 @@ STOPPED_SUPERVISOR_NAME = "stopped_supervisor.json"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialView:
-    """One trial at one moment.
-
-    Attributes:
-        id: its number.
-        state: ``ACTIVE``, ``COMPLETED`` and so on.
-        hparams: its hyperparameters, JSON text.
-        total_batches: batches it has reported.
-        restarts: how often it has failed and was started again.
-        best_metric: the searcher metric of its best validation; None before the first.
-        is_running: whether it has an allocation that has not ended.
-        exit_code: of its last allocation that has ended, as a shell sees it; None if none has.
-        exit_reason: why that ended, one sentence; None if it says nothing.
-        num_allocations: how many it has had.
-        batches_saved: in its complete checkpoint of most batches; None without one.
-    """
-
     id: int
     state: str
-    hparams: str
+    hparams: str  # JSON
     total_batches: int
     restarts: int
-    best_metric: float | None
+    best_metric: float | None  # of the searcher; None before the first validation
     is_running: bool
-    exit_code: int | None
+    exit_code: int | None  # of its last allocation that has ended, as a shell sees it
     exit_reason: str | None
     num_allocations: int
-    batches_saved: int | None
+    batches_saved: int | None  # in its complete checkpoint of most batches
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExperimentView:
-    """One experiment at one moment.
-
-    Attributes:
-        id: its number.
-        state: ``ACTIVE``, ``PAUSED``, ``COMPLETED`` and so on.
-        progress: from 0 to 1.
-        end_reason: why it ended, one sentence; None if it has nothing to say.
-        trials: by number.
-    """
-
     id: int
     state: str
-    progress: float
+    progress: float  # from 0 to 1
     end_reason: str | None
     trials: tuple[TrialView, ...]
 
     @property
     def is_settled(self) -> bool:
-        """Whether it has ended or is paused, and none of its processes runs."""
+        """Whether the experiment has ended or is paused, and none of its processes runs."""
         return (self.state in TERMINAL_STATES or self.state == "PAUSED") and not any(
             trial.is_running for trial in self.trials
         )
@@ -87,68 +55,37 @@ class ExperimentView:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogRow:
-    """One line of a trial's log.
-
-    Attributes:
-        id: grows from line to line.
-        rank: None for a line of no rank.
-        source: ``task`` for what the processes printed, ``master`` for the master's own words.
-        stdtype: ``stdout`` or ``stderr``; None for the master's.
-        level: ``INFO`` and so on; None if the line names none.
-        text: without its line end.
-    """
-
     id: int
-    rank: int | None
-    source: str
-    stdtype: str | None
+    rank: int | None  # None for a line of no rank
+    source: str  # ``task`` or ``master``
+    stdtype: str | None  # None for the master's
     level: str | None
-    text: str
+    text: str  # without its line end
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Start:
-    """What holds up a trial that has not begun to train.
-
-    Attributes:
-        trial_id: the trial.
-        experiment_id: its experiment.
-        text: in a few words, for example ``compiling operator cpu_adam``, or for which slots it waits.
-        since_s: when that began, seconds since the epoch.
-    """
+    """What holds up a trial that has not begun to train."""
 
     trial_id: int
     experiment_id: int
-    text: str
-    since_s: float
+    text: str  # for example ``compiling operator cpu_adam``
+    since_s: float  # since the epoch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stalled:
-    """A trial whose ranks go on no more.
-
-    Attributes:
-        trial_id: the trial.
-        experiment_id: its experiment.
-        text: which rank is where, for example ``rank 1 is stopped (SIGSTOP) at batch 81 in train_batch``.
-        since_s: when it began, seconds since the epoch.
-    """
+    """A trial whose ranks have stalled."""
 
     trial_id: int
     experiment_id: int
-    text: str
-    since_s: float
+    text: str  # for example ``rank 1 is stopped (SIGSTOP) at batch 81 in train_batch``
+    since_s: float  # since the epoch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Usage:
-    """What the database says about a master, running or not.
-
-    Attributes:
-        num_slots_used: slots that allocations hold.
-        experiments: state -> number of experiments.
-        trials: state -> number of trials.
-    """
+    """Slots in use, and numbers of experiments and trials by state."""
 
     num_slots_used: int
     experiments: dict[str, int]
@@ -157,17 +94,11 @@ class Usage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Supervisor:
-    """The process that an allocation which has not ended was given.
-
-    Attributes:
-        allocation_id: the allocation.
-        pid: its number; another one may have it by now.
-        start_time: when it began, as the kernel tells.
-    """
+    """The supervisor of an allocation that has not ended."""
 
     allocation_id: str
     pid: int
-    start_time: str
+    start_time: str  # tells a reused pid apart
 
 
 @contextlib.contextmanager
@@ -192,7 +123,6 @@ WHERE trials.experiment_id = ? ORDER BY trials.id
 
 
 def experiment_view(state: StateDirectory, experiment_id: int) -> ExperimentView | None:
-    """Return an experiment and its trials; None if there is no such experiment."""
     with _connection(state) as connection:
         experiment = connection.execute(
             "SELECT state, progress, end_reason FROM experiments WHERE id = ?", (experiment_id,)
@@ -249,7 +179,7 @@ def starting(state: StateDirectory, experiment_id: int | None = None) -> list[St
 
 
 def stalled(state: StateDirectory) -> list[Stalled]:
-    """Return the trials whose ranks go on no more, or whose launcher is stopped."""
+    """Return the trials whose ranks have stalled, or whose launcher is stopped."""
     with _connection(state) as connection:
         live = connection.execute(_LIVE).fetchall()
     found = []
@@ -261,10 +191,7 @@ def stalled(state: StateDirectory) -> list[Stalled]:
 
 
 def stall_in(directory: Path) -> tuple[str, float] | None:
-    """Return who holds up an allocation's ranks, and since when (epoch seconds).
-
-    None if nobody does.
-    """
+    """Return an allocation's stall and its begin (epoch seconds), or None."""
     # Written by dstrial.master.scheduler.supervisor_watch, by dstrial.launch.stalls.stall_watch, and for a stopped launcher by
     # dstrial.master.backends.supervisor. The launcher knows nothing of a stopped supervisor, which so has a file of its own.
     return _said(directory / STOPPED_SUPERVISOR_NAME, "text") or _said(directory / "stalled.json", "text")
@@ -298,7 +225,7 @@ def new_log_rows(state: StateDirectory, trial_id: int, after_id: int, limit: int
 
 
 def last_log_id(state: StateDirectory, trial_id: int) -> int:
-    """Return the number of the last line of a trial's log; 0 if it is empty."""
+    """Return the id of the last line of a trial's log; 0 if it is empty."""
     with _connection(state) as connection:
         row = connection.execute(
             "SELECT COALESCE(MAX(id), 0) FROM logs WHERE trial_id = ?", (trial_id,)
@@ -307,7 +234,6 @@ def last_log_id(state: StateDirectory, trial_id: int) -> int:
 
 
 def num_live_allocations(state: StateDirectory) -> int:
-    """Return how many allocations have not ended, on whatever machine."""
     rows = _query(state, "SELECT COUNT(*) FROM allocations WHERE state != 'TERMINATED'")
     return int(rows[0][0]) if rows else 0
 
@@ -322,20 +248,7 @@ def supervisors(state: StateDirectory) -> list[Supervisor]:
     return [Supervisor(str(row[0]), int(row[1]), str(row[2])) for row in rows]
 
 
-def storages(state: StateDirectory) -> tuple[list[StorageIdentity], list[StoredFiles]]:
-    """Return the known checkpoint storages, and what rows say of files in them.
-
-    Raises:
-        MasterError: the database cannot be used.
-    """
-    if not state.database_path.is_file():
-        return [], []
-    with _connection(state) as connection:
-        return storage_rows.all_known(connection), storage_rows.all_files(connection)
-
-
 def usage(state: StateDirectory) -> Usage:
-    """Count slots in use, experiments and trials."""
     used = _query(
         state,
         "SELECT COALESCE(SUM(json_array_length(slots)), 0) FROM allocations WHERE state != 'TERMINATED'",
@@ -348,7 +261,7 @@ def usage(state: StateDirectory) -> Usage:
 
 
 def _query(state: StateDirectory, sql: str) -> list[tuple[Any, ...]]:
-    """Read the database beside the master; nothing where there is none yet."""
+    """Read the database; nothing where there is none yet."""
     if not state.database_path.is_file():
         return []
     with reading(state.database_path) as connection:

@@ -1,7 +1,4 @@
-"""What the page shows of experiments, trials and their metrics.
-
-These are small rows, read in one query each.
-"""
+"""Small rows for the page, read in one query each."""
 
 from __future__ import annotations
 
@@ -48,15 +45,11 @@ LEFT JOIN metrics l ON l.id = t.latest_validation_id
 """  # noqa: S608 - a constant
 MAX_METRICS = 2000
 """How many names of metrics are told of at most."""
+MAX_CHECKPOINTS = 5000  # of an experiment, the newest
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExperimentOverview:
-    """A line of the list of experiments.
-
-    ``hyperparameters`` is that part of the config, JSON.
-    """
-
     id: int
     name: str
     description: str
@@ -80,7 +73,7 @@ class ExperimentOverview:
     parent_id: int | None
     unmanaged: bool
     priority: int
-    hyperparameters: str | None
+    hyperparameters: str | None  # of the config, JSON
     num_trials: int
     checkpoint_size: int
     advance: int | None
@@ -88,8 +81,6 @@ class ExperimentOverview:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialOverview:
-    """A line of an experiment's trials; ``slots`` are those it has, or had last."""
-
     id: int
     experiment_id: int
     state: str
@@ -110,7 +101,7 @@ class TrialOverview:
     is_stopped_by_searcher: bool
     early_exit: str | None
     warm_start_uuid: str | None
-    slots: str | None
+    slots: str | None  # that it has, or had last
     advance: int | None
 
 
@@ -126,7 +117,6 @@ def experiments(connection: sqlite3.Connection, ids: Sequence[int] = ()) -> list
 
 
 def experiment_of_trial(connection: sqlite3.Connection, trial_id: int) -> int | None:
-    """Return to which experiment a trial belongs, None for an unknown one."""
     row = connection.execute("SELECT experiment_id FROM trials WHERE id = ?", (trial_id,)).fetchone()
     return None if row is None else int(row["experiment_id"])
 
@@ -134,7 +124,6 @@ def experiment_of_trial(connection: sqlite3.Connection, trial_id: int) -> int | 
 def trials(
     connection: sqlite3.Connection, experiment_id: int, ids: Sequence[int] = ()
 ) -> list[TrialOverview]:
-    """Return an experiment's trials, or some of them, by id."""
     some = "AND t.id IN (SELECT value FROM json_each(?))" if ids else ""
     return fetch_all(
         TrialOverview,
@@ -155,10 +144,7 @@ def some_trials(connection: sqlite3.Connection, ids: Sequence[int]) -> list[Tria
 
 
 def records_per_epoch(connection: sqlite3.Connection, experiment_id: int) -> int | None:
-    """Return how many records an epoch of an experiment has.
-
-    None where its config does not say.
-    """
+    """Return the records of an experiment's epoch; None where its config does not say."""
     row = connection.execute(
         "SELECT json_extract(config, '$.records_per_epoch') AS number FROM experiments WHERE id = ?",
         (experiment_id,),
@@ -167,7 +153,6 @@ def records_per_epoch(connection: sqlite3.Connection, experiment_id: int) -> int
 
 
 def trial(connection: sqlite3.Connection, trial_id: int) -> TrialOverview | None:
-    """Return one trial, None for an unknown one."""
     return fetch_one(TrialOverview, connection, f"{_TRIALS} WHERE t.id = ?", (trial_id,))
 
 
@@ -177,10 +162,9 @@ def metric_names(
     trial_ids: Sequence[int] = (),
     text: str = "",
 ) -> list[tuple[str, str]]:
-    """Return (group, name) of the numbers that trials have reported, in order.
+    """Return (group, name) of numbers reported, at most ``MAX_METRICS`` + 1.
 
-    The trials are an experiment's, or some. One more than ``MAX_METRICS`` where there are more. With ``text`` only those whose
-    name or group has it, upper and lower case alike.
+    With ``text`` only those whose name or group contains it, case-insensitive.
     """
     where = "t.experiment_id = ?" if experiment_id is not None else "t.id IN (SELECT value FROM json_each(?))"
     values: list[object] = [experiment_id if experiment_id is not None else json.dumps(list(trial_ids))]
@@ -196,7 +180,64 @@ def metric_names(
 
 
 def runs(connection: sqlite3.Connection, trial_id: int) -> list[Allocation]:
-    """Return a trial's allocations, in order."""
     return fetch_all(
         Allocation, connection, "SELECT * FROM allocations WHERE trial_id = ? ORDER BY run_id", (trial_id,)
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckpointOverview:
+    uuid: str
+    trial_id: int
+    steps: int  # batches completed
+    state: str
+    size: int
+    report_us: int
+    is_being_deleted: bool
+    manifest_sha256: str | None  # as its trial has reported it
+    num_files: int
+    format: str | None  # of its metadata
+    engines: str | None  # of its metadata, JSON
+    metric: float | str | None  # the searcher's; a word for NaN or infinity
+    models: str  # JSON list of [name, version]
+
+
+def checkpoints(connection: sqlite3.Connection, experiment_id: int) -> list[CheckpointOverview]:
+    """Return checkpoints, the newest first, at most ``MAX_CHECKPOINTS`` + 1."""
+    return fetch_all(
+        CheckpointOverview,
+        connection,
+        "SELECT c.uuid, c.trial_id, c.steps, c.state, c.size, c.report_us, c.deleting_us IS NOT NULL AS is_being_deleted, "
+        "c.manifest_sha256, (SELECT COUNT(*) FROM json_each(c.resources) r WHERE r.key NOT LIKE '%/') AS num_files, "
+        "CASE WHEN json_valid(c.metadata) THEN json_extract(c.metadata, '$.format') END AS format, "
+        "CASE WHEN json_valid(c.metadata) THEN json_extract(c.metadata, '$.engines') END AS engines, "
+        "(SELECT j.value FROM metrics m CROSS JOIN json_each(m.metrics) j WHERE m.trial_id = c.trial_id "
+        "AND m.group_name = 'validation' AND m.steps = c.steps AND m.steps >= 0 AND m.archived = 0 "
+        "AND j.key = e.searcher_metric ORDER BY m.run_id DESC LIMIT 1) AS metric, "
+        "(SELECT json_group_array(json_array(o.name, v.version)) FROM model_versions v JOIN models o ON o.id = v.model_id "
+        "WHERE v.checkpoint_uuid = c.uuid) AS models "
+        "FROM checkpoints c JOIN experiments e ON e.id = c.experiment_id WHERE c.experiment_id = ? "
+        "ORDER BY c.report_us DESC, c.uuid LIMIT ?",
+        (experiment_id, MAX_CHECKPOINTS + 1),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredFiles:
+    """What a checkpoint's row says of its files."""
+
+    uuid: str
+    state: str
+    resources: str  # JSON, path -> bytes
+    manifest_sha256: str | None
+    config: str  # of its experiment, JSON; its ``checkpoint_storage`` says where the files lie
+
+
+def stored_files(connection: sqlite3.Connection, uuid: str) -> StoredFiles | None:
+    return fetch_one(
+        StoredFiles,
+        connection,
+        "SELECT c.uuid, c.state, c.resources, c.manifest_sha256, e.config "
+        "FROM checkpoints c JOIN experiments e ON e.id = c.experiment_id WHERE c.uuid = ?",
+        (uuid,),
     )

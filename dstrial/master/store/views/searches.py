@@ -1,7 +1,4 @@
-"""Experiments that dsat has submitted for its searches.
-
-They are found by their labels, with what their trials have reported.
-"""
+"""Experiments of dsat's searches, found by labels, and their reports."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ WHERE e.labels LIKE '%"dsat-%' AND j.value LIKE ? ORDER BY e.id
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LabelledExperiment:
-    """An experiment with the label of dsat that says of which search it is, and what."""
+    """An experiment with its label of dsat: the search, and its part in it."""
 
     id: int
     name: str
@@ -39,13 +36,11 @@ class LabelledExperiment:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measurement:
-    """A row of metrics of an experiment's trial; ``metrics`` is JSON."""
-
     experiment_id: int
     trial_id: int
     group_name: str
     steps: int
-    metrics: str
+    metrics: str  # JSON
 
 
 def labelled(connection: sqlite3.Connection, search_id: str = "") -> list[LabelledExperiment]:
@@ -54,10 +49,7 @@ def labelled(connection: sqlite3.Connection, search_id: str = "") -> list[Labell
 
 
 def measurements(connection: sqlite3.Connection, search_id: str, limit: int) -> list[Measurement]:
-    """Return what a search's trials and workers have reported.
-
-    By experiment, in order.
-    """
+    """Return what a search's trials and workers have reported, by experiment."""
     return fetch_all(
         Measurement,
         connection,

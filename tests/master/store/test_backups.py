@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 
 from dstrial.errors import DatabaseDamagedError, MasterError
+from dstrial.master.store import backups, sqlite_file
 from dstrial.master.store.database import Database, Transaction, make_cluster_id
-from dstrial.master.store.file import backups, copies, marks, restoring
 
 
 def add_job(tx: Transaction) -> int:
-    tx.must_last()
     cursor = tx.execute(
         "INSERT INTO work (kind, experiment_id, payload, created_us) VALUES ('gc', 1, '{}', 1)"
     )
@@ -68,22 +67,20 @@ def test_a_copy_made_under_load_is_one_moment_of_the_database(path: Path, tmp_pa
     with contextlib.closing(Database(path)) as database, written_meanwhile(database):
         for number in range(5):
             target = tmp_path / f"copy{number}.db"
-            description = backups.make_copy(path, target)
+            backups.make_copy(path, target)
             with contextlib.closing(sqlite3.connect(target)) as connection:
                 (num_jobs,) = connection.execute("SELECT COUNT(*) FROM work").fetchone()
                 (counted,) = connection.execute("SELECT value FROM cluster WHERE key = 'jobs'").fetchone()
                 assert num_jobs == int(counted) >= 3
-                assert description.highest["work"] == num_jobs
 
 
-def test_a_copy_is_a_single_file_of_ones_own_with_a_description(path: Path, tmp_path: Path) -> None:
+def test_a_copy_is_one_private_file(path: Path, tmp_path: Path) -> None:
     target = tmp_path / "elsewhere" / "copy.db"
     with contextlib.closing(Database(path)):
-        description = backups.make_copy(path, target)
+        backups.make_copy(path, target)
 
-    assert sorted(entry.name for entry in target.parent.iterdir()) == ["copy.db", "copy.db.json"]
-    assert {stat.S_IMODE(entry.stat().st_mode) for entry in target.parent.iterdir()} == {0o600}
-    assert copies.read_description(target) == description
+    assert [entry.name for entry in target.parent.iterdir()] == ["copy.db"]
+    assert stat.S_IMODE(target.stat().st_mode) == 0o600
     assert dump(target) == dump(path)
 
 
@@ -114,16 +111,16 @@ def test_a_damaged_database_is_not_copied(path: Path, tmp_path: Path) -> None:
 
 
 def test_seven_daily_copies_are_kept_and_those_of_a_person_all(path: Path) -> None:
-    asked = copies.new_path(path, 0.0, "master")
+    asked = sqlite_file.new_path(path, 0.0, "master")
     backups.make_copy(path, asked)
     start_s = time.time()
 
-    made = [backups.make_daily_copy(path, start_s + day * copies.DAY_S) for day in range(9)]
-    assert backups.make_daily_copy(path, start_s + 8 * copies.DAY_S + 3600) is None
+    made = [backups.make_daily_copy(path, start_s + day * backups.DAY_S) for day in range(9)]
+    assert backups.make_daily_copy(path, start_s + 8 * backups.DAY_S + 3600) is None
 
-    left = [copy.path for copy in copies.list_copies(path)]
+    left = [copy.path for copy in sqlite_file.list_copies(path)]
     assert left == [*reversed(made[2:]), asked]
-    assert len(list(copies.directory_of(path).iterdir())) == 2 * 8
+    assert len(list(sqlite_file.directory_of(path).iterdir())) == 8
 
 
 def test_a_restored_database_is_the_copy_and_gives_no_number_twice(path: Path, tmp_path: Path) -> None:
@@ -133,9 +130,8 @@ def test_a_restored_database_is_the_copy_and_gives_no_number_twice(path: Path, t
         given = [database.write(add_job) for _ in range(5)]
     replaced = dump(path)
 
-    restored = restoring.bring_back(path, target)
+    restored = backups.bring_back(path, target)
 
-    assert restored.is_proved
     assert restored.kept is not None
     assert dump(restored.kept / "master.db") == replaced
     with (
@@ -149,18 +145,7 @@ def test_a_restored_database_is_the_copy_and_gives_no_number_twice(path: Path, t
                 rows = [connection.execute(f"SELECT * FROM {table}").fetchall() for connection in (now, then)]
                 assert rows[0] == rows[1], table
     with contextlib.closing(Database(path)) as database:
-        assert database.notes == ()
         assert database.write(add_job) == max(given) + 1
-
-
-def test_an_emptied_database_taken_as_it_is_gives_no_number_twice(path: Path) -> None:
-    path.write_bytes(b"")
-
-    restored = restoring.take_as_is(path)
-
-    with contextlib.closing(Database(path)) as database:
-        assert database.write(make_cluster_id) == restored.cluster_id != ""
-        assert database.write(add_job) == 4
 
 
 def test_what_a_killed_master_left_is_kept_with_its_log(path: Path, tmp_path: Path) -> None:
@@ -170,44 +155,61 @@ def test_what_a_killed_master_left_is_kept_with_its_log(path: Path, tmp_path: Pa
     killed.mkdir()
     with contextlib.closing(Database(path)) as database:
         database.write(add_job)
-        for end in ("", "-wal", "-marks", "-pages"):
+        for end in ("", "-wal"):
             (killed / f"master.db{end}").write_bytes(path.with_name(f"master.db{end}").read_bytes())
     wanted = dump(path)
 
-    restored = restoring.bring_back(killed / "master.db", target)
+    restored = backups.bring_back(killed / "master.db", target)
 
     assert restored.kept is not None
     assert dump(restored.kept / "master.db") == wanted
     Database(killed / "master.db").close()
 
 
-@pytest.mark.parametrize("offset", [-100, 30000, 20])
-def test_a_damaged_copy_changes_nothing(path: Path, tmp_path: Path, offset: int) -> None:
+def test_a_damaged_copy_changes_nothing(path: Path, tmp_path: Path) -> None:
     target = tmp_path / "copy.db"
     backups.make_copy(path, target)
     data = bytearray(target.read_bytes())
-    data[offset] ^= 1
+    data[4096 * 3 : 4096 * 4] = b"\xff" * 4096
     target.write_bytes(data)
     before = path.read_bytes()
 
-    with pytest.raises(DatabaseDamagedError, match="expected the SHA-256"):
-        restoring.bring_back(path, target)
+    with pytest.raises(DatabaseDamagedError, match=r"copy\.db cannot be used .*expected a whole database"):
+        backups.bring_back(path, target)
 
     assert path.read_bytes() == before
     assert not list(tmp_path.glob("replaced-*"))
+    assert not list(tmp_path.glob("*.new"))
 
 
-def test_the_copy_of_another_cluster_is_refused(path: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other" / "master.db"
-    other.parent.mkdir()
-    with contextlib.closing(Database(other)) as database:
-        database.write(make_cluster_id)
+@pytest.mark.parametrize("num_moved", [1, 2])
+def test_an_interrupted_restore_is_refused_and_can_be_repeated(
+    path: Path, tmp_path: Path, num_moved: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "copy.db"
-    backups.make_copy(other, target)
+    backups.make_copy(path, target)
+    with contextlib.closing(Database(path)) as database:
+        database.write(add_job)
+        (tmp_path / "log").write_bytes(path.with_name("master.db-wal").read_bytes())
+    (tmp_path / "log").rename(path.with_name("master.db-wal"))
+    rename, moved = Path.rename, []
 
-    with pytest.raises(DatabaseDamagedError, match=r"is of cluster .*; expected .*--state-dir"):
-        restoring.bring_back(path, target)
-    assert not list(tmp_path.glob("replaced-*"))
+    def rename_and_end(source: Path, to: Path) -> Path:
+        if len(moved) == num_moved:
+            raise KeyboardInterrupt
+        moved.append(source)
+        return rename(source, to)
+
+    monkeypatch.setattr(Path, "rename", rename_and_end)
+    monkeypatch.setattr(Path, "replace", rename_and_end)
+    with pytest.raises(KeyboardInterrupt):
+        backups.bring_back(path, target)
+    monkeypatch.undo()
+
+    with pytest.raises(DatabaseDamagedError, match=r"is missing; expected the database .*dstrial restore"):
+        Database(path)
+    backups.bring_back(path, target)
+    assert dump(path) == dump(target)
 
 
 def test_a_copy_is_brought_back_where_there_is_nothing(path: Path, tmp_path: Path) -> None:
@@ -215,18 +217,7 @@ def test_a_copy_is_brought_back_where_there_is_nothing(path: Path, tmp_path: Pat
     backups.make_copy(path, target)
     (tmp_path / "new").mkdir()
 
-    restored = restoring.bring_back(tmp_path / "new" / "master.db", target)
+    restored = backups.bring_back(tmp_path / "new" / "master.db", target)
 
     assert restored.kept is None
     assert dump(tmp_path / "new" / "master.db") == dump(path)
-
-
-def test_what_is_left_of_an_interrupted_restore_is_refused(path: Path) -> None:
-    for end in ("", "-pages"):
-        path.with_name(f"master.db{end}").unlink()
-    assert marks.path_of(path).exists()
-
-    with pytest.raises(
-        DatabaseDamagedError, match=r"is missing; expected the database of cluster .*dstrial restore"
-    ):
-        Database(path)

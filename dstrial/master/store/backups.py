@@ -1,0 +1,184 @@
+"""Makes copies of the database, and puts them back."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import sqlite3
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from dstrial.errors import DatabaseDamagedError, MasterError
+from dstrial.file_writes import sync_path
+from dstrial.master import mending
+from dstrial.master.store import sqlite_file
+
+NUM_DAILY = 7  # daily copies that are kept
+DAY_S = 24 * 3600.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Restored:
+    kept: Path | None  # directory of what was replaced; None if there was nothing
+    num_experiments: int
+    last_experiment: int
+    next_experiment: int
+
+
+def last_experiment(path: Path) -> int | None:
+    """Return the highest id of an experiment in a database; None if it cannot be read."""
+    with contextlib.suppress(sqlite3.DatabaseError), sqlite_file.reading(path) as connection:
+        return int(connection.execute("SELECT COALESCE(MAX(id), 0) FROM experiments").fetchone()[0])
+    return None
+
+
+def make_copy(database: Path, target: Path) -> None:
+    """Copy a database, also while a master writes it, and check the copy.
+
+    Raises:
+        DatabaseDamagedError: SQLite cannot copy it, or the copy does not pass its check.
+        MasterError: there is no database, or the target exists or cannot be written.
+    """
+    if not database.is_file() or not database.stat().st_size:
+        raise MasterError(
+            f"{database} is missing or empty; expected a database. {mending.START}, or name its directory "
+            "with --state-dir."
+        )
+    if target.exists():
+        raise MasterError(f"{target} exists; expected a new file. Name another one, or remove it.")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.new")
+    try:
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600))
+        try:
+            with (
+                sqlite_file.reading(database) as source,
+                contextlib.closing(_copied(source, temporary)) as made,
+            ):
+                problem = sqlite_file.check_whole(made)
+                if problem:
+                    raise sqlite3.DatabaseError(problem)
+            os.link(temporary, target)  # Unlike a rename, it never replaces a file.
+            sync_path(target.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except sqlite3.DatabaseError as error:
+        raise DatabaseDamagedError(
+            f"{database} cannot be copied ({error}); expected a whole database and room for another. "
+            f"{mending.SEE_LOG}, or make room."
+        ) from error
+    except OSError as error:
+        raise MasterError(
+            f"{target} cannot be written ({error.strerror}); expected a place with room. Name another one."
+        ) from error
+
+
+def _copied(source: sqlite3.Connection, path: Path) -> sqlite3.Connection:
+    """Copy in one step: writes meanwhile do not make it begin again."""
+    made = sqlite3.connect(path, isolation_level=None)
+    source.backup(made)
+    made.execute("PRAGMA journal_mode = DELETE")  # One file, which may be carried anywhere.
+    return made
+
+
+def make_daily_copy(database: Path, now_s: float) -> Path | None:
+    """Make a daily copy, and delete old ones; None if it is not due."""
+    daily = [copy for copy in sqlite_file.list_copies(database) if copy.is_daily]
+    # The absolute difference: a clock may have been set back.
+    if any(abs(now_s - copy.time_s) < DAY_S for copy in daily):
+        return None
+    target = sqlite_file.new_path(database, now_s, "daily")
+    make_copy(database, target)
+    for old in [copy for copy in sqlite_file.list_copies(database) if copy.is_daily][NUM_DAILY:]:
+        old.path.unlink(missing_ok=True)
+    return target
+
+
+def bring_back(database: Path, copy: Path) -> Restored:
+    """Replace a closed database by a copy; keep what is there beside it.
+
+    Raises:
+        DatabaseDamagedError: the copy is damaged; nothing is changed.
+        MasterError: it is of another release, or there is no room.
+    """
+    new = database.with_name(f"{database.name}.new")
+    try:
+        try:
+            restored = _prepare(copy, new, _given_ids(database))
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+        # From here until the last step there is no database, which a master refuses while master.db.new is there.
+        kept = _set_aside(database)
+        new.replace(database)
+        sync_path(database.parent)
+    except OSError as error:
+        raise MasterError(
+            f"{database} cannot be written ({error.strerror}); expected room for another copy. Make room."
+        ) from error
+    except sqlite3.DatabaseError as error:
+        raise DatabaseDamagedError(
+            f"{copy} cannot be used ({error}); expected a whole database of dstrial's. Take another copy, {mending.SEE_COPIES}."
+        ) from error
+    return dataclasses.replace(restored, kept=kept)
+
+
+def _prepare(copy: Path, new: Path, given: Mapping[str, int]) -> Restored:
+    """Make a checked database of a copy, in which no id of ``given`` is given again."""
+    new.unlink(missing_ok=True)
+    with sqlite_file.reading(copy) as source, contextlib.closing(_copied(source, new)) as made:
+        problem = sqlite_file.check_whole(made)
+        if problem:
+            raise sqlite3.DatabaseError(problem)
+        version = int(made.execute("PRAGMA user_version").fetchone()[0])
+        if version != sqlite_file.SCHEMA_VERSION:
+            raise MasterError(
+                f"{copy} is of schema version {version}; expected {sqlite_file.SCHEMA_VERSION}. Take a copy of dstrial's "
+                "database, with the release of dstrial that wrote it."
+            )
+        _raise_ids(made, given)
+        count, last = made.execute("SELECT COUNT(*), COALESCE(MAX(id), 0) FROM experiments").fetchone()
+        return Restored(None, int(count), int(last), _ids_of(made).get("experiments", 0) + 1)
+
+
+def _given_ids(database: Path) -> Mapping[str, int]:
+    """Return the ids that the replaced database has given, as far as it can be read."""
+    with contextlib.suppress(sqlite3.DatabaseError):
+        if database.exists() and database.stat().st_size:
+            with sqlite_file.reading(database) as connection:
+                return _ids_of(connection)
+    return {}
+
+
+def _ids_of(connection: sqlite3.Connection) -> dict[str, int]:
+    return {str(row[0]): int(row[1]) for row in connection.execute("SELECT name, seq FROM sqlite_sequence")}
+
+
+def _raise_ids(made: sqlite3.Connection, given: Mapping[str, int]) -> None:
+    """Have no id given twice: files on disks and links of people name them."""
+    had = _ids_of(made)
+    tables = {str(row[0]) for row in made.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    for name, number in given.items():
+        if name in had:
+            made.execute("UPDATE sqlite_sequence SET seq = MAX(seq, ?) WHERE name = ?", (number, name))
+        elif name in tables:
+            made.execute("INSERT INTO sqlite_sequence (name, seq) VALUES (?, ?)", (name, number))
+
+
+def _set_aside(database: Path) -> Path | None:
+    """Move a database and its log into a directory; None if there is nothing."""
+    found = [
+        path for end in ("", "-wal", "-shm") if (path := database.with_name(f"{database.name}{end}")).exists()
+    ]
+    if not found:
+        return None
+    moment = datetime.datetime.fromtimestamp(time.time(), datetime.timezone.utc)
+    directory = database.with_name(f"replaced-{moment:%Y%m%d-%H%M%S-%f}")
+    directory.mkdir(mode=0o700)
+    for path in found:
+        path.rename(directory / path.name)
+    sync_path(directory)
+    return directory

@@ -1,1 +1,0 @@
-"""The SQLite file and what lies beside it: looked at, opened, copied, put back."""
