@@ -25,12 +25,12 @@ from typing import Any
 
 from dstrial.checkpoint.storage_identity import is_uuid
 from dstrial.config.dotted_keys import dstrial_section
-from dstrial.config.experiment_config.startup_hook import install_timeout_s, may_install, requirements_of
+from dstrial.config.experiment_config.startup_hook import may_install, requirements_of
 from dstrial.errors import MasterError
 from dstrial.file_writes import remove_tree
 from dstrial.harness_paths import WARM_VARIABLE
 from dstrial.master import file_limit
-from dstrial.master.backends import supervisor
+from dstrial.master.backends import supervisor, task_venv
 from dstrial.master.backends.backend import (
     AllocationExit,
     Key,
@@ -50,7 +50,6 @@ from dstrial.master.backends.environment import (
 )
 from dstrial.master.backends.failures import explain_exit
 from dstrial.master.backends.fork_servers import ForkServers, forkable_words
-from dstrial.master.backends.overlay.start import BOOT
 from dstrial.master.backends.request import TRIAL, AllocationRequest
 from dstrial.master.clock import now_us
 from dstrial.master.store.nodes import OWN_NODE
@@ -164,10 +163,7 @@ def _forkable(
 
 
 def _with_hooks(request: AllocationRequest, directory: Path) -> list[str]:
-    """Return the entrypoint's command, behind an overlay and the hooks if it has any.
-
-    What installs packages gets an environment of its own, so that the master's stays as it is.
-    """
+    """Return the entrypoint behind hooks, and behind `task_venv` if it may install."""
     command = command_for(request.entrypoint)
     files = directory / "workdir"
     hooks = []
@@ -180,30 +176,28 @@ def _with_hooks(request: AllocationRequest, directory: Path) -> list[str]:
     if has_own_hook:
         hooks.append(str(files / _STARTUP_HOOK))
     requirements = requirements_of(request.config)
-    is_installing = may_install(shlex.join(command))
     shell = shutil.which("bash") or "sh"
-    if not (has_own_hook or requirements or is_installing or may_install(request.startup_hook)):
+    texts = f"{request.startup_hook}\n{shlex.join(command)}"
+    if not (has_own_hook or requirements or may_install(texts)):
         if not hooks:
             return command
         steps = ["set -e", *(f". {shlex.quote(hook)}" for hook in hooks), "set +e", 'exec "$@"']
         return [shell, "-c", "; ".join(steps), "startup-hook", *command]
-    specification = directory / "overlay.json"
+    specification = directory / "task_venv.json"
     _write_private(
         specification,
         {
-            "root": str(request.overlays_path),
+            "root": str(request.venvs_path),
             "task": request.task_name,
+            "directory": str(directory),
+            "files": str(files),
             "hooks": hooks,
             "requirements": requirements,
-            "files": str(files),
-            "is_installing": is_installing,
-            "install_timeout_s": install_timeout_s(request.config),
             "shell": shell,
             "command": command,
         },
     )
-    python = request.interpreter or sys.executable
-    return [python, "-I", "-c", BOOT, str(Path(__file__).parent), str(specification)]
+    return [request.interpreter or sys.executable, "-I", task_venv.__file__, str(specification)]
 
 
 def start(directory: Path, fork_servers: ForkServers | None = None) -> SupervisorHandle:

@@ -106,9 +106,9 @@ class AllocationRequest:
         return cls(**fields, model_definition=model_definition)
 
     @property
-    def overlays_path(self) -> Path:
-        """Where the environments of tasks lie, beside the directory of all allocations."""
-        return self.directory.parent.with_name("overlays")
+    def venvs_path(self) -> Path:
+        """Where the shared environments of tasks lie, beside the directory of all allocations."""
+        return self.directory.parent.with_name("venvs")
 
     @property
     def task_name(self) -> str:

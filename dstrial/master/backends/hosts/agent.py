@@ -31,13 +31,12 @@ from dstrial.file_writes import remove_tree, replace_file
 from dstrial.harness_paths import ENDING_NAME
 from dstrial.hosts.heartbeats import BEAT_S, LEASE_S
 from dstrial.hosts.remote import PREFIX, addresses
-from dstrial.master.backends import local, supervisor
+from dstrial.master.backends import local, supervisor, task_venv
 from dstrial.master.backends.backend import SupervisorHandle
 from dstrial.master.backends.devices import Slot, find_slots
 from dstrial.master.backends.fork_servers import ForkServers, ForkSettings
 from dstrial.master.backends.hosts.streams import Streams, account_of
 from dstrial.master.backends.log_file import log_paths
-from dstrial.master.backends.overlay import store as overlays
 from dstrial.master.backends.ports import choose_ports
 from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.state_directory import StateDirectory
@@ -333,7 +332,7 @@ class Agent:
             if time.monotonic() > collected_s + _COLLECT_PERIOD_S:
                 collected_s = time.monotonic()
                 with contextlib.suppress(OSError):
-                    overlays.collect(self._directory / "overlays", overlays.UNUSED_S)
+                    task_venv.collect(self._directory / "venvs", task_venv.UNUSED_S)
             with self._lock:
                 runs = list(self._runs.items())
                 self._fork_servers.look(is_busy=bool(runs))
