@@ -1,24 +1,18 @@
-"""Nodes that the master's own links have lost; pure.
-
-Their engine may take them for well for minutes.
-"""
+"""Nodes that the master's links have lost, and an engine reports as up for minutes; pure."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
-KEPT_S = 300.0
-"""For so long a node counts as lost of which neither a link nor its engine says anything new, seconds."""
+KEPT_S = 300.0  # a node stays lost for so long without news from a link or the engine
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LinkState:
-    """A link to a node of a job.
+    """State of a link to a node of a job.
 
     Attributes:
-        job_id: the job's.
-        node_id: the node's.
         is_up: whether its agent answers.
         why_lost: why the node counts as lost; None while it does not.
     """
@@ -32,8 +26,8 @@ class LinkState:
 class LostNodes:
     """Which nodes count as lost.
 
-    A link tells of a loss once: a job that has lost a node for good keeps a link to it that never comes up again, also when the
-    node is well. So what the engine says later counts, and a link of another job.
+    A link reports a loss once: a job that has lost a node for good keeps a link that never comes up again, also when the node is
+    well. So a later report of the engine, or of another job's link, counts.
     """
 
     def __init__(self) -> None:
@@ -41,11 +35,11 @@ class LostNodes:
         self._told: set[tuple[str, int]] = set()
 
     def look(self, links: Iterable[LinkState], down: Collection[int], now_s: float) -> Mapping[int, str]:
-        """Return why nodes count as lost that do.
+        """Return lost nodes with the reason.
 
         Args:
             links: of all jobs that have nodes.
-            down: nodes that the engine says are down.
+            down: nodes that the engine reports as down.
             now_s: monotonic seconds.
         """
         known = list(links)
