@@ -1,4 +1,4 @@
-"""Programs on the nodes of a job of Ray's, each started by the job's actor there."""
+"""Starts programs on the nodes of a Ray job, by the job's actors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ _CONNECT_S = 40.0
 
 
 class RayTransport:
-    """Starts programs in a placement group that has its nodes.
-
-    Args:
-        job_id: of the placement group.
-        socket: of the bridge, which may begin later or again.
-    """
+    """Starts programs in a placement group; the bridge's ``socket`` may appear later."""
 
     connect_s = _CONNECT_S
 
@@ -27,16 +22,13 @@ class RayTransport:
         self._socket = socket
 
     def words(self, host: str, python: str) -> list[str]:
-        """Return the command, which needs nothing but the standard library."""
         place = [str(self._socket), self._job_id, host]
         return [sys.executable, "-I", "-S", str(Path(relay.__file__)), *place, *remote_words(python)]
 
     def environment(self) -> Mapping[str, str] | None:
-        """It has this process's variables."""
         return None
 
     def refusal(self, host: str, python: str, exit_code: int | None, errors: str) -> Refusal:
-        """Explain it by what the relay and Ray say."""
         text = errors.lower()
         if exit_code is None:
             return Refusal(

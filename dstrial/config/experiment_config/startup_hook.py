@@ -35,7 +35,7 @@ def may_install(text: str) -> bool:
 
 
 def check_startup(raw: dict[str, Any], context_dir: Path, findings: Diagnostics) -> None:
-    """Check a config's requirements file; delete the key from ``raw`` if it is not given."""
+    """Check a config's requirements; delete the key from ``raw`` if it is empty."""
     if raw["environment"].get("requirements") is None:
         # Clients compare configs with what Determined's master fills in.
         raw["environment"].pop("requirements", None)

@@ -116,7 +116,7 @@ class AllocationExit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Output:
-    """Directory on the master's machine with one node's output (``log_file.read_lines``)."""
+    """The local directory with one node's output, for ``log_file.read_lines``."""
 
     node_id: int
     directory: Path
@@ -229,7 +229,7 @@ class Backend(Protocol):
         """Return all nodes, including those that are down. A slot keeps its id for ever."""
 
     def request(self, wishes: Iterable[Wish], kept: Collection[Key]) -> Answer | None:
-        """Return which requests have got slots; None if slots of :meth:`nodes` are free for anyone.
+        """Return which requests have got slots; None if :meth:`nodes` are free for all.
 
         Called at each look at the queue, also when nothing waits.
 
@@ -239,7 +239,7 @@ class Backend(Protocol):
         """
 
     def why_never(self, wish: Wish) -> Sequence[Refusal]:
-        """Return why an engine would never start this; empty if it may, or if that is unknown.
+        """Return why an engine would never start this; empty if it may, or if unknown.
 
         May wait some seconds for the engine.
         """
@@ -248,13 +248,13 @@ class Backend(Protocol):
         """Return the state of the engine's job for a key; empty without one."""
 
     def lent(self, key: Key) -> Lent | None:
-        """Return what an engine has for a key; None where slots are those of :meth:`nodes`."""
+        """Return what an engine has for a key; None without an engine."""
 
     def why_leaving(self, run: RunRef) -> str | None:
         """Return why a run must give its slots back soon; None if it need not."""
 
     def submit(self, request: AllocationRequest, run: RunRef) -> SupervisorHandle | None:
-        """Start an allocation; return its supervisor, or None if :meth:`find` has it later.
+        """Start an allocation; return its supervisor, None if :meth:`find` has it later.
 
         Raises:
             SlotsGoneError: its slots are gone.
@@ -268,13 +268,13 @@ class Backend(Protocol):
         """Return known supervisors by node: one a share, once all have started."""
 
     def observe(self, run: RunRef) -> AllocationExit | None:
-        """Return how a run ended, None while it runs; every process of a lost one is killed first."""
+        """Return how a run ended, None while it runs; processes of a lost one are killed."""
 
     def stopped_supervisor(self, run: RunRef) -> int | None:
         """Return the pid of a supervisor held by SIGSTOP or a debugger; None without one."""
 
     def outputs(self, run: RunRef) -> tuple[Output, ...]:
-        """Return where the output is, that of the node that failed first before the others."""
+        """Return where the output is, first of all that of the node that failed first."""
 
     def notes(self, run: RunRef) -> Sequence[Note]:
         """Return new lines for the run's log, each once."""
@@ -298,7 +298,7 @@ class Backend(Protocol):
         """Delete the files of an ended run, on all nodes."""
 
     def begin(self) -> None:
-        """Connect to the nodes, and wait some seconds at most; after :meth:`find` of all that runs."""
+        """Connect to the nodes within some seconds; after :meth:`find` of all that runs."""
 
     def look(self, *, is_busy: bool) -> None:
         """Do periodic work; ``is_busy`` while anything runs."""
@@ -308,7 +308,7 @@ class Backend(Protocol):
 
 
 class OwnNodes:
-    """Answers of a back end without an engine: its nodes belong to the master, free for anyone."""
+    """Answers of a back end whose nodes belong to the master: there is no engine."""
 
     def request(self, wishes: Iterable[Wish], kept: Collection[Key]) -> Answer | None:
         del wishes, kept
@@ -332,7 +332,7 @@ class OwnNodes:
 
 
 def run_of(allocation: Allocation, slots: Sequence[int]) -> RunRef:
-    """Build a :class:`RunRef` from a row. Without slots it runs on the master's own machine."""
+    """Build a :class:`RunRef`; without slots it runs on the master's own machine."""
     shares: dict[int, list[int]] = {}
     for slot_id in slots:
         shares.setdefault(node_of(slot_id), []).append(slot_id)

@@ -20,7 +20,7 @@ JobState = Literal["pending", "running", "leaving", "ended"]
 
 
 class EngineRefusedError(MasterError):
-    """An engine rejects a job, or could never start it; the message says why and what to do."""
+    """An engine rejects a job, or could never start it; the message says what to do."""
 
 
 class EngineNotNowError(EngineRefusedError):
@@ -101,7 +101,7 @@ class Engine(Protocol):
         ...
 
     def down(self) -> Mapping[str, int]:
-        """Return slots of nodes that are down or drained and may come back, by the last ``capacity``."""
+        """Return slots of nodes that are down and may return, by the last ``capacity``."""
         ...
 
     def spare(self) -> Mapping[str, int]:
@@ -130,7 +130,7 @@ class Engine(Protocol):
         ...
 
     def most_pending(self, num_slots: int) -> int:
-        """Return how many jobs, of at most ``num_slots`` each, may wait with the engine at once.
+        """Return how many jobs, of at most ``num_slots``, may wait with the engine.
 
         The rest waits with the master, in its order.
         """

@@ -43,7 +43,7 @@ _ROCM_VISIBILITY = ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_
 
 
 def trial_config(request: AllocationRequest) -> dict[str, Any]:
-    """Return the trial's config, with ``shared_fs`` as a directory: there are no mounts."""
+    """Return the trial's config; ``shared_fs`` is a directory: there are no mounts."""
     config = copy.deepcopy(request.config)
     storage = config.get("checkpoint_storage") or {}
     if storage.get("type") == "shared_fs":

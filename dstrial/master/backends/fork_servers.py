@@ -107,7 +107,7 @@ class ForkServers:
     def start_supervisor(
         self, directory: Path, spec: Mapping[str, Any], log: int, known: Callable[[int], None]
     ) -> tuple[int | None, str]:
-        """Start an allocation's supervisor as a fork, if it may be one; else a server for later ones.
+        """Start an allocation's supervisor as a fork; else a server for later ones.
 
         ``log`` gets what the supervisor itself prints. ``known`` is called with the pid before the supervisor begins; if it
         raises, nothing begins. Returns the pid, or None with the reason, which is empty if nothing is wrong.

@@ -194,7 +194,7 @@ def _with_hooks(request: AllocationRequest, directory: Path) -> list[str]:
 
 
 def start(directory: Path, fork_servers: ForkServers | None = None) -> SupervisorHandle:
-    """Start the supervisor of a prepared directory; as a fork if a fork server is ready."""
+    """Start the supervisor of a prepared directory, as a fork if possible."""
     spec = json.loads((directory / "spec.json").read_text(encoding="utf-8"))
     line = ""
     with (directory / "supervisor.log").open("ab") as log:
@@ -300,7 +300,7 @@ class _ExitRecord:
 
 
 def terminate(handle: SupervisorHandle) -> None:
-    """Send the entrypoint's group SIGTERM; the supervisor kills the rest when it has ended."""
+    """Send the entrypoint's group SIGTERM; the supervisor kills the rest at its end."""
     _signal(handle, signal.SIGTERM)
 
 
@@ -343,7 +343,7 @@ def umask_of_trials() -> int | None:
 
 
 def begun_checkpoints(directory: Path) -> list[str]:
-    """Return uuids of checkpoints that were begun and, as far as is known, not reported."""
+    """Return uuids of checkpoints that were begun and probably not reported."""
     saving = directory / SAVING_DIRECTORY
     with contextlib.suppress(OSError):
         if not saving.is_symlink():
@@ -397,7 +397,7 @@ def _marked(assignment: str) -> set[int]:
 
 
 def _environ(process: Path) -> bytes:
-    """Return a process's initial environment; if its first thread has ended, from another."""
+    """Return a process's initial environment, from any thread that lives."""
     for directory in (process, *(process / "task").iterdir()):
         with contextlib.suppress(ProcessLookupError):
             return (directory / "environ").read_bytes()

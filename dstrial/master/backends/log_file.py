@@ -44,7 +44,7 @@ class LogRead:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Part:
-    """A file of the log; ``start`` and ``num_lines`` are bytes and lines of the log before it."""
+    """A file of the log; ``start`` bytes and ``num_lines`` lines come before it."""
 
     path: Path
     start: int
@@ -144,7 +144,7 @@ def parse(raw: str) -> LogLine:
 
 
 def printed(directory: Path) -> Iterator[tuple[int | None, str]]:
-    """Yield rank and text of an allocation's output; of a large log its first 4 and last 12 MiB."""
+    """Yield rank and text of all output; of a large log its first 4 and last 12 MiB."""
     offset = 0
     end = _size(directory)
     is_end = end <= _BEGINNING_BYTES + _END_BYTES

@@ -99,7 +99,7 @@ class _Requests:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def may_try_again(self, error: OSError) -> bool:
-        """Wait briefly for room on a full disk; return False if everything is to be killed instead.
+        """Wait briefly for room on a full disk; return False if all is to be killed.
 
         Other errors are permanent: a trial may have put something else there, or forbid writing.
         """
@@ -117,7 +117,7 @@ class _Requests:
 
 
 class _Fork:
-    """An entrypoint forked from this process, with the used part of ``Popen``'s interface."""
+    """An entrypoint forked from this process, with the used part of ``Popen``."""
 
     def __init__(self, spec: dict[str, Any], forks: Any, in_child: Callable[[], None]) -> None:
         ends = [os.pipe(), os.pipe()]
@@ -221,7 +221,7 @@ class _Output:
         return self._status
 
     def _is_spared(self, pid: int) -> bool:
-        """Return whether a process may live on to delete what killed ones leave in /dev/shm."""
+        """Return whether a process may go on to delete what is left in /dev/shm."""
         return pid != self._child.pid and is_tracker(pid)
 
     def _wait(self, timeout_s: float) -> None:
@@ -435,7 +435,7 @@ def is_tracker(pid: int) -> bool:
 
 
 def _stat(pid: str) -> list[bytes]:
-    """Return the fields of ``/proc/PID/stat`` behind the name; empty if the process is gone.
+    """Return the fields of ``/proc/PID/stat`` behind the name; empty without one.
 
     Source: proc(5): state, parent, process group, and the number of threads as the eighteenth.
     """
@@ -451,7 +451,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def _has_ended(fields: list[bytes]) -> bool:
-    """Return whether all threads have ended; of a zombie only the first may have (proc(5))."""
+    """Return whether all threads have ended; of a zombie perhaps only the first."""
     return fields[0] == b"X" or (fields[0] == b"Z" and int(fields[17]) <= 1)
 
 

@@ -67,7 +67,7 @@ class _Run:
 
 
 class _Line:
-    """The connection to the master: JSON lines from any thread; blocks while nobody reads."""
+    """Sends the master JSON lines from any thread; blocks while nobody reads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -133,7 +133,7 @@ class Agent:
             self._fork_servers.close()
 
     def _take_over(self) -> None:
-        """Kill an agent of an earlier connection, whose lease would end what this one keeps."""
+        """Kill the agent of an earlier connection: its lease would end what runs here."""
         record = self._directory / f"agent{self._place}.json"
         with contextlib.suppress(OSError, ValueError, KeyError):
             last = json.loads(record.read_text(encoding="utf-8"))
@@ -147,7 +147,7 @@ class Agent:
         replace_file(record, json.dumps(own), is_private=True)
 
     def _start_guardian(self) -> int:
-        """Start a process that kills what runs here if the agent is killed; return its pid.
+        """Start a process that kills what runs here if the agent dies; return its pid.
 
         Slurm kills what it knows of a job's steps when it takes a node away; supervisors are no children of a step.
         """

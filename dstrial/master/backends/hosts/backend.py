@@ -1,4 +1,4 @@
-"""Runs allocations on the hosts of a hostfile; what has no slots on the master's machine."""
+"""Runs what has slots on hosts of a hostfile, and the rest on this machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ENDS_BY_ITSELF_S = 5.0  # grace period of the other nodes after one has failed
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShownHost:
-    """A host in ``dstrial status``; ``why_down`` is None if something can be started there."""
+    """A host in ``dstrial status``; ``why_down`` is None while it can be used."""
 
     name: str
     num_slots: int
@@ -297,7 +297,7 @@ def _whole(
     exits: Sequence[tuple[float, NodeExit, RemoteRun | None]],
     first: tuple[float, NodeExit, RemoteRun | None] | None,
 ) -> AllocationExit:
-    """Return the exit of an allocation whose parts have all ended, by the first failure."""
+    """Return the exit of an allocation whose parts have ended, by the first failure."""
     _, exit_, part = first if first is not None else exits[-1]
     was_lost = exit_.cause in ("lost", "unreachable")
     return AllocationExit(

@@ -301,7 +301,7 @@ class HostLink:
         return self._leaves
 
     def lose_all(self, why: str) -> None:
-        """Count what runs there as lost: the host is taken away, and nothing is left of it."""
+        """Count what runs there as lost: the host is taken away."""
         with self._lock:
             self._is_given_back = True
             for run in self._runs.values():

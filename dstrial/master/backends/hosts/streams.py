@@ -22,7 +22,7 @@ _ESTABLISHED = "01"
 
 
 class Streams:
-    """The streams of one end of a tunnel; thread-safe. ``send`` transmits a frame and may wait."""
+    """The streams of one end of a tunnel; thread-safe. ``send`` may wait."""
 
     def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
         self._send = send

@@ -130,7 +130,7 @@ class _Held:
 
 
 class QueuedBackend(LinkedBackend):
-    """Runs what has slots in jobs of an engine, and the rest on the master's own machine.
+    """Runs what has slots in jobs of an engine, and the rest on the master's machine.
 
     Args:
         lender: the engine; one thread calls it.
@@ -264,7 +264,7 @@ class QueuedBackend(LinkedBackend):
         return Answer(slots, refused, told)
 
     def why_never(self, wish: Wish) -> Sequence[Refusal]:
-        """While the engine is away nothing is refused; a trial that has run waits for nodes that are gone."""
+        """Nothing is refused while the engine is away; a trial that has run waits."""
         with self._lock:
             now_s = time.monotonic()
             if self._why_away is not None or now_s < max(
@@ -448,7 +448,7 @@ class QueuedBackend(LinkedBackend):
         return found
 
     def _usable(self, held: _Held, wish: Wish, *, only_up: bool) -> dict[int, int] | None:
-        """Return how many slots of each part a request may use; fewer than requested if no more come.
+        """Return the slots of each part for a request; fewer if no more come.
 
         ``only_up`` counts nodes that answer now; without it nodes count that may still come.
         """
@@ -941,7 +941,7 @@ class QueuedBackend(LinkedBackend):
 
 
 def _may_come(link: HostLink) -> bool:
-    """Return whether a node answers, has not been tried long enough, or is reconnected."""
+    """Return whether a node answers, or may do so soon."""
     return not link.has_tried.is_set() or link.why_lost() is None
 
 

@@ -1,4 +1,4 @@
-"""Nodes that the master's links have lost, and an engine reports as up for minutes; pure."""
+"""Nodes that links have lost, and an engine reports as up for minutes; pure."""
 
 from __future__ import annotations
 

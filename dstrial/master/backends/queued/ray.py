@@ -144,7 +144,7 @@ def usable(nodes: Sequence[RayNode]) -> list[RayNode]:
 
 
 def slot_kind(nodes: Sequence[RayNode], environ: Mapping[str, str]) -> str:
-    """Return GPU where a node has some and ``DS_ACCELERATOR`` is not ``cpu``, else CPU."""
+    """Return GPU if a node has some and ``DS_ACCELERATOR`` is not ``cpu``, else CPU."""
     has_gpus = any(node.num_slots(GPU) for node in nodes) and environ.get("DS_ACCELERATOR") != "cpu"
     return GPU if has_gpus else CPU
 
@@ -182,7 +182,7 @@ def check_ray(address: str) -> Mapping[str, int]:
 
 
 def group_name(cluster_id: str, request: JobRequest, token: str) -> str:
-    """Return a placement group's name in ``ray list placement-groups``; ``token`` makes it unique."""
+    """Return a placement group's name; ``token`` makes it unique."""
     return f"{_PREFIX} {cluster_id} {request.key} {token} {visible_line(request.title)}".rstrip()
 
 
@@ -192,7 +192,7 @@ def key_of(name: str, cluster_id: str) -> str | None:
 
 
 def bundles_for(request: JobRequest, nodes: Sequence[RayNode]) -> list[dict[str, float]]:
-    """Return what a placement group reserves on each node; refuse what the nodes do not have."""
+    """Return a placement group's bundles; refuse what the nodes do not have."""
     kind = GPU if request.wants_devices else CPU
     allowed = [node for node in nodes if node.name not in request.kept_off]
     counts = [node.num_slots(kind) for node in allowed]
@@ -231,7 +231,7 @@ def _most(counts: Sequence[int], *, is_on_one_node: bool) -> tuple[int, str]:
 
 
 def job_of(group: RayGroup, key: str, nodes: Sequence[RayNode]) -> EngineJob:
-    """Return a placement group that is not removed as a job; ``nodes`` are all that Ray knows."""
+    """Return a placement group as a job; ``nodes`` are all that Ray knows."""
     kind = GPU if any(GPU in bundle for bundle in group.bundles) else CPU
     counts = [int(bundle.get(kind, 0)) for bundle in group.bundles]
     known = {node.id: node for node in nodes}

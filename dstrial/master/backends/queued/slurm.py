@@ -258,7 +258,7 @@ def state_of(job: QueuedJob) -> JobState:
 
 
 def text_of_unbegun(job: QueuedJob, directory: Path) -> str:
-    """Return the state of a job that has written nothing, with the likely reason. Pure."""
+    """Return the state of a job that has written nothing, and the likely reason. Pure."""
     if job.state != "FAILED" or not job.nodes:
         return job.text
     return (
@@ -355,7 +355,7 @@ def check_slurm(settings: Mapping[str, object], directory: Path, tell: Callable[
 
 
 def wants_devices(settings: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether slots are GPUs: options or the partition have some, and the user allows it."""
+    """Return whether slots are GPUs, by options, the partition and the environment."""
     if environ.get("DS_ACCELERATOR") == "cpu":
         return False
     options = sbatch_args(settings, [], "the master's settings")
