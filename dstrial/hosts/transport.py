@@ -12,6 +12,11 @@ from typing import Protocol
 
 from dstrial.hosts import remote
 
+BEAT_S = 1.0  # between heartbeats of either side
+SILENT_S = 5.0  # without a heartbeat: the host is reported
+LOST_S = 10.0  # without a heartbeat: the host is lost
+LEASE_S = 20.0  # without a heartbeat: a host kills what it runs; longer than the other side waits for it
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refusal:

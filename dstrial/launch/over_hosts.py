@@ -26,9 +26,8 @@ from dstrial.context_directory import list_context
 from dstrial.errors import LaunchError
 from dstrial.hosts.connection import HostConnection
 from dstrial.hosts.environment import travelling
-from dstrial.hosts.heartbeats import BEAT_S, LOST_S
 from dstrial.hosts.preflight import Preflight, ReadyHost
-from dstrial.hosts.transport import last_line
+from dstrial.hosts.transport import BEAT_S, LOST_S, last_line
 from dstrial.launch.failures import LaunchOutcome, RankEnding, RankFailure, first_ending
 from dstrial.launch.node import CONTEXT, FILES, UNSTARTED, NodeRequest
 from dstrial.launch.output import OnLine

@@ -28,8 +28,8 @@ from typing import Any
 from dstrial.errors import DstrialError, MasterError
 from dstrial.file_writes import remove_tree, replace_file
 from dstrial.harness_paths import ENDING_NAME
-from dstrial.hosts.heartbeats import BEAT_S, LEASE_S
 from dstrial.hosts.remote import PREFIX, addresses
+from dstrial.hosts.transport import BEAT_S, LEASE_S
 from dstrial.master.backends import local, supervisor, task_venv
 from dstrial.master.backends.backend import SupervisorHandle
 from dstrial.master.backends.devices import Slot, find_slots

@@ -24,11 +24,10 @@ from dstrial.file_writes import replace_file
 from dstrial.hosts import remote
 from dstrial.hosts.connection import HostConnection
 from dstrial.hosts.environment import travelling
-from dstrial.hosts.heartbeats import BEAT_S, LEASE_S, LOST_S, SILENT_S
 from dstrial.hosts.hostfile import Host
 from dstrial.hosts.preflight import fact_problems, facts_of
 from dstrial.hosts.ssh import CONNECT_S, SshTransport
-from dstrial.hosts.transport import Transport, last_line
+from dstrial.hosts.transport import BEAT_S, LEASE_S, LOST_S, SILENT_S, Transport, last_line
 from dstrial.master.backends.backend import Cause, Node, NodeExit, Note, SupervisorHandle
 from dstrial.master.backends.devices import Slot
 from dstrial.master.backends.hosts.streams import Streams

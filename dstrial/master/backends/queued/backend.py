@@ -42,9 +42,10 @@ from dstrial.master.backends.engine import (
 from dstrial.master.backends.hosts.backend import LinkedBackend
 from dstrial.master.backends.hosts.link import AgentSettings, HostLink
 from dstrial.master.backends.local import LocalBackend
-from dstrial.master.backends.queued.lost_nodes import LinkState, LostNodes
 from dstrial.master.backends.queued.plan import (
     KnownJob,
+    LinkState,
+    LostNodes,
     Plan,
     chosen_counts,
     free_indices,
