@@ -43,7 +43,7 @@ def patches_of_allocation(allocation: str, guard: StorageGuard | None = None) ->
     python = os.environ.get(BASE_PYTHON_VARIABLE, "")
     is_base = os.path.dirname(os.path.dirname(python)) == sys.prefix
     return {
-        # Not in an overlay, which has a finder of its own for it, nor in an environment that the trial makes.
+        # Not in the task's own environment, nor in one that it makes.
         **({"pip._internal.cli.main": _patch_pip} if is_base else {}),
         "determined._info": lambda module: _patch_info(module, allocation),
         "determined.constants": lambda module: _patch_constants(module, allocation),

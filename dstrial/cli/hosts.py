@@ -26,7 +26,6 @@ packages, slots, clocks, the network between them, and the directory that they s
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand, its action and their arguments."""
     parser = subparsers.add_parser("hosts", help="look whether the machines of a hostfile can train together")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     check = actions.add_parser(
@@ -46,11 +45,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Check the hosts and print what they are, or all that is wrong.
-
-    Raises:
-        DstrialError: the hostfile cannot be used.
-    """
+    """Check the hosts; print their properties, or all problems."""
     hosts = hosts_of(args)
     try:
         preflight = check_hosts(

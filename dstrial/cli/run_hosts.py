@@ -29,14 +29,9 @@ from dstrial.slurm.allocation import Allocation
 
 
 def chosen_hosts(args: argparse.Namespace, allocation: Allocation | None) -> tuple[Host, ...]:
-    """Return the hosts to train on; none for this machine.
+    """Return the hosts of ``--hostfile`` or an allocation; none for this machine.
 
-    They are those of ``--hostfile`` or of an allocation. ``--slots`` or a ``slots_per_trial`` that the user has written says how
-    many of their slots are used; else all are.
-
-    Raises:
-        ConfigError: with everything that is wrong with the flags and the hostfile.
-        LaunchError: the allocation has not so many slots.
+    ``--slots``, or a ``slots_per_trial`` that the user has written, limits their slots.
     """
     if args.hostfile is None and allocation is None:
         return ()
@@ -47,11 +42,7 @@ def chosen_hosts(args: argparse.Namespace, allocation: Allocation | None) -> tup
 def require_trainable_on_hosts(
     experiment: ExperimentConfig, entrypoint: Entrypoint, *, is_search: bool
 ) -> None:
-    """Refuse what cannot be spread over hosts by this command.
-
-    Raises:
-        ConfigError: a search, or an entrypoint that starts ranks itself.
-    """
+    """Refuse a search, or an entrypoint that starts ranks itself."""
     if is_search:
         problem = ConfigProblem(
             f"{experiment.path}: searcher.name",
@@ -78,11 +69,6 @@ def ready_hosts(
     shared_directory: Path,
     transport: Transport | None = None,
 ) -> Preflight:
-    """Connect to the hosts of a run.
-
-    Raises:
-        HostError: with all that is wrong with any of them.
-    """
     return check_hosts(
         hosts,
         python=python_of(args),
@@ -96,19 +82,14 @@ def ready_hosts(
 
 
 class HostRun:
-    """One run over hosts: attempts, until it ends or may not be started again.
+    """One run over hosts: attempts, until it ends or may not restart.
 
     Args:
-        args: of ``dstrial run``.
         experiment: for all slots of ``hosts``.
-        entrypoint: what ranks run.
-        hosts: to begin with.
-        run_directory: of the run, on the file system that the hosts share.
+        run_directory: on the file system that the hosts share.
         resume: checkpoint to go on from; None to begin anew.
         overrides: ``--config`` and what goes with it.
-        max_restarts: how often ranks that failed by themselves are started again.
-        display: shows lines.
-        site: where the hosts are.
+        max_restarts: of ranks that failed by themselves.
     """
 
     def __init__(
@@ -131,10 +112,7 @@ class HostRun:
         self._site = site
 
     def train(self, preflight: Preflight) -> LaunchOutcome:
-        """Train until the run has ended; return how its last attempt did.
-
-        Args:
-            preflight: of the hosts to begin with; is used up.
+        """Train until the run has ended; return its last attempt's outcome.
 
         Raises:
             HostError: no host is left.
@@ -158,7 +136,7 @@ class HostRun:
             self._display.message(f"restart {restarts} of {limit} on {names}, {where}")
 
     def _left(self) -> Preflight:
-        """Connect to the hosts again, without those that cannot train any more."""
+        """Reconnect to the hosts that can still train."""
         while True:
             try:
                 shared = self._run_directory.path.parent

@@ -12,7 +12,6 @@ from dstrial.slurm.allocation import Allocation, allocation_of
 
 
 def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--slurm`` and what goes with it."""
     group = parser.add_argument_group(
         "Slurm",
         "Submit the run as a batch job and follow it; in an allocation (salloc, sbatch) train on its nodes.",
@@ -30,11 +29,7 @@ def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def require_slurm_flags(args: argparse.Namespace) -> None:
-    """Refuse flags that do not go together.
-
-    Raises:
-        ConfigError: with each of them.
-    """
+    """Refuse flags that do not go together."""
     problems = []
     for flag, value in (
         ("--sbatch-arg", args.sbatch_arg),
@@ -61,20 +56,14 @@ def require_slurm_flags(args: argparse.Namespace) -> None:
 
 
 def own_allocation(args: argparse.Namespace) -> Allocation | None:
-    """Return the allocation to train in.
-
-    None to submit a job, and without ``--slurm``.
-
-    Raises:
-        LaunchError: this is one task of several.
-    """
+    """Return the allocation to train in; None to submit a job or without ``--slurm``."""
     if not args.slurm or args.print_sbatch:
         return None
     return allocation_of(os.environ)
 
 
 def unused_nodes_hint(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return what to tell who trains in a job of several nodes on one of them."""
+    """Return a hint for a user who trains on one node of a job of several."""
     with contextlib.suppress(LaunchError):
         allocation = allocation_of(environ)
         if allocation is not None and len(allocation.nodes) > 1:

@@ -54,8 +54,8 @@ class Submission:
 
     Attributes:
         script: text of the batch script.
-        run_directory: of the run, absolute.
-        has_own_output: whether the user has said where the job's output goes.
+        run_directory: absolute.
+        has_own_output: whether the user has chosen the job's output file.
     """
 
     script: str
@@ -68,15 +68,7 @@ def prepare(
 ) -> Submission:
     """Write the batch script of a run.
 
-    Args:
-        args: of ``dstrial run``.
-        experiment: read and checked.
-        inner: arguments of the job's command, without ``--run-dir``.
-        own: the run's directory, if it has one already.
-
-    Raises:
-        ConfigError: with what is wrong with ``slurm`` and the flags.
-        LaunchError: Slurm's commands are not there.
+    ``inner`` are arguments of the job's command, without ``--run-dir``; ``own`` is the run's directory, if it has one already.
     """
     where = str(experiment.path)
     settings = experiment.raw.get("slurm") or {}
@@ -115,13 +107,7 @@ def prepare(
 
 
 def submit_and_follow(args: argparse.Namespace, submission: Submission) -> int:
-    """Queue the job, and show what it prints until it has ended.
-
-    Returns the exit status.
-
-    Raises:
-        LaunchError: Slurm does not take it.
-    """
+    """Queue the job, and show its output until it has ended; return the exit status."""
     out = LossTolerantStream(sys.stdout)
     if args.print_sbatch:
         out.write(submission.script)
@@ -183,12 +169,12 @@ def _waits_for_ever(job: Job | None) -> bool:
 
 
 def _unknown_text(path: Path) -> str:
-    """Say what to do where Slurm may have taken a job and has not said so."""
+    """Return what to do where Slurm may have queued a job without confirming it."""
     return f"A job may be queued all the same, and keeps {path}; `squeue --me` shows it, `scancel` ends it."
 
 
 def _remove(made: Sequence[Path]) -> None:
-    """Delete a run's directory and those above it that were made for it."""
+    """Delete a run's directory, and the parents that were made for it."""
     for number, path in enumerate(made):
         if number == 0:
             shutil.rmtree(path, ignore_errors=True)
@@ -198,10 +184,7 @@ def _remove(made: Sequence[Path]) -> None:
 
 
 class _Follower:
-    """Shows a job's states and what it prints.
-
-    Ctrl-C ends the job with a checkpoint, once more leaves it alone.
-    """
+    """Shows a job's output. Ctrl-C ends it with a checkpoint, a second one detaches."""
 
     def __init__(self, job_id: int, log: Path, out: LossTolerantStream, *, python: str) -> None:
         self._job_id, self._log, self._out, self._python = job_id, log, out, python
@@ -213,7 +196,6 @@ class _Follower:
         self._last: Job | None = None
 
     def follow(self) -> int:
-        """Return the exit status once the job has ended."""
         ask_s, asked_at_s, heard_s = _ASK_S[0], -1e9, time.monotonic()
         num_passed_on = 0
         with noted_signals() as signals:
@@ -259,7 +241,7 @@ class _Follower:
         )
 
     def _tell(self, job: Job | None) -> bool:
-        """Say the job's state if it is another one; return whether it is."""
+        """Print a new state of the job; return whether it is new."""
         self._last = job or self._last
         if job is None:
             return False
@@ -278,7 +260,6 @@ class _Follower:
         self._out.write(visible(f"{text}\n"))
 
     def _show(self) -> None:
-        """Print what the job has printed since."""
         with contextlib.suppress(OSError), self._log.open("rb") as file:
             file.seek(self._at)
             data = file.read(1 << 22)

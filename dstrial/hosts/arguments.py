@@ -1,4 +1,4 @@
-"""The flags by which a command takes hosts; the same for each command."""
+"""The flags that name hosts, the same for each command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ FILTER = "HOST[:SLOT,SLOT...][@HOST...]"
 
 
 def add_host_arguments(parser: argparse.ArgumentParser, *, is_required: bool = False) -> None:
-    """Add ``--hostfile`` and what goes with it."""
     group = parser.add_argument_group(
         "hosts", "Train on several machines, which ssh reaches without a password."
     )
@@ -49,11 +48,7 @@ def add_host_arguments(parser: argparse.ArgumentParser, *, is_required: bool = F
 
 
 def require_hostfile(args: argparse.Namespace, *, is_under_slurm: bool = False) -> None:
-    """Refuse flags of hosts without a hostfile, or nodes of Slurm.
-
-    Raises:
-        ConfigError: with each of them.
-    """
+    """Refuse flags of hosts without a hostfile, or nodes of Slurm."""
     given = {
         "--include": args.include,
         "--exclude": args.exclude,
@@ -72,19 +67,13 @@ def require_hostfile(args: argparse.Namespace, *, is_under_slurm: bool = False) 
 
 
 def hosts_of(args: argparse.Namespace, num_slots: int | None = None) -> tuple[Host, ...]:
-    """Return the hosts of the flags, with the first ``num_slots`` of their slots.
-
-    Raises:
-        ConfigError: with everything that is wrong with them.
-    """
     return read_hosts(args.hostfile, include=args.include, exclude=args.exclude, num_slots=num_slots)
 
 
 def given_slots(config: Path, overrides: Sequence[str] = ()) -> int | None:
-    """Return ``resources.slots_per_trial`` where the user has written it.
+    """Return ``resources.slots_per_trial`` of a config or override, None by default.
 
-    It stands in a config or as ``key=value``. Its default, one slot, is for one machine: without a word of the user's all slots
-    of a hostfile are meant.
+    Its default, one slot, is for one machine: without it all slots of a hostfile are used.
     """
     for override in reversed(overrides):
         key, _, value = override.partition("=")
@@ -96,16 +85,10 @@ def given_slots(config: Path, overrides: Sequence[str] = ()) -> int | None:
 
 
 def python_of(args: argparse.Namespace) -> str:
-    """Return the path of the interpreter on each host."""
     return args.python or sys.executable
 
 
 def port_of(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> int:
-    """Return the port for the rendezvous, 0 for any.
-
-    Raises:
-        ConfigError: it is no port.
-    """
     text = str(args.master_port or environ.get("MASTER_PORT") or 0)
     if text.isdecimal() and int(text) < 65_536:
         return int(text)
@@ -114,11 +97,9 @@ def port_of(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -
 
 
 def placement_lines(preflight: Preflight, *, unit: str = "rank") -> list[str]:
-    """Return a line for each host: its ranks, where it is reached, its slots.
+    """Return a line for each host: its ranks, address and slots.
 
-    Args:
-        preflight: of the hosts.
-        unit: "rank", or "slot" where no ranks are placed yet: then they are counted for each host.
+    ``unit="slot"`` counts slots where no ranks are placed yet.
     """
     lines = []
     first = 0

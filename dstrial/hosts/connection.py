@@ -20,14 +20,9 @@ _STDERR_BYTES = 4096
 
 
 class HostConnection:
-    """A program on a host, asked over its input and heard by its output.
+    """A program on a host, with JSON lines on its input and output.
 
-    Begins with ``remote.main``, which may become another program. Threads: ``send`` any, ``next`` one.
-
-    Args:
-        host: where.
-        python: path of the interpreter there.
-        transport: how it is started there.
+    Begins with ``remote.main``, which may become another program. Any thread may call ``send``, one thread calls ``next``.
     """
 
     def __init__(self, host: Host, python: str, transport: Transport | None = None) -> None:
@@ -62,7 +57,7 @@ class HostConnection:
         return self._write(json.dumps(message).encode() + b"\n" + data)
 
     def ping(self) -> bool:
-        """Say that this side lives."""
+        """Send a heartbeat."""
         return self._write(b"\n")
 
     def _write(self, data: bytes) -> bool:
@@ -78,7 +73,7 @@ class HostConnection:
         return True
 
     def next(self, timeout_s: float | None = None) -> dict[str, Any] | None:
-        """Return the next answer; None where the connection has ended.
+        """Return the next answer; None once the connection has ended.
 
         Raises:
             TimeoutError: none came in time.
@@ -89,7 +84,7 @@ class HostConnection:
             raise TimeoutError(self.host.name) from None
 
     def ask(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
-        """Return the answer to a request; None where none came in time."""
+        """Return the answer to a request; None if none came in time."""
         if not self.send(message):
             return None
         with contextlib.suppress(TimeoutError):
@@ -98,28 +93,21 @@ class HostConnection:
 
     @property
     def exit_code(self) -> int | None:
-        """What the command ended with.
-
-        That is the program's exit code, or one for the connection's end.
-        """
+        """The program's exit code, or the transport's for the end of the connection."""
         return self._program.poll()
 
     @property
     def has_ended(self) -> bool:
-        """Whether the command has."""
         return self._program.poll() is not None
 
     def errors(self) -> str:
-        """Return the end of what the command and the program have printed as errors.
-
-        All of it, once the program has ended.
-        """
+        """Return the end of stderr; complete once the program has ended."""
         if self.has_ended:
             self._error_reader.join(_CLOSE_S)  # not for ever: a process of ProxyCommand may hold the pipe
         return self._stderr.decode(errors="replace").strip()
 
     def refusal(self) -> Refusal:
-        """Say why the host has not answered; for a connection that ended or is given up."""
+        """Explain why the host has not answered before its connection ended."""
         return self.transport.refusal(self.host.name, self._python, self.exit_code, self.errors())
 
     def close(self) -> None:
@@ -140,7 +128,7 @@ class HostConnection:
                 end.close()
 
     def abandon(self) -> None:
-        """Give up a host that does not answer, at once."""
+        """Kill the connection to a host that does not answer."""
         self._program.kill()
 
     def _read(self) -> None:

@@ -29,9 +29,8 @@ _OF_A_STEP = (
 def travelling(environ: Mapping[str, str], there: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a program on another host.
 
-    Args:
-        environ: of this process; all of it travels but what is listed above, values with line ends included.
-        there: what a login there has; what does not travel is taken from it.
+    All of ``environ`` travels but what is listed above, values with line ends included; ``there``, a login's environment, has
+    the rest.
     """
     ours = {name: value for name, value in environ.items() if not stays(name)}
     theirs = {name: value for name, value in there.items() if not name.startswith(("SSH_", *_OF_A_STEP))}
@@ -39,5 +38,5 @@ def travelling(environ: Mapping[str, str], there: Mapping[str, str]) -> dict[str
 
 
 def stays(name: str) -> bool:
-    """Say whether a variable belongs to this machine."""
+    """Return whether a variable belongs to this machine."""
     return name in STAYING_NAMES or name.startswith(STAYING_PREFIXES)

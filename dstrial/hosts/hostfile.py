@@ -1,7 +1,7 @@
-"""Read a hostfile and its filters, in DeepSpeed's format.
+"""Parses a hostfile and its filters, in DeepSpeed's format.
 
 A line is ``NAME slots=N``; ``#`` begins a comment. A filter is ``NAME[:SLOT,SLOT...]``, several joined by ``@``. Source:
-DeepSpeed 0.19.8 ``launcher/runner.py``, ``_parse_hostfile`` and ``parse_resource_filter``. Otherwise than there a path that is
+DeepSpeed 0.19.8 ``launcher/runner.py``, ``_parse_hostfile`` and ``parse_resource_filter``. Unlike there, a path that is
 no file is an error, never one machine.
 """
 
@@ -26,7 +26,7 @@ class Host:
 
     Attributes:
         name: as ssh takes it: a name, an address, or an alias of ``~/.ssh/config``.
-        slots: indices of devices, ascending, from 0; ranks are given them in this order.
+        slots: indices of devices, ascending, from 0, in rank order.
         is_filtered: whether a filter chose them among more.
     """
 
@@ -38,13 +38,9 @@ class Host:
 def read_hosts(
     path: Path, *, include: str = "", exclude: str = "", num_slots: int | None = None
 ) -> tuple[Host, ...]:
-    """Return the hosts of a hostfile that no filter leaves out, in its order.
+    """Return the filtered hosts of a hostfile, in its order.
 
-    Args:
-        path: of the hostfile.
-        include: use only these hosts and slots, ``host1@host2:0,2``.
-        exclude: use all but these hosts and slots.
-        num_slots: use this many slots, from the first host on; None for all.
+    Filters look like ``host1@host2:0,2``; ``num_slots`` takes so many slots, from the first host on.
 
     Raises:
         ConfigError: with everything that is wrong with the file and the filters.
@@ -179,10 +175,7 @@ def _filtered(
 
 
 def first_slots(hosts: Sequence[Host], num_slots: int) -> tuple[Host, ...]:
-    """Return the first hosts that together have ``num_slots`` slots.
-
-    The last of them has fewer than before where needed.
-    """
+    """Return the first hosts with ``num_slots`` slots; the last may lose some."""
     chosen: list[Host] = []
     left = num_slots
     for host in hosts:

@@ -1,6 +1,6 @@
-"""Ask all hosts at once whether they can train together, before anything starts.
+"""Checks that hosts can train together, before anything starts.
 
-The connections stay open and become the launchers of their hosts, so that what was checked is what is used.
+The connections become the launchers of their hosts, so that what was checked is what is used.
 """
 
 from __future__ import annotations
@@ -35,17 +35,15 @@ _Result = TypeVar("_Result")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Facts:
-    """What a host says of itself.
+    """What a host reports.
 
     Attributes:
-        hostname: as it calls itself.
-        python: version.
-        versions: of torch, deepspeed and dstrial; None for what is not installed.
-        num_accelerators: that its drivers show.
-        addresses: IPv4 addresses with their interfaces, the one that ssh reached first.
+        versions: of torch, deepspeed and dstrial; None if not installed.
+        num_accelerators: by its drivers.
+        addresses: interfaces and IPv4 addresses, the one that ssh reached first.
         skew_s: by how much its clock is ahead of ours, seconds.
         environment: of a program that ssh starts.
-        machine: what two names of one machine share.
+        machine: equal for two names of one machine.
     """
 
     hostname: str
@@ -64,8 +62,7 @@ class ReadyHost:
     """A host that passed, with its connection.
 
     Attributes:
-        address: at which the other hosts reach it.
-        interface: that has this address.
+        address: at which the other hosts reach it, on ``interface``.
         sees: for each path asked about, whether it is the same there as here.
     """
 
@@ -77,7 +74,6 @@ class ReadyHost:
 
     @property
     def host(self) -> Host:
-        """Which one, and with which slots."""
         return self.connection.host
 
 
@@ -86,9 +82,9 @@ class Preflight:
     """Hosts that can train together.
 
     Attributes:
-        hosts: in the order of their ranks; the first serves the rendezvous.
+        hosts: in rank order; the first serves the rendezvous.
         port: free on the first host's address.
-        seconds: how long it took.
+        seconds: duration of the check.
     """
 
     hosts: tuple[ReadyHost, ...]
@@ -96,7 +92,7 @@ class Preflight:
     seconds: float
 
     def keep(self, hosts: Sequence[Host]) -> None:
-        """Leave hosts out, and slots of the others."""
+        """Drop hosts, and slots of the others."""
         wanted = {host.name: host for host in hosts}
         unwanted = [ready.connection for ready in self.hosts if ready.host.name not in wanted]
         _on_all(unwanted, HostConnection.close)
@@ -105,7 +101,6 @@ class Preflight:
             ready.connection.host = wanted[ready.host.name]
 
     def close(self) -> None:
-        """End all connections."""
         _on_all([ready.connection for ready in self.hosts], HostConnection.close)
 
 
@@ -125,13 +120,12 @@ def check_hosts(
     Args:
         hosts: at least one.
         python: path of the interpreter on each host.
-        shared_directory: where checkpoints go; is made on the first host, and all have to see it.
-        local_paths: files and directories of this machine; it is found out who sees the same ones.
-        interface: network interface to use on each host; None for one by which all reach each other. One that
-            ``GLOO_SOCKET_IFNAME`` of ``environ`` names counts as given.
+        shared_directory: of checkpoints; made on the first host, and all have to see it.
+        local_paths: of this machine; ``sees`` reports who sees the same ones.
+        interface: to use on each host; None for one by which all reach each other, or that ``GLOO_SOCKET_IFNAME`` names.
         port: for the rendezvous on the first host; 0 for any free one.
         environ: of what is to train.
-        transport: how hosts are reached; None for ssh.
+        transport: None for ssh.
 
     Returns:
         The hosts, whose connections the caller closes.
@@ -189,12 +183,7 @@ def _facts(connection: HostConnection, give_up_at_s: float) -> Facts | HostProbl
 
 
 def facts_of(connection: HostConnection, answer: Mapping[str, Any]) -> Facts:
-    """Return what a host's first answer says, with the clock asked once more.
-
-    Args:
-        connection: on which it came.
-        answer: of ``remote.main``.
-    """
+    """Return a host's first answer, with its clock read once more."""
     # The first answer took a login's time: ask once more, for the clock alone.
     asked_s = time.time()
     timed = connection.ask({"do": "time"}, _STEP_S) or answer
@@ -227,14 +216,9 @@ def fact_problems(
     environ: Mapping[str, str],
     interface: str | None,
 ) -> list[HostProblem]:
-    """Return what is wrong with hosts by what they say. Pure.
+    """Return what is wrong with hosts by their facts. Pure.
 
-    Args:
-        hosts: those that answered.
-        facts: of each.
-        here: versions on this machine, which all have to have.
-        environ: of what is to train.
-        interface: that all have to have; None for any.
+    ``here`` are versions on this machine, which all have to have; ``interface`` is required, None for any.
     """
     problems = []
     machines: dict[str, str] = {}
@@ -437,7 +421,7 @@ _Item = TypeVar("_Item")
 
 
 def _on_all(items: Sequence[_Item], do: Callable[[_Item], _Result]) -> list[_Result]:
-    """Do something for all items at once, and return the results in their order."""
+    """Do something for all items concurrently; return the results in their order."""
     if not items:
         return []
     with ThreadPoolExecutor(max_workers=len(items)) as threads:

@@ -1,8 +1,8 @@
-"""What runs on a host before anything of dstrial does.
+"""The first program on a host: reports facts, tries connections, is replaced.
 
-It tells facts, tries connections, then becomes what trains. Sent as text to ``python -I -c`` over ssh, so that a host without
-dstrial can say so: standard library only, and no module of ours. Each request and each answer is a line of JSON; answers begin
-with ``PREFIX``, because a login shell may print as well. It ends when its input does.
+Sent as text to ``python -I -c``, so that a host without dstrial can say so: standard library only, and no module of ours. Each
+request and each answer is a line of JSON; answers begin with ``PREFIX``, because a login shell may print as well. It ends when
+its input does.
 """
 
 # pathlib would take 5 ms of each start, and a host may have any Python.
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 
 def facts() -> dict[str, Any]:
-    """Return what this host is: versions, slots, addresses, time."""
     return {
         "hostname": socket.gethostname(),
         "python": platform.python_version(),
@@ -93,7 +92,7 @@ def addresses() -> list[list[str]]:
 
 
 def _boot_and_namespace() -> str:
-    """Name the system, so that two names of one machine are told."""
+    """Return the same text for two names of one machine."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
@@ -102,7 +101,7 @@ def _boot_and_namespace() -> str:
 
 
 class _Listeners:
-    """Sockets that tell whoever connects whom it has reached, by a word."""
+    """Sockets that greet every connection with a word that identifies this host."""
 
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []
@@ -130,7 +129,6 @@ class _Listeners:
                     peer.sendall(self.greeting.encode())
 
     def close(self) -> None:
-        """Free the ports."""
         for one in self._sockets:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
@@ -139,7 +137,6 @@ class _Listeners:
 
 
 def connect(targets: list[list[Any]], timeout_s: float) -> list[str | None]:
-    """Try ``[address, port, greeting]`` at once; return what is wrong, or None."""
     give_up_at_s = time.monotonic() + timeout_s
     verdicts: list[str | None] = ["timed out"] * len(targets)
     waiting: dict[int, tuple[int, socket.socket]] = {}
@@ -168,7 +165,7 @@ def connect(targets: list[list[Any]], timeout_s: float) -> list[str | None]:
 
 
 def identities(paths: list[str]) -> list[list[int] | None]:
-    """Return what tells a path from another of its name elsewhere; None if absent."""
+    """Return inode, time and type of each path, which identify it; None if absent."""
     found: list[list[int] | None] = []
     for path in paths:
         try:
@@ -181,7 +178,7 @@ def identities(paths: list[str]) -> list[list[int] | None]:
 
 
 def write_probe(directory: str) -> dict[str, Any]:
-    """Leave a file with a random word in a directory, which is made if needed."""
+    """Write a random word into a new file of a directory, which is made if needed."""
     word = secrets.token_hex(16)
     path = os.path.join(directory, f".dstrial-hosts-{word[:12]}")
     made: list[str] = []
@@ -201,7 +198,6 @@ def write_probe(directory: str) -> dict[str, Any]:
 
 
 def remove_probe(path: str, made: list[str]) -> None:
-    """Delete the file, and the directories that were made for it."""
     with contextlib.suppress(OSError):
         os.unlink(path)
         for one in made:
@@ -209,7 +205,7 @@ def remove_probe(path: str, made: list[str]) -> None:
 
 
 def read_probe(path: str) -> dict[str, Any]:
-    """Return a file's word, or why not; network file systems may take a moment."""
+    """Return a file's word, or an error; network file systems may take a moment."""
     for _ in range(10):
         try:
             with open(path, encoding="ascii") as file:
@@ -223,7 +219,7 @@ def read_probe(path: str) -> dict[str, Any]:
 
 
 def _become(request: dict[str, Any]) -> dict[str, Any]:
-    """Run another program in this process's place, with its input and output."""
+    """Replace this process by another program, with its input and output."""
     try:
         os.chdir(request["directory"])
         os.execve(request["command"][0], request["command"], request["environment"])  # noqa: S606  # no shell is meant
@@ -233,7 +229,6 @@ def _become(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer requests until the input ends."""
     import site
 
     with contextlib.suppress(Exception):

@@ -17,16 +17,11 @@ _KEPT = ("SLURM_CONF", "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_JWT", "SLURM_CLUSTE
 
 
 class SrunTransport:
-    """Starts programs by ``srun`` in an allocation that is there.
+    """Starts programs by ``srun`` in an allocation, each one task on one node.
 
-    Each is one task on one node. A step beside others (``--overlap``), which has memory, cores and devices that the job has
-    there. Of a job that asks for devices by task (``--gpus-per-task``) a step would have those of one task, and of one that asks
-    for them as a whole (``--gpus``) it would be refused: so a step names how many it has.
-
-    Args:
-        job_id: of the allocation.
-        environ: of this process.
-        devices: accelerators of each node that a step has to ask for; none where it has what its job has there.
+    A step beside others (``--overlap``) has memory, cores and devices of the job there. In a job with devices by task
+    (``--gpus-per-task``) a step would have those of one task, and in one with devices as a whole (``--gpus``) Slurm refuses it:
+    so ``devices`` names how many a step requests on each node; empty where it has the job's.
     """
 
     connect_s = _CONNECT_S
@@ -47,7 +42,6 @@ class SrunTransport:
         }
 
     def words(self, host: str, python: str) -> list[str]:
-        """Return the command (``man srun``)."""
         options = [
             f"--jobid={self._job_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--export=ALL",
             "--unbuffered", "--cpu-bind=none", "--mpi=none", "--chdir=/", "--job-name=dstrial",
@@ -59,11 +53,10 @@ class SrunTransport:
         return ["srun", *options, *remote_words(python)]
 
     def environment(self) -> Mapping[str, str] | None:
-        """Return this process's variables without those that are options of srun."""
+        """Slurm's variables would be options of srun."""
         return self._environ
 
     def refusal(self, host: str, python: str, exit_code: int | None, errors: str) -> Refusal:
-        """Explain it by srun's messages (Slurm 20.11 to 25)."""
         text = errors.lower()
         by_hand = f"`srun --jobid={self._job_id} --overlap -N1 -n1 -w {host} true`"
         if exit_code is None:
@@ -104,24 +97,19 @@ def own_allocation() -> Allocation:
 
 
 def transport_of(allocation: Allocation) -> SrunTransport:
-    """Return how programs are started in an allocation.
-
-    Each is started with all that the allocation has on its node.
-    """
+    """Return a transport whose programs have all of the allocation on their node."""
     counts = slots_of_nodes(allocation, None) if allocation.divides_devices else ()
     devices = dict(zip(allocation.nodes, counts, strict=True)) if counts else {}
     return SrunTransport(allocation.job_id, devices=devices)
 
 
 def hosts_of_allocation(allocation: Allocation, wanted: int | None = None) -> tuple[Host, ...]:
-    """Return the nodes of an allocation with their slots, those without any left out.
+    """Return the nodes of an allocation that have slots.
 
-    Args:
-        allocation: the nodes.
-        wanted: slots on all of them; None for all that there are.
+    ``wanted`` are slots on all of them; None for all.
 
     Raises:
-        LaunchError: it has not so many.
+        LaunchError: it has fewer.
     """
     pairs = zip(allocation.nodes, slots_of_nodes(allocation, wanted), strict=True)
     return tuple(Host(name, tuple(range(count))) for name, count in pairs if count)

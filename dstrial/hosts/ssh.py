@@ -36,28 +36,25 @@ class SshTransport:
     connect_s = float(CONNECT_S)
 
     def words(self, host: str, python: str) -> list[str]:
-        """Return the command."""
         options = [word for name, value in _OPTIONS.items() for word in ("-o", f"{name}={value}")]
         return ["ssh", "-T", *options, "--", host, remote_command(python)]
 
     def environment(self) -> Mapping[str, str] | None:
-        """It has this process's variables."""
         return None
 
     def refusal(self, host: str, python: str, exit_code: int | None, errors: str) -> Refusal:
-        """Explain it by ssh's messages."""
         return refusal_of(host, python, exit_code, errors)
 
 
 def remote_command(python: str) -> str:
-    """Return what the login shell of a host is to run."""
+    """Return the command line for a host's login shell."""
     words = " ".join(map(shlex.quote, remote_words(python)))
     # A shell that outlives the program tells its signal by the exit code; sshd alone would tell a closed connection.
     return f"exec sh -c {shlex.quote(f'{words}; exit $?')}"
 
 
 def refusal_of(host: str, python: str, exit_code: int | None, errors: str) -> Refusal:
-    """Say why ssh has not brought an answer, by its messages (OpenSSH 8 to 10)."""
+    """Explain ssh's failure, by its messages (OpenSSH 8 to 10)."""
     text = errors.lower()
     by_hand = f"`ssh {host} true`"
     if exit_code is None:

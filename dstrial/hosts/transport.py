@@ -1,7 +1,4 @@
-"""How a program is started on a host so that it can be asked over its input.
-
-This is the seam between ssh and Slurm.
-"""
+"""The interface to ssh, Slurm and Ray: starts a program with pipes on a host."""
 
 from __future__ import annotations
 
@@ -15,27 +12,25 @@ from typing import Protocol
 
 from dstrial.hosts import remote
 
+BEAT_S = 1.0  # between heartbeats of either side
+SILENT_S = 5.0  # without a heartbeat: the host is reported
+LOST_S = 10.0  # without a heartbeat: the host is lost
+LEASE_S = 20.0  # without a heartbeat: a host kills what it runs; longer than the other side waits for it
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a host cannot be used.
-
-    Attributes:
-        got: what is the case.
-        fix: one imperative sentence.
-    """
+    """Why a host cannot be used; ``fix`` is one imperative sentence."""
 
     got: str
     fix: str
 
 
 class Transport(Protocol):
-    """Starts a program on a host.
-
-    Its input and output are those of the command that starts it.
+    """Starts a program on a host, with the input and output of a local command.
 
     Attributes:
-        connect_s: how long that may take, seconds.
+        connect_s: timeout of the start, seconds.
     """
 
     connect_s: float
@@ -49,7 +44,7 @@ class Transport(Protocol):
         ...
 
     def refusal(self, host: str, python: str, exit_code: int | None, errors: str) -> Refusal:
-        """Say why the program has not answered.
+        """Explain why the program has not answered.
 
         Args:
             host: its name.
@@ -67,15 +62,12 @@ def _packed_source() -> str:
 
 
 def remote_words(python: str) -> list[str]:
-    """Return the command that runs ``remote.main`` on a host.
-
-    The host may be without dstrial.
-    """
+    """Return the command that runs ``remote.main`` on a host, which may lack dstrial."""
     program = f"import base64,zlib;exec(zlib.decompress(base64.b64decode({_packed_source()!r})))"
     return [python, "-I", "-u", "-c", program]
 
 
 def last_line(text: str) -> str:
-    """Return the last line that says something."""
+    """Return the last line that is not blank."""
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1].strip() if lines else ""

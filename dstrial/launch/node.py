@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 from dstrial import collector, determined_imports
 from dstrial.config.dotted_keys import dstrial_section
 from dstrial.errors import DstrialError
-from dstrial.hosts.heartbeats import BEAT_S, LEASE_S
 from dstrial.hosts.remote import PREFIX
+from dstrial.hosts.transport import BEAT_S, LEASE_S
 from dstrial.launch.early_imports import importing_for_ranks
 from dstrial.local.experiment_file import EXPERIMENT_VARIABLE, write_experiment
 from dstrial.resume.locate import saved_run_to_resume

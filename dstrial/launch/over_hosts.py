@@ -1,9 +1,8 @@
-"""Start ranks on several hosts, and name the host that failed.
+"""Starts ranks on several hosts, by ssh or Slurm, and names the host that failed.
 
-Ranks are started over ssh or as steps of Slurm. One connection a host: what preflight has checked becomes the host's launcher
-(:mod:`dstrial.launch.node`). Both sides say every second that they live. A host that is silent for ``LOST_S`` is lost: it is
-named, and the ranks of the others are killed, as they would wait for it in a collective; the lost host kills its own by its
-lease.
+Preflight's connection to a host becomes the host's launcher (:mod:`dstrial.launch.node`). Both sides send a heartbeat every
+second. A host that is silent for ``LOST_S`` is lost: it is named, and the ranks of the others, which would wait for it in a
+collective, are killed; the lost host kills its own when its lease ends.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ from dstrial.context_directory import list_context
 from dstrial.errors import LaunchError
 from dstrial.hosts.connection import HostConnection
 from dstrial.hosts.environment import travelling
-from dstrial.hosts.heartbeats import BEAT_S, LOST_S
 from dstrial.hosts.preflight import Preflight, ReadyHost
-from dstrial.hosts.transport import last_line
+from dstrial.hosts.transport import BEAT_S, LOST_S, last_line
 from dstrial.launch.failures import LaunchOutcome, RankEnding, RankFailure, first_ending
 from dstrial.launch.node import CONTEXT, FILES, UNSTARTED, NodeRequest
 from dstrial.launch.output import OnLine
@@ -49,19 +47,14 @@ _NODE = ["-m", "dstrial.launch.node"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """What all hosts are to run.
+    """What all hosts run.
 
     Attributes:
         command: of each rank, with this machine's paths.
-        env: variables of the ranks.
-        is_trial: whether the command trains a trial.
         context_dir: of the model definition, or the directory of a script.
         config_path: the experiment's file; None without one.
         config: the experiment config with its defaults; None without one.
-        hyperparameters: concrete ones.
-        log_dir: as ``run_ranks`` takes it; on the file system that all hosts share.
-        tracebacks_dir: likewise.
-        shutdown_timeout_s: as ``run_ranks`` takes it.
+        log_dir: on the file system that all hosts share, as is ``tracebacks_dir``.
     """
 
     command: Sequence[str]
@@ -91,24 +84,14 @@ def run_on_hosts(
     on_stop: Callable[[str], None] | None = None,
     stop_signals: Sequence[signal.Signals] = (),
 ) -> LaunchOutcome:
-    """Run a job's ranks on all hosts and wait for them.
+    """Run a job's ranks on all hosts and wait for them; uses the connections up.
 
-    The first SIGINT, SIGTERM or SIGHUP reaches all ranks as SIGTERM, a SIGINT after that kills them.
-
-    Args:
-        job: what to run.
-        preflight: where; its connections are used up.
-        python: path of the interpreter on each host.
-        on_line: called with rank, stream and each line that a rank prints.
-        on_note: called with what is to be told of a host.
-        on_stop: called with the signal's name when a request to stop is passed on.
-        stop_signals: more signals that are requests to stop, beside those.
-
-    Returns:
-        How it ended; a failing rank or a lost host is no exception here.
+    The first SIGINT, SIGTERM or SIGHUP, or one of ``stop_signals``, reaches all ranks as SIGTERM, a SIGINT after that kills
+    them. ``on_line`` gets rank, stream and line, ``on_note`` messages about hosts, ``on_stop`` the name of a signal that is
+    passed on.
 
     Raises:
-        LaunchError: a host could not start its ranks.
+        LaunchError: a host could not start its ranks; a failed rank or a lost host is an outcome.
     """
     try:
         crew = _Hosts(job, preflight, python, on_line, on_note, on_stop)
@@ -119,7 +102,7 @@ def run_on_hosts(
 
 
 class _Feeder:
-    """Writes to one host, in a thread: what it is told, and every second that we live."""
+    """Writes messages and heartbeats to one host, in a thread."""
 
     def __init__(self, connection: HostConnection) -> None:
         self._connection = connection
@@ -152,13 +135,12 @@ class _Running:
     """One host while it runs.
 
     Attributes:
-        first_rank: of its ranks.
         batches: trained by each of its ranks, by number.
-        arrival: when it was first heard to fail, counted over all hosts; None while it goes on.
+        arrival: order of its first failure among all hosts; None without one.
         outcome: how its ranks ended; None while they run, and for a lost host.
-        is_consequence: whether its first failure was caused by a rank elsewhere.
-        lost: why it is lost, a sentence without its point; empty if it is not.
-        has_begun: whether its launcher has its imports behind it.
+        is_consequence: whether a rank elsewhere caused its first failure.
+        lost: why it is lost, without a full stop; empty if it is not.
+        has_begun: whether its launcher has finished its imports.
     """
 
     ready: ReadyHost
@@ -182,12 +164,10 @@ class _Running:
 
     @property
     def shown(self) -> str:
-        """The host with its ranks and where they were."""
         return f"{self.name} ({self.place})"
 
     @property
     def place(self) -> str:
-        """Its ranks and where they were."""
         last = self.first_rank + len(self.ready.host.slots) - 1
         ranks = f"rank {last}" if last == self.first_rank else f"ranks {self.first_rank} to {last}"
         if not self.batches:  # a script of which nothing is known
@@ -197,7 +177,7 @@ class _Running:
 
 
 class _Hosts:
-    """All hosts of one launch; everything is decided in the thread that calls ``run``."""
+    """All hosts of one launch; the thread that calls ``run`` decides everything."""
 
     def __init__(
         self,
@@ -221,7 +201,7 @@ class _Hosts:
 
     @contextlib.contextmanager
     def signals(self, more: Sequence[signal.Signals] = ()) -> Iterator[None]:
-        """Note signals within the block, for all hosts."""
+        """Record signals within the block."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -482,11 +462,7 @@ class _Hosts:
 
 
 def packed_context(context_dir: Path) -> bytes:
-    """Return what is packed of a directory as a tar archive.
-
-    Raises:
-        ConfigError: it is too large to travel.
-    """
+    """Return a context directory as a tar archive; refuse one that is too large."""
     context = list_context(context_dir)
     context.require_packable()
     packed = io.BytesIO()

@@ -1,7 +1,7 @@
-"""``srun python -m dstrial.launch``: the launchers of one step of Slurm.
+"""The launchers of one step: ``srun python -m dstrial.launch``.
 
-Each is for its part of the ranks. With one task a node each launcher starts the ranks of its node. With several tasks on some
-node Slurm has said already how many ranks there are and where: each launcher starts one, in its task's place.
+With one task a node each launcher starts the ranks of its node. With several tasks on a node Slurm has decided how many ranks
+there are and where: each launcher starts one, in its task's place.
 """
 
 from __future__ import annotations
@@ -21,13 +21,7 @@ _RANK_VARIABLES = ("RANK", "WORLD_SIZE")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlurmStep:
-    """What a launcher has to know of its step.
-
-    Attributes:
-        task: this launcher's place among the tasks.
-        num_ranks: to start here.
-        num_ranks_of_all: of all launchers.
-    """
+    """A launcher's part of its step; ``task`` is its place among the tasks."""
 
     task: RankIdentity
     num_ranks: int
@@ -40,10 +34,7 @@ class SlurmStep:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What a rank is told in place of what its launcher would say.
-
-        A launcher knows itself alone.
-        """
+        """Replace the rank variables of a launcher that knows itself alone."""
         task = self.task
         if not self.has_a_rank_a_task:
             return {}
@@ -58,11 +49,7 @@ class SlurmStep:
         }
 
     def placement(self, timeout_s: float) -> Placement:
-        """Return where this launcher stands, once the first one is found.
-
-        Args:
-            timeout_s: how long to look for it, seconds.
-        """
+        """Return this launcher's place, once the first one is found."""
         from dstrial.launch.agent import Placement
         from dstrial.ranks.rendezvous_store import located
 
@@ -71,11 +58,7 @@ class SlurmStep:
 
 
 def slurm_task(environ: Mapping[str, str]) -> RankIdentity | None:
-    """Return this process's place in a step of several tasks; None elsewhere.
-
-    Raises:
-        RankIdentityError: Slurm's variables contradict each other.
-    """
+    """Return this process's place in a step of several tasks; None elsewhere."""
     if "SLURM_PROCID" not in environ:
         return None
     task = identify({name: value for name, value in environ.items() if name not in _RANK_VARIABLES})
@@ -85,10 +68,7 @@ def slurm_task(environ: Mapping[str, str]) -> RankIdentity | None:
 def step_of(task: RankIdentity, wanted: int | None, num_accelerators: int) -> SlurmStep:
     """Divide the ranks among the launchers of a step. Pure.
 
-    Args:
-        task: of this launcher.
-        wanted: ranks on all nodes; None for one per accelerator, or per task.
-        num_accelerators: here.
+    ``wanted`` are ranks on all nodes; None for one per accelerator, or per task.
 
     Raises:
         LaunchError: the ranks cannot be divided so.

@@ -13,7 +13,7 @@
     webhook.key       by which webhooks are signed, unless the settings name a key, mode 0600
     allocations/      one directory per allocation
     checkpoints/      the default checkpoint storage
-    overlays/         environments of tasks that install packages, by digest
+    venvs/            environments of tasks that install packages, by digest
 
 This module imports only the standard library, so that every command can look without delay.
 """

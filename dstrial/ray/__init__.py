@@ -1,5 +1,4 @@
-"""Ray below the master.
+"""Ray below the master: state, requests, and bytes of programs on its nodes.
 
-That is what a cluster says, what it is asked for, and bytes to and from programs on its nodes. ``import ray`` stands in functions
-of ``bridge`` and ``keeper`` only, which run in processes of their own.
+``import ray`` stands in functions of ``bridge`` and ``keeper`` only, which run in processes of their own.
 """

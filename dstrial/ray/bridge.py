@@ -1,9 +1,8 @@
-"""The process that is connected to a Ray cluster.
+"""The process that connects a master, which never imports Ray, to a Ray cluster.
 
-It is for a master that never loads Ray. ``python -m dstrial.ray.bridge`` reads requests, a line of JSON each, and answers each by
-a line. Beside that it listens on a socket of Unix, where each :mod:`~dstrial.ray.relay` asks for a program on a node of a job,
-and passes its bytes. It decides nothing, and ends when its input does; what it has reserved stays, and so does what runs there.
-Not meant to be typed.
+``python -m dstrial.ray.bridge`` reads requests, a line of JSON each, and answers each by a line. On a UNIX socket each
+:mod:`~dstrial.ray.relay` requests a program on a node of a job; the bridge passes its bytes. It decides nothing, and ends with
+its input; reservations and programs stay.
 """
 
 from __future__ import annotations
@@ -41,15 +40,7 @@ class _NotThereError(Exception):
 
 
 class Bridge:
-    """A driver of Ray's; connected where it is made.
-
-    Args:
-        address: of the cluster, as ``ray.init`` takes it.
-
-    Raises:
-        OSError: nothing answers there.
-        Exception: whatever Ray raises where there is no such cluster.
-    """
+    """A driver of Ray's, connected by its constructor, which raises what Ray raises."""
 
     def __init__(self, address: str) -> None:
         import ray
@@ -67,10 +58,7 @@ class Bridge:
         self._guard = Path(guard.__file__).read_text(encoding="utf-8")
 
     def look(self) -> dict[str, Any]:
-        """Return the nodes and our placement groups.
-
-        They are as :mod:`dstrial.ray.cluster` reads them.
-        """
+        """Return the nodes and our placement groups, for :mod:`dstrial.ray.cluster`."""
         import ray
         from ray._private import state
 
@@ -86,10 +74,10 @@ class Bridge:
         }
 
     def _first_places(self, number: str, row: Mapping[str, Any]) -> dict[str, str]:
-        """Return where a group's bundles were when it was first seen with all of them.
+        """Return where a group's bundles were when first seen complete.
 
-        Ray moves a dead node's bundle as soon as another has room, and shows no trace of that. What ran there is gone all the
-        same, also for the next master: so the cluster keeps the first places.
+        Ray moves a dead node's bundle as soon as another has room, without a trace. What ran there is gone all the same, also
+        for the next master: so the cluster stores the first places.
         """
         from ray.experimental import internal_kv
 
@@ -118,7 +106,7 @@ class Bridge:
         return {"id": group.id.hex()}
 
     def remove(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Remove a placement group, and with it the actors in it. Idempotent."""
+        """Remove a placement group and the actors in it. Idempotent."""
         import ray
         from ray.experimental import internal_kv
         from ray.util.placement_group import get_placement_group, remove_placement_group
@@ -132,13 +120,7 @@ class Bridge:
         return {}
 
     def start(self, order: Mapping[str, Any]) -> tuple[Any, int]:
-        """Start a program on a node of a job.
-
-        Returns the actor there, and the program's number.
-
-        Raises:
-            _NotThereError: the job has no such node.
-        """
+        """Start a program on a node of a job; return the actor and the program's number."""
         import ray
         from ray.util.placement_group import get_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -166,7 +148,7 @@ class Bridge:
 
 
 def _serve(bridge: Bridge, connection: socket.socket) -> None:
-    """Have a program run for a relay, to its end or the relay's."""
+    """Run a program for a relay, to its end or the relay's."""
     import ray
 
     with connection, contextlib.suppress(OSError), connection.makefile("rb", buffering=0) as lines:
@@ -188,7 +170,7 @@ def _serve(bridge: Bridge, connection: socket.socket) -> None:
 
 
 def _plain(text: str) -> str:
-    """Leave out the lines with Ray's ids of an actor, which are indented."""
+    """Drop the indented lines, with Ray's ids of an actor."""
     return " ".join(line for line in text.splitlines() if not line.startswith("\t"))
 
 
@@ -241,7 +223,6 @@ def _answered(handlers: Mapping[str, Callable[[Mapping[str, Any]], Any]], text: 
 
 
 def main() -> None:
-    """Serve a master until its end."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--address", required=True)
     parser.add_argument("--socket", type=Path, required=True)

@@ -1,7 +1,4 @@
-"""Asks the bridge; without Ray in this process.
-
-The bridge is started when it is first asked, and again when it has ended.
-"""
+"""Client of the bridge, which is started at the first request, and restarted."""
 
 from __future__ import annotations
 
@@ -32,14 +29,7 @@ class RayRefusedError(Exception):
 
 
 def require_ray(where: str) -> None:
-    """Refuse an environment without Ray, which is not imported.
-
-    Args:
-        where: what asks for it.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
+    """Refuse an environment without Ray, and import nothing."""
     found = importlib.util.find_spec("ray")
     if found is None or found.origin is None:
         raise MissingExtraError(
@@ -48,11 +38,7 @@ def require_ray(where: str) -> None:
 
 
 class BridgeClient:
-    """The bridge's other end; one thread asks, ``socket`` is any thread's.
-
-    Args:
-        address: of the cluster, as ``ray.init`` takes it.
-    """
+    """The bridge's other end; one thread asks, any thread may read ``socket``."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -82,7 +68,7 @@ class BridgeClient:
         return self._answer(self._number, _ANSWER_S)
 
     def close(self) -> None:
-        """End the bridge; what it has reserved stays, and what runs there."""
+        """End the bridge; reservations and programs stay."""
         self._end()
         shutil.rmtree(self._directory, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""What a Ray cluster says of its nodes and groups, and what to ask of them; pure."""
+"""Parses a Ray cluster's nodes and groups, and chooses what to request; pure."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class RayNode:
 
     Attributes:
         id: Ray's, new whenever Ray is started there.
-        name: unique among those that live; as people write it.
-        total: resources by their names, whether or not they are in use.
+        name: for people, unique among living nodes.
+        total: resources by name, in use or not.
         free: those that are not reserved.
-        why_dead: Ray's reason, empty if it has none.
+        why_dead: Ray's reason, empty without one.
         is_draining: whether it was asked to leave soon.
     """
 
@@ -33,7 +33,6 @@ class RayNode:
     is_draining: bool = False
 
     def num_slots(self, kind: str) -> int:
-        """Return how many whole ones it has of a kind."""
         return int(self.total.get(kind, 0))
 
 
@@ -42,9 +41,9 @@ class RayGroup:
     """A placement group.
 
     Attributes:
-        id: in hexadecimal digits.
-        state: in Ray's word: ``PENDING``, ``PREPARED``, ``CREATED``, ``RESCHEDULING``, ``REMOVED``.
-        bundles: what it has reserved, in the order of ranks.
+        id: hexadecimal.
+        state: Ray's word: ``PENDING``, ``PREPARED``, ``CREATED``, ``RESCHEDULING``, ``REMOVED``.
+        bundles: in rank order.
         node_ids: where each bundle is; empty for nowhere.
         first_node_ids: where each was when it first had all of them.
     """
@@ -58,18 +57,15 @@ class RayGroup:
 
     @property
     def has_moved(self) -> bool:
-        """Whether Ray has lost a node of it.
-
-        Then Ray moves what was reserved there, or has done so.
-        """
+        """Whether Ray has lost a node of the group, and moves or has moved its bundle."""
         return self.state == "RESCHEDULING" or self.first_node_ids not in ((), self.node_ids)
 
 
 def parse_nodes(seen: Mapping[str, Any]) -> tuple[RayNode, ...]:
-    """Read the nodes out of what the bridge has seen, also those that are dead.
+    """Parse the nodes of the bridge's answer, dead ones included.
 
-    A node's name is Ray's: ``ray start --node-name``, which is its address unless told. Host names may repeat in a cluster;
-    where two nodes that live have one name, each has its port behind it.
+    A node's name is Ray's: ``ray start --node-name``, by default its address. Host names may repeat in a cluster; two living
+    nodes of one name get their ports behind it.
     """
     rows: Sequence[Mapping[str, Any]] = seen["nodes"]
     counts = Counter(_name(row) for row in rows if row["Alive"])
@@ -92,10 +88,7 @@ def _name(row: Mapping[str, Any]) -> str:
 
 
 def parse_groups(seen: Mapping[str, Any]) -> tuple[RayGroup, ...]:
-    """Read the placement groups out of what the bridge has seen.
-
-    They are also those of others and those that are over.
-    """
+    """Parse the placement groups of the bridge's answer, of all owners and states."""
     found = []
     for number, row in seen["groups"].items():
         indices = sorted(row["bundles"], key=int)
@@ -116,15 +109,10 @@ def parse_groups(seen: Mapping[str, Any]) -> tuple[RayGroup, ...]:
 def choose_shares(
     num_slots: int, capacities: Iterable[int], *, is_on_one_node: bool = False
 ) -> tuple[int, ...] | None:
-    """Return the slots of each node of a job, the most first.
+    """Return a job's slots of each node, largest first; None if there are too few.
 
-    None if the nodes have not so many. Ray has the queue, so that shares are chosen by what nodes have, whether or not it is in
-    use: as few nodes as possible, with equally many slots on each if that can be. What fits on one node waits for one.
-
-    Args:
-        num_slots: on all of them together, at least 1.
-        capacities: slots of each node that may be used.
-        is_on_one_node: whether they cannot be divided.
+    Ray has the queue, so nodes count with all they have, in use or not: as few nodes as possible, with equally many slots on
+    each if possible. What fits on one node waits for one. ``capacities`` are slots of each node that may be used.
     """
     largest = sorted((count for count in capacities if count), reverse=True)
     if not largest or num_slots > (largest[0] if is_on_one_node else sum(largest)):

@@ -1,10 +1,9 @@
-"""Starts a program on a node of Ray's, and ends it with the job.
+"""Starts a program on a node of Ray's, and ends its processes with the job.
 
-All that comes of the program ends when the job is over. Standard library only. Ray kills an actor without a word when its
-placement group is removed, and leaves what the actor has started. So the program is started by this process, which is none of
-Ray's: a pipe from the actor tells it that the actor is gone, and whatever the program has left behind is its child then, because
-it takes orphans in (``PR_SET_CHILD_SUBREAPER``). Sent as text, with two descriptors as the first arguments and the program's
-words after them.
+Standard library only. Ray kills an actor without a word when its placement group is removed, and leaves the actor's children.
+So this process, which is none of Ray's, starts the program: a pipe from the actor tells it that the actor is gone, and orphans
+of the program become its children (``PR_SET_CHILD_SUBREAPER``). Sent as text, with two descriptors as the first arguments and
+the program's words after them.
 """
 
 # pathlib would take 5 ms of each start.
@@ -28,9 +27,7 @@ _NOT_STARTED = 127
 def main(words: list[str]) -> None:
     """Run a program to the end of all that it starts.
 
-    Args:
-        words: a descriptor on which the actor sends signals' numbers and whose end is its end; one for the program's exit
-            code, as a shell would have it; the program.
+    ``words``: a descriptor whose end is the actor's; one for the program's exit code, as a shell has it; the program.
     """
     life, status = int(words[0]), int(words[1])
     if os.fork():
@@ -61,12 +58,7 @@ def main(words: list[str]) -> None:
             if not _reap(program, status):
                 return
         if life in ready:
-            numbers = os.read(life, 64)
-            if not numbers:
-                break
-            for number in numbers:
-                with contextlib.suppress(OSError):
-                    os.killpg(program, number)
+            break
     while _reap(program, status):
         for pid in descendants(os.getpid()):
             with contextlib.suppress(OSError):
@@ -88,7 +80,7 @@ def _become(words: list[str]) -> None:
 
 
 def _reap(program: int, status: int) -> bool:
-    """Take the ended children's codes; return whether any child is left."""
+    """Reap ended children; return whether any child is left."""
     while True:
         try:
             pid, ended = os.waitpid(-1, os.WNOHANG)
@@ -103,7 +95,6 @@ def _reap(program: int, status: int) -> bool:
 
 
 def descendants(ancestor: int) -> list[int]:
-    """Return the processes that come of another."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdecimal():

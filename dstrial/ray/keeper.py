@@ -1,13 +1,12 @@
 """The actor on a node's share of a job: starts programs there, and passes bytes.
 
-It is pickled by value, so that a node's Ray needs no dstrial: standard library only, and Ray inside its methods. It belongs to
-the cluster (``lifetime="detached"``), and so lives as long as the job's placement group; a killed master finds it again.
-Programs outlive the master by what they are told: their input ends when Ray says that whoever asked for them is gone.
+Pickled by value, so that a node's Ray needs no dstrial: standard library only, and Ray inside its methods. It belongs to the
+cluster (``lifetime="detached"``) and lives as long as the job's placement group; the master after a killed one finds it again.
+When Ray reports that their owner is gone, programs get the end of their input.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import select
@@ -37,11 +36,7 @@ _DEVICES = (
 
 @dataclasses.dataclass
 class Output:
-    """What a program has printed since it was asked for.
-
-    Attributes:
-        exit_code: as a shell has it; None while there may be more.
-    """
+    """A program's output; ``exit_code``, a shell's, is None while there may be more."""
 
     stdout: bytes = b""
     stderr: bytes = b""
@@ -49,8 +44,6 @@ class Output:
 
 
 class _Program:
-    """A program on this node, with its pipes."""
-
     def __init__(
         self, words: Sequence[str], guard: Sequence[str], environ: Mapping[str, str], job: str
     ) -> None:
@@ -117,7 +110,7 @@ class _Program:
         self._life = -1
 
     def read(self, timeout_s: float) -> Output:
-        """Return what has been printed, as soon as there is anything, or how it ended."""
+        """Return new output as soon as there is any, or how it ended."""
         give_up_at_s = time.monotonic() + timeout_s
         self.heard_s = time.monotonic()
         with self._changed:
@@ -143,7 +136,7 @@ class _Program:
         )
 
     def write(self, data: bytes) -> bool:
-        """Write to its input; return whether it takes any more."""
+        """Write to its input; return whether it accepts more."""
         self.heard_s = time.monotonic()
         with self._input:
             waiting = select.poll()
@@ -159,7 +152,7 @@ class _Program:
             return not self._is_input_over
 
     def end_input(self) -> None:
-        """End its input, of which it may have read less than was written."""
+        """Close its input, of which it may have read less than was written."""
         self._is_input_over = True
         with self._input:
             if self._stdin >= 0:
@@ -167,7 +160,7 @@ class _Program:
                 self._stdin = -1
 
     def forget(self) -> None:
-        """End its input, and read on so that it never waits for who is gone."""
+        """Close its input, and drain its output so that it never blocks."""
         with self._changed:
             self._is_forgotten = True
             for buffer in self._buffers.values():
@@ -175,26 +168,17 @@ class _Program:
             self._changed.notify_all()
         self.end_input()
 
-    def signal(self, number: int) -> None:
-        """Send its process group a signal."""
-        if self.is_guarded:
-            with contextlib.suppress(OSError):  # all that has come of it has just ended
-                os.write(self._life, bytes([number]))
-
     @property
     def is_guarded(self) -> bool:
-        """Whether anything is left of all that has come of it."""
+        """Whether any of its processes is left."""
         return self._life >= 0
 
 
 class Keeper:
-    """Programs on a node.
+    """Programs on a node: an actor of Ray's, called from several threads.
 
-    This is an actor of Ray's, which calls its methods from several threads.
-
-    Args:
-        guard: source of the guard, ``dstrial.ray.guard``.
-        ends_with_daemon: whether this process ends when its parent does, Ray's daemon of this node.
+    ``guard`` is the source of ``dstrial.ray.guard``; ``ends_with_daemon`` ends this process with its parent, Ray's daemon of
+    the node.
     """
 
     def __init__(self, guard: str, *, ends_with_daemon: bool = False) -> None:
@@ -208,12 +192,7 @@ class Keeper:
             _in_background(_end_with, os.getppid())
 
     def start(self, words: Sequence[str], job: str) -> int:
-        """Start a program; return its number.
-
-        Args:
-            words: the command.
-            job: Ray's id of the job that asks, in hexadecimal digits.
-        """
+        """Start a program for Ray's job of this hexadecimal id; return its number."""
         guard = [sys.executable, "-I", "-S", "-c", self._guard]
         program = _Program(words, guard, environment_of(_login_environment(), os.environ), job)
         with self._lock:
@@ -233,28 +212,19 @@ class Keeper:
         return output.stdout, output.stderr, output.exit_code
 
     def write(self, number: int, data: bytes) -> bool:
-        """Write to a program's input; return whether it takes any more."""
         return self._programs[number].write(data)
 
     def end_input(self, number: int) -> None:
-        """End a program's input."""
         self._programs[number].end_input()
 
-    def signal(self, number: int, signal_number: int) -> None:
-        """Send a program's process group a signal."""
-        self._programs[number].signal(signal_number)
-
     def forget(self, number: int) -> None:
-        """End a program's input, whose output nobody will ask for."""
+        """Abandon a program: close its input, and drain its output."""
         program = self._programs.pop(number, None)
         if program is not None:
             program.forget()
 
     def _watch(self) -> None:
-        """Forget programs whose owner is gone.
-
-        One that is only silent may be behind a cut cable.
-        """
+        """Abandon programs whose owner is gone; a silent one may be behind a cut cable."""
         while True:
             time.sleep(_LOOK_S)
             with self._lock:
@@ -278,10 +248,9 @@ class Keeper:
 
 
 def environment_of(login: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """Return a program's variables. Pure.
+    """Return a program's variables: Ray's at its start, and the actor's devices. Pure.
 
-    They are those that Ray was started with, and which devices this actor has. Ray's processes have variables besides, as
-    ``OMP_NUM_THREADS``, which mean the actor, and an allocator of Ray's own.
+    Ray's processes have variables besides, as ``OMP_NUM_THREADS``, which mean the actor, and an allocator of Ray's own.
     """
     found = {name: value for name, value in login.items() if not name.startswith("RAY_")}
     loaded = [path for path in found.pop("LD_PRELOAD", "").replace(" ", ":").split(":") if path]
@@ -292,7 +261,7 @@ def environment_of(login: Mapping[str, str], own: Mapping[str, str]) -> dict[str
 
 
 def _login_environment() -> dict[str, str]:
-    """Return the variables of Ray's daemon of this node, which is our parent."""
+    """Return the variables of our parent, Ray's daemon of this node."""
     try:
         with open(f"/proc/{os.getppid()}/environ", "rb") as file:  # noqa: PTH123  # as short as that
             pairs = file.read().split(b"\0")
@@ -302,7 +271,7 @@ def _login_environment() -> dict[str, str]:
 
 
 def _dead_jobs() -> set[str]:
-    """Return the jobs of Ray's that are over; none where its head cannot be asked."""
+    """Return Ray's jobs that are over; empty if its head does not answer."""
     from ray._private import state
 
     try:
@@ -312,7 +281,7 @@ def _dead_jobs() -> set[str]:
 
 
 def _end_with(daemon: int) -> None:
-    """End this process when Ray has ended on this node.
+    """End this process with Ray's daemon.
 
     Ray leaves its workers behind, whose resources others may have.
     """

@@ -1,4 +1,4 @@
-"""A command whose input and output are those of a program on a node of Ray's.
+"""A command with the input and output of a program on a node of Ray's.
 
 Run as a file, standard library only. The bridge does the work; this process is what
 :class:`dstrial.hosts.connection.HostConnection` can start, and costs 10 MB.
@@ -22,15 +22,13 @@ _READ_BYTES = 1 << 16
 
 
 def framed(kind: bytes, data: bytes) -> bytes:
-    """Return a frame."""
     return kind + len(data).to_bytes(4, "big") + data
 
 
 def main(arguments: list[str]) -> int:
-    """Have a program run on a node; return its exit code.
+    """Run a program on a node; return its exit code.
 
-    Args:
-        arguments: path of the bridge's socket, the job's id, the node's name, the program's words.
+    ``arguments``: path of the bridge's socket, the job's id, the node's name, the program's words.
     """
     path, job, host, *words = arguments
     with socket.socket(socket.AF_UNIX) as bridge:

@@ -1,4 +1,1 @@
-"""Slurm: lists of nodes, allocations, jobs.
-
-It is told not a word where its variables say enough.
-"""
+"""Slurm's node lists, allocations and jobs; variables come before commands."""

@@ -1,7 +1,4 @@
-"""The allocation that a command runs in.
-
-It is known by the variables that Slurm sets (``man sbatch``, "OUTPUT ENVIRONMENT VARIABLES").
-"""
+"""The allocation of a command, by "OUTPUT ENVIRONMENT VARIABLES" of sbatch(1)."""
 
 from __future__ import annotations
 
@@ -20,11 +17,10 @@ class Allocation:
     """Nodes that Slurm has given to a job.
 
     Attributes:
-        job_id: its number.
         nodes: names, in Slurm's order.
-        num_tasks: asked for on each node; 1 where nothing was said.
+        num_tasks: requested on each node; 1 by default.
         num_devices: accelerators of the job on this node; 0 without any, and where Slurm does not manage them.
-        divides_devices: whether they were asked for by task or for the whole job: then a step has to say how many it has.
+        divides_devices: whether they were requested by task or for the whole job: then a step has to name its number.
     """
 
     job_id: int
@@ -73,15 +69,11 @@ def allocation_of(environ: Mapping[str, str]) -> Allocation | None:
 def slots_of_nodes(allocation: Allocation, wanted: int | None) -> list[int]:
     """Return how many ranks are started on each node. Pure.
 
-    Tasks that were asked for are the slots; where there is one a node, so many as are wanted in equal parts, else one for each
-    accelerator.
-
-    Args:
-        allocation: the nodes.
-        wanted: ranks on all of them, as the user has written; None if nothing was said.
+    Several tasks a node are the slots. With one task a node, ``wanted`` slots (None if the user named none) are divided
+    equally, else each accelerator is a slot.
 
     Raises:
-        LaunchError: the allocation cannot have so many.
+        LaunchError: the allocation has too few.
     """
     nodes, tasks = allocation.nodes, allocation.num_tasks
     if max(tasks) > 1:
@@ -122,9 +114,6 @@ def _num_devices(environ: Mapping[str, str]) -> int:
 
 
 def _divides_devices(environ: Mapping[str, str]) -> bool:
-    """Say whether the job has devices by task or as a whole.
-
-    These are ``--gpus-per-task``, ``--tres-per-task`` and ``--gpus``.
-    """
+    """Return whether ``--gpus-per-task``, ``--tres-per-task`` or ``--gpus`` was given."""
     by_task = environ.get("SLURM_GPUS_PER_TASK") or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
     return bool(by_task or environ.get("SLURM_GPUS"))

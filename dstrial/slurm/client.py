@@ -1,7 +1,4 @@
-"""Slurm's commands, each with a time-out.
-
-They wait for minutes for a controller that is away.
-"""
+"""Slurm's commands, with timeouts: they wait for minutes for a controller."""
 
 from __future__ import annotations
 
@@ -101,15 +98,7 @@ T = TypeVar("T")
 
 
 def require_slurm(*names: str, or_else: str = "leave --slurm out to train here") -> None:
-    """Refuse a machine without Slurm's commands.
-
-    Args:
-        names: of the commands.
-        or_else: what else may be done, for the message.
-
-    Raises:
-        LaunchError: one of them is not on PATH.
-    """
+    """Refuse a machine without these commands; ``or_else`` ends the message."""
     absent = [name for name in names if shutil.which(name) is None]
     if absent:
         raise LaunchError(
@@ -121,10 +110,7 @@ def require_slurm(*names: str, or_else: str = "leave --slurm out to train here")
 def run_slurm(
     words: Sequence[str], *, cwd: Path | None = None, timeout_s: float = _TIMEOUT_S
 ) -> tuple[int, str, str]:
-    """Run one of Slurm's commands; return its exit code, output and errors.
-
-    A time-out is an exit code of 124.
-    """
+    """Run one of Slurm's commands; return exit code (124: timeout), output and errors."""
     environ = {**os.environ, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
     try:
         done = subprocess.run(
@@ -145,16 +131,14 @@ def run_slurm(
 
 
 def submit(script: Path, *, may_wait: bool = False) -> int:
-    """Queue a batch script, and return the job's number.
+    """Queue a batch script; return the job's number.
 
-    Args:
-        script: of the job.
-        may_wait: whether it is queued though nodes that it needs are down or drained.
+    ``may_wait`` queues it even if nodes that it needs are down or drained.
 
     Raises:
         NodesUnknownError: Slurm refuses it, and does not know all its nodes yet.
         NodesDownError: nodes that it needs are down or drained.
-        LaunchError: Slurm refuses it, would never start it, or has given it to another cluster, with what it says.
+        LaunchError: Slurm refuses it, would never start it, or has given it to another cluster.
     """
     # Without this a job that no partition could ever hold waits for ever, where Slurm does not enforce limits.
     _, output, errors, down = _ask_for_test(script)
@@ -185,16 +169,9 @@ def submit(script: Path, *, may_wait: bool = False) -> int:
 
 
 def submit_patiently(script: Path, tell: Callable[[str], object]) -> int:
-    """Queue a batch script as :func:`submit` does, and ask again if refused.
+    """Queue a batch script like :func:`submit`; retry if a refusal may be over soon.
 
-    It asks again where a refusal may be over soon.
-
-    Args:
-        script: absolute; earlier jobs of a run that goes on have had it, too.
-        tell: is told once that Slurm is asked again, and why.
-
-    Raises:
-        LaunchError: Slurm refuses it, or does not answer for ``PATIENCE_S``.
+    ``tell`` hears once that Slurm is asked again, and why. Earlier jobs of a run that goes on had the same script.
     """
     before: frozenset[int] | None = None
 
@@ -214,16 +191,9 @@ def submit_patiently(script: Path, tell: Callable[[str], object]) -> int:
 
 
 def patiently(ask: Callable[[], T], tell: Callable[[str], object]) -> T:
-    """Return an answer of Slurm's, which is asked again while it is away.
+    """Retry ``ask`` while Slurm is away or lacks its nodes; raise the last refusal.
 
-    Also while it does not know its nodes yet.
-
-    Args:
-        ask: raises ``LaunchError`` with what Slurm says.
-        tell: is told once that Slurm is asked again, and why.
-
-    Raises:
-        LaunchError: the last refusal.
+    ``ask`` raises ``LaunchError`` with Slurm's message; ``tell`` hears once that Slurm is asked again, and why.
     """
     give_up_at_s = time.monotonic() + PATIENCE_S
     is_told, was_away = False, False
@@ -243,17 +213,14 @@ def patiently(ask: Callable[[], T], tell: Callable[[str], object]) -> T:
 
 
 def is_transient(error: LaunchError) -> bool:
-    """Say whether Slurm may take soon what it refuses now.
-
-    It may when it is away, or does not know its nodes yet.
-    """
+    """Return whether Slurm may accept soon what it refuses now."""
     return isinstance(error, NodesUnknownError) or is_away(str(error))
 
 
 def _ask_sbatch(option: str, script: Path, timeout_s: float = 2 * _TIMEOUT_S) -> tuple[int, str, str]:
     """Run sbatch; return its exit code, output and errors.
 
-    A refusal that a controller without its nodes gives, too, counts where all nodes had registered before it was asked.
+    A refusal that a controller without its nodes gives, too, counts if all nodes had registered before.
 
     Raises:
         NodesUnknownError: they have not.
@@ -269,27 +236,21 @@ def _ask_sbatch(option: str, script: Path, timeout_s: float = 2 * _TIMEOUT_S) ->
 
 
 def is_not_yet(said: str) -> bool:
-    """Say whether a controller without its nodes gives such a refusal, too. Pure.
-
-    It is a controller whose nodes have not registered.
-    """
+    """Return whether a controller without its nodes gives such a refusal. Pure."""
     return any(words in said.lower() for words in _NOT_YET)
 
 
 def has_unknown_nodes(timeout_s: float = _TIMEOUT_S) -> bool:
-    """Say whether nodes have not registered since Slurm's controller began.
+    """Return whether nodes are unknown, or have not registered yet.
 
-    They do within seconds, or are down later. True also where nodes cannot be asked for.
+    They do within seconds, or are down later.
     """
     code, output, _ = run_slurm(list(_NODE_STATES), timeout_s=timeout_s)
     return code != 0 or any(line.strip().lower().startswith("unknown") for line in output.splitlines())
 
 
 def queued_as(text: str, script: str) -> frozenset[int]:
-    """Return the jobs that have a batch script. Pure.
-
-    They are told by what squeue prints of jobs and their commands.
-    """
+    """Return the jobs of a batch script in squeue's list of jobs and commands. Pure."""
     found = (line.strip().removesuffix("|").partition("|") for line in text.splitlines())
     return frozenset(
         int(number)
@@ -299,11 +260,11 @@ def queued_as(text: str, script: str) -> frozenset[int]:
 
 
 def test(script: Path) -> None:
-    """Look whether Slurm would take a batch script; nothing is queued.
+    """Check, without a job, that Slurm would accept a batch script.
 
     Raises:
         NodesUnknownError: it would not, and does not know all its nodes yet.
-        LaunchError: it would not, with what it says.
+        LaunchError: it would not.
     """
     code, output, errors, down = _ask_for_test(script)
     if code and not down:
@@ -311,10 +272,10 @@ def test(script: Path) -> None:
 
 
 def _ask_for_test(script: Path, timeout_s: float = 2 * _TIMEOUT_S) -> tuple[int, str, str, list[str]]:
-    """Have sbatch look at a job; return what it says, and missing nodes.
+    """Have sbatch check a job; return its messages, and missing nodes.
 
-    Those are nodes that are down or drained, of a job that sbatch calls impossible. They count as they were before sbatch was
-    asked and after: it is asked again where one has changed meanwhile.
+    Missing nodes are the down or drained ones of a job that sbatch calls impossible. If a node changes during the check, the
+    check is repeated.
 
     Raises:
         NodesUnknownError: they have not all registered.
@@ -336,7 +297,7 @@ def _ask_for_test(script: Path, timeout_s: float = 2 * _TIMEOUT_S) -> tuple[int,
 
 
 def _options_in(script: Path) -> list[str]:
-    """Return the options of a script; none where it cannot be read."""
+    """Return the options of a script; empty if it is unreadable."""
     try:
         return options_of(script.read_text(encoding="utf-8"))
     except OSError:
@@ -344,13 +305,10 @@ def _options_in(script: Path) -> list[str]:
 
 
 def _over_limits(script: Path, said: str) -> str | None:
-    """Return which limit keeps a job from ever starting; None if not known.
+    """Return which limit keeps a job from ever starting; None if unknown.
 
-    Slurm says nothing of it before the job waits, unless the QOS has ``DenyOnLimit``.
-
-    Args:
-        script: of the job.
-        said: by ``sbatch --test-only``.
+    Slurm reports it only when the job waits, unless the QOS has ``DenyOnLimit``. ``said`` are messages of ``sbatch
+    --test-only``.
     """
     size = limits.size_of(said)
     if size is None or shutil.which("sacctmgr") is None:
@@ -382,9 +340,7 @@ def _over_limits(script: Path, said: str) -> str | None:
 
 
 def why_never(script: Path) -> tuple[str, str] | None:
-    """Return what Slurm says of a script that it never starts, and what to do.
-
-    None where it may.
+    """Return Slurm's reason why a script never starts, and a fix; None if it may.
 
     Raises:
         ConnectionError: Slurm does not answer, or does not know its nodes yet.
@@ -407,10 +363,7 @@ def why_never(script: Path) -> tuple[str, str] | None:
 
 
 def is_refusal(code: int, said: str) -> bool:
-    """Say whether ``sbatch --test-only`` has refused a job for good. Pure.
-
-    By its exit code and its words.
-    """
+    """Return whether ``sbatch --test-only`` has refused a job for good. Pure."""
     words = said.lower()
     is_for_now = any(one in words for one in _FOR_NOW) or (
         _POLICY in words and _NAMED_LIMIT.search(words) is None
@@ -419,40 +372,40 @@ def is_refusal(code: int, said: str) -> bool:
 
 
 def is_full(said: str) -> bool:
-    """Say whether sbatch refuses a job as its user has too many queued. Pure."""
+    """Return whether sbatch refuses because the user has too many jobs queued. Pure."""
     return _POLICY in said.lower() and not is_refusal(1, said)
 
 
 def is_away(said: str) -> bool:
-    """Say whether a command's words mean that Slurm itself does not answer. Pure."""
+    """Return whether a message means that Slurm does not answer. Pure."""
     return any(words in said.lower() for words in _AWAY)
 
 
 def why_away(said: str, command: str, code: int) -> str:
-    """Return why a command that only asks has failed, in one line. Pure."""
+    """Return why a query has failed, in one line. Pure."""
     lines = [re.sub(r"^\w+: (error: )?", "", line.strip()) for line in said.splitlines() if line.strip()]
     return f"{command} says: {'; '.join(lines)}" if lines else f"{command} ended with {code}"
 
 
 def refused(errors: str, script: str) -> str:
-    """Return why sbatch has refused a script, as an error's text. Pure."""
+    """Return an error text for sbatch's refusal of a script. Pure."""
     said = words_of(errors)
     return f"Slurm does not take the job; sbatch says: {said}. {fix_for(said) or f'Look at {script}.'}"
 
 
 def words_of(errors: str) -> str:
-    """Return what sbatch has printed, in one line. Pure."""
+    """Return sbatch's messages in one line. Pure."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     return "; ".join(re.sub(r"^(sbatch: )?(error: )?", "", line) for line in lines) or "nothing"
 
 
 def fix_for(said: str) -> str | None:
-    """Return what to do about what sbatch says; None where that is not known. Pure."""
+    """Return what to do about sbatch's message; None if unknown. Pure."""
     return next((fix for words, fix in _FIXES if words in said.lower()), None)
 
 
 def job_of(job_id: int) -> Job | None:
-    """Return a job as Slurm's controller sees it; None where it has forgotten it.
+    """Return a job by Slurm's controller; None if the controller has forgotten it.
 
     Raises:
         ConnectionError: it does not answer.
@@ -465,26 +418,20 @@ def job_of(job_id: int) -> Job | None:
 
 
 def requeue(job_id: int) -> str:
-    """Put a running job back into the queue, which ends it.
-
-    Returns why that is refused, or nothing.
-    """
+    """Requeue a running job, which ends it; return why that is refused, or ""."""
     code, output, errors = run_slurm(["scontrol", "requeue", str(job_id)])
     return (errors or output).strip() if code else ""
 
 
 def cancel(job_id: int, *, signal_name: str = "") -> str:
-    """Take a job out of the queue, or send its batch script alone a signal.
-
-    Returns why that is refused, or nothing.
-    """
+    """Cancel a job, or signal its batch script; return why that is refused, or ""."""
     options = [f"--signal={signal_name}", "--batch"] if signal_name else []
     code, output, errors = run_slurm(["scancel", *options, str(job_id)])
     return (errors or output).strip() if code else ""
 
 
 def has_devices(partition: str | None) -> bool:
-    """Say whether a partition, or the default one, has nodes with GPUs."""
+    """Return whether a partition, or the default one, has nodes with GPUs."""
     options = ["--partition", partition] if partition else []
     _, output, _ = run_slurm(["sinfo", "-h", "-o", "%P|%G", *options])
     rows = [line.split("|", 1) for line in output.splitlines() if "|" in line]

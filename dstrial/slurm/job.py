@@ -26,16 +26,15 @@ class Job:
     """A job as Slurm's controller sees it.
 
     Attributes:
-        job_id: its number.
-        state: in Slurm's word, ``PENDING`` for example.
-        reason: why it waits or has ended, in Slurm's word; empty for none.
+        state: Slurm's word, ``PENDING`` for example.
+        reason: why it waits or has ended, Slurm's word; empty for none.
         nodes: Slurm's list of its nodes; empty while it has none.
         exit_code: of its batch script.
         signal: that ended it, 0 for none.
         num_restarts: how often it was requeued.
         is_preempted: whether Slurm has asked it to leave for another job since it began.
-        output: path of what it prints; empty if unknown.
-        begins_at: when Slurm means to start it; empty if unknown.
+        output: path of its output; empty if unknown.
+        begins_at: Slurm's planned start; empty if unknown.
     """
 
     job_id: int
@@ -51,17 +50,15 @@ class Job:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it is queued."""
         return self.state in WAITING_STATES
 
     @property
     def is_over(self) -> bool:
-        """Whether it will not run any more."""
         return not self.is_waiting and self.state not in ACTIVE_STATES
 
     @property
     def described(self) -> str:
-        """Its state as one reads it: ``pending (Resources)``."""
+        """State for people: ``pending (Resources)``."""
         text = self.state.lower().replace("_", " ")
         if self.is_waiting and self.reason:
             text += f" ({explained(self.reason)})"
@@ -73,7 +70,7 @@ class Job:
 
 
 def parse_job(text: str) -> Job | None:
-    """Read the one line of ``scontrol show job -o``; None if it is none. Pure."""
+    """Parse the line of ``scontrol show job -o``; None if it is none. Pure."""
     found = {
         name: match[1]
         for name in _NAMES
@@ -139,22 +136,18 @@ _LIMIT = re.compile(r"(QOS|Assoc)(?:Max|Grp)\w+")
 
 
 def is_for_ever(reason: str) -> bool:
-    """Say whether a job waits for ever, unless it or the cluster changes. Pure.
-
-    Args:
-        reason: why it waits, in Slurm's word.
-    """
+    """Return whether a job with this reason waits until something changes. Pure."""
     return reason.partition(",")[0] in _NEVER or (_LIMIT.fullmatch(reason) is not None and "PerJob" in reason)
 
 
 def explained(reason: str) -> str:
-    """Return Slurm's word for why a job waits, with what it means. Pure."""
+    """Return Slurm's reason with its meaning. Pure."""
     told = _EXPLAINED.get(reason.partition(",")[0]) or _limit_text(reason)
     return reason if told is None else f"{reason}: {told}"
 
 
 def _limit_text(reason: str) -> str | None:
-    """Say what a limit of an account or a QOS means; None for any other reason."""
+    """Return the meaning of a limit of an account or a QOS; None for another reason."""
     found = _LIMIT.fullmatch(reason)
     if found is None:
         return None

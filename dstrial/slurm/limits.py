@@ -1,6 +1,6 @@
-"""What an account and a QOS let a job have, as ``sacctmgr`` lists it; pure.
+"""Limits of an account and a QOS, as ``sacctmgr`` lists them; pure.
 
-Slurm takes a job that is larger, unless its QOS has ``DenyOnLimit``, and never starts it.
+Slurm queues a larger job, unless its QOS has ``DenyOnLimit``, and never starts it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,7 @@ _NOUNS = {"cpu": "processor", "node": "node"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Size:
-    """How large a job would be.
-
-    Attributes:
-        counts: by Slurm's name of what is counted, ``cpu`` and ``node``.
-        partition: that it is for.
-    """
+    """Size of a job; ``counts`` by Slurm's names ``cpu`` and ``node``."""
 
     counts: Mapping[str, int]
     partition: str
@@ -36,12 +31,12 @@ class Size:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Association:
-    """What a user or an account may have; a line of ``sacctmgr show assoc``.
+    """Limits of a user or an account; a line of ``sacctmgr show assoc``.
 
     Attributes:
-        user: whose; empty for the account itself.
-        partition: in which; empty for all.
-        qos: that jobs have which name none; empty where that is not known.
+        user: empty for the account itself.
+        partition: empty for all.
+        qos: default of jobs; empty if unknown.
         most_together: of all its jobs.
         most: of a job.
     """
@@ -55,12 +50,11 @@ class Association:
 
 
 def default_account_of(user: str) -> list[str]:
-    """Return the command that prints the account of a user's jobs that name none."""
+    """Return the command that prints a user's default account."""
     return [*_SACCTMGR, "user", user, "format=DefaultAccount"]
 
 
 def associations_of(account: str) -> list[str]:
-    """Return the command that ``parse_associations`` reads."""
     return [
         *_SACCTMGR,
         "assoc",
@@ -70,12 +64,11 @@ def associations_of(account: str) -> list[str]:
 
 
 def limits_of(qos: str) -> list[str]:
-    """Return the command that ``parse_limits`` reads."""
     return [*_SACCTMGR, "qos", qos, f"format={','.join(name for name, _ in _OF_QOS)}"]
 
 
 def size_of(said: str) -> Size | None:
-    """Read the size of a job from ``sbatch --test-only``; None if it says none."""
+    """Parse the size of a job from ``sbatch --test-only``; None without one."""
     found = re.search(r"using (\d+) processors on nodes (\S+) in partition (\S+)", said)
     if found is None:
         return None
@@ -83,7 +76,6 @@ def size_of(said: str) -> Size | None:
 
 
 def parse_associations(text: str) -> list[Association]:
-    """Read what ``associations_of`` prints."""
     rows = [line.split("|") for line in text.splitlines()]
     return [
         Association(cluster, user, partition, qos, _counts(together), _counts(most))
@@ -92,7 +84,7 @@ def parse_associations(text: str) -> list[Association]:
 
 
 def parse_limits(text: str) -> dict[str, Mapping[str, int]]:
-    """Read what ``limits_of`` prints: how much of what, by the limit's name."""
+    """Parse the output of ``limits_of``: counts by the limit's name."""
     names = [name for name, _ in _OF_QOS]
     rows = [line.split("|") for line in text.splitlines()]
     return next(
@@ -101,13 +93,13 @@ def parse_limits(text: str) -> dict[str, Mapping[str, int]]:
 
 
 def own_associations(found: Sequence[Association], user: str, partition: str) -> list[Association]:
-    """Return those of a user's that count for a job, one for each cluster."""
+    """Return a user's associations that count for a job, one for each cluster."""
     own = [one for one in found if one.user == user and one.partition in ("", partition)]
     return list({one.cluster: one for one in sorted(own, key=lambda one: one.partition)}.values())
 
 
 def over_qos(size: Size, qos: str, limits: Mapping[str, Mapping[str, int]]) -> str | None:
-    """Say which limit of a QOS a job of this size never keeps to; None if none."""
+    """Return which limit of a QOS a job of this size exceeds; None without one."""
     for name, who in _OF_QOS:
         for what, most in limits.get(name, {}).items():
             if size.counts.get(what, 0) > most:
@@ -122,9 +114,9 @@ def over_account(
     found: Sequence[Association],
     limits: Mapping[str, Mapping[str, int]],
 ) -> str | None:
-    """Say which limit of an account it never keeps to; None if there is none.
+    """Return which limit of an account the job exceeds; None without one.
 
-    A limit of the QOS, which is given, too, counts in place of the account's.
+    A limit of the QOS replaces the account's.
     """
     for one in found:
         if one.user not in ("", user) or one.partition not in ("", size.partition):
@@ -146,6 +138,6 @@ def _over(whose: str, limit: str, who: str, size: Size, what: str) -> str:
 
 
 def _counts(text: str) -> Mapping[str, int]:
-    """Read ``cpu=2,node=1``; what has a unit or another name is left out."""
+    """Parse ``cpu=2,node=1``; leave out values with a unit or another name."""
     pairs = (part.partition("=") for part in text.split(","))
     return {name: int(count) for name, _, count in pairs if name in _NOUNS and count.isdecimal()}

@@ -1,6 +1,6 @@
 """Whether all nodes of a partition, down ones too, could hold a job; pure.
 
-``sbatch --test-only`` says of both kinds of job the same: of one that no node could hold, and of one whose nodes will be back.
+``sbatch --test-only`` gives the same answer for a job that no node could hold, and for one whose nodes will be back.
 """
 
 from __future__ import annotations
@@ -21,15 +21,6 @@ _PER_TASK = ("--gpus-per-task",)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeResources:
-    """What a node has.
-
-    Attributes:
-        cpus: processors.
-        memory_mib: in MiB.
-        gpus: accelerators.
-        is_up: whether jobs begin there now.
-    """
-
     name: str
     cpus: int
     memory_mib: int
@@ -38,7 +29,7 @@ class NodeResources:
 
 
 def parse_node_resources(text: str, partitions: str | None) -> list[NodeResources]:
-    """Read what ``NODES`` prints of some partitions; None: of the default one."""
+    """Parse the output of ``NODES`` for some partitions; None: for the default one."""
     wanted = None if partitions is None else partitions.split(",")
     found: dict[str, NodeResources] = {}
     for line in text.splitlines():
@@ -56,9 +47,7 @@ def parse_node_resources(text: str, partitions: str | None) -> list[NodeResource
 def missing_nodes(options: Sequence[str], nodes: Sequence[NodeResources]) -> list[str]:
     """Return the down or drained nodes, if a job waits for them alone.
 
-    Args:
-        options: of sbatch, those of the script.
-        nodes: of the job's partition.
+    ``options`` are those of the script, ``nodes`` those of the job's partition.
     """
     if not _fits(options, nodes) or _fits(options, [node for node in nodes if node.is_up]):
         return []
@@ -67,7 +56,7 @@ def missing_nodes(options: Sequence[str], nodes: Sequence[NodeResources]) -> lis
 
 
 def _fits(options: Sequence[str], nodes: Sequence[NodeResources]) -> bool:
-    """Say whether nodes without jobs could hold a job, by its known options."""
+    """Return whether idle nodes could hold a job, by its known options."""
     excluded = _names(value_of(options, "--exclude", "-x"))
     there = {node.name: _num_tasks(options, node) for node in nodes if node.name not in excluded}
     most = {name: count for name, count in there.items() if count}
@@ -119,12 +108,12 @@ def _number(text: str | None, otherwise: int) -> int:
 
 
 def _gpus(text: str) -> int:
-    """Read ``4``, ``h100:4`` or ``gpu:h100:4``; 1 where no number is given."""
+    """Parse ``4``, ``h100:4`` or ``gpu:h100:4``; 1 without a number."""
     last = text.rpartition(":")[2]
     return int(last) if last.isdecimal() else 1
 
 
 def _mib(text: str | None) -> float:
-    """Read an amount of memory as sbatch does, in MiB without a unit."""
+    """Parse an amount of memory like sbatch, in MiB without a unit."""
     found = re.fullmatch(r"(\d+)([KMGT]?)B?", (text or "").upper())
     return 0.0 if found is None else int(found[1]) * _UNITS_MIB[found[2] or "M"]

@@ -1,4 +1,4 @@
-"""Slurm's short ways to write names of nodes and counts of tasks."""
+"""Parses Slurm's lists of nodes and counts of tasks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ _MOST = 65_536  # MAX_RANGE of Slurm's own parser (src/common/hostlist.c)
 def expand_nodes(text: str) -> list[str]:
     """Expand a list of nodes: ``gpu[01-03,7]-ib,login`` are five names, in this order.
 
-    Numbers keep their leading zeros; several brackets in a name mean each combination. Pure.
-
-    Args:
-        text: of ``SLURM_JOB_NODELIST`` and the like (Slurm's hostlist expressions, ``man scontrol``, "show hostnames").
+    Numbers keep their leading zeros; several brackets in a name mean each combination (Slurm's hostlist expressions,
+    ``man scontrol``, "show hostnames"). Pure.
 
     Raises:
         ValueError: it is no such list.
@@ -34,7 +32,7 @@ def expand_nodes(text: str) -> list[str]:
 
 
 def _words(text: str) -> list[str]:
-    """Split at the commas that are in no brackets."""
+    """Split at the commas outside brackets."""
     words = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
     if ",".join(words) != text:
         raise _error(text)
@@ -59,11 +57,7 @@ def _error(text: str) -> ValueError:
 
 
 def expand_counts(text: str) -> list[int]:
-    """Expand counts for each node: ``4(x2),3`` means 4, 4 and 3 tasks. Pure.
-
-    Returns:
-        A count for each node in the order of their list; nothing for another text.
-    """
+    """Expand ``4(x2),3`` to 4, 4 and 3 tasks; empty for another text. Pure."""
     counts: list[int] = []
     for part in filter(None, text.split(",")):
         match = _COUNT.fullmatch(part.strip())

@@ -1,7 +1,4 @@
-"""The batch script of a run.
-
-It is readable, and the whole truth about what is asked of Slurm.
-"""
+"""Batch scripts: readable, and complete in what they ask of Slurm."""
 
 from __future__ import annotations
 
@@ -44,8 +41,8 @@ _SIZES = ("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--exclusive")
 def sbatch_args(settings: Mapping[str, Any], more: Sequence[str], where: str) -> list[str]:
     """Return options of ``slurm.sbatch_args`` and of the command line. Pure.
 
-    Each is a line of the script. An option whose value is a word of its own (``-p gpu``) is joined with it. ``settings`` is the
-    top-level key ``slurm``, Determined's; ``more``, of the command line, comes behind.
+    Each is a line of the script; an option whose value is a word of its own (``-p gpu``) is joined with it. ``settings`` is the
+    top-level key ``slurm``, Determined's; ``more``, of the command line, comes last.
 
     Raises:
         ConfigError: with all that is wrong with them.
@@ -90,7 +87,7 @@ def value_of(options: Sequence[str], *names: str) -> str | None:
 
 
 def options_of(script: str) -> list[str]:
-    """Return the options that a batch script has for sbatch. Pure."""
+    """Return a batch script's options. Pure."""
     lines = (
         line.removeprefix("#SBATCH ").strip() for line in script.splitlines() if line.startswith("#SBATCH ")
     )
@@ -98,17 +95,16 @@ def options_of(script: str) -> list[str]:
 
 
 def asks_for_devices(options: Sequence[str]) -> bool:
-    """Say whether options name accelerators."""
     return value_of(options, *_DEVICES) is not None
 
 
 def request_lines(
     settings: Mapping[str, Any], options: Sequence[str], num_slots: int, *, wants_devices: bool, where: str
 ) -> list[str]:
-    """Return the options that ask for a trial's slots: a task for each of them. Pure.
+    """Return the options that request a trial's slots, a task for each. Pure.
 
-    The user's ``options`` say how many nodes and tasks where they say anything of that. ``slots_per_node`` and ``gpu_type`` of
-    the key ``slurm`` are Determined's.
+    The user's ``options`` may fix the number of nodes and tasks. ``slots_per_node`` and ``gpu_type`` of the key ``slurm`` are
+    Determined's.
 
     Raises:
         ConfigError: the slots are no multiple of ``slots_per_node``.
@@ -137,12 +133,9 @@ def request_lines(
 
 
 def notice_s(limit: str | None) -> int:
-    """Return how long before its time limit a job is told. Pure.
+    """Return a job's notice before its time limit: a tenth, within ``NOTICE_S``. Pure.
 
-    That is a tenth of the limit within ``NOTICE_S``.
-
-    Args:
-        limit: as sbatch takes it: ``MINUTES``, ``HOURS:MINUTES:SECONDS``, ``DAYS-HOURS`` and the like; None if unknown.
+    ``limit`` is in sbatch's formats: ``MINUTES``, ``HOURS:MINUTES:SECONDS``, ``DAYS-HOURS`` and the like; None if unknown.
     """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", (limit or "").strip())
     least_s, most_s = NOTICE_S
@@ -168,12 +161,12 @@ def batch_script(
     command: Sequence[str],
     submitted_by: str,
 ) -> str:
-    """Return the script that begins a run, and goes on with it if started again. Pure.
+    """Return the script that begins a run, or continues it after a requeue. Pure.
 
-    The user's ``options`` stand behind ours and so count. What the job prints goes into ``run_directory``, an absolute path.
+    The user's ``options`` stand behind ours and so count.
 
     Raises:
-        ConfigError: Slurm cannot have such a directory.
+        ConfigError: a directory has characters that Slurm cannot handle.
     """
     ours = [
         f"--job-name={name}",
@@ -216,11 +209,10 @@ def holding_script(
 ) -> str:
     """Return the script of a job that only holds nodes for a master. Pure.
 
-    The user's ``options`` stand behind ours and so count. Master and nodes see ``directory``, an absolute path for what the job
-    prints.
+    The user's ``options`` stand behind ours and so count. Master and nodes see ``directory``, where the output goes.
 
     Raises:
-        ConfigError: Slurm cannot have such a directory.
+        ConfigError: a directory has characters that Slurm cannot handle.
     """
     ours = [
         f"--job-name={name}",

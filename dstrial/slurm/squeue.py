@@ -1,7 +1,4 @@
-"""What ``squeue`` and ``sinfo`` say; pure.
-
-They say it for all jobs of one user and for all nodes at once.
-"""
+"""Parses ``squeue`` for all jobs of one user, and ``sinfo`` for all nodes; pure."""
 
 from __future__ import annotations
 
@@ -43,10 +40,10 @@ class QueuedJob:
     """A line of ``squeue``.
 
     Attributes:
-        state: in Slurm's word.
-        reason: why it waits, or has ended, in Slurm's words; empty for none.
+        state: Slurm's word.
+        reason: why it waits or has ended, Slurm's words; empty for none.
         is_preempted: whether Slurm has asked it to leave for another job.
-        left_s: until its time limit; None for no limit, or where that is not known.
+        left_s: until its time limit; None for no limit, or if unknown.
         limit: its time limit, as Slurm writes it.
         nodes: Slurm's list of them; empty while it has none.
     """
@@ -62,17 +59,15 @@ class QueuedJob:
 
     @property
     def is_pending(self) -> bool:
-        """Whether it has no nodes yet."""
         return self.state in WAITING_STATES
 
     @property
     def is_over(self) -> bool:
-        """Whether it has no nodes any more."""
         return not self.is_pending and self.state not in (*_RUNNING, *_ENDING)
 
     @property
     def why_leaving(self) -> str | None:
-        """Say why it has its nodes not for long; None if it has them."""
+        """Return why it loses its nodes soon; None if it keeps them."""
         if self.is_pending or self.is_over:
             return None
         if self.is_preempted:
@@ -85,7 +80,6 @@ class QueuedJob:
 
     @property
     def text(self) -> str:
-        """How it is, for a person."""
         leaving = self.why_leaving
         if leaving is not None:
             return f"job {self.job_id} {leaving}"
@@ -99,7 +93,6 @@ class QueuedJob:
 
 
 def parse_queue(text: str) -> list[QueuedJob]:
-    """Read what ``SQUEUE`` prints."""
     jobs = []
     for line in text.splitlines():
         words = line.strip().removesuffix("|").split("|", len(_FIELDS) - 1)
@@ -122,10 +115,7 @@ def parse_queue(text: str) -> list[QueuedJob]:
 
 
 def seconds(text: str) -> int | None:
-    """Read a time as ``squeue`` writes it, ``1-02:03:04`` or ``3:04``.
-
-    None for no limit and the like.
-    """
+    """Parse ``1-02:03:04`` or ``3:04``; None for no limit."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     if match is None:
         return None
@@ -134,12 +124,12 @@ def seconds(text: str) -> int | None:
 
 
 def _state(text: str) -> str:
-    """Return a node's state without the marks that ``sinfo`` puts behind it."""
+    """Strip the marks that ``sinfo`` puts behind a node's state."""
     return text.lower().rstrip("~#!%$@^-+")
 
 
 def is_up(state: str) -> bool:
-    """Say whether a node in a state that ``sinfo`` prints has jobs, or may begin some."""
+    """Return whether a node in this state has jobs, or may begin some."""
     return _state(state) in _UP
 
 
@@ -151,13 +141,9 @@ def num_gpus(gres: str) -> int:
 def parse_nodes(
     text: str, *, wants_devices: bool, cpus_per_task: int = 1, wants_up: bool = True
 ) -> dict[str, int]:
-    """Return the slots of each node that is up, by what ``SINFO`` prints.
+    """Return slots by node from the output of ``SINFO``, a line a node and partition.
 
-    Args:
-        text: what it prints; a node is named once for each of its partitions.
-        wants_devices: whether slots are GPUs; tasks of so many processors else.
-        cpus_per_task: of a task.
-        wants_up: False for the nodes that are down or drained.
+    Slots are GPUs, or tasks of ``cpus_per_task``. ``wants_up=False`` returns the nodes that are down or drained.
     """
     found: dict[str, int] = {}
     for line in text.splitlines():
@@ -173,13 +159,7 @@ def parse_nodes(
 
 
 def parse_spare(text: str, *, wants_devices: bool, cpus_per_task: int = 1) -> dict[str, int]:
-    """Return the slots of each node that no job has, by what ``SPARE`` prints.
-
-    Args:
-        text: what it prints; a node is named once for each of its partitions.
-        wants_devices: whether slots are GPUs; tasks of so many processors else.
-        cpus_per_task: of a task.
-    """
+    """Return idle slots by node from the output of ``SPARE``."""
     found: dict[str, int] = {}
     for line in text.splitlines():
         name, state, cpus, gres, used, *_ = (word.strip() for word in f"{line}|||||".split("|"))
@@ -194,13 +174,9 @@ def parse_spare(text: str, *, wants_devices: bool, cpus_per_task: int = 1) -> di
 
 
 def others_wait(text: str, mark: str) -> bool:
-    """Say whether a job waits for nodes that is not one of a master's.
+    """Return whether another's job waits for nodes, by the output of ``WAITING``.
 
-    It is told by what ``WAITING`` prints.
-
-    Args:
-        text: what it prints.
-        mark: at the end of the names of the master's jobs.
+    ``mark`` ends the names of the master's jobs.
     """
     for line in text.splitlines():
         reason, _, name = line.strip().removesuffix("|").partition("|")
@@ -210,10 +186,7 @@ def others_wait(text: str, mark: str) -> bool:
 
 
 def refused_options(options: Sequence[str]) -> list[str]:
-    """Return options that would make another job of one that only holds nodes.
-
-    Also those with which it would be where nobody looks.
-    """
+    """Return options that would make another job of one that only holds nodes."""
     mine = (
         "--job-name", "-J", "--array", "-a", "--wrap", "--chdir", "-D", "--output", "-o", "--requeue",
         "--wait", "-W", "--parsable", "--test-only", *OF_CLUSTERS,

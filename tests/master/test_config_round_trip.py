@@ -157,7 +157,7 @@ def test_the_cases_exercise_every_field() -> None:
         ("reproducibility", "experiment_seed"),
     }
     # These two name what a trial starts from; lifecycle/test_keeping.py trains one and starts another from it.
-    # requirements is a file that has to be there: test_overlays.py installs one.
+    # requirements is a file that has to be there: test_task_venv.py installs one.
     elsewhere = {
         ("searcher", "source_trial_id"),
         ("searcher", "source_checkpoint_uuid"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrial.hosts.ray import RayTransport
+from dstrial.master.backends.queued.ray import RayTransport
 
 
 def _refusal(exit_code: int | None, errors: str) -> tuple[str, str]:

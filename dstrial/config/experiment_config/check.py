@@ -26,7 +26,7 @@ _UNUSED = {
 }
 _OF_A_MASTER = {
     "": "debug description integrations labels log_policies project records_per_epoch retention_policy workspace",
-    "data.dstrial": f"{' '.join(ELASTICITY_KEYS)} requirements install_timeout_s",
+    "data.dstrial": f"{' '.join(ELASTICITY_KEYS)} requirements",
     "environment": "proxy_ports requirements",
     "resources": "is_single_node max_slots priority resource_pool",
     "searcher": "source_checkpoint_uuid source_trial_id",
@@ -228,7 +228,6 @@ def check_dstrial_section(raw: Mapping[str, Any], findings: Diagnostics) -> None
         "warm",
         "telemetry",
         "requirements",
-        "install_timeout_s",
         "loggers",
     )
     check_training_checks(section, findings)

@@ -1,8 +1,7 @@
-"""The seam for where allocations run.
+"""The interface between the scheduler and the back ends that run allocations.
 
-It is what a back end is asked, and what it answers. A back end runs allocations on nodes; a node is a machine with slots. What
-runs needs no master to live: a restarted one asks again by the same :class:`RunRef`, which follows from the allocation's row
-alone.
+A back end runs allocations on nodes; a node is a machine with slots. An allocation survives the master: the next master refers
+to it by the same :class:`RunRef`, which follows from the allocation's row alone.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Node:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Share:
-    """What an allocation has of one node: ids of slots of the whole cluster."""
+    """An allocation's slots on one node, by cluster-wide ids."""
 
     node_id: int
     slots: tuple[int, ...]
@@ -54,11 +53,11 @@ class Share:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunRef:
-    """An allocation as back ends know it.
+    """Name an allocation to back ends.
 
     Attributes:
         directory: of its files on the master's machine.
-        shares: at least one, in the order of its ranks.
+        shares: at least one, in rank order.
         supervisor: on the master's own machine, once the row has it.
     """
 
@@ -69,17 +68,12 @@ class RunRef:
 
     @property
     def is_on_own_node(self) -> bool:
-        """Whether it runs on the master's own machine."""
         return all(share.node_id == OWN_NODE for share in self.shares)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SupervisorHandle:
-    """A supervisor, by what no other process shares with it.
-
-    Attributes:
-        start_time: when it started, as the kernel tells, with the boot it belongs to.
-    """
+    """Identify a supervisor; ``start_time`` is the kernel's, with its boot id."""
 
     pid: int
     start_time: str
@@ -90,9 +84,7 @@ class NodeExit:
     """How an allocation ended on one node.
 
     Attributes:
-        node_id: which one.
         exit_code: of the entrypoint there, as a shell sees it.
-        signal: that ended it, None if none did.
         text: why, where the exit code alone does not say.
     """
 
@@ -108,11 +100,10 @@ class AllocationExit:
     """How an allocation ended.
 
     Attributes:
-        exit_code: of the entrypoint, as a shell sees it; of several nodes' that which failed first.
-        signal: that ended it, None if none did.
+        exit_code: of the entrypoint that failed first, as a shell sees it.
         explanation: what the exit code means, None for 0.
-        was_lost: a supervisor died without leaving a record, or a node with it; the entrypoint died with it.
-        nodes: how it ended on each node but the master's own, in the order in which that was heard.
+        was_lost: a supervisor or its node died without a record, and the entrypoint with it.
+        nodes: exits of all nodes but the master's own, in the order of arrival.
     """
 
     exit_code: int
@@ -125,12 +116,7 @@ class AllocationExit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Output:
-    """Where a node's part of an allocation's output lies, on the master's machine.
-
-    Attributes:
-        node_id: which node's.
-        directory: for :func:`dstrial.master.backends.log_file.read_lines`.
-    """
+    """The local directory with one node's output, for ``log_file.read_lines``."""
 
     node_id: int
     directory: Path
@@ -138,11 +124,10 @@ class Output:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Note:
-    """A line of the back end's own for an allocation's log.
+    """A line that the back end adds to an allocation's log.
 
     Attributes:
-        level: logging's name of it.
-        tells_progress: whether the last batch that was reported belongs to it.
+        tells_progress: whether the last reported batch belongs to it.
     """
 
     text: str
@@ -151,10 +136,7 @@ class Note:
 
 
 class SlotsGoneError(MasterError):
-    """Slots are gone that were there when an allocation was given them.
-
-    It has lost them before it began, and is at no fault.
-    """
+    """An allocation lost its slots before it began; the allocation is not at fault."""
 
 
 Key: TypeAlias = int | str
@@ -163,19 +145,18 @@ Key: TypeAlias = int | str
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wish:
-    """What waits for slots, as a back end is told that has to ask an engine for them.
+    """Slots that a waiting trial or command requests from an engine.
 
     Attributes:
-        key: who wants them.
-        num_slots: how many, at least 1.
-        is_on_one_node: whether they cannot be divided.
-        kept_off: nodes that must not be used.
-        describe: returns what is asked for only once: a title for people, and the experiment's config.
-        fewer: numbers of slots with which it goes on where it cannot have so many, the most first.
-        has_run: whether it has run before: what is refused now was possible once.
-        is_growth: whether it runs, with fewer slots, and would go on with so many.
-        is_move: whether it has stopped for so many, and gives back a job that has fewer.
-        off: those nodes that must not be used because a person has switched them off, for now.
+        num_slots: at least 1.
+        is_on_one_node: whether the slots must be on one node.
+        kept_off: excluded nodes.
+        describe: returns a title for people and the experiment's config.
+        fewer: acceptable smaller numbers of slots, largest first.
+        has_run: whether it has run before: a refused size was possible once.
+        is_growth: whether it runs with fewer slots and would restart with so many.
+        is_move: whether it stopped for so many slots, and gives back a job that has fewer.
+        off: the excluded nodes that a person has disabled for now.
     """
 
     key: Key
@@ -192,14 +173,14 @@ class Wish:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a job could never be had, as a problem of the experiment's config.
+    """Why a job could never run, as a problem of the experiment's config.
 
     Attributes:
-        key: dotted, where that stands in the config.
-        got: what stands there, as a person reads it.
-        expected: what would be taken, without a full stop.
+        key: dotted path in the config.
+        got: the value there, for people.
+        expected: what would be accepted, without a full stop.
         fix: one imperative sentence.
-        is_for_nodes: whether it is so because no nodes are there for it, which others that come may change.
+        is_for_nodes: whether nodes are missing, which may change when others join.
     """
 
     key: str
@@ -211,12 +192,12 @@ class Refusal:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answer:
-    """What a back end has got for those that wait.
+    """What a back end has for waiting requests.
 
     Attributes:
-        slots: who may begin, or grow, with the ids of its slots in the order of its ranks.
-        refused: who can never begin, with the reason.
-        told: what is new of those that wait, each once.
+        slots: requests that may begin or grow, with slot ids in rank order.
+        refused: requests that can never begin, with the reason.
+        told: new messages for waiting requests, each once.
     """
 
     slots: Mapping[Key, Sequence[int]] = dataclasses.field(default_factory=dict)
@@ -226,11 +207,11 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lent:
-    """What an engine with a queue has for somebody.
+    """What an engine with a queue has for one trial.
 
     Attributes:
-        num_slots: of the largest job that runs for it, and is not about to end; without nodes that are lost.
-        spare: slots by node that nobody uses or waits for, those of a job for it in which nothing runs among them.
+        num_slots: of its largest running job that is not about to end, without lost nodes.
+        spare: idle slots by node, including those of its job in which nothing runs.
     """
 
     num_slots: int = 0
@@ -240,127 +221,118 @@ class Lent:
 class Backend(Protocol):
     """Runs allocations.
 
-    All methods are called by the scheduler's thread, ``nodes``, ``job_text`` and ``why_never`` by any.
-    None of them but ``why_never`` waits for another machine.
+    The scheduler's thread calls all methods; any thread may call ``nodes``, ``job_text`` and ``why_never``. Only ``why_never``
+    waits for another machine.
     """
 
     def nodes(self) -> tuple[Node, ...]:
-        """Return all nodes, also those that are down.
-
-        A slot that was there once keeps its id.
-        """
+        """Return all nodes, including those that are down. A slot keeps its id for ever."""
 
     def request(self, wishes: Iterable[Wish], kept: Collection[Key]) -> Answer | None:
-        """Say who has got slots.
+        """Return which requests have got slots; None if :meth:`nodes` are free for all.
 
-        None where those of :meth:`nodes` are free for whoever is next. Called at each look at the queue, also when nobody waits.
+        Called at each look at the queue, also when nothing waits.
 
         Args:
-            wishes: who waits, the most urgent first.
-            kept: who runs.
+            wishes: what waits, the most urgent first.
+            kept: what runs.
         """
 
     def why_never(self, wish: Wish) -> Sequence[Refusal]:
-        """Return why an engine would never start what nobody has asked for yet.
-
-        Nothing where it may, or that is not known.
+        """Return why an engine would never start this; empty if it may, or if unknown.
 
         May wait some seconds for the engine.
         """
 
     def job_text(self, key: Key) -> str:
-        """Return how the engine's job for somebody is; empty where there is none."""
+        """Return the state of the engine's job for a key; empty without one."""
 
     def lent(self, key: Key) -> Lent | None:
-        """Return what an engine has for somebody.
-
-        None where slots are those of :meth:`nodes`.
-        """
+        """Return what an engine has for a key; None without an engine."""
 
     def why_leaving(self, run: RunRef) -> str | None:
-        """Return why its slots have to be given back soon; None if they need not."""
+        """Return why a run must give its slots back soon; None if it need not."""
 
     def submit(self, request: AllocationRequest, run: RunRef) -> SupervisorHandle | None:
-        """Start an allocation.
-
-        Returns:
-            Its supervisor; None where :meth:`find` has it later.
+        """Start an allocation; return its supervisor, None if :meth:`find` has it later.
 
         Raises:
-            SlotsGoneError: its slots are not there any more.
-            DstrialError: it cannot be started; a node's refusal that is heard later is an exit.
+            SlotsGoneError: its slots are gone.
+            DstrialError: it cannot be started; a node's refusal that arrives later is an exit.
         """
 
     def find(self, run: RunRef) -> SupervisorHandle | None:
-        """Return the supervisor of a run that has started; None else.
-
-        It may have started under another master.
-        """
+        """Return the supervisor of a run, also of one that another master started."""
 
     def supervisors(self, run: RunRef) -> Mapping[int, SupervisorHandle]:
-        """Return the supervisors that are known, by node.
-
-        There are as many as it has shares, once it has started everywhere.
-        """
+        """Return known supervisors by node: one a share, once all have started."""
 
     def observe(self, run: RunRef) -> AllocationExit | None:
-        """Return how it ended, None while it runs.
-
-        Of what is lost every process is ended first.
-        """
+        """Return how a run ended, None while it runs; processes of a lost one are killed."""
 
     def stopped_supervisor(self, run: RunRef) -> int | None:
-        """Return the pid of a supervisor that is stopped; None if none is.
-
-        SIGSTOP or a debugger holds it.
-        """
+        """Return the pid of a supervisor held by SIGSTOP or a debugger; None without one."""
 
     def outputs(self, run: RunRef) -> tuple[Output, ...]:
-        """Return where its output is read, the node that failed first before the others."""
+        """Return where the output is, first of all that of the node that failed first."""
 
     def notes(self, run: RunRef) -> Sequence[Note]:
-        """Return what is to be said in its log, once."""
+        """Return new lines for the run's log, each once."""
 
     def begun_checkpoints(self, run: RunRef) -> list[str]:
-        """Return the checkpoints that it has begun and not reported, by uuid."""
+        """Return uuids of checkpoints that were begun and not reported."""
 
     def ask_to_stop(self, run: RunRef) -> None:
-        """Send its entrypoints SIGTERM; the rest is killed when they have ended."""
+        """Send the entrypoints SIGTERM; the rest is killed when they have ended."""
 
     def kill(self, run: RunRef, *, leaves_record: bool = True) -> None:
-        """Kill every process of it.
+        """Kill every process of a run.
 
-        Args:
-            run: which one.
-            leaves_record: False kills supervisors too, which wait for room to write on a full disk: it is lost then.
+        ``leaves_record=False`` also kills supervisors, which wait for room to write on a full disk: the run is then lost.
         """
 
     def resident_bytes(self, run: RunRef) -> int:
-        """Return its memory in bytes; 0 where that is not known."""
+        """Return the memory of a run; 0 if unknown."""
 
     def forget(self, run: RunRef) -> None:
-        """Delete what an ended run has left, everywhere."""
+        """Delete the files of an ended run, on all nodes."""
 
     def begin(self) -> None:
-        """Connect to the nodes, and wait some seconds at most.
-
-        Called once all that runs was looked for by :meth:`find`.
-        """
+        """Connect to the nodes within some seconds; after :meth:`find` of all that runs."""
 
     def look(self, *, is_busy: bool) -> None:
-        """Do what is due from time to time; ``is_busy`` while anything runs."""
+        """Do periodic work; ``is_busy`` while anything runs."""
 
     def close(self) -> None:
-        """Give everything back; what runs goes on."""
+        """Release everything; what runs goes on."""
+
+
+class OwnNodes:
+    """Answers of a back end whose nodes belong to the master: there is no engine."""
+
+    def request(self, wishes: Iterable[Wish], kept: Collection[Key]) -> Answer | None:
+        del wishes, kept
+        return None
+
+    def why_never(self, wish: Wish) -> Sequence[Refusal]:
+        del wish
+        return ()
+
+    def job_text(self, key: Key) -> str:
+        del key
+        return ""
+
+    def lent(self, key: Key) -> Lent | None:
+        del key
+        return None
+
+    def why_leaving(self, run: RunRef) -> str | None:
+        del run
+        return None
 
 
 def run_of(allocation: Allocation, slots: Sequence[int]) -> RunRef:
-    """Return what back ends call an allocation. Pure.
-
-    Args:
-        allocation: its row.
-        slots: ids of its slots; without one it runs on the master's own machine.
-    """
+    """Build a :class:`RunRef`; without slots it runs on the master's own machine."""
     shares: dict[int, list[int]] = {}
     for slot_id in slots:
         shares.setdefault(node_of(slot_id), []).append(slot_id)

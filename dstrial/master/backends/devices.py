@@ -26,10 +26,9 @@ class Slot:
 
     Attributes:
         id: index of the device, from 0.
-        kind: what it is.
-        uuid: what names it for good; a CPU slot's own name otherwise.
-        visible_as: what names it in ``CUDA_VISIBLE_DEVICES``: NVML's index, which is CUDA's under
-            ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, or the UUID of a MIG instance, which has no index there. Empty otherwise.
+        uuid: permanent name; a CPU slot's own name otherwise.
+        visible_as: its name in ``CUDA_VISIBLE_DEVICES``: NVML's index, which is CUDA's under
+            ``CUDA_DEVICE_ORDER=PCI_BUS_ID``, or the UUID of a MIG instance, which has no index. Empty otherwise.
     """
 
     id: int
@@ -40,11 +39,9 @@ class Slot:
 
 
 def find_slots(num: int | None = None) -> tuple[Slot, ...]:
-    """Return the accelerators of this machine, or CPU slots where there are none.
+    """Return the accelerators of this machine, or CPU slots without them.
 
-    Args:
-        num: offer this many CPU slots instead, which may be more than there are cores; or, on a machine with
-            accelerators and without ``DS_ACCELERATOR=cpu``, this many of them.
+    ``num`` limits accelerators; of CPU slots, which ``DS_ACCELERATOR=cpu`` selects, there may be more than cores.
 
     Raises:
         MasterError: ``num`` is negative, or more than there are accelerators without ``DSTRIAL_SHARE_DEVICE=1``.
@@ -69,7 +66,7 @@ def find_slots(num: int | None = None) -> tuple[Slot, ...]:
 
 
 def shared_slots(accelerators: Sequence[Slot], num: int) -> tuple[Slot, ...]:
-    """Return more slots than there are devices: each device in turn, several times."""
+    """Return more slots than devices: each device in turn, several times."""
     logger.warning(
         "%s=1: %d slots of %d devices. Ranks that share a device train over gloo, through host memory: that is for tests and "
         "small experiments.",
@@ -100,10 +97,8 @@ def _cuda() -> Iterator[Slot]:
 def nvml_slots(nvml: Any, visible: str | None) -> Iterator[Slot]:
     """Yield NVIDIA's devices in NVML's order; a GPU in MIG mode yields its instances.
 
-    Args:
-        nvml: ``pynvml``, initialised.
-        visible: ``CUDA_VISIBLE_DEVICES``: indices and beginnings of UUIDs; None for all devices. The index of a GPU in MIG mode
-            stands for all its instances.
+    ``visible`` is ``CUDA_VISIBLE_DEVICES``: indices and prefixes of UUIDs, None for all. The index of a GPU in MIG mode stands
+    for all its instances.
 
     Source: NVIDIA's MIG user guide, "CUDA_VISIBLE_DEVICES": ``MIG-<UUID>``, as ``nvmlDeviceGetUUID`` has it for an instance.
     """
@@ -154,7 +149,7 @@ def _instances(nvml: Any, handle: Any) -> Iterator[Any]:
 
 
 def _rocm() -> Iterator[Slot]:
-    """Yield AMD devices: the nodes with SIMD units in the kernel driver's topology."""
+    """Yield AMD devices: nodes with SIMD units in the kernel driver's topology."""
     if not Path("/dev/kfd").exists():
         return
     index = 0

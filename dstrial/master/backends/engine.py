@@ -1,11 +1,8 @@
-"""The seam for engines that have a queue of their own, Slurm or Ray.
+"""The interface to engines with a queue of their own: Slurm and Ray.
 
-It is what they are asked for, and what they answer.
-
-An engine chooses the nodes after it was asked for slots. So what waits is
-asked for as a *job* of the engine's: a batch job, a placement group. When the job runs, its nodes are nodes of the master's for
-what it was asked for, and for nothing else; an allocation then begins there as it does on hosts. A job outlives the allocation
-while its trial wants to run again.
+An engine chooses nodes after slots were requested. So each waiting trial becomes a *job* of the engine (a batch job, a placement
+group). A running job's nodes become nodes of the master for that trial alone. A job outlives an allocation while its trial
+wants to run again.
 """
 
 from __future__ import annotations
@@ -23,32 +20,29 @@ JobState = Literal["pending", "running", "leaving", "ended"]
 
 
 class EngineRefusedError(MasterError):
-    """An engine does not take a job, or could never start it.
-
-    The message says why, and what to do.
-    """
+    """An engine rejects a job, or could never start it; the message says what to do."""
 
 
 class EngineNotNowError(EngineRefusedError):
-    """An engine does not take a job for now, and is asked again.
+    """An engine rejects a job for now; the request is repeated.
 
-    Too many wait for it already, or nodes that it needs are down.
+    Too many jobs wait, or nodes that the job needs are down.
     """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobRequest:
-    """What an engine is asked for.
+    """A request for nodes.
 
     Attributes:
-        key: what it is for, as ``trial-7`` or ``command-<task id>``; found again by it under another master.
-        title: of the job, as people read it in the engine's own lists.
+        key: ``trial-7`` or ``command-<task id>``; another master finds the job by it.
+        title: of the job in the engine's own lists.
         num_slots: on all nodes together, at least 1.
-        is_on_one_node: whether they cannot be divided.
-        kept_off: names of nodes that must not be used.
-        wants_devices: whether each slot is an accelerator; a processor core else.
-        may_wait: whether it is queued though nodes that it needs are down or drained.
-        settings: the section of the experiment's config that has the engine's name (``slurm``), as the user has written it.
+        is_on_one_node: whether the slots must be on one node.
+        kept_off: names of excluded nodes.
+        wants_devices: whether a slot is an accelerator; else a processor core.
+        may_wait: whether the job is queued although its nodes are down or drained.
+        settings: the user's ``slurm`` section of the experiment's config.
     """
 
     key: str
@@ -63,7 +57,7 @@ class JobRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """What a job has of one node."""
+    """A job's slots on one node."""
 
     host: str
     num_slots: int
@@ -74,13 +68,12 @@ class EngineJob:
     """A job as its engine sees it.
 
     Attributes:
-        id: by which the engine knows it; a text that a shell takes as one word.
-        key: what it was asked for.
-        state: whether it has nodes.
-        text: the same as a person reads it, with the engine's reason: ``job 12: pending (Resources: …)``.
-        parts: what it has, in the order of ranks; empty unless it runs or leaves.
-        is_beginning: whether it waits no more for nodes, and cannot be used yet.
-        has_rest: whether the engine still keeps some of its nodes though it has ended: it is to be given back.
+        id: the engine's; one word for a shell.
+        key: of its request.
+        text: state for people, with the engine's reason: ``job 12: pending (Resources: …)``.
+        parts: in rank order; empty unless it runs or leaves.
+        is_beginning: whether it has nodes and cannot be used yet.
+        has_rest: whether the engine keeps some of its nodes although it ended: cancel it.
     """
 
     id: str
@@ -93,11 +86,9 @@ class EngineJob:
 
 
 class Engine(Protocol):
-    """An engine with a queue.
+    """An engine with a queue; its methods raise ConnectionError if it does not answer.
 
-    One thread calls it, and may wait some seconds for each answer; it is never the scheduler's.
-
-    ``why_never`` alone is called by any thread.
+    One thread, never the scheduler's, calls it and may wait some seconds; any thread may call ``why_never``.
 
     Attributes:
         name: as its users write it, ``Slurm``.
@@ -106,88 +97,57 @@ class Engine(Protocol):
     name: str
 
     def capacity(self) -> Mapping[str, int]:
-        """Return the slots of each node that is up, by its name.
-
-        Those in use count as well as those that are not.
-
-        Raises:
-            ConnectionError: the engine does not answer.
-        """
+        """Return all slots, used or not, of each node that is up, by node name."""
         ...
 
     def down(self) -> Mapping[str, int]:
-        """Return the slots of nodes that are down or drained and may come back.
-
-        They are those that ``capacity`` has seen last.
-        """
+        """Return slots of nodes that are down and may return, by the last ``capacity``."""
         ...
 
     def spare(self) -> Mapping[str, int]:
-        """Return the slots of each node that nobody uses.
-
-        There are none while others wait for slots.
-
-        Raises:
-            ConnectionError: the engine does not answer.
-        """
+        """Return idle slots by node; none while other users wait for slots."""
         ...
 
     def called(self, job_id: str) -> str:
-        """Return what people call a job, ``job 12`` for example."""
+        """Return a job's name for people: ``job 12``."""
         ...
 
     def why_never(self, request: JobRequest) -> Sequence[Refusal]:
-        """Return why a job could never be had that nobody asks for yet.
-
-        Nothing where it may be had.
+        """Return why such a job could never run; empty if it may.
 
         Raises:
-            OSError: the engine does not answer, or cannot say it now.
+            OSError: the engine does not answer, or does not know now.
         """
         ...
 
     def submit(self, request: JobRequest) -> str:
-        """Ask for nodes; return the job's id.
+        """Request nodes; return the job's id.
 
         Raises:
-            EngineRefusedError: it is refused, or could never be had.
-            EngineNotNowError: it is refused for now.
-            ConnectionError: the engine does not answer.
+            EngineRefusedError: it is rejected, or could never run.
+            EngineNotNowError: it is rejected for now.
         """
         ...
 
     def most_pending(self, num_slots: int) -> int:
-        """Return how many jobs may wait with the engine at once.
+        """Return how many jobs, of at most ``num_slots``, may wait with the engine.
 
-        What else waits does so with the master, in its order.
-
-        Args:
-            num_slots: of the largest of them.
+        The rest waits with the master, in its order.
         """
         ...
 
     def jobs(self) -> Sequence[EngineJob]:
-        """Return the jobs of this master, also of one before it.
-
-        That is one with the same state directory. Those that are over may be left out.
-
-        Raises:
-            ConnectionError: the engine does not answer.
-        """
+        """Return jobs of this state directory's masters; ended ones may be missing."""
         ...
 
     def cancel(self, job_id: str) -> None:
-        """Give a job's nodes back, or its place in the queue. Idempotent.
-
-        Raises:
-            ConnectionError: the engine does not answer.
-        """
+        """Release a job's nodes or its place in the queue. Idempotent."""
         ...
 
     def transport(self, job_id: str) -> Transport:
-        """Return how programs are started on the nodes of a running job."""
+        """Return how to start programs on a running job's nodes."""
         ...
 
     def close(self) -> None:
-        """Leave the engine; its jobs stay."""
+        """Disconnect; jobs stay."""
         ...

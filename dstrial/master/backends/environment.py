@@ -43,7 +43,7 @@ _ROCM_VISIBILITY = ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "GPU_DEVICE_
 
 
 def trial_config(request: AllocationRequest) -> dict[str, Any]:
-    """Return the trial's experiment config, whose storage is a directory (no mounts)."""
+    """Return the trial's config; ``shared_fs`` is a directory: there are no mounts."""
     config = copy.deepcopy(request.config)
     storage = config.get("checkpoint_storage") or {}
     if storage.get("type") == "shared_fs":
@@ -55,7 +55,7 @@ def trial_config(request: AllocationRequest) -> dict[str, Any]:
 
 
 def cluster_info_files(request: AllocationRequest) -> dict[str, dict[str, Any]]:
-    """Return each file of ``info/``, as ``determined.get_cluster_info()`` reads it."""
+    """Return the files of ``info/``, which ``determined.get_cluster_info()`` reads."""
     files: dict[str, dict[str, Any]] = {
         "cluster.json": {
             "master_url": request.master_url,
@@ -100,13 +100,10 @@ def trial_environment(
     temporary_directory: Path,
     base: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Return the environment of the entrypoint.
+    """Return the environment of the entrypoint, over ``base`` or the master's own.
 
-    Args:
-        request: the allocation.
-        marker: a value that no other process has, by which its processes are found if its supervisor is lost.
-        temporary_directory: its ``TMPDIR``; short, because sockets lie there.
-        base: what the rest comes from; the master's own environment if left out.
+    ``marker`` is a unique value by which its processes are found if its supervisor is lost; ``temporary_directory`` is its
+    ``TMPDIR``, short because sockets lie there.
     """
     outer = os.environ if base is None else base
     env = {name: value for name, value in outer.items() if not name.startswith(("DET_", "DSTRIAL_"))}
@@ -136,7 +133,7 @@ def trial_environment(
 
 
 def tracebacks_directory(allocation_directory: Path, trial_id: int) -> Path:
-    """Return where ranks leave tracebacks: they last until the experiment is deleted."""
+    """Return where ranks leave tracebacks, which last until the experiment is deleted."""
     return allocation_directory.parent.parent / "tracebacks" / f"trial_{trial_id}"
 
 

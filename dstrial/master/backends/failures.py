@@ -1,4 +1,4 @@
-"""Why a trial failed: the traceback that came first, and what an exit code means."""
+"""Why a trial failed: the first traceback, and the meaning of an exit code."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _SIGNALS = {
 
 
 def explain_exit(exit_code: int, signal_number: int | None = None) -> str | None:
-    """Return what an exit status means; None for 0 and for an ordinary status.
+    """Return the meaning of an exit status; None for 0 and for an ordinary status.
 
     Determined's ``pid_client`` passes the signal of a rank on as a negative status, a shell as 128 and its number.
     """
@@ -90,17 +90,10 @@ class _Block:
 
 
 def first_traceback(lines: Iterable[tuple[int | None, str]]) -> str | None:
-    """Return the traceback of the rank that failed first.
+    """Return the traceback of the rank that failed first, with chained ones.
 
-    A launcher's report about its workers is taken only if there is no other, and so is that of a rank which only lost
-    its connection to another.
-
-    Args:
-        lines: rank (None without a tag) and text, in the order in which they were printed.
-
-    Returns:
-        The whole traceback, chained ones with it, without a final newline, or the message of an error that a launcher tells
-        without one; None if there is neither.
+    A launcher's report about its workers, and a rank that only lost its connection to another, count only if there is nothing
+    else; then a launcher's error message without a traceback. ``lines`` are rank (None without a tag) and text, in print order.
     """
     found: list[str] = []
     messages: list[str] = []
@@ -141,9 +134,9 @@ def first_traceback(lines: Iterable[tuple[int | None, str]]) -> str | None:
 
 
 def explain_failure(lines: Iterable[tuple[int | None, str]], traceback: str | None) -> str | None:
-    """Return what failed and where, in one line of the launcher or a traceback.
+    """Return what failed and where, in one line.
 
-    For example ``rank 1: KeyError: 'label' (model_def.py:12, in __getitem__)``; None where nothing tells. The lines are those of
+    For example ``rank 1: KeyError: 'label' (model_def.py:12, in __getitem__)``; None if unknown. The lines are those of
     ``first_traceback``, which found ``traceback`` in them.
     """
     rank: str | None = None
@@ -177,10 +170,7 @@ def _in_one_line(lines: Sequence[str]) -> str:
 
 
 def explain_rank(lines: Iterable[tuple[int | None, str]]) -> str | None:
-    """Return which signal ended the first failed rank, as torchrun (exit 1) prints it.
-
-    The lines are those of ``first_traceback``. None where torchrun says nothing of that, or the rank ended by itself.
-    """
+    """Return which signal ended the first failed rank, as torchrun (exit 1) prints it."""
     for _, text in lines:
         found = _TORCHRUN_FAILURE.search(text)
         if found is not None:
@@ -191,7 +181,7 @@ def explain_rank(lines: Iterable[tuple[int | None, str]]) -> str | None:
 
 
 def is_of_launcher(traceback: str) -> bool:
-    """Say whether a traceback only tells that a rank failed, and not why."""
+    """Return whether a traceback only reports that a rank failed, and not why."""
     return not _is_of_user(traceback)
 
 

@@ -31,22 +31,15 @@ logger = logging.getLogger(__name__)
 
 IMPORTS = ("dstrial.launch.imported_ahead",)
 """Modules that every fork server imports."""
-SHOWN_NAME = "fork-servers.json"
-"""File beside the log with what ``shown_servers`` returns."""
+SHOWN_NAME = "fork-servers.json"  # file beside the log that `shown_servers` reads
 MAX_SERVERS = 2
-START_TIMEOUT_S = 120.0
-"""After this long a fork server that has not imported everything is given up."""
+START_TIMEOUT_S = 120.0  # for all imports of a fork server
 _SHELL_CHARACTERS = frozenset("|&;<>()$`\\\"'*?[]#~=%!{}\n")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ForkSettings:
-    """What a master's settings say of fork servers.
-
-    Attributes:
-        is_on: whether there are any.
-        idle_timeout_s: how long one is kept when no trial runs or waits, seconds.
-    """
+    """Fork servers in a master's settings; ``idle_timeout_s`` ends one without trials."""
 
     is_on: bool = True
     idle_timeout_s: float = 300.0
@@ -54,13 +47,12 @@ class ForkSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShownServer:
-    """A fork server as ``dstrial status`` shows it.
+    """A fork server in ``dstrial status``.
 
     Attributes:
-        pid: its process; None for one of another process.
-        python: its interpreter.
+        pid: None for one of another process.
         state: ``importing`` or ``ready``.
-        num_forks: how many trials it has started.
+        num_forks: number of trials that it has started.
     """
 
     pid: int | None
@@ -72,10 +64,7 @@ class ShownServer:
 def forkable_words(command: Sequence[str], environment: Mapping[str, str], python: str) -> list[str] | None:
     """Return what a command runs behind ``python``; None if it must be a new process.
 
-    Args:
-        command: of the entrypoint; ``sh -c TEXT`` counts as what TEXT says if it is nothing but words.
-        environment: whose PATH finds the program.
-        python: the interpreter of the trial.
+    ``sh -c TEXT`` counts as TEXT if TEXT is nothing but words.
     """
     words = list(command)
     if len(words) == 3 and words[:2] == ["sh", "-c"] and not _SHELL_CHARACTERS & set(words[2]):
@@ -93,8 +82,6 @@ def forkable_words(command: Sequence[str], environment: Mapping[str, str], pytho
 
 @dataclasses.dataclass(slots=True)
 class _Running:
-    """A fork server of this master."""
-
     server: ForkServer
     python: str
     started_s: float
@@ -105,10 +92,7 @@ class _Running:
 class ForkServers:
     """The fork servers of a master, for its scheduler's thread.
 
-    Args:
-        settings: of the master.
-        log: file for what they print.
-        shared: socket of one that another process has started; None for servers of its own.
+    ``shared`` is the socket of a server that another process has started; None for own servers.
     """
 
     def __init__(self, settings: ForkSettings, log: Path, shared: str | None = None) -> None:
@@ -123,18 +107,10 @@ class ForkServers:
     def start_supervisor(
         self, directory: Path, spec: Mapping[str, Any], log: int, known: Callable[[int], None]
     ) -> tuple[int | None, str]:
-        """Start an allocation's supervisor as a fork, if it may be one.
+        """Start an allocation's supervisor as a fork; else a server for later ones.
 
-        Where there is no server for it yet, one is started for those that come after it.
-
-        Args:
-            directory: of the allocation.
-            spec: of its ``spec.json``.
-            log: open file for what the supervisor itself prints.
-            known: called with the pid before the supervisor begins; nothing begins where it raises.
-
-        Returns:
-            Its pid, or None with the reason, which is empty where nothing is wrong.
+        ``log`` gets what the supervisor itself prints. ``known`` is called with the pid before the supervisor begins; if it
+        raises, nothing begins. Returns the pid, or None with the reason, which is empty if nothing is wrong.
         """
         words, environment = spec.get("forkable"), spec["environment"]
         if not self._settings.is_on or words is None:
@@ -173,11 +149,7 @@ class ForkServers:
         return pid, ""
 
     def look(self, *, is_busy: bool) -> None:
-        """End the servers that are idle or late.
-
-        Args:
-            is_busy: whether a trial runs or waits.
-        """
+        """End idle and late servers; ``is_busy`` while a trial runs or waits."""
         if self._shared is not None or not (self._running or self._shown):
             return
         now_s = time.monotonic()
@@ -189,13 +161,12 @@ class ForkServers:
         self._show()
 
     def close(self) -> None:
-        """End all servers; what was forked from them goes on."""
         for found in list(self._running):
             self._end(found)
         self._show()
 
     def _show(self) -> None:
-        """Have ``dstrial status`` see what there is, without asking the master."""
+        """Write the servers to the file that ``dstrial status`` reads."""
         shown = [
             ShownServer(
                 pid=one.server.pid,
@@ -223,7 +194,7 @@ class ForkServers:
         return None
 
     def _begin(self, python: str, environment: Mapping[str, str]) -> None:
-        """Start a server; the one that was not needed for longest makes room."""
+        """Start a server; the least recently used one makes room."""
         if self._shared is not None:
             for other in self._running:
                 logger.info("a trial is no fork: %s", other.server.why_not(environment))
@@ -254,7 +225,7 @@ class ForkServers:
                 self._running.append(_Running(ForkServer.connect(self._shared), python, now_s, now_s))
 
     def _is_well(self, found: _Running, now_s: float) -> bool:
-        """Say whether a server is to be kept."""
+        """Return whether to keep a server."""
         try:
             is_ready = found.server.is_ready()
         except ForkRefusedError as error:
@@ -269,7 +240,7 @@ class ForkServers:
         return True
 
     def _give_up(self, found: _Running, why: str) -> None:
-        """Have no such server again."""
+        """Start no such server again."""
         logger.warning("process %s imports nothing ahead: %s", found.server.pid, why)
         self._given_up.append((found.python, dict(found.server.key)))
 
@@ -279,7 +250,7 @@ class ForkServers:
 
 
 def shown_servers(state_dir: Path) -> list[ShownServer]:
-    """Return the fork servers of the master of a state directory, as far as they live."""
+    """Return the living fork servers of a state directory's master."""
     try:
         found = json.loads((state_dir / SHOWN_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):

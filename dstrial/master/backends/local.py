@@ -19,27 +19,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dstrial.checkpoint.completion_marker import is_uuid
 from dstrial.config.dotted_keys import dstrial_section
-from dstrial.config.experiment_config.startup_hook import install_timeout_s, may_install, requirements_of
+from dstrial.config.experiment_config.startup_hook import may_install, requirements_of
 from dstrial.errors import MasterError
 from dstrial.file_writes import remove_tree
 from dstrial.harness_paths import WARM_VARIABLE
 from dstrial.master import file_limit
-from dstrial.master.backends import supervisor
+from dstrial.master.backends import supervisor, task_venv
 from dstrial.master.backends.backend import (
     AllocationExit,
-    Key,
     Node,
     Note,
     Output,
+    OwnNodes,
     RunRef,
     SupervisorHandle,
-    Wish,
 )
 from dstrial.master.backends.devices import Slot
 from dstrial.master.backends.environment import (
@@ -50,7 +49,6 @@ from dstrial.master.backends.environment import (
 )
 from dstrial.master.backends.failures import explain_exit
 from dstrial.master.backends.fork_servers import ForkServers, forkable_words
-from dstrial.master.backends.overlay.start import BOOT
 from dstrial.master.backends.request import TRIAL, AllocationRequest
 from dstrial.master.clock import now_us
 from dstrial.master.store.nodes import OWN_NODE
@@ -75,12 +73,7 @@ _children: dict[int, subprocess.Popen[bytes]] = {}
 def prepare(
     request: AllocationRequest, *, is_warm: bool = True, forks_with_accelerators: bool = False
 ) -> None:
-    """Make the allocation's directory for its supervisor, which is not started yet.
-
-    Args:
-        request: the allocation.
-        is_warm: whether its processes may be forks.
-        forks_with_accelerators: whether a trial that has accelerators may be a fork.
+    """Make an allocation's directory; its supervisor is not started yet.
 
     Raises:
         MasterError: the directory cannot be made.
@@ -118,7 +111,7 @@ def prepare(
 
 
 def _marker_of(directory: Path) -> str:
-    """Return by what an allocation's processes are found."""
+    """Return the value by which processes of an allocation are found."""
     return hashlib.sha256(os.fsencode(directory)).hexdigest()[:32]
 
 
@@ -127,7 +120,6 @@ def _temporary_of(directory: Path) -> Path:
 
 
 def _write_given(request: AllocationRequest, workdir: Path) -> None:
-    """Make the directory, the model definition and what Determined's harness reads."""
     from dstrial.master.backends.model_definition import unpack
 
     directory = request.directory
@@ -155,7 +147,7 @@ def _forkable(
     is_warm: bool,
     has_accelerators: bool,
 ) -> list[str] | None:
-    """Return the words behind the interpreter; None if it may be no fork."""
+    """Return the words behind the interpreter; None if the task must be a new process."""
     if request.task_type != TRIAL or not is_warm:
         return None
     if not has_accelerators and any(slot.kind != "cpu" for slot in request.slots):
@@ -164,10 +156,7 @@ def _forkable(
 
 
 def _with_hooks(request: AllocationRequest, directory: Path) -> list[str]:
-    """Return the entrypoint's command, behind an overlay and the hooks if it has any.
-
-    What installs packages gets an environment of its own, so that the master's stays as it is.
-    """
+    """Return the entrypoint behind hooks, and behind `task_venv` if it may install."""
     command = command_for(request.entrypoint)
     files = directory / "workdir"
     hooks = []
@@ -180,42 +169,32 @@ def _with_hooks(request: AllocationRequest, directory: Path) -> list[str]:
     if has_own_hook:
         hooks.append(str(files / _STARTUP_HOOK))
     requirements = requirements_of(request.config)
-    is_installing = may_install(shlex.join(command))
     shell = shutil.which("bash") or "sh"
-    if not (has_own_hook or requirements or is_installing or may_install(request.startup_hook)):
+    texts = f"{request.startup_hook}\n{shlex.join(command)}"
+    if not (has_own_hook or requirements or may_install(texts)):
         if not hooks:
             return command
         steps = ["set -e", *(f". {shlex.quote(hook)}" for hook in hooks), "set +e", 'exec "$@"']
         return [shell, "-c", "; ".join(steps), "startup-hook", *command]
-    specification = directory / "overlay.json"
+    specification = directory / "task_venv.json"
     _write_private(
         specification,
         {
-            "root": str(request.overlays_path),
+            "root": str(request.venvs_path),
             "task": request.task_name,
+            "directory": str(directory),
+            "files": str(files),
             "hooks": hooks,
             "requirements": requirements,
-            "files": str(files),
-            "is_installing": is_installing,
-            "install_timeout_s": install_timeout_s(request.config),
             "shell": shell,
             "command": command,
         },
     )
-    python = request.interpreter or sys.executable
-    return [python, "-I", "-c", BOOT, str(Path(__file__).parent), str(specification)]
+    return [request.interpreter or sys.executable, "-I", task_venv.__file__, str(specification)]
 
 
 def start(directory: Path, fork_servers: ForkServers | None = None) -> SupervisorHandle:
-    """Start the supervisor of a prepared directory.
-
-    Args:
-        directory: of the allocation.
-        fork_servers: from which it may be forked; None for a new process.
-
-    Raises:
-        MasterError: it could not be started.
-    """
+    """Start the supervisor of a prepared directory, as a fork if possible."""
     spec = json.loads((directory / "spec.json").read_text(encoding="utf-8"))
     line = ""
     with (directory / "supervisor.log").open("ab") as log:
@@ -260,7 +239,7 @@ def _restore_limit(pid: int) -> None:
 
 
 def find(directory: Path) -> SupervisorHandle | None:
-    """Return the supervisor that works in a directory, None if none does (any more)."""
+    """Return the supervisor that works in a directory, None without one."""
     try:
         handle = read_record(directory / "supervisor.json", SupervisorHandle)
         words = Path(f"/proc/{handle.pid}/cmdline").read_bytes().split(b"\0")
@@ -274,7 +253,7 @@ def find(directory: Path) -> SupervisorHandle | None:
 
 
 def is_alive(handle: SupervisorHandle) -> bool:
-    """Say whether this very process lives."""
+    """Return whether this very process lives, not another with its pid."""
     child = _children.get(handle.pid)
     if child is not None and child.poll() is not None:
         _children.pop(handle.pid, None)
@@ -282,15 +261,15 @@ def is_alive(handle: SupervisorHandle) -> bool:
 
 
 def is_stopped(handle: SupervisorHandle) -> bool:
-    """Say whether a signal (SIGSTOP) or a debugger holds this very process."""
+    """Return whether SIGSTOP or a debugger holds this very process."""
     return supervisor.is_stopped(handle.pid) and is_alive(handle)
 
 
 def poll_exit(directory: Path, handle: SupervisorHandle | None) -> AllocationExit | None:
     """Return how the allocation ended, None while its supervisor lives.
 
-    What is left of its processes is killed before its record is read, which they could write. Without a record it is lost;
-    with one that no supervisor has written it has failed.
+    The rest of its processes, which could write the record, is killed before it is read. Without a record the allocation is
+    lost; with a record that no supervisor has written it has failed.
     """
     if handle is not None and is_alive(handle):
         return None
@@ -321,20 +300,17 @@ class _ExitRecord:
 
 
 def terminate(handle: SupervisorHandle) -> None:
-    """Send the entrypoint's group SIGTERM; the rest is killed when it has ended."""
+    """Send the entrypoint's group SIGTERM; the supervisor kills the rest at its end."""
     _signal(handle, signal.SIGTERM)
 
 
 def kill(handle: SupervisorHandle | None, directory: Path, *, leaves_record: bool = True) -> None:
     """Kill every process of an allocation.
 
-    With a living supervisor it does so and leaves its record. Otherwise processes that carry the allocation's marker in
-    their environment are killed here, until there is none.
+    A living supervisor does so and leaves its record. Otherwise processes with the allocation's marker in their environment are
+    killed here, until there is none.
 
-    Args:
-        handle: its supervisor, None if unknown.
-        directory: of the allocation.
-        leaves_record: False kills the supervisor too, which waits for room to write on a full disk: the allocation is lost.
+    ``leaves_record=False`` also kills the supervisor, which waits for room to write on a full disk: the allocation is lost.
     """
     if handle is not None and is_alive(handle):
         _signal(handle, signal.SIGUSR1 if leaves_record else signal.SIGKILL)
@@ -354,7 +330,7 @@ def kill(handle: SupervisorHandle | None, directory: Path, *, leaves_record: boo
 
 
 def resident_bytes(handle: SupervisorHandle) -> int:
-    """Return an allocation's memory in bytes; shared memory counts once per process."""
+    """Return an allocation's memory; shared memory counts once a process."""
     page, total = os.sysconf("SC_PAGE_SIZE"), 0
     for pid in supervisor.descendants(handle.pid):
         with contextlib.suppress(OSError, IndexError, ValueError):
@@ -363,15 +339,11 @@ def resident_bytes(handle: SupervisorHandle) -> int:
 
 
 def umask_of_trials() -> int | None:
-    """Return the umask of entrypoints; None for that of this process."""
     return trial_umask
 
 
 def begun_checkpoints(directory: Path) -> list[str]:
-    """Return the checkpoints that an allocation has begun and not reported, by uuid.
-
-    As far as it knows: it may have been killed before its report was answered.
-    """
+    """Return uuids of checkpoints that were begun and probably not reported."""
     saving = directory / SAVING_DIRECTORY
     with contextlib.suppress(OSError):
         if not saving.is_symlink():
@@ -380,13 +352,12 @@ def begun_checkpoints(directory: Path) -> list[str]:
 
 
 def remove(directory: Path) -> None:
-    """Delete an ended allocation's directory, and its temporary directory."""
     _delete(_temporary_of(directory))
     _delete(directory)
 
 
 def _delete(directory: Path) -> None:
-    """Delete a directory, also what its trial has made read-only."""
+    """Delete a directory, including what its trial has made read-only."""
     try:
         remove_tree(directory, is_forced=True)
     except OSError as error:
@@ -394,7 +365,7 @@ def _delete(directory: Path) -> None:
 
 
 def _signal(handle: SupervisorHandle, number: signal.Signals) -> None:
-    """Signal exactly this process: open its descriptor first, then look again."""
+    """Signal exactly this process: open its descriptor first, then check again."""
     # A stopped one would not see it before somebody lets it go on.
     numbers = (number, signal.SIGCONT) if supervisor.is_stopped(handle.pid) else (number,)
     try:
@@ -426,10 +397,7 @@ def _marked(assignment: str) -> set[int]:
 
 
 def _environ(process: Path) -> bytes:
-    """Return the environment that a process was started with.
-
-    Where its first thread has ended, only the others know it.
-    """
+    """Return a process's initial environment, from any thread that lives."""
     for directory in (process, *(process / "task").iterdir()):
         with contextlib.suppress(ProcessLookupError):
             return (directory / "environ").read_bytes()
@@ -442,16 +410,8 @@ def _write_private(path: Path, content: dict[str, Any]) -> None:
         json.dump(content, file)
 
 
-class LocalBackend:
-    """Runs allocations on the master's own machine.
-
-    Args:
-        name: of the machine.
-        slots: what it offers.
-        fork_servers: which may start trials as forks.
-        is_warm: whether they may.
-        forks_with_accelerators: whether trials that have accelerators may, too.
-    """
+class LocalBackend(OwnNodes):
+    """Runs allocations on the master's own machine; ``is_warm`` allows forks."""
 
     def __init__(
         self,
@@ -470,39 +430,14 @@ class LocalBackend:
         self._exits: dict[str, AllocationExit] = {}
 
     def nodes(self) -> tuple[Node, ...]:
-        """Return this machine."""
         return (self._node,)
 
-    def request(self, wishes: Iterable[Wish], kept: Collection[Key]) -> None:
-        """Return None: this machine is there for whoever is next."""
-
-    def why_never(self, wish: Wish) -> tuple[()]:
-        """Return nothing: there is no engine."""
-        del wish
-        return ()
-
-    def lent(self, key: Key) -> None:
-        """Return nothing: this machine is nobody's."""
-
-    def job_text(self, key: Key) -> str:
-        """Return nothing: there are no jobs but ours."""
-        del key
-        return ""
-
-    def why_leaving(self, run: RunRef) -> None:
-        """Return None: this machine stays."""
-
     def submit(self, request: AllocationRequest, run: RunRef) -> SupervisorHandle | None:
-        """Make the directory of an allocation, and start its supervisor there."""
         prepare(request, is_warm=self._is_warm, forks_with_accelerators=self._forks_with_accelerators)
         handle = self._handles[run.allocation_id] = start(run.directory, self._fork_servers)
         return handle
 
     def find(self, run: RunRef) -> SupervisorHandle | None:
-        """Return the supervisor.
-
-        What a master before this one has started is looked for once.
-        """
         if run.allocation_id not in self._handles:
             known = run.supervisor
             self._handles[run.allocation_id] = (
@@ -511,24 +446,20 @@ class LocalBackend:
         return self._handles[run.allocation_id]
 
     def supervisors(self, run: RunRef) -> Mapping[int, SupervisorHandle]:
-        """Return its supervisor, if it is known."""
         handle = self.find(run)
         return {} if handle is None else {OWN_NODE: handle}
 
     def observe(self, run: RunRef) -> AllocationExit | None:
-        """Return how it ended; without its supervisor, and without a record, it is lost."""
         name = run.allocation_id
         if name not in self._exits and (exit_ := poll_exit(run.directory, self.find(run))) is not None:
             self._exits[name] = exit_
         return self._exits.get(name)
 
     def stopped_supervisor(self, run: RunRef) -> int | None:
-        """Return the supervisor's pid if it is stopped."""
         handle = self.find(run)
         return handle.pid if handle is not None and is_stopped(handle) else None
 
     def outputs(self, run: RunRef) -> tuple[Output, ...]:
-        """Return the allocation's directory."""
         return (Output(OWN_NODE, run.directory),)
 
     def notes(self, run: RunRef) -> Sequence[Note]:
@@ -537,26 +468,21 @@ class LocalBackend:
         return ()
 
     def begun_checkpoints(self, run: RunRef) -> list[str]:
-        """Return what its directory says."""
         return begun_checkpoints(run.directory)
 
     def ask_to_stop(self, run: RunRef) -> None:
-        """Send the entrypoint's group SIGTERM."""
         handle = self.find(run)
         if handle is not None:
             terminate(handle)
 
     def kill(self, run: RunRef, *, leaves_record: bool = True) -> None:
-        """Kill all, by the supervisor or without it."""
         kill(self.find(run), run.directory, leaves_record=leaves_record)
 
     def resident_bytes(self, run: RunRef) -> int:
-        """Return the memory of all below its supervisor."""
         handle = self.find(run)
         return 0 if handle is None else resident_bytes(handle)
 
     def forget(self, run: RunRef) -> None:
-        """Delete its directory."""
         self._handles.pop(run.allocation_id, None)
         self._exits.pop(run.allocation_id, None)
         remove(run.directory)
@@ -565,9 +491,8 @@ class LocalBackend:
         """Do nothing: this machine is here."""
 
     def look(self, *, is_busy: bool) -> None:
-        """End processes that would start trials as forks and have nothing to do."""
+        """End fork servers that are idle."""
         self._fork_servers.look(is_busy=is_busy)
 
     def close(self) -> None:
-        """End those that start trials as forks."""
         self._fork_servers.close()

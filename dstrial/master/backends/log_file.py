@@ -13,8 +13,7 @@ from dstrial.master.clock import now_us
 from dstrial.master.store.reports.logs import LogLine
 from dstrial.master.trial_files import open_regular
 
-CHUNK_BYTES = 512 * 1024
-"""Read at a time: an allocation that floods its log delays neither the others nor its own end."""
+CHUNK_BYTES = 512 * 1024  # a read: a flooded log delays neither other allocations nor its own end
 
 _NAME = "output.log"
 _PART = re.compile(r"output\.log\.(\d{1,18})\.(\d{1,18})")
@@ -29,11 +28,10 @@ _STREAMS = {"o": "stdout", "e": "stderr"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogRead:
-    """What was read of a log file.
+    """Lines read from a log.
 
     Attributes:
-        lines: complete ones, in order.
-        end: byte offset behind them, where to go on.
+        end: byte offset behind the lines, for the next read.
         num_lost: lines before them that the supervisor has deleted to make room.
         has_more: whether there may be more to read at once.
     """
@@ -46,13 +44,7 @@ class LogRead:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Part:
-    """A file of the log.
-
-    Attributes:
-        path: of the file.
-        start: byte offset in the whole log where it begins.
-        num_lines: of the log before it.
-    """
+    """A file of the log; ``start`` bytes and ``num_lines`` lines come before it."""
 
     path: Path
     start: int
@@ -60,16 +52,10 @@ class _Part:
 
 
 def read_lines(directory: Path, offset: int, max_bytes: int, *, num_lines: int = 0) -> LogRead:
-    """Return the complete lines from a byte offset on.
+    """Return the complete lines from a byte offset on, which begins a line.
 
-    The log is ``output.log`` and, of a large one, further parts, the oldest of which the supervisor deletes; offsets count
-    bytes of the whole log.
-
-    Args:
-        directory: of the allocation.
-        offset: where to go on; the beginning of a line.
-        max_bytes: about how much to read at most.
-        num_lines: lines before ``offset``.
+    The log is ``output.log`` and further parts, the oldest of which the supervisor deletes; offsets count bytes of the whole
+    log, and ``num_lines`` the lines before ``offset``.
     """
     first = _Part(directory / _NAME, 0, 0)
     data = _read(first, offset, max_bytes)
@@ -95,7 +81,7 @@ def read_lines(directory: Path, offset: int, max_bytes: int, *, num_lines: int =
 
 
 def _read(part: _Part, offset: int, max_bytes: int) -> bytes | None:
-    """Return what a part has from an offset on; None if there is no such file."""
+    """Return a part's bytes from an offset on; None if there is no such file."""
     try:
         with open_regular(part.path) as file:
             file.seek(offset - part.start)
@@ -122,7 +108,6 @@ def log_paths(directory: Path) -> list[Path]:
 
 
 def _further_parts(directory: Path) -> list[_Part]:
-    """Return the parts that are there behind the first one, in order."""
     found = []
     with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
         for entry in entries:
@@ -136,8 +121,8 @@ def _further_parts(directory: Path) -> list[_Part]:
 def parse(raw: str) -> LogLine:
     """Parse a log line: time, stream, the rank of its tag, the level of its prefix.
 
-    A line that no supervisor wrote, which a power failure may leave, is text without a time; one from the future, which a
-    trial may write, is of now.
+    A line that no supervisor wrote, which a power failure may leave, is text without a time; a time in the future, which a
+    trial may write, becomes now.
     """
     head = _HEAD.match(raw)
     time_us, stream, text = (
@@ -159,10 +144,7 @@ def parse(raw: str) -> LogLine:
 
 
 def printed(directory: Path) -> Iterator[tuple[int | None, str]]:
-    """Yield rank and text of what an allocation printed (stderr and stdout).
-
-    Of a log of more than 16 MiB the first 4 and the last 12.
-    """
+    """Yield rank and text of all output; of a large log its first 4 and last 12 MiB."""
     offset = 0
     end = _size(directory)
     is_end = end <= _BEGINNING_BYTES + _END_BYTES
@@ -179,7 +161,6 @@ def printed(directory: Path) -> Iterator[tuple[int | None, str]]:
 
 
 def _size(directory: Path) -> int:
-    """Return how many bytes the whole log has had."""
     last = [_Part(directory / _NAME, 0, 0), *_further_parts(directory)][-1]
     try:
         return last.start + last.path.stat().st_size

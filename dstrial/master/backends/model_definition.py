@@ -22,11 +22,8 @@ from dstrial.context_directory import MARKS, MAX_BYTES, MAX_DEPTH
 from dstrial.errors import MasterError, RequestError
 
 MAX_MEMBERS = 100_000
-MAX_PATH_BYTES = 1024
-"""Longest path of a member; the directory in which a trial runs has to fit in front of it."""
-
+MAX_PATH_BYTES = 1024  # of a member; the path of the trial's directory has to fit in front of it
 MAX_SHOWN_BYTES = 16 * 1024 * 1024
-"""Largest file of a model definition that is shown by itself."""
 
 _NUM_SNIFFED = 512
 _CHUNK_BYTES = 2**20
@@ -106,8 +103,7 @@ def unpack(tgz: bytes, directory: Path) -> None:
     """Unpack a model definition; nothing is written outside ``directory``.
 
     Raises:
-        RequestError: 400 for an archive that is damaged or whose members lead out or are no files, directories or links
-            within it; 413 for one that unpacks to too much.
+        RequestError: 400 for a damaged or forbidden archive, 413 for one that unpacks to too much.
         MasterError: this machine cannot hold the files.
     """
     if not tgz:
@@ -151,12 +147,10 @@ class PackedFile:
     """A file or directory of a model definition.
 
     Attributes:
-        path: below the model definition, without a slash at the end.
-        is_directory: whether it is one.
+        path: without a slash at the end.
         size: bytes; 0 of a directory.
-        modified_s: seconds since 1970.
         content_type: as HTTP has it; empty of a directory.
-        digest: tells files of different content apart; empty of a directory.
+        digest: of the content; empty of a directory.
     """
 
     path: str
@@ -168,13 +162,7 @@ class PackedFile:
 
 
 def list_files(tgz: bytes) -> list[PackedFile]:
-    """Return the files and directories of a model definition by path.
-
-    Those in between are included. Links and devices are left out, and what leads out of the directory.
-
-    Raises:
-        RequestError: 400 for an archive that is damaged, 413 for one that unpacks to too much.
-    """
+    """Return files and directories by path, parents included; no links and devices."""
     found: dict[str, PackedFile] = {}
     for archive, member, path in _members(tgz):
         if path is None or not (member.isreg() or member.isdir()):
@@ -192,11 +180,7 @@ def list_files(tgz: bytes) -> list[PackedFile]:
 
 
 def read_file(tgz: bytes, path: str) -> bytes:
-    """Return the content of one file of a model definition.
-
-    Raises:
-        RequestError: 413 for a file of more than ``MAX_SHOWN_BYTES``, and as for :func:`read_start`.
-    """
+    """Return the content of one file of at most ``MAX_SHOWN_BYTES``."""
     content, size = read_start(tgz, path, MAX_SHOWN_BYTES)
     if size > MAX_SHOWN_BYTES:
         raise RequestError(
@@ -208,7 +192,7 @@ def read_file(tgz: bytes, path: str) -> bytes:
 
 
 def read_start(tgz: bytes, path: str, num_bytes: int) -> tuple[bytes, int]:
-    """Return the first bytes of one file of a model definition, and how many it has.
+    """Return the first bytes of one file, and its size.
 
     Raises:
         RequestError: 400 for a path that leads out, a directory, a link or a damaged archive; 404 where there is nothing.
@@ -252,7 +236,7 @@ def _members(tgz: bytes) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo, str
 
 
 def _looked_through(file: IO[bytes] | None) -> tuple[bytes, str]:
-    """Return the first bytes of a file, and what tells its content from another's."""
+    """Return the first bytes of a file, and a digest of all."""
     digest, start = hashlib.blake2b(digest_size=12), b""
     while file is not None and (chunk := file.read(_CHUNK_BYTES)):
         start = start or chunk[:_NUM_SNIFFED]
@@ -261,7 +245,7 @@ def _looked_through(file: IO[bytes] | None) -> tuple[bytes, str]:
 
 
 def _content_type(path: str, start: bytes) -> str:
-    """Return what a file holds, by its first bytes, else by its name."""
+    """Return the content type of a file, by its first bytes, else by its name."""
     try:
         # A character may be cut in two at the end.
         codecs.getincrementaldecoder("utf-8")().decode(start)
@@ -299,7 +283,6 @@ def _require_inside(path: str) -> None:
 
 
 def _leads_out(path: str) -> bool:
-    """Whether a path is none below the directory that it is in."""
     return not path or "\0" in path or path.startswith("/") or ".." in PurePosixPath(path).parts
 
 

@@ -19,24 +19,18 @@ _FIRST = {
 }
 _TRIES = 2000
 
-
-TENSORBOARD = {"TENSORBOARD_PORT": 2600}
-"""The port of a TensorBoard, as Determined has it."""
+TENSORBOARD = {"TENSORBOARD_PORT": 2600}  # as Determined has it
 
 
 def choose_ports(used: Collection[int], first_ports: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Return a port for each purpose by its environment variable.
+    """Return a free port of its range for each environment variable.
 
-    Each is one of its purpose's range that is neither used nor bound by another program now. The search begins anywhere in
-    the range, so that two masters of one machine, which know nothing of each other, hardly ever choose the same port
-    between this look and the trial's own bind.
+    The search begins at random, so that two masters of one machine hardly ever choose the same port between this check and the
+    trial's own bind.
 
     Args:
-        used: ports that are given away.
+        used: ports of other allocations.
         first_ports: environment variable -> first port of its range; those of a trial if left out.
-
-    Raises:
-        MasterError: none is free.
     """
     taken = set(used)
     ports: dict[str, int] = {}

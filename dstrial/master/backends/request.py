@@ -21,30 +21,25 @@ class AllocationRequest:
 
     Attributes:
         allocation_id: ``{task_id}.{run_id}``.
-        run_id: how many allocations the trial has had, with this one.
-        directory: where its files go, absolute; made with mode 0700.
-        slots: the devices it may use.
+        run_id: number of the trial's allocations, with this one.
+        directory: of its files, absolute; made with mode 0700.
         ports: free port by environment variable.
         config: the experiment config with defaults.
-        hparams: concrete hyperparameters.
         steps_completed: batches completed by ``latest_checkpoint``; 0 without one and for a warm start.
-        latest_checkpoint: uuid of the checkpoint to start from, if any.
         session_token: opens this trial only; ends with the allocation.
         user_token: the submitting user's; ends with the allocation.
         master_url: where the trial reports to.
         resources_id: a UUID; also the container id.
         model_definition: gzip tar of the context directory; empty for none.
-        entrypoint: as in the config.
         interpreter: Python of the trial, absolute; None for the master's.
-        startup_hook: shell lines of the master's settings that run first; may be empty.
+        startup_hook: shell lines of the master's settings that run first.
         task_type: ``TRIAL``, ``COMMAND``, ``TENSORBOARD`` or ``GENERIC``.
-        working_directory: where it runs, absolute; None for the directory with its model definition.
-        log_bytes: how much of its output is kept on disk until it is read; None for all.
-        storage: path of its checkpoint storage; None where that has no marker.
-        links: name in ``events/`` of its directory -> the directory that is seen there.
-        addresses: of all nodes of the allocation, in the order of their ranks.
-        node_rank: which of them this one is.
-        slot_counts: of each of them; empty for the slots here alone.
+        working_directory: absolute; None for the directory with the model definition.
+        log_bytes: how much output is kept on disk until it is read; None for all.
+        storage: path of the checkpoint storage; None where it has no marker.
+        links: name in ``events/`` of the directory -> target directory.
+        addresses: of all nodes of the allocation, in rank order.
+        slot_counts: of each node; empty for the slots here alone.
         variables: environment variables where nothing else sets them.
     """
 
@@ -84,7 +79,7 @@ class AllocationRequest:
     variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all but the model definition, for :meth:`from_json` on another machine."""
+        """Return all but the model definition; :meth:`from_json` is the inverse."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         plain["directory"] = str(self.directory)
         plain["slots"] = [dataclasses.asdict(slot) for slot in self.slots]
@@ -95,7 +90,6 @@ class AllocationRequest:
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any], model_definition: bytes) -> AllocationRequest:
-        """Return what :meth:`to_json` was called for."""
         fields = dict(plain)
         fields["directory"] = Path(fields["directory"])
         fields["slots"] = tuple(Slot(**slot) for slot in fields["slots"])
@@ -105,13 +99,12 @@ class AllocationRequest:
         return cls(**fields, model_definition=model_definition)
 
     @property
-    def overlays_path(self) -> Path:
-        """Where the environments of tasks lie, beside the directory of all allocations."""
-        return self.directory.parent.with_name("overlays")
+    def venvs_path(self) -> Path:
+        """Directory of shared environments of tasks, beside that of all allocations."""
+        return self.directory.parent.with_name("venvs")
 
     @property
     def task_name(self) -> str:
-        """What other tasks are told of this one."""
         return (
             f"trial {self.trial_id}"
             if self.task_type == TRIAL

@@ -44,10 +44,7 @@ _STOPPED_AGAIN_S = 600.0
 def main(directory: str, line: str = "", forks: Any = None) -> None:
     """Run the allocation in ``directory`` to its end.
 
-    Args:
-        directory: of the allocation.
-        line: begins the log; empty for none.
-        forks: ``dstrial.fork_server.server.Forks``, where this process is a fork itself.
+    ``forks`` is ``dstrial.fork_server.server.Forks`` if this process is a fork itself.
     """
     os.chdir(directory)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -86,7 +83,7 @@ def _leave(requests: "_Requests", exit_code: int, signal_number: int | None) -> 
 
 
 class _Requests:
-    """What signals have asked for, and a descriptor that wakes the loop."""
+    """What signals have requested, and a descriptor that wakes the loop."""
 
     def __init__(self) -> None:
         self.terminate = False
@@ -102,9 +99,9 @@ class _Requests:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def may_try_again(self, error: OSError) -> bool:
-        """Wait shortly for room on a full disk; False if all is to be killed instead.
+        """Wait briefly for room on a full disk; return False if all is to be killed.
 
-        Other errors stay: a trial may have put something else there, or allow no writing.
+        Other errors are permanent: a trial may have put something else there, or forbid writing.
         """
         if error.errno not in _FULL:
             return False
@@ -120,7 +117,7 @@ class _Requests:
 
 
 class _Fork:
-    """An entrypoint that is a fork of this process, as far as a ``Popen`` is asked."""
+    """An entrypoint forked from this process, with the used part of ``Popen``."""
 
     def __init__(self, spec: dict[str, Any], forks: Any, in_child: Callable[[], None]) -> None:
         ends = [os.pipe(), os.pipe()]
@@ -163,7 +160,7 @@ def _start(spec: dict[str, Any], libc: ctypes.CDLL, forks: Any) -> "subprocess.P
 
 
 class _Output:
-    """Follows the entrypoint: logs its output, and ends all that it started."""
+    """Logs the entrypoint's output, and ends all that it started."""
 
     def __init__(
         self,
@@ -224,7 +221,7 @@ class _Output:
         return self._status
 
     def _is_spared(self, pid: int) -> bool:
-        """Say whether a process may live on to delete what killed ones leave in /dev/shm."""
+        """Return whether a process may go on to delete what is left in /dev/shm."""
         return pid != self._child.pid and is_tracker(pid)
 
     def _wait(self, timeout_s: float) -> None:
@@ -277,7 +274,7 @@ class _Output:
                     return
 
     def _begin_part(self) -> None:
-        """Go on in another file; of too many the oldest but the first is deleted."""
+        """Rotate the log; the oldest part but the first is deleted."""
         name = f"output.log.{self._num_bytes}.{self._num_lines}"
         try:
             descriptor = _open_part(name)
@@ -292,7 +289,7 @@ class _Output:
             del self._parts[0]
 
     def say(self, text: str) -> None:
-        """Write a line of our own, if any, as if the entrypoint had written it to stderr."""
+        """Write a line of our own, if any, as stderr of the entrypoint."""
         for descriptor, tag in self._streams.items():
             if text and tag == b"e":
                 self._append(descriptor, [text.encode()])
@@ -325,8 +322,7 @@ def _open_part(name: str) -> int:
 class _StoppedWatch:
     """Finds a stopped launcher: the entrypoint, or a process of its group.
 
-    Its ranks lead groups of their own and go on until their output is full, and nobody watches them. A job of an interactive
-    shell is told by that shell; here nobody else could say it.
+    Its ranks lead groups of their own and go on until their output pipe is full. Nothing else would report it.
     """
 
     def __init__(self, pid: int) -> None:
@@ -336,7 +332,7 @@ class _StoppedWatch:
         self._told_s: float | None = None
 
     def look(self, now_s: float) -> str:
-        """Return the line that is due now; empty if none is."""
+        """Return the log line that is due now; empty if none is."""
         found = next((pid for pid in _group_of(self._pid) if is_stopped(pid)), None)
         if found != self._found:
             was_told = self._told_s is not None
@@ -361,7 +357,7 @@ class _StoppedWatch:
 
 
 def _group_of(pid: int) -> list[int]:
-    """Return a process and those below it that have not left its process group."""
+    """Return a process and its descendants in its process group."""
     found = [pid]
     for one in found:
         try:
@@ -374,10 +370,7 @@ def _group_of(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> "list[int]":
-    """Return every living process below ``pid``, parents before their children.
-
-    They are found by the kernel's table of parents.
-    """
+    """Return every living process below ``pid``, parents first."""
     parents, ended = _parents()
     below = {process for process, parent in parents.items() if parent == pid}
     found: dict[int, None] = {}
@@ -388,9 +381,9 @@ def descendants(pid: int) -> "list[int]":
 
 
 def _parents() -> "tuple[dict[int, int], set[int]]":
-    """Return each process's parent, and who of them has ended.
+    """Return each process's parent, and the processes that have ended.
 
-    What ends while the table is read is missing, and what it started is adopted by others: the table is read again then.
+    A process that ends during the read is missing, and its children are adopted: the table is read again then.
     """
     for _ in range(_TABLE_READS):
         parents: dict[int, int] = {}
@@ -407,11 +400,10 @@ def _parents() -> "tuple[dict[int, int], set[int]]":
 
 
 def kill_descendants(is_spared: Callable[[int], bool]) -> bool:
-    """Kill all below this process that is not spared; return whether there was any.
+    """Kill all descendants but spared ones; return whether there was any.
 
-    Each is asked about just before its signal: who is below another one is missed as long as that one is ending, so that a
-    set of spared ones from an earlier look lacks some. Parents go first: a shell that still saw its child end would exit
-    with 137 in place of ending by the signal.
+    ``is_spared`` is asked just before each signal: a process below an ending one is missed in the table, so an earlier set
+    lacks some. Parents go first: a shell that still saw its child end would exit with 137 in place of ending by the signal.
     """
     found = descendants(os.getpid())
     for pid in found:
@@ -426,11 +418,11 @@ def _nobody(_: int) -> bool:
 
 
 def is_tracker(pid: int) -> bool:
-    """Say whether a process is Python's resource tracker.
+    """Return whether a process is Python's resource tracker.
 
-    It holds the names of semaphores and shared memory, and deletes them once every process that uses it has ended. Nobody
-    else knows them: who kills it together with the others leaves ``/dev/shm/sem.mp-*`` and ``psm_*`` for ever.
-    Source: CPython 3.10 to 3.13 ``multiprocessing/resource_tracker.py``, ``ensure_running``.
+    It deletes semaphores and shared memory once every process that uses them has ended. Nothing else knows their names: killing
+    it with the others leaves ``/dev/shm/sem.mp-*`` and ``psm_*`` for ever. Source: CPython 3.10 to 3.13
+    ``multiprocessing/resource_tracker.py``, ``ensure_running``.
     """
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
@@ -443,7 +435,7 @@ def is_tracker(pid: int) -> bool:
 
 
 def _stat(pid: str) -> list[bytes]:
-    """Return the fields of ``/proc/PID/stat`` behind the name; none of what is gone.
+    """Return the fields of ``/proc/PID/stat`` behind the name; empty without one.
 
     Source: proc(5): state, parent, process group, and the number of threads as the eighteenth.
     """
@@ -455,24 +447,16 @@ def _stat(pid: str) -> list[bytes]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Say whether a signal or a debugger holds a process."""
     return _stat(str(pid))[:1] in ([b"T"], [b"t"])
 
 
 def _has_ended(fields: list[bytes]) -> bool:
-    """Say whether all threads of a process have ended.
-
-    The kernel calls a process whose first thread alone has ended a zombie, too (proc(5)).
-    """
+    """Return whether all threads have ended; of a zombie perhaps only the first."""
     return fields[0] == b"X" or (fields[0] == b"Z" and int(fields[17]) <= 1)
 
 
 def start_time(pid: int) -> str | None:
-    """Return a living process's start as opaque text, unique among uses of its pid.
-
-    Raises:
-        OSError: it cannot be looked at, as no more files can be opened.
-    """
+    """Return a living process's start as opaque text, unique among uses of its pid."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -494,7 +478,6 @@ def _group_lives(group: int) -> bool:
 
 
 def write_json(name: str, value: dict[str, Any]) -> None:
-    """Write a file that is either complete or not there."""
     temporary = f".{name}.{os.urandom(8).hex()}"  # A trial may put something at a name that it can guess.
     try:
         with open(temporary, "x", encoding="utf-8") as file:

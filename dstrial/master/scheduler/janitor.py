@@ -13,10 +13,8 @@ from typing import Any
 from dstrial.errors import DstrialError, MasterError
 from dstrial.file_writes import remove_tree
 from dstrial.master.advice import text_of
-from dstrial.master.backends import remove
+from dstrial.master.backends import remove, task_venv
 from dstrial.master.backends.environment import tracebacks_directory
-from dstrial.master.backends.overlay.store import UNUSED_S
-from dstrial.master.backends.overlay.store import collect as collect_overlays
 from dstrial.master.lifecycle import checkpoint_gc, containers
 from dstrial.master.lifecycle.storages import Storages
 from dstrial.master.pubsub import PubSub
@@ -51,14 +49,14 @@ class Janitor:
         changes: PubSub,
         log_retention_days: int | None,
         *,
-        overlays_path: Path | None = None,
+        venvs_path: Path | None = None,
         storages: Storages | None = None,
         period_s: float = _PERIOD_S,
     ) -> None:
         self._database = database
         self._event = changes.listen("scheduler")
         self._log_retention_days = log_retention_days
-        self._overlays_path = overlays_path
+        self._venvs_path = venvs_path
         self._storages = Storages(database) if storages is None else storages
         self._put_off: dict[int, float] = {}
         self._told_put_off: set[int] = set()
@@ -93,7 +91,7 @@ class Janitor:
         if time.monotonic() >= self._forget_at_s:
             self._forget_at_s = time.monotonic() + self._period_s
             self._forget_old_logs()
-            self._collect_overlays()
+            self._collect_venvs()
             self._copy_database()
         now_s = time.monotonic()
         self._put_off = {number: due_s for number, due_s in self._put_off.items() if due_s > now_s}
@@ -258,10 +256,10 @@ class Janitor:
         if storage["type"] in ("shared_fs", "directory"):
             checkpoint_gc.delete_tensorboard_files(storage, cluster_id, experiment_id)
 
-    def _collect_overlays(self) -> None:
-        if self._overlays_path is not None:
-            for name in collect_overlays(self._overlays_path, UNUSED_S):
-                logger.info("environment %s is deleted: no task has used it for long, or it was broken", name)
+    def _collect_venvs(self) -> None:
+        if self._venvs_path is not None:
+            for name in task_venv.collect(self._venvs_path, task_venv.UNUSED_S):
+                logger.info("environment %s is deleted: unused for long, or unfinished", name)
 
     def _copy_database(self) -> None:
         """Make the daily copy of a whole database; retry a failure the next time."""

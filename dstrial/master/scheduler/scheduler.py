@@ -128,7 +128,7 @@ class Scheduler:
             services.database,
             services.pubsub,
             services.settings.log_retention_days,
-            overlays_path=services.state_dir / "overlays",
+            venvs_path=services.state_dir / "venvs",
             storages=self._storages,
         )
         self._heartbeat_timeout = HeartbeatTimeout(services.database, services.settings.detached_timeout_s)

@@ -1,10 +1,9 @@
 """Runs allocations on a host, for a master on another machine.
 
-It is the other end of :mod:`~dstrial.master.backends.hosts.link`. ``python -m dstrial.master.backends.hosts.agent`` reads
-requests, a line of JSON each, and answers by lines. Each allocation has a supervisor of its own, as on the master's machine,
-which outlives this process: when the connection ends, because the master has ended, trials go on, keep what they print and how
-they end, and the next master asks for it. When nothing is heard for ``LEASE_S`` on a connection that is still open, the cable is
-cut and the trial begins again elsewhere: then all that runs here is killed. Not meant to be typed.
+The other end of :mod:`~dstrial.master.backends.hosts.link`: requests and answers are lines of JSON. Each allocation has a
+supervisor of its own, which outlives this process. When the connection ends because the master has ended, trials go on, and the
+next master asks for their output and exit. When nothing is heard for ``LEASE_S`` on an open connection, the cable is cut and
+the master restarts the trials elsewhere: then all that runs here is killed.
 """
 
 from __future__ import annotations
@@ -29,22 +28,20 @@ from typing import Any
 from dstrial.errors import DstrialError, MasterError
 from dstrial.file_writes import remove_tree, replace_file
 from dstrial.harness_paths import ENDING_NAME
-from dstrial.hosts.heartbeats import BEAT_S, LEASE_S
 from dstrial.hosts.remote import PREFIX, addresses
-from dstrial.master.backends import local, supervisor
+from dstrial.hosts.transport import BEAT_S, LEASE_S
+from dstrial.master.backends import local, supervisor, task_venv
 from dstrial.master.backends.backend import SupervisorHandle
 from dstrial.master.backends.devices import Slot, find_slots
 from dstrial.master.backends.fork_servers import ForkServers, ForkSettings
 from dstrial.master.backends.hosts.streams import Streams, account_of
 from dstrial.master.backends.log_file import log_paths
-from dstrial.master.backends.overlay import store as overlays
 from dstrial.master.backends.ports import choose_ports
 from dstrial.master.backends.request import AllocationRequest
 from dstrial.master.state_directory import StateDirectory
 from dstrial.master.trial_files import open_regular, read_json
 
-MIRRORED = ("starting.json", "stalled.json")
-"""Files of an allocation's directory that the master shows."""
+MIRRORED = ("starting.json", "stalled.json")  # files of an allocation's directory that the master shows
 _LOOK_S = 0.1
 _CHUNK_BYTES = 256 * 1024
 _TRACEBACKS_LAST_S = 30 * 86_400.0
@@ -57,9 +54,8 @@ class _Run:
     """An allocation here.
 
     Attributes:
-        handle: of its supervisor, None if it has none (any more).
-        sent: bytes of each part of its log that the master has; None before it has asked.
-        shown: what the master has of the files that it shows.
+        sent: bytes of each log file that the master has; None before it has asked.
+        shown: what the master has of ``MIRRORED``.
         is_told: whether the master knows how it ended.
     """
 
@@ -71,16 +67,12 @@ class _Run:
 
 
 class _Line:
-    """The way back: one JSON line after another, from any thread.
-
-    It waits while nobody reads.
-    """
+    """Sends the master JSON lines from any thread; blocks while nobody reads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
 
     def say(self, message: Mapping[str, Any]) -> None:
-        """Write a line; nothing if nobody listens any more."""
         data = (PREFIX + json.dumps(message) + "\n").encode()
         with self._lock, contextlib.suppress(OSError):
             while data:
@@ -88,12 +80,7 @@ class _Line:
 
 
 class Agent:
-    """Allocations of one master on this host.
-
-    Args:
-        hello: the master's first request.
-        line: to the master.
-    """
+    """Allocations of one master on this host; ``hello`` is the master's first request."""
 
     def __init__(self, hello: Mapping[str, Any], line: _Line) -> None:
         self._line = line
@@ -129,7 +116,6 @@ class Agent:
         _remove_old(self._directory / "tracebacks")
 
     def begin(self) -> None:
-        """Answer the master's first request, and work."""
         with self._lock:
             runs = {name: _shown_handle(run.handle) for name, run in self._runs.items()}
         self._line.say(
@@ -139,7 +125,7 @@ class Agent:
             threading.Thread(target=run, name="dstrial-agent", daemon=True).start()
 
     def give_back(self) -> None:
-        """End what would only start trials; the trials go on."""
+        """End helpers that would only start trials; the trials go on."""
         if self._guard is not None:
             with contextlib.suppress(OSError):
                 os.write(self._guard, b"x")
@@ -147,10 +133,7 @@ class Agent:
             self._fork_servers.close()
 
     def _take_over(self) -> None:
-        """End an agent of an earlier connection.
-
-        It would kill by its lease what this one keeps.
-        """
+        """Kill the agent of an earlier connection: its lease would end what runs here."""
         record = self._directory / f"agent{self._place}.json"
         with contextlib.suppress(OSError, ValueError, KeyError):
             last = json.loads(record.read_text(encoding="utf-8"))
@@ -164,10 +147,9 @@ class Agent:
         replace_file(record, json.dumps(own), is_private=True)
 
     def _start_guardian(self) -> int:
-        """Start a process that ends what runs here if this one is killed.
+        """Start a process that kills what runs here if the agent dies; return its pid.
 
-        Returns its pid. Slurm kills what it knows of a job's steps when it takes a node away. With some settings that is not all:
-        supervisors are no children of a step.
+        Slurm kills what it knows of a job's steps when it takes a node away; supervisors are no children of a step.
         """
         read_end, self._guard = os.pipe()
         told, tell = os.pipe()
@@ -188,10 +170,7 @@ class Agent:
         return pid
 
     def _watch_agent(self, read_end: int) -> None:
-        """Wait until the agent has ended.
-
-        Without a word of it all that runs here is killed.
-        """
+        """Wait for the agent's end; unless it has said goodbye, kill all that runs here."""
         os.setsid()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
@@ -204,7 +183,7 @@ class Agent:
         os._exit(0)
 
     def _find_runs(self, live: set[str]) -> None:
-        """Find what runs here, and end what the master knows nothing of."""
+        """Recover what the master knows of, and kill the rest."""
         for directory in self._allocations.iterdir():
             handle = local.find(directory)
             if directory.name in live:
@@ -214,7 +193,7 @@ class Agent:
                 local.remove(directory)
 
     def _listen(self) -> socket.socket:
-        """Listen where the last agent did: trials that run report to that port."""
+        """Listen on the last agent's port: running trials report to it."""
         record = self._directory / f"relay{self._place}.json"
         port = 0
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -234,7 +213,7 @@ class Agent:
     # What the master asks
 
     def take(self, request: dict[str, Any], data: bytes) -> None:
-        """Do what a request asks; what takes long in a thread of its own."""
+        """Handle a request; slow ones in a thread of their own."""
         if "stream" in request:
             self._streams.take(request)
             return
@@ -267,7 +246,7 @@ class Agent:
             threading.Thread(target=local.remove, args=(run.directory,), daemon=True).start()
 
     def _leave(self) -> None:
-        """Delete what is here for this place alone: no agent comes back to it."""
+        """Delete the files of this place: no agent comes back to it."""
         self.give_back()
         with contextlib.suppress(OSError):
             remove_tree(self._allocations, is_forced=True)
@@ -277,10 +256,7 @@ class Agent:
         os._exit(0)
 
     def be_asked_to_leave(self, *_: Any) -> None:
-        """Tell the master of a SIGTERM.
-
-        Slurm sends it some time before it takes the node away.
-        """
+        """Report a SIGTERM, which Slurm sends some time before it takes the node away."""
         why = "SIGTERM has come, as when it is preempted, cancelled or out of time"
         threading.Thread(target=self._line.say, args=({"leaving": why},), daemon=True).start()
 
@@ -320,7 +296,7 @@ class Agent:
         self._lose_all()
 
     def _lose_all(self) -> None:
-        """Kill all that runs here and end: the master has begun it again elsewhere."""
+        """Kill all that runs here and exit: the master has restarted it elsewhere."""
         with self._lock:
             runs = list(self._runs.values())
         for run in runs:
@@ -333,7 +309,7 @@ class Agent:
             if time.monotonic() > collected_s + _COLLECT_PERIOD_S:
                 collected_s = time.monotonic()
                 with contextlib.suppress(OSError):
-                    overlays.collect(self._directory / "overlays", overlays.UNUSED_S)
+                    task_venv.collect(self._directory / "venvs", task_venv.UNUSED_S)
             with self._lock:
                 runs = list(self._runs.items())
                 self._fork_servers.look(is_busy=bool(runs))
@@ -346,7 +322,7 @@ class Agent:
             time.sleep(_LOOK_S)
 
     def _tell(self, name: str, run: _Run) -> None:
-        """Send what is new of an allocation: its output, then how it ended."""
+        """Send an allocation's new output, then its exit."""
         if run.sent is None or run.is_told:
             return
         exit_ = local.poll_exit(run.directory, run.handle)
@@ -369,7 +345,7 @@ class Agent:
             )
 
     def _send_output(self, name: str, run: _Run) -> bool:
-        """Send a piece of the log; return whether there may be more at once."""
+        """Send a piece of the log; return whether there may be more."""
         assert run.sent is not None
         parts = [path.name for path in log_paths(run.directory)]
         gone = [part for part in run.sent if part not in parts]
@@ -401,7 +377,7 @@ class Agent:
                 self._line.say({"shown": name, "file": file, "text": text})
 
     def _accept(self) -> None:
-        """Take connections of trials on this host, which go on at the master's."""
+        """Forward connections of this host's trials to the master."""
         own = os.geteuid()
         while True:
             try:
@@ -418,10 +394,7 @@ class Agent:
 
 
 def _slots_of(wanted: list[int]) -> tuple[Slot, ...]:
-    """Return this host's devices with these numbers.
-
-    They are CPU slots where there are no devices.
-    """
+    """Return this host's devices with these numbers; CPU slots without devices."""
     found = {slot.id: slot for slot in find_slots()}
     if all(slot.kind == "cpu" for slot in found.values()):
         found = {slot.id: slot for slot in find_slots(max(wanted, default=-1) + 1)}
@@ -433,7 +406,6 @@ def _ports() -> dict[str, int]:
 
 
 def _network_variables(request: AllocationRequest) -> dict[str, str]:
-    """Name the interface of the address at which the other nodes reach this one."""
     if len(request.addresses) == 1:
         return {}
     own = request.addresses[request.node_rank]
@@ -444,7 +416,6 @@ def _network_variables(request: AllocationRequest) -> dict[str, str]:
 
 
 def _process(pid: int) -> dict[str, Any]:
-    """Return what names a process for good."""
     return {"pid": pid, "start_time": supervisor.start_time(pid)}
 
 
@@ -453,17 +424,14 @@ def _shown_handle(handle: SupervisorHandle | None) -> dict[str, Any]:
 
 
 def _is_consequence(directory: Path) -> bool:
-    """Say whether the launcher has found that a rank elsewhere failed first."""
+    """Return whether the launcher found that a rank elsewhere failed first."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return bool(read_json(directory / ENDING_NAME)["is_consequence"])
     return False
 
 
 def _remove_old(tracebacks: Path) -> None:
-    """Delete tracebacks of trials that nobody has trained for a month.
-
-    Their names are in the trials' logs.
-    """
+    """Delete tracebacks of trials that have not trained for a month."""
     with contextlib.suppress(OSError):
         for path in tracebacks.iterdir():
             if path.stat().st_mtime < time.time() - _TRACEBACKS_LAST_S:
@@ -471,11 +439,6 @@ def _remove_old(tracebacks: Path) -> None:
 
 
 def main() -> int:
-    """Serve a master until its connection ends.
-
-    Returns:
-        0 where nothing was wrong.
-    """
     os.umask(0o077)
     line = _Line()
     with io.BufferedReader(io.FileIO(0, "rb", closefd=False)) as lines:
@@ -504,7 +467,6 @@ def main() -> int:
 
 
 def _read(lines: io.BufferedReader[Any], num_bytes: int, agent: Agent) -> bytes:
-    """Read what stands behind a request; each piece of it says that the master lives."""
     data = bytearray()
     while len(data) < num_bytes:
         piece = lines.read(min(num_bytes - len(data), _CHUNK_BYTES))

@@ -1,7 +1,4 @@
-"""Allocations on the hosts of a hostfile.
-
-What has no slots runs beside them, on the master's own machine.
-"""
+"""Runs what has slots on hosts of a hostfile, and the rest on this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dstrial.errors import MasterError
@@ -18,35 +15,27 @@ from dstrial.file_writes import remove_tree, replace_file
 from dstrial.hosts.hostfile import Host
 from dstrial.master.backends.backend import (
     AllocationExit,
-    Key,
     Node,
     NodeExit,
     Note,
     Output,
+    OwnNodes,
     RunRef,
     Share,
     SupervisorHandle,
-    Wish,
 )
 from dstrial.master.backends.hosts.link import AgentSettings, HostLink, RemoteRun, new_run
 from dstrial.master.backends.local import LocalBackend, begun_checkpoints
 from dstrial.master.backends.request import AllocationRequest
 
-SHOWN_NAME = "hosts.json"
-"""File of the state directory with what ``shown_hosts`` returns."""
+SHOWN_NAME = "hosts.json"  # file of the state directory that `shown_hosts` reads
 _BEGIN_S = 8.0
-_ENDS_BY_ITSELF_S = 5.0
-"""How long the other nodes may take to end by themselves when one has failed, seconds."""
+_ENDS_BY_ITSELF_S = 5.0  # grace period of the other nodes after one has failed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShownHost:
-    """A host as ``dstrial status`` shows it.
-
-    Attributes:
-        why_down: why nothing can be started there; None if something can.
-        since_us: since when it is as it is.
-    """
+    """A host in ``dstrial status``; ``why_down`` is None while it can be used."""
 
     name: str
     num_slots: int
@@ -55,7 +44,7 @@ class ShownHost:
 
 
 def shown_hosts(state_dir: Path) -> list[ShownHost]:
-    """Return the hosts of the master of a state directory, none where it has none."""
+    """Return the hosts of a state directory's master; empty without one."""
     try:
         found = json.loads((state_dir / SHOWN_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -64,13 +53,9 @@ def shown_hosts(state_dir: Path) -> list[ShownHost]:
 
 
 class LinkedBackend(abc.ABC):
-    """Runs what has slots on machines to which there are links.
+    """Runs what has slots on machines with links, and the rest on the master's own.
 
-    What has none runs on the master's own.
-
-    Args:
-        local: runs what has no slots.
-        shown_in: file that ``shown_hosts`` reads.
+    ``shown_in`` is the file that ``shown_hosts`` reads.
     """
 
     def __init__(self, local: LocalBackend, shown_in: Path) -> None:
@@ -82,15 +67,13 @@ class LinkedBackend(abc.ABC):
         self._doomed: dict[str, NodeExit | None] = {}
 
     @abc.abstractmethod
-    def nodes(self) -> tuple[Node, ...]:
-        """Return the machines, in the order of their ids."""
+    def nodes(self) -> tuple[Node, ...]: ...
 
     @abc.abstractmethod
     def _link_to(self, run: RunRef, share: Share) -> HostLink | None:
-        """Return the link to the machine of a share; None where there is none any more."""
+        """Return the link to a share's machine; None if it is gone."""
 
     def _why_unlinked(self, run: RunRef, share: Share) -> str:
-        """Say why there is no link for a share."""
         del run
         return (
             f"node {share.node_id} is no host of the master's any more; expected one of its hostfile. Start the master "
@@ -98,11 +81,6 @@ class LinkedBackend(abc.ABC):
         )
 
     def submit(self, request: AllocationRequest, run: RunRef) -> SupervisorHandle | None:
-        """Send each host its part.
-
-        Raises:
-            MasterError: one of them is not among the hosts any more, or has no address for the others.
-        """
         if run.is_on_own_node:
             return self._local.submit(request, run)
         links = [self._require_link(run, share) for share in run.shares]
@@ -138,10 +116,7 @@ class LinkedBackend(abc.ABC):
         return run.directory if share == run.shares[0] else run.directory / f"node-{share.node_id}"
 
     def _parts(self, run: RunRef) -> list[tuple[Share, HostLink | None, RemoteRun | None]]:
-        """Return each share with what its host says.
-
-        What another master has sent is asked for.
-        """
+        """Return each share with its link and state; recover what another master has sent."""
         found: list[tuple[Share, HostLink | None, RemoteRun | None]] = []
         for share in run.shares:
             link = self._link_to(run, share)
@@ -153,14 +128,12 @@ class LinkedBackend(abc.ABC):
         return found
 
     def find(self, run: RunRef) -> SupervisorHandle | None:
-        """Return the first host's supervisor, once it is known."""
         if run.is_on_own_node:
             return self._local.find(run)
         part = self._parts(run)[0][2]
         return None if part is None else part.handle
 
     def supervisors(self, run: RunRef) -> Mapping[int, SupervisorHandle]:
-        """Return each host's supervisor, as far as it is known."""
         if run.is_on_own_node:
             return self._local.supervisors(run)
         return {
@@ -170,7 +143,7 @@ class LinkedBackend(abc.ABC):
         }
 
     def observe(self, run: RunRef) -> AllocationExit | None:
-        """Return how it ended, by whoever failed first; the others end with it."""
+        """The first failure decides how it ended; the other parts end with it."""
         if run.is_on_own_node:
             return self._local.observe(run)
         parts = self._parts(run)
@@ -204,11 +177,9 @@ class LinkedBackend(abc.ABC):
         return None
 
     def stopped_supervisor(self, run: RunRef) -> int | None:
-        """Return the pid of one on the master's own machine."""
         return self._local.stopped_supervisor(run) if run.is_on_own_node else None
 
     def outputs(self, run: RunRef) -> tuple[Output, ...]:
-        """Return a directory a host, that which failed first before the others."""
         if run.is_on_own_node:
             return self._local.outputs(run)
         parts = self._parts(run)
@@ -224,17 +195,15 @@ class LinkedBackend(abc.ABC):
         )
 
     def notes(self, run: RunRef) -> Sequence[Note]:
-        """Return what is to be said of its hosts."""
         links = [self._link_to(run, share) for share in run.shares]
         return [note for link in links if link is not None for note in link.take_notes(run.allocation_id)]
 
     def begun_checkpoints(self, run: RunRef) -> list[str]:
-        """Return what the hosts say; of a host that is lost that is not known."""
+        """Those on a lost host are unknown."""
         found = {uuid for output in self.outputs(run) for uuid in begun_checkpoints(output.directory)}
         return sorted(found)
 
     def ask_to_stop(self, run: RunRef) -> None:
-        """Send all entrypoints SIGTERM."""
         if run.is_on_own_node:
             self._local.ask_to_stop(run)
             return
@@ -243,7 +212,6 @@ class LinkedBackend(abc.ABC):
                 link.stop(run.allocation_id)
 
     def kill(self, run: RunRef, *, leaves_record: bool = True) -> None:
-        """Kill it on all hosts."""
         if run.is_on_own_node:
             self._local.kill(run, leaves_record=leaves_record)
             return
@@ -252,11 +220,9 @@ class LinkedBackend(abc.ABC):
                 link.kill(run.allocation_id, leaves_record=leaves_record)
 
     def resident_bytes(self, run: RunRef) -> int:
-        """Return what it uses on the master's own machine."""
         return self._local.resident_bytes(run) if run.is_on_own_node else 0
 
     def forget(self, run: RunRef) -> None:
-        """Delete what it has left on its hosts, and the copies here."""
         self._doomed.pop(run.allocation_id, None)
         if run.is_on_own_node:
             self._local.forget(run)
@@ -269,7 +235,6 @@ class LinkedBackend(abc.ABC):
             remove_tree(run.directory)
 
     def look(self, *, is_busy: bool) -> None:
-        """Do what the master's own machine needs, and show how the hosts are."""
         self._local.look(is_busy=is_busy)
         shown = [ShownHost(node.name, len(node.slots), node.why_down, node.since_us) for node in self.nodes()]
         if shown != self._shown:
@@ -279,15 +244,10 @@ class LinkedBackend(abc.ABC):
                 replace_file(self._shown_in, text, sync=False, is_private=True)
 
 
-class HostsBackend(LinkedBackend):
-    """Runs what has slots on hosts that are the master's for good.
+class HostsBackend(OwnNodes, LinkedBackend):
+    """Runs what has slots on hosts that belong to the master for good.
 
-    Args:
-        local: runs what has no slots.
-        hosts: node id -> host.
-        settings: what agents are told.
-        tell: called, by any thread, when the scheduler should look.
-        shown_in: file that ``shown_hosts`` reads.
+    ``tell`` wakes the scheduler; any thread calls it.
     """
 
     def __init__(
@@ -302,7 +262,6 @@ class HostsBackend(LinkedBackend):
         self._links = {node_id: HostLink(node_id, host, settings, tell) for node_id, host in hosts.items()}
 
     def begin(self) -> None:
-        """Connect to all hosts at once."""
         for link in self._links.values():
             link.start()
         give_up_at_s = time.monotonic() + _BEGIN_S
@@ -310,49 +269,25 @@ class HostsBackend(LinkedBackend):
             link.has_tried.wait(max(give_up_at_s - time.monotonic(), 0))
 
     def nodes(self) -> tuple[Node, ...]:
-        """Return the hosts, in the order of their ids."""
         return tuple(link.node() for _, link in sorted(self._links.items()))
 
     def _link_to(self, run: RunRef, share: Share) -> HostLink | None:
         del run
         return self._links.get(share.node_id)
 
-    def request(self, wishes: Iterable[Wish], kept: Collection[Key]) -> None:
-        """Return None: hosts are there for whoever is next."""
-
-    def why_never(self, wish: Wish) -> tuple[()]:
-        """Return nothing: there is no engine."""
-        del wish
-        return ()
-
-    def job_text(self, key: Key) -> str:
-        """Return nothing: there are no jobs but ours."""
-        del key
-        return ""
-
-    def lent(self, key: Key) -> None:
-        """Return nothing: hosts are nobody's."""
-
-    def why_leaving(self, run: RunRef) -> None:
-        """Return None: hosts stay."""
-
     def close(self) -> None:
-        """End the connections; what runs on hosts goes on."""
         for link in self._links.values():
             link.close()
         self._local.close()
 
 
 def _is_consequence(exit_: NodeExit, part: RemoteRun | None) -> bool:
-    """Say whether a part has failed because another one had.
-
-    It may have been heard of first all the same.
-    """
+    """Return whether a part failed because another had; it may be heard of first."""
     return exit_.cause == "preempted" or (part is not None and part.is_consequence)
 
 
 def _ranks_of(run: RunRef, share: Share) -> str:
-    """Say which ranks a share has, one for each slot."""
+    """Return a share's ranks for people, one for each slot."""
     first = sum(len(one.slots) for one in run.shares[: run.shares.index(share)])
     last = first + len(share.slots) - 1
     return f"rank {first}" if first == last else f"ranks {first} to {last}"
@@ -362,7 +297,7 @@ def _whole(
     exits: Sequence[tuple[float, NodeExit, RemoteRun | None]],
     first: tuple[float, NodeExit, RemoteRun | None] | None,
 ) -> AllocationExit:
-    """Return how an allocation ended whose parts have all ended, by the first failure."""
+    """Return the exit of an allocation whose parts have ended, by the first failure."""
     _, exit_, part = first if first is not None else exits[-1]
     was_lost = exit_.cause in ("lost", "unreachable")
     return AllocationExit(

@@ -1,9 +1,8 @@
 """The master's end of the connection to a host.
 
-It keeps the connection, and knows what runs there. A thread a host connects, makes the connection an agent
-(:mod:`~dstrial.master.backends.hosts.agent`), and connects again when it ends. What the agent says of an allocation is copied
-into a directory of this machine, in which the scheduler reads as in that of an allocation of its own. The scheduler's thread
-changes what is wanted and never waits for a host.
+A thread a host connects, turns the connection into an agent (:mod:`~dstrial.master.backends.hosts.agent`), and reconnects when
+it ends. What the agent reports of an allocation is mirrored into a local directory, which the scheduler reads like that of a
+local allocation. The scheduler's thread changes what is wanted and never waits for a host.
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ from dstrial.file_writes import replace_file
 from dstrial.hosts import remote
 from dstrial.hosts.connection import HostConnection
 from dstrial.hosts.environment import travelling
-from dstrial.hosts.heartbeats import BEAT_S, LEASE_S, LOST_S, SILENT_S
 from dstrial.hosts.hostfile import Host
 from dstrial.hosts.preflight import fact_problems, facts_of
 from dstrial.hosts.ssh import CONNECT_S, SshTransport
-from dstrial.hosts.transport import Transport, last_line
+from dstrial.hosts.transport import BEAT_S, LEASE_S, LOST_S, SILENT_S, Transport, last_line
 from dstrial.master.backends.backend import Cause, Node, NodeExit, Note, SupervisorHandle
 from dstrial.master.backends.devices import Slot
 from dstrial.master.backends.hosts.streams import Streams
@@ -49,8 +47,7 @@ _TELL_AGAIN_S = 600.0
 _CONNECT_AGAIN_S = 4.0
 _HELLO_S = 30.0
 _LEAVE_S = 2.0
-_MARGIN_S = 2.0
-"""How much longer than a host's lease is waited before what ran there begins again elsewhere, seconds."""
+_MARGIN_S = 2.0  # waited beyond a host's lease before its allocations restart elsewhere
 _FOUND_AGAIN_S = LEASE_S + _MARGIN_S
 _KILLED = 137
 
@@ -61,9 +58,8 @@ class AgentSettings:
 
     Attributes:
         python: interpreter on every host.
-        master_port: of the master on this machine's loopback address.
+        master_port: on the master's loopback address.
         umask: of entrypoints; None for that of a login there.
-        transport: how hosts are reached.
     """
 
     python: str
@@ -81,15 +77,12 @@ class RemoteRun:
     """An allocation's part on a host, as far as the master knows.
 
     Attributes:
-        mirror: directory of this machine that has what the host's has.
-        request: what the host has not confirmed yet; None once it has, or if another master has sent it.
+        mirror: local copy of the host's directory.
+        request: what the host has not confirmed; None once it has, or if another master has sent it.
         slots: numbers of its slots on the host.
-        ranks: that run there, as ``ranks 2 to 3``.
-        handle: of the supervisor there.
-        exit: how it ended.
-        explanation: what the exit code means.
+        ranks: for people, as ``ranks 2 to 3``.
         is_consequence: whether a rank elsewhere failed first.
-        heard_s: when that was known, monotonic seconds.
+        heard_s: when its end was known, monotonic seconds.
         unheard_s: since when its host may not know of it, monotonic seconds; None while it does.
     """
 
@@ -111,10 +104,7 @@ class RemoteRun:
 
 
 class _Feeder:
-    """Writes to a connection in a thread of its own.
-
-    One that is stuck holds up nobody.
-    """
+    """Writes to a connection in its own thread, so that a stuck one blocks nobody."""
 
     def __init__(self, connection: HostConnection) -> None:
         self._items: queue.SimpleQueue[tuple[Mapping[str, Any], bytes] | None] = queue.SimpleQueue()
@@ -122,11 +112,9 @@ class _Feeder:
         threading.Thread(target=self._run, name="dstrial-host-feeder", daemon=True).start()
 
     def put(self, message: Mapping[str, Any], data: bytes = b"") -> None:
-        """Send soon, in this order."""
         self._items.put((message, data))
 
     def end(self) -> None:
-        """Send no more."""
         self._items.put(None)
 
     def _run(self) -> None:
@@ -149,12 +137,9 @@ class HostLink:
     """A host of the master's.
 
     Args:
-        node_id: of the node that the host is.
-        host: name and slots.
-        settings: what its agent is told.
-        tell: called, by any thread, when something has changed that the scheduler should look at.
-        slot_ids: of the host's slots, in their order; by its numbers where it has no other links.
-        place: what tells its agent from those of other links to the same host; empty for the only one.
+        tell: wakes the scheduler; any thread calls it.
+        slot_ids: of the host's slots, in their order; by number if left out.
+        place: distinguishes agents of several links to one host; empty for the only one.
     """
 
     def __init__(
@@ -199,19 +184,16 @@ class HostLink:
         self._thread = threading.Thread(target=self._keep, name=f"dstrial-link-{host.name}", daemon=True)
 
     def start(self) -> None:
-        """Connect, and stay connected."""
         self._thread.start()
 
     def numbers_of(self, slot_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the numbers on the host of slots of it."""
         by_id = {slot_id: number for number, slot_id in self._ids.items()}
         return tuple(by_id[slot_id] for slot_id in slot_ids)
 
     def close(self, *, for_good: bool = False) -> None:
-        """End the connection; what runs there goes on.
+        """Disconnect; what runs there goes on.
 
-        Args:
-            for_good: nothing runs there, and no agent comes back to this place: it leaves no trace.
+        ``for_good``: nothing runs there and no agent returns, so that its files there are deleted.
         """
         with self._lock:
             connection = self._connection
@@ -229,7 +211,6 @@ class HostLink:
             self._thread.join(CONNECT_S)
 
     def node(self) -> Node:
-        """Return the host as a node."""
         with self._lock:
             return Node(
                 self.node_id,
@@ -243,21 +224,19 @@ class HostLink:
     # What the scheduler wants
 
     def submit(self, name: str, run: RemoteRun) -> None:
-        """Have an allocation start there, as soon as there is a connection."""
         with self._lock:
             run.unheard_s = time.monotonic()
             self._runs[name] = run
             self._submit(name, run)
 
     def recover(self, name: str, run: RemoteRun) -> None:
-        """Ask for an allocation that another master has started there."""
         with self._lock:
             if name not in self._runs:
                 run.unheard_s = time.monotonic()
                 self._runs[name] = run
 
     def run(self, name: str) -> RemoteRun | None:
-        """Return a copy of what is known of an allocation there; None if it is not known."""
+        """Return a copy of an allocation's state there; None if unknown."""
         with self._lock:
             run = self._runs.get(name)
             if run is None:
@@ -266,7 +245,6 @@ class HostLink:
             return dataclasses.replace(run)
 
     def take_notes(self, name: str) -> list[Note]:
-        """Return what is to be said of an allocation, once."""
         with self._lock:
             run = self._runs.get(name)
             if run is None or not run.notes:
@@ -275,13 +253,12 @@ class HostLink:
             return notes
 
     def take_ports(self) -> dict[str, int]:
-        """Return ports that are free there, by environment variable; none if unknown."""
+        """Return free ports there by environment variable; empty if unknown."""
         with self._lock:
             ports, self._ports = self._ports, {}
             return ports
 
     def stop(self, name: str) -> None:
-        """Send an allocation's entrypoint there SIGTERM."""
         with self._lock:
             run = self._runs.get(name)
             if run is not None and not run.is_stopping:
@@ -289,7 +266,7 @@ class HostLink:
                 self._send({"do": "stop", "id": name})
 
     def kill(self, name: str, *, leaves_record: bool) -> None:
-        """Kill an allocation there; one that the host has not got yet never starts."""
+        """Kill an allocation there; one that the host has not received never starts."""
         with self._lock:
             run = self._runs.get(name)
             if run is None or run.exit is not None:
@@ -302,15 +279,14 @@ class HostLink:
             self._send({"do": "kill", "id": name, "leaves_record": leaves_record})
 
     def forget(self, name: str) -> None:
-        """Have the host delete what an ended allocation has left there."""
         with self._lock:
             if self._runs.pop(name, None) is not None:
                 self._send({"do": "forget", "id": name})
 
     def why_lost(self) -> str | None:
-        """Return why the host counts as lost, None if it does not.
+        """Return why the host is lost, None if it is not.
 
-        One whose connection has ended is connected again first: only its agent may be gone.
+        After a disconnect it has time to reconnect: only its agent may be gone.
         """
         with self._lock:
             if self._why_down is None or (
@@ -320,17 +296,11 @@ class HostLink:
             return f"{self.host.name} is {self._why_down}"
 
     def why_leaving(self) -> str | None:
-        """Return why the host will soon be taken from us; None if it stays.
-
-        That is as far as its agent has heard.
-        """
+        """Return why the host will be taken away soon, by its agent; None if it stays."""
         return self._leaves
 
     def lose_all(self, why: str) -> None:
-        """Count as lost what runs there.
-
-        The host is ours no more, and nothing of it is left.
-        """
+        """Count what runs there as lost: the host is taken away."""
         with self._lock:
             self._is_given_back = True
             for run in self._runs.values():
@@ -339,10 +309,7 @@ class HostLink:
                     self._ended(run, NodeExit(self.node_id, _KILLED, 9, "lost", why), why)
 
     def _lose_if_late(self, run: RemoteRun) -> None:
-        """Count as lost what a host that is down runs.
-
-        It is lost once it has ended there by its lease.
-        """
+        """Count a run on a host that is down as lost once its lease has ended it there."""
         since_s = run.unheard_s
         if run.exit is None and since_s is not None and self._why_down is not None:
             limit_s = LEASE_S - LOST_S + _MARGIN_S if run.handle is not None else _FOUND_AGAIN_S
@@ -408,7 +375,7 @@ class HostLink:
             self._tell()
 
     def _connect_and_follow(self) -> str:
-        """Connect and serve the connection to its end; return why the host is down."""
+        """Serve one connection to its end; return why the host is down."""
         connection = HostConnection(self.host, self._settings.python, self._settings.transport)
         with self._lock:
             self._connection = connection
@@ -425,7 +392,7 @@ class HostLink:
             connection.close()
 
     def _become_agent(self, connection: HostConnection) -> str | None:
-        """Look at the host and start the agent; return what is wrong with it."""
+        """Check the host and start the agent; return what is wrong with the host."""
         try:
             answer = connection.next(self._settings.transport.connect_s + 1)
         except TimeoutError:
@@ -470,7 +437,7 @@ class HostLink:
         return None
 
     def _follow(self, connection: HostConnection) -> str:
-        """Take in what the agent says until the connection ends; return why it has."""
+        """Process the agent's messages until the connection ends; return why it has."""
         began_s = time.monotonic()
         is_up = is_told = False
         while not self._is_closing.is_set():
@@ -502,7 +469,7 @@ class HostLink:
         return "given back: the master ends"
 
     def _greet(self, frame: Mapping[str, Any]) -> None:
-        """Compare what runs there with what should, and say that the host is up."""
+        """Reconcile what runs there with what should, and mark the host as up."""
         with self._lock:
             self._slots = tuple(
                 dataclasses.replace(Slot(**slot), id=self._ids[int(slot["id"])]) for slot in frame["slots"]
@@ -574,7 +541,7 @@ class HostLink:
         self._tell()
 
     def _take_log(self, frame: Mapping[str, Any]) -> None:
-        """Write to the mirror what is new of a log, at its place."""
+        """Append new bytes of a log to the mirror, at their offset."""
         with self._lock:
             run = self._runs.get(frame["log"])
         if run is None:
@@ -646,14 +613,7 @@ class HostLink:
 def new_run(
     directory: Path, request: AllocationRequest | None, slots: tuple[int, ...], ranks: str
 ) -> RemoteRun:
-    """Return an allocation's part on a host, with its directory on this machine.
-
-    Args:
-        directory: of the part.
-        request: what is to run; None if another master has sent it.
-        slots: numbers of its slots on the host.
-        ranks: as ``rank 0``.
-    """
+    """Return an allocation's part on a host, and make its mirror directory."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     return RemoteRun(directory, request, slots, ranks)
 
@@ -663,5 +623,5 @@ def _sizes(mirror: Path) -> dict[str, int]:
 
 
 def _plain(name: str) -> str:
-    """Return a file's name; a host names no directory of this machine."""
+    """Return the file name alone: a host must not name a directory of this machine."""
     return Path(str(name)).name

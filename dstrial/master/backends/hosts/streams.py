@@ -1,8 +1,7 @@
-"""TCP connections through the lines of another connection.
+"""Tunnels TCP connections of trials to their master through another connection.
 
-They are a trial's requests on their way to its master. Either end of a tunnel has a socket for each stream. What is read from it
-becomes a frame with a number, and what arrives for the number is written to it. Nothing listens but the loopback address of the
-trial's host.
+Each end has a socket a stream. Bytes read from it become a frame with the stream's number, and bytes of a frame are written to
+it. Only the loopback address of the trial's host is listened on.
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ _ESTABLISHED = "01"
 
 
 class Streams:
-    """The streams of one end of a tunnel. Thread-safe.
-
-    Args:
-        send: puts a frame on its way to the other end; may wait.
-    """
+    """The streams of one end of a tunnel; thread-safe. ``send`` may wait."""
 
     def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
         self._send = send
@@ -35,14 +30,14 @@ class Streams:
         self._open: dict[int, _Stream] = {}
 
     def add(self, number: int, connection: socket.socket) -> None:
-        """Carry a connection from now on, and close it at its end."""
+        """Forward a connection from now on, and close it at its end."""
         stream = _Stream(number, connection, self._send, self._forget)
         with self._lock:
             self._open[number] = stream
         stream.start()
 
     def take(self, frame: Mapping[str, Any]) -> None:
-        """Take in a frame that the other end has sent; never waits."""
+        """Process a frame of the other end; never waits."""
         with self._lock:
             stream = self._open.get(int(frame["stream"]))
         if stream is not None:
@@ -82,14 +77,13 @@ class _Stream:
             threading.Thread(target=run, name=f"dstrial-stream-{self._number}", daemon=True).start()
 
     def put(self, data: bytes | None) -> None:
-        """Write soon; None is the end. A connection that takes nothing is given up."""
+        """Write soon; None is the end. A connection that accepts nothing is closed."""
         try:
             self._arrived.put_nowait(data)
         except queue.Full:
             self.abandon()
 
     def abandon(self) -> None:
-        """End both threads at once."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(queue.Full):
@@ -120,19 +114,10 @@ class _Stream:
 
 
 def account_of(peer: tuple[str, int], here: tuple[str, int]) -> int | None:
-    """Return the user id of the other end of an IPv4 loopback connection.
+    """Return the user id of the process at the other end of a loopback connection.
 
-    It is that of the process there.
-
-    Source: proc_net_tcp.rst of the kernel's documentation: addresses as hexadecimal words of this machine's byte order, the
-    state, and the user id as the eighth field.
-
-    Args:
-        peer: its address and port.
-        here: ours.
-
-    Returns:
-        None where the kernel knows no such connection.
+    None if the kernel knows no such connection. Source: proc_net_tcp.rst of the kernel's documentation: addresses as
+    hexadecimal words of this machine's byte order, the state, and the user id as the eighth field.
     """
     wanted = (_shown(peer), _shown(here), _ESTABLISHED)
     with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""Allocations in jobs of an engine that has a queue of its own.
+"""Runs allocations in jobs of an engine that has a queue.
 
-There is one job for each trial that wants to run. A thread of its own asks the engine, and may wait for its answers; the
-scheduler's thread says what is wanted and takes what there is. A job that runs is some nodes with a link to each, for its trial
-alone, which begins there again after a failure. It is given back when its trial is over, or can use it no more.
+Each trial that wants to run has one job. A thread calls the engine and may wait for it; the scheduler's thread leaves requests
+and takes results. A running job is a set of nodes, with a link to each, for its trial alone; the trial begins there again after
+a failure. The job is released when its trial is over or cannot use it any more.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ from dstrial.master.backends.engine import (
 from dstrial.master.backends.hosts.backend import LinkedBackend
 from dstrial.master.backends.hosts.link import AgentSettings, HostLink
 from dstrial.master.backends.local import LocalBackend
-from dstrial.master.backends.queued.lost_nodes import LinkState, LostNodes
 from dstrial.master.backends.queued.plan import (
     KnownJob,
+    LinkState,
+    LostNodes,
     Plan,
     chosen_counts,
     free_indices,
@@ -58,45 +59,33 @@ from dstrial.visible_text import visible_line
 
 logger = logging.getLogger("dstrial.master.engine")
 
-SHOWN_NAME = "engine.json"
-"""File of the state directory with what ``shown_engine`` returns."""
-_JOB_NAME = "job.json"
-"""File of an allocation's directory that says in which job it runs, for the next master."""
+SHOWN_NAME = "engine.json"  # file of the state directory that `shown_engine` reads
+_JOB_NAME = "job.json"  # file of an allocation's directory: its job, for the next master
 _BEGIN_S = 8.0
 _SOON_S = 1.0
 _LATER_S = 10.0
 _RECENTLY_S = 60.0
 _AGAIN_S = 5.0
 _CAPACITY_PERIOD_S = 60.0
-_SPARE_S = 3.0
-"""How long a job stays for whom nobody has named, seconds: one that ends and begins again is between two looks at the queue."""
-_AVOIDED_S = 600.0
-"""How long a node is not asked for again that was of no use, seconds."""
-_MOST_FAILURES = 3
-"""After so many jobs in a row that came to nothing, who wanted them can never begin."""
-_SETTLE_S = 60.0
-"""For so long an engine that was away does not know all its nodes, and refuses what it could have, seconds."""
-_GROW_AGAIN_S = 300.0
-"""After so long an engine is asked again for who would grow, and whose larger job came to nothing."""
-_NOT_KNOWN_YET = -1
-"""Stands for the nodes of a job that has just got them."""
-_SPARE_ASKED_S = 30.0
-"""For so long after the scheduler's question it is looked what nobody uses."""
-_REFUSED_AGAIN_S = 30.0
-"""After so long an engine is asked again for who has run before, and was refused."""
-_UNHEARD_S = 60.0
-"""For so long an engine that did not answer is not asked about what is only submitted, seconds."""
+_SPARE_S = 3.0  # a trial that ends and begins again is unnamed between two looks at the queue: its job stays
+_AVOIDED_S = 600.0  # for how long a useless node is excluded from requests
+_MOST_FAILURES = 3  # consecutive job failures after which the request fails
+_SETTLE_S = 60.0  # after a reconnect the engine rejects jobs until its nodes have registered
+_GROW_AGAIN_S = 300.0  # backoff of a larger job that failed
+_NOT_KNOWN_YET = -1  # stands for the nodes of a job that has just got them
+_SPARE_ASKED_S = 30.0  # for how long idle slots are polled after the scheduler's question
+_REFUSED_AGAIN_S = 30.0  # backoff of a rejected request that may be accepted later
+_UNHEARD_S = 60.0  # backoff of `why_never` while the engine does not answer
 _CLOSE_S = 15.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShownEngine:
-    """An engine as ``dstrial status`` shows it.
+    """An engine in ``dstrial status``.
 
     Attributes:
-        name: as its users write it.
         why_away: why it does not answer; None while it does.
-        jobs: what is known of each, as a person reads it.
+        jobs: a line for people a job.
     """
 
     name: str
@@ -105,7 +94,7 @@ class ShownEngine:
 
 
 def shown_engine(state_dir: Path) -> ShownEngine | None:
-    """Return the engine of the master of a state directory; None where it has none."""
+    """Return the engine of a state directory's master; None without one."""
     try:
         return ShownEngine(**json.loads((state_dir / SHOWN_NAME).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -117,11 +106,11 @@ class _Held:
     """A job that has nodes.
 
     Attributes:
-        called: what people call it.
-        shares: all that it has, in the order of ranks; a slot belongs to no other job.
-        links: to its nodes, by their ids.
+        called: its name for people.
+        shares: all its slots, in rank order; a slot belongs to no other job.
+        links: by node id.
         was_used: whether an allocation has begun in it.
-        end: how it has ended; None while the engine has it.
+        end: how it ended; None while the engine has it.
     """
 
     called: str
@@ -142,19 +131,14 @@ class _Held:
 
 
 class QueuedBackend(LinkedBackend):
-    """Runs what has slots in jobs of an engine.
-
-    What has none runs on the master's own machine.
+    """Runs what has slots in jobs of an engine, and the rest on the master's machine.
 
     Args:
-        local: runs what has no slots.
         lender: the engine; one thread calls it.
-        settings: what agents are told; how they are reached, the engine says.
-        ids_of: returns the ids of nodes by their names, which they keep.
-        tell: called, by any thread, when the scheduler should look.
-        state_dir: of the master.
+        ids_of: returns permanent ids of nodes by name.
+        tell: wakes the scheduler; any thread calls it.
         wants_devices: whether slots are accelerators.
-        section: key of the experiment's config with settings for the engine.
+        section: key of the engine's settings in the experiment's config.
     """
 
     def __init__(
@@ -229,7 +213,6 @@ class QueuedBackend(LinkedBackend):
     # What the scheduler asks
 
     def begin(self) -> None:
-        """Ask the engine, and connect to the nodes of jobs that an earlier master has got."""
         self._thread.start()
         give_up_at_s = time.monotonic() + _BEGIN_S
         self._has_tried.wait(_BEGIN_S)
@@ -239,11 +222,9 @@ class QueuedBackend(LinkedBackend):
             link.has_tried.wait(max(give_up_at_s - time.monotonic(), 0))
 
     def nodes(self) -> tuple[Node, ...]:
-        """Return the engine's nodes, whoever uses them."""
         return self._nodes
 
     def request(self, wishes: Iterable[Wish], kept: Collection[Key]) -> Answer:
-        """Note what is wanted, and say who has got a job that runs."""
         slots: dict[Key, Sequence[int]] = {}
         refused: dict[Key, str] = {}
         told: dict[Key, str] = {}
@@ -284,12 +265,7 @@ class QueuedBackend(LinkedBackend):
         return Answer(slots, refused, told)
 
     def why_never(self, wish: Wish) -> Sequence[Refusal]:
-        """Return why the engine would never start it.
-
-        An engine that is away is waited for, so nothing is said then.
-
-        What has run before waits for nodes that are gone now.
-        """
+        """Nothing is refused while the engine is away; a trial that has run waits."""
         with self._lock:
             now_s = time.monotonic()
             if self._why_away is not None or now_s < max(
@@ -306,7 +282,6 @@ class QueuedBackend(LinkedBackend):
         return [one for one in found if not (one.is_for_nodes and wish.has_run)]
 
     def job_text(self, key: Key) -> str:
-        """Return how the job is that was asked for, or that it runs in."""
         with self._lock:
             return self._job_text(key_text(key))
 
@@ -321,7 +296,6 @@ class QueuedBackend(LinkedBackend):
         )
 
     def lent(self, key: Key) -> Lent:
-        """Return what the engine has for somebody, by its last answer."""
         name = key_text(key)
         with self._lock:
             in_use = set(self._job_of.values())
@@ -345,7 +319,6 @@ class QueuedBackend(LinkedBackend):
             return Lent(most, spare)
 
     def why_leaving(self, run: RunRef) -> str | None:
-        """Return why the job of a run ends soon."""
         if run.is_on_own_node:
             return None
         with self._lock:
@@ -353,12 +326,6 @@ class QueuedBackend(LinkedBackend):
             return None if held is None else held.why_leaving()
 
     def submit(self, request: AllocationRequest, run: RunRef) -> SupervisorHandle | None:
-        """Begin it in its job, and note in which one that is.
-
-        Raises:
-            SlotsGoneError: the job has ended since it was given to it.
-            MasterError: it cannot be started.
-        """
         if not run.is_on_own_node:
             with self._lock:
                 held = self._holder_of(run.shares)
@@ -376,7 +343,7 @@ class QueuedBackend(LinkedBackend):
         return super().submit(request, run)
 
     def observe(self, run: RunRef) -> AllocationExit | None:
-        """Return how it ended; nothing is said of it before the engine has been heard."""
+        """Nothing has ended before the engine has answered."""
         if not run.is_on_own_node:
             with self._lock:
                 job_id = self._job_id(run)
@@ -386,17 +353,12 @@ class QueuedBackend(LinkedBackend):
         return super().observe(run)
 
     def find(self, run: RunRef) -> SupervisorHandle | None:
-        """Return the first node's supervisor, once it is known.
-
-        Which job it is in is noted.
-        """
         if not run.is_on_own_node:
             with self._lock:
                 self._job_id(run)
         return super().find(run)
 
     def forget(self, run: RunRef) -> None:
-        """Delete what it has left; its job stays as long as its trial wants it."""
         super().forget(run)
         with self._lock:
             self._recorded.pop(self._job_of.pop(run.allocation_id, None) or "", None)
@@ -405,7 +367,6 @@ class QueuedBackend(LinkedBackend):
         self._wake.set()
 
     def look(self, *, is_busy: bool) -> None:
-        """Do what the master's own machine needs, and show how nodes and jobs are."""
         super().look(is_busy=is_busy)
         with self._lock:
             jobs = [f"{job.text} for {job.key}" for job in self._jobs.values() if job.state != "ended"]
@@ -417,7 +378,6 @@ class QueuedBackend(LinkedBackend):
                 replace_file(self._shown_engine_in, text, sync=False, is_private=True)
 
     def close(self) -> None:
-        """Give back the jobs in which nothing runs, and leave the engine; the others stay."""
         self._is_closing.set()
         self._wake.set()
         if self._thread.is_alive():
@@ -431,10 +391,7 @@ class QueuedBackend(LinkedBackend):
     # Jobs and what runs in them; all of it under the lock
 
     def _job_id(self, run: RunRef) -> str | None:
-        """Return the job that a run is in.
-
-        What an earlier master has begun says so in its directory.
-        """
+        """Return the job of a run; a run of an earlier master has it in its directory."""
         if run.allocation_id not in self._job_of:
             job_id: str | None = None
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -459,7 +416,6 @@ class QueuedBackend(LinkedBackend):
         return None
 
     def _is_gone(self, held: _Held) -> bool:
-        """Say whether nothing can begin in a job any more."""
         return held.end is not None or held.job.id in self._going
 
     def _link_to(self, run: RunRef, share: Share) -> HostLink | None:
@@ -474,10 +430,10 @@ class QueuedBackend(LinkedBackend):
         return f"{self._lender.called(job_id)} has ended" if job_id else "its job is not known"
 
     def _slots_for(self, name: str, wish: Wish) -> list[int] | None:
-        """Return slots of a job that runs for a wish; None while there is none.
+        """Return slots of a running job for a request, in rank order; None without one.
 
-        They are in the order of its ranks. Of several jobs that with the most counts: the one that a trial
-        leaves to grow may have lost nodes, and be as large by its name.
+        The job with the most usable slots wins: one that a trial leaves to grow may have lost nodes, and be as large by its
+        name.
         """
         found: list[int] | None = None
         for held in sorted(self._held.values(), key=_Held.num_slots, reverse=True):
@@ -493,14 +449,9 @@ class QueuedBackend(LinkedBackend):
         return found
 
     def _usable(self, held: _Held, wish: Wish, *, only_up: bool) -> dict[int, int] | None:
-        """Return how many slots of each part a wish may use.
+        """Return the slots of each part for a request; fewer if no more come.
 
-        They are fewer than it asks for, where it goes on with them and no more come.
-
-        Args:
-            held: the job.
-            wish: who asks.
-            only_up: whether nodes must answer now; else those may still come that have not been tried long enough.
+        ``only_up`` counts nodes that answer now; without it nodes count that may still come.
         """
         up: dict[int, int] = {}
         hopeful: dict[int, int] = {}
@@ -520,7 +471,7 @@ class QueuedBackend(LinkedBackend):
         return None
 
     def _why_unwanted(self, held: _Held, wish: Wish) -> str | None:
-        """Say why who wants a job does not want this one, by its size; None if it does."""
+        """Return why a job has the wrong size for a request; None if it has not."""
         links = [(len(share.slots), held.links[share.node_id]) for share in held.shares]
         if wish.is_move and sum(n for n, link in links if _may_come(link)) < wish.num_slots:
             return f"it has {held.num_slots()} slots, and {wish.num_slots} are asked for in its place"
@@ -532,7 +483,7 @@ class QueuedBackend(LinkedBackend):
         return f"it has {held.num_slots()} slots, and {wish.num_slots} are enough" if too_many else None
 
     def _why_useless(self, job: EngineJob) -> str | None:
-        """Say why who wants a job cannot use it; None if it can, or nobody waits."""
+        """Return why a request cannot use its job; None if it can, or nothing waits."""
         wish = self._wishes.get(job.key)
         if wish is None:
             return None
@@ -594,7 +545,7 @@ class QueuedBackend(LinkedBackend):
             self._tell_scheduler()
 
     def _work(self) -> None:
-        """Look once at the engine, and do what is due there."""
+        """Poll the engine once, and carry out the plan."""
         period_s = _AGAIN_S if self._is_any_lost else _CAPACITY_PERIOD_S
         if time.monotonic() > self._capacity_s + period_s:
             self._ask_capacity()
@@ -638,10 +589,7 @@ class QueuedBackend(LinkedBackend):
             self._tell_scheduler()
 
     def _without_given_back(self, jobs: Sequence[EngineJob]) -> list[EngineJob]:
-        """Leave out jobs that were given back.
-
-        What the engine has not understood it is told again.
-        """
+        """Leave out released jobs, and cancel those again that the engine still has."""
         shown = {job.id for job in jobs}
         self._given_back_s = {job_id: at_s for job_id, at_s in self._given_back_s.items() if job_id in shown}
         for job in jobs:
@@ -669,7 +617,7 @@ class QueuedBackend(LinkedBackend):
                 self._node_ids.update(found)
 
     def _take_jobs(self, jobs: Sequence[EngineJob]) -> bool:
-        """Note how the jobs are; return whether anything is new."""
+        """Record the jobs; return whether anything is new."""
         found = {job.id: job for job in jobs}
         before, self._jobs = self._jobs, found
         for job_id, held in self._held.items():
@@ -693,7 +641,7 @@ class QueuedBackend(LinkedBackend):
         return before != found
 
     def _failed(self, name: str, why: str) -> None:
-        """Count a job that came to nothing; after some the same would happen to the next."""
+        """Count a job that came to nothing; some in a row end the request."""
         if name not in self._wishes:
             return
         if self._wishes[name].is_growth:
@@ -707,7 +655,7 @@ class QueuedBackend(LinkedBackend):
             self._refused[name] = f"{_MOST_FAILURES} jobs in a row came to nothing; of the last one: {why}"
 
     def _hold(self, job: EngineJob) -> _Held:
-        """Give a job's slots their ids, and open links to its nodes."""
+        """Assign ids to a job's slots, and open links to its nodes."""
         shares = self._recorded.pop(job.id, None)
         asked = [(self._node_ids[part.host], part.num_slots) for part in job.parts]
         if shares is None or [(one.node_id, len(one.slots)) for one in shares] != asked:
@@ -786,7 +734,7 @@ class QueuedBackend(LinkedBackend):
         return found
 
     def _give_back(self, job_id: str, why: str) -> None:
-        """Give a job back; nodes that were of no use are not asked for again soon."""
+        """Release a job; avoid its nodes for a while if they were of no use."""
         with self._lock:
             if job_id in self._job_of.values():  # Of an earlier master's, and found only now.
                 return
@@ -856,12 +804,12 @@ class QueuedBackend(LinkedBackend):
         )
 
     def _submit(self, request: JobRequest, wish: Wish) -> tuple[str, int]:
-        """Ask for a job; return its id, and how many slots it is for.
+        """Request a job; return its id and its number of slots.
 
-        They are fewer where more are refused and it goes on with them.
+        The number is smaller if larger ones are rejected and the request accepts fewer.
 
         Raises:
-            EngineRefusedError: the reason of the first refusal, and of the first for now if there is one.
+            EngineRefusedError: the first rejection for now, else the first one.
         """
         first: EngineRefusedError | None = None
         not_now: EngineNotNowError | None = None
@@ -889,7 +837,7 @@ class QueuedBackend(LinkedBackend):
         return job_id, num_slots
 
     def _has_with_all(self, request: JobRequest, wish: Wish) -> bool:
-        """Say whether a refused request would be taken with the disabled nodes."""
+        """Return whether a rejected request would be accepted with the disabled nodes."""
         if not wish.off:
             return False
         left = dataclasses.replace(wish, kept_off=wish.kept_off - wish.off)
@@ -912,7 +860,7 @@ class QueuedBackend(LinkedBackend):
         return frozenset({*kept_off, *(self._avoided_s if avoids else ())})
 
     def _close_ended(self) -> None:
-        """Drop jobs that are over, once what ran in them is taken in."""
+        """Drop ended jobs once nothing runs in them."""
         with self._lock:
             in_use = set(self._job_of.values())
             over = [
@@ -926,7 +874,7 @@ class QueuedBackend(LinkedBackend):
                 link.close()
 
     def _give_all_back(self) -> None:
-        """Give back the jobs in which nothing runs: the master ends."""
+        """Release idle jobs: the master ends."""
         with self._lock:
             in_use = set(self._job_of.values())
             over = [job.id for job in self._jobs.values() if job.id not in in_use and job.state != "ended"]
@@ -935,7 +883,7 @@ class QueuedBackend(LinkedBackend):
             self._give_back(job_id, "the master ends")
 
     def _why_lost(self) -> Mapping[int, str]:
-        """Return why nodes count as lost that their engine takes for well."""
+        """Return why nodes count as lost that their engine reports as up."""
         links = [
             LinkState(
                 held.job.id,
@@ -953,7 +901,7 @@ class QueuedBackend(LinkedBackend):
         return lost
 
     def _show_nodes(self) -> bool:
-        """Make the nodes anew; return whether one of them has changed."""
+        """Rebuild the nodes; return whether one has changed."""
         kind: SlotKind = "cuda" if self._wants_devices else "cpu"
         real: dict[int, Slot] = {}
         for held in self._held.values():
@@ -994,23 +942,11 @@ class QueuedBackend(LinkedBackend):
 
 
 def _may_come(link: HostLink) -> bool:
-    """Say whether a node answers, or may do so soon.
-
-    So it may when it has not been tried long enough, or is connected again.
-    """
+    """Return whether a node answers, or may do so soon."""
     return not link.has_tried.is_set() or link.why_lost() is None
 
 
 def asked_text(called: str, engine: str, num_slots: int, wish: Wish, title: str) -> str:
-    """Say what an engine has just been asked for, and for whom. Pure.
-
-    Args:
-        called: what people call the job.
-        engine: its name.
-        num_slots: that it asks for.
-        wish: of whom it is for.
-        title: what it is for.
-    """
     slots = f"{num_slots} slot{'s' if num_slots != 1 else ''}"
     where = " on one node" if wish.is_on_one_node else ""
     fewer = "" if num_slots == wish.num_slots else f", for {wish.num_slots} are more than there are"

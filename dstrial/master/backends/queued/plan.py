@@ -1,27 +1,23 @@
-"""Which jobs of an engine are given back, and what is asked for; pure."""
+"""Decides which jobs of an engine are released and requested, and which nodes are lost; pure."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from dstrial.master.backends.engine import JobState
 
-MOST_PENDING = 32
-"""How many jobs wait in an engine's queue at most; what else waits does so with the master."""
+MOST_PENDING = 32  # jobs in an engine's queue; further ones wait with the master
+LOST_NODE_S = 300.0  # a node stays lost for so long without news from a link or the engine
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KnownJob:
-    """A job, as far as it matters for what is done with it.
+    """What the plan needs of a job.
 
     Attributes:
-        id: the engine's.
-        key: what it was asked for.
-        state: whether it has nodes.
         is_in_use: whether an allocation runs in it.
-        why_useless: why who wants it cannot use it; None if it can.
-        num_slots: that it has.
+        why_useless: why its request cannot use it; None if it can.
     """
 
     id: str
@@ -34,12 +30,12 @@ class KnownJob:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be done.
+    """What to do.
 
     Attributes:
-        given_back: ids of jobs with the reason.
-        asked_for: keys, in this order.
-        left: keys of those who wait until others do not any more.
+        given_back: ids of jobs to release, with the reason.
+        asked_for: keys to request, in this order.
+        left: keys that wait until others wait no more.
     """
 
     given_back: tuple[tuple[str, str], ...]
@@ -55,14 +51,14 @@ def plan(
     *,
     growing: Collection[str] = (),
 ) -> Plan:
-    """Return what is to be done so that who waits gets a job, and nobody has two.
+    """Give each waiting key one job, and none two.
 
     Args:
-        wanted: keys of those who wait and may ask now, the most urgent first.
-        kept: keys of all who may have a job.
+        wanted: keys that wait and may request now, the most urgent first.
+        kept: keys that may have a job.
         jobs: those that are not over.
         most_pending: how many may wait at once.
-        growing: keys of those who run and wait for a job with more slots, beside the one that they are in.
+        growing: keys that run, and wait for a larger job beside their own.
     """
     given_back: list[tuple[str, str]] = []
     served: set[str] = set()
@@ -93,14 +89,9 @@ def plan(
 def chosen_counts(
     num_slots: int, available: Mapping[int, int], *, is_on_one_node: bool = False
 ) -> dict[int, int] | None:
-    """Return how many slots are used of each part of a job; None where it has too few.
+    """Return how many slots of each part are used; None if there are too few.
 
-    What fits on a part is not divided.
-
-    Args:
-        num_slots: how many are needed.
-        available: slots of each part that can be used, by its place in the order of ranks.
-        is_on_one_node: whether they cannot be divided.
+    What fits on one part is not divided. ``available`` has usable slots by part, in rank order.
     """
     for part, count in available.items():
         if count >= num_slots:
@@ -116,7 +107,7 @@ def chosen_counts(
 
 
 def free_indices(num: int, taken: Collection[int]) -> list[int]:
-    """Return the lowest numbers of slots that no other job on the node has."""
+    """Return the ``num`` lowest slot numbers of a node that no other job has."""
     found: list[int] = []
     index = 0
     while len(found) < num:
@@ -127,8 +118,58 @@ def free_indices(num: int, taken: Collection[int]) -> list[int]:
 
 
 def key_text(key: int | str) -> str:
-    """Return what an engine's job is found again by.
-
-    ``key`` is a trial's number, or a command's task id.
-    """
+    """Return the engine's key of a trial's number, or of a command's task id."""
     return f"command-{key}" if isinstance(key, str) else f"trial-{key}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LinkState:
+    """State of a link to a node of a job.
+
+    Attributes:
+        is_up: whether its agent answers.
+        why_lost: why the node counts as lost; None while it does not.
+    """
+
+    job_id: str
+    node_id: int
+    is_up: bool
+    why_lost: str | None
+
+
+class LostNodes:
+    """Which nodes count as lost.
+
+    A link reports a loss once: a job that has lost a node for good keeps a link that never comes up again, also when the node is
+    well. So a later report of the engine, or of another job's link, counts.
+    """
+
+    def __init__(self) -> None:
+        self._lost: dict[int, tuple[str, float]] = {}
+        self._told: set[tuple[str, int]] = set()
+
+    def look(self, links: Iterable[LinkState], down: Collection[int], now_s: float) -> Mapping[int, str]:
+        """Return lost nodes with the reason.
+
+        Args:
+            links: of all jobs that have nodes.
+            down: nodes that the engine reports as down.
+            now_s: monotonic seconds.
+        """
+        known = list(links)
+        there = {(one.job_id, one.node_id) for one in known}
+        self._told &= there
+        for one in known:
+            link = (one.job_id, one.node_id)
+            if one.is_up:
+                self._told.discard(link)
+            elif one.why_lost is not None and link not in self._told:
+                self._told.add(link)
+                self._lost[one.node_id] = (one.why_lost, now_s)
+        up = {one.node_id for one in known if one.is_up}
+        self._lost = {
+            node_id: (why, at_s)
+            for node_id, (why, at_s) in self._lost.items()
+            if node_id not in up and node_id not in down and now_s < at_s + LOST_NODE_S
+        }
+        return {node_id: why for node_id, (why, _) in self._lost.items()}

@@ -1,27 +1,30 @@
-"""Ray as an engine: a placement group for each job.
+"""Ray as an engine: a placement group for each job, a bundle for each node.
 
-It has one bundle for each node's share. The group belongs to the cluster, and outlives the master. Ray never refuses one that it
-could not place, and moves what it had reserved on a node that dies to another; so both are decided here, by what Ray says of its
-nodes.
+A group belongs to the cluster, and outlives the master. Ray never rejects a group that it could not place, and moves bundles
+of a dead node to another. So this module decides both, by what Ray reports of its nodes.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from dstrial.errors import MasterError
-from dstrial.hosts.ray import RayTransport
-from dstrial.hosts.transport import Transport
+from dstrial.hosts.transport import Refusal as HostRefusal
+from dstrial.hosts.transport import Transport, last_line, remote_words
 from dstrial.master.backends.backend import Refusal
 from dstrial.master.backends.engine import EngineJob, EngineRefusedError, JobRequest, Part
 from dstrial.master.backends.queued.plan import MOST_PENDING
+from dstrial.ray import relay
 from dstrial.ray.client import BridgeClient, RayRefusedError, require_ray
 from dstrial.ray.cluster import CPU, GPU, RayGroup, RayNode, choose_shares, parse_groups, parse_nodes
 from dstrial.visible_text import visible_line
 
 _PREFIX = "dstrial"
+_CONNECT_S = 40.0
 _SHOWN_NODES = 8
 _SHOWN_DIGITS = 8
 
@@ -30,7 +33,7 @@ class RayEngine:
     """A Ray cluster, of which the master's machine is a node.
 
     Args:
-        address: of the cluster, as ``ray.init`` takes it; ``auto`` for the one that runs on this machine.
+        address: as ``ray.init`` takes it; ``auto`` for the cluster of this machine.
         cluster_id: of the master, by which it finds its placement groups again.
 
     Raises:
@@ -53,30 +56,25 @@ class RayEngine:
         self._nodes: Sequence[RayNode] = ()  # By the last look; any thread reads it.
 
     def capacity(self) -> Mapping[str, int]:
-        """Return the accelerators of each node that is up.
-
-        They are processor cores where no node has any.
-        """
+        """Slots are processor cores where no node has accelerators."""
         nodes = usable(parse_nodes(self._bridge.ask("look")))
         kind = slot_kind(nodes, os.environ)
         return {node.name: node.num_slots(kind) for node in nodes if node.num_slots(kind)}
 
     def down(self) -> Mapping[str, int]:
-        """Return nothing: Ray does not know which nodes may come back."""
+        """Ray does not know which nodes may come back."""
         return {}
 
     def spare(self) -> Mapping[str, int]:
-        """Return what nobody has reserved; none while another's placement group waits."""
         seen = self._bridge.ask("look")
         nodes = usable(parse_nodes(seen))
         return spare_slots(nodes, parse_groups(seen), self._cluster_id, slot_kind(nodes, os.environ))
 
     def called(self, job_id: str) -> str:
-        """Return the first digits of its id, by which Ray's lists find it."""
         return f"placement group {job_id[:_SHOWN_DIGITS]}"
 
     def wants_devices(self) -> bool:
-        """Say whether slots are accelerators.
+        """Return whether slots are accelerators.
 
         Raises:
             MasterError: the cluster does not answer.
@@ -92,12 +90,11 @@ class RayEngine:
         return slot_kind(nodes, os.environ) == GPU
 
     def why_never(self, request: JobRequest) -> Sequence[Refusal]:
-        """Say by the last look what the nodes do not have; Ray itself is not asked."""
+        """The nodes of the last poll decide; Ray is not asked."""
         nodes = self._nodes
         return refusals_of(request, nodes) if nodes else ()
 
     def submit(self, request: JobRequest) -> str:
-        """Make a placement group."""
         nodes = usable(parse_nodes(self._bridge.ask("look")))
         bundles = bundles_for(request, nodes)
         try:
@@ -112,18 +109,15 @@ class RayEngine:
         return str(answer["id"])
 
     def most_pending(self, num_slots: int) -> int:
-        """Return how many there is room for, at least one.
+        """There may be as many as there is room for, and at least one.
 
-        Of the groups that wait Ray begins with the newest (gcs_placement_group_manager.cc orders them by the time of the last
-        attempt and a delay that grows to a second), so that an old one would wait as long as new ones come.
+        Ray tries the newest waiting group first (gcs_placement_group_manager.cc orders them by the time of the last attempt and
+        a delay that grows to a second): an old one would wait as long as new ones come.
         """
         return min(max(self._num_free // max(num_slots, 1), 1), MOST_PENDING)
 
     def jobs(self) -> Sequence[EngineJob]:
-        """Return the placement groups of this master.
-
-        One that has lost a node is over, and keeps its other nodes.
-        """
+        """A group that has lost a node is over, and keeps its other nodes."""
         seen = self._bridge.ask("look")
         nodes = parse_nodes(seen)
         self._nodes = usable(nodes)
@@ -136,33 +130,68 @@ class RayEngine:
         return found
 
     def cancel(self, job_id: str) -> None:
-        """Remove a placement group.
-
-        What its actors have started on the nodes ends with them.
-        """
+        """What the group's actors have started on the nodes ends with them."""
         self._bridge.ask("remove", id=job_id)
 
     def transport(self, job_id: str) -> Transport:
-        """Return how programs are started on the nodes of a placement group."""
         return RayTransport(job_id, self._bridge.socket)
 
     def close(self) -> None:
-        """End the connection to Ray; its placement groups stay."""
         self._bridge.close()
 
 
+class RayTransport:
+    """Starts programs in a placement group; the bridge's ``socket`` may appear later."""
+
+    connect_s = _CONNECT_S
+
+    def __init__(self, job_id: str, socket: Path) -> None:
+        self._job_id = job_id
+        self._socket = socket
+
+    def words(self, host: str, python: str) -> list[str]:
+        place = [str(self._socket), self._job_id, host]
+        return [sys.executable, "-I", "-S", str(Path(relay.__file__)), *place, *remote_words(python)]
+
+    def environment(self) -> Mapping[str, str] | None:
+        return None
+
+    def refusal(self, host: str, python: str, exit_code: int | None, errors: str) -> HostRefusal:
+        text = errors.lower()
+        if exit_code is None:
+            return HostRefusal(
+                f"silent (Ray has started no actor there within {_CONNECT_S:g} s)",
+                f"Look at `ray status`, and on {host} at /tmp/ray/session_latest/logs/raylet.out.",
+            )
+        if "exec format error" in text:
+            return HostRefusal(
+                f"another kind of machine than {python} is for", "Use a cluster whose nodes are of one kind."
+            )
+        if "no such file or directory" in text or exit_code == 127:
+            return HostRefusal(
+                f"without Python at {python}",
+                "Put the environment on a file system that all nodes mount, or name another interpreter.",
+            )
+        if "is over" in text or "has no node" in text:
+            return HostRefusal(
+                f"not the job's any more ({last_line(errors)})",
+                "Nothing is to be done: it is asked for again.",
+            )
+        return HostRefusal(
+            f"not starting a program (exit code {exit_code}): {last_line(errors) or 'nothing was printed'}",
+            "Look at `ray status`, and at `ray list actors --filter state=ALIVE`.",
+        )
+
+
 def usable(nodes: Sequence[RayNode]) -> list[RayNode]:
-    """Return the nodes that take what is new, in the order of their names."""
+    """Return the nodes that accept new work, sorted by name."""
     return sorted(
         (node for node in nodes if node.is_alive and not node.is_draining), key=lambda node: node.name
     )
 
 
 def slot_kind(nodes: Sequence[RayNode], environ: Mapping[str, str]) -> str:
-    """Return what slots are there, in Ray's word.
-
-    They are GPUs where a node has some, and ``DS_ACCELERATOR`` is not ``cpu``.
-    """
+    """Return GPU if a node has some and ``DS_ACCELERATOR`` is not ``cpu``, else CPU."""
     has_gpus = any(node.num_slots(GPU) for node in nodes) and environ.get("DS_ACCELERATOR") != "cpu"
     return GPU if has_gpus else CPU
 
@@ -170,10 +199,7 @@ def slot_kind(nodes: Sequence[RayNode], environ: Mapping[str, str]) -> str:
 def spare_slots(
     nodes: Sequence[RayNode], groups: Sequence[RayGroup], cluster_id: str, kind: str
 ) -> Mapping[str, int]:
-    """Return the slots of each node that nobody has reserved. Pure.
-
-    There are none while a placement group of another master's waits.
-    """
+    """Return idle slots by node; none while a group of another owner waits. Pure."""
     if any(
         group.state in ("PENDING", "RESCHEDULING") and key_of(group.name, cluster_id) is None
         for group in groups
@@ -184,7 +210,6 @@ def spare_slots(
 
 
 def num_free(nodes: Sequence[RayNode], kind: str) -> int:
-    """Return the slots that nobody has reserved, of nodes that take what is new."""
     return sum(int(node.free.get(kind, 0)) for node in usable(nodes))
 
 
@@ -204,32 +229,17 @@ def check_ray(address: str) -> Mapping[str, int]:
 
 
 def group_name(cluster_id: str, request: JobRequest, token: str) -> str:
-    """Return a placement group's name, as ``ray list placement-groups`` shows it.
-
-    Args:
-        cluster_id: of the master.
-        request: what it is for.
-        token: makes the name another than those of earlier groups of the key.
-    """
+    """Return a placement group's name; ``token`` makes it unique."""
     return f"{_PREFIX} {cluster_id} {request.key} {token} {visible_line(request.title)}".rstrip()
 
 
 def key_of(name: str, cluster_id: str) -> str | None:
-    """Return what a placement group is for, None if it is none of this master's."""
     words = name.split(" ")
     return words[2] if len(words) > 3 and words[:2] == [_PREFIX, cluster_id] else None
 
 
 def bundles_for(request: JobRequest, nodes: Sequence[RayNode]) -> list[dict[str, float]]:
-    """Return what a placement group reserves on each node.
-
-    Args:
-        request: what is wanted.
-        nodes: that take what is new.
-
-    Raises:
-        EngineRefusedError: they have not so much.
-    """
+    """Return a placement group's bundles; refuse what the nodes do not have."""
     kind = GPU if request.wants_devices else CPU
     allowed = [node for node in nodes if node.name not in request.kept_off]
     counts = [node.num_slots(kind) for node in allowed]
@@ -246,12 +256,7 @@ def bundles_for(request: JobRequest, nodes: Sequence[RayNode]) -> list[dict[str,
 
 
 def refusals_of(request: JobRequest, nodes: Sequence[RayNode]) -> list[Refusal]:
-    """Return what the nodes lack, as a problem of the experiment's config. Pure.
-
-    Args:
-        request: what would be wanted.
-        nodes: that take what is new.
-    """
+    """Return what the nodes lack, as a problem of the experiment's config. Pure."""
     kind = GPU if request.wants_devices else CPU
     nodes = [node for node in nodes if node.name not in request.kept_off]
     counts = [node.num_slots(kind) for node in nodes]
@@ -273,13 +278,7 @@ def _most(counts: Sequence[int], *, is_on_one_node: bool) -> tuple[int, str]:
 
 
 def job_of(group: RayGroup, key: str, nodes: Sequence[RayNode]) -> EngineJob:
-    """Return a placement group as a job.
-
-    Args:
-        group: that is not removed.
-        key: what it is for.
-        nodes: all that Ray knows.
-    """
+    """Return a placement group as a job; ``nodes`` are all that Ray knows."""
     kind = GPU if any(GPU in bundle for bundle in group.bundles) else CPU
     counts = [int(bundle.get(kind, 0)) for bundle in group.bundles]
     known = {node.id: node for node in nodes}
@@ -313,7 +312,7 @@ def _why_waiting(counts: Sequence[int], kind: str, nodes: Sequence[RayNode]) -> 
 
 
 def could_hold(counts: Sequence[int], capacities: Sequence[int]) -> bool:
-    """Say whether so many slots on a node each could be had, if nothing else ran."""
+    """Return whether so many slots on a node each would fit, if nothing else ran."""
     largest = sorted(capacities, reverse=True)
     return len(counts) <= len(largest) and all(
         one <= most for one, most in zip(sorted(counts, reverse=True), largest, strict=False)

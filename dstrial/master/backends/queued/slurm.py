@@ -53,18 +53,16 @@ COMMANDS = ("sbatch", "squeue", "scancel", "srun", "sinfo")
 _ALIVE_PERIOD_S = 60.0
 _EXPERIMENT = "the experiment's config"
 _OPTIONS = "slurm.sbatch_args"
-_SHARED_S = 60.0
-"""How long a job that runs may take to be seen in the master's directory, seconds."""
+_SHARED_S = 60.0  # until a running job must have written into the master's directory
 
 
 class SlurmEngine:
-    """Asks Slurm for nodes.
+    """Requests nodes from Slurm.
 
     Args:
-        directory: of scripts and of what jobs print; on a file system that all nodes mount.
-        state_dir: of the master.
-        cluster_id: of the master, by which its jobs are told from others.
-        settings: the key ``slurm`` of the master's settings, whose options stand before those of experiments.
+        directory: of scripts and output of jobs; on a file system that all nodes mount.
+        cluster_id: of the master; marks its jobs.
+        settings: ``slurm`` of the master's settings, whose options precede those of experiments.
         wants_devices: whether slots are accelerators.
     """
 
@@ -91,11 +89,7 @@ class SlurmEngine:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def capacity(self) -> Mapping[str, int]:
-        """Return the tasks, or GPUs, of each node that is up.
-
-        Raises:
-            ConnectionError: Slurm does not answer.
-        """
+        """A slot is a task, or a GPU."""
         self._touch()  # Also while Slurm is away: the jobs go on, and the master lives.
         code, output, errors = client.run_slurm(list(SINFO))
         if code:
@@ -116,14 +110,9 @@ class SlurmEngine:
         return found
 
     def down(self) -> Mapping[str, int]:
-        """Return the tasks, or GPUs, of each node that is down or drained."""
         return self._down
 
     def spare(self) -> Mapping[str, int]:
-        """Return the tasks, or GPUs, that no job has.
-
-        There are none while a job of another's waits for nodes.
-        """
         self._touch()
         options = sbatch_args(self._settings, [], "the master's settings")
         partition = value_of(options, "--partition", "-p")
@@ -142,7 +131,6 @@ class SlurmEngine:
         )
 
     def called(self, job_id: str) -> str:
-        """Return its number."""
         return f"job {job_id}"
 
     def _cpus_per_task(self, options: Sequence[str]) -> int:
@@ -150,13 +138,7 @@ class SlurmEngine:
         return int(per_task) if per_task.isdecimal() else 1
 
     def why_never(self, request: JobRequest) -> Sequence[Refusal]:
-        """Have sbatch look at the job's script, without a job.
-
-        It needs nothing of the engine's that changes.
-
-        Raises:
-            ConnectionError: Slurm does not answer, or does not know its nodes yet.
-        """
+        """Have sbatch check the job's script without a job; reads no state that changes."""
         name = f"{request.key}{self._mark}"
         try:
             text = script_of(request, self._settings, name, self._directory, self._state_dir)
@@ -178,12 +160,10 @@ class SlurmEngine:
         return [] if found is None else [refusal_of(request, *found)]
 
     def submit(self, request: JobRequest) -> str:
-        """Queue a job that holds nodes, and return its number.
+        """Queue a job that holds nodes; return its number.
 
         Raises:
-            EngineRefusedError: Slurm refuses it, or could never start it.
-            EngineNotNowError: its user has as many jobs in the queue as may be there, or nodes are down or drained.
-            ConnectionError: Slurm does not answer.
+            EngineNotNowError: its user has as many jobs queued as allowed, or nodes are down or drained.
         """
         self._touch()
         try:
@@ -204,19 +184,11 @@ class SlurmEngine:
             raise EngineRefusedError(str(error)) from error
 
     def most_pending(self, num_slots: int) -> int:
-        """Return as many as other users of a cluster bear with.
-
-        Slurm has an order of its own.
-        """
+        """Slurm keeps an order of its own; the limit is what other users put up with."""
         del num_slots
         return MOST_PENDING
 
     def jobs(self) -> Sequence[EngineJob]:
-        """Return the jobs of this master, those that have just ended among them.
-
-        Raises:
-            ConnectionError: Slurm does not answer.
-        """
         self._touch()
         code, output, errors = client.run_slurm(list(SQUEUE))
         if code:
@@ -246,7 +218,7 @@ class SlurmEngine:
         return EngineJob(job.job_id, key, "pending", f"{job.text}, where it begins", is_beginning=True)
 
     def _parts_of(self, job: QueuedJob) -> tuple[Part, ...]:
-        """Return what the job's script says of its nodes; nothing while it has not begun."""
+        """Return what the job's script reports of its nodes; nothing before it has begun."""
         if job.job_id not in self._parts:
             with contextlib.suppress(OSError, ValueError):
                 text = (self._directory / f"{job.job_id}{NODES_SUFFIX}").read_text(encoding="utf-8")
@@ -255,11 +227,6 @@ class SlurmEngine:
         return self._parts.get(job.job_id, ())
 
     def cancel(self, job_id: str) -> None:
-        """End a job, or take it out of the queue.
-
-        Raises:
-            ConnectionError: Slurm does not answer.
-        """
         (self._directory / f"{job_id}{GIVEN_BACK_SUFFIX}").touch()
         why = client.cancel(int(job_id))
         if client.is_away(why):
@@ -267,18 +234,13 @@ class SlurmEngine:
         self._parts.pop(job_id, None)
 
     def transport(self, job_id: str) -> Transport:
-        """Return how programs are started in a job.
-
-        They are steps of it, each with the devices of its slots.
-        """
+        """Programs are steps of the job, each with the devices of its slots."""
         parts = self._parts.get(job_id, ()) if self._wants_devices else ()
         return SrunTransport(int(job_id), devices={part.host: part.num_slots for part in parts})
 
-    def close(self) -> None:
-        """Do nothing: there is no connection."""
+    def close(self) -> None: ...
 
     def _touch(self) -> None:
-        """Show jobs that their master lives."""
         if time.monotonic() > self._alive_s + _ALIVE_PERIOD_S:
             self._alive_s = time.monotonic()
             with contextlib.suppress(OSError):
@@ -288,7 +250,6 @@ class SlurmEngine:
 
 
 def state_of(job: QueuedJob) -> JobState:
-    """Return a job's state as the seam has it. Pure."""
     if job.is_pending:
         return "pending"
     if job.is_over:
@@ -297,10 +258,7 @@ def state_of(job: QueuedJob) -> JobState:
 
 
 def text_of_unbegun(job: QueuedJob, directory: Path) -> str:
-    """Say how a job is that has written nothing. Pure.
-
-    Also most likely why, where its script could not be begun.
-    """
+    """Return the state of a job that has written nothing, and the likely reason. Pure."""
     if job.state != "FAILED" or not job.nodes:
         return job.text
     return (
@@ -310,7 +268,7 @@ def text_of_unbegun(job: QueuedJob, directory: Path) -> str:
 
 
 def parts_of(text: str) -> tuple[Part, ...]:
-    """Read what a job's script has written: its nodes and the tasks on each. Pure.
+    """Parse what a job's script has written: its nodes, and the tasks on each. Pure.
 
     Raises:
         ValueError: it is something else.
@@ -323,13 +281,7 @@ def parts_of(text: str) -> tuple[Part, ...]:
 
 
 def refusal_of(request: JobRequest, said: str, fix: str) -> Refusal:
-    """Return what Slurm says of a job as a problem of the experiment's config. Pure.
-
-    Args:
-        request: what was asked for.
-        said: by Slurm, in one line, with the command that has said it.
-        fix: what to do.
-    """
+    """Return what Slurm says of a job as a problem of the experiment's config. Pure."""
     slots = f"{request.num_slots} slot{'s' if request.num_slots != 1 else ''}"
     options = request.settings.get("sbatch_args")
     is_for_nodes = client.is_not_yet(said)
@@ -347,16 +299,9 @@ def script_of(
 ) -> str:
     """Return the batch script for a request. Pure.
 
-    Args:
-        request: what is asked for.
-        settings: of the master, whose options stand before those of the experiment.
-        name: of the job.
-        directory: of what the job prints.
-        state_dir: of the master.
-
     Raises:
-        ConfigError: with what is wrong with its options.
-        EngineRefusedError: one of them would make another job of it.
+        ConfigError: its options are wrong.
+        EngineRefusedError: an option would make another job of it.
     """
     own = sbatch_args(settings, [], "the master's settings")
     options = [*own, *sbatch_args(request.settings, [], _EXPERIMENT)]
@@ -391,16 +336,13 @@ def script_of(
 
 
 def check_slurm(settings: Mapping[str, object], directory: Path, tell: Callable[[str], object]) -> None:
-    """Refuse, before a master starts, what no job of it could have.
+    """Refuse, before a master starts, settings with which no job could run.
 
-    Args:
-        settings: the key ``slurm`` of the master's settings.
-        directory: where the script lies that is tried.
-        tell: is told that Slurm is asked again, and why.
+    ``directory`` gets the script that is tried; ``tell`` hears that Slurm is asked again, and why.
 
     Raises:
-        LaunchError: Slurm's commands are not here, Slurm does not answer, or it refuses a job of one slot.
-        ConfigError: with what is wrong with the options.
+        LaunchError: Slurm's commands are missing, it does not answer, or it refuses a job of one slot.
+        ConfigError: the options are wrong.
     """
     client.require_slurm(*COMMANDS, or_else="take another backend")
     request = JobRequest("check", "a look whether jobs are taken", 1)
@@ -413,10 +355,7 @@ def check_slurm(settings: Mapping[str, object], directory: Path, tell: Callable[
 
 
 def wants_devices(settings: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> bool:
-    """Say whether slots are GPUs.
-
-    They are where options or the partition have some, and ``DS_ACCELERATOR`` is not ``cpu``.
-    """
+    """Return whether slots are GPUs, by options, the partition and the environment."""
     if environ.get("DS_ACCELERATOR") == "cpu":
         return False
     options = sbatch_args(settings, [], "the master's settings")

@@ -1,0 +1,331 @@
+"""Runs a task in an environment over the base Python; keeps installs by digest.
+
+The base Python, which may have no dstrial, runs this file. There are two layers over the base:
+
+- ``<root>/DIGEST`` has what requirements and startup hooks install. The first task that needs it fills it under an exclusive
+  lock on ``DIGEST.lock``; once ``DIGEST/complete`` exists, it is used under shared locks and never changes.
+- ``venv`` in the directory of an allocation is the task's own. There the hooks of later tasks install what the shared layer
+  lacks, and so does a task that runs ``pip install`` while it trains.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import fcntl
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import site
+import subprocess
+import sys
+import time
+import venv
+from importlib import metadata
+from pathlib import Path
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from typing import Any, NoReturn
+
+KEPT = ("torch", "deepspeed", "determined", "dstrial")
+"""Packages that stay at the base's versions."""
+UNUSED_S = 14 * 24 * 3600.0
+"""Age since its last start at which a shared environment is deleted, seconds."""
+
+_COMPLETE = "complete"
+_POLL_S = 0.1
+_LOG_PERIOD_S = 30.0  # between two lines of a task that waits
+_MIN_DESCRIPTOR = 64  # hooks may use lower ones for redirections
+# Files of a model definition that may say what is installed. Others may change, and the environment stays the same.
+_SUFFIXES = (".txt", ".in", ".toml", ".cfg", ".lock", ".sh", ".whl", ".gz", ".zip", ".bz2", "setup.py")
+_LOCAL_REQUIREMENT = re.compile(r"^\s*(-e\b|--editable\b|\.|\S+/\s*$|(\S+\s*@\s*)?file:)", re.MULTILINE)
+# The second line is one of sh and of Python: first lines have no spaces and 127 bytes (pip 23.2.1 _vendor/distlib/scripts.py).
+_PIP = """#!/bin/sh
+'''exec' "{python}" "$0" "$@"
+' '''
+import sys
+from pip._internal.cli.main import main
+sys.exit(main())
+"""
+
+
+def main(spec_path: str, filled: str = "", lock: str = "") -> None:
+    """Become the task's command, behind its hooks and in its own environment.
+
+    Args:
+        spec_path: a JSON file: ``root`` (of shared environments), ``task`` (its name), ``directory`` (of the allocation),
+            ``files`` (the model definition), ``hooks`` (paths of shell scripts), ``requirements`` (a path in ``files``, or
+            null), ``shell``, ``command``.
+        filled: the shared environment that the task's hooks have just filled.
+        lock: the descriptor of its exclusive lock.
+    """
+    spec: dict[str, Any] = json.loads(Path(spec_path).read_text(encoding="utf-8"))
+    # `python -I` leaves out packages of the account, which the task itself sees.
+    sys.path += [path for path in site_directories() if path not in sys.path]
+    try:
+        if lock:
+            _mark_complete(Path(filled), int(lock))
+            _run_in_own(spec, Path(filled), has_filled=True)
+        _set_variables(Path(spec["directory"]))
+        if not spec["hooks"] and not spec["requirements"]:
+            _run_in_own(spec, None, has_filled=True)
+        shared = Path(spec["root"], digest_of(spec["hooks"], spec["requirements"], Path(spec["files"])))
+        descriptor, is_complete = acquire(shared, spec["task"])
+        _print_line(f"environment {shared.name}: {'shared with' if is_complete else 'made for'} other tasks")
+        if not is_complete:
+            shutil.rmtree(shared, ignore_errors=True)
+            make(shared)
+            _enter(shared)
+            if spec["requirements"]:
+                _install(spec, shared)
+            if spec["hooks"]:
+                then = [sys.executable, "-I", __file__, spec_path, str(shared), str(descriptor)]
+                _run(spec, spec["hooks"], then)
+            _mark_complete(shared, descriptor)
+        _run_in_own(spec, shared, has_filled=not is_complete)
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(
+            f"error: an environment over {sys.executable} cannot be made for {spec['task']} ({error}); expected a Python with "
+            f"venv, and room on the disk of {spec['root']}. Install python3-venv, or make room."
+        )
+
+
+def site_directories() -> list[str]:
+    """Return the running Python's package directories, those of its account last."""
+    found = [path for path in site.getsitepackages() if Path(path).is_dir()]
+    # A virtual environment leaves them out (site.py, venv()).
+    if sys.prefix == sys.base_prefix and not os.environ.get("PYTHONNOUSERSITE"):
+        found += [path for path in (site.getusersitepackages(),) if Path(path).is_dir()]
+    return found
+
+
+def digest_of(hooks: Iterable[str], requirements: str | None, files: Path) -> str:
+    """Return the name of the environment that these hooks and requirements fill."""
+    found = (one.name for path in sys.path if Path(path).is_dir() for one in Path(path).iterdir())
+    base = sorted(name for name in found if name.endswith((".dist-info", ".egg-info", ".egg-link")))
+    digest = hashlib.sha256(json.dumps([sys.executable, sys.version, base, requirements]).encode())
+    for hook in hooks:
+        digest.update(hashlib.sha256(Path(hook).read_bytes()).digest())
+    for parent, directories, names in os.walk(files):
+        directories[:] = sorted(name for name in directories if name not in (".git", "__pycache__"))
+        for path in (Path(parent, name) for name in sorted(names) if name.endswith(_SUFFIXES)):
+            if path.is_file():
+                digest.update(os.fsencode(path.relative_to(files)) + b"\0")
+                digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+def acquire(environment: Path, task: str) -> tuple[int, bool]:
+    """Lock an environment: shared if it is complete, else exclusively, to make it.
+
+    Returns:
+        The descriptor of the lock, which the task's processes inherit, and whether the environment is complete.
+    """
+    environment.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    complete, path = environment / _COMPLETE, environment.with_name(f"{environment.name}.lock")
+    began_s = time.monotonic()
+    log_s = began_s + _POLL_S
+    while True:
+        opened = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = fcntl.fcntl(opened, fcntl.F_DUPFD, _MIN_DESCRIPTOR)
+        os.close(opened)
+        is_complete = complete.exists()
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if is_complete else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            # `collect` deletes the lock file, too; another task may have completed the environment meanwhile.
+            if path.stat().st_ino == os.fstat(descriptor).st_ino and complete.exists() == is_complete:
+                os.utime(descriptor)
+                if not is_complete:
+                    os.ftruncate(descriptor, os.pwrite(descriptor, task.encode(), 0))
+                return descriptor, is_complete
+        os.close(descriptor)
+        if time.monotonic() > log_s:
+            log_s = time.monotonic() + _LOG_PERIOD_S
+            with contextlib.suppress(FileNotFoundError):
+                holder = path.read_text(encoding="utf-8", errors="replace") or "another task"
+                told = f"waiting for environment {environment.name}, which {holder} makes"
+                _print_line(f"{told} ({time.monotonic() - began_s:.0f} s)")
+        time.sleep(_POLL_S)
+
+
+def collect(root: Path, unused_s: float) -> list[str]:
+    """Delete environments that are unfinished or long unused, unless a task has one.
+
+    Args:
+        root: directory of all shared environments.
+        unused_s: seconds since a task last started in one.
+
+    Returns:
+        Names of the deleted environments.
+    """
+    from dstrial.file_writes import remove_tree
+
+    deleted = []
+    for lock in sorted(root.glob("*.lock")):
+        environment = lock.with_suffix("")
+        descriptor = os.open(lock, os.O_RDWR)
+        # BlockingIOError: it is in use. Another error: one that cannot be deleted must not keep the others.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            age_s = time.time() - os.fstat(descriptor).st_mtime
+            if age_s > unused_s or not (environment / _COMPLETE).exists():
+                (environment / _COMPLETE).unlink(missing_ok=True)
+                remove_tree(environment)
+                lock.unlink()
+                deleted.append(environment.name)
+        os.close(descriptor)
+    return deleted
+
+
+def make(environment: Path, shared: Path | None = None, *, has_commands: bool = False) -> None:
+    """Make an environment that sees the running Python's packages, and a shared one's.
+
+    ``has_commands`` gives it the commands of both (``torchrun``), which see what is installed in it.
+    """
+    has_pip = shared is not None or importlib.util.find_spec("pip") is not None
+    venv.EnvBuilder(symlinks=True, with_pip=not has_pip).create(environment)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    # `--system-site-packages` would lead to packages of the Python that the base itself was made of.
+    visible = [] if shared is None else [str(path) for path in shared.glob("lib/python*/site-packages")]
+    lines = [f"import site; site.addsitedir({path!r})\n" for path in [*visible, *site_directories()]]
+    # Sorted behind the .pth files of what is installed here.
+    (packages / "zz_dstrial.pth").write_text("".join(lines), encoding="utf-8")
+    python = environment / "bin" / "python3"
+    for name in ("pip", "pip3", f"pip{sys.version_info[0]}.{sys.version_info[1]}"):
+        # Also where the base has none: PATH goes on with other Pythons' pip.
+        _write_script(environment / "bin" / name, _PIP.format(python=python))
+    if has_commands:
+        for source in ([] if shared is None else [shared / "bin"]) + [Path(sys.executable).parent]:
+            _wrap_commands(source, python)
+
+
+def _wrap_commands(source: Path, python: Path) -> None:
+    for path in sorted(source.iterdir()):
+        wrapper = python.with_name(path.name)
+        if wrapper.exists() or not path.is_file():
+            continue
+        with path.open("rb") as file:
+            head = file.read(512)
+        if head.startswith(b"#!") and os.fsencode(source / "python") in head:
+            _write_script(wrapper, f'#!/bin/sh\nexec {shlex.join([str(python), str(path)])} "$@"\n')
+
+
+def _write_script(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")
+    path.chmod(0o755)
+
+
+def _constraints() -> str:
+    """Return pip constraints that keep the base's packages working.
+
+    ``KEPT`` stay at their versions; what they require of other packages, as far as the base meets it, holds as well.
+    """
+    try:
+        requirements = importlib.import_module("packaging.requirements")
+    except ImportError:
+        requirements = importlib.import_module("pip._vendor.packaging.requirements")
+    lines = []
+    for kept in KEPT:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            lines.append(f"{kept}=={metadata.version(kept)}  # the environment of the master")
+            for text in metadata.requires(kept) or ():
+                with contextlib.suppress(metadata.PackageNotFoundError, requirements.InvalidRequirement):
+                    needed = requirements.Requirement(text)
+                    if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+                        continue
+                    is_met = needed.specifier.contains(metadata.version(needed.name), prereleases=True)
+                    if needed.specifier and is_met and needed.name not in KEPT:
+                        lines.append(f"{needed.name}{needed.specifier}  # {kept}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _set_variables(directory: Path) -> None:
+    constraints = directory / "constraints.txt"
+    constraints.write_text(_constraints(), encoding="utf-8")
+    given = os.environ.get("PIP_CONSTRAINT", "").split()
+    os.environ.update(
+        {
+            # As a URL: pip splits the variable at spaces.
+            "PIP_CONSTRAINT": " ".join([*given, constraints.as_uri()]),
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+            "PIP_NO_INPUT": "1",
+            "PIP_PROGRESS_BAR": "off",
+        }
+    )
+    for name in ("PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PYTHONHOME"):
+        os.environ.pop(name, None)
+
+
+def _enter(environment: Path, shared: Path | None = None) -> None:
+    """Put an environment's commands before those that it sees."""
+    entries = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    seen = [str(Path(sys.executable).parent), *([] if shared is None else [str(shared / "bin")])]
+    places = [place for place, entry in enumerate(entries) if entry in seen]
+    entries.insert(min(places, default=0), str(environment / "bin"))
+    os.environ["PATH"] = os.pathsep.join(entries)
+    os.environ["VIRTUAL_ENV"] = str(environment)
+    os.environ["DET_PYTHON_EXECUTABLE"] = str(environment / "bin" / "python3")
+
+
+def _install(spec: dict[str, Any], environment: Path) -> None:
+    """Install the requirements; fail with pip's last lines and what to do."""
+    words = [str(environment / "bin" / "pip"), "install", "-r", spec["requirements"]]
+    last: collections.deque[str] = collections.deque(maxlen=8)
+    with subprocess.Popen(words, cwd=spec["files"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as pip:
+        assert pip.stdout is not None
+        for line in pip.stdout:
+            text = line.decode("utf-8", "replace").rstrip()
+            _print_line(text)
+            last.append(f"    {text}\n")
+    if pip.returncode:
+        sys.exit(
+            f"error: {spec['requirements']} cannot be installed; pip ends with exit code {pip.returncode}:\n{''.join(last)}"
+            "Correct the requirement. If pip finds no version, see whether the package index answers: set PIP_INDEX_URL, or "
+            "PIP_NO_INDEX=1 and PIP_FIND_LINKS=/directory/of/wheels, in environment_variables. If it contradicts a "
+            "(constraint), that is a package of the master's environment: agree with it, or name another Python by "
+            "DET_PYTHON_EXECUTABLE."
+        )
+
+
+def _mark_complete(environment: Path, lock: int) -> None:
+    (environment / _COMPLETE).touch()
+    fcntl.flock(lock, fcntl.LOCK_SH)
+
+
+def _run_in_own(spec: dict[str, Any], shared: Path | None, *, has_filled: bool) -> NoReturn:
+    """Run the command, and hooks unless they have just filled the shared layer."""
+    own = Path(spec["directory"], "venv")
+    make(own, shared, has_commands=True)
+    _enter(own, shared)
+    if spec["requirements"] and not has_filled:
+        text = Path(spec["files"], spec["requirements"]).read_text(encoding="utf-8", errors="replace")
+        # A directory of the model definition may have changed, and a link to it ends with its task.
+        if _LOCAL_REQUIREMENT.search(text):
+            _install(spec, own)
+    command = list(spec["command"])
+    if command[0] == sys.executable:
+        command[0] = str(own / "bin" / "python3")
+    _run(spec, () if has_filled else spec["hooks"], command)
+
+
+def _run(spec: dict[str, Any], hooks: Sequence[str], command: Sequence[str]) -> NoReturn:
+    steps = ["set -e", *(f". {shlex.quote(hook)}" for hook in hooks), "set +e", 'exec "$@"']
+    words = [spec["shell"], "-c", "; ".join(steps), "startup-hook", *command]
+    sys.stdout.flush()
+    os.execvpe(words[0], words, os.environ)  # noqa: S606 - the shell of the hooks
+
+
+def _print_line(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
