@@ -150,10 +150,6 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
 
     Each override is ``key=value``: a dotted key, and a value in YAML. A value with commas outside brackets is a list.
     ``+key=value`` adds a key below ``hyperparameters`` or ``data`` that the file does not have.
-
-    Raises:
-        ConfigError: an override has no ``=``, an empty key part, or a value that is not YAML, or names no key of the file
-            where every key is the user's own.
     """
     if not overrides:
         return document

@@ -83,15 +83,7 @@ def check_shared_batch(
     ranks_per_replica: int,
     findings: Diagnostics,
 ) -> None:
-    """Report that a batch leaves no choice of slots where the user has asked for one.
-
-    Args:
-        section: ``data.dstrial``.
-        wish: ``resources.slots_per_trial``.
-        train_batch_size: records of a global batch, which stays on any number of slots.
-        ranks_per_replica: slots of a replica.
-        findings: takes the problem.
-    """
+    """Report that a batch leaves no choice of slots although the user asked for one."""
     elasticity = elasticity_of(section, wish)
     most = elasticity.at_most
     least = elasticity.at_least if elasticity.at_least is not None else wish

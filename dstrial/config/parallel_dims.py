@@ -96,11 +96,8 @@ def replicas_of(
 ) -> int:
     """Return the data-parallel size by the rule of ``dstrial check``; ConfigError if impossible.
 
-    Args:
-        data_config: the ``data`` section of the experiment config.
-        world_size: number of ranks, at least 1.
-        asked: ranks of one replica as user code gives them; None if it leaves that to the config.
-        otherwise: ranks of one replica where neither says; a checkpoint's, for a run that goes on from it.
+    ``data_config`` is the ``data`` section. ``asked`` are the ranks of one replica by user code; ``otherwise`` they are a resumed
+    checkpoint's, if neither the section nor user code says.
     """
     section = data_config.get("dstrial")
     given = section if isinstance(section, Mapping) else {}

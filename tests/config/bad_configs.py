@@ -53,12 +53,16 @@ class BadConfig:
     deepspeed: Mapping[str, Any] | str | None = None
     experiment: str = EXPERIMENT
     slots: int = 1
+    keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # changed in DeepSpeed's JSON
+    says: str = ""  # what DeepSpeed itself says, late; or "accepted", where it trains something else
 
 
-def ds(mistake: str, *fragments: str, slots: int = 1, experiment: str = EXPERIMENT, **keys: Any) -> BadConfig:
+def ds(
+    mistake: str, *fragments: str, slots: int = 1, experiment: str = EXPERIMENT, says: str = "", **keys: Any
+) -> BadConfig:
     """Change DeepSpeed's JSON; a key that is None is removed."""
     config = {key: value for key, value in {**DEEPSPEED, **keys}.items() if value is not None}
-    return BadConfig(mistake, fragments, config, experiment, slots)
+    return BadConfig(mistake, fragments, config, experiment, slots, keys, says)
 
 
 def ds_text(mistake: str, text: str, *fragments: str) -> BadConfig:
@@ -86,34 +90,40 @@ BAD_CONFIGS: tuple[BadConfig, ...] = (
         "ds.json:9: zero_optimisation is not a key of DeepSpeed 0.19.8",
         "Write zero_optimization instead; DeepSpeed would ignore it silently.",
         zero_optimisation={"stage": 2},
+        says="accepted",
     ),
     ds(
         "unknown key in a section",
         "ds.json:11: zero_optimization.offload_optimiser is not a key of zero_optimization",
         "Write offload_optimizer instead.",
         zero_optimization={"stage": 2, "offload_optimiser": CPU},
+        says="Extra inputs are not permitted",
     ),
     ds(
         "unknown key that DeepSpeed ignores",
         "ds.json:10: activation_checkpointing.partitioned_activations",
         "Write partition_activations instead; DeepSpeed would ignore it silently.",
         activation_checkpointing={"partitioned_activations": True},
+        says="accepted",
     ),
     ds(
         "removed section, switched off",
         "ds.json:9: amp is",
         "that DeepSpeed 0.19.8 has removed",
         amp={"enabled": False},
+        says="has been removed",
     ),
     ds(
         "removed ZeRO key",
         "zero_optimization.mics_shard_size is 8, a setting",
         zero_optimization=zero(3, mics_shard_size=8),
+        says="has been removed",
     ),
     ds(
         "stage out of range",
         "ds.json:10: zero_optimization.stage is 4; expected one of 0, 1, 2, 3.",
         zero_optimization=zero(4),
+        says="Input should be 0, 1, 2",
     ),
     ds("section that is no mapping", "ds.json:9: fp16 is true; expected a mapping.", fp16=True),
     ds(
@@ -161,6 +171,7 @@ BAD_CONFIGS: tuple[BadConfig, ...] = (
         train_batch_size=64,
         gradient_accumulation_steps=2,
         slots=4,
+        says="Check batch related parameters",
     ),
     ds(
         "batch that replicas do not divide",
@@ -169,12 +180,14 @@ BAD_CONFIGS: tuple[BadConfig, ...] = (
         train_batch_size=32,
         train_micro_batch_size_per_gpu=5,
         slots=2,
+        says="Check batch related parameters",
     ),
     ds(
         "only the accumulation steps",
         "train_micro_batch_size_per_gpu is not given (only gradient_accumulation_steps is given)",
         train_micro_batch_size_per_gpu=None,
         gradient_accumulation_steps=4,
+        says="needs to be provided",
     ),
     ds(
         "negative micro batch",
@@ -194,6 +207,7 @@ BAD_CONFIGS: tuple[BadConfig, ...] = (
         "bf16.enabled is true; expected false, because fp16.enabled is true",
         fp16={"enabled": True},
         bf16={"enabled": True},
+        says="cannot be simultaneously enabled",
     ),
     ds(
         "fp16 and SGD without ZeRO",
@@ -208,6 +222,7 @@ BAD_CONFIGS: tuple[BadConfig, ...] = (
         'zero_optimization.offload_param.device is "cpu"; expected "none" in ZeRO stage 2',
         "DeepSpeed would ignore it silently.",
         zero_optimization=zero(2, offload_param=CPU),
+        says="accepted",
     ),
     ds(
         "optimizer offload in stage 0",
@@ -218,6 +233,7 @@ BAD_CONFIGS: tuple[BadConfig, ...] = (
         "NVMe offload in stage 2",
         'offload_optimizer.device is "nvme"; expected "cpu" in ZeRO stage 2',
         zero_optimization=zero(2, offload_optimizer={"device": "nvme", "nvme_path": "/nvme"}),
+        says="accepted",
     ),
     ds(
         "NVMe offload without a path",
@@ -228,68 +244,85 @@ BAD_CONFIGS: tuple[BadConfig, ...] = (
         "partial offload in stage 2",
         "offload_optimizer.ratio is 0.5; expected 1.0",
         zero_optimization=zero(2, offload_optimizer={**CPU, "ratio": 0.5}),
+        says="only supported for ZeRO Stage 3",
     ),
     ds(
         "super offload in stage 2",
         "super_offload is true; expected false in ZeRO stage 2",
         zero_optimization=zero(2, offload_optimizer={**CPU, "super_offload": True}),
+        says="accepted",
     ),
     ds(
         "no gradient norm with the default clipping",
         "gradient_clipping is 1.0 (DeepSpeed's default); expected 0 with compute_grad_norm false",
         zero_optimization=zero(1, compute_grad_norm=False),
+        says="requires gradient_clipping=0",
     ),
     ds(
         "no gradient norm in stage 3",
         "compute_grad_norm is false; expected true outside ZeRO stages 1 and 2",
         gradient_clipping=0.0,
         zero_optimization=zero(3, compute_grad_norm=False),
+        says="only with ZeRO Stage 1 or 2",
     ),
     ds(
         "summed gradients in stage 3",
         'gradient_allreduce_op is "sum"; expected "mean" with ZeRO stage 3',
         gradient_allreduce_op="sum",
         zero_optimization=zero(3),
+        says="not supported with ZeRO stage 3",
     ),
     ds(
         "prescaled gradients in stage 2",
         "prescale_gradients is true; expected false in ZeRO stage 2",
         prescale_gradients=True,
         zero_optimization=zero(2),
+        says="pre-scale gradients is not yet supported",
     ),
     ds(
         "predivided gradients in stage 2",
         "gradient_predivide_factor is 2.0; expected 1",
         gradient_predivide_factor=2.0,
         zero_optimization=zero(2),
+        says="gradient_predivide_factor != 1.0 is not yet supported",
     ),
     ds(
         "odd gather bucket",
         "allgather_bucket_size is 5; expected an even number in ZeRO stage 1. Set it to 6.",
         zero_optimization=zero(1, allgather_bucket_size=5),
+        says="must be a multiple of",
     ),
-    ds("old stage 1", "legacy_stage1 is true; expected false", zero_optimization=zero(1, legacy_stage1=True)),
+    ds(
+        "old stage 1",
+        "legacy_stage1 is true; expected false",
+        zero_optimization=zero(1, legacy_stage1=True),
+        says="deprecated version of ZeRO Stage 1",
+    ),
     ds(
         "bf16 states without bf16 master weights",
         "bf16.bf16_optimizer_states is true; expected false",
         bf16={"enabled": True, "bf16_optimizer_states": True},
         zero_optimization=zero(1),
+        says="requires bf16_master_weights_and_grads",
     ),
     ds(
         "bf16 master weights in stage 0",
         "bf16_master_weights_and_grads is true; expected false in ZeRO stage 0",
         bf16={"enabled": True, "bf16_master_weights_and_grads": True},
+        says="only supported with ZeRO Stage",
     ),
     ds(
         "parameter type of another mode",
         'data_types.param_dtype is "fp16"; expected "bf16"',
         bf16={"enabled": True},
         data_types={"param_dtype": "fp16"},
+        says="conflicts with the",
     ),
     ds(
         "loss scale window of 0",
         "fp16.loss_scale_window is 0; expected an integer of at least 1",
         fp16={"enabled": True, "loss_scale_window": 0},
+        says="must be > 0",
     ),
     ds(
         "unmanaged accumulation in a pipeline",
@@ -303,6 +336,7 @@ BAD_CONFIGS: tuple[BadConfig, ...] = (
         "zero_optimization.zenflow is",
         "expected absent without ZeRO and CPU offload",
         zero_optimization=zero(2, zenflow={}),
+        says="must be used with cpu offload",
     ),
     ds(
         "ZenFlow interval with the auto strategy",
@@ -318,6 +352,7 @@ BAD_CONFIGS: tuple[BadConfig, ...] = (
         "contiguous checkpoints, not partitioned",
         "contiguous_memory_optimization is true; expected false without partition_activations",
         activation_checkpointing={"contiguous_memory_optimization": True, "number_checkpoints": 2},
+        says="accepted",
     ),
     ds(
         "tensor parallelism that does not divide",
@@ -338,6 +373,7 @@ BAD_CONFIGS: tuple[BadConfig, ...] = (
         'optimizer.type is "sgd"',
         'Set it to "SGD".',
         optimizer={"type": "sgd", "params": {"lr": 0.1}},
+        says="is not a supported DeepSpeed Optimizer",
     ),
     ds(
         "removed optimizer",
@@ -386,12 +422,14 @@ BAD_CONFIGS: tuple[BadConfig, ...] = (
         "clipping as an optimizer parameter",
         "optimizer.params.max_grad_norm is 1.0; expected no such parameter. Use the top-level key gradient_clipping.",
         optimizer={"type": "AdamW", "params": {"max_grad_norm": 1.0}},
+        says="is not supported as an optimizer parameter",
     ),
     ds(
         "optimizer that ZeRO is not tested with",
         'optimizer.type is "SGD"; expected an optimizer that ZeRO is tested with',
         optimizer={"type": "SGD", "params": {"lr": 0.1}},
         zero_optimization=zero(1),
+        says="untested ZeRO Optimizer",
     ),
     ds(
         "Muon in stage 3",
@@ -403,12 +441,14 @@ BAD_CONFIGS: tuple[BadConfig, ...] = (
         "scheduler without its length",
         "scheduler.params.total_num_steps is not given",
         scheduler={"type": "WarmupDecayLR", "params": {}},
+        says="missing 1 required positional argument",
     ),
     ds(
         "misspelt scheduler",
         'scheduler.type is "WarmUpLr"',
         'Set it to "WarmupLR".',
         scheduler={"type": "WarmUpLr", "params": {}},
+        says="does not recognize LR scheduler",
     ),
     # Experiment config
     exp(

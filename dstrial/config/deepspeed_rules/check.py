@@ -57,14 +57,9 @@ def check_deepspeed(
 ) -> CheckResult:
     """Check a merged DeepSpeed config by the rules of the supported release. Pure.
 
-    Args:
-        config: the config after all merging; not changed.
-        sizes: ranks of the job and how the model divides them.
-        where: label for keys without a line, such as "deepspeed config of engine 0".
-        lines: ``file:line`` of each key, where known.
-        auto: how to judge ``"auto"`` outside the batch sizes: "warning" if another tool may still fill it in.
-        filler: fills in ``"auto"``, and then decides instead of ``auto``.
-        installed: version of DeepSpeed that will run; by default the installed one, found without importing it.
+    ``where`` labels keys without a line, such as "deepspeed config of engine 0". ``auto`` judges ``"auto"`` outside the batch
+    sizes: "warning" if another tool may still fill it in; a ``filler`` decides instead. ``installed`` is the version of
+    DeepSpeed that will run, by default the installed one, found without importing it.
     """
     findings = Diagnostics(lines or {}, where)
     try:

@@ -96,13 +96,9 @@ def check_command(
 ) -> CommandConfig:
     """Check a config and fill in every default; ConfigError with all problems.
 
-    Args:
-        given: as the client sends it; not changed.
-        kind: a TensorBoard takes no slots, another kind one slot unless its config says otherwise.
-        num_slots: the most slots of one machine; a config that asks for more is refused.
-        environment_variables: ``NAME=value`` each, before those of the config.
-        template: gives what the config leaves out; fields that no command has are ignored.
-        launch_error: whether a template that asks for more slots is refused instead of queued.
+    A TensorBoard takes no slots, another ``kind`` one unless its config says otherwise. ``num_slots`` are the most of one
+    machine; a config that asks for more is refused, and so is a ``template`` with ``launch_error``, else it is queued.
+    ``template`` gives what the config leaves out. ``environment_variables``, ``NAME=value`` each, come before the config's.
     """
     label = f"{NAMES[kind]} config"
     findings = Diagnostics({}, label)

@@ -133,15 +133,11 @@ def check_submission(
         context_dir: the unpacked model definition; an empty directory for none.
         defaults: the master's.
         num_slots: how many slots there are; None to leave that out.
-        resumed: the checkpoint that its trial goes on from, if it does; its batch is kept.
+        resumed: the checkpoint that its trial resumes from; its batch is kept.
         template: a part of a config that gives what the config leaves out.
         is_detached: whether its trials run elsewhere: no entrypoint is needed, and the idle searcher may have any name.
         document: the same YAML, if it has been read; its value is changed.
-        has_files: whether there is a model definition. Without one the entrypoint's files are not looked for, as in
-            Determined 0.38.1: they may be installed on this machine.
-
-    Raises:
-        ConfigError: with all problems of the config and of the DeepSpeed configs that it names.
+        has_files: whether to look for the entrypoint's files, which may be installed on this machine (Determined 0.38.1).
     """
     document = document or read_yaml_text(config_text, LABEL, defaults.limits)
     exceeds: list[bool] = []

@@ -52,10 +52,7 @@ class AcceleratorCheckpoint(Checkpointable):
         self._count_scheduler_steps_of(_num_processes_of(load_path))
 
     def _count_scheduler_steps_of(self, num_saved: int) -> None:
-        """Let schedulers that Accelerate steps once per process stand where they stood.
-
-        Source: accelerate 1.15 ``AcceleratedScheduler.step``.
-        """
+        """Rescale schedulers that Accelerate steps once per process (``AcceleratedScheduler.step``)."""
         now = int(self._accelerator.num_processes)
         if num_saved == now or self._accelerator.split_batches:
             return

@@ -46,13 +46,9 @@ class RunSchedule:
         length: pytorch.TrainUnit | None,
         is_test: bool,
     ) -> RunSchedule:
-        """Read an experiment config.
+        """Read an experiment config; the script's own ``length`` wins, ``is_test`` is two batches.
 
-        Args:
-            config: the whole config; empty to report every 100 batches and at the end only.
-            global_batch_size: records of one optimizer step, for lengths counted in records.
-            length: the script's own, which wins.
-            is_test: two batches and nothing in between.
+        An empty config reports every 100 batches. ``global_batch_size`` converts lengths in records.
         """
         searcher = config.get("searcher") or {}
 

@@ -1,8 +1,4 @@
-"""Reporter: makes a training loop written with Accelerate a trial.
-
-It counts optimizer steps, reports metrics, saves and loads through the accelerator, stops where all ranks agree to, and
-goes on from a checkpoint on any number of ranks. The loop itself stays the script's.
-"""
+"""Makes a training loop written with Accelerate a trial; the loop stays the script's."""
 
 from __future__ import annotations
 
@@ -89,14 +85,7 @@ class Reporter:
     # ---- the block -----------------------------------------------------------------------------------
 
     def __enter__(self) -> Reporter:
-        """Set up the core context and seed everything.
-
-        Raises:
-            RankError: the accelerator does not see the ranks that were launched.
-            TrialContractError: it does not use DeepSpeed, or this is a dry run.
-
-        Ranks: all, collectively.
-        """
+        """Set up the core context and seed everything. Ranks: all, collectively."""
         if torch.distributed.is_initialized() and torch.distributed.get_backend() == "fake":
             raise TrialContractError(
                 "a loop with Reporter cannot be dry-run; expected a trial class, or a script that calls deepspeed.initialize."
@@ -148,9 +137,9 @@ class Reporter:
         return dict(runtime_of(self._context).hparams or {})
 
     def micro_batch_size(self, own: int | None = None) -> int:
-        """Return the DeepSpeed config's micro batch, with which a resumed run keeps its batch.
+        """Return the DeepSpeed config's micro batch, or the script's ``own`` if that is ``"auto"``.
 
-        ``own`` is the script's, for a config that leaves it ``"auto"``.
+        With it a resumed run keeps its batch on other ranks.
         """
         return micro_batch_of(self._accelerator, own)
 

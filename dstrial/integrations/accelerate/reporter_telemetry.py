@@ -80,12 +80,9 @@ class ReporterTelemetry:
             self._counting.enter_context(self._instruments.counting())
 
     def end_batch(self, batches_trained: int, seconds: float, *, pauses: bool) -> None:
-        """Record the end of a batch.
+        """Record the end of a batch; ``seconds`` are since the start of training, for a first batch.
 
-        Args:
-            batches_trained: of the run.
-            seconds: since the run began to train, if this is the first batch of the process.
-            pauses: whether the script does something else than to train next.
+        ``pauses``: the script does something else than to train next.
         """
         if self._instruments is None:
             return

@@ -45,17 +45,7 @@ logger = logging.getLogger("dstrial.integrations.accelerate")
 
 
 class TrialRun:
-    """Trains, reports, saves and stops, all ranks together.
-
-    Args:
-        accelerator: the script's, with everything prepared.
-        context: of the trial.
-        info: the cluster's; None off a cluster.
-        tracker: counters at 0; the checkpoint's after ``start``.
-        length: the script's own; None for the config's.
-
-    Ranks: all, collectively.
-    """
+    """Trains, reports, saves and stops, all ranks together; made once everything is prepared."""
 
     def __init__(
         self,
@@ -330,10 +320,7 @@ def checkpoint_to_resume(runtime: TrialRuntime, info: Any) -> str | None:
 
 
 def settings_as_given(runtime: TrialRuntime, engine_idx: int) -> dict[str, Any]:
-    """Return an engine's settings as the experiment gives them, to compare at a later resume.
-
-    In Accelerate's own config all sizes are solved for these ranks, or taken from the script.
-    """
+    """Return an engine's settings as the experiment gives them: Accelerate's own are solved already."""
     given = runtime.given_hparams or {}
     source = given.get(MAIN_KEY)
     own: dict[str, Any] = runtime.given_settings[engine_idx]

@@ -110,17 +110,10 @@ class CheckpointUploader:
         *,
         shares: bool = True,
     ) -> str:
-        """Store ``directory``, written by the Trainer, as a checkpoint; return its uuid.
+        """Store ``directory``, the Trainer's ``checkpoint-<step>``, as a checkpoint; return its uuid.
 
-        Args:
-            directory: ``checkpoint-<step>``; not changed.
-            step: batches trained.
-            engine: None for a Trainer without DeepSpeed.
-            plain: the record of the batch in that case.
-            shares: whether the checkpoint may share files with the directory.
-
-        Raises:
-            CheckpointError: a rank could not read or write its part; earlier checkpoints stay.
+        Without an ``engine``, ``plain`` is the record of the batch. ``shares``: the checkpoint may share files with the
+        directory. If a rank cannot read or write its part, CheckpointError is raised and earlier checkpoints stay.
 
         Ranks: all, collectively.
         """

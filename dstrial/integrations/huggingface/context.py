@@ -72,13 +72,10 @@ class TrialFacts:
 
     @classmethod
     def of(cls, context: core.Context) -> TrialFacts:
-        """Read the facts of any core context.
+        """Read the facts of any core context. Ranks: all, collectively.
 
-        Raises:
-            CheckpointNotFoundError: the newest checkpoint of a run was asked for, and it has none.
-            ConfigError: ``dstrial run`` was given a checkpoint that the core context does not know.
-
-        Ranks: all, collectively.
+        CheckpointNotFoundError if the newest checkpoint of a run was asked for and there is none; ConfigError if ``dstrial
+        run`` was given a checkpoint that the core context does not know.
         """
         found: ProcessRuntime | None = getattr(context, RUNTIME_ATTRIBUTE, None)
         info = cluster_info() if found is None else found.info

@@ -76,10 +76,8 @@ class LossWatch:
 def _is_finite(loss: float, grad_norm: Any) -> bool:
     """Say whether a logged loss stands for a finite one.
 
-    With ``logging_nan_inf_filter``, its default, transformers logs the mean of finite losses, and 0 where there is none.
-    The norm of the gradients tells that 0 from a real one.
-
-    Source: ``transformers`` 5.23, ``Trainer._inner_training_loop``.
+    With ``logging_nan_inf_filter``, its default, transformers logs the mean of finite losses, and 0 where there is none; the
+    norm of the gradients tells that 0 from a real one (``Trainer._inner_training_loop`` of 5.23).
     """
     if loss == 0.0 and isinstance(grad_norm, (int, float)):
         return math.isfinite(grad_norm)

@@ -48,15 +48,9 @@ def own_store(name: str) -> PrefixStore:
 
 
 class CoordinatedStop:
-    """One rank's part in the agreement on one training.
+    """One rank's part in the agreement on one training, through a store of all ranks.
 
-    Args:
-        store: shared by all ranks, for this training only.
-        rank: this rank.
-        size: ranks.
-        stop_request: returns this rank's reason to stop, or None; called in the thread, must not communicate with ranks.
-        timeout_s: how long ranks wait for each other.
-        look_s: seconds between two polls.
+    ``stop_request`` is called in the thread and must not communicate with ranks.
     """
 
     def __init__(
@@ -85,13 +79,9 @@ class CoordinatedStop:
         self._thread.start()
 
     def step(self) -> StopReason | None:
-        """Count a step; return why all ranks stop after it, or None.
+        """Count a step; return why all ranks stop after it, or None. Ranks: all, in step.
 
-        Raises:
-            RankTimeoutError: ranks did not answer a stop request in time.
-            RankError: the store cannot be reached any more.
-
-        Ranks: all, in step; no communication here, and no wait unless a stop was asked for.
+        No communication here, and no wait unless a stop was asked for. RankTimeoutError names the ranks that do not answer.
         """
         with self._lock:
             if not self._is_held:
@@ -178,14 +168,10 @@ class LeaveTrainingError(Exception):
 
 
 class PreemptionHandler:
-    """Looks for requests to stop; all ranks decide alike at the same step.
+    """Polls for stop requests; all ranks decide alike at the same step.
 
-    A step belongs to training, or to an evaluation that may be left. A request is followed at the end of the step in which
-    the ranks learn of it: on a single rank that looks at every step, on several within :data:`LOOK_S`.
-
-    Args:
-        core_context: whose ``preempt`` is asked, in whatever mode it was made.
-        signals: requests that reached this process; None where nobody collects them.
+    Steps belong to training, or to an evaluation that may be left. A single rank polls at every step; several ranks learn of a
+    request within :data:`LOOK_S`.
     """
 
     def __init__(self, core_context: core.Context, signals: StopSignals | None) -> None:

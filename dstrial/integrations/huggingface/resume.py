@@ -57,15 +57,9 @@ class OpenedCheckpoint:
 def opened(
     context: core.Context, uuid: str, trial_id: int, exp_conf: Mapping[str, Any]
 ) -> Iterator[OpenedCheckpoint]:
-    """Give a checkpoint to read in the block, every file compared with its manifest.
+    """Open a checkpoint, by uuid or directory, with every file compared with its manifest.
 
-    ``uuid`` may be its directory as well.
-
-    Raises:
-        CheckpointNotFoundError: there is none, or it is no Trainer's.
-        CheckpointDamagedError: a file differs from the manifest.
-        UntrustedCheckpointError: a file holds what would run code, and nobody vouches for it.
-
+    Errors: none or no Trainer's, a damaged file, or a file that would run code without anybody vouching for it.
     Ranks: all, collectively.
     """
     with contextlib.ExitStack() as stack:

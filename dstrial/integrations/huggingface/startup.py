@@ -38,11 +38,7 @@ _NOT_OVERRIDDEN = (
 class Startup:
     """Checks a Trainer's arguments and opens the checkpoint, if there is one.
 
-    Raises:
-        ConfigError: the arguments contradict the experiment config, the ranks or the checkpoint; all contradictions at once.
-        CheckpointError: the checkpoint to resume from cannot be read.
-
-    Ranks: all, collectively.
+    ConfigError has all contradictions at once. Ranks: all, collectively.
     """
 
     def __init__(self, context: core.Context, args: TrainingArguments) -> None:

@@ -148,11 +148,9 @@ def _bind(engine: DeepSpeedEngine, callback: DetCallback) -> None:
 
 
 def load_weights(model: torch.nn.Module, opened_checkpoint: OpenedCheckpoint) -> None:
-    """Load another trial's weights, before a Trainer wraps the model.
+    """Load another trial's weights, before a Trainer wraps the model. Ranks: all, collectively.
 
-    Under ZeRO 3 the parameters of ``model`` may be cut over the ranks already.
-
-    Ranks: all, collectively (ZeRO 3 gathers one parameter at a time; else no communication).
+    Under ZeRO 3 the parameters may be cut over the ranks already; they are gathered one at a time.
     """
     source = _saved_weights(opened_checkpoint)
     parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}

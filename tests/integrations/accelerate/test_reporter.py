@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-import warm_start
 import yaml
+from launching import DEADLINE_S, Launched, launch
 
 from dstrial.cli.app import main as dstrial
 from dstrial.errors import CheckpointError
@@ -24,7 +22,6 @@ from dstrial.testing.master import MasterForTest
 from dstrial.testing.ranks import run_script
 
 PROGRAM = Path(__file__).with_name("reporter_program.py")
-DEADLINE_S = 200
 
 pytestmark = [
     pytest.mark.ranks,
@@ -58,50 +55,10 @@ AUTO_BATCH = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Launched:
-    """What a launch printed and left in its run directory."""
-
-    output: str
-    run: Path
-
-    def values(self, group: str, metric: str) -> list[tuple[int, float]]:
-        rows = [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
-        return [(row["steps_completed"], row["metrics"][metric]) for row in rows if row["group"] == group]
-
-    @property
-    def checkpoints(self) -> dict[int, Path]:
-        marks = sorted(self.run.glob("checkpoints/*/COMPLETE"))
-        return {json.loads(mark.read_text())["steps_completed"]: mark.parent for mark in marks}
-
-
-def launch(
-    directory: Path, *arguments: str, slots: int, env: dict[str, str] | None = None, exit_code: int = 0
-) -> str:
-    shutil.copy(PROGRAM, directory)
-    (directory / "e.yaml").write_text(yaml.safe_dump(CONFIG))
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "DSTRIAL_"))
-    }
-    command = ["dstrial.launch", "--config", "e.yaml", "--slots", str(slots)]
-    ended = warm_start.run(
-        [*command, "reporter_program.py", *arguments],
-        cwd=directory,
-        env={**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **(env or {})},
-        timeout=DEADLINE_S,
-        is_merged=True,
-    )
-    assert ended.returncode == exit_code, ended.stdout
-    return ended.stdout
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     """Two ranks, ZeRO 3, all 9 batches, with a checkpoint after 4."""
-    directory = tmp_path_factory.mktemp("whole")
-    output = launch(directory, slots=2)
-    (run,) = directory.glob("runs/reporter/*")
-    return Launched(output, run)
+    return launch(tmp_path_factory.mktemp("whole"), PROGRAM, CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -110,14 +67,14 @@ def resumed(whole: Launched, tmp_path_factory: pytest.TempPathFactory) -> Launch
     directory = tmp_path_factory.mktemp("resumed")
     run = shutil.copytree(whole.run, directory / "run")
     env = {"DSTRIAL_RUN_DIR": str(run), "DSTRIAL_RESUME": str(whole.checkpoints[4])}
-    return Launched(launch(directory, "--stop-at", "6", slots=1, env=env), run)
+    return launch(directory, PROGRAM, CONFIG, "--stop-at", "6", slots=1, run=run, **env)
 
 
 def test_all_ranks_train_with_deepspeed_to_the_end(whole: Launched) -> None:
     assert whole.output.count("ranks=2 kind=DEEPSPEED") == 2
     assert whole.output.count("stopped=None at 9 of 9") == 2
-    assert [batch for batch, _ in whole.values("training", "loss")] == list(range(1, 10))
-    assert [batch for batch, _ in whole.values("validation", "validation_loss")] == [3, 6, 9]
+    assert list(whole.rows("training")) == list(range(1, 10))
+    assert list(whole.rows("validation")) == [3, 6, 9]
     assert sorted(whole.checkpoints) == [4, 8, 9]
     assert json.loads((whole.run / "run.json").read_text())["state"] == "completed"
     # Accelerate's own naming of checkpoints would write, and delete, here.
@@ -155,11 +112,11 @@ def test_one_rank_goes_on_where_two_were_as_if_nothing_had_happened(
 ) -> None:
     assert "ranks=1 kind=DEEPSPEED" in resumed.output
     before, after = whole.values("training", "loss"), resumed.values("training", "loss")
-    assert [batch for batch, _ in after] == list(range(1, 8))
-    assert [loss for _, loss in after] == pytest.approx([loss for _, loss in before[:7]], rel=1e-6)
+    assert list(after) == list(range(1, 8))
+    assert after == pytest.approx({batch: before[batch] for batch in after}, rel=1e-6)
     # Schedule, an object of the script's own and counts, too.
-    assert resumed.values("validation", "records") == [(3, 24), (6, 48)]
-    rates = dict(resumed.values("validation", "rate"))
+    assert resumed.values("validation", "records") == {3: 24, 6: 48}
+    rates = resumed.values("validation", "rate")
     assert rates == pytest.approx({batch: 0.01 / (1 + 0.1 * batch) for batch in (3, 6)})
 
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
-import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import warm_start
-import yaml
+from launching import Launched, launch
 
 PROGRAM = Path(__file__).with_name("telling_reporter.py")
-DEADLINE_S = 200
 TIMES = {"batch_ms", "forward_ms", "backward_ms", "step_ms", "other_ms"}
 # Two micro batches of 4 records on each rank.
 RECORDS, TOKENS = 16, 16 * 16
@@ -45,50 +40,26 @@ CONFIG: dict[str, Any] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Done:
-    output: str
-    run: Path
-
-    def rows(self, group: str) -> dict[int, dict[str, Any]]:
-        rows = [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
-        return {row["steps_completed"]: row["metrics"] for row in rows if row["group"] == group}
-
-    @property
-    def totals(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.run / "telemetry.json").read_text())
-        return found
-
-    @property
-    def weights(self) -> str:
-        (found,) = set(re.findall("weights: ([0-9a-f]+)", self.output))
-        return found
-
-
-def launch(directory: Path, *arguments: str, cache: Path, **changes: Any) -> Done:
+def tell(directory: Path, *arguments: str, cache: Path, **changes: Any) -> Launched:
     directory.mkdir()
-    shutil.copy(PROGRAM, directory)
-    (directory / "e.yaml").write_text(yaml.safe_dump({**CONFIG, **changes}))
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "DSTRIAL_"))
-    }
-    ended = warm_start.run(
-        ["dstrial.launch", "--config", "e.yaml", "--slots", "2", PROGRAM.name, *arguments],
-        cwd=directory,
-        env={**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "XDG_CACHE_HOME": str(cache)},
-        timeout=DEADLINE_S,
-        is_merged=True,
-    )
-    assert ended.returncode == 0, ended.stdout
-    (run,) = directory.glob("runs/telling/*")
-    return Done(ended.stdout, run)
+    return launch(directory, PROGRAM, {**CONFIG, **changes}, *arguments, XDG_CACHE_HOME=str(cache))
+
+
+def totals_of(launched: Launched) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((launched.run / "telemetry.json").read_text())
+    return found
+
+
+def weights_of(launched: Launched) -> str:
+    (found,) = set(re.findall("weights: ([0-9a-f]+)", launched.output))
+    return found
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Done:
+def told(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     """A first run on a machine, with system metrics."""
     root = tmp_path_factory.mktemp("told")
-    return launch(root / "run", cache=root / "cache", profiling={"enabled": True})
+    return tell(root / "run", cache=root / "cache", profiling={"enabled": True})
 
 
 def require_whole(row: dict[str, Any]) -> None:
@@ -97,7 +68,7 @@ def require_whole(row: dict[str, Any]) -> None:
     assert parts == pytest.approx(row["batch_ms"], rel=0.01)
 
 
-def test_each_report_has_the_times_memory_and_speed_of_both_ranks(told: Done) -> None:
+def test_each_report_has_the_times_memory_and_speed_of_both_ranks(told: Launched) -> None:
     rows = told.rows("telemetry")
     assert sorted(rows) == [3, 6, 9]
     for row in rows.values():
@@ -111,37 +82,38 @@ def test_each_report_has_the_times_memory_and_speed_of_both_ranks(told: Done) ->
         assert row["backward_ms"] > 0
         assert row["learning_rate"] == 0.01
         assert row["tokens_per_second"] == pytest.approx(row["records_per_second"] * TOKENS / RECORDS)
-    assert told.totals["num_batches"] == 8, "the first is left out"
-    assert len(told.totals["ranks"]) == 2
+    assert totals_of(told)["num_batches"] == 8, "the first is left out"
+    assert len(totals_of(told)["ranks"]) == 2
 
 
-def test_flops_are_those_of_the_first_batch_and_no_validation_counts(told: Done) -> None:
+def test_flops_are_those_of_the_first_batch_and_no_validation_counts(told: Launched) -> None:
     row = told.rows("telemetry")[9]
     # The head's product forward, and two backward, for 2 micro batches of 4 records of 16 tokens on each device.
     flops = 3 * 2 * (2 * 4 * 16) * 16 * 32
     batches_per_second = row["records_per_second"] / RECORDS
     assert row["model_tflops_per_device"] == pytest.approx(flops * batches_per_second / 1e12, rel=1e-6)
     assert "mfu" not in row, "the peak is measured at the end of the first run of a machine"
-    assert 0 < told.totals["mfu"] < 1
+    assert 0 < totals_of(told)["mfu"] < 1
 
 
-def test_system_metrics_come_with_it(told: Done) -> None:
+def test_system_metrics_come_with_it(told: Launched) -> None:
     rows = [json.loads(line) for line in (told.run / "metrics.jsonl").read_text().splitlines()]
     assert {"cpu", "memory", "disk", "network"} <= {row["group"] for row in rows}
 
 
-def test_training_is_the_same_bit_for_bit_without_instruments(told: Done, tmp_path: Path) -> None:
-    silent = launch(tmp_path / "silent", cache=tmp_path, data={"dstrial": {"telemetry": False}})
+def test_training_is_the_same_bit_for_bit_without_instruments(told: Launched, tmp_path: Path) -> None:
+    silent = tell(tmp_path / "silent", cache=tmp_path, data={"dstrial": {"telemetry": False}})
 
     assert not silent.rows("telemetry")
     assert not (silent.run / "telemetry.json").exists()
-    assert silent.weights == told.weights
-    losses = [{batch: row["loss"] for batch, row in run.rows("training").items()} for run in (told, silent)]
-    assert losses[0] == losses[1]
+    assert weights_of(silent) == weights_of(told)
+    assert silent.values("training", "loss") == told.values("training", "loss")
 
 
-def test_waiting_for_data_is_seen_and_a_later_run_has_mfu_in_its_reports(told: Done, tmp_path: Path) -> None:
-    slow = launch(tmp_path / "slow", "--pause-s", "0.01", cache=told.run.parents[3] / "cache")
+def test_waiting_for_data_is_seen_and_a_later_run_has_mfu_in_its_reports(
+    told: Launched, tmp_path: Path
+) -> None:
+    slow = tell(tmp_path / "slow", "--pause-s", "0.01", cache=told.run.parents[3] / "cache")
 
     row = slow.rows("telemetry")[9]
     # A rank sleeps for 8 records a batch; a loader reads one micro batch ahead.
@@ -151,7 +123,7 @@ def test_waiting_for_data_is_seen_and_a_later_run_has_mfu_in_its_reports(told: D
 
 
 def test_a_script_that_draws_its_records_itself_has_waiting_and_flops_unknown(tmp_path: Path) -> None:
-    own = launch(tmp_path / "own", "--draws-itself", cache=tmp_path / "cache")
+    own = tell(tmp_path / "own", "--draws-itself", cache=tmp_path / "cache")
 
     rows = own.rows("telemetry")
     assert sorted(rows) == [3, 6, 9]
@@ -160,5 +132,5 @@ def test_a_script_that_draws_its_records_itself_has_waiting_and_flops_unknown(tm
         assert not {"data_wait_ms", "tokens_per_second", "model_tflops_per_device"} & set(row)
         assert row["records_per_second"] > 0
         require_whole(row)
-    assert own.totals["flops_unknown"] == "the script draws its records itself"
-    assert "data_wait_ms" not in own.totals["ranks"][0]
+    assert totals_of(own)["flops_unknown"] == "the script draws its records itself"
+    assert "data_wait_ms" not in totals_of(own)["ranks"][0]

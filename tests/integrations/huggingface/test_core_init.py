@@ -5,13 +5,14 @@ Its ``should_preempt`` is one that all ranks have to call in step (``WorkersAskC
 
 from __future__ import annotations
 
-import base64
-import time
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from waiting import wait_for
 
 from dstrial.testing.master import MasterForTest
 
@@ -49,18 +50,13 @@ with det.core.init(distributed=det.core.DistributedContext.from_torch_distribute
 """
 
 
-def wait_for(client: Any, experiment_id: int, *states: str) -> None:
-    give_up_at_s = time.monotonic() + DEADLINE_S
-    while (found := client.get(f"/api/v1/experiments/{experiment_id}")["experiment"]["state"]) not in states:
-        assert time.monotonic() < give_up_at_s, f"the experiment is {found}"
-        time.sleep(0.1)
-
-
 def log_of(client: Any, trial: dict[str, Any]) -> str:
     return "".join(line["message"] for line in client.stream(f"/api/v1/trials/{trial['id']}/logs"))
 
 
-def test_a_plain_trainer_on_two_slots_is_paused_and_goes_on(shared_master: MasterForTest) -> None:
+def test_a_plain_trainer_on_two_slots_is_paused_and_goes_on(
+    shared_master: MasterForTest, tmp_path: Path
+) -> None:
     client = shared_master.client()
     config = {
         "name": "plain-trainer",
@@ -70,37 +66,33 @@ def test_a_plain_trainer_on_two_slots_is_paused_and_goes_on(shared_master: Maste
         "environment": {"environment_variables": ["HF_HUB_OFFLINE=1"]},
         "max_restarts": 0,
     }
-    program = Path(__file__).with_name("trainer_program.py").read_text()
-    files = [
-        {
-            "path": name,
-            "type": 48,
-            "content": base64.b64encode(text.encode()).decode(),
-            "mtime": "0",
-            "mode": 420,
-        }
-        for name, text in (("train.py", SCRIPT), ("trainer_program.py", program))
-    ]
-    body = {"activate": True, "config": yaml.safe_dump(config), "modelDefinition": files}
-    experiment_id = client.post("/api/v1/experiments", body)["experiment"]["id"]
-    give_up_at_s = time.monotonic() + DEADLINE_S
-    trial: dict[str, Any] = {}
-    while not trial or int(trial.get("totalBatchesProcessed", 0)) == 0:
-        assert trial.get("state") != "STATE_ERROR", log_of(client, trial)
-        assert time.monotonic() < give_up_at_s, trial
-        time.sleep(0.1)
-        found = client.get(f"/api/v1/experiments/{experiment_id}/trials")["trials"]
-        trial = found[0] if found else {}
-    client.post(f"/api/v1/experiments/{experiment_id}/pause")
-    wait_for(client, experiment_id, "STATE_PAUSED")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    shutil.copy(Path(__file__).with_name("trainer_program.py"), tmp_path)
+    (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(config))
+    created = shared_master.det("experiment", "create", str(tmp_path / "experiment.yaml"), str(tmp_path))
+    found = re.search(r"Created experiment (\d+)", created.stdout)
+    assert found is not None, created.stdout + created.stderr
+    path = f"/api/v1/experiments/{found[1]}"
 
-    client.post(f"/api/v1/experiments/{experiment_id}/activate")
-    wait_for(client, experiment_id, "STATE_COMPLETED", "STATE_ERROR")
+    def state() -> str:
+        return str(client.get(path)["experiment"]["state"])
 
-    (trial,) = client.get(f"/api/v1/experiments/{experiment_id}/trials")["trials"]
+    def has_begun() -> bool:
+        trials = client.get(f"{path}/trials")["trials"]
+        assert not trials or trials[0]["state"] != "STATE_ERROR", log_of(client, trials[0])
+        return bool(trials) and int(trials[0].get("totalBatchesProcessed", 0)) > 0
+
+    wait_for(has_begun, deadline_s=DEADLINE_S)
+    client.post(f"{path}/pause")
+    wait_for(lambda: state() == "STATE_PAUSED", deadline_s=DEADLINE_S)
+
+    client.post(f"{path}/activate")
+    wait_for(lambda: state() in ("STATE_COMPLETED", "STATE_ERROR"), deadline_s=DEADLINE_S)
+
+    (trial,) = client.get(f"{path}/trials")["trials"]
     assert trial["state"] == "STATE_COMPLETED", log_of(client, trial)
     assert trial["totalBatchesProcessed"] == STEPS
-    answer = client.get(f"/api/v1/experiments/{experiment_id}/checkpoints")["checkpoints"]
+    answer = client.get(f"{path}/checkpoints")["checkpoints"]
     # The older one may have been deleted by now: only the newest and the best are kept.
     first, last = sorted(answer, key=lambda one: int(one["metadata"]["steps_completed"]))
     assert 0 < int(first["metadata"]["steps_completed"]) < STEPS

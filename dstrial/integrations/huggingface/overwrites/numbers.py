@@ -11,7 +11,7 @@ Source: transformers 4.56 and 5.23 ``integrations/deepspeed.py``, ``trainer_conf
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from dstrial.config.batch import AUTO
 from dstrial.config.deepspeed_schema import deepspeed_rules
@@ -72,7 +72,8 @@ def _reconcile(draft: Draft, pair: NumberPair) -> None:
         if (number := draft.number_of_key(key, minimum=pair.minimum, is_whole=pair.is_whole)) is not None
     }
     if not numbers:
-        _let_argument_win(draft, pair)
+        names = (pair.argument, *pair.also_removed)
+        _let_argument_win(draft, pair.argument, pair.keys, names, f"the default of --{pair.argument}")
         return
     winner = next((key for key in numbers if draft.is_overwritten(key)), next(iter(numbers)))
     value = numbers[winner]
@@ -122,18 +123,16 @@ def _set_argument(draft: Draft, argument: str, key: str, value: float) -> None:
         )
 
 
-def _let_argument_win(draft: Draft, pair: NumberPair) -> None:
-    names = (pair.argument, *pair.also_removed)
+def _let_argument_win(
+    draft: Draft, argument: str, keys: Iterable[str], names: Iterable[str], defaults: str
+) -> None:
+    """Leave keys without a number to the Trainer, which reads one of ``names`` or has ``defaults``."""
     given = next((name for name in names if draft.is_given(name)), None)
-    for key in pair.keys:
+    for key in keys:
         if draft.key_value(key) == AUTO:
-            who = f"--{given}" if given else f"the default of --{pair.argument}"
-            draft.decide(
-                given or pair.argument,
-                key,
-                Resolution.TRAINER,
-                f'{key} is "auto": the Trainer fills in {who}',
-            )
+            who = f"--{given}" if given else defaults
+            text = f'{key} is "auto": the Trainer fills in {who}'
+            draft.decide(given or argument, key, Resolution.TRAINER, text)
         elif draft.key_value(key) is None and given is not None and _is_read(draft, key):
             draft.set_key(key, AUTO)
             draft.decide(
@@ -146,24 +145,8 @@ def _let_argument_win(draft: Draft, pair: NumberPair) -> None:
 
 def _reconcile_betas(draft: Draft) -> None:
     value = draft.key_value(BETAS_KEY)
-    given = next((name for name in BETAS if draft.is_given(name)), None)
     if value is None or value == AUTO:
-        if value == AUTO:
-            who = f"--{given}" if given else f"the defaults of --{' and --'.join(BETAS)}"
-            draft.decide(
-                given or BETAS[0],
-                BETAS_KEY,
-                Resolution.TRAINER,
-                f'{BETAS_KEY} is "auto": the Trainer fills in {who}',
-            )
-        elif given is not None and _is_read(draft, BETAS_KEY):
-            draft.set_key(BETAS_KEY, AUTO)
-            draft.decide(
-                given,
-                BETAS_KEY,
-                Resolution.KEY_SET,
-                f'{BETAS_KEY} is missing: it becomes "auto", so that --{given} has an effect',
-            )
+        _let_argument_win(draft, BETAS[0], (BETAS_KEY,), BETAS, f"the defaults of --{' and --'.join(BETAS)}")
         return
     is_pair = isinstance(value, list) and len(value) == len(BETAS)
     if not is_pair or any(isinstance(beta, bool) or not isinstance(beta, (int, float)) for beta in value):

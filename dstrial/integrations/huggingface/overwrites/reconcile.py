@@ -61,14 +61,8 @@ def reconcile(
 ) -> ReconciledArguments:
     """Make the arguments of a Trainer script agree with a DeepSpeed config.
 
-    Args:
-        arguments: words behind the script's name; not changed.
-        source: the DeepSpeed config with its overwrites, and the place of each value.
-        world_size: ranks that train.
-        resumed: this very run's checkpoint, whose batch is kept; None for a new run.
-
-    Raises:
-        ConfigError: with every problem: batch sizes without a solution, values that are no numbers, abbreviated flags.
+    ``arguments`` are the words behind the script's name; ``resumed`` is this very run's checkpoint, whose batch is kept.
+    ConfigError has every problem: batch sizes without a solution, values that are no numbers, abbreviated flags.
     """
     draft = Draft(CommandLine.of(arguments), source)
     _require_flags(draft)
