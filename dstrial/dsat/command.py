@@ -45,14 +45,14 @@ EPILOG = (
 def run_command(flags: SearchFlags | PlanFlags) -> int:
     """Search, or plan, as a command line says; return the exit status."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
-    # It tells of every retry of Determined's client; that the master is away is said once.
+    # urllib3 logs every retry of Determined's client; dsat reports an outage once.
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
     if isinstance(flags, PlanFlags):
         return run_plan(flags)
     settings = read_config(flags)
     for warning in settings.warnings:
         sys.stderr.write(f"warning: {warning}\n")
-    # A method that does not exist is refused before anything is written.
+    # Reject an unknown method before anything is written.
     search_method(settings.method, settings.space, settings.options, Filters(settings.space))
     try:
         return _search(settings)
@@ -154,7 +154,7 @@ def _inputs(settings: SearchConfig, record: SearchRecord, backend: BackendFactor
     if not settings.flags.local:
         target = "cuda" if backend.master().has_accelerators else "cpu"
     began_s, budget_s = time.monotonic(), settings.flags.budget
-    # Half of a budget is for measuring at least.
+    # At least half of a budget is for measuring.
     deadline_s = _DESCRIBING_S if budget_s is None else min(_DESCRIBING_S, budget_s / 2)
     inputs = gather_inputs(settings, target=target, deadline_s=deadline_s, print_line=_print_line)
     for note in inputs.notes:

@@ -1,4 +1,4 @@
-"""What the driver asks of a place where measuring trials run."""
+"""The interface of the driver to the place where measuring trials run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Backend(Protocol):
         """
 
     def adopt(self, spec: TrialSpec, handle: Mapping[str, Any]) -> bool:
-        """Take back a trial that an earlier process started; False if it is lost."""
+        """Take over a trial that an earlier process started; False if it is lost."""
 
     def poll(self) -> list[Ended]:
         """Return the trials that have ended since the last call."""
@@ -59,7 +59,7 @@ class Backend(Protocol):
         """End a trial at once and forget it."""
 
     def publish(self, report: Mapping[str, Any]) -> bool:
-        """Show the search's report so far, in place of the last one; waits for nobody.
+        """Replace the search's report so far, without blocking.
 
         Args:
             report: JSON values.
@@ -69,7 +69,7 @@ class Backend(Protocol):
         """
 
     def finish(self, results: Mapping[str, str]) -> None:
-        """Take that the search is over; this or :meth:`close` ends what still runs.
+        """End the search; this or :meth:`close` ends trials that still run.
 
         Args:
             results: its files, name -> text, to be kept beside the trials where there is a place for them.
@@ -79,4 +79,4 @@ class Backend(Protocol):
         """End every trial that is left."""
 
     def describe(self) -> str:
-        """Say where trials run, for a person."""
+        """Return where trials run, for a person."""

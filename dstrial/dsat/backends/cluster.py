@@ -65,7 +65,7 @@ class ClusterBackend:
         self._ended: list[Ended] = []
         self._next_poll_s = 0.0
         self._is_outage = False
-        # Whose notes have the report so far: the first experiment that this process has submitted or found.
+        # The experiment whose notes hold the report: the first that this process has submitted or found.
         self._shown_by: Experiment | None = None
         try:
             self._client = Determined()
@@ -246,7 +246,7 @@ class ClusterBackend:
     def _model_definition(self) -> list[bindings.v1File]:
         files = list_context(self._settings.context_dir).v1_files()
         includes = [Path(path) for path in self._settings.flags.include]
-        # The client writes how far it is with the files, again and again, into the middle of the search's table.
+        # The client prints its progress into the middle of the search's table.
         with contextlib.redirect_stdout(io.StringIO()):
             included = context.read_v1_context(None, includes)
         twice = {file.path for file in files} & {file.path for file in included}

@@ -14,7 +14,7 @@ from dstrial.dsat.backends.pool import WorkerExit
 from dstrial.dsat.backends.trial_spec import worker_config
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.worker.messages import TaskQueue, TaskResult
-from dstrial.dsat.worker.transport import GROUP, answer_from_row, book_from_notes, notes_of
+from dstrial.dsat.worker.transport import GROUP, notes_of, queue_from_notes, result_from_row
 
 _POLL_PERIOD_S = 0.5
 _NUM_LOG_LINES = 400
@@ -72,15 +72,15 @@ class ClusterPlacement:
         return {"experiment_id": experiment.id}
 
     def task_queue(self, worker: int) -> TaskQueue:
-        return book_from_notes(self._seen[worker].experiment.notes or "")
+        return queue_from_notes(self._seen[worker].experiment.notes or "")
 
-    def send(self, worker: int, book: TaskQueue) -> None:
+    def send(self, worker: int, queue: TaskQueue) -> None:
         experiment = self._seen[worker].experiment
-        notes = notes_of(book)
+        notes = notes_of(queue)
         self._master.retry_until_available(lambda: experiment.set_notes(notes))
 
-    def publish(self, worker: int, book: TaskQueue) -> bool:
-        return self._master.publish_notes(self._seen[worker].experiment, notes_of(book))
+    def publish(self, worker: int, queue: TaskQueue) -> bool:
+        return self._master.publish_notes(self._seen[worker].experiment, notes_of(queue))
 
     def results(self, worker: int) -> list[TaskResult]:
         self._poll(worker)
@@ -121,6 +121,6 @@ class ClusterPlacement:
             seen.is_running = bool(trials) and trials[0].state.value in RUNS
             for row in trials[0].iter_metrics(GROUP) if trials else ():
                 if row.steps_completed not in seen.answers:
-                    seen.answers[row.steps_completed] = answer_from_row(row.metrics)
+                    seen.answers[row.steps_completed] = result_from_row(row.metrics)
             seen.is_ended = is_ended
         seen.next_poll_s = time.monotonic() + _POLL_PERIOD_S

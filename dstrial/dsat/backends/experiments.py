@@ -39,7 +39,7 @@ def outcome_of(submitted: Submitted, num_slots: int) -> Outcome | None:
     trials = experiment.list_trials()
     _note_slots(submitted, num_slots, bool(trials) and trials[0].state.value in RUNS)
     if state in (ExperimentState.COMPLETED, ExperimentState.ERROR):
-        # What was measured counts, however the process ended that had reported it.
+        # A reported measurement counts, however its process ended.
         rows = [row.metrics for row in trials[0].iter_metrics("validation")] if trials else []
         measured = [row for row in rows if "latency" in row]
         if measured:
@@ -54,7 +54,7 @@ def outcome_of(submitted: Submitted, num_slots: int) -> Outcome | None:
         lines = list(trials[0].iter_logs(tail=_NUM_LOG_LINES)) if trials else []
         failure = failure_from_log(lines)
         if failure.kind is FailureKind.NO_ROOM:
-            experiment.remove_label(submitted.label)  # the next one of this trial is another experiment
+            experiment.remove_label(submitted.label)  # the retry of this trial is another experiment
         return failure
     if state in (ExperimentState.CANCELED, ExperimentState.DELETED):
         return Failure(FailureKind.CANCELED, f"experiment {experiment.id} was {state.name.lower()}")

@@ -106,7 +106,7 @@ class LocalBackend:
                 continue
             del self._running[trial_id]
             outcome = _outcome(self._record.trial_path(trial_id), exit_code)
-            # One that another process of this search has started may have ended long before it was looked at.
+            # A launcher of an earlier process of this search may have ended long before this poll.
             directory = self._record.trial_path(trial_id)
             ended_s = time.time() if running.process is not None else _last_written_s(directory)
             ended.append(Ended(trial_id, outcome, max(ended_s - running.started_s, 0.0)))
@@ -193,11 +193,11 @@ class LocalPlacement:
         fields = read_json(self._record.worker_path(worker) / ORDERS_NAME)
         return TaskQueue() if fields is None else TaskQueue.from_json(fields)
 
-    def send(self, worker: int, book: TaskQueue) -> None:
-        write_json_atomically(self._record.worker_path(worker) / ORDERS_NAME, book.to_json(), sync=False)
+    def send(self, worker: int, queue: TaskQueue) -> None:
+        write_json_atomically(self._record.worker_path(worker) / ORDERS_NAME, queue.to_json(), sync=False)
 
-    def publish(self, worker: int, book: TaskQueue) -> bool:
-        del worker, book
+    def publish(self, worker: int, queue: TaskQueue) -> bool:
+        del worker, queue
         return True
 
     def results(self, worker: int) -> list[TaskResult]:

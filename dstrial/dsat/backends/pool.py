@@ -20,7 +20,7 @@ from dstrial.dsat.worker.messages import Task, TaskQueue, TaskResult
 logger = logging.getLogger("dstrial.dsat")
 
 _KEEP_S = 60.0
-# A worker that is new is given so long to get its slots before a person is told that it waits.
+# Grace period in which a new worker may get its slots before the wait is logged.
 _TELL_WAITING_S = 15.0
 
 
@@ -51,37 +51,34 @@ class WorkerPlacement(Protocol):
         """How many workers do not disturb each other."""
 
     def find_running(self, worker: int) -> dict[str, Any] | None:
-        """Return what names a worker of an earlier process that still lives; None without."""
+        """Return the handle of a living worker of an earlier process; None without."""
 
     def start(self, worker: int) -> dict[str, Any]:
-        """Start a worker; returns what names it, JSON values."""
+        """Start a worker; return its handle, JSON values."""
 
     def task_queue(self, worker: int) -> TaskQueue:
-        """Return what was last said to a worker."""
+        """Return the queue that was last sent to a worker."""
 
-    def send(self, worker: int, book: TaskQueue) -> None:
-        """Say something to a worker."""
+    def send(self, worker: int, queue: TaskQueue) -> None:
+        """Replace the queue of a worker."""
 
-    def publish(self, worker: int, book: TaskQueue) -> bool:
-        """Say something to a worker for who looks on, unless that means waiting.
-
-        Returns whether it is said.
-        """
+    def publish(self, worker: int, queue: TaskQueue) -> bool:
+        """Replace the queue of a worker for people who look on, unless that blocks; return whether it is replaced."""
 
     def results(self, worker: int) -> list[TaskResult]:
-        """Return all its answers so far."""
+        """Return all results of a worker so far."""
 
     def why_waiting(self, worker: int) -> str:
-        """Say why it has no slots now; empty if it has."""
+        """Return why a worker has no slots now; empty if it has."""
 
     def exit_of(self, worker: int) -> WorkerExit | None:
-        """Return how it has ended; None while it lives, or while that cannot be found out."""
+        """Return how a worker has ended; None while it lives, or while that cannot be found out."""
 
     def kill(self, worker: int) -> None:
-        """End it at once."""
+        """End a worker at once."""
 
     def describe(self) -> str:
-        """Say where workers run, for a person."""
+        """Return where workers run, for a person."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -132,7 +129,7 @@ class WorkerBackend:
                 flags.metric,
                 None if spec.best is None else {"hparams": spec.best[0], "metrics": spec.best[1]},
             )
-            self._place.send(worker.number, self._book(worker, order))
+            self._place.send(worker.number, self._queue_of(worker, order))
             worker.next_order += 1
             worker.orders[number] = order
             worker.since_s = time.time()
@@ -148,14 +145,14 @@ class WorkerBackend:
             if not worker.orders:
                 continue
             self._note_slots(worker)
-            # Asked before the answers, so that none that came in between is lost.
+            # Read before the results, so that no result that arrives in between is lost.
             gone = self._place.exit_of(worker.number)
             for answer in self._place.results(worker.number):
                 order = worker.orders.pop(answer.number, None)
                 if order is not None:
                     ended.append(Ended(order.trial_id, answer.outcome, answer.seconds))
             if gone is not None:
-                ended += self._take_leave(worker, gone)
+                ended += self._requeue_lost_worker(worker, gone)
         return ended
 
     def running_s(self, trial_id: int) -> float:
@@ -172,18 +169,18 @@ class WorkerBackend:
     def publish(self, report: Mapping[str, Any]) -> bool:
         self._report = report
         worker = min(self._workers, default=None)
-        return worker is None or self._place.publish(worker, self._book(self._workers[worker]))
+        return worker is None or self._place.publish(worker, self._queue_of(self._workers[worker]))
 
     def finish(self, results: Mapping[str, str]) -> None:
         """End the workers; the first one keeps the search's files."""
-        # A search that goes on and finds itself finished may have a worker that waits.
+        # A resumed search that is already finished may have a worker that waits.
         self._look()
         for worker in list(self._workers.values()):
             if why := self._place.why_waiting(worker.number):
                 logger.warning("worker %d is ended, for it has no slots (%s)", worker.number, why)
                 self._forget(worker, is_alive=True)
                 continue
-            # What it is measuring, it gives up.
+            # The worker abandons a measurement in progress.
             worker.orders.clear()
             self._place.send(worker.number, TaskQueue(results=results))
             results = {}
@@ -201,7 +198,7 @@ class WorkerBackend:
 
     # ---- machinery -------------------------------------------------------------------------------
 
-    def _take_leave(self, worker: _Worker, gone: WorkerExit) -> list[Ended]:
+    def _requeue_lost_worker(self, worker: _Worker, gone: WorkerExit) -> list[Ended]:
         """Requeue a lost worker's trial, once: the configuration may be innocent."""
         del self._workers[worker.number]
         ended = []
@@ -220,7 +217,7 @@ class WorkerBackend:
             fresh.orders = {order.number: order for order in again}
             fresh.next_order = 1 + max(fresh.orders)
             fresh.since_s = time.time()
-            self._place.send(fresh.number, self._book(fresh))
+            self._place.send(fresh.number, self._queue_of(fresh))
         return ended
 
     def _note_slots(self, worker: _Worker) -> None:
@@ -245,7 +242,7 @@ class WorkerBackend:
         if is_alive:
             self._place.kill(worker.number)
 
-    def _book(self, worker: _Worker, *more: Task) -> TaskQueue:
+    def _queue_of(self, worker: _Worker, *more: Task) -> TaskQueue:
         orders = (*(worker.orders[number] for number in sorted(worker.orders)), *more)
         return TaskQueue(orders, report=self._report if worker.number == min(self._workers) else None)
 
@@ -258,8 +255,8 @@ class WorkerBackend:
             handle = self._place.find_running(number)
             if handle is not None:
                 worker = self._workers[number] = _Worker(number, handle)
-                book = self._place.task_queue(number)
-                worker.orders = {order.number: order for order in book.orders}
+                queue = self._place.task_queue(number)
+                worker.orders = {order.number: order for order in queue.orders}
                 answered = [answer.number for answer in self._place.results(number)]
                 worker.next_order = 1 + max([0, *worker.orders, *answered])
                 worker.since_s = time.time()
@@ -276,7 +273,7 @@ class WorkerBackend:
 
     def _free_worker(self) -> _Worker:
         for worker in list(self._workers.values()):
-            # Of a worker that was found again the last order may be answered and on record already.
+            # The last task of a worker that was found again may have a recorded result already.
             answered = {answer.number for answer in self._place.results(worker.number)}
             if worker.orders.keys() <= answered:
                 if self._place.exit_of(worker.number) is None:
@@ -292,7 +289,7 @@ def _failure_of(gone: WorkerExit) -> Failure:
         return Failure(FailureKind.CANCELED, "its worker was ended from outside")
     failure = failure_from_log(gone.lines, exit_code=gone.exit_code)
     if failure.kind is FailureKind.USER_ERROR:
-        # Ranks answer for what the training code does; this is about the worker itself.
+        # Ranks report failures of the training code; this failure is of the worker itself.
         message = f"its worker has ended twice ({gone.reason}): {failure.message}"
         return Failure(FailureKind.COMMUNICATION, message)
     return failure

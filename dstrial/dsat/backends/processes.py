@@ -49,7 +49,7 @@ class LauncherProcess:
         """Ask the launcher to end its ranks, and kill it if it does not."""
         if self.exit_code is not None:
             return
-        # A launcher takes two requests as the wish to kill the ranks at once.
+        # On a second request a launcher kills its ranks at once.
         for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -71,7 +71,7 @@ def launch(
     """Start a launcher with its output and process id in a directory that exists."""
     room = directory / ".room"
     try:
-        # Of a launcher that cannot write its process id nothing would be heard again.
+        # A launcher that cannot write its process id would never be found again.
         room.write_bytes(b"\0" * _ROOM_BYTES)
     finally:
         room.unlink(missing_ok=True)

@@ -45,9 +45,9 @@ _MASTERS_PREFIX = re.compile(r"^\[\d{4}-[^\]]*\] \S+ (\[rank=\d+\] )?\|\| ")
 _FAILED_FIRST = re.compile(r"rank \d+ failed first \(")
 _NO_ROOM = re.compile(r"No space left on device|[Dd]isk quota exceeded|\[Errno (28|122)\]")
 _DEEPSPEED_FRAME = re.compile(r'File "[^"]*/deepspeed/[^"]*"')
-# How dstrial.launch.tracebacks names the innermost frame that it counts only.
+# How dstrial.launch.tracebacks names an innermost frame that it elides.
 _RAISED_IN_DEEPSPEED = re.compile(r"^  \[.*; raised in deepspeed/[^\]]*\]$", re.MULTILINE)
-# Retells what stands above it, on a line of its own.
+# Repeats the line above it.
 _MASTERS_VERDICT = re.compile(r"ERROR: Trial \d+ \(Experiment \d+\) crashed: ")
 
 
@@ -153,7 +153,7 @@ def classify(text: str, *, phase: str = "") -> Failure:
     )
     tried = _TRIED.search(text)
     requested = int(float(tried[1]) * _UNITS[tried[2].lower()]) if tried else _plain_bytes(text)
-    # The message decides before the frames above it, which may name anything.
+    # The message has priority over the frames above it, which may name anything.
     for where in (message, text):
         if _HOST_OOM.search(where) and not _DEVICE_OOM.search(where):
             return Failure(FailureKind.HOST_OOM, message, phase, requested)

@@ -128,7 +128,7 @@ class Driver:
 
     def _search(self, handles: dict[int, dict[str, Any]]) -> Finish | signal.Signals:
         budget_s = self._settings.flags.budget
-        # What earlier processes of this search have spent, as far as it is on record.
+        # Time that earlier processes of this search have spent, as far as it is on record.
         spent_s = (
             sum(trial.seconds or 0.0 for trial in self.trials.values()) / self._settings.options.num_parallel
         )

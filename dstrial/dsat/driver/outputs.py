@@ -26,7 +26,7 @@ from dstrial.file_writes import replace_file
 from dstrial.local.json_files import write_json_atomically
 
 _PERIOD_S = 2.0
-# Making a report of many trials takes time that the search has a better use for.
+# Making a report of many trials takes time that the search needs.
 _LEAST_PAUSES = 20.0
 
 
@@ -48,7 +48,7 @@ class SearchFiles:
             if best is not None:
                 config = full_config(self._settings, best.candidate)
                 text = yaml_text(config)
-                # It is to be run as it is, so that its secrets are in it.
+                # It is runnable as it is, so it contains the secrets.
                 is_private = bool(secrets_in(config, SecretNames()))
                 replace_file(self._record.best_experiment_path, text, is_private=is_private)
         except OSError as error:

@@ -75,7 +75,7 @@ class ConfigSearch(Protocol):
         """Begin; called once."""
 
     def on_result(self, trial_id: int, outcome: Outcome) -> list[Action]:
-        """Take how a measurement ended."""
+        """Process the outcome of a measurement."""
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state as JSON for people and tools; a resume replays results instead."""

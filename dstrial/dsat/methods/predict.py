@@ -189,7 +189,7 @@ class PredictSearch:
         best = smoothed_incumbent(self.observations, self.predictor)
         time = self.predictor.fantasize(is_open)
         self._tried = {
-            self._sameness(observation.candidate)
+            self._dedup_key(observation.candidate)
             for observation in self.observations.values()
             if self._is_tried(observation)
         }
@@ -228,12 +228,12 @@ class PredictSearch:
             )
 
         if best is None:
-            # Nothing ran so far: what most probably fits, and of those what is fastest.
+            # Nothing has run yet: choose by the probability to fit, then by speed.
             fitting = [(one.prediction, -one.prediction.cost) for one in found(_FITS, 0.0)] or [
                 (one.prediction, one.prediction.probability_to_fit) for one in found(0.0, 0.0)
             ]
             return sorted(fitting, key=lambda pair: -pair[1])
-        # Predictions that were often disappointed are believed less.
+        # Predictions that often disappointed are discounted.
         believed = max(
             0.0, 1 - trials_since_improvement(self._order, self.observations, self.predictor) / _PATIENCE
         )
@@ -258,7 +258,7 @@ class PredictSearch:
             candidate not in self._skipped
             and structure not in self._barred
             and self.groups.group(structure) not in self._barred_groups
-            and self._sameness(candidate) not in self._tried
+            and self._dedup_key(candidate) not in self._tried
             and not self._is_too_large_for_host(candidate)
         )
 
@@ -278,9 +278,9 @@ class PredictSearch:
             return None
         return self._measure(smallest, "your structure with the smallest micro batch")
 
-    def _sameness(self, candidate: Candidate) -> tuple[Any, ...]:
+    def _dedup_key(self, candidate: Candidate) -> tuple[Any, ...]:
         structure = structure_of(candidate)
-        return self.groups.setup(structure), self.groups.unset(structure), candidate.batch
+        return self.groups.setup(structure), self.groups.settings_beside_setup(structure), candidate.batch
 
     @staticmethod
     def _is_tried(observation: Observation) -> bool:

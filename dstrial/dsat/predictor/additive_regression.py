@@ -100,7 +100,7 @@ class AdditiveRegression:
             self._fit(firm)
         doubtful = [one for one in seen if one.is_least]
         if doubtful:
-            # What was more than expected is news; it is taken to have been more by one spread of the expectation.
+            # A lower bound above the prediction is news; the value is assumed to exceed the bound by half a spread.
             medians, log_stds = self.predict([one.row for one in doubtful])
             told = [
                 dataclasses.replace(one, value=one.value * math.exp(0.5 * log_std), is_least=False)
@@ -143,7 +143,7 @@ class AdditiveRegression:
             off = measured - predicted + shares @ (factors - self._prior)
             weights = np.linalg.solve(total, off)
             if self._is_robust and number >= _ROUNDS_BEFORE_DOUBT:
-                # What is left unexplained of each is its variance times its weight.
+                # The unexplained rest of each sample is its variance times its weight.
                 left = np.abs(weights) * doubled / (_FAR * np.sqrt(noise))
                 doubled = noise * np.maximum(left, 1.0) ** 2
             step = self._prior + self._variances * (shares.T @ weights) - factors

@@ -32,7 +32,7 @@ class ConfigGroups:
         self._effective: dict[Structure, dict[str, Any]] = {}
         self._own_effective = check_deepspeed(space.base, space.sizes, auto="warning").effective
         self._setups: dict[Structure, ZeroFeatures] = {}
-        self._frames: dict[Structure, Structure] = {}
+        self._without_sizes: dict[Structure, Structure] = {}
         self._legal: dict[Structure, bool] = {}
         self._changed: dict[Structure, tuple[tuple[str, Any], ...]] = {}
         self._groups: dict[Structure, tuple[Any, ...]] = {}
@@ -105,8 +105,8 @@ class ConfigGroups:
     def setup(self, structure: Structure) -> ZeroFeatures:
         """Return the features of a structure that decide where time and memory go."""
         if structure not in self._setups:
-            # Sizes change nothing else in a config, so that it need not be read anew for each of them.
-            frame = self.frame(structure)
+            # Sizes change nothing else in a config, so it is not checked again for each of them.
+            frame = self.without_sizes(structure)
             effective = dict(self.effective(frame))
             sizes = {_SIZES[path]: value for path, value in structure.settings if path in _SIZES}
             effective[ZERO] = {**(effective.get(ZERO) or {}), **sizes}
@@ -115,16 +115,16 @@ class ConfigGroups:
             )
         return self._setups[structure]
 
-    def frame(self, structure: Structure) -> Structure:
+    def without_sizes(self, structure: Structure) -> Structure:
         """Return a structure without its sizes; it is legal if the structure is."""
-        if structure not in self._frames:
+        if structure not in self._without_sizes:
             kept = tuple((path, value) for path, value in structure.settings if path not in _SIZES)
-            self._frames[structure] = Structure(structure.stage, kept)
-        return self._frames[structure]
+            self._without_sizes[structure] = Structure(structure.stage, kept)
+        return self._without_sizes[structure]
 
     def is_legal(self, structure: Structure) -> bool:
         """Say whether DeepSpeed takes a structure and all of its settings have effect."""
-        frame = self.frame(structure)
+        frame = self.without_sizes(structure)
         if frame not in self._legal:
             self._legal[frame] = self.space.illegal_reason(self.space.candidate(frame, 0)) is None
         return self._legal[frame]
@@ -132,23 +132,23 @@ class ConfigGroups:
     def group(self, structure: Structure) -> tuple[Any, ...]:
         """Return what changes most: stage, what is on the host, keys of ``--space``."""
         if structure not in self._groups:
-            self._groups[structure] = (*self.setup(structure).group, self.extras(structure))
+            self._groups[structure] = (*self.setup(structure).group, self.unknown_settings(structure))
         return self._groups[structure]
 
-    def extras(self, structure: Structure) -> tuple[tuple[str, Any], ...]:
+    def unknown_settings(self, structure: Structure) -> tuple[tuple[str, Any], ...]:
         """Return the settings of a structure about which no rule is known."""
         return tuple((path, value) for path, value in structure.settings if path not in _KNOWN)
 
-    def unset(self, structure: Structure) -> tuple[tuple[str, Any], ...]:
+    def settings_beside_setup(self, structure: Structure) -> tuple[tuple[str, Any], ...]:
         """Return the settings of a structure that are no part of its ``setup``."""
         return tuple((path, value) for path, value in self.changed(structure) if path in _NOT_IN_SETUP) + (
-            self.extras(structure)
+            self.unknown_settings(structure)
         )
 
     def moves(self, structure: Structure, num_params: float | None) -> list[Structure]:
         """Return the structures of the group that differ in one knob, legal or not."""
         found, own = [], dict(structure.settings)
-        zero = self.effective(self.frame(structure))
+        zero = self.effective(self.without_sizes(structure))
         for knob in self.space.knobs(structure.stage):
             if knob.path in _OFFLOADS or knob.path == _RATIO or knob.path not in _KNOWN:
                 continue
@@ -195,7 +195,7 @@ class ConfigGroups:
                 found.setdefault(key, (structure, is_accumulating))
         return found
 
-    def ran(self, structure: Structure, *, is_accumulating: bool) -> Structure:
+    def dry_run_representative(self, structure: Structure, *, is_accumulating: bool) -> Structure:
         """Return the structure whose dry run speaks for another, or itself without one."""
         if self._ran is None:
             self._ran = {key: one for key, (one, _) in self.representatives().items()}
@@ -214,7 +214,7 @@ def positions(space: Space, largest: int | None = None) -> Sequence[int]:
     if not ladder.is_free:
         return range(ladder.last + 1)
     last = ladder.last if largest is None else ladder.position(largest)
-    # All small ones, and steps of a sixteenth to an eighth above: where communication takes most of the time, that counts.
+    # All small sizes, then steps of a sixteenth to an eighth, which matter where communication dominates.
     sizes = {last + 1, *range(1, min(_ALL_UP_TO, last + 1) + 1)}
     size = _ALL_UP_TO
     while size <= last + 1:

@@ -122,7 +122,7 @@ class Features:
         run = self._inputs.runs.get(groups.run_key(structure, is_accumulating=is_accumulating))
         is_formula = run is None
         if run is not None:
-            ran = groups.setup(groups.ran(structure, is_accumulating=is_accumulating))
+            ran = groups.setup(groups.dry_run_representative(structure, is_accumulating=is_accumulating))
         elif self.info is not None:
             run = self._formula(self.info, setup, is_accumulating=is_accumulating)
         return _View(
@@ -131,7 +131,7 @@ class Features:
             ran,
             groups.group(structure),
             groups.changed(structure),
-            groups.extras(structure),
+            groups.unknown_settings(structure),
             is_formula=is_formula,
         )
 

@@ -160,7 +160,7 @@ class MemoryLearner:
         whole, log_std, phase = max(found, key=lambda one: one[0] * math.exp(2 * one[1]))
         failed, capacity = self._failed.get(point.group, (math.inf, 0.0))
         if point.peaks[0].total_bytes >= max(_NEAR * failed, self._ran.get(point.group, 0.0)):
-            # About as much of the same group has run out of memory, and no more has run.
+            # A configuration of this group with about this much memory ran out, and no larger one has run.
             whole = max(whole, 1.01 * capacity)
         return MemoryPrediction(
             median_bytes=whole,

@@ -86,7 +86,7 @@ def make_plan(space: Space, inputs: PredictInputs) -> HardwarePlan:
             if found is not None and found.fits:
                 near.append(found)
     near.sort(key=lambda row: -row.throughput)
-    # What differs in nothing that is predicted is no other proposal.
+    # Configurations with equal predictions are one proposal.
     chosen: dict[float, PlanRow] = {}
     for row in [*near[:1], *near]:
         chosen.setdefault(round(row.throughput, 6), row)

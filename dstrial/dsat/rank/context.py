@@ -90,7 +90,7 @@ class _PartByPart:
     def begin(self) -> None:
         """Let later blocks of this core context find this one."""
         setattr(self.core_context, _PARTS_ATTRIBUTE, self)
-        # Determined 0.23's contexts end without it; there a loop has to make enough steps to be measured.
+        # Contexts of Determined 0.23 have no close(); there a loop has to make enough steps to be measured.
         close = getattr(self.core_context, "close", None)
         if close is None:
             return
@@ -188,10 +188,10 @@ def _finish(timer: StepTimer, core_context: Any, op: Any, steps_completed: int |
     measured = with_machine(timer.result(), hyperparameters_of_trial().get(SETTINGS_KEY), timer.dtype)
     steps = steps_completed if steps_completed is not None else int(measured.metrics["num_steps"])
     report(measured, core_context, steps)
-    # A loop that ends by itself has completed its operation, which no operation allows twice.
+    # A loop that ends by itself has completed its operation, which must not be completed twice.
     if op is not None and _rank() == 0 and not getattr(op, "_completed", False):
         op.report_completed(measured.metrics["throughput"])
-    # The process ends from here: with a group that is left to the interpreter's end, gloo's threads may abort it there.
+    # The process exits from here: gloo's threads may abort a group that is left to the interpreter's exit.
     process_group.keep()
 
 

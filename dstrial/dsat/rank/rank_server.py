@@ -2,8 +2,8 @@
 
 ``python -m dstrial.dsat.rank.rank_server``.
 
-Its guardian writes orders to its standard input, one JSON object per line, and reads answers from a pipe. The process
-group lives as long as the rank; a trial is built, measured and taken out again for every order. Not meant to be typed.
+Its supervisor writes tasks to its standard input, one JSON object per line, and reads results from a pipe. The process
+group lives as long as the rank; a trial is built, measured and torn down again for every task. Not meant to be typed.
 """
 
 from __future__ import annotations

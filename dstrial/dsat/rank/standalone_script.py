@@ -75,7 +75,7 @@ def trial_here(known: KnownExperiment, identity: RankIdentity) -> Iterator[None]
             preempt_mode: core.PreemptMode = core.PreemptMode.WorkersAskChief,
             **_elsewhere: object,
         ) -> core.Context:
-            # A request to stop is for who can ask for it; a script without a core context just ends.
+            # Only a core context can return stop requests; a script without one just ends.
             signals = stack.enter_context(StopSignals())
             channel = distributed or core.DummyDistributedContext()
             made = _new_run(known) if channel.rank == 0 else None

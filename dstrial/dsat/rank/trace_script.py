@@ -248,7 +248,7 @@ def _off_cluster(size: int, hparams: Mapping[str, Any], exp_conf: Mapping[str, A
         stack.enter_context(mock.patch.object(det._info, "_info", info))
         stack.enter_context(mock.patch.object(core, "init", answer))
         stack.enter_context(mock.patch.object(runtime, "ControlChannel", alone))
-        # Under ``dstrial run`` it would be opened, and written into.
+        # Under ``dstrial run`` the run directory would be opened and written into.
         stack.enter_context(mock.patch.dict(os.environ))
         os.environ.pop(RUN_DIR_VARIABLE, None)
         for name in ("from_deepspeed", "from_torch_distributed", "from_horovod"):

@@ -176,9 +176,9 @@ class _StandIn:
             "train_micro_batch_size_per_gpu": lambda: micro_batch_size,
             "gradient_accumulation_steps": lambda: 1,
             "train_batch_size": lambda: micro_batch_size,
-            # What is compiled computes the same; the dry run sees it before anything is fused.
+            # Compiling does not change the computation; the dry run sees it before fusion.
             "compile": lambda *_, **__: None,
-            # What trials ask in their constructor; by the config that they gave, whichever is described.
+            # Trials call these in their constructor; the answers are those of the config that they passed.
             "fp16_enabled": lambda: bool((config.get("fp16") or {}).get("enabled")),
             "bfloat16_enabled": lambda: bool((config.get("bf16") or {}).get("enabled")),
             "zero_optimization": lambda: stage > 0,

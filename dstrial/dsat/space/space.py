@@ -231,7 +231,7 @@ class Space:
         batch = self.batch_size_grid.split(position)
         num_stages = self._num_stages(structure.settings)
         if num_stages != self.sizes.pp and not self.sizes_problem(structure.settings):
-            # Other numbers of stages have other numbers of replicas, between which the same batch is divided.
+            # Another number of stages has another number of replicas, which divide the same batch.
             batch = divided_anew(batch, self.sizes, num_stages, is_free=self.batch_size_grid.is_free)
         return Candidate(structure.stage, structure.settings, batch)
 

@@ -2,7 +2,7 @@
 
 It is one ordinary experiment. Without torch.
 
-A *guardian* per slot is started by ``dstrial.launch`` and lives as long as the worker. It keeps one *rank*, the process
-that trains (``dstrial.dsat.rank.rank_server``), and starts another one whenever that has to go. The guardian of rank 0 is
-the *chief* too: it reads orders, tells all guardians, and gives the answers.
+A *supervisor* per slot is started by ``dstrial.launch`` and lives as long as the worker. It keeps one *rank*, the process
+that trains (``dstrial.dsat.rank.rank_server``), and replaces it when necessary. The supervisor of rank 0 is
+the *chief* too: it reads tasks, distributes them, and reports the results.
 """

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     server = listen(identity)
     own = threading.Thread(
-        target=lambda: supervise(connect(identity), words), name="dsat-guardian", daemon=True
+        target=lambda: supervise(connect(identity), words), name="dsat-supervisor", daemon=True
     )
     own.start()
     ranks = RankPool(accept_supervisors(server, identity), identity.master_addr)
@@ -67,7 +67,7 @@ def _transport(directory: Path | None) -> Iterator[Transport]:
 
     info = det.get_cluster_info()
     assert info is not None, "a worker without --mailbox runs on a cluster"
-    # Of all guardians only this one talks to the master.
+    # Of all supervisors only this one talks to the master.
     with core.init(distributed=core.DummyDistributedContext()) as context:
         yield ExperimentTransport(
             context, info.trial.experiment_id, info.trial.trial_id, info.trial._trial_run_id

@@ -19,7 +19,7 @@ logger = logging.getLogger("dstrial.dsat")
 IDLE_S = 900.0
 """A worker to which nobody has given an order for so long ends; a search that goes on later starts another one."""
 
-# Of an order that is measured again for comparison; no order has it.
+# Number of a task that is measured again for comparison; no other task has it.
 _AGAIN = 0
 
 
@@ -29,14 +29,14 @@ def run_worker(transport: Transport, ranks: RankPool, *, idle_s: float = IDLE_S)
     incumbent = Incumbent()
     busy_at_s = time.monotonic()
     while True:
-        book = transport.task_queue()
-        if book.results is not None:
-            if book.results:
-                transport.keep(book.results)
+        queue = transport.task_queue()
+        if queue.results is not None:
+            if queue.results:
+                transport.keep(queue.results)
             return "the search is over"
         if transport.should_stop():
             return "its slots are wanted back"
-        order = next((one for one in book.orders if one.number not in answered), None)
+        order = next((one for one in queue.orders if one.number not in answered), None)
         if order is not None:
             answer = _measured(order, ranks, incumbent, lambda: _is_given_up(transport))
             if answer is not None:

@@ -13,7 +13,7 @@ from dstrial.dsat.worker.supervisor import signal_name
 from dstrial.errors import RankError
 from dstrial.ranks.sockets import free_port
 
-# How long ranks that have lost a peer may take to say so themselves, before they are ended.
+# Grace period in which ranks that lost a peer may report it, before they are killed.
 _GRACE_S = 5.0
 _KILL_S = 60.0
 _ASK_PERIOD_S = 1.0
@@ -110,7 +110,7 @@ class RankPool:
             messages = line.receive()
             if messages is None:
                 raise RankError(
-                    f"the guardian of rank {rank} has gone; expected it to live as long as its worker. Look at its output."
+                    f"the supervisor of rank {rank} has gone; expected it to live as long as its worker. Look at its output."
                 )
             received += [(rank, message) for message in messages]
         return received
@@ -148,8 +148,8 @@ def _outcome(said: Mapping[int, dict[str, Any]]) -> Outcome:
     failures: list[Failure] = []
     for rank, message in sorted(said.items()):
         if message["said"] == "died":
-            # Before those that only tell of having lost it.
-            failures.insert(0, _of_dead(rank, int(message["status"])))
+            # Before the failures that only report the loss of this rank.
+            failures.insert(0, _failure_from_exit(rank, int(message["status"])))
             continue
         outcome = outcome_from_json(message["outcome"])
         if isinstance(outcome, Failure):
@@ -161,7 +161,7 @@ def _outcome(said: Mapping[int, dict[str, Any]]) -> Outcome:
     return Failure(FailureKind.TIMEOUT, "no rank answered")
 
 
-def _of_dead(rank: int, status: int) -> Failure:
+def _failure_from_exit(rank: int, status: int) -> Failure:
     name = signal_name(status)
     if name == "SIGKILL":
         message = f"rank {rank} was killed by SIGKILL, as the kernel does when memory runs out"

@@ -1,4 +1,4 @@
-"""Lines of JSON between the chief and each guardian, until a side has gone.
+"""Lines of JSON between the chief and each supervisor, until a side has gone.
 
 On one machine both ends ask the kernel whose process the other one is. Every line carries a tag of the job's secret, for its
 place in its direction of its connection, so that no other machine can say or repeat anything.
@@ -37,7 +37,7 @@ class Connection:
     def __init__(self, connection: socket.socket, key: bytes, *, is_chief: bool) -> None:
         self.socket = connection
         self._key = key
-        self._directions = (b"to guardian", b"to chief") if is_chief else (b"to chief", b"to guardian")
+        self._directions = (b"to supervisor", b"to chief") if is_chief else (b"to chief", b"to supervisor")
         self._num_sent = self._num_received = 0
         self._unread = b""
 
@@ -69,7 +69,7 @@ class Connection:
         self._num_received += 1
         if not is_same_tag(given, expected):
             raise RankError(
-                "a line between the chief and a guardian does not carry this job's tag; expected one that the other end has "
+                "a line between the chief and a supervisor does not carry this job's tag; expected one that the other end has "
                 f"written, so nothing of it was read. Give all slots the same {SECRET_VARIABLE}."
             )
         message: dict[str, Any] = json.loads(text)
@@ -101,7 +101,7 @@ def listen(identity: RankIdentity) -> socket.socket:
             raise
     except OSError as error:
         raise RankError(
-            f"the guardians' address {address!r} cannot be served ({error}); expected it to be free. End what uses it."
+            f"the supervisors' address {address!r} cannot be served ({error}); expected it to be free. End what uses it."
         ) from error
     server.listen(identity.world_size)
     return server
@@ -119,7 +119,7 @@ def accept_supervisors(server: socket.socket, identity: RankIdentity) -> dict[in
             except TimeoutError:
                 missing = sorted(set(range(identity.world_size)) - set(lines))
                 raise RankError(
-                    f"the guardians of ranks {missing} have not come within {_MEET_S:.0f} s; expected one per slot. "
+                    f"the supervisors of ranks {missing} have not come within {_MEET_S:.0f} s; expected one per slot. "
                     "Look at what their containers printed."
                 ) from None
             greeted = _greeted_supervisor(connection)
@@ -147,7 +147,7 @@ def connect(identity: RankIdentity) -> Connection:
         connection.close()
         if time.monotonic() > give_up_at_s:
             raise RankError(
-                f"the guardian of rank 0 does not answer at {address!r} ({problem}); expected it to. Look at its output."
+                f"the supervisor of rank 0 does not answer at {address!r} ({problem}); expected it to. Look at its output."
             )
         time.sleep(0.1)
 
@@ -174,7 +174,7 @@ def _greeted_chief(connection: socket.socket, rank: int) -> Connection | None:
     """Answer a connected chief, unless its socket is of another account."""
     if not _is_own_account(connection):
         return None
-    # A chief may be busy with greeting others first.
+    # The chief may be busy greeting others first.
     connection.settimeout(_MEET_S)
     nonce = _first_line(connection).decode(errors="replace")
     if not nonce:
@@ -237,12 +237,12 @@ def _address(identity: RankIdentity) -> tuple[socket.AddressFamily, Any]:
     """
     digest = zlib.crc32(job_name().encode())
     if identity.num_nodes == 1:
-        # Nobody else knows the name, or can take it before the chief does.
+        # Nobody else knows the name, or can bind it before the chief does.
         return socket.AF_UNIX, f"\0dstrial-dsat-{os.getuid()}-{_key().hex()[:16]}"
     if key_from_environ(os.environ) is None:
-        # What else the slots have in common, whoever can reach them can know or guess.
+        # Everything else that the slots share can be known or guessed by whoever can reach them.
         raise RankError(
             f"{SECRET_VARIABLE} is not set; expected a secret that all machines of a worker know, without which whoever can "
-            "reach them could pass for a guardian. Set it to the same long random text on all of them."
+            "reach them could pass for a supervisor. Set it to the same long random text on all of them."
         )
     return socket.AF_INET, (identity.master_addr, _FIRST_PORT + digest % _NUM_PORTS)

@@ -46,24 +46,24 @@ def outage_errors() -> tuple[type[Exception], ...]:
 
 
 class Transport(Protocol):
-    """A worker's side."""
+    """The worker's side of the connection to its driver."""
 
     poll_s: float
 
     def task_queue(self) -> TaskQueue:
-        """Return what was last heard of the driver; an empty book if it has said nothing."""
+        """Return the queue that the driver sent last; an empty one before the first."""
 
     def answered_tasks(self) -> set[int]:
-        """Return the orders that an earlier process of this worker has answered."""
+        """Return the tasks that an earlier process of this worker has completed."""
 
     def report(self, answer: TaskResult) -> None:
-        """Leave an answer; it is kept when this returns."""
+        """Report a result; it is durable when this returns."""
 
     def keep(self, results: Mapping[str, str]) -> None:
-        """Keep the search's files with the worker."""
+        """Keep the search's files in a checkpoint of the worker."""
 
     def should_stop(self) -> bool:
-        """Say whether the worker's slots are wanted back."""
+        """Return whether the worker is preempted."""
 
 
 class FileTransport:
@@ -121,7 +121,7 @@ class ExperimentTransport:
             self._experiment.reload()
         except outage_errors() as error:
             logger.warning("the master does not say what to measure (%s); trying again", error)
-        return book_from_notes(self._experiment.notes or "")
+        return queue_from_notes(self._experiment.notes or "")
 
     def answered_tasks(self) -> set[int]:
         """Read the trial's metrics, as the master may have replaced its slots meanwhile."""
@@ -151,7 +151,7 @@ class ExperimentTransport:
 
         def report() -> None:
             nonlocal is_repeated
-            # The master may have taken it and died before it could say so; a row cannot be reported twice.
+            # The master may have stored the row and died before it answered; a row cannot be reported twice.
             if not (is_repeated and answer.number in self._rows()):
                 is_repeated = True
                 bindings.post_ReportTrialMetrics(self._session, body=body, metrics_trialId=self._trial_id)
@@ -185,7 +185,7 @@ class ExperimentTransport:
                 time.sleep(_RETRY_S)
 
 
-def answer_from_row(row: Mapping[str, Any]) -> TaskResult:
+def result_from_row(row: Mapping[str, Any]) -> TaskResult:
     """Return the result that :meth:`ExperimentTransport.report` has reported."""
     fields = json.loads(row["answer"])
     if "failure" not in fields:
@@ -195,9 +195,9 @@ def answer_from_row(row: Mapping[str, Any]) -> TaskResult:
     return TaskResult.from_json(fields)
 
 
-def notes_of(book: TaskQueue) -> str:
+def notes_of(queue: TaskQueue) -> str:
     """Return a queue as notes of an experiment."""
-    return _NOTES_BEGIN + json.dumps(book.to_json())
+    return _NOTES_BEGIN + json.dumps(queue.to_json())
 
 
 def are_orders(notes: str) -> bool:
@@ -205,7 +205,7 @@ def are_orders(notes: str) -> bool:
     return notes.startswith(_NOTES_BEGIN)
 
 
-def book_from_notes(notes: str) -> TaskQueue:
+def queue_from_notes(notes: str) -> TaskQueue:
     """Return the queue of :func:`notes_of`; an empty one for other notes."""
     if not notes.startswith(_NOTES_BEGIN):
         return TaskQueue()

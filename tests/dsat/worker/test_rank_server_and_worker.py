@@ -25,9 +25,9 @@ from dstrial.dsat.worker.messages import Task, TaskQueue, TaskResult
 from dstrial.dsat.worker.transport import (
     ANSWERS_NAME,
     ORDERS_NAME,
-    answer_from_row,
-    book_from_notes,
     notes_of,
+    queue_from_notes,
+    result_from_row,
 )
 from dstrial.errors import DstrialError
 from dstrial.local.json_files import read_json_lines, write_json_atomically
@@ -108,8 +108,8 @@ class RunningWorker:
                 stderr=subprocess.STDOUT,
             )
 
-    def tell(self, book: TaskQueue) -> None:
-        write_json_atomically(self.directory / ORDERS_NAME, book.to_json(), sync=False)
+    def tell(self, queue: TaskQueue) -> None:
+        write_json_atomically(self.directory / ORDERS_NAME, queue.to_json(), sync=False)
 
     def variables_of_ranks(self) -> list[set[bytes]]:
         """Return the names of the variables that /proc shows of each living rank."""
@@ -253,17 +253,17 @@ def _failure(answer: TaskResult) -> Failure:
 
 def test_orders_survive_as_notes_and_answers_as_a_row_of_metrics() -> None:
     order = Task(3, 7, {"a": {"b": [1, None]}}, 120.0, "throughput")
-    book = TaskQueue((order,), {"best_ds_config.json": "{}"})
-    assert book_from_notes(notes_of(book)) == book
-    assert book_from_notes("what I thought about this") == TaskQueue()
+    queue = TaskQueue((order,), {"best_ds_config.json": "{}"})
+    assert queue_from_notes(notes_of(queue)) == queue
+    assert queue_from_notes("what I thought about this") == TaskQueue()
     with pytest.raises(DstrialError, match="no orders"):
-        book_from_notes(notes_of(book)[:-5])
+        queue_from_notes(notes_of(queue)[:-5])
 
     for outcome in (Measured({"latency": 2.0}), Failure(FailureKind.DEVICE_OOM, "no room", "step", 5)):
         answer = TaskResult(3, outcome, 1.5, 2, "out of memory", {"build_s": 0.1})
         fields = answer.to_json()
         row = {**fields.pop("metrics", {}), "answer": json.dumps(fields)}
-        assert answer_from_row(row) == answer
+        assert result_from_row(row) == answer
 
 
 def test_a_machine_that_became_slower_takes_nothing_from_a_better_configuration() -> None:
