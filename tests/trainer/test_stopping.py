@@ -1,30 +1,20 @@
-"""A request to stop ends all ranks after the same batch, with a checkpoint; resuming goes on exactly."""
+"""SIGTERM ends all ranks after the same batch, with a checkpoint; a resume is exact."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 import yaml
 from small_runs import DEFINITIONS, Run, deepspeed_config, experiment, train
+from waiting import wait_for
 
 from dstrial.local.run_directory import RunDirectory
 
 pytestmark = pytest.mark.ranks
-
-
-def wait_for(condition, process, deadline_s=120):
-    end_s = time.monotonic() + deadline_s
-    while time.monotonic() < end_s:
-        if condition():
-            return
-        assert process.poll() is None, f"ended early with {process.returncode}"
-        time.sleep(0.05)
-    raise AssertionError("the run did not get there in time")
 
 
 @pytest.mark.exhaustive(
@@ -49,7 +39,7 @@ def test_sigterm_stops_all_ranks_after_the_same_batch_and_the_run_goes_on_exactl
     with subprocess.Popen(
         command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
-        wait_for(lambda: directory.metrics_path.exists() and directory.metrics_path.read_text(), process)
+        wait_for(lambda: directory.metrics_path.exists() and directory.metrics_path.read_text())
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=120)
     stopped = Run(directory, output, process.returncode)
@@ -64,12 +54,3 @@ def test_sigterm_stops_all_ranks_after_the_same_batch_and_the_run_goes_on_exactl
     whole = train(tmp_path / "whole", "DataParallelTrial", config, ranks=2)
     assert resumed.reports("training") == whole.reports("training")
     assert resumed.reports("validation") == whole.reports("validation")
-
-
-def test_a_stop_requested_by_user_code_on_one_rank_stops_all(tmp_path):
-    hyperparameters = {"deepspeed_config": deepspeed_config(0), "request_stop_at": "1:9"}
-    config = experiment(hyperparameters, batches=500, report=10, validate=1000, checkpoint=1000)
-    run = train(tmp_path, "DataParallelTrial", config, ranks=2)
-    assert run.returncode == 0, run.output
-    # Asked at the report of batch 10, heard of while batch 11 is trained.
-    assert run.checkpoints() == [11]
