@@ -33,13 +33,13 @@ def serve_for_ever():
 
 
 class StayingTrial(DataParallelTrial):
-    """Rank 1 does not end after training: a thread or an exit handler of its own holds it, or it stops itself."""
+    """Rank 1 does not end after training for a thread, rank 2 for an exit handler."""
 
     def __init__(self, context):
         super().__init__(context)
-        if context.distributed.get_rank() == 1:
-            if self.hparams["how"] == "thread":
-                threading.Thread(target=serve_for_ever, name="server").start()
-                threading.Thread(target=time.sleep, args=(600,), name="daemon", daemon=True).start()
-            else:
-                atexit.register(serve_for_ever)
+        rank = context.distributed.get_rank()
+        if rank == 1:
+            threading.Thread(target=serve_for_ever, name="server").start()
+            threading.Thread(target=time.sleep, args=(600,), name="daemon", daemon=True).start()
+        if rank == 2:
+            atexit.register(serve_for_ever)

@@ -1,11 +1,8 @@
-"""Trials whose ranks disagree, or which watch the loop, for the loop's tests on several ranks."""
-
-import json
-import pathlib
+"""Trials whose ranks disagree, or which wrap two engines."""
 
 import deepspeed
 import torch
-from small_trials import DataParallelTrial, Records
+from small_trials import ByHandTrial, DataParallelTrial, Records
 from torch.utils import data
 
 
@@ -65,36 +62,5 @@ class SecondEngineOfStage3(DataParallelTrial):
         return {"validation_loss": (targets**2).mean()}
 
 
-class Watched(DataParallelTrial):
-    """Writes down after which batch the loop talked to other ranks."""
-
-    def __init__(self, context):
-        super().__init__(context)
-        self.path = pathlib.Path(self.hparams["watch_log"] + f".{context.distributed.get_rank()}")
-        self.batch_idx = -1
-        self.is_training = False
-        for name in ("allgather", "begin_allgather", "gather", "broadcast"):
-            self.watch(name)
-
-    def watch(self, name):
-        original = getattr(self.context.distributed, name)
-
-        def watched(*args, **kwargs):
-            self.note(name)
-            return original(*args, **kwargs)
-
-        setattr(self.context.distributed, name, watched)
-
-    def note(self, what):
-        if self.is_training:
-            with self.path.open("a") as file:
-                file.write(json.dumps([self.batch_idx + 1, what]) + "\n")
-
-    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
-        self.is_training = True
-        self.batch_idx = batch_idx
-        features, targets = next(dataloader_iter)
-        loss = torch.nn.functional.mse_loss(self.model_engine(features), targets)
-        self.model_engine.backward(loss)
-        self.model_engine.step()
-        return {"loss": loss}
+class TwoEnginesByHand(SecondEngineOfStage3, ByHandTrial):
+    """Wraps two engines and trains all micro batches of a batch in one call."""

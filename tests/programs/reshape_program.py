@@ -29,6 +29,7 @@ LOSS_SCALE = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}
 
 def begin() -> None:
     keep_compiler_out()
+    torch.compiler.set_stance("force_eager")  # else Muon is compiled, in half a minute
     with without_compiled_collectives(is_cpu=True):
         deepspeed.init_distributed("gloo")
 

@@ -61,3 +61,7 @@ class SlowOnRank1(DataParallelTrial):
         if self.context.distributed.get_rank() == 1 and batch_idx % 3 == 0:
             time.sleep(0.05)
         return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+
+
+class Busy(Talking, ManyMetrics, SlowOnRank1):
+    """All three."""

@@ -1,5 +1,6 @@
 """Small real trials for the loop's tests: a network with dropout on generated records, and a pipeline of it."""
 
+import json
 import multiprocessing
 import os
 import pathlib
@@ -80,11 +81,31 @@ class Common(DeepSpeedTrial):
         self.context = context
         self.hparams = context.get_hparams()
         self.model_engine = context.wrap_model_engine(self.build_engine())
-        self.batches_seen = []
+        if "watch_log" in self.hparams:
+            self.watch_collectives()
         kill_in_save_if_asked(context.distributed.get_rank())
+
+    def watch_collectives(self):
+        """Write down each collective of the loop with the number of batches before it."""
+        distributed = self.context.distributed
+        self.watched_batch = 0
+        path = pathlib.Path(f"{self.hparams['watch_log']}.{distributed.get_rank()}")
+
+        def watch(name, original):
+            def watched(*args, **kwargs):
+                if self.watched_batch:
+                    with path.open("a") as file:
+                        file.write(json.dumps([self.watched_batch, name]) + "\n")
+                return original(*args, **kwargs)
+
+            setattr(distributed, name, watched)
+
+        for name in ("allgather", "begin_allgather", "gather", "broadcast"):
+            watch(name, getattr(distributed, name))
 
     def disturb(self, batch_idx):
         rank = self.context.distributed.get_rank()
+        self.watched_batch = batch_idx + 1
         kill_if_asked(rank, batch_idx)
         time.sleep(self.hparams.get("batch_sleep_s", 0.0))
         if self.hparams.get("request_stop_at") == f"{rank}:{batch_idx}":

@@ -55,22 +55,22 @@ def launch_hurried(words, **options):
     )
 
 
-@pytest.mark.parametrize(("how", "named"), [("thread", "thread 'server'"), ("handler", "an exit handler")])
-def test_rank_held_after_training_is_named_and_ended(tmp_path, how, named):
-    config = leaving(how, [])
+def test_rank_held_after_training_is_named_and_ended(tmp_path):
+    """Rank 1 is held by a thread, rank 2 by an exit handler, rank 0 by nothing."""
     run = train(
         tmp_path,
         "StayingTrial",
-        config,
-        2,
+        leaving("", []),
+        3,
         module="leaving_trials",
         run_program=launch_hurried,
         timeout_s=100,
     )
     assert run.returncode == 0, run.output
-    assert "warning: rank 1 has not ended 3 s after its program: " in run.output
-    assert f"{named} is in serve_for_ever (leaving_trials.py:" in run.output
-    assert f"stack of {named} of rank 1" in run.output
+    for rank, named in ((1, "thread 'server'"), (2, "an exit handler")):
+        assert f"warning: rank {rank} has not ended 3 s after its program: " in run.output
+        assert f"{named} is in serve_for_ever (leaving_trials.py:" in run.output
+        assert f"stack of {named} of rank {rank}" in run.output
     assert "'daemon'" not in run.output
     assert "rank 0 has not ended" not in run.output
     assert run.checkpoints() == [12]

@@ -134,22 +134,6 @@ def test_a_worker_that_answers_nothing_is_an_error_that_names_rank_and_batch(mon
         fit(trial)
 
 
-def test_loaders_on_some_ranks_only_are_refused(tmp_path):
-    config = experiment({"deepspeed_config": deepspeed_config(0)}, batches=2)
-    run = train(tmp_path, "NoValidationOnRank1", config, ranks=2, module="odd_trials")
-    assert run.returncode not in (0, 137)
-    assert "build_validation_data_loader returned None on rank 1 and a loader on rank 0" in run.output
-
-
-def test_a_second_engine_of_stage_3_is_in_step_during_validation(tmp_path):
-    hyperparameters = {"deepspeed_config": deepspeed_config(0), "num_validation_records": 9}
-    run = train(
-        tmp_path, "SecondEngineOfStage3", experiment(hyperparameters, batches=2), ranks=2, module="odd_trials"
-    )
-    assert run.returncode == 0, run.output
-    assert set(run.reports("validation")) == {2}
-
-
 @pytest.mark.parametrize("stage", [0, 3])
 def test_fewer_validation_records_than_replicas_count_once(tmp_path, stage):
     hyperparameters = {"deepspeed_config": deepspeed_config(stage), "num_validation_records": 9}

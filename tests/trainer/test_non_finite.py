@@ -168,31 +168,8 @@ def test_the_settings_are_checked_where_there_was_no_check():
         poisoned("OnlyReported", data={"non_finite": "never"})
 
 
-def test_all_ranks_fail_together(tmp_path):
-    given = experiment(
-        {"deepspeed_config": deepspeed_config(1), "nan_from": 4}, batches=40, report=3, checkpoint=2
-    )
-    done = train(tmp_path, "Poisoned", given, ranks=2, module="poisoned_trials")
-
-    assert done.returncode == 1, done.output
-    assert "since batch 5" in done.output
-    assert done.output.rstrip().splitlines()[-1].startswith("NonFiniteError: "), done.output
-    assert done.checkpoints()[-1] == 4
-
-
 def test_a_finite_loss_on_any_rank_is_enough(tmp_path):
     given = experiment({"deepspeed_config": deepspeed_config(1)}, batches=16, report=3)
     done = train(tmp_path, "OnlyReportedOnRank1", given, ranks=2, module="poisoned_trials")
 
     assert done.returncode == 0, done.output
-
-
-def test_a_pipeline_fails_by_what_its_last_stage_reports(tmp_path):
-    given = experiment(
-        {"deepspeed_config": deepspeed_config(0), "nan_from": 4}, batches=40, report=3, checkpoint=1
-    )
-    done = train(tmp_path, "PoisonedPipeline", given, ranks=2, module="poisoned_trials")
-
-    assert done.returncode == 1, done.output
-    assert "since batch 5" in done.output
-    assert done.checkpoints()[-1] == 4

@@ -1,5 +1,6 @@
 """Reports are written behind training: none is lost or doubled, whatever ends the run, and failures end all ranks."""
 
+import dataclasses
 import itertools
 import json
 import shutil
@@ -16,145 +17,101 @@ from dstrial import Batch
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
 
 
-def run_of(tmp_path, run=None, trial="DataParallelTrial", batches=20, env=None, **periods):
-    """Train on two ranks with the sink of ``slow_sinks``, and a report every second batch."""
-    hyperparameters = {"deepspeed_config": deepspeed_config(1), "num_records": 70}
-    hyperparameters.update(periods.pop("hyperparameters", {}))
-    config = experiment(
-        hyperparameters, batches, **{"report": 2, "validate": 1000, "checkpoint": 5, **periods}
-    )
+BATCHES = 50
+
+
+def run_of(tmp_path, run=None, trial="DataParallelTrial", env=None, hparams=None):
+    """Train on two ranks with the sink of ``slow_sinks``: a report every 2 batches, a checkpoint every 5."""
+    given = {"deepspeed_config": deepspeed_config(1), "num_records": 70, **(hparams or {})}
+    config = experiment(given, BATCHES, report=2, validate=1000, checkpoint=5)
     return train(tmp_path, trial, config, ranks=2, run=run, env=env, module="slow_sinks")
 
 
 def require_each_once(run):
-    """No report may be there twice, nor out of order."""
-    rows = [(row["steps_completed"], row["group"]) for row in run.rows("training") + run.rows("validation")]
-    assert len(rows) == len(set(rows))
+    """Require that no report is there twice, nor out of order."""
     for group in ("training", "validation"):
         steps = [row["steps_completed"] for row in run.rows(group)]
-        assert steps == sorted(steps)
+        assert steps == sorted(set(steps))
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     run = run_of(tmp_path_factory.mktemp("whole"))
     assert run.returncode == 0, run.output
-    assert list(run.reports("training")) == list(range(2, 21, 2))
+    assert list(run.reports("training")) == list(range(2, BATCHES + 1, 2))
     require_each_once(run)
     return run
 
 
-def test_a_rank_killed_between_a_report_and_its_writing_leaves_no_gap(tmp_path, whole):
-    killed = run_of(tmp_path, env={"KILLED_AT_REPORT": "8"})
-    assert killed.returncode == 137, killed.output
-    newest = max(killed.checkpoints())
-    written = list(killed.reports("training"))
-    assert newest == 5, "a checkpoint is registered only behind the reports before it"
-    assert written == [2, 4, 6, 8]
-    resumed = run_of(tmp_path, run=killed)
-    assert resumed.returncode == 0, resumed.output
-    assert resumed.reports("training") == whole.reports("training")
-    require_each_once(resumed)
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """How one attempt ends: exit code, parts of its output, its newest complete checkpoint."""
+
+    returncode: int
+    says: str
+    newest: int
+    env: dict = dataclasses.field(default_factory=dict)
+    hparams: dict = dataclasses.field(default_factory=dict)
 
 
-def test_what_a_sink_raises_ends_all_ranks(tmp_path, whole):
-    failed = run_of(tmp_path, env={"SINK_RAISES_AT": "6", "SINK_LOG": str(tmp_path / "log")})
-    assert failed.returncode == 1, failed.output
-    assert "ValueError: the sink refuses batch 6" in failed.output
-    assert "rank 0 failed first" in failed.output
-    assert failed.checkpoints() == [5], "no checkpoint is registered behind a report that is missing"
-    assert (tmp_path / "log").read_text().splitlines() == ["training 2", "training 4", "training 6"]
-    resumed = run_of(tmp_path, run=failed)
-    assert resumed.returncode == 0, resumed.output
-    assert resumed.reports("training") == whole.reports("training")
-    require_each_once(resumed)
+# Each attempt resumes from the checkpoint of the one before.
+ATTEMPTS = (
+    Attempt(137, "rank 0 failed first", 5, {"KILLED_AT_REPORT": "8"}),
+    Attempt(1, "ValueError: the sink refuses batch 12", 10, {"SINK_RAISES_AT": "12"}),
+    Attempt(1, "IsADirectoryError", 15, {"RECORD_BREAKS_AT": "14"}),
+    # In the batch after a report, while ranks exchange it.
+    Attempt(1, "rank 0 failed first", 20, hparams={"raise_at": "0:24"}),
+    Attempt(1, "rank 1 failed first", 25, hparams={"raise_at": "1:28"}),
+    Attempt(137, "rank 1 failed first", 30, {"KILL_AT": "1:32"}),
+    Attempt(137, "rank 0 failed first", 35, {"KILL_AT": "0:38"}),
+    Attempt(0, "stopping after batch", 42, {"SINK_SLEEPS_S": "0.3"}, {"request_stop_at": "1:41"}),
+)
 
 
-def test_reports_that_the_disk_has_refused_come_again_after_a_resume(tmp_path, whole):
-    failed = run_of(tmp_path, checkpoint=3, env={"RECORD_BREAKS_AT": "4"})
-    assert failed.returncode == 1, failed.output
-    assert "IsADirectoryError" in failed.output
-    assert failed.checkpoints() == [3]
-    record = failed.directory.metrics_path
-    record.rmdir()
-    shutil.move(record.with_name("kept.jsonl"), record)
-    assert list(failed.reports("training")) == [2, 4]
-    resumed = run_of(tmp_path, run=failed)
-    assert resumed.returncode == 0, resumed.output
-    assert resumed.reports("training") == whole.reports("training")
-    require_each_once(resumed)
+def test_run_that_ends_in_eight_ways_reports_what_the_whole_run_reports(tmp_path, whole):
+    """However an attempt ends, a checkpoint is registered only behind the reports before it."""
+    run, log = None, tmp_path / "log"
+    for number, attempt in enumerate(ATTEMPTS):
+        began_s = time.monotonic()
+        env = {"KILL_MARKER": str(tmp_path / str(number)), "SINK_LOG": str(log), **attempt.env}
+        before = max(run.checkpoints()) if run else 0
+        run = run_of(tmp_path, run=run, trial="Talking", env=env, hparams=attempt.hparams)
+        assert run.returncode == attempt.returncode, run.output
+        assert attempt.says in run.output
+        newest = max(run.checkpoints())
+        assert attempt.newest <= newest <= attempt.newest + (2 if attempt.returncode == 0 else 0)
+        assert time.monotonic() - began_s < 80  # the deadline of the ranks is 100 s
+        if "SINK_RAISES_AT" in env:
+            assert log.read_text().splitlines() == [f"training {batch}" for batch in range(before + 1, 13, 2)]
+        if "RECORD_BREAKS_AT" in env:
+            record = run.directory.metrics_path
+            record.rmdir()
+            shutil.move(record.with_name("kept.jsonl"), record)
+        written = list(run.reports("training"))
+        assert written == list(range(2, written[-1] + 1, 2)), "no gap"
+        assert written[-1] >= newest // 2 * 2
+        if attempt.returncode == 0:
+            assert written[-1] == newest // 2 * 2
+    run = run_of(tmp_path, run=run, trial="Talking")
 
-
-def test_ranks_of_different_speed_and_a_slow_sink_change_no_report(tmp_path, whole):
-    env = {"SINK_SLEEPS_S": "0.05", "SINK_LOG": str(tmp_path / "log")}
-    run = run_of(tmp_path, trial="SlowOnRank1", env=env)
     assert run.returncode == 0, run.output
     assert run.reports("training") == whole.reports("training")
     assert run.reports("validation") == whole.reports("validation")
     require_each_once(run)
-    seen = (tmp_path / "log").read_text().splitlines()
-    assert seen == [*(f"training {batch}" for batch in range(2, 21, 2)), "validation 20"]
 
 
-def test_a_rank_that_stops_while_a_report_is_written_loses_none(tmp_path, whole):
-    stopping = {"request_stop_at": "1:6"}
-    stopped = run_of(tmp_path, hyperparameters=stopping, checkpoint=1000, env={"SINK_SLEEPS_S": "0.3"})
-    assert stopped.returncode == 0, stopped.output
-    (at,) = stopped.checkpoints()
-    assert 7 <= at <= 9
-    assert list(stopped.reports("training")) == list(range(2, at + 1, 2))
-    resumed = run_of(tmp_path, run=stopped)
-    assert resumed.reports("training") == whole.reports("training")
-    require_each_once(resumed)
-
-
-def test_what_user_code_exchanges_between_is_not_mixed_up(tmp_path, whole):
-    run = run_of(tmp_path, trial="Talking")
-    assert run.returncode == 0, run.output
-    assert run.reports("training") == whole.reports("training")
-
-
-def test_more_metrics_than_a_message_holds_are_reported_too(tmp_path, whole):
-    run = run_of(tmp_path, trial="ManyMetrics")
+def test_user_collectives_many_metrics_and_slow_ranks_change_no_report(tmp_path, whole):
+    """User code talks between, reports more than a message holds, and rank 1 and the sink are slow."""
+    env = {"SINK_SLEEPS_S": "0.05", "SINK_LOG": str(tmp_path / "log")}
+    run = run_of(tmp_path, trial="Busy", env=env)
     assert run.returncode == 0, run.output
     losses = {steps: row["loss"] for steps, row in run.reports("training").items()}
     assert losses == {steps: row["loss"] for steps, row in whole.reports("training").items()}
     assert run.reports("training")[20]["metric_199"] == 18.5 + 199
-
-
-@pytest.mark.exhaustive("[0]")
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_fails_while_an_exchange_is_under_way_ends_all_and_leaves_no_gap(tmp_path, whole, rank):
-    began_s = time.monotonic()
-    hyperparameters = {"raise_at": f"{rank}:14"}  # the batch after the report of batch 14
-    failed = run_of(tmp_path, trial="Talking", hyperparameters=hyperparameters)
-    assert failed.returncode == 1, failed.output
-    assert f"rank {rank} failed first" in failed.output
-    assert "LookupError: this batch is bad" in failed.output
-    assert time.monotonic() - began_s < 60  # the deadline of the ranks is 100 s
-    assert list(failed.reports("training"))[:6] == list(range(2, 13, 2)), (
-        "only the report under way may be lost"
-    )
-    resumed = run_of(tmp_path, run=failed)
-    assert resumed.returncode == 0, resumed.output
-    assert resumed.reports("training") == whole.reports("training")
-    require_each_once(resumed)
-
-
-@pytest.mark.exhaustive("[1]")
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_killed_while_an_exchange_is_under_way_leaves_no_gap(tmp_path, whole, rank):
-    env = {"KILL_AT": f"{rank}:14", "KILL_MARKER": str(tmp_path / "killed")}
-    killed = run_of(tmp_path, env=env)
-    assert killed.returncode == 137, killed.output
-    written = list(killed.reports("training"))
-    assert written == list(range(2, len(written) * 2 + 1, 2)), "no gap"
-    if rank == 1:
-        assert len(written) >= 6, "all before the one under way: who writes was not killed"
-    resumed = run_of(tmp_path, run=killed)
-    assert resumed.returncode == 0, resumed.output
-    assert resumed.reports("training") == whole.reports("training")
-    require_each_once(resumed)
+    assert run.reports("validation") == whole.reports("validation")
+    require_each_once(run)
+    seen = (tmp_path / "log").read_text().splitlines()
+    assert seen == [*(f"training {batch}" for batch in range(2, BATCHES + 1, 2)), f"validation {BATCHES}"]
 
 
 class Slow:

@@ -1,30 +1,20 @@
-"""A request to stop ends all ranks after the same batch, with a checkpoint; resuming goes on exactly."""
+"""SIGTERM ends all ranks after the same batch, with a checkpoint; a resume is exact."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 import yaml
 from small_runs import DEFINITIONS, Run, deepspeed_config, experiment, train
+from waiting import wait_for
 
 from dstrial.local.run_directory import RunDirectory
 
 pytestmark = pytest.mark.ranks
-
-
-def wait_for(condition, process, deadline_s=120):
-    end_s = time.monotonic() + deadline_s
-    while time.monotonic() < end_s:
-        if condition():
-            return
-        assert process.poll() is None, f"ended early with {process.returncode}"
-        time.sleep(0.05)
-    raise AssertionError("the run did not get there in time")
 
 
 def start(tmp_path, config, trial, **options):
@@ -52,7 +42,7 @@ def test_sigterm_before_the_first_batch_ends_all_ranks_at_once_and_is_no_failure
     config = experiment(hyperparameters, batches=5)
     process, directory, output = start(tmp_path, config, "stalling_trials:SlowFirstBatchTrial")
     with process:
-        wait_for(lambda: "training the first batch" in output.read_text(), process)
+        wait_for(lambda: "training the first batch" in output.read_text())
         process.send_signal(signal.SIGTERM)
         try:
             assert process.wait(timeout=60) == 128 + signal.SIGTERM
@@ -70,7 +60,7 @@ def test_sigterm_stops_all_ranks_after_the_same_batch_and_the_run_goes_on_exactl
     config = experiment(hyperparameters, batches=120, report=10, validate=1000, checkpoint=1000)
     process, directory, output = start(tmp_path, config, "small_trials:DataParallelTrial")
     with process:
-        wait_for(lambda: directory.metrics_path.exists() and directory.metrics_path.read_text(), process)
+        wait_for(lambda: directory.metrics_path.exists() and directory.metrics_path.read_text())
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=120)
     stopped = Run(directory, output.read_text(), process.returncode)

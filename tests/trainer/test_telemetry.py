@@ -1,19 +1,18 @@
 """A run tells of itself, by rank, and trains to the last bit as it does without."""
 
 import json
-import pathlib
 
 import deepspeed
 import pytest
 import torch
 from in_process_fits import EXP_CONF, fit, trial_class
-from small_runs import deepspeed_config, experiment, train
+from small_runs import deepspeed_config
 from torch.utils.checkpoint import checkpoint
 
 from dstrial import Batch
 from dstrial.telemetry.summary import summary_rows
 
-pytestmark = [pytest.mark.ranks]
+pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
 
 OFF = {"data": {"dstrial": {"telemetry": False}}}
 TIMES = {"batch_ms", "data_wait_ms", "forward_ms", "backward_ms", "step_ms", "other_ms"}
@@ -42,7 +41,6 @@ def fitted(exp_conf, stage=0, model=None, **arguments):
     return outcome, weights
 
 
-@pytest.mark.usefixtures("definitions_and_runs")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_training_is_the_same_bit_for_bit_with_and_without_instruments(stage):
     told, weights = fitted(EXP_CONF, stage)
@@ -63,7 +61,6 @@ def test_training_is_the_same_bit_for_bit_with_and_without_instruments(stage):
         assert losses[0] == losses[1], group
 
 
-@pytest.mark.usefixtures("definitions_and_runs")
 def test_a_report_says_where_the_time_went_and_what_memory_is_used(cache):
     outcome, _ = fitted(EXP_CONF)
     rows = outcome.rows("telemetry")
@@ -87,7 +84,6 @@ def test_a_report_says_where_the_time_went_and_what_memory_is_used(cache):
     assert totals["mfu"] == pytest.approx(totals["model_tflops_per_device"] * 1e12 / peak["flops_per_s"])
 
 
-@pytest.mark.usefixtures("definitions_and_runs")
 def test_the_second_run_on_a_machine_knows_its_peak_from_the_first_report(cache):
     first, _ = fitted(EXP_CONF)
     ((key, peak),) = json.loads(cache.read_text()).items()
@@ -100,7 +96,6 @@ def test_the_second_run_on_a_machine_knows_its_peak_from_the_first_report(cache)
     assert cache.read_text() == measured
 
 
-@pytest.mark.usefixtures("definitions_and_runs")
 @pytest.mark.parametrize("wrong", [{"load": 1e9}, {"load": 0.0, "flops_per_s": 1.0}])
 def test_a_peak_of_a_busier_machine_and_one_that_is_beaten_are_measured_again(cache, wrong):
     fitted(EXP_CONF)
@@ -130,7 +125,6 @@ class Checkpointed(torch.nn.Module):
         return self.layers(features)
 
 
-@pytest.mark.usefixtures("definitions_and_runs")
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_penalty_on_gradients_counts_the_same_where_activations_are_computed_again(stage):
     def build_engine(self):
@@ -170,7 +164,6 @@ def test_a_penalty_on_gradients_counts_the_same_where_activations_are_computed_a
     assert "with recomputation" not in summaries[False]
 
 
-@pytest.mark.usefixtures("definitions_and_runs")
 def test_tokens_are_counted_where_batches_have_input_ids():
     class Named:
         def __init__(self, records):
@@ -200,7 +193,6 @@ def test_tokens_are_counted_where_batches_have_input_ids():
         assert row["tokens_per_second"] == pytest.approx(8 * row["records_per_second"])
 
 
-@pytest.mark.usefixtures("definitions_and_runs")
 @pytest.mark.parametrize(
     ("answer", "tokens_per_record"), [(lambda batch: 5 * len(batch[0]), 5), (lambda _: None, None)]
 )
@@ -215,7 +207,6 @@ def test_a_trial_says_itself_how_many_tokens_a_batch_has(answer, tokens_per_reco
             assert row["tokens_per_second"] == pytest.approx(tokens_per_record * row["records_per_second"])
 
 
-@pytest.mark.usefixtures("definitions_and_runs")
 @pytest.mark.parametrize(
     ("answer", "words"),
     [(lambda batch: batch["text"], "TypeError"), (lambda _: 2.5, "it returned 2.5; expected an integer")],
@@ -230,7 +221,6 @@ def test_a_trial_that_counts_tokens_wrongly_is_told_so_once_and_trains_on(answer
     assert words in warning
 
 
-@pytest.mark.usefixtures("definitions_and_runs")
 def test_a_report_that_cannot_be_written_is_lost_and_training_goes_on(caplog):
     def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
         if batch_idx == 0:
@@ -255,7 +245,6 @@ def test_a_report_that_cannot_be_written_is_lost_and_training_goes_on(caplog):
     assert "No space left" in warnings[0]
 
 
-@pytest.mark.usefixtures("definitions_and_runs")
 def test_tensorboard_has_them_under_a_tag_of_their_own():
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -267,56 +256,3 @@ def test_tensorboard_has_them_under_a_tag_of_their_own():
 
     assert {f"Telemetry/{name}" for name in TIMES} <= tags
     assert {tag.partition("/")[0] for tag in tags} == {"Determined", "Telemetry"}
-
-
-CASES = {
-    "zero 1": ("DataParallelTrial", {"deepspeed_config": deepspeed_config(1)}, {}),
-    "zero 3": ("DataParallelTrial", {"deepspeed_config": deepspeed_config(3)}, {}),
-    "pipeline": ("PipelineTrial", {"deepspeed_config": deepspeed_config()}, {"pipeline_stages": 2}),
-}
-
-
-@pytest.mark.exhaustive("[zero 3]", "[pipeline]")
-@pytest.mark.parametrize("case", CASES)
-def test_two_ranks_train_the_same_and_each_tells_of_itself(tmp_path, case):
-    trial, hyperparameters, section = CASES[case]
-
-    def trained(name, telemetry):
-        config = experiment(
-            hyperparameters, 9, report=3, data={"dstrial": {**section, "telemetry": telemetry}}
-        )
-        done = train(tmp_path / name, trial, config, ranks=2)
-        assert done.returncode == 0, done.output
-        return done
-
-    told, silent = trained("told", True), trained("silent", False)
-    assert told.reports("training") == silent.reports("training")
-    assert told.reports("validation") == silent.reports("validation")
-    rows = told.rows("telemetry")
-    assert [row["steps_completed"] for row in rows] == [3, 6, 9]
-    assert not silent.rows("telemetry")
-    metrics = rows[-1]["metrics"]
-    expected = TIMES | ({"stages_ms"} if case == "pipeline" else set())
-    assert {name for name in metrics if name.endswith("_ms")} == expected
-    for name in expected | {"process_peak_memory_bytes"}:
-        assert len(metrics["ranks"][name]) == 2
-        assert all(value is not None and value >= 0 for value in metrics["ranks"][name])
-    assert all(
-        value > 0 for name in ("forward_ms", "backward_ms", "step_ms") for value in metrics["ranks"][name]
-    )
-    assert metrics["model_tflops_per_device"] > 0
-    assert metrics["learning_rate"] == pytest.approx(0.01, rel=0.2)
-    totals = json.loads(pathlib.Path(told.directory.telemetry_path).read_text())
-    assert len(totals["ranks"]) == len(totals["memory_bytes"]) == 2
-
-
-def test_a_run_that_goes_on_counts_from_where_it_does(tmp_path):
-    hyperparameters = {"deepspeed_config": deepspeed_config(1)}
-    run = train(tmp_path / "a", "DataParallelTrial", experiment(hyperparameters, 5, report=3))
-    assert run.returncode == 0, run.output
-    run = train(tmp_path / "b", "DataParallelTrial", experiment(hyperparameters, 9, report=3), run=run)
-    assert run.returncode == 0, run.output
-
-    assert [row["steps_completed"] for row in run.rows("telemetry")] == [3, 5, 6, 9]
-    totals = json.loads(run.directory.telemetry_path.read_text())
-    assert totals["num_batches"] == 3, "batches 7 to 9: the first of each process is left out"
