@@ -1,4 +1,4 @@
-"""Decides which jobs of an engine are released and requested, and which nodes are lost; pure."""
+"""Decides what is released and requested, and which nodes are lost; pure."""
 
 from __future__ import annotations
 
