@@ -89,9 +89,7 @@ _SETTINGS = Section(
             ),
         ),
         "webhooks": _section(signing_key=_STRING, base_url=_STRING),
-        "allow_other_users": Rule(types=("boolean",), default=False),
         "limits": _section(
-            connections=Rule(types=("integer",), minimum=16),
             config_text_bytes=Rule(
                 types=("integer",), default=DEFAULT_LIMITS.text_bytes, minimum=2**12, maximum=2**24
             ),
@@ -137,9 +135,7 @@ class MasterSettings:
         warm: whether trials start as forks of a process that has imported torch and DeepSpeed.
         warm_accelerators: whether those with accelerators do, too.
         warm_idle_timeout: how long such a process is kept when no trial runs or waits, seconds.
-        allow_other_users: whether processes of other accounts of this machine may connect, and log in with a password.
         trial_log_bytes: how much is kept of the log of a trial or task; its beginning and its newest lines.
-        num_connections: how many may be open at once; None for 1000, or as many as the limit of open files allows.
         secret_names: what is masked where configs are shown.
         token_default_days: how long an access token lasts where nothing is asked for, days; -1 for the longest.
         token_max_days: how long one may last, days; -1 for ever.
@@ -169,8 +165,6 @@ class MasterSettings:
     warm: bool
     warm_accelerators: bool
     warm_idle_timeout: int
-    allow_other_users: bool
-    num_connections: int | None
     limits: TextLimits = DEFAULT_LIMITS
     trial_log_bytes: int = DEFAULT_TRIAL_LOG_BYTES
     secret_names: SecretNames = dataclasses.field(default_factory=SecretNames)
@@ -231,8 +225,6 @@ class MasterSettings:
             warm_idle_timeout=raw["warm_idle_timeout"],
             limits=TextLimits(raw["limits"]["config_text_bytes"], raw["limits"]["config_values"], _RAISED_BY),
             trial_log_bytes=raw["limits"]["trial_log_bytes"],
-            allow_other_users=raw["allow_other_users"],
-            num_connections=raw["limits"]["connections"],
             secret_names=SecretNames(tuple(raw["masked_names"])),
             token_default_days=raw["security"]["token"]["default_lifespan_days"],
             token_max_days=raw["security"]["token"]["max_lifespan_days"],
@@ -277,9 +269,7 @@ class MasterSettings:
             "warm": self.warm,
             "warm_accelerators": self.warm_accelerators,
             "warm_idle_timeout": self.warm_idle_timeout,
-            "allow_other_users": self.allow_other_users,
             "limits": {
-                "connections": self.num_connections,
                 "config_text_bytes": self.limits.text_bytes,
                 "config_values": self.limits.num_values,
                 "trial_log_bytes": self.trial_log_bytes,

@@ -32,7 +32,6 @@ from hostile_configs import TEXTS
 from serving import Master, serving
 
 from dstrial.master.app import all_routes
-from dstrial.master.http.login import LoginThrottle
 from dstrial.master.http.router import Route
 from dstrial.master.store import tokens, users
 from dstrial.master.store.database import Transaction
@@ -329,8 +328,6 @@ class Fuzzer:
         for request_idx in range(num_requests):
             if request_idx % _REVIVE_EVERY == 0:
                 self._tokens = self._master.services.database.write(_revive)
-                # Else it would wait for having guessed wrong passwords.
-                self._master.services.login_throttle = LoginThrottle()
             if self._random.random() < _YAML_SHARE:
                 self._send_yaml()
             else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import orjson
@@ -36,19 +35,13 @@ async def log_in(request: ApiRequest) -> Response:
     stored = _NOBODY if row is None else row.password_hash
 
     async def compare() -> bool:
-        return await services.run(lambda: users.is_password(stored, hashed)) and row is not None
+        async with services.password_turn:
+            return await services.run(lambda: users.is_password(stored, hashed)) and row is not None
 
-    account, known = request.peer.account, services.login_throttle.known
-    is_right = (stored, hashed) in known or await request.unless_gone(
-        services.login_throttle.compare(
-            account, username, compare, is_stranger=account not in (None, 0, os.geteuid())
-        )
-    )
-    if not is_right or row is None:
+    if not await request.unless_gone(compare()) or row is None:
         raise RequestError(401, "invalid credentials")
     if not row.active:
         raise RequestError(403, "user is not active")
-    known.add(stored, hashed)
     user_id = row.id
 
     def give_token(tx: Transaction) -> str:

@@ -27,11 +27,9 @@ _CODES = {
     403: (7, "PermissionDenied"),
     404: (5, "NotFound"),
     405: (12, "Unimplemented"),
-    408: (4, "DeadlineExceeded"),
     409: (6, "AlreadyExists"),
     413: (8, "ResourceExhausted"),
     429: (8, "ResourceExhausted"),
-    431: (8, "ResourceExhausted"),
     500: (13, "Internal"),
     501: (12, "Unimplemented"),
     502: (14, "Unavailable"),
@@ -103,6 +101,4 @@ def error_response(refusal: Problem) -> Response:
     headers = {}
     if refusal.status in (429, 503):
         headers["Retry-After"] = str(_RETRY_AFTER_S)
-    if refusal.status == 413:
-        headers["Connection"] = "close"
     return Response(to_json(body), status_code=refusal.status, media_type="application/json", headers=headers)

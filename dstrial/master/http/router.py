@@ -24,10 +24,10 @@ from starlette.types import Message, Receive, Scope, Send
 from dstrial.errors import DatabaseDamagedError, RequestError
 from dstrial.master.http import access as guard
 from dstrial.master.http import unsupported
+from dstrial.master.http.connection import connection_of
 from dstrial.master.http.errors import Problem, error_response, status_and_text
 from dstrial.master.http.fields import Fields, camel, shown
 from dstrial.master.http.messages import to_json
-from dstrial.master.http.peers import Peer, peer_of_scope
 from dstrial.master.http.streams import NdjsonResponse
 from dstrial.master.store.tokens import AllocationIdentity, Identity, User
 
@@ -155,11 +155,6 @@ class ApiRequest:
         self.content = b""
         self._query: dict[str, list[str]] | None = None
         self._receive = receive
-
-    @property
-    def peer(self) -> Peer:
-        """Who has connected, as far as the kernel tells."""
-        return peer_of_scope(self.scope)
 
     async def unless_gone(self, work: Awaitable[T]) -> T:
         """Return the result of some work; cancel it if the client leaves meanwhile."""
@@ -471,7 +466,7 @@ class Api:
         found, values = self._find(scope)
         request = ApiRequest(self._services, found, scope, headers, {}, receive)
         if found.access is Access.OWNER:
-            if not request.peer.is_at_owner_socket:
+            if not connection_of(scope).is_at_owner_socket:
                 raise RequestError(
                     403,
                     f"{found.path} is for the owner of the state directory only; expected to be asked at its socket. Use "
@@ -484,6 +479,7 @@ class Api:
                 if error.status == 401 and found.unauthenticated is not None:
                     return _response(await found.unauthenticated(request))
                 raise
+            connection_of(scope).authenticate()
         request.path_params = {
             name: _number(name, value) if kind == "int" else value for (name, kind), value in values
         }

@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dstrial.errors import RequestError
 from dstrial.master.http import access
+from dstrial.master.http.connection import connection_of
 from dstrial.master.http.errors import error_response, status_and_text
-from dstrial.master.http.peers import lift_body_deadline
 from dstrial.master.proxy import targets
 from dstrial.master.services import Services
 from dstrial.master.web.page import ended_page, login_page, task_state, waiting_page
@@ -100,6 +100,7 @@ class ProxyMiddleware:
             return RedirectResponse(f"http://{host}{target}", 307)
         if not service.is_ready and is_page:
             return waiting_page(service.task_id)
+        connection_of(scope).authenticate()
         await proxy_request(service, scope, receive, send)
         self._services.activity.touch(service.task_id)
         return None
@@ -140,8 +141,6 @@ async def proxy_request(service: targets.Service, scope: Scope, receive: Receive
             away, maybe after its answer has begun.
     """
     reader, writer = await targets.connect(service)
-    # How fast a body has to come is the service's matter; whoever sends it has logged in.
-    lift_body_deadline(scope)
     link = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD_BYTES)
     # A service may answer before it has read the whole request, and a client may leave before the end.
     sending = asyncio.ensure_future(_send_request(link, writer, scope, receive))
@@ -163,6 +162,8 @@ async def _send_request(
     """Send the request, and return once the client has left."""
     headers = [*targets.forwarded(scope["headers"]), (b"connection", b"close")]
     if any(name == b"transfer-encoding" for name, _ in scope["headers"]):
+        # Both framings at once could be read differently by the service (RFC 9112, section 6.3).
+        headers = [header for header in headers if header[0] != b"content-length"]
         headers.append((b"transfer-encoding", b"chunked"))
     target = scope["raw_path"].split(b"?", 1)[0]
     if scope["query_string"]:

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Coroutine
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, cast
 
 from starlette.datastructures import Headers
@@ -21,8 +22,7 @@ from wsproto.utilities import LocalProtocolError, generate_accept_token
 
 from dstrial.errors import RequestError
 from dstrial.master.http import access
-from dstrial.master.http.connection import raw_answer
-from dstrial.master.http.errors import status_and_text
+from dstrial.master.http.errors import Problem, error_response, status_and_text
 from dstrial.master.proxy import targets
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class WebSocketProxy(asyncio.StreamReaderProtocol):
                 problem = status_and_text(error)
                 if problem.status >= 500 and not isinstance(error, RequestError):
                     logger.exception("a WebSocket is answered %d", problem.status)
-                writer.write(raw_answer(problem.status, problem.text))
+                writer.write(_refusal(problem))
                 return
             with contextlib.closing(up_writer):
                 if service.is_tcp:
@@ -175,6 +175,13 @@ class WebSocketProxy(asyncio.StreamReaderProtocol):
                 await writer.drain()
                 await up_writer.drain()
         return CloseReason.NORMAL_CLOSURE
+
+
+def _refusal(problem: Problem) -> bytes:
+    response = error_response(problem)
+    headers = b"".join(b"%b: %b\r\n" % header for header in response.raw_headers)
+    head = f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}\r\n".encode()
+    return head + headers + b"connection: close\r\n\r\n" + bytes(response.body)
 
 
 async def _first_of(*directions: Coroutine[Any, Any, int]) -> int:

@@ -20,6 +20,7 @@ from serving import Master
 
 from dstrial.errors import ConfigError, ConfigProblem, MasterError, RequestError
 from dstrial.master.http import unsupported
+from dstrial.master.http.connection import Connection
 from dstrial.master.http.errors import status_and_text
 from dstrial.master.http.fields import Fields
 from dstrial.master.http.messages import message, page_of
@@ -254,7 +255,7 @@ def _running(routes: list[Route]) -> Iterator[int]:
     listener = socket.create_server(("127.0.0.1", 0))
     app = Api(SimpleNamespace(), routes)  # type: ignore[arg-type]
     server = uvicorn.Server(
-        uvicorn.Config(app, http="httptools", lifespan="off", log_config=None, timeout_graceful_shutdown=1)
+        uvicorn.Config(app, http=Connection, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
     )
     thread = threading.Thread(target=lambda: server.run([listener]), daemon=True)
     thread.start()
