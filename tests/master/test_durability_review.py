@@ -27,9 +27,9 @@ from dstrial.testing.master import MasterForTest, master_for_test
 
 DEAF = """
 import os, time, urllib.request
-path = f"/api/v1/allocations/{os.environ['DET_ALLOCATION_ID']}/ready"
+path = f"/api/v1/allocations/{os.environ['DET_ALLOCATION_ID']}/signals/preemption"
 token = {"Authorization": "Bearer " + os.environ["DET_SESSION_TOKEN"]}
-urllib.request.urlopen(urllib.request.Request(os.environ["DET_MASTER"] + path, b"{}", token))
+urllib.request.urlopen(urllib.request.Request(os.environ["DET_MASTER"] + path, headers=token))
 print("ready", flush=True)
 time.sleep(%s)
 """

@@ -190,25 +190,6 @@ async def list_agents(request: ApiRequest) -> dict[str, Any]:
     return {"agents": agents[page.start : page.end], "pagination": page.to_json()}
 
 
-async def show_agent(request: ApiRequest) -> dict[str, Any]:
-    """``GET agents/{id}``."""
-    node = _asked_node(request)
-    return {"agent": _agent(request.services, await _now(request), node)}
-
-
-async def list_slots(request: ApiRequest) -> dict[str, Any]:
-    """``GET agents/{id}/slots``."""
-    node = _asked_node(request)
-    use = await _now(request)
-    return {"slots": [_slot(request.services, use, node, slot.id) for slot in node.slots]}
-
-
-async def show_slot(request: ApiRequest) -> dict[str, Any]:
-    """``GET agents/{id}/slots/{id}``."""
-    node, slot_id = _asked_slot(request)
-    return {"slot": _slot(request.services, await _now(request), node, slot_id)}
-
-
 def _switch_agent(*, is_on: bool) -> Handler:
     async def switch(request: ApiRequest) -> dict[str, Any]:
         """Switch the agent on or off."""
@@ -324,11 +305,8 @@ def queue_stats(num_queued: int, num_scheduled: int) -> dict[str, Any]:
 
 routes = [
     route("GET", "/agents", list_agents, access=USER),
-    route("GET", "/agents/{agent_id}", show_agent, access=USER),
     route("POST", "/agents/{agent_id}/enable", _switch_agent(is_on=True), access=ADMIN),
     route("POST", "/agents/{agent_id}/disable", _switch_agent(is_on=False), access=ADMIN),
-    route("GET", "/agents/{agent_id}/slots", list_slots, access=USER),
-    route("GET", "/agents/{agent_id}/slots/{slot_id}", show_slot, access=USER),
     route("POST", "/agents/{agent_id}/slots/{slot_id}/enable", _switch_slot(is_on=True), access=ADMIN),
     route("POST", "/agents/{agent_id}/slots/{slot_id}/disable", _switch_slot(is_on=False), access=ADMIN),
     route("GET", "/resource-pools", list_pools, access=USER),

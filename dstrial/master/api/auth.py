@@ -149,6 +149,5 @@ routes = [
     route("POST", "//owner/link", make_link, access=OWNER, max_body_bytes=_MAX_LOGIN_BYTES),
     route("POST", "/auth/link", spend_link, access=PUBLIC, max_body_bytes=_MAX_LINK_BYTES),
     route("POST", "/auth/logout", log_out, access=USER),
-    route("GET", "/auth/user", show_me, access=USER),
     route("GET", "/me", show_me, access=USER),
 ]

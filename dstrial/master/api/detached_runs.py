@@ -13,13 +13,12 @@ from determined.common.api import bindings
 from dstrial.errors import RequestError
 from dstrial.master.api.experiments import create_detached
 from dstrial.master.clock import now_us
-from dstrial.master.http.fields import Fields, shown
+from dstrial.master.http.fields import Fields
 from dstrial.master.http.messages import message
 from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
 from dstrial.master.http.serializers import trial_json
 from dstrial.master.lifecycle import detached_runs
 from dstrial.master.services import Services
-from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import tasks
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
@@ -60,25 +59,6 @@ async def put_trial(request: ApiRequest) -> dict[str, Any]:
         raise body.wrong("createTrialRequest", "an object")
     external_id = _external_id(body.text("externalTrialId"))
     return message(bindings.v1PutTrialResponse, trial=await _created(request, inner, external_id))
-
-
-async def find_trial(request: ApiRequest) -> dict[str, Any]:
-    """``GET trials/by-external-id/{experiment}/{trial}``."""
-    of_experiment, of_trial = (request.path_params[name] for name in ("external_id", "external_trial_id"))
-
-    def read(connection: Connection) -> int:
-        experiment = experiment_rows.by_external_id(connection, of_experiment)
-        trial = None if experiment is None else trial_rows.by_external_id(connection, experiment.id, of_trial)
-        if trial is None:
-            raise RequestError(
-                404,
-                f"trial {shown(of_trial)} of experiment {shown(of_experiment)} is not found; expected external ids that a "
-                "script has used. Check both.",
-            )
-        return int(trial.id)
-
-    trial_id = await request.services.read(read)
-    return message(bindings.v1GetTrialByExternalIDResponse, trial=await _shown(request.services, trial_id))
 
 
 async def _created(request: ApiRequest, body: Fields, external_id: str | None) -> dict[str, Any]:
@@ -175,7 +155,6 @@ def _line(fields: Fields) -> logs.LogLine:
 _ONE = "/trials/{trial_id:int}"
 routes = [
     route("PUT", "/experiments/by-external-id/{external_id}", put_experiment, access=USER),
-    route("GET", "/trials/by-external-id/{external_id}/{external_trial_id}", find_trial, access=USER),
     route("POST", "/trials", create_trial, access=USER),
     route("PUT", "/trials", put_trial, access=USER),
     route("POST", f"{_ONE}/start", start_trial, access=USER),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import dataclasses
 import json
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +35,18 @@ from dstrial.master.http.fields import shown as shown_text
 from dstrial.master.http.messages import message, page_of
 from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
 from dstrial.master.http.serializers import as_data, experiment_json, stored_states
-from dstrial.master.http.streams import NdjsonResponse, ndjson
 from dstrial.master.lifecycle import containers, detached_runs, experiments, resume
 from dstrial.master.lifecycle.interpreter import check_interpreter
-from dstrial.master.lifecycle.states import DELETING, TERMINAL
 from dstrial.master.scheduler.wishes import wish_of_config
 from dstrial.master.services import Services
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import projects, workspaces
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
-from dstrial.master.store.reports import metric_summaries
 from dstrial.master.store.views import listings
 
 _MAX_SUBMISSION_BYTES = 130 * 2**20
 _LARGE_CHARS = 2**16
-_NAMES_AT_ONCE = 1000
-_NAMES_PERIOD_S = 30  # Determined 0.38.1, defaultMetricsStreamPeriod
 
 
 def checked(
@@ -511,47 +505,6 @@ async def best_searcher_validation_metric(request: ApiRequest) -> dict[str, Any]
     return {"metric": row.best_metric}
 
 
-async def stream_metric_names(request: ApiRequest) -> NdjsonResponse:
-    """``GET experiments/metrics-stream/metric-names``: names until all have ended.
-
-    Of a stream Determined's clients add up what the messages name.
-    """
-    ids, period_s = request.query_ints("ids"), request.query_int("periodSeconds") or 0
-    searcher = [
-        (await request.services.read(experiment_rows.require, experiment_id)).searcher_metric
-        for experiment_id in ids
-    ]
-    return ndjson(_names(request.services, ids, searcher, period_s if period_s > 0 else _NAMES_PERIOD_S))
-
-
-async def _names(
-    services: Services, ids: Sequence[int], searcher: list[str], period_s: float
-) -> AsyncIterator[dict[str, Any]]:
-    sent: set[tuple[str, str]] = set()
-    while True:
-        # Read the states before the names: an experiment that ends in between has reported every name.
-        is_over = await services.read(_have_ended, ids)
-        names = [name for name in await services.read(metric_summaries.metric_names, ids) if name not in sent]
-        for start in range(0, max(len(names), 1), _NAMES_AT_ONCE):
-            some = names[start : start + _NAMES_AT_ONCE]
-            yield {
-                "searcherMetrics": searcher,
-                "trainingMetrics": [name for group, name in some if group == "training"],
-                "validationMetrics": [name for group, name in some if group == "validation"],
-                "metricNames": [{"group": group, "name": name} for group, name in some],
-            }
-            searcher = []
-        if is_over:
-            return
-        sent.update(names)
-        await asyncio.sleep(period_s)
-
-
-def _have_ended(connection: Connection, ids: Sequence[int]) -> bool:
-    rows = [experiment_rows.get(connection, experiment_id) for experiment_id in ids]
-    return all(row is None or row.state in TERMINAL | DELETING for row in rows)
-
-
 _ONE = "/experiments/{experiment_id:int}"
 routes = [
     route("POST", "/experiments", create_experiment, access=USER, max_body_bytes=_MAX_SUBMISSION_BYTES),
@@ -568,5 +521,4 @@ routes = [
         best_searcher_validation_metric,
         access=TRIAL,
     ),
-    route("GET", "/experiments/metrics-stream/metric-names", stream_metric_names, access=USER),
 ]

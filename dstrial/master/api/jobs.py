@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 from determined.common.api import bindings
 
 from dstrial.errors import RequestError
-from dstrial.master.api.agents import queue_stats
 from dstrial.master.clock import format_us
 from dstrial.master.http.fields import Fields
 from dstrial.master.http.messages import message, page_of
@@ -137,20 +136,6 @@ async def list_jobs_v2(request: ApiRequest) -> dict[str, Any]:
     return {"jobs": [{"full": job, "limited": None} for job in found], "pagination": pagination}
 
 
-async def list_jobs(request: ApiRequest) -> dict[str, Any]:
-    """``GET job-queues``."""
-    found, pagination = await _page(request)
-    return {"jobs": found, "pagination": pagination}
-
-
-async def show_stats(request: ApiRequest) -> dict[str, Any]:
-    """``GET job-queues/stats``."""
-    states = [_state(entry) for entry in await request.services.read(entries)]
-    stats = queue_stats(states.count("STATE_QUEUED"), states.count("STATE_SCHEDULED"))
-    pool_name = request.services.settings.pool_name
-    return {"results": [message(bindings.v1RPQueueStat, resourcePool=pool_name, stats=stats, aggregates=[])]}
-
-
 async def update(request: ApiRequest) -> dict[str, Any]:
     """``POST job-queues``: change priority, weight or place of all these jobs or none."""
     updates = request.body().field_list("updates") or []
@@ -196,8 +181,6 @@ def _find(tx: Transaction, job_id: str) -> Experiment | Command:
 
 
 routes = [
-    route("GET", "/job-queues", list_jobs, access=USER),
     route("POST", "/job-queues", update, access=USER),
     route("GET", "/job-queues-v2", list_jobs_v2, access=USER),
-    route("GET", "/job-queues/stats", show_stats, access=USER),
 ]

@@ -86,11 +86,6 @@ async def show_master(request: ApiRequest) -> dict[str, Any]:
     )
 
 
-async def show_telemetry(_request: ApiRequest) -> dict[str, Any]:
-    """``GET master/telemetry``: there is none."""
-    return {"enabled": False, "segmentKey": ""}
-
-
 async def show_config(request: ApiRequest) -> dict[str, Any]:
     """``GET master/config``, with the port that the master has."""
     services = request.services
@@ -232,7 +227,6 @@ routes = [
     route("GET", "//info", show_info, access=PUBLIC),
     route("GET", "//health", show_health, access=PUBLIC),
     route("GET", "/master", show_master, access=PUBLIC),
-    route("GET", "/master/telemetry", show_telemetry, access=USER),
     route("GET", "/master/config", show_config, access=ADMIN),
     route("PATCH", "/master/config", patch_config, access=ADMIN),
     route("GET", "/master/logs", stream_logs, access=USER),

@@ -31,20 +31,10 @@ async def report_metrics(request: ApiRequest) -> dict[str, Any]:
     report = body.fields("metrics")
     if report is None:
         raise body.wrong("metrics", "an object")
-    return await _store(request, trial_id, body.text("group") or "training", report)
-
-
-def _of_group(group: str) -> Callable[[ApiRequest], Any]:
-    async def handle(request: ApiRequest) -> dict[str, Any]:
-        return await _store(request, request.path_params["trial_id"], group, request.body())
-
-    return handle
-
-
-async def _store(request: ApiRequest, trial_id: int, group: str, report: Any) -> dict[str, Any]:
+    group = body.text("group") or "training"
     values = report.fields("metrics")
     given = None if values is None else values.mapping("avgMetrics")
-    if given is None:
+    if values is None or given is None:
         raise report.wrong("metrics", "an object with avgMetrics")
     per_batch = values.items_of("batchMetrics") or []
     if not all(isinstance(of_batch, dict) for of_batch in per_batch):
@@ -133,8 +123,6 @@ def report_json(row: metrics.Report, group: str | None) -> dict[str, Any]:
 
 routes = [
     route("POST", "/trials/{trial_id:int}/metrics", report_metrics, access=TRIAL),
-    route("POST", "/trials/{trial_id:int}/training_metrics", _of_group("training"), access=TRIAL),
-    route("POST", "/trials/{trial_id:int}/validation_metrics", _of_group("validation"), access=TRIAL),
     route("GET", "/trials/metrics/trial_metrics", _streaming(None), access=TRIAL),
     route("GET", "/trials/metrics/training_metrics", _streaming("training"), access=TRIAL),
     route("GET", "/trials/metrics/validation_metrics", _streaming("validation"), access=TRIAL),

@@ -167,19 +167,6 @@ async def patch_model(request: ApiRequest) -> dict[str, Any]:
     return message(bindings.v1PatchModelResponse, model=model_json(await request.services.write(write)))
 
 
-async def move_model(request: ApiRequest) -> dict[str, Any]:
-    """``POST models/{name or id}/move``: into another workspace."""
-    name, target = request.path_params["model"], request.body().required_integer("destinationWorkspaceId")
-
-    def write(tx: Transaction) -> None:
-        row = _open(tx.connection, name)
-        workspaces.refuse_archived(workspaces.require(tx.connection, target), "take another model")
-        models.change(tx, row.id, workspace_id=target)
-
-    await request.services.write(write)
-    return {}
-
-
 def _archive(is_archived: bool) -> Callable[[ApiRequest], Any]:
     async def handle(request: ApiRequest) -> dict[str, Any]:
         name, user = request.path_params["model"], request.user
@@ -328,7 +315,6 @@ routes = [
     route("GET", _ONE, show_model, access=USER),
     route("PATCH", _ONE, patch_model, access=USER),
     route("DELETE", _ONE, delete_model, access=USER),
-    route("POST", f"{_ONE}/move", move_model, access=USER),
     route("POST", f"{_ONE}/archive", _archive(True), access=USER),
     route("POST", f"{_ONE}/unarchive", _archive(False), access=USER),
     route("GET", f"{_ONE}/versions", list_versions, access=USER),

@@ -82,11 +82,6 @@ async def show_project(request: ApiRequest) -> dict[str, Any]:
     return {"project": await _shown(request, request.path_params["project_id"])}
 
 
-async def show_by_key(request: ApiRequest) -> dict[str, Any]:
-    """``GET projects/key/{key}``."""
-    return {"project": project_json(await request.services.read(projects.by_key, request.path_params["key"]))}
-
-
 async def create_project(request: ApiRequest) -> dict[str, Any]:
     """``POST workspaces/{id}/projects``: 409 for a name taken there, or a taken key."""
     body, user, workspace_id = request.body(), request.user, request.path_params["workspace_id"]
@@ -164,67 +159,33 @@ async def delete_project(request: ApiRequest) -> dict[str, Any]:
     return message(bindings.v1DeleteProjectResponse, completed=await request.services.write(write))
 
 
-async def move_project(request: ApiRequest) -> dict[str, Any]:
-    """``POST projects/{id}/move``: into another workspace, with its experiments."""
-    await request.services.read(_own, request, "be moved")
-    target_id = request.body().required_integer("destinationWorkspaceId")
-
-    def write(tx: Transaction) -> None:
-        row = _own(tx.connection, request, "be moved")
-        projects.refuse_shut(row, "be moved")
-        target = workspaces.require(tx.connection, target_id)
-        workspaces.refuse_immutable(target, "take a project")
-        workspaces.refuse_archived(target, "take a project")
-        projects.check_name(tx.connection, target_id, row.name, row.id)
-        projects.change(tx, row.id, workspace_id=target_id)
-
-    await request.services.write(write)
-    return {}
-
-
 def _note(given: Fields) -> dict[str, str]:
     return {"name": given.text("name") or "", "contents": given.text("contents") or ""}
 
 
-def _annotate(
-    collect: Callable[[ApiRequest, list[Any]], list[dict[str, str]]],
-) -> Callable[[ApiRequest], Any]:
-    async def handle(request: ApiRequest) -> dict[str, Any]:
-        def write(tx: Transaction) -> list[dict[str, str]]:
-            row = projects.require(tx.connection, request.path_params["project_id"])
-            projects.refuse_shut(row, "be changed")
-            notes = collect(request, json.loads(row.notes))
-            if len(json.dumps(notes)) > _MAX_NOTES_BYTES:
-                raise RequestError(413, "the notes are longer than 1 MiB; expected less. Shorten them.")
-            projects.change(tx, row.id, notes=notes)
-            return notes
+async def put_notes(request: ApiRequest) -> dict[str, Any]:
+    """``PUT projects/{id}/notes``: replace all of them."""
+    notes = [_note(given) for given in request.body().field_list("notes") or []]
+    if len(json.dumps(notes)) > _MAX_NOTES_BYTES:
+        raise RequestError(413, "the notes are longer than 1 MiB; expected less. Shorten them.")
 
-        return {"notes": await request.services.write(write)}
+    def write(tx: Transaction) -> None:
+        row = projects.require(tx.connection, request.path_params["project_id"])
+        projects.refuse_shut(row, "be changed")
+        projects.change(tx, row.id, notes=notes)
 
-    return handle
-
-
-def _all_notes(request: ApiRequest, _before: list[Any]) -> list[dict[str, str]]:
-    """Replace all of them."""
-    return [_note(given) for given in request.body().field_list("notes") or []]
-
-
-def _one_more(request: ApiRequest, before: list[Any]) -> list[dict[str, str]]:
-    """Add a note."""
-    return [*before, _note(request.body())]
+    await request.services.write(write)
+    return {"notes": notes}
 
 
 _ONE = "/projects/{project_id:int}"
 routes = [
     route("GET", "/workspaces/{workspace_id:int}/projects", list_projects, access=USER),
     route("POST", "/workspaces/{workspace_id:int}/projects", create_project, access=USER),
-    route("GET", "/projects/key/{key}", show_by_key, access=USER),
     route("GET", _ONE, show_project, access=USER),
     route("PATCH", _ONE, patch_project, access=USER),
     route("DELETE", _ONE, delete_project, access=USER),
     route("POST", f"{_ONE}/archive", _archive(True), access=USER),
     route("POST", f"{_ONE}/unarchive", _archive(False), access=USER),
-    route("POST", f"{_ONE}/move", move_project, access=USER),
-    route("POST", f"{_ONE}/notes", _annotate(_one_more), access=USER),
-    route("PUT", f"{_ONE}/notes", _annotate(_all_notes), access=USER),
+    route("PUT", f"{_ONE}/notes", put_notes, access=USER),
 ]

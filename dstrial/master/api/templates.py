@@ -1,4 +1,4 @@
-"""Templates: list, make, change, rename and delete them."""
+"""Templates: list, make, change and delete them."""
 
 from __future__ import annotations
 
@@ -92,23 +92,6 @@ async def create_template(request: ApiRequest) -> dict[str, Any]:
     return message(bindings.v1PostTemplateResponse, template=await _shown(request, name))
 
 
-async def put_template(request: ApiRequest) -> dict[str, Any]:
-    """``PUT templates/{name}``: make it, or replace its config."""
-    body, name = request.body(), request.path_params["template"]
-    config = await _config(request, body)
-
-    def write(tx: Transaction) -> None:
-        known = [row for row in workspaces.list_templates(tx.connection) if row.name == name]
-        real = unmasked(config, [json.loads(row.config) for row in known], _WHERE)
-        if known:
-            workspaces.change_template(tx, name, real)
-        else:
-            workspaces.create_template(tx, name, real, _workspace_id(tx, body))
-
-    await request.services.write(write)
-    return message(bindings.v1PutTemplateResponse, template=await _shown(request, name))
-
-
 async def patch_config(request: ApiRequest) -> dict[str, Any]:
     """``PATCH templates/{name}``: replace its config, which is the whole body."""
     name, config = request.path_params["template"], request.json()
@@ -125,14 +108,6 @@ async def patch_config(request: ApiRequest) -> dict[str, Any]:
 
     await request.services.write(write)
     return message(bindings.v1PatchTemplateConfigResponse, template=await _shown(request, name))
-
-
-async def rename_template(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH template/rename``."""
-    body = request.body()
-    old, new = body.required_text("oldName"), body.required_text("newName")
-    await request.services.write(lambda tx: workspaces.rename_template(tx, old, new))
-    return message(bindings.v1PatchTemplateNameResponse, template=await _shown(request, new))
 
 
 async def delete_template(request: ApiRequest) -> dict[str, Any]:
@@ -152,8 +127,6 @@ routes = [
     route("GET", "/templates", list_templates, access=USER),
     route("GET", _ONE, show_template, access=USER),
     route("POST", _ONE, create_template, access=USER),
-    route("PUT", _ONE, put_template, access=USER),
     route("PATCH", _ONE, patch_config, access=USER),
     route("DELETE", _ONE, delete_template, access=USER),
-    route("PATCH", "/template/rename", rename_template, access=USER),
 ]

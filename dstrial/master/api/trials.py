@@ -25,7 +25,7 @@ from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
-from dstrial.master.store.reports import logs, metrics
+from dstrial.master.store.reports import metrics
 from dstrial.master.store.views import listings
 
 
@@ -182,18 +182,6 @@ async def retain_logs(request: ApiRequest) -> dict[str, Any]:
     return {}
 
 
-async def show_log_retention(request: ApiRequest) -> dict[str, Any]:
-    """``GET trials/{id}/remaining_log_retention_days``: -1 for ever."""
-    trial_id, default_days = request.path_params["trial_id"], request.services.settings.log_retention_days
-
-    def read(connection: Connection) -> int:
-        trial_rows.require(connection, trial_id)
-        return logs.days_left(connection, trial_id, default_days)
-
-    days = await request.services.read(read)
-    return message(bindings.v1GetTrialRemainingLogRetentionDaysResponse, remainingDays=days)
-
-
 async def start_run(request: ApiRequest) -> dict[str, Any]:
     """``POST runs/start``: a rank will report; return its checkpoint storage's number."""
     body = request.body()
@@ -257,7 +245,6 @@ routes = [
     route("POST", f"{_ONE}/progress", report_progress, access=TRIAL),
     route("POST", f"{_ONE}/early_exit", report_early_exit, access=TRIAL),
     route("POST", f"{_ONE}/runner/metadata", set_runner_metadata, access=TRIAL),
-    route("GET", f"{_ONE}/remaining_log_retention_days", show_log_retention, access=TRIAL),
     route("PUT", f"{_ONE}/retain_logs", retain_logs, access=USER),
     route("POST", "/runs/start", start_run, access=TRIAL),
     route("GET", "/runs/{run_id:int}/metadata", show_run_metadata, access=TRIAL),

@@ -1,4 +1,4 @@
-"""Workspaces: list, make, change, pin, archive and delete them."""
+"""Workspaces: list, make, change, archive and delete them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from determined.common.api import bindings
 
 from dstrial.config.experiment_config.storage import checked_storage
 from dstrial.errors import RequestError
-from dstrial.master.clock import format_us
 from dstrial.master.http.access import require_owner
 from dstrial.master.http.fields import Fields
 from dstrial.master.http.messages import message, page_of
@@ -44,8 +43,7 @@ def workspace_json(row: workspaces.WorkspaceInfo, settings: MasterSettings) -> d
         name=row.name,
         archived=bool(row.is_archived),
         immutable=bool(row.is_immutable),
-        pinned=row.pinned_us is not None,
-        pinnedAt=None if row.pinned_us is None else format_us(row.pinned_us),
+        pinned=False,
         state=f"WORKSPACE_STATE_{row.state}",
         errorMessage=row.error,
         numProjects=row.num_projects,
@@ -91,11 +89,11 @@ def ordered(
 
 async def list_workspaces(request: ApiRequest) -> dict[str, Any]:
     """``GET workspaces``: a page of workspaces."""
-    is_wanted, pinned = named(request), request.query_flag("pinned")
+    is_wanted = named(request)
     sort_by = request.query_choice("sortBy", bindings.v1GetWorkspacesRequestSortBy)
     order = request.query_choice("orderBy", bindings.v1OrderBy)
-    rows = await request.services.read(workspaces.list_workspaces, request.user.id)
-    found = [row for row in rows if is_wanted(row) and pinned in (None, row.pinned_us is not None)]
+    rows = await request.services.read(workspaces.list_workspaces)
+    found = [row for row in rows if is_wanted(row)]
     found = ordered(found, _ORDER, sort_by, order)
     page = page_of(len(found), request.query_int("offset"), request.query_int("limit"))
     return {
@@ -107,7 +105,7 @@ async def list_workspaces(request: ApiRequest) -> dict[str, Any]:
 
 
 async def _shown(request: ApiRequest, workspace_id: int) -> dict[str, Any]:
-    row = await request.services.read(workspaces.require, workspace_id, request.user.id)
+    row = await request.services.read(workspaces.require, workspace_id)
     return workspace_json(row, request.services.settings)
 
 
@@ -199,20 +197,6 @@ def _archive(is_archived: bool) -> Callable[[ApiRequest], Any]:
     return handle
 
 
-def _pin(is_pinned: bool) -> Callable[[ApiRequest], Any]:
-    async def handle(request: ApiRequest) -> dict[str, Any]:
-        user_id, workspace_id = request.user.id, request.path_params["workspace_id"]
-
-        def write(tx: Transaction) -> None:
-            workspaces.require(tx.connection, workspace_id)
-            workspaces.pin(tx, workspace_id, user_id, is_pinned=is_pinned)
-
-        await request.services.write(write)
-        return {}
-
-    return handle
-
-
 async def delete_workspace(request: ApiRequest) -> dict[str, Any]:
     """``DELETE workspaces/{id}``: with its projects, experiments and templates."""
 
@@ -242,7 +226,5 @@ routes = [
     route("DELETE", _ONE, delete_workspace, access=USER),
     route("POST", f"{_ONE}/archive", _archive(True), access=USER),
     route("POST", f"{_ONE}/unarchive", _archive(False), access=USER),
-    route("POST", f"{_ONE}/pin", _pin(True), access=USER),
-    route("POST", f"{_ONE}/unpin", _pin(False), access=USER),
     route("GET", f"{_ONE}/available-resource-pools", list_pools, access=USER),
 ]

@@ -10,31 +10,29 @@ from pathlib import Path
 from dstrial.errors import RequestError
 
 NOUNS = {
-    "notebooks": "notebooks",
-    "shells": "shells",
     "task": "logs over HTTP",
-    "workspaces": "namespaces, quotas and roles of workspaces",
+    "workspaces": "namespaces, quotas, pins and roles of workspaces",
     "roles": "role-based access control",
     "groups": "user groups",
     "permissions": "role-based access control",
     "config-policies": "config policies",
-    "users": "roles and web settings of users",
+    "users": "roles, web settings and bulk changes of users",
     "user": "projects last looked at",
     "runs": "tables of runs and actions on them",
     "experiments-search": "tables of experiments",
-    "experiments": "charts of experiments",
+    "experiments": "charts and files of experiments",
     "experiment": "lists of labels",
-    "projects": "tables of projects",
+    "projects": "tables and moves of projects",
     "oauth2": "single sign-on",
     "namespace-bindings": "Kubernetes",
     "k8s-resource-managers": "Kubernetes",
     "resource-pools": "changes of the bindings of resource pools",
     "trials": "this view of trials",
-    "allocations": "allocations of several machines",
-    "master": "cluster messages",
+    "allocations": "requests of containers",
+    "master": "cluster messages and telemetry",
     "checkpoints": "this view of checkpoints",
 }
-"""First segment of a path below ``/api/v1`` or the root -> what a person calls it."""
+"""First segment of a path below ``/api/v1`` or the root -> what a person calls it, where that differs."""
 
 INSTEAD = {
     "notebooks": "Run `jupyter lab` on this machine; the SDK and detached runs work from any notebook",

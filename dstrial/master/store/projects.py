@@ -99,18 +99,6 @@ def by_names(connection: sqlite3.Connection, workspace: str, project: str) -> Pr
     return row
 
 
-def by_key(connection: sqlite3.Connection, key: str) -> ProjectInfo:
-    """Return the project of a key, whatever its case.
-
-    Raises:
-        NotFoundError: there is none.
-    """
-    row = fetch_one(ProjectInfo, connection, f"{_SELECT} WHERE p.key = ?", (key,))
-    if row is None:
-        raise NotFoundError(f"project key {key[:80]!r} is not found; expected that of a project.")
-    return row
-
-
 def refuse_shut(row: ProjectInfo, verb: str) -> None:
     """Refuse (400) a project that cannot ``verb``: it is archived or being deleted."""
     state = "archived" if row.is_shut else "being deleted" if row.state != "UNSPECIFIED" else None

@@ -25,7 +25,7 @@ def listed(tgz: bytes) -> Json:
     Raises:
         RequestError: it cannot be read.
     """
-    files = [file for file in list_files(tgz) if not file.is_directory]
+    files = list_files(tgz)
     return {
         "files": [
             {"path": file.path, "bytes": file.size, "digest": file.digest} for file in files[:MAX_FILES]
