@@ -275,8 +275,21 @@ async def _archive(directory: Path, kind: str) -> AsyncIterator[bytes]:
         raise problems[0]
 
 
+def _files_below(directory: Path) -> list[Path]:
+    """Return the regular files of a tree; neither rglob() nor walk() may be as deep before Python 3.13."""
+    found, directories = [], [directory]
+    while directories:
+        with os.scandir(directories.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    directories.append(Path(entry.path))
+                elif entry.is_file(follow_symlinks=False):
+                    found.append(Path(entry.path))
+    return sorted(found)
+
+
 def _write_archive(directory: Path, kind: str, file: IO[bytes]) -> None:
-    paths = [path for path in sorted(directory.rglob("*")) if path.is_file() and not path.is_symlink()]
+    paths = _files_below(directory)
     if kind == "zip":
         # ZIP knows times from 1980 to 2107, and names of characters only; tar keeps both as they are.
         with zipfile.ZipFile(file, "w", strict_timestamps=False) as archive:

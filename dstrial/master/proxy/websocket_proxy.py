@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dstrial.master.proxy")
 
 _CHUNK_BYTES = 64 * 1024
+_FRAMES_CHUNK_BYTES = (
+    4 * 1024
+)  # thousands of empty frames at most, which take the event loop's thread for 10 ms
 _MAX_HEAD_BYTES = 128 * 1024
 """More than a request's head may have, which comes whole and is parsed already."""
 
@@ -158,8 +161,9 @@ class WebSocketProxy(asyncio.StreamReaderProtocol):
     ) -> int:
         """Forward the client's frames until the WebSocket ends; return the close code."""
         with contextlib.suppress(OSError):
-            while data := await reader.read(_CHUNK_BYTES):
+            while data := await reader.read(_FRAMES_CHUNK_BYTES):
                 self._services.activity.touch(service.task_id)
+                await asyncio.sleep(0)  # a read of buffered bytes lets no other connection run
                 frames.receive_data(data)
                 for event in frames.events():
                     if isinstance(event, BytesMessage):

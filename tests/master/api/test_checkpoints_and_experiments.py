@@ -16,6 +16,8 @@ from determined.common import api
 from determined.experimental.client import Checkpoint
 from serving import Master
 
+from dstrial.file_writes import remove_tree
+
 pytestmark = pytest.mark.process
 
 _LARGE_BYTES = 32 * 2**20
@@ -201,6 +203,30 @@ def test_download_of_odd_names_and_times_is_whole(fresh_master: Master, tmp_path
             found = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr] # files only
     odd = "caf\\xe9" if kind == "zip" else "caf\udce9"
     assert found == {odd: b"caf\xe9", "café": "café".encode(), "now": b"now"}
+
+
+@pytest.mark.parametrize("kind", ["zip", "x-tar"])
+def test_download_of_deep_tree_is_whole(fresh_master: Master, tmp_path: Path, kind: str) -> None:
+    directory = _large_checkpoint(fresh_master, tmp_path).parent
+    (directory / "large").unlink()
+    path = directory
+    for _ in range(1200):
+        path /= "d"
+        path.mkdir()
+    (path / "deep").write_bytes(b"deep")
+
+    connection, answer = _download(fresh_master, f"application/{kind}")
+    content = io.BytesIO(answer.read())
+    connection.close()
+    remove_tree(directory)
+
+    name = "d/" * 1200 + "deep"
+    if kind == "zip":
+        with zipfile.ZipFile(content) as archive:
+            assert archive.read(name) == b"deep"
+    else:
+        with tarfile.open(fileobj=content) as tar:
+            assert tar.getnames() == [name]
 
 
 @pytest.mark.parametrize("kind", ["zip", "x-tar"])
