@@ -13,7 +13,7 @@ _MAX_WAIT_S = 600
 
 
 async def preemption_signal(request: ApiRequest) -> dict[str, Any]:
-    """``GET allocations/{id}/signals/preemption``: held until it comes, or a timeout."""
+    """Answer once the allocation is to stop, or after the timeout."""
     allocation_id = request.path_params["allocation_id"]
     timeout_s = request.query_int("timeout_seconds")
     if timeout_s is None:
@@ -36,7 +36,6 @@ async def preemption_signal(request: ApiRequest) -> dict[str, Any]:
 
 
 async def acknowledge_preemption(request: ApiRequest) -> dict[str, Any]:
-    """``POST allocations/{id}/signals/ack_preemption``: the trial has seen the signal."""
     allocation_id = request.path_params["allocation_id"]
     await request.services.write(lambda tx: allocations.acknowledge_preemption(tx, allocation_id))
     return {}

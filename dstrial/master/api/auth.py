@@ -20,12 +20,12 @@ from dstrial.master.store.database import Connection, Transaction
 _MAX_LOGIN_BYTES = 64 * 1024
 _MAX_LINK_BYTES = 1024
 
-_NOBODY = users.stored_hash("0")
-"""Compared with where there is no such user, so that the answer takes as long."""
+_NOBODY = users.stored_hash(
+    "0"
+)  # compared for an unknown user, so that the answer takes as long
 
 
 async def log_in(request: ApiRequest) -> Response:
-    """``POST auth/login``: a password for a token, also as the page's cookie."""
     body = request.body()
     username = body.required_text("username")
     password = body.text("password") or ""
@@ -62,10 +62,7 @@ def _with_cookie(token: str, user: tokens.User) -> Response:
 
 
 async def log_owner_in(request: ApiRequest) -> dict[str, Any]:
-    """``POST /owner/login``: any user's token, for the state directory's owner.
-
-    Used by ``dstrial login``. No password is compared: the owner could as well read and write the database.
-    """
+    """Give the state directory's owner any user's token: the owner could as well read and write the database."""
     username = request.body().required_text("username")
 
     def give_token(tx: Transaction) -> tuple[str, tokens.User]:
@@ -92,14 +89,13 @@ def _require_active(connection: Connection, username: str) -> users.StoredUser:
 
 
 async def make_link(request: ApiRequest) -> dict[str, Any]:
-    """``POST /owner/link``: a code to open the page, for the state directory's owner."""
     username = request.body().required_text("username")
     row = await request.services.read(_require_active, username)
     return {"code": request.services.links.create(int(row.id))}
 
 
 async def spend_link(request: ApiRequest) -> Response:
-    """``POST auth/link``: such a code for a token and the page's cookie, once."""
+    """Take a login link's code for a token and the page's cookie."""
     origin = request.headers.get("origin", "").lower()
     # Another page that knew a code must not choose who its visitor is.
     if origin != f"http://{request.headers['host'].lower()}":
@@ -125,10 +121,7 @@ async def spend_link(request: ApiRequest) -> Response:
 
 
 async def log_out(request: ApiRequest) -> Response:
-    """``POST auth/logout``: end the session whose token the request carries.
-
-    An access token stays: scripts use it, too, and a logout in one place must not stop them. It is revoked by its number.
-    """
+    """End the session of the request's token, but no access token, which scripts use, too."""
     identity = request.identity
     assert identity is not None
     await request.services.write(lambda tx: tokens.end_token(tx, identity.token_hash))
@@ -138,7 +131,6 @@ async def log_out(request: ApiRequest) -> Response:
 
 
 async def show_me(request: ApiRequest) -> dict[str, Any]:
-    """``GET me``: the user whose token it is."""
     return {"user": user_json(request.user)}
 
 

@@ -40,19 +40,16 @@ def _external_id(text: str | None) -> str:
 
 
 async def put_experiment(request: ApiRequest) -> dict[str, Any]:
-    """``PUT experiments/by-external-id/{id}``: find or create a detached experiment."""
     body = request.body()
     inner = body.fields("createExperimentRequest") or body
     return await create_detached(request, inner, _external_id(request.path_params["external_id"]))
 
 
 async def create_trial(request: ApiRequest) -> dict[str, Any]:
-    """``POST trials``: another trial of an experiment of detached runs."""
     return message(bindings.v1CreateTrialResponse, trial=await _created(request, request.body(), None))
 
 
 async def put_trial(request: ApiRequest) -> dict[str, Any]:
-    """``PUT trials``: find a trial of an experiment of detached runs, or create it."""
     body = request.body()
     inner = body.fields("createTrialRequest")
     if inner is None:
@@ -75,7 +72,6 @@ async def _shown(services: Services, trial_id: int) -> dict[str, Any]:
 
 
 async def start_trial(request: ApiRequest) -> dict[str, Any]:
-    """``POST trials/{id}/start``: begin another run of a detached trial."""
     trial_id = request.path_params["trial_id"]
     resumes = request.body().flag("resume") is not False
     point = await request.services.write(lambda tx: detached_runs.start(tx, trial_id, resumes=resumes))
@@ -88,7 +84,7 @@ async def start_trial(request: ApiRequest) -> dict[str, Any]:
 
 
 async def patch_trial(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH trials/{id}``: a heartbeat of a detached run, or how it has ended."""
+    """Take a heartbeat of a detached run, or how it has ended."""
     trial_id = request.path_params["trial_id"]
     state = request.body().choice("state", bindings.trialv1State)
     stored = None if state is None else state.removeprefix("STATE_")
@@ -97,9 +93,9 @@ async def patch_trial(request: ApiRequest) -> dict[str, Any]:
 
 
 async def add_logs(request: ApiRequest) -> dict[str, Any]:
-    """``POST //task-logs``: lines that a detached run has printed, a list.
+    """Store lines that a detached run has printed.
 
-    Each line counts from when it comes: the client dates all of them with the start of the script.
+    Each line is dated when it comes: the client dates all of them with the start of the script.
     """
     records = request.json() or []
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):

@@ -28,8 +28,6 @@ _MAX_DAYS = 32767
 
 
 def plain(perform: Perform) -> Prepare:
-    """Return an action that needs nothing but the experiment."""
-
     def prepare(_request: ApiRequest) -> Perform:
         return perform
 
@@ -37,13 +35,11 @@ def plain(perform: Perform) -> Prepare:
 
 
 def move(request: ApiRequest) -> Perform:
-    """Put experiments into another project."""
     target = request.body().required_integer("destinationProjectId")
     return lambda tx, experiment_id: experiments.move(tx, experiment_id, target)
 
 
 def retain_logs(request: ApiRequest) -> Perform:
-    """Keep logs for a number of days; -1 for ever."""
     days = request.body().required_integer("numDays", -1, _MAX_DAYS)
     return lambda tx, experiment_id: experiments.patch(tx, experiment_id, log_retention_days=days)
 
@@ -94,7 +90,6 @@ _MANY = "/projects/-1/experiments"  # of any project, as Determined's clients wr
 
 
 async def preview_search(request: ApiRequest) -> dict[str, Any]:
-    """``POST preview-hp-search``: how many trials train how long, by the config alone."""
     body = request.body()
     config = body.mapping("config")
     if config is None:

@@ -1,4 +1,4 @@
-"""Logs of trials and tasks: streams that follow, filter values, and lines sent in."""
+"""Logs of trials and tasks: streams that follow, and their retention."""
 
 from __future__ import annotations
 
@@ -64,7 +64,6 @@ def _filter(request: ApiRequest, trial_id: int | None, task_id: str | None) -> l
 
 
 async def stream_trial_logs(request: ApiRequest) -> NdjsonResponse:
-    """``GET trials/{id}/logs``."""
     trial_id = request.path_params["trial_id"]
     await request.services.read(trial_rows.require, trial_id)
     wanted = _filter(request, trial_id, None)
@@ -72,7 +71,6 @@ async def stream_trial_logs(request: ApiRequest) -> NdjsonResponse:
 
 
 async def stream_task_logs(request: ApiRequest) -> NdjsonResponse:
-    """``GET tasks/{id}/logs``."""
     task_id = request.path_params["task_id"]
     await request.services.read(_task, task_id)
     wanted = _filter(request, None, task_id)
@@ -87,7 +85,7 @@ def _task(connection: Connection, task_id: str) -> tasks.Task:
 
 
 def _is_over(connection: Connection, wanted: logs.LogFilter, *, is_detached: bool) -> bool:
-    """Say whether nothing more can come: every task and allocation has ended."""
+    """Whether nothing more can come: every task and allocation has ended."""
     before_us = now_us() - int(_LATE_S * 1e6) if is_detached else now_us()
     return tasks.is_over(connection, wanted.trial_id, wanted.task_id, before_us)
 
@@ -142,7 +140,6 @@ def _line_json(services: Services, wanted: logs.LogFilter, row: logs.StoredLine)
 
 
 async def clean_up(request: ApiRequest) -> dict[str, Any]:
-    """``POST cleanup_logs``: delete old logs now instead of within the hour."""
     default_days = request.services.settings.log_retention_days
     removed = await request.services.write(lambda tx: logs.forget_old(tx, default_days))
     return message(bindings.v1CleanupLogsResponse, removedCount=str(removed))

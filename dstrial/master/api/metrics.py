@@ -25,7 +25,6 @@ _MAX_STEPS = 2**31 - 1
 
 
 async def report_metrics(request: ApiRequest) -> dict[str, Any]:
-    """``POST trials/{id}/metrics``: one report of a group."""
     trial_id = request.path_params["trial_id"]
     body = request.body()
     report = body.fields("metrics")
@@ -96,12 +95,7 @@ async def _reports(services: Services, trial_ids: list[int], group: str) -> Asyn
 
 
 def report_json(row: metrics.Report, group: str | None) -> dict[str, Any]:
-    """Return a row of ``metrics`` as a ``v1MetricsReport``.
-
-    Args:
-        row: the report.
-        group: the group that was asked for, by which the client knows under which key the values are; None for every one.
-    """
+    """Return a row of ``metrics`` as a ``v1MetricsReport``; the asked group tells the client the key of its values."""
     keys = ["validation_metrics" if row.group_name == "validation" else "avg_metrics"]
     if group is None and keys != ["avg_metrics"]:
         keys.append("avg_metrics")

@@ -1,4 +1,4 @@
-"""Projects: list, make, change, annotate, move, archive and delete them."""
+"""Projects: list, make, change, annotate, archive and delete them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ _MAX_NOTES_BYTES = 1 << 20
 
 
 def project_json(row: projects.ProjectInfo) -> dict[str, Any]:
-    """Return a row of ``store.projects`` as a ``v1Project``."""
     return message(
         bindings.v1Project,
         id=row.id,
@@ -53,7 +52,6 @@ def project_json(row: projects.ProjectInfo) -> dict[str, Any]:
 
 
 async def list_projects(request: ApiRequest) -> dict[str, Any]:
-    """``GET workspaces/{id}/projects``: a page of projects."""
     is_wanted = named(request)
     sort_by = request.query_choice("sortBy", bindings.v1GetWorkspaceProjectsRequestSortBy)
     order = request.query_choice("orderBy", bindings.v1OrderBy)
@@ -78,12 +76,10 @@ async def _shown(request: ApiRequest, project_id: int) -> dict[str, Any]:
 
 
 async def show_project(request: ApiRequest) -> dict[str, Any]:
-    """``GET projects/{id}``."""
     return {"project": await _shown(request, request.path_params["project_id"])}
 
 
 async def create_project(request: ApiRequest) -> dict[str, Any]:
-    """``POST workspaces/{id}/projects``: 409 for a name taken there, or a taken key."""
     body, user, workspace_id = request.body(), request.user, request.path_params["workspace_id"]
     name, key, description = body.required_text("name"), body.text("key"), body.text("description") or ""
 
@@ -102,8 +98,7 @@ async def create_project(request: ApiRequest) -> dict[str, Any]:
 def _own(connection: Connection, request: ApiRequest, verb: str) -> projects.ProjectInfo:
     """Return the project of the path, which the user may change.
 
-    Raises:
-        RequestError: 404 unknown, 403 another user's, 400 immutable (before 403 to a PATCH, as in Determined 0.38.1).
+    Immutable (400) comes before 403 to a PATCH, as in Determined 0.38.1.
     """
     row = projects.require(connection, request.path_params["project_id"])
     if request.route.method == "PATCH":
@@ -114,7 +109,6 @@ def _own(connection: Connection, request: ApiRequest, verb: str) -> projects.Pro
 
 
 async def patch_project(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH projects/{id}``: name, key, description."""
     body = request.body()
     await request.services.read(_own, request, "be changed")
     fields = {name: body.text(name) for name in ("name", "key", "description")}
@@ -151,8 +145,6 @@ def _archive(is_archived: bool) -> Callable[[ApiRequest], Any]:
 
 
 async def delete_project(request: ApiRequest) -> dict[str, Any]:
-    """``DELETE projects/{id}``: with its experiments."""
-
     def write(tx: Transaction) -> bool:
         return containers.delete_project(tx, _own(tx.connection, request, "be deleted").id)
 
@@ -164,7 +156,6 @@ def _note(given: Fields) -> dict[str, str]:
 
 
 async def put_notes(request: ApiRequest) -> dict[str, Any]:
-    """``PUT projects/{id}/notes``: replace all of them."""
     notes = [_note(given) for given in request.body().field_list("notes") or []]
     if len(json.dumps(notes)) > _MAX_NOTES_BYTES:
         raise RequestError(413, "the notes are longer than 1 MiB; expected less. Shorten them.")

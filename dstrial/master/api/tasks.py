@@ -1,4 +1,4 @@
-"""Tasks: what runs now, one task with its allocations, and its model definition."""
+"""Tasks: what runs now, and one task with its allocations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ _STATES = {"ASSIGNED": "STATE_STARTING", "RUNNING": "STATE_RUNNING", "TERMINATED
 
 
 def _ports(row: tasks.LivingAllocation) -> list[dict[str, Any]]:
-    """Return the ports of an allocation that the proxy leads to."""
     ports = [
         message(
             bindings.v1ProxyPortConfig,
@@ -97,7 +96,6 @@ def _collection(services: Services, row: background_jobs.BackgroundJob) -> dict[
 
 
 async def _summaries(services: Services) -> dict[str, dict[str, Any]]:
-    """Return what runs now, by allocation."""
     living, collections = await services.read(
         lambda connection: (tasks.living(connection), background_jobs.collections(connection))
     )
@@ -106,7 +104,6 @@ async def _summaries(services: Services) -> dict[str, dict[str, Any]]:
 
 
 async def list_tasks(request: ApiRequest) -> dict[str, Any]:
-    """``GET tasks``: the living allocations, and checkpoint collections."""
     return {"allocationIdToSummary": await _summaries(request.services)}
 
 
@@ -118,7 +115,6 @@ def _find_task(connection: Connection, task_id: str) -> tuple[tasks.Task, list[A
 
 
 def allocation_json(row: Allocation) -> dict[str, Any]:
-    """Return a row of ``allocations`` as the protocol has it."""
     return message(
         bindings.v1Allocation,
         taskId=row.task_id,
@@ -134,12 +130,11 @@ def allocation_json(row: Allocation) -> dict[str, Any]:
 
 
 def submitted(row: commands.CommandInfo, names: SecretNames) -> str:
-    """Return a generic task's config as submitted, JSON; an old release's is complete."""
-    return masked_json(row.original_config or row.config, names)
+    assert row.original_config is not None
+    return masked_json(row.original_config, names)
 
 
 async def show_task(request: ApiRequest) -> dict[str, Any]:
-    """``GET tasks/{id}``: the task and its allocations, the latest first."""
     task, allocations = await request.services.read(_find_task, request.path_params["task_id"])
     row = await request.services.read(commands.get, task.id)
     more: dict[str, Any] = {}

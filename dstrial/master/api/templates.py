@@ -22,7 +22,6 @@ _WHERE = "the template's config"
 
 
 def template_json(row: workspaces.Template, names: SecretNames) -> dict[str, Any]:
-    """Return a row of ``templates`` as a ``v1Template``."""
     return message(
         bindings.v1Template,
         name=row.name,
@@ -40,7 +39,6 @@ async def _config(request: ApiRequest, body: Fields) -> dict[str, Any]:
 
 
 async def _check(request: ApiRequest, config: Mapping[str, Any]) -> None:
-    """Refuse (400) a template that is larger than the configs below which it is laid."""
     limits = request.services.settings.limits
     await request.services.check(lambda: check_value(config, "the template's config", limits))
 
@@ -52,7 +50,6 @@ def _workspace_id(tx: Transaction, body: Fields) -> int:
 
 
 async def list_templates(request: ApiRequest) -> dict[str, Any]:
-    """``GET templates``: a page of templates, by name."""
     name, workspace_ids = (request.query("name") or "").casefold(), request.query_ints("workspaceIds")
     request.query_choice("sortBy", bindings.v1GetTemplatesRequestSortBy)
     rows = [
@@ -76,14 +73,12 @@ async def _shown(request: ApiRequest, name: str) -> dict[str, Any]:
 
 
 async def show_template(request: ApiRequest) -> dict[str, Any]:
-    """``GET templates/{name}``."""
     return message(
         bindings.v1GetTemplateResponse, template=await _shown(request, request.path_params["template"])
     )
 
 
 async def create_template(request: ApiRequest) -> dict[str, Any]:
-    """``POST templates/{name}``: 409 for a name that exists."""
     body, name = request.body(), request.path_params["template"]
     config = unmasked(await _config(request, body), [], _WHERE)
     await request.services.write(
@@ -93,7 +88,6 @@ async def create_template(request: ApiRequest) -> dict[str, Any]:
 
 
 async def patch_config(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH templates/{name}``: replace its config, which is the whole body."""
     name, config = request.path_params["template"], request.json()
     if not isinstance(config, dict):
         raise RequestError(
@@ -111,7 +105,6 @@ async def patch_config(request: ApiRequest) -> dict[str, Any]:
 
 
 async def delete_template(request: ApiRequest) -> dict[str, Any]:
-    """``DELETE templates/{name}``: experiments that were made with it do not change."""
     name = request.path_params["template"]
 
     def write(tx: Transaction) -> None:

@@ -20,7 +20,6 @@ _ADMIN_ONLY = ("username", "admin", "active")
 
 
 def user_json(user: User) -> dict[str, Any]:
-    """Return a user as the protocol has it."""
     return message(
         bindings.v1User,
         id=user.id,
@@ -45,7 +44,6 @@ _SORT_KEYS: dict[str, Callable[[User], Any]] = {
 
 
 async def list_all(request: ApiRequest) -> dict[str, Any]:
-    """``GET users``: a page of the users that match the query."""
     active, admin = request.query_flag("active"), request.query_flag("admin")
     name = (request.query("name") or "").casefold()
     sort_by = request.query_choice("sortBy", bindings.v1GetUsersRequestSortBy)
@@ -69,13 +67,11 @@ async def list_all(request: ApiRequest) -> dict[str, Any]:
 
 
 async def show(request: ApiRequest) -> dict[str, Any]:
-    """``GET users/{id}``."""
     row = await request.services.read(users.find_by_id, request.path_params["user_id"])
     return {"user": user_json(row.without_password())}
 
 
 async def show_by_name(request: ApiRequest) -> dict[str, Any]:
-    """``GET users/{username}/by-username``."""
     username = request.path_params["username"]
     row = await request.services.read(users.find_by_name, username)
     if row is None:
@@ -84,7 +80,6 @@ async def show_by_name(request: ApiRequest) -> dict[str, Any]:
 
 
 async def create(request: ApiRequest) -> dict[str, Any]:
-    """``POST users``: make a user with a password."""
     body = request.body()
     user = body.fields("user")
     if user is None:
@@ -111,7 +106,7 @@ async def create(request: ApiRequest) -> dict[str, Any]:
 
 
 async def patch(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH users/{id}``: all for administrators, else display name and password."""
+    """Change a user: everything for administrators, else display name and password."""
     body, user_id = request.body(), request.path_params["user_id"]
     given = [name for name in _ADMIN_ONLY if body.get(name) is not None]
     _require_admin(request, user_id, given)
@@ -136,7 +131,7 @@ async def patch(request: ApiRequest) -> dict[str, Any]:
 
 
 def _password(body: Fields) -> str | None:
-    """The client's hash of a password that is to be set; None where none is given."""
+    """Return the client's hash of a password that is to be set; None without one."""
     password = body.text("password")
     if password is None:
         return None

@@ -36,7 +36,6 @@ _POOLS = (
 
 
 def workspace_json(row: workspaces.WorkspaceInfo, settings: MasterSettings) -> dict[str, Any]:
-    """Return a row of ``store.workspaces`` as a ``v1Workspace``."""
     return message(
         bindings.v1Workspace,
         id=row.id,
@@ -82,13 +81,11 @@ def named(request: ApiRequest) -> Callable[[Held], bool]:
 def ordered(
     rows: list[HeldT], keys: dict[str, Callable[[HeldT], Any]], sort_by: str | None, order: str | None
 ) -> list[HeldT]:
-    """Return rows, which come by number, in the order of a query."""
     is_descending = order == "ORDER_BY_DESC"
     return sorted(rows, key=keys.get(sort_by or "", lambda row: row.id), reverse=is_descending)
 
 
 async def list_workspaces(request: ApiRequest) -> dict[str, Any]:
-    """``GET workspaces``: a page of workspaces."""
     is_wanted = named(request)
     sort_by = request.query_choice("sortBy", bindings.v1GetWorkspacesRequestSortBy)
     order = request.query_choice("orderBy", bindings.v1OrderBy)
@@ -110,7 +107,6 @@ async def _shown(request: ApiRequest, workspace_id: int) -> dict[str, Any]:
 
 
 async def show_workspace(request: ApiRequest) -> dict[str, Any]:
-    """``GET workspaces/{id}``."""
     return {"workspace": await _shown(request, request.path_params["workspace_id"])}
 
 
@@ -120,7 +116,6 @@ def _storage(body: Fields) -> dict[str, Any] | None:
 
 
 def _check_offered(body: Fields, pool_name: str) -> None:
-    """Refuse (501) what is Kubernetes', and (400) another pool than the only one."""
     if any(body.get(name) for name in _KUBERNETES):
         raise RequestError(
             501,
@@ -133,7 +128,6 @@ def _check_offered(body: Fields, pool_name: str) -> None:
 
 
 async def create_workspace(request: ApiRequest) -> dict[str, Any]:
-    """``POST workspaces``: 409 for a name that exists."""
     body, user = request.body(), request.user
     _check_offered(body, request.services.settings.pool_name)
     name, storage, group = body.required_text("name"), _storage(body), body.mapping("agentUserGroup")
@@ -148,8 +142,7 @@ async def create_workspace(request: ApiRequest) -> dict[str, Any]:
 def _own(connection: Connection, request: ApiRequest, verb: str) -> workspaces.WorkspaceInfo:
     """Return the workspace of the path, which the user may change.
 
-    Raises:
-        RequestError: 404 unknown, 403 another user's, 400 immutable (before 403 to a PATCH, as in Determined 0.38.1).
+    Immutable (400) comes before 403 to a PATCH, as in Determined 0.38.1.
     """
     row = workspaces.require(connection, request.path_params["workspace_id"])
     if request.route.method == "PATCH":
@@ -160,7 +153,6 @@ def _own(connection: Connection, request: ApiRequest, verb: str) -> workspaces.W
 
 
 async def patch_workspace(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH workspaces/{id}``: name, storage (empty for none), agent user and group."""
     body, workspace_id = request.body(), request.path_params["workspace_id"]
     await request.services.read(_own, request, "be changed")
     _check_offered(body, request.services.settings.pool_name)
@@ -198,8 +190,6 @@ def _archive(is_archived: bool) -> Callable[[ApiRequest], Any]:
 
 
 async def delete_workspace(request: ApiRequest) -> dict[str, Any]:
-    """``DELETE workspaces/{id}``: with its projects, experiments and templates."""
-
     def write(tx: Transaction) -> bool:
         return containers.delete_workspace(tx, _own(tx.connection, request, "be deleted").id)
 
@@ -207,7 +197,6 @@ async def delete_workspace(request: ApiRequest) -> dict[str, Any]:
 
 
 async def list_pools(request: ApiRequest) -> dict[str, Any]:
-    """``GET workspaces/{id}/available-resource-pools``: the only pool."""
     await request.services.read(workspaces.require, request.path_params["workspace_id"])
     page = page_of(1, request.query_int("offset"), request.query_int("limit"))
     return message(

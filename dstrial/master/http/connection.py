@@ -96,6 +96,5 @@ class OwnerConnection(Connection):
 
 
 def connection_of(scope: Scope) -> Connection:
-    """Return the connection that a request came by."""
     connection: Connection = scope["state"]["connection"]
     return connection

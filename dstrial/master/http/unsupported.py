@@ -76,10 +76,7 @@ def refusal(method: str, path: str) -> RequestError:
 
 
 def is_word(method: str, path: str) -> bool:
-    """Whether a path is a whole request of the client, ``users/setting`` for example.
-
-    Such a path is not one of a route that takes a parameter in its place.
-    """
+    """Whether a path is a whole request of the client, ``users/setting``, and so none of a route with a parameter there."""
     return (method, path) in _words()
 
 
@@ -90,10 +87,7 @@ def _words() -> frozenset[tuple[str, str]]:
 
 @functools.lru_cache(maxsize=1)
 def client_requests() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    """Return method and path pattern of every request of the generated client.
-
-    Read from the client's source, when first needed: no other list is as sure to be complete.
-    """
+    """Return method and path pattern of every request of the generated client, read from its source."""
     return tuple(
         (method, re.compile("".join(_pattern_of(template)))) for method, template in client_templates()
     )
@@ -101,7 +95,6 @@ def client_requests() -> tuple[tuple[str, re.Pattern[str]], ...]:
 
 @functools.lru_cache(maxsize=1)
 def client_templates() -> tuple[tuple[str, str], ...]:
-    """Return method and path of every request of the client, parameters in braces."""
     spec = importlib.util.find_spec("determined.common.api.bindings")
     assert spec is not None
     assert spec.origin is not None

@@ -42,7 +42,6 @@ class ProxyMiddleware:
         self._api = api
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         path = str(scope.get("path", ""))
         if scope["type"] != "http" or not path.startswith((targets.PREFIX, INTERACTIVE)):
             await self._api(scope, receive, send)
@@ -106,7 +105,6 @@ class ProxyMiddleware:
         return None
 
     def _take_grant(self, raw: str, query: str, task_id: str) -> Response:
-        """Replace the code in an address by an HttpOnly cookie."""
         query, _, code = query.rpartition(_GRANT)
         response = RedirectResponse(_with_query(raw, query.removesuffix("&")), 307)
         granted = self._services.grants.renew(code, task_id)
@@ -134,10 +132,10 @@ def _with_query(raw: str, query: str) -> str:
 
 
 async def proxy_request(service: targets.Service, scope: Scope, receive: Receive, send: Send) -> None:
-    """Hand a request to a service and its answer to the client.
+    """Send a request to a service and its answer to the client.
 
     Raises:
-        RequestError: 503, nobody answers at its port (yet); 502, what answers is another account's or no HTTP, or goes
+        RequestError: 503, nothing answers at its port (yet); 502, what answers is another account's or no HTTP, or goes
             away, maybe after its answer has begun.
     """
     reader, writer = await targets.connect(service)

@@ -34,20 +34,15 @@ _CHUNK_BYTES = 64 * 1024
 _FRAMES_CHUNK_BYTES = (
     4 * 1024
 )  # thousands of empty frames at most, which take the event loop's thread for 10 ms
-_MAX_HEAD_BYTES = 128 * 1024
-"""More than a request's head may have, which comes whole and is parsed already."""
+_MAX_HEAD_BYTES = 128 * 1024  # More than a request's head may have, which comes whole and is parsed already
 
 
 def websocket_protocol(services: Services) -> type[asyncio.Protocol]:
-    """Return what uvicorn makes of a connection that asks to become a WebSocket."""
     return cast("type[asyncio.Protocol]", functools.partial(WebSocketProxy, services))
 
 
 class WebSocketProxy(asyncio.StreamReaderProtocol):
-    """The connection of a client, and how it is tied to that of a service.
-
-    ``config``, ``server_state`` (which counts this connection) and ``app_state`` are uvicorn's.
-    """
+    """The connection of a client, and how it is tied to that of a service; made by uvicorn."""
 
     def __init__(self, services: Services, *, config: Any, server_state: Any, app_state: Any) -> None:
         del config, app_state
@@ -58,20 +53,17 @@ class WebSocketProxy(asyncio.StreamReaderProtocol):
         self._serving: asyncio.Future[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the client's connection over."""
         self._client = transport
         self._connections.add(self)
         super().connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Let the service go as well."""
         self._connections.discard(self)
         if self._serving is not None:
             self._serving.cancel()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """End the connection; uvicorn calls this when the server ends."""
         if self._client is not None:
             self._client.close()
 

@@ -411,7 +411,7 @@ CREATE TABLE commands (
     exit_status    TEXT,                          -- how its last allocation ended, one sentence
     start_us       INTEGER NOT NULL,
     end_us         INTEGER,
-    original_config TEXT                          -- JSON as submitted; NULL for those of an older release
+    original_config TEXT                          -- JSON as submitted, of generic tasks only
 ) WITHOUT ROWID;
 CREATE INDEX commands_by_state ON commands (state);
 CREATE INDEX commands_by_parent ON commands (parent_id);

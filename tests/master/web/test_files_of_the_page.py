@@ -12,7 +12,7 @@ from seeded_tabs import packed
 from dstrial.context_directory import MAX_BYTES
 from dstrial.errors import RequestError
 from dstrial.master.backends.model_definition import pack
-from dstrial.master.web.model_files import MAX_TEXT_BYTES, listed, shown_file
+from dstrial.master.web.experiment_tabs import MAX_TEXT_BYTES, listed_files, shown_file
 
 TGZ = packed(
     {"b/two.py": "x = 1\n", "a.bin": b"\0\1", "same.py": "x = 1\n", "long.txt": "y" * (MAX_TEXT_BYTES + 5)}
@@ -60,15 +60,15 @@ def sent(*paths: str) -> bytes:
 
 
 def paths_of(tgz: bytes) -> list[str]:
-    return [file["path"] for file in listed(tgz)["files"]]
+    return [file["path"] for file in listed_files(tgz)["files"]]
 
 
 def test_files_are_listed_by_path_and_equal_ones_have_one_digest() -> None:
-    files = {file["path"]: file for file in listed(TGZ)["files"]}
+    files = {file["path"]: file for file in listed_files(TGZ)["files"]}
     assert list(files) == ["a.bin", "b/two.py", "long.txt", "same.py"]
     assert files["b/two.py"]["bytes"] == 6
     assert files["b/two.py"]["digest"] == files["same.py"]["digest"] != files["a.bin"]["digest"]
-    assert listed(b"") == {"files": [], "more": False}
+    assert listed_files(b"") == {"files": [], "more": False}
 
 
 def test_a_file_is_shown_as_text_cut_where_it_is_long() -> None:
@@ -84,7 +84,7 @@ def test_a_file_is_shown_as_text_cut_where_it_is_long() -> None:
     assert (len(long["text"]), long["isCut"], long["bytes"]) == (MAX_TEXT_BYTES, True, MAX_TEXT_BYTES + 5)
 
 
-def test_links_and_paths_outside_are_not_listed() -> None:
+def test_links_and_paths_outside_are_not_listed_files() -> None:
     assert paths_of(HOSTILE) == ["in.py"]
     assert shown_file(HOSTILE, "in.py")["text"] == "x"
 
@@ -112,7 +112,7 @@ def test_shown_file_of_anything_else_is_refused(which: str, path: str, status: i
 @pytest.mark.parametrize("which", ["text", "magic", "cut short"])
 def test_listed_of_damaged_archive_is_refused(which: str) -> None:
     with pytest.raises(RequestError, match="is damaged"):
-        listed(ARCHIVES[which])
+        listed_files(ARCHIVES[which])
 
 
 def test_pack_path_depth_over_100_is_refused() -> None:
