@@ -20,9 +20,7 @@ from dstrial.master.store.database import Connection, Transaction
 _MAX_LOGIN_BYTES = 64 * 1024
 _MAX_LINK_BYTES = 1024
 
-_NOBODY = users.stored_hash(
-    "0"
-)  # compared for an unknown user, so that the answer takes as long
+_NOBODY = users.stored_hash("0")  # compared for an unknown user, so that the answer takes as long
 
 
 async def log_in(request: ApiRequest) -> Response:

@@ -19,9 +19,7 @@ import orjson
 from dstrial.errors import RequestError
 from dstrial.visible_text import visible
 
-DEFAULT_LIMIT = (
-    100  # Rows of a page whose size the client leaves open (Determined 0.38.1 answers 100 as well)
-)
+DEFAULT_LIMIT = 100  # rows of a page unless the client says, as in Determined 0.38.1
 
 # As JSON has them: control characters escaped, the others as UTF-8. Finds too much (an escaped backslash before b, data),
 # never too little; most answers have none and are written once.

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dstrial.master.proxy")
 
 _CHUNK_BYTES = 64 * 1024
-_FRAMES_CHUNK_BYTES = (
-    4 * 1024
-)  # thousands of empty frames at most, which take the event loop's thread for 10 ms
+# Thousands of empty frames at most, whose parsing takes the event loop's thread for 10 ms.
+_FRAMES_CHUNK_BYTES = 4 * 1024
 _MAX_HEAD_BYTES = 128 * 1024  # More than a request's head may have, which comes whole and is parsed already
 
 
