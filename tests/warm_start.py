@@ -41,7 +41,6 @@ IMPORTED_AHEAD = (
     "dstrial.master.app",
     "dstrial.master.backends.hosts.backend",
     "dstrial.master.http.connection",
-    "dstrial.master.http.connection_limits",
     "dstrial.master.scheduler.scheduler",
     "dstrial.master.webhooks.delivery",
     *(

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand and its arguments."""
     parser = subparsers.add_parser(
         "login",
         help="log det in to the master of this machine, without a password",
@@ -29,11 +28,6 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Log in.
-
-    Raises:
-        MasterError: no master runs, or it knows no such user that is active.
-    """
     state = StateDirectory.choose(args.state_dir)
     record = state.running()
     if record is None:

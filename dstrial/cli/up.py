@@ -58,7 +58,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--no-password",
         action="store_true",
-        help="at the first start, give the users determined and admin blank passwords, as Determined does",
+        help="at the first start, give the users determined and admin blank passwords, as Determined does: "
+        "every account of this machine can then log in",
     )
     parser.add_argument(
         "--foreground", action="store_true", help="serve in this process and show the log, until Ctrl-C"

@@ -40,7 +40,6 @@ X-Determined-AI-Signature-Timestamp, a comma and the body, with the key that `ds
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand and its arguments."""
     parser = subparsers.add_parser(
         "webhook",
         help="have the master tell an address what happens to experiments",
@@ -92,11 +91,6 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Do what was asked for.
-
-    Raises:
-        MasterError: no master runs, or it refuses.
-    """
     state = StateDirectory.choose(args.state_dir)
     record = state.running()
     if record is None:
@@ -120,7 +114,6 @@ def main(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _session(record: MasterRecord, username: str) -> Iterator[Client]:
-    """A client with a token that ends with the block."""
     from dstrial.master.login import new_token
 
     client = Client(record.address, new_token(record, username))

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from dstrial.master.backends.devices import Slot
-    from dstrial.master.http.connection_limits import ConnectionLimiter
     from dstrial.master.scheduler.scheduler import Scheduler
     from dstrial.master.services import Services
     from dstrial.master.settings import MasterSettings
@@ -78,12 +77,10 @@ class MasterServer(uvicorn.Server):
         self,
         config: uvicorn.Config,
         on_ready: Callable[[], None],
-        limiter: ConnectionLimiter,
         owner_listener: socket.socket,
     ) -> None:
         super().__init__(config)
         self._on_ready = on_ready
-        self._limiter = limiter
         self._owner_listener = owner_listener
 
     @contextlib.contextmanager
@@ -92,31 +89,20 @@ class MasterServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        from dstrial.master.http.connection import Connection
+        from dstrial.master.http.connection import OwnerConnection
 
         await super().startup(sockets)
         if self.started:
             # A listener of its own, so that no request of the port can be taken for one of the owner's.
             self.servers.append(
                 await asyncio.get_running_loop().create_unix_server(  # type: ignore[call-arg]  # of Python 3.10
-                    lambda: Connection(
-                        self._limiter,
-                        is_at_owner_socket=True,
-                        config=self.config,
-                        server_state=self.server_state,
-                        app_state=self.lifespan.state,
-                    ),
+                    lambda: OwnerConnection(self.config, self.server_state, self.lifespan.state),
                     sock=self._owner_listener,
                     # Else uvloop looks, from Python 3.13 on, for the path that the socket was bound by, to remove it at the end.
                     cleanup_socket=False,
                 )
             )
-            self._limiter.open()
             self._on_ready()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._limiter.close()
-        await super().shutdown(sockets)
 
 
 class RefuseSubmissions:
@@ -179,7 +165,7 @@ def serve(
             owner_socket.listening(state, "" if last is None else last.socket)
         )
         _configure_log(state, settings.log_level, shows_log=shows_log)
-        limiter = _open_limiter(settings, stack)
+        num_connections = raise_limit()
         hosts = hosts_of(options, settings)
         slots = () if hosts or settings.backend != "agent" else tuple(find_slots(options.num_slots))
         pubsub = PubSub()
@@ -200,7 +186,7 @@ def serve(
         record = _record(services, services.slots, port, socket_path)
         # What start-up made is not looked at again by the garbage collector.
         gc.freeze()
-        _run(state, services, record, listener, owner_listener, limiter, on_ready)
+        _run(state, services, record, listener, owner_listener, num_connections, on_ready)
 
 
 def with_options(settings: MasterSettings, options: MasterOptions) -> MasterSettings:
@@ -234,23 +220,6 @@ def _record(services: Services, slots: Sequence[Slot], port: int, socket_path: P
         version=__version__,
         socket=str(socket_path),
     )
-
-
-def _open_limiter(settings: MasterSettings, stack: contextlib.ExitStack) -> ConnectionLimiter:
-    from dstrial.master.http.connection_limits import DEFAULT_NUM_CONNECTIONS, ConnectionLimiter, Limits
-    from dstrial.master.http.peers import Accounts
-
-    accounts = Accounts(allow_others=settings.allow_other_users)
-    stack.callback(accounts.close)
-    num_possible = raise_limit()
-    num_connections = settings.num_connections or min(DEFAULT_NUM_CONNECTIONS, num_possible)
-    if num_possible < num_connections:
-        logger.warning(
-            "limits.connections is %d; expected at most %d, which the limit of open files allows (ulimit -n). That is used.",
-            num_connections,
-            num_possible,
-        )
-    return ConnectionLimiter(Limits(num_connections=min(num_connections, num_possible)), accounts)
 
 
 def _listen(port: int) -> socket.socket:
@@ -297,7 +266,8 @@ def _configure_log(state: StateDirectory, level: str, *, shows_log: bool) -> Non
     for handler in handlers:
         handler.setFormatter(LogFormatter())
     logging.basicConfig(level=getattr(logging, level.upper(), logging.INFO), handlers=handlers, force=True)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    # Its warnings are about single requests, and anybody on this machine could fill the disk with them.
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)
 
 
 def _run(
@@ -306,11 +276,11 @@ def _run(
     record: MasterRecord,
     listener: socket.socket,
     owner_listener: socket.socket,
-    limiter: ConnectionLimiter,
+    num_connections: int,
     on_ready: Callable[[MasterRecord], None],
 ) -> None:
     from dstrial.master.app import create_app
-    from dstrial.master.http.connection import connection_protocol
+    from dstrial.master.http.connection import MAX_CONNECTIONS, MAX_HEAD_BYTES, Connection
     from dstrial.master.proxy import websocket_protocol
     from dstrial.master.scheduler.scheduler import Scheduler
     from dstrial.master.webhooks.delivery import Delivery
@@ -330,7 +300,7 @@ def _run(
         uvicorn.Config(
             app,
             loop="uvloop",
-            http=connection_protocol(limiter),
+            http=Connection,
             ws=websocket_protocol(services),
             lifespan="off",
             access_log=False,
@@ -338,10 +308,11 @@ def _run(
             server_header=False,
             proxy_headers=False,
             timeout_graceful_shutdown=int(_STREAM_END_S),
-            timeout_keep_alive=30,
+            timeout_keep_alive=25,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            limit_concurrency=min(MAX_CONNECTIONS, num_connections),
         ),
         tell,
-        limiter,
         owner_listener,
     )
 

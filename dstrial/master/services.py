@@ -24,7 +24,7 @@ from dstrial.fork_server.client import SHARED_VARIABLE
 from dstrial.master import file_limit
 from dstrial.master.backends import Backend, ForkServers, ForkSettings, LocalBackend, umask_of_trials
 from dstrial.master.clock import now_us
-from dstrial.master.http.login import LoginLinks, LoginThrottle, ServiceGrants
+from dstrial.master.http.login import LoginLinks, ServiceGrants
 from dstrial.master.lifecycle.storages import Storages
 from dstrial.master.pubsub import PubSub
 from dstrial.master.state_directory import StateDirectory
@@ -146,7 +146,7 @@ class Services:
         default_factory=lambda: ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="dstrial-reader")
     )
     checker: Checker = dataclasses.field(default_factory=Checker)
-    login_throttle: LoginThrottle = dataclasses.field(default_factory=LoginThrottle)
+    password_turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     links: LoginLinks = dataclasses.field(default_factory=LoginLinks)
     grants: ServiceGrants = dataclasses.field(default_factory=ServiceGrants)
     activity: Activity = dataclasses.field(default_factory=Activity)

@@ -89,9 +89,7 @@ _SETTINGS = Section(
             ),
         ),
         "webhooks": _section(signing_key=_STRING, base_url=_STRING),
-        "allow_other_users": Rule(types=("boolean",), default=False),
         "limits": _section(
-            connections=Rule(types=("integer",), minimum=16),
             config_text_bytes=Rule(
                 types=("integer",), default=DEFAULT_LIMITS.text_bytes, minimum=2**12, maximum=2**24
             ),
@@ -135,8 +133,6 @@ class MasterSettings:
     warm: bool  # start trials as forks of a process with torch and DeepSpeed
     warm_accelerators: bool
     warm_idle_timeout: int  # seconds without trials
-    allow_other_users: bool
-    num_connections: int | None  # None for 1000, or as many as the file limit allows
     limits: TextLimits = DEFAULT_LIMITS
     trial_log_bytes: int = DEFAULT_TRIAL_LOG_BYTES
     secret_names: SecretNames = dataclasses.field(default_factory=SecretNames)
@@ -197,8 +193,6 @@ class MasterSettings:
             warm_idle_timeout=raw["warm_idle_timeout"],
             limits=TextLimits(raw["limits"]["config_text_bytes"], raw["limits"]["config_values"], _RAISED_BY),
             trial_log_bytes=raw["limits"]["trial_log_bytes"],
-            allow_other_users=raw["allow_other_users"],
-            num_connections=raw["limits"]["connections"],
             secret_names=SecretNames(tuple(raw["masked_names"])),
             token_default_days=raw["security"]["token"]["default_lifespan_days"],
             token_max_days=raw["security"]["token"]["max_lifespan_days"],
@@ -243,9 +237,7 @@ class MasterSettings:
             "warm": self.warm,
             "warm_accelerators": self.warm_accelerators,
             "warm_idle_timeout": self.warm_idle_timeout,
-            "allow_other_users": self.allow_other_users,
             "limits": {
-                "connections": self.num_connections,
                 "config_text_bytes": self.limits.text_bytes,
                 "config_values": self.limits.num_values,
                 "trial_log_bytes": self.trial_log_bytes,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,7 +56,6 @@ def _seed(master: Any) -> None:
             (json.dumps(config),),
         )
         tx.execute("UPDATE experiments SET labels = '[\"b\"]' WHERE id = 2")
-        tx.execute("UPDATE model_definitions SET tgz = ? WHERE experiment_id = 1", (_files(),))
         tx.execute(
             "UPDATE trials SET hparams = ?, metadata = ?, state = 'COMPLETED', start_us = 1000000, end_us = 61000000 "
             "WHERE id = 1",
@@ -91,21 +88,6 @@ def _report(tx: Any, metrics: Any, trial_id: int, group: str, steps: int, values
     )
 
 
-def _files() -> bytes:
-    """Return a model definition as the store holds it."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
-        for name, content in (("code", None), ("code/train.py", b"x = 1\n"), ("exp.yaml", b"name: x\n")):
-            member = tarfile.TarInfo(name)
-            member.mtime = 86400
-            if content is None:
-                member.type = tarfile.DIRTYPE
-            else:
-                member.size = len(content)
-            archive.addfile(member, io.BytesIO(content or b""))
-    return buffer.getvalue()
-
-
 def _questions() -> dict[str, Callable[[Any], Any]]:
     """Return what is asked, by a name for people."""
     from determined.common.api import bindings as b
@@ -116,16 +98,6 @@ def _questions() -> dict[str, Callable[[Any], Any]]:
         ),
         "DELETE experiments/1/labels/a": lambda session: b.delete_DeleteExperimentLabel(
             session, experimentId=1, label="a"
-        ),
-        "GET experiments/1/file_tree": lambda session: b.get_GetModelDefTree(session, experimentId=1),
-        "POST experiments/1/file": lambda session: b.post_GetModelDefFile(
-            session, body=b.v1GetModelDefFileRequest(path="code/train.py"), experimentId=1
-        ),
-        "GET tasks/1.request/acceleratorData": lambda session: b.get_GetTaskAcceleratorData(
-            session, taskId="1.request"
-        ),
-        "GET trials/1/remaining_log_retention_days": lambda session: b.get_GetTrialRemainingLogRetentionDays(
-            session, id=1
         ),
         "GET resource-pools/default/workspace-bindings": lambda session: b.get_ListWorkspacesBoundToRP(
             session, resourcePoolName="default"

@@ -32,7 +32,6 @@ from hostile_configs import TEXTS
 from serving import Master, serving
 
 from dstrial.master.app import all_routes
-from dstrial.master.http.login import LoginThrottle
 from dstrial.master.http.router import Route
 from dstrial.master.store import tokens, users
 from dstrial.master.store.database import Transaction
@@ -204,7 +203,6 @@ _BODIES: dict[str, Any] = {
     "auth/login": {"username": "fuzz", "password": "x", "isHashed": True},
     "users": {"user": {"username": "fuzz", "admin": False, "active": True}, "password": "Fuzz-1-pass"},
     "users/{user_id}": {"displayName": "fuzz", "password": "Fuzz-1-pass"},
-    "users/{user_id}/password": "Fuzz-1-pass",
     "master/config": {"config": {"log": {"color": True}}, "fieldMask": {"paths": ["log.color"]}},
     "job-queues": {"updates": [{"jobId": "job-1", "priority": 3, "weight": 1.5, "aheadOf": "job-2"}]},
     "experiments": {"config": _CONFIG_TEXT, "modelDefinition": [], "activate": False, "validateOnly": False},
@@ -222,18 +220,13 @@ _BODIES: dict[str, Any] = {
     "workspaces/{workspace_id}": {"name": "fuzzy", "checkpointStorageConfig": {}},
     "workspaces/{workspace_id}/projects": {"name": "fuzz", "key": "FUZZ", "description": "d"},
     "projects/{project_id}": {"name": "fuzzy", "key": "FUZ"},
-    "projects/{project_id}/move": {"destinationWorkspaceId": 2},
     "projects/{project_id}/notes": {"notes": [{"name": "n", "contents": "c"}]},
-    "projects/{project_id}/experiments/move": {"experimentIds": [1], "destinationProjectId": 2},
-    "projects/{project_id}/experiments/pause": {"filters": {"states": ["STATE_ACTIVE"], "name": "f"}},
+    "projects/-1/experiments/pause": {"experimentIds": [1]},
     "templates/{template}": {"name": "t", "config": {"max_restarts": 1}, "workspaceId": 0},
-    "template/rename": {"oldName": "t", "newName": "t2"},
     "models": {"name": "m", "metadata": {"a": 1}, "labels": ["l"], "workspaceName": "Uncategorized"},
     "models/{model}": {"description": "d", "labels": ["a", "b"], "metadata": {"b": 2}},
-    "models/{model}/move": {"destinationWorkspaceId": 1},
     "models/{model}/versions": {"checkpointUuid": "OWN", "name": "v", "labels": ["l"]},
     "models/{model}/versions/{version}": {"notes": "n", "metadata": {"a": 1}},
-    "experiments/{experiment_id}/file": {"experimentId": 1, "path": "a/b.py"},
     "preview-hp-search": {
         "config": {"searcher": {"name": "random", "metric": "a", "max_trials": 3}},
         "seed": 3,
@@ -248,17 +241,13 @@ _BODIES: dict[str, Any] = {
     "checkpoints": _CHECKPOINT,
     "checkpoints/rm": {"checkpointUuids": [_CHECKPOINT["uuid"]], "checkpointGlobs": ["*.none"]},
     "checkpoints/{checkpoint_uuid}/metadata": {"checkpoint": {**_CHECKPOINT, "metadata": {"a": 2}}},
-    "allocations/{allocation_id}/acceleratorData": {
-        "acceleratorData": {"containerId": "c", "acceleratorUuids": ["a"]}
-    },
-    "task/logs": {"logs": [{"task_id": "1.request", "log": "fuzz\n", "timestamp": "2026-01-01T00:00:00Z"}]},
 }
 
 _QUERY_NAMES = (
     *("limit", "offset", "sortBy", "orderBy", "states", "users", "archived", "name", "labels", "group"),
     *("trialIds", "timeoutSeconds", "timestampAfter", "timestampBefore", "rankIds", "levels", "stdtypes"),
     *("includeBatchMetrics", "resourcePool", "active", "userIds", "sources", "sortByMetric", "containerIds"),
-    *("period", "startDate", "endDate", "workspaceIds", "workspaceNames", "nameCaseSensitive", "pinned"),
+    *("period", "startDate", "endDate", "workspaceIds", "workspaceNames", "nameCaseSensitive"),
     *("experimentIds", "searchText", "metricType", "showTrialData", "save_trial_best", "size"),
     *("metricIds", "metricNames", "maxDatapoints", "startBatches", "timeSeriesFilter.doubleRange.gt"),
     *("timeSeriesFilter.name", "tableType", "projectId"),
@@ -329,8 +318,6 @@ class Fuzzer:
         for request_idx in range(num_requests):
             if request_idx % _REVIVE_EVERY == 0:
                 self._tokens = self._master.services.database.write(_revive)
-                # Else it would wait for having guessed wrong passwords.
-                self._master.services.login_throttle = LoginThrottle()
             if self._random.random() < _YAML_SHARE:
                 self._send_yaml()
             else:

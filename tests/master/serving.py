@@ -17,6 +17,7 @@ import uvicorn
 
 from dstrial.master.app import create_app
 from dstrial.master.backends.devices import Slot
+from dstrial.master.http.connection import Connection
 from dstrial.master.pubsub import PubSub
 from dstrial.master.services import Services, open_services
 from dstrial.master.settings import MasterSettings
@@ -131,7 +132,7 @@ def serving(
         config = uvicorn.Config(
             create_app(services),
             loop="uvloop",
-            http="httptools",
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,

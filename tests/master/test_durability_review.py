@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import resource
@@ -22,16 +21,15 @@ from dstrial.master import backends
 from dstrial.master.backends import AllocationRequest
 from dstrial.master.backends.log_file import parse
 from dstrial.master.daemon import living_allocations
-from dstrial.master.http.login import LoginThrottle
 from dstrial.master.scheduler.log_policies import compile_policies, matches
 from dstrial.master.state_directory import StateDirectory, process_start_time
 from dstrial.testing.master import MasterForTest, master_for_test
 
 DEAF = """
 import os, time, urllib.request
-path = f"/api/v1/allocations/{os.environ['DET_ALLOCATION_ID']}/ready"
+path = f"/api/v1/allocations/{os.environ['DET_ALLOCATION_ID']}/signals/preemption"
 token = {"Authorization": "Bearer " + os.environ["DET_SESSION_TOKEN"]}
-urllib.request.urlopen(urllib.request.Request(os.environ["DET_MASTER"] + path, b"{}", token))
+urllib.request.urlopen(urllib.request.Request(os.environ["DET_MASTER"] + path, headers=token))
 print("ready", flush=True)
 time.sleep(%s)
 """
@@ -230,25 +228,3 @@ def test_a_pattern_that_begins_with_anything_is_found() -> None:
         assert matches([policy], ["nothing\n", "xa CUDA out of memory b\n"]) == [
             (policy, "xa CUDA out of memory b")
         ]
-
-
-def test_one_password_is_compared_at_a_time_whenever_they_come() -> None:
-    async def run() -> int:
-        attempts, inside, most = LoginThrottle(), 0, 0
-
-        async def compare() -> bool:
-            nonlocal inside, most
-            inside += 1
-            most = max(most, inside)
-            await asyncio.sleep(0)
-            inside -= 1
-            return True
-
-        async def keep_trying() -> None:
-            for _ in range(5):
-                await attempts.compare(0, "Determined", compare)
-
-        await asyncio.gather(*(keep_trying() for _ in range(5)))
-        return most
-
-    assert asyncio.run(run()) == 1

@@ -11,7 +11,6 @@ import pytest
 
 from dstrial.errors import MasterError
 from dstrial.master import owner_socket
-from dstrial.master.client import Client
 from dstrial.master.login import new_token
 from dstrial.master.state_directory import MasterRecord, StateDirectory
 from dstrial.testing.master import MasterForTest, master_for_test
@@ -90,15 +89,6 @@ def test_a_master_that_does_not_answer_is_one_clear_error(tmp_path: Path) -> Non
         new_token(record)
     with pytest.raises(MasterError, match=r"has no socket; expected this release.*dstrial down"):
         new_token(MasterRecord(os.getpid(), "1", 1, (), "c", "0.1.0"))
-
-
-def test_the_owners_requests_are_answered_while_the_port_is_full(tmp_path: Path) -> None:
-    settings = tmp_path / "master.yaml"
-    settings.write_text("limits: {connections: 16}\n")
-    with master_for_test(tmp_path, num_slots=1, options=("--config-file", str(settings))) as master:
-        token = new_token(master.record)
-        clients = [Client(master.address, token, master.record.socket) for _ in range(40)]
-        assert {client.get("/api/v1/me")["user"]["username"] for client in clients} == {"determined"}
 
 
 def test_ending_in_the_foreground_removes_the_socket(tmp_path: Path) -> None:

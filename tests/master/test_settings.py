@@ -86,7 +86,6 @@ def test_the_limits_of_configs_are_settings_and_shown(tmp_path: Path) -> None:
     assert (settings.limits.text_bytes, settings.limits.num_values) == (8192, 100_000)
     assert settings.defaults(tmp_path).limits == settings.limits
     assert settings.as_config()["limits"] == {
-        "connections": None,
         "config_text_bytes": 8192,
         "config_values": 100_000,
         "trial_log_bytes": 2**30,

@@ -77,14 +77,26 @@ def memory_mib(pid: int, name: str = "VmRSS") -> float:
     return int(found[1]) / 1024
 
 
+def is_open(pid: int, port: int, client_port: int) -> bool:
+    return client_port in _client_ports(pid, port)
+
+
 def num_open_connections(pid: int, port: int) -> int:
     """Count the connections to a port that a process holds."""
+    return len(_client_ports(pid, port))
+
+
+def _client_ports(pid: int, port: int) -> list[int]:
     inodes = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
             inodes |= set(re.findall(r"socket:\[(\d+)\]", str(link.readlink())))
     rows = (line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:])
-    return sum(row[1].endswith(f":{port:04X}") and row[3] != "0A" and row[9] in inodes for row in rows)
+    return [
+        int(row[2].partition(":")[2], 16)
+        for row in rows
+        if row[1].endswith(f":{port:04X}") and row[3] != "0A" and row[9] in inodes
+    ]
 
 
 _OTHER = """

@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from door import (
     connect,
+    is_open,
     many_connections,
     memory_mib,
     num_open_connections,
@@ -24,8 +26,9 @@ from door import (
 )
 from waiting import wait_for
 
+from dstrial.master.login import session
 from dstrial.master.state_directory import MasterRecord, StateDirectory
-from dstrial.testing.master import MasterForTest, master_for_test
+from dstrial.testing.master import MasterForTest
 
 pytestmark = pytest.mark.process
 
@@ -61,24 +64,23 @@ def test_bytes_without_end_are_not_taken_and_cost_no_memory(shared_master: Maste
 
 
 @pytest.mark.parametrize(
-    ("sent", "status"),
+    ("sent", "statuses"),
     [
-        (b"GET /info HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 70000 + b"\r\n\r\n", 431),
-        (b"GET /info HTTP/1.1\r\nHost: localhost\r\n" + b"x: y\r\n" * 10000 + b"\r\n", 431),
-        (b"GET /" + b"x" * 70000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 431),
+        (b"GET /info HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 1000000 + b"\r\n\r\n", {0, 400}),
+        (b"GET /info HTTP/1.1\r\nHost: localhost\r\n" + b"x: y\r\n" * 200000 + b"\r\n", {0, 400}),
+        (b"GET /" + b"x" * 1000000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", {0, 400}),
         (
             b"GET /info HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX: " + b"x" * 60000 + b"\r\n\r\n",
-            200,
+            {200},
         ),
     ],
     ids=["a long header", "many headers", "a long path", "60,000 bytes"],
 )
-def test_more_than_64_kib_of_headers_are_answered_431(
-    shared_master: MasterForTest, sent: bytes, status: int
-) -> None:
+def test_long_heads_are_refused(shared_master: MasterForTest, sent: bytes, statuses: set[int]) -> None:
     with connect(shared_master.record.port) as connection:
-        connection.sendall(sent)
-        assert status_of(read_all(connection)) == status
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(sent)
+        assert status_of(read_all(connection)) in statuses
 
 
 def test_requests_that_nobody_reads_the_answers_of_do_not_pile_up(shared_master: MasterForTest) -> None:
@@ -107,44 +109,41 @@ SLOW = {
     "a body that drips": (request("POST", "/api/v1/auth/login", "Content-Length: 60000"), b" "),
     "a body that was refused": (request("POST", "/api/v1/experiments", "Content-Length: 99999999"), b" "),
     "what follows an upgrade": (request("GET", "/info", "Connection: upgrade", "Upgrade: x"), b"x"),
+    "answers that nobody reads": (request("GET", "/page/assets/vendor/uplot.js") * 200, b""),
 }
 
 
-def test_who_says_nothing_or_too_slowly_is_not_waited_for(shared_master: MasterForTest) -> None:
-    """All at once, since each has to be waited for; 15 s for a head and 30 s for a body that does not come."""
-    port = shared_master.record.port
-    answers: dict[str, bytes] = {}
+def test_only_unauthenticated_clients_have_a_deadline(shared_master: MasterForTest) -> None:
+    """All at once, since the deadline of each has to be waited for, 30 s."""
+    pid, port = shared_master.record.pid, shared_master.record.port
     still_open: list[str] = []
 
     def hold(what: str) -> None:
         head, drop = SLOW[what]
         with connect(port) as connection:
             connection.sendall(head)
-            is_over = threading.Event()
-
-            def drip() -> None:
+            ended_at_s = time.monotonic() + 60
+            while is_open(pid, port, connection.getsockname()[1]):
+                if time.monotonic() > ended_at_s:
+                    still_open.append(what)
+                    break
                 with contextlib.suppress(OSError):
-                    while drop and not is_over.wait(1.0):
-                        connection.send(drop)
-
-            dripping = threading.Thread(target=drip)
-            dripping.start()
-            try:
-                answers[what] = read_all(connection, 60.0)
-            except AssertionError:
-                still_open.append(what)
-            finally:
-                is_over.set()
-                dripping.join()
+                    connection.send(drop)
+                time.sleep(1.0)
 
     threads = [threading.Thread(target=hold, args=(what,)) for what in SLOW]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
-    assert not still_open, f"{len(still_open)} of {len(SLOW)} connections are still open: {still_open}"
-    assert status_of(answers["half a head"]) == 408
-    assert answers["nothing"] == b""
+    auth = f"Authorization: Bearer {shared_master.client().token}"
+    with connect(port) as connection:
+        connection.sendall(
+            request("POST", "/api/v1/workspaces", auth, "Content-Length: 2", "Connection: close")
+        )
+        for thread in threads:
+            thread.join()
+        connection.sendall(b"{}")
+        assert b"name" in read_all(connection)
+    assert not still_open
 
 
 @contextlib.contextmanager
@@ -173,20 +172,15 @@ def test_idle_connections_do_not_use_the_masters_files_up(tmp_path: Path) -> Non
         finally:
             connection.close()
         assert num_open_connections(record.pid, record.port) < 300
-        log = (tmp_path / "state" / "master.log").read_text()
-        lines = [line for line in log.splitlines() if "connections are open" in line]
-        assert 1 <= len(lines) < 5, lines  # at most one a minute
 
 
 def test_the_oldest_idle_connection_goes_first_and_one_in_use_stays(tmp_path: Path) -> None:
-    settings = tmp_path / "master.yaml"
-    settings.write_text("limits: {connections: 20}\n")
-    with master_for_test(tmp_path, num_slots=1, options=("--config-file", str(settings))) as master:
-        port = master.record.port
-        token = master.client().token
-        auth = f"Authorization: Bearer {token}"
+    with few_files(tmp_path, 200) as (record, _env):
+        port = record.port
+        client = session(record)
+        auth = f"Authorization: Bearer {client.token}"
         config = {"entrypoint": ["sleep", "600"], "description": "waits"}
-        task = master.client().post("/api/v1/commands", {"config": config})["command"]["id"]
+        task = client.post("/api/v1/commands", {"config": config})["command"]["id"]
         with connect(port) as streaming, connect(port) as used:
             streaming.sendall(request("GET", f"/api/v1/tasks/{task}/logs?follow=true", auth))
             assert streaming.recv(12) == b"HTTP/1.1 200"
@@ -194,7 +188,7 @@ def test_the_oldest_idle_connection_goes_first_and_one_in_use_stays(tmp_path: Pa
                 with contextlib.suppress(ConnectionResetError):  # closed as one that was idle, as b"" is
                     used.sendall(request("GET", "/api/v1/me", auth))
                     assert used.recv(12) in (b"HTTP/1.1 200", b"")
-                wait_for(lambda: num_open_connections(master.record.pid, port) <= 20)
+                wait_for(lambda: num_open_connections(record.pid, port) <= 36)
                 assert read_all(idle[0]) == b""
                 idle[-1].sendall(request("GET", "/info", "Connection: close"))
                 assert status_of(read_all(idle[-1])) == 200

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
 import socket
 import threading
 import time
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from door import OTHER_ACCOUNT, connect, needs_root, read_all, request
+from door import connect, read_all, request
 from waiting import wait_for
 
 from dstrial.master.client import Client
@@ -101,19 +100,7 @@ def test_up_and_login_log_the_owner_in_while_others_guess(master: MasterForTest)
     assert master.det("user", "whoami").stdout == "You are logged in as user 'admin'\n"
 
 
-def test_whoever_guesses_too_much_at_once_is_told_to_wait(master: MasterForTest) -> None:
-    with guessing(master.record.port) as statuses:
-        wait_for(lambda: 429 in statuses, f"never refused: {set(statuses)}")
-    assert set(statuses) <= {401, 429}
-    with guessing(master.record.port):
-        found = next(
-            answer for _ in range(200) if (answer := guess(master.record.port, "determined")).status == 429
-        )
-    assert int(found.headers["Retry-After"]) >= 1
-
-
 def test_guesses_of_a_client_that_has_left_are_forgotten(master: MasterForTest) -> None:
-    """Else 200 of them, 5 s each, would be answered one after the other to nobody."""
     body = json.dumps({"username": "determined", "password": "wrong"}).encode()
     for _ in range(200):
         with connect(master.record.port) as connection:
@@ -128,41 +115,6 @@ def test_guesses_of_a_client_that_has_left_are_forgotten(master: MasterForTest) 
     assert time.monotonic() - began_s < 30, (
         "the right password waited for wrong ones of clients that had left"
     )
-
-
-@needs_root
-def test_another_account_that_guesses_is_not_compared_without_end_and_delays_only_itself(
-    tmp_path: Path,
-) -> None:
-    """Where other accounts may log in at all, each has a queue of its own."""
-    settings = tmp_path / "master.yaml"
-    settings.write_text("allow_other_users: true\n")
-    with master_for_test(tmp_path, num_slots=1, options=("--config-file", str(settings))) as master:
-        port, reading = master.record.port, os.pipe()
-        child = os.fork()
-        if child == 0:
-            # Nothing of the tests' own goes on in it: it becomes the other account, guesses, and ends.
-            code = 1
-            with contextlib.suppress(BaseException):
-                os.setgroups([])
-                os.setgid(OTHER_ACCOUNT)
-                os.setuid(OTHER_ACCOUNT)
-                with guessing(port) as statuses:
-                    wait_for(lambda: 429 in statuses)
-                    os.write(reading[1], b"x")
-                    time.sleep(600)
-                code = 0
-            os._exit(code)
-        try:
-            os.close(reading[1])
-            assert os.read(reading[0], 1) == b"x"
-            body = {"username": "determined", "password": master.password(), "isHashed": False}
-            for _ in range(5):
-                assert Client(master.address).post("/api/v1/auth/login", body)["token"]
-        finally:
-            os.kill(child, 9)
-            os.waitpid(child, 0)
-            os.close(reading[0])
 
 
 def test_a_login_of_16_mib_is_not_read(master: MasterForTest) -> None:

@@ -117,6 +117,17 @@ def test_proxy_headers_named_by_connection_are_dropped(shared_master: MasterForT
     ]
 
 
+def test_proxy_sends_one_framing_of_two(shared_master: MasterForTest, service: str) -> None:
+    auth = f"Authorization: Bearer {shared_master.client().token}"
+    framings = ("Content-Length: 4", "Transfer-Encoding: chunked")
+    with connect(shared_master.record.port) as connection:
+        connection.sendall(
+            request("GET", f"{service}/headers", auth, *framings, "Connection: close", body=b"0\r\n\r\n")
+        )
+        received = read_all(connection).lower()
+    assert (b"transfer-encoding: chunked" in received, b"content-length: 4" in received) == (True, False)
+
+
 NO_ANSWERS = {
     "999": b"has status 999",
     "101": b"is not whole or no HTTP",

@@ -1,4 +1,4 @@
-"""Requests that two readers could read differently, at the port and through the proxy to a task's service."""
+"""Malformed and ambiguous requests at the port; what the proxy makes of two framings is in test_hostile_services."""
 
 from __future__ import annotations
 
@@ -15,18 +15,13 @@ _LOGIN = "POST /api/v1/auth/login HTTP/1.1\r\nHost: localhost\r\n"
 _HIDDEN = "GET /info HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 AMBIGUOUS = {
-    "a length and chunks": "Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    "chunks and a length": "Transfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n0\r\n\r\n",
     "two lengths": "Content-Length: 0\r\nContent-Length: 4\r\n\r\n",
     "a list of lengths": "Content-Length: 0, 4\r\n\r\n",
     "a length with a sign": "Content-Length: +0\r\n\r\n",
     "a length in hexadecimal": "Content-Length: 0x0\r\n\r\n",
-    "a length beyond 64 bits": "Content-Length: 18446744073709551616\r\n\r\n",
     "another coding": "Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
     "chunked not last": "Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
     "a space before the colon": "Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
-    "a line that goes on": "X: y\r\n Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    "a bare line feed": "X: y\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "a bare carriage return": "X: y\rTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "a NUL": "X: y\0Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "a chunk beyond 64 bits": "Transfer-Encoding: chunked\r\n\r\n10000000000000000\r\n",
@@ -45,10 +40,7 @@ def test_an_ambiguous_request_is_refused_and_what_hides_behind_it_is_not_answere
         connection.sendall((_LOGIN + AMBIGUOUS[what] + _HIDDEN).encode())
         answers = read_all(connection)
     statuses = [int(part[:3]) for part in answers.split(b"HTTP/1.1 ")[1:]]
-    if what == "a second host":  # whole and not ambiguous, so that what follows is a request of its own
-        assert statuses == [403, 200]
-    else:
-        assert statuses in ([400], []), answers
+    assert statuses in ([400], []), answers
 
 
 def test_a_trailer_is_not_a_header(shared_master: MasterForTest) -> None:
@@ -60,7 +52,7 @@ def test_a_trailer_is_not_a_header(shared_master: MasterForTest) -> None:
         sent = f"{head}Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n{trailer}\r\n\r\n"
         with connect(shared_master.record.port) as connection:
             connection.sendall(sent.encode())
-            assert status_of(read_all(connection)) == (403 if is_host else 401), trailer
+            assert status_of(read_all(connection)) == (400 if is_host else 401), trailer
 
 
 def test_a_request_that_comes_a_byte_at_a_time_is_answered_as_one_that_comes_at_once(

@@ -44,10 +44,7 @@ _SORT_KEYS: dict[str, Callable[[AccessToken], Any]] = {
 
 
 def duration_us(text: str) -> int | None:
-    """Read a duration in Go's form, ``1h30m`` for example; None if it is not, or zero.
-
-    Source: Go ``time.ParseDuration``.
-    """
+    """Read a duration of Go's ``time.ParseDuration``, ``1h30m`` for example; None if it is not, or zero."""
     parts = _PART.findall(text)
     if not parts or "".join(number + unit for number, unit in parts) != text:
         return None
@@ -68,11 +65,7 @@ def _json(token: AccessToken) -> dict[str, Any]:
 
 
 def _expiry(request: ApiRequest, lifespan: str | None) -> int | None:
-    """Return when a new token ends: as asked or by default, not after its maker's.
-
-    Raises:
-        RequestError: 400 for a lifespan that is none or too long, 403 for a token that dies with its task.
-    """
+    """Return when a new token ends: as asked or by default, not after its maker's token."""
     identity = request.identity
     assert identity is not None
     if identity.is_of_task:
@@ -116,7 +109,6 @@ def _expiry(request: ApiRequest, lifespan: str | None) -> int | None:
 
 
 async def create(request: ApiRequest) -> dict[str, Any]:
-    """``POST tokens``: make a token, which only this answer shows."""
     body = request.body()
     user_id, description = body.required_integer("userId"), body.text("description") or ""
     _require_allowed(request, user_id, "make access tokens of other users")
@@ -128,7 +120,6 @@ async def create(request: ApiRequest) -> dict[str, Any]:
 
 
 async def list_all(request: ApiRequest) -> dict[str, Any]:
-    """``GET tokens``: the user's, for administrators all; ended tokens on request."""
     username = request.query("username") or None
     user_id = None if request.user.admin else request.user.id
     if username is not None:
@@ -157,7 +148,6 @@ async def list_all(request: ApiRequest) -> dict[str, Any]:
 
 
 async def patch(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH tokens/{id}``: change its description, or revoke it."""
     body = request.body()
     token_id = request.path_params["token_id"]
     description, is_revoked = body.text("description"), body.flag("setRevoked") or False

@@ -1,7 +1,4 @@
-"""The machines in the protocol: one agent each, and one resource pool.
-
-Each agent has the slots of its machine.
-"""
+"""The machines in the protocol: one agent each with its slots, and one resource pool."""
 
 from __future__ import annotations
 
@@ -31,20 +28,12 @@ _MAX_NAMED = 10
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Use:
-    """Who uses the nodes now.
-
-    Attributes:
-        off: slots, and keys of nodes, that are switched off -> whether they drain.
-        allocations: rows of living allocations.
-        num_queued: active experiments that have no slot.
-    """
-
     off: Mapping[int, bool]
     allocations: tuple[Allocation, ...]
     num_queued: int
 
     def of_node(self, node_id: int) -> list[Allocation]:
-        """Return what runs on a node; what has no slots is on the master's own."""
+        """Return what runs on a node; allocations without slots run on the master's own."""
         found = []
         for row in self.allocations:
             slots = json.loads(row.slots)
@@ -60,7 +49,6 @@ def _use(connection: Connection, slot_ids: tuple[int, ...]) -> _Use:
 
 
 def device_json(services: Services, slot_id: int) -> dict[str, Any]:
-    """Return one slot's device, without a type if this master does not offer the slot."""
     for slot in services.slots:
         if slot.id == slot_id:
             return message(
@@ -97,7 +85,6 @@ def _slot(services: Services, use: _Use, node: Node, slot_id: int) -> dict[str, 
 
 
 def _stats(services: Services, use: _Use, node: Node, key: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
-    """Count the slots of a node by something of their device."""
     counts: dict[str, dict[str, Any]] = {}
     for slot in node.slots:
         one = counts.setdefault(
@@ -160,7 +147,7 @@ def _asked_node(request: ApiRequest) -> Node:
 
 
 def _asked_slot(request: ApiRequest) -> tuple[Node, int]:
-    """The path's slot, which clients write as ``3`` and as ``003``."""
+    """Return the path's slot, which clients write as ``3`` and as ``003``."""
     node = _asked_node(request)
     text = request.path_params["slot_id"]
     offered = [slot.id for slot in node.slots]
@@ -174,7 +161,6 @@ def _asked_slot(request: ApiRequest) -> tuple[Node, int]:
 
 
 async def list_agents(request: ApiRequest) -> dict[str, Any]:
-    """``GET agents``."""
     use = await _now(request)
     agents = [
         _agent(
@@ -190,28 +176,8 @@ async def list_agents(request: ApiRequest) -> dict[str, Any]:
     return {"agents": agents[page.start : page.end], "pagination": page.to_json()}
 
 
-async def show_agent(request: ApiRequest) -> dict[str, Any]:
-    """``GET agents/{id}``."""
-    node = _asked_node(request)
-    return {"agent": _agent(request.services, await _now(request), node)}
-
-
-async def list_slots(request: ApiRequest) -> dict[str, Any]:
-    """``GET agents/{id}/slots``."""
-    node = _asked_node(request)
-    use = await _now(request)
-    return {"slots": [_slot(request.services, use, node, slot.id) for slot in node.slots]}
-
-
-async def show_slot(request: ApiRequest) -> dict[str, Any]:
-    """``GET agents/{id}/slots/{id}``."""
-    node, slot_id = _asked_slot(request)
-    return {"slot": _slot(request.services, await _now(request), node, slot_id)}
-
-
 def _switch_agent(*, is_on: bool) -> Handler:
     async def switch(request: ApiRequest) -> dict[str, Any]:
-        """Switch the agent on or off."""
         node = _asked_node(request)
         key = agent_key(node.id)
         drain = request.body().flag("drain") or False
@@ -227,7 +193,6 @@ def _switch_agent(*, is_on: bool) -> Handler:
 
 def _switch_slot(*, is_on: bool) -> Handler:
     async def switch(request: ApiRequest) -> dict[str, Any]:
-        """Switch a slot on or off."""
         node, slot_id = _asked_slot(request)
         drain = request.body().flag("drain") or False
         where = "" if node.id == OWN_NODE else f" of {node.name}"
@@ -244,7 +209,6 @@ def _switch_slot(*, is_on: bool) -> Handler:
 
 
 async def list_pools(request: ApiRequest) -> dict[str, Any]:
-    """``GET resource-pools``: one pool for everything."""
     services = request.services
     use = await _now(request)
     places = services.backend.nodes()
@@ -303,10 +267,6 @@ async def list_pools(request: ApiRequest) -> dict[str, Any]:
 
 
 async def list_bindings(request: ApiRequest) -> dict[str, Any]:
-    """``GET resource-pools/{name}/workspace-bindings``: none.
-
-    The pool is open to every workspace.
-    """
     asked, pool_name = request.path_params["pool"], request.services.settings.pool_name
     if asked != pool_name:
         raise RequestError(
@@ -318,17 +278,13 @@ async def list_bindings(request: ApiRequest) -> dict[str, Any]:
 
 
 def queue_stats(num_queued: int, num_scheduled: int) -> dict[str, Any]:
-    """Return how many experiments wait and run."""
     return message(bindings.v1QueueStats, queuedCount=num_queued, scheduledCount=num_scheduled)
 
 
 routes = [
     route("GET", "/agents", list_agents, access=USER),
-    route("GET", "/agents/{agent_id}", show_agent, access=USER),
     route("POST", "/agents/{agent_id}/enable", _switch_agent(is_on=True), access=ADMIN),
     route("POST", "/agents/{agent_id}/disable", _switch_agent(is_on=False), access=ADMIN),
-    route("GET", "/agents/{agent_id}/slots", list_slots, access=USER),
-    route("GET", "/agents/{agent_id}/slots/{slot_id}", show_slot, access=USER),
     route("POST", "/agents/{agent_id}/slots/{slot_id}/enable", _switch_slot(is_on=True), access=ADMIN),
     route("POST", "/agents/{agent_id}/slots/{slot_id}/disable", _switch_slot(is_on=False), access=ADMIN),
     route("GET", "/resource-pools", list_pools, access=USER),

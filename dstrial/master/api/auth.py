@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import orjson
@@ -21,12 +20,10 @@ from dstrial.master.store.database import Connection, Transaction
 _MAX_LOGIN_BYTES = 64 * 1024
 _MAX_LINK_BYTES = 1024
 
-_NOBODY = users.stored_hash("0")
-"""Compared with where there is no such user, so that the answer takes as long."""
+_NOBODY = users.stored_hash("0")  # compared for an unknown user, so that the answer takes as long
 
 
 async def log_in(request: ApiRequest) -> Response:
-    """``POST auth/login``: a password for a token, also as the page's cookie."""
     body = request.body()
     username = body.required_text("username")
     password = body.text("password") or ""
@@ -36,19 +33,13 @@ async def log_in(request: ApiRequest) -> Response:
     stored = _NOBODY if row is None else row.password_hash
 
     async def compare() -> bool:
-        return await services.run(lambda: users.is_password(stored, hashed)) and row is not None
+        async with services.password_turn:
+            return await services.run(lambda: users.is_password(stored, hashed)) and row is not None
 
-    account, known = request.peer.account, services.login_throttle.known
-    is_right = (stored, hashed) in known or await request.unless_gone(
-        services.login_throttle.compare(
-            account, username, compare, is_stranger=account not in (None, 0, os.geteuid())
-        )
-    )
-    if not is_right or row is None:
+    if not await request.unless_gone(compare()) or row is None:
         raise RequestError(401, "invalid credentials")
     if not row.active:
         raise RequestError(403, "user is not active")
-    known.add(stored, hashed)
     user_id = row.id
 
     def give_token(tx: Transaction) -> str:
@@ -69,10 +60,7 @@ def _with_cookie(token: str, user: tokens.User) -> Response:
 
 
 async def log_owner_in(request: ApiRequest) -> dict[str, Any]:
-    """``POST /owner/login``: any user's token, for the state directory's owner.
-
-    Used by ``dstrial login``. No password is compared: the owner could as well read and write the database.
-    """
+    """Give the state directory's owner any user's token: the owner could as well read and write the database."""
     username = request.body().required_text("username")
 
     def give_token(tx: Transaction) -> tuple[str, tokens.User]:
@@ -99,14 +87,13 @@ def _require_active(connection: Connection, username: str) -> users.StoredUser:
 
 
 async def make_link(request: ApiRequest) -> dict[str, Any]:
-    """``POST /owner/link``: a code to open the page, for the state directory's owner."""
     username = request.body().required_text("username")
     row = await request.services.read(_require_active, username)
     return {"code": request.services.links.create(int(row.id))}
 
 
 async def spend_link(request: ApiRequest) -> Response:
-    """``POST auth/link``: such a code for a token and the page's cookie, once."""
+    """Take a login link's code for a token and the page's cookie."""
     origin = request.headers.get("origin", "").lower()
     # Another page that knew a code must not choose who its visitor is.
     if origin != f"http://{request.headers['host'].lower()}":
@@ -132,10 +119,7 @@ async def spend_link(request: ApiRequest) -> Response:
 
 
 async def log_out(request: ApiRequest) -> Response:
-    """``POST auth/logout``: end the session whose token the request carries.
-
-    An access token stays: scripts use it, too, and a logout in one place must not stop them. It is revoked by its number.
-    """
+    """End the session of the request's token, but no access token, which scripts use, too."""
     identity = request.identity
     assert identity is not None
     await request.services.write(lambda tx: tokens.end_token(tx, identity.token_hash))
@@ -145,7 +129,6 @@ async def log_out(request: ApiRequest) -> Response:
 
 
 async def show_me(request: ApiRequest) -> dict[str, Any]:
-    """``GET me``: the user whose token it is."""
     return {"user": user_json(request.user)}
 
 
@@ -156,6 +139,5 @@ routes = [
     route("POST", "//owner/link", make_link, access=OWNER, max_body_bytes=_MAX_LOGIN_BYTES),
     route("POST", "/auth/link", spend_link, access=PUBLIC, max_body_bytes=_MAX_LINK_BYTES),
     route("POST", "/auth/logout", log_out, access=USER),
-    route("GET", "/auth/user", show_me, access=USER),
     route("GET", "/me", show_me, access=USER),
 ]

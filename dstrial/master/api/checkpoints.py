@@ -50,7 +50,6 @@ def _sizes(given: dict[str, Any] | None) -> dict[str, int]:
 
 
 async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
-    """``POST checkpoints``: a trial has written a checkpoint."""
     body = request.body()
     uuid, task_id = body.required_text("uuid"), body.required_text("taskId")
     if not is_uuid(uuid) or uuid == request.services.cluster_id:
@@ -99,9 +98,9 @@ async def report_checkpoint(request: ApiRequest) -> dict[str, Any]:
 
 
 async def _require_storage(request: ApiRequest, task_id: str) -> None:
-    """Refuse (409) to register what was saved where the trial's storage no longer is.
+    """Refuse to register what was saved while the trial's storage is away.
 
-    Not 503: clients try that again and again, while the trial holds its slots.
+    409, not 503: clients retry a 503 again and again, while the trial holds its slots.
     """
 
     def read(connection: Connection) -> dict[str, Any] | None:
@@ -121,7 +120,6 @@ async def _require_storage(request: ApiRequest, task_id: str) -> None:
 
 
 async def show_checkpoint(request: ApiRequest) -> dict[str, Any]:
-    """``GET checkpoints/{uuid}``."""
     row = await request.services.read(
         checkpoint_rows.require_checkpoint, request.path_params["checkpoint_uuid"]
     )
@@ -132,7 +130,7 @@ async def show_checkpoint(request: ApiRequest) -> dict[str, Any]:
 
 
 async def patch_checkpoints(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH checkpoints``: which files are left of each."""
+    """Store which files are left of each."""
     changes: list[tuple[str, dict[str, int]]] = []
     for item in request.body().items_of("checkpoints") or []:
         if not isinstance(item, dict) or not isinstance(item.get("uuid"), str):
@@ -152,13 +150,12 @@ async def patch_checkpoints(request: ApiRequest) -> dict[str, Any]:
 
 
 async def delete_checkpoints(request: ApiRequest) -> dict[str, Any]:
-    """``DELETE checkpoints``: delete their files."""
     await _remove(request, ["**/*"])
     return {}
 
 
 async def remove_files(request: ApiRequest) -> dict[str, Any]:
-    """``POST checkpoints/rm``: delete matching files; without patterns, look again."""
+    """Delete matching files; without patterns, look at what is there again."""
     globs = request.body().texts("checkpointGlobs") or []
     if any(pattern.startswith("/") or ".." in pattern.split("/") for pattern in globs):
         raise RequestError(400, "checkpointGlobs leads out of the checkpoint; expected patterns below it.")
@@ -190,7 +187,6 @@ async def _remove(request: ApiRequest, globs: list[str]) -> None:
 
 
 async def set_metadata(request: ApiRequest) -> dict[str, Any]:
-    """``POST checkpoints/{uuid}/metadata``: replace it."""
     uuid = request.path_params["checkpoint_uuid"]
     given = request.body().fields("checkpoint")
     if given is None:
@@ -211,7 +207,7 @@ async def set_metadata(request: ApiRequest) -> dict[str, Any]:
 
 
 async def list_metrics(request: ApiRequest) -> dict[str, Any]:
-    """``GET checkpoints/{uuid}/metrics``: reports of trials that use the checkpoint."""
+    """Answer with reports of trials that use the checkpoint."""
     uuid, group = request.path_params["checkpoint_uuid"], request.query("metricGroup") or None
     kind = request.query_choice("trialSourceInfoType", bindings.v1TrialSourceInfoType)
 
@@ -226,7 +222,7 @@ async def list_metrics(request: ApiRequest) -> dict[str, Any]:
 
 
 async def download(request: ApiRequest) -> StreamingResponse:
-    """``//checkpoints/{uuid}``: stream its files in the form that ``Accept`` asks for."""
+    """Stream the files of a checkpoint in the form that ``Accept`` asks for."""
     uuid = request.path_params["checkpoint_uuid"]
     row = await request.services.read(checkpoint_rows.require_checkpoint, uuid)
     storage = json.loads(row.experiment_config)["checkpoint_storage"]
@@ -245,11 +241,7 @@ async def download(request: ApiRequest) -> StreamingResponse:
 
 
 async def _archive(directory: Path, kind: str) -> AsyncIterator[bytes]:
-    """Yield an archive of a directory's files.
-
-    Raises:
-        Exception: a file cannot be read any more; the answer, which has begun, breaks off without its end.
-    """
+    """Yield an archive of a directory's files; break off if one cannot be read any more."""
     read_end, write_end = os.pipe()
     problems: list[Exception] = []
 
@@ -275,8 +267,21 @@ async def _archive(directory: Path, kind: str) -> AsyncIterator[bytes]:
         raise problems[0]
 
 
+def _files_below(directory: Path) -> list[Path]:
+    """Return the regular files of a tree; neither rglob() nor walk() may be as deep before Python 3.13."""
+    found, directories = [], [directory]
+    while directories:
+        with os.scandir(directories.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    directories.append(Path(entry.path))
+                elif entry.is_file(follow_symlinks=False):
+                    found.append(Path(entry.path))
+    return sorted(found)
+
+
 def _write_archive(directory: Path, kind: str, file: IO[bytes]) -> None:
-    paths = [path for path in sorted(directory.rglob("*")) if path.is_file() and not path.is_symlink()]
+    paths = _files_below(directory)
     if kind == "zip":
         # ZIP knows times from 1980 to 2107, and names of characters only; tar keeps both as they are.
         with zipfile.ZipFile(file, "w", strict_timestamps=False) as archive:

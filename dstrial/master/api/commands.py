@@ -29,8 +29,7 @@ from dstrial.master.scheduler.wishes import wish_of_command
 from dstrial.master.store import commands, projects, workspaces
 from dstrial.master.store.commands import NewCommand
 
-MAX_BODY_BYTES = MAX_BYTES * 3 // 2
-"""Largest body of a request that sends files along."""
+MAX_BODY_BYTES = MAX_BYTES * 3 // 2  # of a request with files
 
 _SORTS: Mapping[str, Callable[[commands.CommandInfo], Any]] = {
     "SORT_BY_ID": lambda row: row.task_id,
@@ -45,11 +44,11 @@ async def checked(
 ) -> CommandConfig:
     """Check the config of a command with its template and this master's own defaults.
 
-    Where ``given`` has the mask of a secret, what is behind it comes from the template or ``others``, of which it may be a copy.
+    A secret's mask in ``given`` is replaced from the template or ``others``, of which it may be a copy.
 
     Raises:
         RequestError: 404, there is no such template.
-        ConfigError: with all problems of the config, or what the engine says of it that would never start it.
+        ConfigError: with all problems of the config, or why the engine would never start it.
     """
     services = request.services
     template: dict[str, Any] | None = None
@@ -78,11 +77,7 @@ async def checked(
 
 
 async def workspace_of(request: ApiRequest, workspace_id: int | None) -> int:
-    """Return the workspace that a command goes into, by default the first.
-
-    Raises:
-        RequestError: 404, there is no such workspace; 400, it is archived.
-    """
+    """Return the workspace that a command goes into, by default the first; refuse an archived one."""
     row = await request.services.read(workspaces.require, workspace_id or projects.DEFAULT_ID)
     if row.is_archived:
         raise RequestError(
@@ -94,7 +89,6 @@ async def workspace_of(request: ApiRequest, workspace_id: int | None) -> int:
 
 
 def task_state(row: commands.CommandInfo) -> str:
-    """Return the state of a command as ``det`` lists it."""
     if row.state in commands.ENDED:
         return "STATE_TERMINATED"
     if row.state.startswith("STOPPING"):
@@ -105,7 +99,6 @@ def task_state(row: commands.CommandInfo) -> str:
 
 
 def common_fields(request: ApiRequest, row: commands.CommandInfo) -> dict[str, Any]:
-    """Return the fields that ``v1Command`` and ``v1Tensorboard`` have alike."""
     return {
         "id": row.task_id,
         "jobId": row.job_id,
@@ -124,7 +117,6 @@ def common_fields(request: ApiRequest, row: commands.CommandInfo) -> dict[str, A
 async def _page(
     request: ApiRequest, kind: CommandKind, sorts: type[enum.Enum]
 ) -> tuple[list[commands.CommandInfo], dict[str, int]]:
-    """Return the commands of a kind that a list asks for, and its pagination."""
     users, user_ids = request.queries("users"), request.query_ints("userIds")
     workspace_id = request.query_int("workspaceId") or None
     sort = request.query_choice("sortBy", sorts) or "SORT_BY_START_TIME"
@@ -148,10 +140,7 @@ def routes_of(
     to_json: Callable[[ApiRequest, commands.CommandInfo], dict[str, Any]],
     sorts: type[enum.Enum],
 ) -> list[Route]:
-    """Return the routes that start, list, show, kill and order commands of a kind.
-
-    ``noun`` is the protocol's name of one, whose plural is in the paths.
-    """
+    """Return the routes that start, list, show, kill and order commands of a kind; ``noun`` is in their paths."""
 
     async def one_of(request: ApiRequest) -> commands.CommandInfo:
         return await request.services.read(commands.require, request.path_params["task_id"], (kind,))
@@ -169,13 +158,11 @@ def routes_of(
         }
 
     async def kill(request: ApiRequest) -> dict[str, Any]:
-        """Kill it, unless it has ended."""
         row = await one_of(request)
         await request.services.write(lambda tx: life.kill(tx, row.task_id))
         return {noun: to_json(request, await one_of(request))}
 
     async def set_priority(request: ApiRequest) -> dict[str, Any]:
-        """Give it the priority of the body, 1 to 99."""
         priority = request.body().required_integer("priority", 1, 99)
         row = await one_of(request)
         await request.services.write(lambda tx: life.set_priority(tx, row.task_id, priority))
@@ -196,7 +183,6 @@ def _json(request: ApiRequest, row: commands.CommandInfo) -> dict[str, Any]:
 
 
 async def launch(request: ApiRequest) -> dict[str, Any]:
-    """``POST commands``: start a command as soon as there are slots for it."""
     body, services = request.body(), request.services
     spec = await checked(request, body.mapping("config") or {}, "COMMAND", body.text("templateName"))
     files = [dict(file) for file in body.field_list("files") or []]
@@ -217,12 +203,10 @@ async def launch(request: ApiRequest) -> dict[str, Any]:
 
 
 async def list_notebooks(request: ApiRequest) -> dict[str, Any]:
-    """``GET notebooks``."""
     return {"notebooks": [], "pagination": _none(request)}
 
 
 async def list_shells(request: ApiRequest) -> dict[str, Any]:
-    """``GET shells``."""
     return {"shells": [], "pagination": _none(request)}
 
 

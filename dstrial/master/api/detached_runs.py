@@ -13,13 +13,12 @@ from determined.common.api import bindings
 from dstrial.errors import RequestError
 from dstrial.master.api.experiments import create_detached
 from dstrial.master.clock import now_us
-from dstrial.master.http.fields import Fields, shown
+from dstrial.master.http.fields import Fields
 from dstrial.master.http.messages import message
 from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
 from dstrial.master.http.serializers import trial_json
 from dstrial.master.lifecycle import detached_runs
 from dstrial.master.services import Services
-from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import tasks
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
@@ -41,44 +40,22 @@ def _external_id(text: str | None) -> str:
 
 
 async def put_experiment(request: ApiRequest) -> dict[str, Any]:
-    """``PUT experiments/by-external-id/{id}``: find or create a detached experiment."""
     body = request.body()
     inner = body.fields("createExperimentRequest") or body
     return await create_detached(request, inner, _external_id(request.path_params["external_id"]))
 
 
 async def create_trial(request: ApiRequest) -> dict[str, Any]:
-    """``POST trials``: another trial of an experiment of detached runs."""
     return message(bindings.v1CreateTrialResponse, trial=await _created(request, request.body(), None))
 
 
 async def put_trial(request: ApiRequest) -> dict[str, Any]:
-    """``PUT trials``: find a trial of an experiment of detached runs, or create it."""
     body = request.body()
     inner = body.fields("createTrialRequest")
     if inner is None:
         raise body.wrong("createTrialRequest", "an object")
     external_id = _external_id(body.text("externalTrialId"))
     return message(bindings.v1PutTrialResponse, trial=await _created(request, inner, external_id))
-
-
-async def find_trial(request: ApiRequest) -> dict[str, Any]:
-    """``GET trials/by-external-id/{experiment}/{trial}``."""
-    of_experiment, of_trial = (request.path_params[name] for name in ("external_id", "external_trial_id"))
-
-    def read(connection: Connection) -> int:
-        experiment = experiment_rows.by_external_id(connection, of_experiment)
-        trial = None if experiment is None else trial_rows.by_external_id(connection, experiment.id, of_trial)
-        if trial is None:
-            raise RequestError(
-                404,
-                f"trial {shown(of_trial)} of experiment {shown(of_experiment)} is not found; expected external ids that a "
-                "script has used. Check both.",
-            )
-        return int(trial.id)
-
-    trial_id = await request.services.read(read)
-    return message(bindings.v1GetTrialByExternalIDResponse, trial=await _shown(request.services, trial_id))
 
 
 async def _created(request: ApiRequest, body: Fields, external_id: str | None) -> dict[str, Any]:
@@ -95,7 +72,6 @@ async def _shown(services: Services, trial_id: int) -> dict[str, Any]:
 
 
 async def start_trial(request: ApiRequest) -> dict[str, Any]:
-    """``POST trials/{id}/start``: begin another run of a detached trial."""
     trial_id = request.path_params["trial_id"]
     resumes = request.body().flag("resume") is not False
     point = await request.services.write(lambda tx: detached_runs.start(tx, trial_id, resumes=resumes))
@@ -108,7 +84,7 @@ async def start_trial(request: ApiRequest) -> dict[str, Any]:
 
 
 async def patch_trial(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH trials/{id}``: a heartbeat of a detached run, or how it has ended."""
+    """Take a heartbeat of a detached run, or how it has ended."""
     trial_id = request.path_params["trial_id"]
     state = request.body().choice("state", bindings.trialv1State)
     stored = None if state is None else state.removeprefix("STATE_")
@@ -117,9 +93,9 @@ async def patch_trial(request: ApiRequest) -> dict[str, Any]:
 
 
 async def add_logs(request: ApiRequest) -> dict[str, Any]:
-    """``POST //task-logs``: lines that a detached run has printed, a list.
+    """Store lines that a detached run has printed.
 
-    Each line counts from when it comes: the client dates all of them with the start of the script.
+    Each line is dated when it comes: the client dates all of them with the start of the script.
     """
     records = request.json() or []
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
@@ -175,7 +151,6 @@ def _line(fields: Fields) -> logs.LogLine:
 _ONE = "/trials/{trial_id:int}"
 routes = [
     route("PUT", "/experiments/by-external-id/{external_id}", put_experiment, access=USER),
-    route("GET", "/trials/by-external-id/{external_id}/{external_trial_id}", find_trial, access=USER),
     route("POST", "/trials", create_trial, access=USER),
     route("PUT", "/trials", put_trial, access=USER),
     route("POST", f"{_ONE}/start", start_trial, access=USER),

@@ -11,20 +11,15 @@ if TYPE_CHECKING:
     from dstrial.config.diagnostics import Diagnostics
     from dstrial.master.services import Services
 
-SLOTS_KEY = "resources.slots_per_trial"
-"""Where a back end's refusals say how many slots are asked for."""
+SLOTS_KEY = "resources.slots_per_trial"  # Where a back end's refusals say how many slots are asked for
 
 
 async def refuse_what_never_starts(
     services: Services, wish: Wish | None, findings: Diagnostics, *, slots_key: str = SLOTS_KEY
 ) -> None:
-    """Refuse a config of something that the engine would never start.
+    """Refuse a config that the engine would never start.
 
-    Args:
-        services: of the running master.
-        wish: what will be asked for; None where that is nothing.
-        findings: of the config, without problems.
-        slots_key: where that config says how many slots it asks for.
+    ``wish`` None asks for nothing; ``slots_key`` is where the config says how many slots it asks for.
 
     Raises:
         ConfigError: with what the engine says.

@@ -12,16 +12,11 @@ from dstrial.config.secrets import masked
 from dstrial.errors import DstrialError
 from dstrial.master.advice import text_of
 from dstrial.master.http.access import require_owner
-from dstrial.master.http.fields import Fields
 from dstrial.master.http.messages import message
 from dstrial.master.http.router import USER, ApiRequest, route
-from dstrial.master.http.serializers import stored_states
 from dstrial.master.lifecycle import experiments
 from dstrial.master.store import experiments as experiment_rows
-from dstrial.master.store import projects
-from dstrial.master.store.database import Connection, Transaction
-from dstrial.master.store.tokens import User
-from dstrial.master.store.views import listings
+from dstrial.master.store.database import Transaction
 from dstrial.search import PreviewedTrials, preview
 
 Perform: TypeAlias = "Callable[[Transaction, int], Any]"
@@ -29,13 +24,10 @@ Prepare: TypeAlias = "Callable[[ApiRequest], Perform]"
 """Reads what an action needs from the body of a request, and returns the action."""
 
 _MAX_DAYS = 32767
-_ALL_PROJECTS = -1
 """In place of a project's id: experiments of any. Source: Determined 0.38.1, e2e_tests/tests/experiment, bulk actions."""
 
 
 def plain(perform: Perform) -> Prepare:
-    """Return an action that needs nothing but the experiment."""
-
     def prepare(_request: ApiRequest) -> Perform:
         return perform
 
@@ -43,50 +35,30 @@ def plain(perform: Perform) -> Prepare:
 
 
 def move(request: ApiRequest) -> Perform:
-    """Put experiments into another project."""
     target = request.body().required_integer("destinationProjectId")
     return lambda tx, experiment_id: experiments.move(tx, experiment_id, target)
 
 
 def retain_logs(request: ApiRequest) -> Perform:
-    """Keep logs for a number of days; -1 for ever."""
     days = request.body().required_integer("numDays", -1, _MAX_DAYS)
     return lambda tx, experiment_id: experiments.patch(tx, experiment_id, log_retention_days=days)
 
 
-def of_owner(perform: Perform, experiment_id: int, user: User | None) -> Callable[[Transaction], None]:
-    """Return the write for one experiment; 403 if ``user`` may not change it."""
-
-    def write(tx: Transaction) -> None:
-        row = experiment_rows.require(tx.connection, experiment_id)
-        if user is not None:
-            require_owner(user, row.owner_id, f"experiment {experiment_id}")
-        perform(tx, experiment_id)
-
-    return write
-
-
 def _one(prepare: Prepare, *, is_owners: bool = False) -> Callable[[ApiRequest], Any]:
     async def handle(request: ApiRequest) -> dict[str, Any]:
-        user = request.user if is_owners else None
-        await request.services.write(of_owner(prepare(request), request.path_params["experiment_id"], user))
+        await _perform(request, prepare(request), request.path_params["experiment_id"], is_owners=is_owners)
         return {}
 
     return handle
 
 
-def _many(prepare: Prepare, *, is_owners: bool = False) -> Callable[[ApiRequest], Any]:
+def _many(perform: Perform, *, is_owners: bool = False) -> Callable[[ApiRequest], Any]:
     async def handle(request: ApiRequest) -> dict[str, Any]:
-        body, project_id = request.body(), request.path_params["project_id"]
-        perform, user = prepare(request), request.user if is_owners else None
-        ids = await request.services.read(_chosen, project_id, body)
         results = []
-        for experiment_id in ids:
+        for experiment_id in dict.fromkeys(request.body().ids("experimentIds")):
             error = ""
             try:
-                await request.services.write(
-                    of_owner(_within(project_id, perform), experiment_id, user),
-                )
+                await _perform(request, perform, experiment_id, is_owners=is_owners)
             except DstrialError as problem:
                 error = text_of(problem)
             results.append(message(bindings.v1ExperimentActionResult, error=error, id=experiment_id))
@@ -95,57 +67,29 @@ def _many(prepare: Prepare, *, is_owners: bool = False) -> Callable[[ApiRequest]
     return handle
 
 
-def _within(project_id: int, perform: Perform) -> Perform:
-    """Return an action that refuses (404) experiments of other projects than this one."""
-
-    def act(tx: Transaction, experiment_id: int) -> None:
-        if project_id != _ALL_PROJECTS:
-            experiment_rows.require_of_project(tx.connection, experiment_id, project_id)
+async def _perform(request: ApiRequest, perform: Perform, experiment_id: int, *, is_owners: bool) -> None:
+    def write(tx: Transaction) -> None:
+        row = experiment_rows.require(tx.connection, experiment_id)
+        if is_owners:
+            require_owner(request.user, row.owner_id, f"experiment {experiment_id}")
         perform(tx, experiment_id)
 
-    return act
+    await request.services.write(write)
 
 
-def _chosen(connection: Connection, project_id: int, body: Fields) -> list[int]:
-    """Return the experiments that a body names, by its filters or else by numbers.
-
-    Source: Determined 0.38.1, where filters replace the numbers.
-    """
-    if project_id != _ALL_PROJECTS:
-        projects.require(connection, project_id)
-    filters = body.fields("filters")
-    if filters is None:
-        return list(dict.fromkeys(body.ids("experimentIds")))
-    wanted = listings.ExperimentFilter(
-        archived=filters.flag("archived"),
-        name=filters.text("name"),
-        description=filters.text("description"),
-        user_ids=filters.ids("userIds"),
-        states=stored_states(filters.texts("states") or []),
-        labels=filters.texts("labels") or [],
-        not_ids=filters.ids("excludedExperimentIds"),
-        project_id=None if project_id == _ALL_PROJECTS else project_id,
-    )
-    return [row.id for row in listings.list_experiments(connection, wanted)]
-
-
-_EACH: tuple[tuple[str, str, Prepare, bool], ...] = (
-    ("POST", "pause", plain(experiments.pause), False),
-    ("POST", "activate", plain(experiments.activate), False),
-    ("POST", "cancel", plain(experiments.cancel), False),
-    ("POST", "kill", plain(experiments.kill), False),
-    ("POST", "archive", plain(experiments.archive), False),
-    ("POST", "unarchive", plain(experiments.unarchive), False),
-    ("POST", "move", move, False),
-    ("PUT", "retain_logs", retain_logs, False),
-)
+_PLAIN: dict[str, Perform] = {
+    "pause": experiments.pause,
+    "activate": experiments.activate,
+    "cancel": experiments.cancel,
+    "kill": experiments.kill,
+    "archive": experiments.archive,
+    "unarchive": experiments.unarchive,
+}
 _ONE = "/experiments/{experiment_id:int}"
-_MANY = "/projects/{project_id:int}/experiments"
-_DELETE = plain(experiments.delete)
+_MANY = "/projects/-1/experiments"  # of any project, as Determined's clients write it
 
 
 async def preview_search(request: ApiRequest) -> dict[str, Any]:
-    """``POST preview-hp-search``: how many trials train how long, by the config alone."""
     body = request.body()
     config = body.mapping("config")
     if config is None:
@@ -171,16 +115,12 @@ def _trials(trials: PreviewedTrials) -> dict[str, Any]:
 
 routes = [
     route("POST", "/preview-hp-search", preview_search, access=USER),
-    *(
-        route(method, f"{_ONE}/{verb}", _one(prepare, is_owners=is_owners), access=USER)
-        for method, verb, prepare, is_owners in _EACH
-    ),
-    *(
-        route(method, f"{_MANY}/{verb}", _many(prepare, is_owners=is_owners), access=USER)
-        for method, verb, prepare, is_owners in _EACH
-    ),
-    route("DELETE", _ONE, _one(_DELETE, is_owners=True), access=USER),
-    route("DELETE", f"{_MANY}/delete", _many(_DELETE, is_owners=True), access=USER),
+    *(route("POST", f"{_ONE}/{verb}", _one(plain(perform)), access=USER) for verb, perform in _PLAIN.items()),
+    *(route("POST", f"{_MANY}/{verb}", _many(perform), access=USER) for verb, perform in _PLAIN.items()),
+    route("POST", f"{_ONE}/move", _one(move), access=USER),
+    route("PUT", f"{_ONE}/retain_logs", _one(retain_logs), access=USER),
+    route("DELETE", _ONE, _one(plain(experiments.delete), is_owners=True), access=USER),
+    route("DELETE", f"{_MANY}/delete", _many(experiments.delete, is_owners=True), access=USER),
     route(
         "DELETE",
         f"{_ONE}/tensorboard-files",

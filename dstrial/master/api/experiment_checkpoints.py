@@ -21,7 +21,7 @@ _ANY_STATE = "STATE_"
 
 
 async def preview_gc(request: ApiRequest) -> dict[str, Any]:
-    """``//experiments/{id}/preview_gc``: checkpoints that another policy would delete."""
+    """Answer with the checkpoints that another policy would delete."""
     experiment_id = request.path_params["experiment_id"]
     policy = checkpoint_gc.Policy(
         *(request.query_int(name) or 0 for name in ("saveExperimentBest", "saveTrialBest", "saveTrialLatest"))
@@ -71,12 +71,10 @@ async def preview_gc(request: ApiRequest) -> dict[str, Any]:
 
 
 async def list_checkpoints(request: ApiRequest) -> dict[str, Any]:
-    """``GET experiments/{id}/checkpoints``."""
     return await _page(request, experiment_id=request.path_params["experiment_id"])
 
 
 async def list_trial_checkpoints(request: ApiRequest) -> dict[str, Any]:
-    """``GET trials/{id}/checkpoints``."""
     return await _page(request, trial_id=request.path_params["trial_id"])
 
 

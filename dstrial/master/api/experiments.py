@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import dataclasses
 import json
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +35,18 @@ from dstrial.master.http.fields import shown as shown_text
 from dstrial.master.http.messages import message, page_of
 from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
 from dstrial.master.http.serializers import as_data, experiment_json, stored_states
-from dstrial.master.http.streams import NdjsonResponse, ndjson
 from dstrial.master.lifecycle import containers, detached_runs, experiments, resume
 from dstrial.master.lifecycle.interpreter import check_interpreter
-from dstrial.master.lifecycle.states import DELETING, TERMINAL
 from dstrial.master.scheduler.wishes import wish_of_config
 from dstrial.master.services import Services
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import projects, workspaces
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
-from dstrial.master.store.reports import metric_summaries
 from dstrial.master.store.views import listings
 
 _MAX_SUBMISSION_BYTES = 130 * 2**20
 _LARGE_CHARS = 2**16
-_NAMES_AT_ONCE = 1000
-_NAMES_PERIOD_S = 30  # Determined 0.38.1, defaultMetricsStreamPeriod
 
 
 def checked(
@@ -67,18 +61,10 @@ def checked(
     document: Document | None = None,
     active: Mapping[str, Any] | None = None,
 ) -> Submission:
-    """Check a config with its model definition; so slow that it belongs in a thread.
+    """Check a config, YAML, with its model definition; so slow that it belongs in a thread.
 
-    Args:
-        services: of the running master.
-        config: YAML.
-        tgz: the model definition.
-        resumed: the checkpoint that its trial goes on from, if it does.
-        template: a part of a config that gives what the config leaves out.
-        storage: of the workspace, before the master's; None for none.
-        is_detached: whether its trials run elsewhere.
-        document: the same YAML, if it has been read; its value is changed.
-        active: the complete config that it comes from, into which the master's defaults have gone already.
+    ``template`` gives what the config leaves out; ``storage`` is the workspace's; ``document`` is the same YAML already read,
+    and its value is changed; ``active`` is the complete config that it comes from, with the master's defaults.
 
     Raises:
         ConfigError: with every problem.
@@ -135,11 +121,6 @@ def _in_users_words(problem: ConfigProblem, context_dir: str) -> ConfigProblem:
 
 
 async def shown(services: Services, experiment_id: int) -> dict[str, Any]:
-    """Return an experiment as a ``v1Experiment``.
-
-    Raises:
-        RequestError: 404.
-    """
     row = await services.read(listings.get_experiment, experiment_id)
     if row is None:
         await services.read(experiment_rows.require, experiment_id)
@@ -169,7 +150,6 @@ async def _all_shown(services: Services, rows: Sequence[listings.ListedExperimen
 
 
 async def create_experiment(request: ApiRequest) -> dict[str, Any]:
-    """``POST experiments``: check a submission and, unless asked not to, store it."""
     body, services = request.body(), request.services
     if body.flag("unmanaged"):
         return await create_detached(request, body, None)
@@ -228,20 +208,7 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
 
 
 async def create_detached(request: ApiRequest, body: Fields, external_id: str | None) -> dict[str, Any]:
-    """Store an experiment of detached runs, or find it.
-
-    Args:
-        request: whose user asks.
-        body: a ``v1CreateExperimentRequest``.
-        external_id: by which scripts find it again; None for a new one in any case.
-
-    Returns:
-        A ``v1CreateExperimentResponse``.
-
-    Raises:
-        ConfigError: with every problem of the config.
-        RequestError: its project is archived, or it is being deleted.
-    """
+    """Store an experiment of detached runs, or find the one of ``external_id``; return a ``v1CreateExperimentResponse``."""
     services = request.services
     config = await services.check(lambda: _with_secrets(services, body.text("config") or "", None))
     document, given = await services.check(lambda: _readable(services, config, None))
@@ -275,11 +242,7 @@ def _files(body: Fields) -> list[Any]:
 def _readable(
     services: Services, config: str, template: Mapping[str, Any] | None
 ) -> tuple[Document, dict[str, Any]]:
-    """Return a config, and its values over its template; ``{}`` if it is no mapping.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """Return a config, and its values over its template; ``{}`` if it is no mapping."""
     document = read_yaml_text(config, LABEL, services.settings.limits)
     if not isinstance(document.value, dict):
         return document, {}
@@ -292,11 +255,7 @@ def _with_secrets(
     template: Mapping[str, Any] | None,
     parent: experiment_rows.Experiment | None = None,
 ) -> str:
-    """Return a config with its sources' secrets in place of masks.
-
-    Raises:
-        ConfigError: neither of them knows one.
-    """
+    """Return a config with its sources' secrets in place of masks; refuse a mask that no source knows."""
     if MASK not in config:
         return config
     limits = services.settings.limits
@@ -338,7 +297,6 @@ def _unsaved(request: ApiRequest, submission: Submission, project: projects.Proj
 
 
 async def list_experiments(request: ApiRequest) -> dict[str, Any]:
-    """``GET experiments``: a page of experiments."""
     project_id = request.query_int("projectId") or None
     above = request.query_int("experimentIdFilter.gt")
     at_least = request.query_int("experimentIdFilter.gte")
@@ -386,7 +344,6 @@ async def list_experiments(request: ApiRequest) -> dict[str, Any]:
 
 
 async def show_experiment(request: ApiRequest) -> dict[str, Any]:
-    """``GET experiments/{id}``."""
     found = await shown(request.services, request.path_params["experiment_id"])
     state = "STATE_SCHEDULED" if found["state"] in ("STATE_RUNNING", "STATE_STARTING") else "STATE_QUEUED"
     job = message(bindings.v1JobSummary, jobsAhead=0, state=state)
@@ -400,13 +357,12 @@ async def show_experiment(request: ApiRequest) -> dict[str, Any]:
 
 
 def _resumed_by(connection: Connection, experiment_id: int) -> SavedRun | None:
-    """Return the checkpoint from which the only trial goes on; None if it starts anew."""
+    """Return the checkpoint from which the only trial resumes; None if it starts anew."""
     trials = trial_rows.of_experiment(connection, experiment_id)
     return resume.of_trial(connection, trials[0]) if len(trials) == 1 else None
 
 
 def _refuse_other_place(connection: Connection, project_id: int, changes: Mapping[str, Any]) -> None:
-    """Refuse (400) a changed config that names another project than the experiment's."""
     row = projects.require(connection, project_id)
     for key, there in (("workspace", row.workspace_name), ("project", row.name)):
         if changes.get(key) not in (None, "", there):
@@ -418,7 +374,6 @@ def _refuse_other_place(connection: Connection, project_id: int, changes: Mappin
 
 
 async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
-    """``POST experiments/continue``: continue an ended experiment, maybe changed."""
     body, services = request.body(), request.services
     experiment_id = body.required_integer("id")
     row = await services.read(experiment_rows.require, experiment_id)
@@ -447,7 +402,6 @@ async def continue_experiment(request: ApiRequest) -> dict[str, Any]:
 
 
 async def patch_experiment(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH experiments/{id}``: texts, labels, resources, the checkpoint policy."""
     body = request.body()
     fields: dict[str, Any] = {}
     for name in ("name", "description", "notes"):
@@ -498,58 +452,15 @@ def _relabel(change: Callable[[set[str], str], Any]) -> Callable[[ApiRequest], A
 
 
 async def show_model_definition(request: ApiRequest) -> dict[str, Any]:
-    """``GET experiments/{id}/model_def``: gzip tar in base64."""
     tgz = await request.services.read(experiment_rows.model_definition, request.path_params["experiment_id"])
     return message(bindings.v1GetModelDefResponse, b64Tgz=base64.b64encode(tgz).decode())
 
 
 async def best_searcher_validation_metric(request: ApiRequest) -> dict[str, Any]:
-    """``GET …/best_searcher_validation_metric``; 404 before the first validation."""
     row = await request.services.read(experiment_rows.require, request.path_params["experiment_id"])
     if row.best_metric is None:
         raise RequestError(404, f"experiment {row.id} has no validation yet.")
     return {"metric": row.best_metric}
-
-
-async def stream_metric_names(request: ApiRequest) -> NdjsonResponse:
-    """``GET experiments/metrics-stream/metric-names``: names until all have ended.
-
-    Of a stream Determined's clients add up what the messages name.
-    """
-    ids, period_s = request.query_ints("ids"), request.query_int("periodSeconds") or 0
-    searcher = [
-        (await request.services.read(experiment_rows.require, experiment_id)).searcher_metric
-        for experiment_id in ids
-    ]
-    return ndjson(_names(request.services, ids, searcher, period_s if period_s > 0 else _NAMES_PERIOD_S))
-
-
-async def _names(
-    services: Services, ids: Sequence[int], searcher: list[str], period_s: float
-) -> AsyncIterator[dict[str, Any]]:
-    sent: set[tuple[str, str]] = set()
-    while True:
-        # Read the states before the names: an experiment that ends in between has reported every name.
-        is_over = await services.read(_have_ended, ids)
-        names = [name for name in await services.read(metric_summaries.metric_names, ids) if name not in sent]
-        for start in range(0, max(len(names), 1), _NAMES_AT_ONCE):
-            some = names[start : start + _NAMES_AT_ONCE]
-            yield {
-                "searcherMetrics": searcher,
-                "trainingMetrics": [name for group, name in some if group == "training"],
-                "validationMetrics": [name for group, name in some if group == "validation"],
-                "metricNames": [{"group": group, "name": name} for group, name in some],
-            }
-            searcher = []
-        if is_over:
-            return
-        sent.update(names)
-        await asyncio.sleep(period_s)
-
-
-def _have_ended(connection: Connection, ids: Sequence[int]) -> bool:
-    rows = [experiment_rows.get(connection, experiment_id) for experiment_id in ids]
-    return all(row is None or row.state in TERMINAL | DELETING for row in rows)
 
 
 _ONE = "/experiments/{experiment_id:int}"
@@ -568,5 +479,4 @@ routes = [
         best_searcher_validation_metric,
         access=TRIAL,
     ),
-    route("GET", "/experiments/metrics-stream/metric-names", stream_metric_names, access=USER),
 ]

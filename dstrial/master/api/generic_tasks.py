@@ -28,7 +28,6 @@ _KIND = ("GENERIC",)
 
 
 async def create(request: ApiRequest) -> dict[str, Any]:
-    """``POST generic-tasks``: start a task, or a copy of another."""
     body, services = request.body(), request.services
     forked_from, parent_id = body.text("forkedFrom") or None, body.text("parentId") or None
     for other in (forked_from, parent_id):
@@ -61,12 +60,9 @@ async def _given(request: ApiRequest, body: Fields, forked_from: str | None) -> 
     text = body.text("config") or ""
     if not text.strip() and forked_from is not None:
         row = await request.services.read(commands.require, forked_from)
-        if row.original_config is not None:
-            original: dict[str, Any] = json.loads(row.original_config)
-            return original
-        kept: dict[str, Any] = json.loads(row.config)
-        # Its description is its own, and its image the word for none.
-        return {**kept, "description": None, "environment": {**kept["environment"], "image": None}}
+        assert row.original_config is not None
+        original: dict[str, Any] = json.loads(row.original_config)
+        return original
     limits = request.services.settings.limits
     given = (
         await request.services.check(lambda: read_yaml_text(text, "the task's config", limits))
@@ -79,7 +75,7 @@ async def _given(request: ApiRequest, body: Fields, forked_from: str | None) -> 
 async def _context(
     request: ApiRequest, body: Fields, forked_from: str | None, parent_id: str | None
 ) -> bytes:
-    """Return a task's files: those sent, else its parent's or those of what it copies."""
+    """Return a task's files: those sent, else its parent's or those of the task that it copies."""
     services = request.services
     files = [dict(file) for file in body.field_list("contextDirectory") or []]
     if body.flag("inheritContext"):
@@ -95,7 +91,7 @@ async def _context(
 
 
 async def _kept_context(services: Services, task_id: str) -> bytes:
-    """Return the files of another task, which go when its log does."""
+    """Return the files of another task, which are deleted with its log."""
     tgz = await services.read(commands.kept_context, task_id)
     if tgz is None:
         days = services.settings.log_retention_days
@@ -109,7 +105,6 @@ async def _kept_context(services: Services, task_id: str) -> bytes:
 
 
 async def show_config(request: ApiRequest) -> dict[str, Any]:
-    """``GET tasks/{id}/config``: as it was submitted, JSON in a string."""
     row = await request.services.read(commands.require, request.path_params["task_id"])
     return message(
         bindings.v1GetGenericTaskConfigResponse, config=submitted(row, request.services.secret_names)
@@ -117,7 +112,7 @@ async def show_config(request: ApiRequest) -> dict[str, Any]:
 
 
 async def kill(request: ApiRequest) -> dict[str, Any]:
-    """``POST tasks/{id}/kill``: a task, its descendants; ``killFromRoot``: its tree.
+    """Kill a task with its descendants, or with ``killFromRoot`` its tree.
 
     Source: Determined 0.38.1, KillGenericTask: "cannot cancel task … as it is in state", for COMPLETED and CANCELED.
     """
@@ -140,14 +135,13 @@ async def kill(request: ApiRequest) -> dict[str, Any]:
 
 
 async def pause(request: ApiRequest) -> dict[str, Any]:
-    """``POST tasks/{id}/pause``: end its process; another begins when it is unpaused."""
+    """End a task's process; another begins when it is unpaused."""
     task_id = request.path_params["task_id"]
     await request.services.write(lambda tx: life.pause(tx, task_id))
     return {}
 
 
 async def unpause(request: ApiRequest) -> dict[str, Any]:
-    """``POST tasks/{id}/unpause``."""
     task_id = request.path_params["task_id"]
     await request.services.write(lambda tx: life.unpause(tx, task_id))
     return {}

@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 from determined.common.api import bindings
 
 from dstrial.errors import RequestError
-from dstrial.master.api.agents import queue_stats
 from dstrial.master.clock import format_us
 from dstrial.master.http.fields import Fields
 from dstrial.master.http.messages import message, page_of
@@ -29,19 +28,17 @@ Entry: TypeAlias = "jobs.QueuedExperiment | commands.CommandInfo"
 
 
 def _state(entry: Entry) -> str:
-    """Say whether an entry runs."""
     runs = entry.allocation_id if isinstance(entry, commands.CommandInfo) else entry.num_allocations
     return "STATE_SCHEDULED" if runs else "STATE_QUEUED"
 
 
 def entries(connection: Connection) -> list[Entry]:
-    """Return what stands in the queue, the next one first."""
     found: list[Entry] = [*jobs.queued_experiments(connection), *commands.queued(connection)]
     return sorted(found, key=lambda entry: (entry.priority, entry.queue_position))
 
 
 def engine_jobs(services: Services, connection: Connection, entry: Entry) -> str:
-    """Say how the jobs are that an engine was asked for; empty where it was not."""
+    """Describe the engine's jobs for an entry; empty without an engine."""
     if services.engine is None:
         return ""
     keys: list[int] | list[str] = (
@@ -84,7 +81,7 @@ def job_json(
 ) -> dict[str, Any]:
     """Return an experiment of the queue as a job.
 
-    ``jobs_text`` says how an engine's jobs for it are: of what ``det job list`` prints, only a name has room for it.
+    ``jobs_text`` goes behind the name: no other field that ``det job list`` prints has room for it.
     """
     num_slots = row.num_slots or 0
     return message(
@@ -132,27 +129,11 @@ async def _page(request: ApiRequest) -> tuple[list[dict[str, Any]], dict[str, in
 
 
 async def list_jobs_v2(request: ApiRequest) -> dict[str, Any]:
-    """``GET job-queues-v2``."""
     found, pagination = await _page(request)
     return {"jobs": [{"full": job, "limited": None} for job in found], "pagination": pagination}
 
 
-async def list_jobs(request: ApiRequest) -> dict[str, Any]:
-    """``GET job-queues``."""
-    found, pagination = await _page(request)
-    return {"jobs": found, "pagination": pagination}
-
-
-async def show_stats(request: ApiRequest) -> dict[str, Any]:
-    """``GET job-queues/stats``."""
-    states = [_state(entry) for entry in await request.services.read(entries)]
-    stats = queue_stats(states.count("STATE_QUEUED"), states.count("STATE_SCHEDULED"))
-    pool_name = request.services.settings.pool_name
-    return {"results": [message(bindings.v1RPQueueStat, resourcePool=pool_name, stats=stats, aggregates=[])]}
-
-
 async def update(request: ApiRequest) -> dict[str, Any]:
-    """``POST job-queues``: change priority, weight or place of all these jobs or none."""
     updates = request.body().field_list("updates") or []
     pool_name = request.services.settings.pool_name
 
@@ -188,7 +169,6 @@ def _update(tx: Transaction, control: Fields, pool_name: str) -> None:
 
 
 def _find(tx: Transaction, job_id: str) -> Experiment | Command:
-    """Return the experiment, or the command, that has this place in the queue."""
     row = jobs.experiment_of(tx.connection, job_id) or jobs.command_of(tx.connection, job_id)
     if row is None:
         raise RequestError(404, f"job {job_id[:80]!r} does not exist; see `det job list`")
@@ -196,8 +176,6 @@ def _find(tx: Transaction, job_id: str) -> Experiment | Command:
 
 
 routes = [
-    route("GET", "/job-queues", list_jobs, access=USER),
     route("POST", "/job-queues", update, access=USER),
     route("GET", "/job-queues-v2", list_jobs_v2, access=USER),
-    route("GET", "/job-queues/stats", show_stats, access=USER),
 ]

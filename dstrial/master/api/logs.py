@@ -1,4 +1,4 @@
-"""Logs of trials and tasks: streams that follow, filter values, and lines sent in."""
+"""Logs of trials and tasks: streams that follow, and their retention."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from dstrial.master.http.streams import NdjsonResponse, ndjson
 from dstrial.master.services import Services
 from dstrial.master.store import tasks
 from dstrial.master.store import trials as trial_rows
-from dstrial.master.store.database import Connection, Transaction
-from dstrial.master.store.reports import log_quota, logs
-from dstrial.master.webhooks import events
+from dstrial.master.store.database import Connection
+from dstrial.master.store.reports import logs
 
 _CHUNK = 2000
 _FOLLOW_WAIT_S = 30.0
@@ -65,7 +64,6 @@ def _filter(request: ApiRequest, trial_id: int | None, task_id: str | None) -> l
 
 
 async def stream_trial_logs(request: ApiRequest) -> NdjsonResponse:
-    """``GET trials/{id}/logs``."""
     trial_id = request.path_params["trial_id"]
     await request.services.read(trial_rows.require, trial_id)
     wanted = _filter(request, trial_id, None)
@@ -73,7 +71,6 @@ async def stream_trial_logs(request: ApiRequest) -> NdjsonResponse:
 
 
 async def stream_task_logs(request: ApiRequest) -> NdjsonResponse:
-    """``GET tasks/{id}/logs``."""
     task_id = request.path_params["task_id"]
     await request.services.read(_task, task_id)
     wanted = _filter(request, None, task_id)
@@ -88,7 +85,7 @@ def _task(connection: Connection, task_id: str) -> tasks.Task:
 
 
 def _is_over(connection: Connection, wanted: logs.LogFilter, *, is_detached: bool) -> bool:
-    """Say whether nothing more can come: every task and allocation has ended."""
+    """Whether nothing more can come: every task and allocation has ended."""
     before_us = now_us() - int(_LATE_S * 1e6) if is_detached else now_us()
     return tasks.is_over(connection, wanted.trial_id, wanted.task_id, before_us)
 
@@ -142,86 +139,7 @@ def _line_json(services: Services, wanted: logs.LogFilter, row: logs.StoredLine)
     )
 
 
-async def stream_trial_fields(request: ApiRequest) -> NdjsonResponse:
-    """``GET trials/{id}/logs/fields``."""
-    trial_id = request.path_params["trial_id"]
-    await request.services.read(trial_rows.require, trial_id)
-    return ndjson(_fields(request, trial_id, None))
-
-
-async def stream_task_fields(request: ApiRequest) -> NdjsonResponse:
-    """``GET tasks/{id}/logs/fields``."""
-    task_id = request.path_params["task_id"]
-    await request.services.read(_task, task_id)
-    return ndjson(_fields(request, None, task_id))
-
-
-async def _fields(
-    request: ApiRequest, trial_id: int | None, task_id: str | None
-) -> AsyncIterator[dict[str, Any]]:
-    found = await request.services.read(logs.fields, trial_id=trial_id, task_id=task_id)
-    agents = [request.services.agent_id] if found["allocationIds"] else []
-    if trial_id is not None:
-        del found["allocationIds"]
-        yield message(bindings.v1TrialLogsFieldsResponse, agentIds=agents, **found)
-    else:
-        yield message(bindings.v1TaskLogsFieldsResponse, agentIds=agents, **found)
-
-
-async def add_task_logs(request: ApiRequest) -> dict[str, Any]:
-    """``POST task/logs``: lines that a task sends itself."""
-    body = request.body()
-    by_task: dict[tuple[str, str | None], list[logs.LogLine]] = {}
-    for item in body.items_of("logs") or []:
-        if not isinstance(item, dict):
-            raise body.wrong("logs", "a list of objects")
-        task_id, line, allocation_id = _line(item)
-        request.require_task(task_id)
-        if allocation_id is not None:
-            request.require_allocation(allocation_id)
-        by_task.setdefault((task_id, allocation_id), []).append(line)
-
-    quota = request.services.settings.trial_log_bytes
-    find = request.services.log_triggers.find
-    told = await request.services.run(
-        lambda: [(task_id, find(line.text for line in lines)) for (task_id, _), lines in by_task.items()]
-    )
-
-    def perform(tx: Transaction) -> None:
-        for (task_id, allocation_id), lines in by_task.items():
-            row = _task(tx.connection, task_id)
-            owner = log_quota.LogOwner(task_id, row.trial_id, allocation_id)
-            log_quota.add_lines(tx, owner, lines, quota)
-        for task_id, matches in told:
-            events.notify_lines(tx, task_id, matches)
-
-    await request.services.write(perform)
-    return {}
-
-
-def _line(item: dict[str, Any]) -> tuple[str, logs.LogLine, str | None]:
-    from dstrial.master.http.fields import Fields
-
-    fields = Fields(item, "logs[]")
-    time_text = fields.text("timestamp")
-    try:
-        time_us = now_us() if time_text is None else parse_time(time_text)
-    except (ValueError, OverflowError) as error:
-        raise fields.wrong("timestamp", "a time") from error
-    level = (fields.text("level") or "").removeprefix("LOG_LEVEL_")
-    text = fields.text("log") or ""
-    line = logs.LogLine(
-        time_us,
-        fields.text("stdtype"),
-        level if level in logs.LEVELS else None,
-        fields.integer("rankId", -(2**31), 2**31),
-        text if text.endswith("\n") else f"{text}\n",
-    )
-    return fields.required_text("taskId"), line, fields.text("allocationId")
-
-
 async def clean_up(request: ApiRequest) -> dict[str, Any]:
-    """``POST cleanup_logs``: delete old logs now instead of within the hour."""
     default_days = request.services.settings.log_retention_days
     removed = await request.services.write(lambda tx: logs.forget_old(tx, default_days))
     return message(bindings.v1CleanupLogsResponse, removedCount=str(removed))
@@ -230,8 +148,5 @@ async def clean_up(request: ApiRequest) -> dict[str, Any]:
 routes = [
     route("POST", "/cleanup_logs", clean_up, access=ADMIN),
     route("GET", "/trials/{trial_id:int}/logs", stream_trial_logs, access=TRIAL),
-    route("GET", "/trials/{trial_id:int}/logs/fields", stream_trial_fields, access=TRIAL),
     route("GET", "/tasks/{task_id}/logs", stream_task_logs, access=TRIAL),
-    route("GET", "/tasks/{task_id}/logs/fields", stream_task_fields, access=TRIAL),
-    route("POST", "/task/logs", add_task_logs, access=TRIAL),
 ]

@@ -40,7 +40,7 @@ _PYTHON_LEVELS = {
 
 
 async def show_info(request: ApiRequest) -> dict[str, Any]:
-    """``GET //info``: who answers here; the first request of every ``det`` command."""
+    """Say who answers here; the first request of every ``det`` command."""
     services = request.services
     return {
         "version": VERSION,
@@ -52,7 +52,6 @@ async def show_info(request: ApiRequest) -> dict[str, Any]:
 
 
 async def show_health(request: ApiRequest) -> dict[str, Any]:
-    """``GET //health``: whether anything keeps the master from its work."""
     if trouble := request.services.describe_trouble():
         raise RequestError(503, trouble)
     try:
@@ -64,7 +63,6 @@ async def show_health(request: ApiRequest) -> dict[str, Any]:
 
 
 async def show_master(request: ApiRequest) -> dict[str, Any]:
-    """``GET master``."""
     services = request.services
     return message(
         bindings.v1GetMasterResponse,
@@ -86,19 +84,13 @@ async def show_master(request: ApiRequest) -> dict[str, Any]:
     )
 
 
-async def show_telemetry(_request: ApiRequest) -> dict[str, Any]:
-    """``GET master/telemetry``: there is none."""
-    return {"enabled": False, "segmentKey": ""}
-
-
 async def show_config(request: ApiRequest) -> dict[str, Any]:
-    """``GET master/config``, with the port that the master has."""
     services = request.services
     return {"config": {**services.settings.as_config(), "port": int(services.address.rpartition(":")[2])}}
 
 
 async def patch_config(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH master/config``: the level and colour of the log, until the master ends."""
+    """Change the level and colour of the log until the master ends."""
     body = request.body()
     mask = body.get("fieldMask")
     paths = (
@@ -128,10 +120,7 @@ async def patch_config(request: ApiRequest) -> dict[str, Any]:
 
 
 async def stream_logs(request: ApiRequest) -> NdjsonResponse:
-    """``GET master/logs``: the master's log, one entry per line of it.
-
-    A negative ``offset`` counts from the end; ``limit`` 0 is none.
-    """
+    """Stream the lines of the master's log; a negative ``offset`` counts from the end, ``limit`` 0 is none."""
     offset, limit = request.query_int("offset") or 0, request.query_int("limit") or 0
     if limit < 0:
         raise RequestError(400, f"limit is {limit}; expected at least 0. Send 0 for no limit.")
@@ -162,7 +151,6 @@ async def _entries(
 
 
 def _start(path: Path, offset: int) -> tuple[int, int]:
-    """Return the number and the file position of the first line to send."""
     if not path.exists():
         return 0, 0
     with path.open("rb") as file:
@@ -182,13 +170,7 @@ def _positions(lines: Iterator[bytes]) -> Iterator[int]:
 
 
 class _LogReader:
-    """Reads the lines that a growing file has, from a position on.
-
-    Args:
-        path: the file.
-        first: number of the first line.
-        position: where that line begins, bytes.
-    """
+    """Reads the lines of a growing file, from a number and a position in bytes on."""
 
     def __init__(self, path: Path, first: int, position: int) -> None:
         self._path = path
@@ -198,7 +180,6 @@ class _LogReader:
         self._level = "LOG_LEVEL_INFO"
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the next whole lines, none if there are none yet."""
         if not self._path.exists():
             return []
         entries = []
@@ -232,7 +213,6 @@ routes = [
     route("GET", "//info", show_info, access=PUBLIC),
     route("GET", "//health", show_health, access=PUBLIC),
     route("GET", "/master", show_master, access=PUBLIC),
-    route("GET", "/master/telemetry", show_telemetry, access=USER),
     route("GET", "/master/config", show_config, access=ADMIN),
     route("PATCH", "/master/config", patch_config, access=ADMIN),
     route("GET", "/master/logs", stream_logs, access=USER),

@@ -25,26 +25,15 @@ _MAX_STEPS = 2**31 - 1
 
 
 async def report_metrics(request: ApiRequest) -> dict[str, Any]:
-    """``POST trials/{id}/metrics``: one report of a group."""
     trial_id = request.path_params["trial_id"]
     body = request.body()
     report = body.fields("metrics")
     if report is None:
         raise body.wrong("metrics", "an object")
-    return await _store(request, trial_id, body.text("group") or "training", report)
-
-
-def _of_group(group: str) -> Callable[[ApiRequest], Any]:
-    async def handle(request: ApiRequest) -> dict[str, Any]:
-        return await _store(request, request.path_params["trial_id"], group, request.body())
-
-    return handle
-
-
-async def _store(request: ApiRequest, trial_id: int, group: str, report: Any) -> dict[str, Any]:
+    group = body.text("group") or "training"
     values = report.fields("metrics")
     given = None if values is None else values.mapping("avgMetrics")
-    if given is None:
+    if values is None or given is None:
         raise report.wrong("metrics", "an object with avgMetrics")
     per_batch = values.items_of("batchMetrics") or []
     if not all(isinstance(of_batch, dict) for of_batch in per_batch):
@@ -106,12 +95,7 @@ async def _reports(services: Services, trial_ids: list[int], group: str) -> Asyn
 
 
 def report_json(row: metrics.Report, group: str | None) -> dict[str, Any]:
-    """Return a row of ``metrics`` as a ``v1MetricsReport``.
-
-    Args:
-        row: the report.
-        group: the group that was asked for, by which the client knows under which key the values are; None for every one.
-    """
+    """Return a row of ``metrics`` as a ``v1MetricsReport``; the asked group tells the client the key of its values."""
     keys = ["validation_metrics" if row.group_name == "validation" else "avg_metrics"]
     if group is None and keys != ["avg_metrics"]:
         keys.append("avg_metrics")
@@ -133,8 +117,6 @@ def report_json(row: metrics.Report, group: str | None) -> dict[str, Any]:
 
 routes = [
     route("POST", "/trials/{trial_id:int}/metrics", report_metrics, access=TRIAL),
-    route("POST", "/trials/{trial_id:int}/training_metrics", _of_group("training"), access=TRIAL),
-    route("POST", "/trials/{trial_id:int}/validation_metrics", _of_group("validation"), access=TRIAL),
     route("GET", "/trials/metrics/trial_metrics", _streaming(None), access=TRIAL),
     route("GET", "/trials/metrics/training_metrics", _streaming("training"), access=TRIAL),
     route("GET", "/trials/metrics/validation_metrics", _streaming("validation"), access=TRIAL),

@@ -27,7 +27,6 @@ _VERSION_TEXTS = ("name", "comment", "notes")
 
 
 def model_json(row: models.ModelInfo) -> dict[str, Any]:
-    """Return a row of ``store.models`` as a ``v1Model``."""
     return message(
         bindings.v1Model,
         id=row.id,
@@ -69,7 +68,6 @@ def _version_json(
 
 
 def _given(body: Fields, texts: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields that a body gives a value."""
     found: dict[str, Any] = {name: body.text(name) for name in texts}
     found.update(metadata=body.mapping("metadata"), labels=body.texts("labels"))
     return {name: value for name, value in found.items() if value is not None}
@@ -86,11 +84,6 @@ def _workspace(connection: Connection, body: Fields) -> int | None:
 
 
 def _open(connection: Connection, name: str) -> models.ModelInfo:
-    """Return a model that may be changed.
-
-    Raises:
-        RequestError: 404 unknown, 400 archived.
-    """
     row = models.require(connection, name)
     if row.is_archived:
         raise RequestError(
@@ -101,7 +94,6 @@ def _open(connection: Connection, name: str) -> models.ModelInfo:
 
 
 async def list_models(request: ApiRequest) -> dict[str, Any]:
-    """``GET models``: a page of models."""
     wanted = models.ModelFilter(
         model_id=request.query_int("id") or None,
         archived=request.query_flag("archived"),
@@ -131,7 +123,6 @@ async def list_models(request: ApiRequest) -> dict[str, Any]:
 
 
 async def create_model(request: ApiRequest) -> dict[str, Any]:
-    """``POST models``: 409 for a name that exists."""
     body, user = request.body(), request.user
     given = {"description": "", "notes": "", "metadata": {}, "labels": [], **_given(body, _TEXTS)}
     name = body.required_text("name")
@@ -145,13 +136,11 @@ async def create_model(request: ApiRequest) -> dict[str, Any]:
 
 
 async def show_model(request: ApiRequest) -> dict[str, Any]:
-    """``GET models/{name or id}``."""
     row = await request.services.read(models.require, request.path_params["model"])
     return message(bindings.v1GetModelResponse, model=model_json(row))
 
 
 async def patch_model(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH models/{name or id}``: its texts, metadata, labels and workspace."""
     body, name = request.body(), request.path_params["model"]
     given = _given(body, _TEXTS)
 
@@ -165,19 +154,6 @@ async def patch_model(request: ApiRequest) -> dict[str, Any]:
         return models.require(tx.connection, str(row.id))
 
     return message(bindings.v1PatchModelResponse, model=model_json(await request.services.write(write)))
-
-
-async def move_model(request: ApiRequest) -> dict[str, Any]:
-    """``POST models/{name or id}/move``: into another workspace."""
-    name, target = request.path_params["model"], request.body().required_integer("destinationWorkspaceId")
-
-    def write(tx: Transaction) -> None:
-        row = _open(tx.connection, name)
-        workspaces.refuse_archived(workspaces.require(tx.connection, target), "take another model")
-        models.change(tx, row.id, workspace_id=target)
-
-    await request.services.write(write)
-    return {}
 
 
 def _archive(is_archived: bool) -> Callable[[ApiRequest], Any]:
@@ -196,7 +172,7 @@ def _archive(is_archived: bool) -> Callable[[ApiRequest], Any]:
 
 
 async def delete_model(request: ApiRequest) -> dict[str, Any]:
-    """``DELETE models/{name or id}``: with its versions; their checkpoints stay."""
+    """Delete a model with its versions; their checkpoints stay."""
     name, user = request.path_params["model"], request.user
 
     def write(tx: Transaction) -> None:
@@ -209,13 +185,11 @@ async def delete_model(request: ApiRequest) -> dict[str, Any]:
 
 
 async def list_labels(request: ApiRequest) -> dict[str, Any]:
-    """``GET model/labels``: those that most models have first."""
     labels = await request.services.read(models.labels_by_use, request.query_int("workspaceId"))
     return message(bindings.v1GetModelLabelsResponse, labels=labels)
 
 
 async def list_versions(request: ApiRequest) -> dict[str, Any]:
-    """``GET models/{name or id}/versions``: a page of versions."""
     name = request.path_params["model"]
     by_time = (
         request.query_choice("sortBy", bindings.v1GetModelVersionsRequestSortBy) == "SORT_BY_CREATION_TIME"
@@ -240,7 +214,6 @@ async def list_versions(request: ApiRequest) -> dict[str, Any]:
 
 
 async def register_version(request: ApiRequest) -> dict[str, Any]:
-    """``POST models/{name or id}/versions``: register a complete checkpoint."""
     body, name, user = request.body(), request.path_params["model"], request.user
     uuid, given = body.required_text("checkpointUuid"), _given(body, _VERSION_TEXTS)
 
@@ -266,8 +239,6 @@ def _version_of(connection: Connection, request: ApiRequest) -> tuple[models.Mod
 
 
 async def show_version(request: ApiRequest) -> dict[str, Any]:
-    """``GET models/{name or id}/versions/{number}``."""
-
     def read(connection: Connection) -> dict[str, Any]:
         return _version_json(request.services.secret_names, connection, *_version_of(connection, request))
 
@@ -275,7 +246,6 @@ async def show_version(request: ApiRequest) -> dict[str, Any]:
 
 
 async def patch_version(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH models/{name or id}/versions/{number}``: its texts, metadata and labels."""
     given = _given(request.body(), _VERSION_TEXTS)
 
     def write(tx: Transaction) -> dict[str, Any]:
@@ -290,7 +260,6 @@ async def patch_version(request: ApiRequest) -> dict[str, Any]:
 
 
 async def delete_version(request: ApiRequest) -> dict[str, Any]:
-    """``DELETE models/{name or id}/versions/{number}``: its checkpoint stays."""
     user = request.user
 
     def write(tx: Transaction) -> None:
@@ -304,7 +273,6 @@ async def delete_version(request: ApiRequest) -> dict[str, Any]:
 
 
 async def list_metrics(request: ApiRequest) -> dict[str, Any]:
-    """``GET models/{name or id}/versions/{number}/metrics``: of trials that use it."""
     group = request.query("metricGroup") or None
     kind = request.query_choice("trialSourceInfoType", bindings.v1TrialSourceInfoType)
 
@@ -328,7 +296,6 @@ routes = [
     route("GET", _ONE, show_model, access=USER),
     route("PATCH", _ONE, patch_model, access=USER),
     route("DELETE", _ONE, delete_model, access=USER),
-    route("POST", f"{_ONE}/move", move_model, access=USER),
     route("POST", f"{_ONE}/archive", _archive(True), access=USER),
     route("POST", f"{_ONE}/unarchive", _archive(False), access=USER),
     route("GET", f"{_ONE}/versions", list_versions, access=USER),

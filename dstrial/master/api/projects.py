@@ -1,4 +1,4 @@
-"""Projects: list, make, change, annotate, move, archive and delete them."""
+"""Projects: list, make, change, annotate, archive and delete them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ _MAX_NOTES_BYTES = 1 << 20
 
 
 def project_json(row: projects.ProjectInfo) -> dict[str, Any]:
-    """Return a row of ``store.projects`` as a ``v1Project``."""
     return message(
         bindings.v1Project,
         id=row.id,
@@ -53,7 +52,6 @@ def project_json(row: projects.ProjectInfo) -> dict[str, Any]:
 
 
 async def list_projects(request: ApiRequest) -> dict[str, Any]:
-    """``GET workspaces/{id}/projects``: a page of projects."""
     is_wanted = named(request)
     sort_by = request.query_choice("sortBy", bindings.v1GetWorkspaceProjectsRequestSortBy)
     order = request.query_choice("orderBy", bindings.v1OrderBy)
@@ -78,17 +76,10 @@ async def _shown(request: ApiRequest, project_id: int) -> dict[str, Any]:
 
 
 async def show_project(request: ApiRequest) -> dict[str, Any]:
-    """``GET projects/{id}``."""
     return {"project": await _shown(request, request.path_params["project_id"])}
 
 
-async def show_by_key(request: ApiRequest) -> dict[str, Any]:
-    """``GET projects/key/{key}``."""
-    return {"project": project_json(await request.services.read(projects.by_key, request.path_params["key"]))}
-
-
 async def create_project(request: ApiRequest) -> dict[str, Any]:
-    """``POST workspaces/{id}/projects``: 409 for a name taken there, or a taken key."""
     body, user, workspace_id = request.body(), request.user, request.path_params["workspace_id"]
     name, key, description = body.required_text("name"), body.text("key"), body.text("description") or ""
 
@@ -107,8 +98,7 @@ async def create_project(request: ApiRequest) -> dict[str, Any]:
 def _own(connection: Connection, request: ApiRequest, verb: str) -> projects.ProjectInfo:
     """Return the project of the path, which the user may change.
 
-    Raises:
-        RequestError: 404 unknown, 403 another user's, 400 immutable (before 403 to a PATCH, as in Determined 0.38.1).
+    Immutable (400) comes before 403 to a PATCH, as in Determined 0.38.1.
     """
     row = projects.require(connection, request.path_params["project_id"])
     if request.route.method == "PATCH":
@@ -119,7 +109,6 @@ def _own(connection: Connection, request: ApiRequest, verb: str) -> projects.Pro
 
 
 async def patch_project(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH projects/{id}``: name, key, description."""
     body = request.body()
     await request.services.read(_own, request, "be changed")
     fields = {name: body.text(name) for name in ("name", "key", "description")}
@@ -156,75 +145,38 @@ def _archive(is_archived: bool) -> Callable[[ApiRequest], Any]:
 
 
 async def delete_project(request: ApiRequest) -> dict[str, Any]:
-    """``DELETE projects/{id}``: with its experiments."""
-
     def write(tx: Transaction) -> bool:
         return containers.delete_project(tx, _own(tx.connection, request, "be deleted").id)
 
     return message(bindings.v1DeleteProjectResponse, completed=await request.services.write(write))
 
 
-async def move_project(request: ApiRequest) -> dict[str, Any]:
-    """``POST projects/{id}/move``: into another workspace, with its experiments."""
-    await request.services.read(_own, request, "be moved")
-    target_id = request.body().required_integer("destinationWorkspaceId")
-
-    def write(tx: Transaction) -> None:
-        row = _own(tx.connection, request, "be moved")
-        projects.refuse_shut(row, "be moved")
-        target = workspaces.require(tx.connection, target_id)
-        workspaces.refuse_immutable(target, "take a project")
-        workspaces.refuse_archived(target, "take a project")
-        projects.check_name(tx.connection, target_id, row.name, row.id)
-        projects.change(tx, row.id, workspace_id=target_id)
-
-    await request.services.write(write)
-    return {}
-
-
 def _note(given: Fields) -> dict[str, str]:
     return {"name": given.text("name") or "", "contents": given.text("contents") or ""}
 
 
-def _annotate(
-    collect: Callable[[ApiRequest, list[Any]], list[dict[str, str]]],
-) -> Callable[[ApiRequest], Any]:
-    async def handle(request: ApiRequest) -> dict[str, Any]:
-        def write(tx: Transaction) -> list[dict[str, str]]:
-            row = projects.require(tx.connection, request.path_params["project_id"])
-            projects.refuse_shut(row, "be changed")
-            notes = collect(request, json.loads(row.notes))
-            if len(json.dumps(notes)) > _MAX_NOTES_BYTES:
-                raise RequestError(413, "the notes are longer than 1 MiB; expected less. Shorten them.")
-            projects.change(tx, row.id, notes=notes)
-            return notes
+async def put_notes(request: ApiRequest) -> dict[str, Any]:
+    notes = [_note(given) for given in request.body().field_list("notes") or []]
+    if len(json.dumps(notes)) > _MAX_NOTES_BYTES:
+        raise RequestError(413, "the notes are longer than 1 MiB; expected less. Shorten them.")
 
-        return {"notes": await request.services.write(write)}
+    def write(tx: Transaction) -> None:
+        row = projects.require(tx.connection, request.path_params["project_id"])
+        projects.refuse_shut(row, "be changed")
+        projects.change(tx, row.id, notes=notes)
 
-    return handle
-
-
-def _all_notes(request: ApiRequest, _before: list[Any]) -> list[dict[str, str]]:
-    """Replace all of them."""
-    return [_note(given) for given in request.body().field_list("notes") or []]
-
-
-def _one_more(request: ApiRequest, before: list[Any]) -> list[dict[str, str]]:
-    """Add a note."""
-    return [*before, _note(request.body())]
+    await request.services.write(write)
+    return {"notes": notes}
 
 
 _ONE = "/projects/{project_id:int}"
 routes = [
     route("GET", "/workspaces/{workspace_id:int}/projects", list_projects, access=USER),
     route("POST", "/workspaces/{workspace_id:int}/projects", create_project, access=USER),
-    route("GET", "/projects/key/{key}", show_by_key, access=USER),
     route("GET", _ONE, show_project, access=USER),
     route("PATCH", _ONE, patch_project, access=USER),
     route("DELETE", _ONE, delete_project, access=USER),
     route("POST", f"{_ONE}/archive", _archive(True), access=USER),
     route("POST", f"{_ONE}/unarchive", _archive(False), access=USER),
-    route("POST", f"{_ONE}/move", move_project, access=USER),
-    route("POST", f"{_ONE}/notes", _annotate(_one_more), access=USER),
-    route("PUT", f"{_ONE}/notes", _annotate(_all_notes), access=USER),
+    route("PUT", f"{_ONE}/notes", put_notes, access=USER),
 ]

@@ -65,11 +65,6 @@ def _time(request: ApiRequest, name: str) -> int:
 
 
 def _window(request: ApiRequest) -> tuple[int, int]:
-    """Return the time that a query asks for, microseconds.
-
-    Raises:
-        RequestError: one of the two is no time, or it ends before it begins.
-    """
     after_us, before_us = _time(request, "timestampAfter"), _time(request, "timestampBefore")
     if before_us < after_us:
         raise request.wrong_query("timestampBefore", "a time that is not before timestampAfter")
@@ -113,7 +108,6 @@ async def _raw_rows(request: ApiRequest) -> list[_Row]:
 
 
 async def show_raw(request: ApiRequest) -> dict[str, Any]:
-    """``GET resources/allocation/raw``."""
     return {
         "resourceEntries": [
             message(
@@ -134,7 +128,6 @@ async def show_raw(request: ApiRequest) -> dict[str, Any]:
 
 
 async def raw_csv(request: ApiRequest) -> Response:
-    """``//resources/allocation/raw``: the same as CSV; labels are separated by commas."""
     return _csv(
         _RAW,
         (
@@ -154,7 +147,6 @@ async def raw_csv(request: ApiRequest) -> Response:
 
 
 async def allocations_csv(request: ApiRequest) -> Response:
-    """``//resources/allocation/allocations-csv``: a row per allocation; no images."""
     after_us, before_us = _window(request)
     found = await request.services.read(allocations.uses, after_us, before_us)
     return _csv(
@@ -254,14 +246,12 @@ def _entry(
 
 
 async def show_aggregated(request: ApiRequest) -> dict[str, Any]:
-    """``GET resources/allocation/aggregated``: seconds times slots, by day or month."""
     return message(
         bindings.v1ResourceAllocationAggregatedResponse, resourceEntries=await _aggregated(request)
     )
 
 
 async def aggregated_csv(request: ApiRequest) -> Response:
-    """``//resources/allocation/aggregated``: the same as CSV."""
     groups: tuple[tuple[str, Callable[[dict[str, Any]], dict[str, float]]], ...] = (
         ("experiment_label", lambda entry: entry["byExperimentLabel"]),
         ("username", lambda entry: entry["byUsername"]),

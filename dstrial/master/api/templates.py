@@ -1,4 +1,4 @@
-"""Templates: list, make, change, rename and delete them."""
+"""Templates: list, make, change and delete them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ _WHERE = "the template's config"
 
 
 def template_json(row: workspaces.Template, names: SecretNames) -> dict[str, Any]:
-    """Return a row of ``templates`` as a ``v1Template``."""
     return message(
         bindings.v1Template,
         name=row.name,
@@ -40,7 +39,6 @@ async def _config(request: ApiRequest, body: Fields) -> dict[str, Any]:
 
 
 async def _check(request: ApiRequest, config: Mapping[str, Any]) -> None:
-    """Refuse (400) a template that is larger than the configs below which it is laid."""
     limits = request.services.settings.limits
     await request.services.check(lambda: check_value(config, "the template's config", limits))
 
@@ -52,7 +50,6 @@ def _workspace_id(tx: Transaction, body: Fields) -> int:
 
 
 async def list_templates(request: ApiRequest) -> dict[str, Any]:
-    """``GET templates``: a page of templates, by name."""
     name, workspace_ids = (request.query("name") or "").casefold(), request.query_ints("workspaceIds")
     request.query_choice("sortBy", bindings.v1GetTemplatesRequestSortBy)
     rows = [
@@ -76,14 +73,12 @@ async def _shown(request: ApiRequest, name: str) -> dict[str, Any]:
 
 
 async def show_template(request: ApiRequest) -> dict[str, Any]:
-    """``GET templates/{name}``."""
     return message(
         bindings.v1GetTemplateResponse, template=await _shown(request, request.path_params["template"])
     )
 
 
 async def create_template(request: ApiRequest) -> dict[str, Any]:
-    """``POST templates/{name}``: 409 for a name that exists."""
     body, name = request.body(), request.path_params["template"]
     config = unmasked(await _config(request, body), [], _WHERE)
     await request.services.write(
@@ -92,25 +87,7 @@ async def create_template(request: ApiRequest) -> dict[str, Any]:
     return message(bindings.v1PostTemplateResponse, template=await _shown(request, name))
 
 
-async def put_template(request: ApiRequest) -> dict[str, Any]:
-    """``PUT templates/{name}``: make it, or replace its config."""
-    body, name = request.body(), request.path_params["template"]
-    config = await _config(request, body)
-
-    def write(tx: Transaction) -> None:
-        known = [row for row in workspaces.list_templates(tx.connection) if row.name == name]
-        real = unmasked(config, [json.loads(row.config) for row in known], _WHERE)
-        if known:
-            workspaces.change_template(tx, name, real)
-        else:
-            workspaces.create_template(tx, name, real, _workspace_id(tx, body))
-
-    await request.services.write(write)
-    return message(bindings.v1PutTemplateResponse, template=await _shown(request, name))
-
-
 async def patch_config(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH templates/{name}``: replace its config, which is the whole body."""
     name, config = request.path_params["template"], request.json()
     if not isinstance(config, dict):
         raise RequestError(
@@ -127,16 +104,7 @@ async def patch_config(request: ApiRequest) -> dict[str, Any]:
     return message(bindings.v1PatchTemplateConfigResponse, template=await _shown(request, name))
 
 
-async def rename_template(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH template/rename``."""
-    body = request.body()
-    old, new = body.required_text("oldName"), body.required_text("newName")
-    await request.services.write(lambda tx: workspaces.rename_template(tx, old, new))
-    return message(bindings.v1PatchTemplateNameResponse, template=await _shown(request, new))
-
-
 async def delete_template(request: ApiRequest) -> dict[str, Any]:
-    """``DELETE templates/{name}``: experiments that were made with it do not change."""
     name = request.path_params["template"]
 
     def write(tx: Transaction) -> None:
@@ -152,8 +120,6 @@ routes = [
     route("GET", "/templates", list_templates, access=USER),
     route("GET", _ONE, show_template, access=USER),
     route("POST", _ONE, create_template, access=USER),
-    route("PUT", _ONE, put_template, access=USER),
     route("PATCH", _ONE, patch_config, access=USER),
     route("DELETE", _ONE, delete_template, access=USER),
-    route("PATCH", "/template/rename", rename_template, access=USER),
 ]

@@ -38,7 +38,6 @@ def _ids(body: Fields, name: str) -> list[int]:
 
 
 async def launch(request: ApiRequest) -> dict[str, Any]:
-    """``POST tensorboards``: start a TensorBoard for experiments, trials, or both."""
     body, services = request.body(), request.services
     if body.get("filters"):
         raise body.wrong("filters", "experimentIds or trialIds")

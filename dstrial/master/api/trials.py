@@ -25,12 +25,11 @@ from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
-from dstrial.master.store.reports import logs, metrics
+from dstrial.master.store.reports import metrics
 from dstrial.master.store.views import listings
 
 
 async def list_trials(request: ApiRequest) -> dict[str, Any]:
-    """``GET experiments/{id}/trials``: a page of trials."""
     experiment_id = request.path_params["experiment_id"]
     states = stored_states(request.query_choices("states", bindings.experimentv1State))
     sort_by = request.query_choice("sortBy", bindings.v1GetExperimentTrialsRequestSortBy)
@@ -57,7 +56,6 @@ async def list_trials(request: ApiRequest) -> dict[str, Any]:
 
 
 async def show_trial(request: ApiRequest) -> dict[str, Any]:
-    """``GET trials/{id}``."""
     trial_id = request.path_params["trial_id"]
 
     def read(connection: Connection) -> list[listings.ListedTrial]:
@@ -69,7 +67,6 @@ async def show_trial(request: ApiRequest) -> dict[str, Any]:
 
 
 async def list_workloads(request: ApiRequest) -> dict[str, Any]:
-    """``GET trials/{id}/workloads``: training, validation and checkpoints, by batch."""
     trial_id = request.path_params["trial_id"]
     which = request.query_choice("filter", bindings.GetTrialWorkloadsRequestFilterOption) or ""
     wanted_group = request.query("group")
@@ -140,21 +137,18 @@ def _checkpoint_workload(saved: checkpoint_rows.Checkpoint, names: SecretNames) 
 
 
 async def kill_trial(request: ApiRequest) -> dict[str, Any]:
-    """``POST trials/{id}/kill``."""
     trial_id = request.path_params["trial_id"]
     await request.services.write(lambda tx: trials.kill_trial(tx, trial_id))
     return {}
 
 
 async def report_progress(request: ApiRequest) -> dict[str, Any]:
-    """``POST trials/{id}/progress``: the share that is done."""
     trial_id, progress = request.path_params["trial_id"], request.body().number("progress") or 0.0
     await request.services.write(lambda tx: trials.report_progress(tx, trial_id, progress))
     return {}
 
 
 async def report_early_exit(request: ApiRequest) -> dict[str, Any]:
-    """``POST trials/{id}/early_exit``: the hyperparameters are invalid."""
     trial_id, reason = request.path_params["trial_id"], request.body().text("reason") or ""
     await request.services.write(
         lambda tx: trials.early_exit(tx, trial_id, reason.removeprefix("EXITED_REASON_"))
@@ -163,14 +157,12 @@ async def report_early_exit(request: ApiRequest) -> dict[str, Any]:
 
 
 async def set_runner_metadata(request: ApiRequest) -> dict[str, Any]:
-    """``POST trials/{id}/runner/metadata``: what the trial is doing."""
     trial_id, state = request.path_params["trial_id"], (request.body().text("state") or "UNSPECIFIED")[:100]
     await request.services.write(lambda tx: trials.set_runner_state(tx, trial_id, state))
     return {}
 
 
 async def retain_logs(request: ApiRequest) -> dict[str, Any]:
-    """``PUT trials/{id}/retain_logs``: how long to keep logs, in days; -1 for ever."""
     days = request.body().required_integer("numDays", -1, 32767)
     trial_id = request.path_params["trial_id"]
 
@@ -182,20 +174,8 @@ async def retain_logs(request: ApiRequest) -> dict[str, Any]:
     return {}
 
 
-async def show_log_retention(request: ApiRequest) -> dict[str, Any]:
-    """``GET trials/{id}/remaining_log_retention_days``: -1 for ever."""
-    trial_id, default_days = request.path_params["trial_id"], request.services.settings.log_retention_days
-
-    def read(connection: Connection) -> int:
-        trial_rows.require(connection, trial_id)
-        return logs.days_left(connection, trial_id, default_days)
-
-    days = await request.services.read(read)
-    return message(bindings.v1GetTrialRemainingLogRetentionDaysResponse, remainingDays=days)
-
-
 async def start_run(request: ApiRequest) -> dict[str, Any]:
-    """``POST runs/start``: a rank will report; return its checkpoint storage's number."""
+    """Note that a rank will report; return the number of its checkpoint storage."""
     body = request.body()
     run_id = body.required_integer("runId")
     request.require_trial(run_id)
@@ -213,13 +193,11 @@ async def start_run(request: ApiRequest) -> dict[str, Any]:
 
 
 async def show_run_metadata(request: ApiRequest) -> dict[str, Any]:
-    """``GET runs/{id}/metadata``: what the trial's code keeps there."""
     row = await request.services.read(trial_rows.require, request.path_params["run_id"])
     return {"metadata": json.loads(row.metadata) if row.metadata else {}}
 
 
 async def set_run_metadata(request: ApiRequest) -> dict[str, Any]:
-    """``POST runs/{id}/metadata``: replace it."""
     run_id, metadata = request.path_params["run_id"], request.body().mapping("metadata") or {}
     if len(json.dumps(metadata)) > _MAX_METADATA_BYTES:
         raise RequestError(413, "metadata is too large; expected at most 1 MiB. Keep it in a checkpoint.")
@@ -228,7 +206,7 @@ async def set_run_metadata(request: ApiRequest) -> dict[str, Any]:
 
 
 async def report_source(request: ApiRequest) -> dict[str, Any]:
-    """``POST trial-source-info``: a trial uses a checkpoint or a model's version."""
+    """Note that a trial uses a checkpoint or a model's version."""
     body = request.body()
     source = body.fields("trialSourceInfo") or body
     trial_id, uuid = source.required_integer("trialId"), source.required_text("checkpointUuid")
@@ -257,7 +235,6 @@ routes = [
     route("POST", f"{_ONE}/progress", report_progress, access=TRIAL),
     route("POST", f"{_ONE}/early_exit", report_early_exit, access=TRIAL),
     route("POST", f"{_ONE}/runner/metadata", set_runner_metadata, access=TRIAL),
-    route("GET", f"{_ONE}/remaining_log_retention_days", show_log_retention, access=TRIAL),
     route("PUT", f"{_ONE}/retain_logs", retain_logs, access=USER),
     route("POST", "/runs/start", start_run, access=TRIAL),
     route("GET", "/runs/{run_id:int}/metadata", show_run_metadata, access=TRIAL),

@@ -8,21 +8,18 @@ from typing import Any
 from determined.common.api import bindings
 
 from dstrial.errors import RequestError
-from dstrial.master.advice import text_of
 from dstrial.master.clock import format_us
 from dstrial.master.http.fields import Fields
 from dstrial.master.http.messages import message, page_of
 from dstrial.master.http.router import ADMIN, USER, ApiRequest, route
 from dstrial.master.store import tokens, users
 from dstrial.master.store.database import Transaction
-from dstrial.master.store.errors import StoreError
 from dstrial.master.store.tokens import User
 
 _ADMIN_ONLY = ("username", "admin", "active")
 
 
 def user_json(user: User) -> dict[str, Any]:
-    """Return a user as the protocol has it."""
     return message(
         bindings.v1User,
         id=user.id,
@@ -47,7 +44,6 @@ _SORT_KEYS: dict[str, Callable[[User], Any]] = {
 
 
 async def list_all(request: ApiRequest) -> dict[str, Any]:
-    """``GET users``: a page of the users that match the query."""
     active, admin = request.query_flag("active"), request.query_flag("admin")
     name = (request.query("name") or "").casefold()
     sort_by = request.query_choice("sortBy", bindings.v1GetUsersRequestSortBy)
@@ -71,13 +67,11 @@ async def list_all(request: ApiRequest) -> dict[str, Any]:
 
 
 async def show(request: ApiRequest) -> dict[str, Any]:
-    """``GET users/{id}``."""
     row = await request.services.read(users.find_by_id, request.path_params["user_id"])
     return {"user": user_json(row.without_password())}
 
 
 async def show_by_name(request: ApiRequest) -> dict[str, Any]:
-    """``GET users/{username}/by-username``."""
     username = request.path_params["username"]
     row = await request.services.read(users.find_by_name, username)
     if row is None:
@@ -86,7 +80,6 @@ async def show_by_name(request: ApiRequest) -> dict[str, Any]:
 
 
 async def create(request: ApiRequest) -> dict[str, Any]:
-    """``POST users``: make a user with a password."""
     body = request.body()
     user = body.fields("user")
     if user is None:
@@ -113,7 +106,7 @@ async def create(request: ApiRequest) -> dict[str, Any]:
 
 
 async def patch(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH users/{id}``: all for administrators, else display name and password."""
+    """Change a user: everything for administrators, else display name and password."""
     body, user_id = request.body(), request.path_params["user_id"]
     given = [name for name in _ADMIN_ONLY if body.get(name) is not None]
     _require_admin(request, user_id, given)
@@ -137,51 +130,8 @@ async def patch(request: ApiRequest) -> dict[str, Any]:
     return {"user": user_json(await request.services.write(write))}
 
 
-async def set_password(request: ApiRequest) -> dict[str, Any]:
-    """``POST users/{id}/password``: the body is the password itself, a JSON string."""
-    user_id = request.path_params["user_id"]
-    _require_admin(request, user_id, [])
-    value = request.json()
-    password = _password(Fields({"password": value}))
-    if password is None:
-        raise RequestError(
-            400, "the request's body is blank; expected a password as a JSON string. Send one."
-        )
-
-    def write(tx: Transaction) -> User:
-        users.change_user(tx, user_id, password=password)
-        _end_tokens(tx, request, user_id, has_password=True, active=None)
-        return users.find_by_id(tx.connection, user_id).without_password()
-
-    return {"user": user_json(await request.services.write(write))}
-
-
-async def patch_many(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH users``: switch several on or off; each failure is told beside its id."""
-    body = request.body()
-    activate = body.flag("activate")
-    ids = body.items_of("userIds")
-    if activate is None or ids is None or not all(isinstance(one, int) and abs(one) < 2**31 for one in ids):
-        raise RequestError(400, "the request lacks activate or userIds; expected both. Send whom to switch.")
-
-    def write(tx: Transaction) -> list[dict[str, Any]]:
-        results = []
-        for user_id in ids:
-            error = ""
-            try:
-                with tx.savepoint():
-                    users.change_user(tx, user_id, active=activate)
-                    _end_tokens(tx, request, user_id, has_password=False, active=activate)
-            except (RequestError, StoreError) as refusal:
-                error = text_of(refusal)
-            results.append({"id": user_id, "error": error})
-        return results
-
-    return {"results": await request.services.write(write)}
-
-
 def _password(body: Fields) -> str | None:
-    """The client's hash of a password that is to be set; None where none is given."""
+    """Return the client's hash of a password that is to be set; None without one."""
     password = body.text("password")
     if password is None:
         return None
@@ -221,9 +171,7 @@ def _end_tokens(
 routes = [
     route("GET", "/users", list_all, access=USER),
     route("POST", "/users", create, access=ADMIN),
-    route("PATCH", "/users", patch_many, access=ADMIN),
     route("GET", "/users/{user_id:int}", show, access=USER),
     route("PATCH", "/users/{user_id:int}", patch, access=USER),
-    route("POST", "/users/{user_id:int}/password", set_password, access=USER),
     route("GET", "/users/{username}/by-username", show_by_name, access=USER),
 ]

@@ -33,10 +33,7 @@ _CONDITION_KEYS = {"EXPERIMENT_STATE_CHANGE": "state", "TASK_LOG": "regex"}
 
 
 def webhook_json(webhook: Webhook, *, shows_url: bool) -> dict[str, Any]:
-    """Return a webhook in the protocol's form; ``delivery`` tells how sending goes.
-
-    Its address, which often is a secret, is shown beyond the host only with ``shows_url``.
-    """
+    """Return a webhook in the protocol's form; its address, often a secret, only with ``shows_url``."""
     triggers = [
         message(
             bindings.v1Trigger,
@@ -77,7 +74,6 @@ def seen_workspaces(connection: Connection, user: User) -> set[int] | None:
 
 
 def _may_edit(connection: Connection, user: User, workspace_id: int | None) -> bool:
-    """Whether a user may edit a workspace's webhooks: its owner or an administrator."""
     return user.admin or (
         workspace_id is not None and workspaces.require(connection, workspace_id).owner_id == user.id
     )
@@ -94,7 +90,6 @@ def _require_may_edit(connection: Connection, user: User, workspace_id: int | No
 
 
 async def list_all(request: ApiRequest) -> dict[str, Any]:
-    """``GET webhooks``: global, and of the user's workspaces; all for administrators."""
     user = request.user
 
     def read(connection: Connection) -> list[dict[str, Any]]:
@@ -107,7 +102,6 @@ async def list_all(request: ApiRequest) -> dict[str, Any]:
 
 
 async def create(request: ApiRequest) -> dict[str, Any]:
-    """``POST webhooks``."""
     webhook = _given(request.body())
 
     def write(tx: Transaction) -> Webhook:
@@ -121,7 +115,6 @@ async def create(request: ApiRequest) -> dict[str, Any]:
 
 
 def _given(body: Fields) -> Webhook:
-    """Read a webhook as a client sends it, with Determined's defaults for what misses."""
     kind = (body.choice("webhookType", bindings.v1WebhookType) or "").removeprefix("WEBHOOK_TYPE_")
     mode = (body.choice("mode", bindings.v1WebhookMode) or "").removeprefix("WEBHOOK_MODE_")
     return Webhook(
@@ -161,19 +154,18 @@ async def _changed(request: ApiRequest, change: Callable[[Transaction, int], Non
 
 
 async def patch(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH webhooks/{id}``: another address; nothing else of a webhook changes."""
+    """Change a webhook's address; nothing else of a webhook changes."""
     body = request.body()
     url = (body.fields("webhook") or body).required_text("url")
     return await _changed(request, lambda tx, webhook_id: webhooks.change_url(tx, webhook_id, url))
 
 
 async def delete(request: ApiRequest) -> dict[str, Any]:
-    """``DELETE webhooks/{id}``."""
     return await _changed(request, webhooks.delete)
 
 
 async def try_out(request: ApiRequest) -> dict[str, Any]:
-    """``POST webhooks/{id}/test``: send an event once, and say whether it was taken."""
+    """Send an event once, and say whether it was taken."""
     services, webhook_id = request.services, request.path_params["webhook_id"]
 
     def read(connection: Connection) -> Webhook:
@@ -207,7 +199,7 @@ async def try_out(request: ApiRequest) -> dict[str, Any]:
 
 
 async def report_alert(request: ApiRequest) -> dict[str, Any]:
-    """``POST webhooks/custom``: a message of a trial's code, ``core_context.alert``."""
+    """Store an alert of a trial's code, ``core_context.alert``."""
     body = request.body()
     experiment_id, trial_id = body.required_integer("experimentId", 1), body.integer("trialId") or None
     data = body.fields("data") or Fields({})
@@ -251,7 +243,6 @@ async def report_alert(request: ApiRequest) -> dict[str, Any]:
 
 
 async def show_key(request: ApiRequest) -> dict[str, Any]:
-    """``GET /owner/webhook-key``: the signing key, for the state directory's owner."""
     return {"key": request.services.signing_key}
 
 

@@ -1,4 +1,4 @@
-"""Workspaces: list, make, change, pin, archive and delete them."""
+"""Workspaces: list, make, change, archive and delete them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from determined.common.api import bindings
 
 from dstrial.config.experiment_config.storage import checked_storage
 from dstrial.errors import RequestError
-from dstrial.master.clock import format_us
 from dstrial.master.http.access import require_owner
 from dstrial.master.http.fields import Fields
 from dstrial.master.http.messages import message, page_of
@@ -37,15 +36,13 @@ _POOLS = (
 
 
 def workspace_json(row: workspaces.WorkspaceInfo, settings: MasterSettings) -> dict[str, Any]:
-    """Return a row of ``store.workspaces`` as a ``v1Workspace``."""
     return message(
         bindings.v1Workspace,
         id=row.id,
         name=row.name,
         archived=bool(row.is_archived),
         immutable=bool(row.is_immutable),
-        pinned=row.pinned_us is not None,
-        pinnedAt=None if row.pinned_us is None else format_us(row.pinned_us),
+        pinned=False,
         state=f"WORKSPACE_STATE_{row.state}",
         errorMessage=row.error,
         numProjects=row.num_projects,
@@ -84,18 +81,16 @@ def named(request: ApiRequest) -> Callable[[Held], bool]:
 def ordered(
     rows: list[HeldT], keys: dict[str, Callable[[HeldT], Any]], sort_by: str | None, order: str | None
 ) -> list[HeldT]:
-    """Return rows, which come by number, in the order of a query."""
     is_descending = order == "ORDER_BY_DESC"
     return sorted(rows, key=keys.get(sort_by or "", lambda row: row.id), reverse=is_descending)
 
 
 async def list_workspaces(request: ApiRequest) -> dict[str, Any]:
-    """``GET workspaces``: a page of workspaces."""
-    is_wanted, pinned = named(request), request.query_flag("pinned")
+    is_wanted = named(request)
     sort_by = request.query_choice("sortBy", bindings.v1GetWorkspacesRequestSortBy)
     order = request.query_choice("orderBy", bindings.v1OrderBy)
-    rows = await request.services.read(workspaces.list_workspaces, request.user.id)
-    found = [row for row in rows if is_wanted(row) and pinned in (None, row.pinned_us is not None)]
+    rows = await request.services.read(workspaces.list_workspaces)
+    found = [row for row in rows if is_wanted(row)]
     found = ordered(found, _ORDER, sort_by, order)
     page = page_of(len(found), request.query_int("offset"), request.query_int("limit"))
     return {
@@ -107,12 +102,11 @@ async def list_workspaces(request: ApiRequest) -> dict[str, Any]:
 
 
 async def _shown(request: ApiRequest, workspace_id: int) -> dict[str, Any]:
-    row = await request.services.read(workspaces.require, workspace_id, request.user.id)
+    row = await request.services.read(workspaces.require, workspace_id)
     return workspace_json(row, request.services.settings)
 
 
 async def show_workspace(request: ApiRequest) -> dict[str, Any]:
-    """``GET workspaces/{id}``."""
     return {"workspace": await _shown(request, request.path_params["workspace_id"])}
 
 
@@ -122,7 +116,6 @@ def _storage(body: Fields) -> dict[str, Any] | None:
 
 
 def _check_offered(body: Fields, pool_name: str) -> None:
-    """Refuse (501) what is Kubernetes', and (400) another pool than the only one."""
     if any(body.get(name) for name in _KUBERNETES):
         raise RequestError(
             501,
@@ -135,7 +128,6 @@ def _check_offered(body: Fields, pool_name: str) -> None:
 
 
 async def create_workspace(request: ApiRequest) -> dict[str, Any]:
-    """``POST workspaces``: 409 for a name that exists."""
     body, user = request.body(), request.user
     _check_offered(body, request.services.settings.pool_name)
     name, storage, group = body.required_text("name"), _storage(body), body.mapping("agentUserGroup")
@@ -150,8 +142,7 @@ async def create_workspace(request: ApiRequest) -> dict[str, Any]:
 def _own(connection: Connection, request: ApiRequest, verb: str) -> workspaces.WorkspaceInfo:
     """Return the workspace of the path, which the user may change.
 
-    Raises:
-        RequestError: 404 unknown, 403 another user's, 400 immutable (before 403 to a PATCH, as in Determined 0.38.1).
+    Immutable (400) comes before 403 to a PATCH, as in Determined 0.38.1.
     """
     row = workspaces.require(connection, request.path_params["workspace_id"])
     if request.route.method == "PATCH":
@@ -162,7 +153,6 @@ def _own(connection: Connection, request: ApiRequest, verb: str) -> workspaces.W
 
 
 async def patch_workspace(request: ApiRequest) -> dict[str, Any]:
-    """``PATCH workspaces/{id}``: name, storage (empty for none), agent user and group."""
     body, workspace_id = request.body(), request.path_params["workspace_id"]
     await request.services.read(_own, request, "be changed")
     _check_offered(body, request.services.settings.pool_name)
@@ -199,23 +189,7 @@ def _archive(is_archived: bool) -> Callable[[ApiRequest], Any]:
     return handle
 
 
-def _pin(is_pinned: bool) -> Callable[[ApiRequest], Any]:
-    async def handle(request: ApiRequest) -> dict[str, Any]:
-        user_id, workspace_id = request.user.id, request.path_params["workspace_id"]
-
-        def write(tx: Transaction) -> None:
-            workspaces.require(tx.connection, workspace_id)
-            workspaces.pin(tx, workspace_id, user_id, is_pinned=is_pinned)
-
-        await request.services.write(write)
-        return {}
-
-    return handle
-
-
 async def delete_workspace(request: ApiRequest) -> dict[str, Any]:
-    """``DELETE workspaces/{id}``: with its projects, experiments and templates."""
-
     def write(tx: Transaction) -> bool:
         return containers.delete_workspace(tx, _own(tx.connection, request, "be deleted").id)
 
@@ -223,7 +197,6 @@ async def delete_workspace(request: ApiRequest) -> dict[str, Any]:
 
 
 async def list_pools(request: ApiRequest) -> dict[str, Any]:
-    """``GET workspaces/{id}/available-resource-pools``: the only pool."""
     await request.services.read(workspaces.require, request.path_params["workspace_id"])
     page = page_of(1, request.query_int("offset"), request.query_int("limit"))
     return message(
@@ -242,7 +215,5 @@ routes = [
     route("DELETE", _ONE, delete_workspace, access=USER),
     route("POST", f"{_ONE}/archive", _archive(True), access=USER),
     route("POST", f"{_ONE}/unarchive", _archive(False), access=USER),
-    route("POST", f"{_ONE}/pin", _pin(True), access=USER),
-    route("POST", f"{_ONE}/unpin", _pin(False), access=USER),
     route("GET", f"{_ONE}/available-resource-pools", list_pools, access=USER),
 ]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import base64
 import binascii
-import codecs
 import dataclasses
 import errno
 import gzip
 import hashlib
 import io
-import mimetypes
 import tarfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,10 +20,9 @@ from dstrial.context_directory import MARKS, MAX_BYTES, MAX_DEPTH
 from dstrial.errors import MasterError, RequestError
 
 MAX_MEMBERS = 100_000
-MAX_PATH_BYTES = 1024  # of a member; the path of the trial's directory has to fit in front of it
-MAX_SHOWN_BYTES = 16 * 1024 * 1024
+MAX_PATH_BYTES = 1024
+"""Longest path of a member; the directory in which a trial runs has to fit in front of it."""
 
-_NUM_SNIFFED = 512
 _CHUNK_BYTES = 2**20
 _REGULAR, _DIRECTORY = ord("0"), ord("5")
 
@@ -144,51 +141,22 @@ def unpack(tgz: bytes, directory: Path) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackedFile:
-    """A file or directory of a model definition.
-
-    Attributes:
-        path: without a slash at the end.
-        size: bytes; 0 of a directory.
-        content_type: as HTTP has it; empty of a directory.
-        digest: of the content; empty of a directory.
-    """
-
-    path: str
-    is_directory: bool
-    size: int
-    modified_s: int
-    content_type: str
+    path: str  # below the model definition
+    size: int  # bytes
     digest: str
 
 
 def list_files(tgz: bytes) -> list[PackedFile]:
-    """Return files and directories by path, parents included; no links and devices."""
+    """Return the files of a model definition by path; links, devices and what leads out are left out.
+
+    Raises:
+        RequestError: 400 for an archive that is damaged, 413 for one that unpacks to too much.
+    """
     found: dict[str, PackedFile] = {}
     for archive, member, path in _members(tgz):
-        if path is None or not (member.isreg() or member.isdir()):
-            continue
-        modified_s = min(max(int(member.mtime), 0), 2**33)
-        if member.isdir():
-            found[path] = PackedFile(path, True, 0, modified_s, "", "")
-        else:
-            start, digest = _looked_through(archive.extractfile(member))
-            found[path] = PackedFile(path, False, member.size, modified_s, _content_type(path, start), digest)
-        for parent in PurePosixPath(path).parents:
-            if str(parent) != ".":
-                found.setdefault(str(parent), PackedFile(str(parent), True, 0, modified_s, "", ""))
+        if path is not None and member.isreg():
+            found[path] = PackedFile(path, member.size, _digest(archive.extractfile(member)))
     return [found[path] for path in sorted(found)]
-
-
-def read_file(tgz: bytes, path: str) -> bytes:
-    """Return the content of one file of at most ``MAX_SHOWN_BYTES``."""
-    content, size = read_start(tgz, path, MAX_SHOWN_BYTES)
-    if size > MAX_SHOWN_BYTES:
-        raise RequestError(
-            413,
-            f"{path!r} has {size} bytes; expected at most {MAX_SHOWN_BYTES} of a file that is shown. Download the "
-            "model definition with `det experiment download-model-def`.",
-        )
-    return content
 
 
 def read_start(tgz: bytes, path: str, num_bytes: int) -> tuple[bytes, int]:
@@ -235,26 +203,11 @@ def _members(tgz: bytes) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo, str
         raise _damaged(error) from error
 
 
-def _looked_through(file: IO[bytes] | None) -> tuple[bytes, str]:
-    """Return the first bytes of a file, and a digest of all."""
-    digest, start = hashlib.blake2b(digest_size=12), b""
+def _digest(file: IO[bytes] | None) -> str:
+    digest = hashlib.blake2b(digest_size=12)
     while file is not None and (chunk := file.read(_CHUNK_BYTES)):
-        start = start or chunk[:_NUM_SNIFFED]
         digest.update(chunk)
-    return start, digest.hexdigest()
-
-
-def _content_type(path: str, start: bytes) -> str:
-    """Return the content type of a file, by its first bytes, else by its name."""
-    try:
-        # A character may be cut in two at the end.
-        codecs.getincrementaldecoder("utf-8")().decode(start)
-        is_text = b"\0" not in start
-    except UnicodeDecodeError:
-        is_text = False
-    if is_text:
-        return "text/plain; charset=utf-8"
-    return mimetypes.guess_type(path)[0] or "application/octet-stream"
+    return digest.hexdigest()
 
 
 def _too_long() -> RequestError:

@@ -21,24 +21,18 @@ _HOST = re.compile(_LOOPBACK)
 _ORIGIN = re.compile(r"https?://" + _LOOPBACK)
 _MAX_TOKEN = 512
 
-COOKIE = "auth"
-"""Name of the cookie that holds a user's token, as Determined's web page has it."""
+COOKIE = "auth"  # Name of the cookie that holds a user's token, as Determined's web page has it
 
 GRANT_COOKIE = "dstrial-service"
 """Name of the cookie that opens the services of one task, at the task's own address only."""
 
-ALLOCATION_HEADER = "grpc-metadata-x-allocation-token"
-"""Header of requests from inside a trial."""
+ALLOCATION_HEADER = "grpc-metadata-x-allocation-token"  # Header of requests from inside a trial
 
 UNAUTHENTICATED = "the token of the request is missing or not valid (any more); log in with `det user login`"
 
 
 def check_host_and_origin(headers: Headers) -> None:
-    """Refuse a Host or Origin that is not of this machine (DNS rebinding).
-
-    Raises:
-        RequestError: 403.
-    """
+    """Refuse (403) a Host or Origin that is not of this machine (DNS rebinding)."""
     hosts = headers.getlist("host")
     if len(hosts) != 1 or not _HOST.fullmatch(hosts[0].lower()):
         raise RequestError(
@@ -55,12 +49,7 @@ def check_host_and_origin(headers: Headers) -> None:
 
 
 def token_of(headers: Headers) -> tuple[str | None, bool]:
-    """Return the token of a request, and whether its cookie holds it.
-
-    A user's header comes before an allocation's, and that before the cookie.
-
-    Source: Determined 0.38.1, order of the headers.
-    """
+    """Return the token of a request, and whether its cookie holds it; in Determined 0.38.1's order."""
     for name in ("x-user-token", "authorization", ALLOCATION_HEADER):
         token = _bearer(headers.get(name))
         if token is not None:
@@ -73,9 +62,6 @@ async def identify(services: Services, headers: Headers, method: str, task_id: s
 
     A cookie, which browsers send by themselves, changes nothing unless the master's own page sends it. At the address of
     the services of task ``task_id`` the grant for these stands for the cookie.
-
-    Raises:
-        RequestError: 401 without a valid token, 403 for a user who is not active or a page that is not ours.
     """
     token, is_cookie = token_of(headers)
     if is_cookie and task_id is not None:
@@ -97,7 +83,6 @@ async def identify(services: Services, headers: Headers, method: str, task_id: s
 
 
 async def is_known(services: Services, headers: Headers, method: str) -> bool:
-    """Say whether a request would still be taken by :func:`identify`."""
     try:
         await identify(services, headers, method)
     except RequestError:
@@ -106,10 +91,7 @@ async def is_known(services: Services, headers: Headers, method: str) -> bool:
 
 
 def require_owner(user: User, owner_id: int, what: str) -> None:
-    """Refuse (403) whoever is neither the owner of a thing nor an administrator.
-
-    The error calls the thing ``what``, ``experiment 3`` for example.
-    """
+    """Refuse (403) users who neither own ``what`` (``experiment 3`` for example) nor are administrators."""
     if not user.admin and user.id != owner_id:
         raise RequestError(
             403, f"{what} is another user's; expected your own, or an administrator. Ask with `det -u admin`."
@@ -142,7 +124,6 @@ def _bearer(value: str | None) -> str | None:
 
 
 def cookie_of(headers: Headers, wanted: str) -> str | None:
-    """Return the value of the first cookie of a name; None without one."""
     for part in headers.get("cookie", "").split(";"):
         name, _, value = part.strip().partition("=")
         if name == wanted and value:

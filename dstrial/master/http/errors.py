@@ -15,8 +15,7 @@ from dstrial.master.store.errors import ConflictError, InvalidError, NotFoundErr
 
 _RETRY_AFTER_S = 1
 
-_SQL_ERROR = 1
-"""SQLite's code of a wrong statement, which sending the request again would not mend."""
+_SQL_ERROR = 1  # SQLite's code of a wrong statement, which sending the request again would not mend
 
 _STATUSES: dict[type[StoreError], int] = {NotFoundError: 404, ConflictError: 409, InvalidError: 400}
 
@@ -27,11 +26,9 @@ _CODES = {
     403: (7, "PermissionDenied"),
     404: (5, "NotFound"),
     405: (12, "Unimplemented"),
-    408: (4, "DeadlineExceeded"),
     409: (6, "AlreadyExists"),
     413: (8, "ResourceExhausted"),
     429: (8, "ResourceExhausted"),
-    431: (8, "ResourceExhausted"),
     500: (13, "Internal"),
     501: (12, "Unimplemented"),
     502: (14, "Unavailable"),
@@ -41,15 +38,6 @@ _CODES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
-    """Why a request is not answered.
-
-    Attributes:
-        status: HTTP status.
-        code: gRPC code.
-        reason: the gRPC code's name.
-        text: for the person who sent the request.
-    """
-
     status: int
     code: int
     reason: str
@@ -57,10 +45,10 @@ class Problem:
 
 
 def status_and_text(error: BaseException) -> Problem:
-    """Say how an exception is answered.
+    """Return the answer to an exception.
 
-    A master that cannot write now answers 503, which in-trial sessions send again; what the request itself is to
-    blame for answers 4xx; everything else is our defect, 500, whose cause stays in the master's log.
+    A master that cannot write now answers 503, which in-trial sessions retry; what the request itself causes is a 4xx;
+    everything else is our defect, 500, and its cause stays in the master's log.
     """
     if file_limit.is_shortage(error):
         return problem(503, file_limit.shortage() or str(error))
@@ -92,7 +80,6 @@ def _is_passing(error: OperationalError) -> bool:
 
 
 def problem(status: int, text: str) -> Problem:
-    """Return the problem of a status."""
     code, reason = _CODES.get(status, (2, "Unknown"))
     return Problem(status, code, reason, text)
 
@@ -103,6 +90,4 @@ def error_response(refusal: Problem) -> Response:
     headers = {}
     if refusal.status in (429, 503):
         headers["Retry-After"] = str(_RETRY_AFTER_S)
-    if refusal.status == 413:
-        headers["Connection"] = "close"
     return Response(to_json(body), status_code=refusal.status, media_type="application/json", headers=headers)

@@ -50,14 +50,8 @@ def camel(name: str) -> str:
 class Fields(dict[str, Any]):
     """One message that a client sent, its keys in camelCase whichever spelling came.
 
-    Only this object's own keys are changed; a value that is the user's own mapping (hyperparameters, metrics) stays as
-    it is. A key that is absent or null reads as None everywhere.
-
-    Args:
-        values: as sent.
-        where: how error messages call the object; followed by a dot and the key.
-
-    Every reading method raises ``RequestError`` 400 for a value of another type.
+    Mappings of the user's own (hyperparameters, metrics) keep their keys. A key that is absent or null reads as None
+    everywhere. Every method raises ``RequestError`` 400 for a value of another type; ``where`` begins its message.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str = "the request's body") -> None:
@@ -66,14 +60,12 @@ class Fields(dict[str, Any]):
         self._where = where
 
     def text(self, name: str) -> str | None:
-        """Return a string."""
         value = self.get(name)
         if value is None or isinstance(value, str):
             return value
         raise self.wrong(name, "a string")
 
     def required_text(self, name: str) -> str:
-        """Return a string that must be there."""
         value = self.text(name)
         if value is None:
             raise self.wrong(name, "a string")
@@ -98,14 +90,12 @@ class Fields(dict[str, Any]):
     def required_integer(
         self, name: str, minimum: int = -_MAX_INTEGER - 1, maximum: int = _MAX_INTEGER
     ) -> int:
-        """Return a whole number that must be there."""
         value = self.integer(name, minimum, maximum)
         if value is None:
             raise self.wrong(name, "a whole number")
         return value
 
     def number(self, name: str) -> float | None:
-        """Return a finite number."""
         value = self.get(name)
         if value is None:
             return None
@@ -114,47 +104,40 @@ class Fields(dict[str, Any]):
         raise self.wrong(name, "a finite number")
 
     def flag(self, name: str) -> bool | None:
-        """Return true or false."""
         value = self.get(name)
         if value is None or isinstance(value, bool):
             return value
         raise self.wrong(name, "true or false")
 
     def items_of(self, name: str) -> list[Any] | None:
-        """Return a list."""
         value = self.get(name)
         if value is None or isinstance(value, list):
             return value
         raise self.wrong(name, "a list")
 
     def ids(self, name: str) -> list[int]:
-        """Return a list of whole numbers of 32 bits, empty if there is none."""
         values = self.items_of(name) or []
         if not all(isinstance(one, int) and not isinstance(one, bool) and abs(one) < 2**31 for one in values):
             raise self.wrong(name, "whole numbers of 32 bits")
         return values
 
     def texts(self, name: str) -> list[str] | None:
-        """Return a list of strings."""
         value = self.items_of(name)
         if value is not None and not all(isinstance(item, str) for item in value):
             raise self.wrong(name, "a list of strings")
         return value
 
     def mapping(self, name: str) -> dict[str, Any] | None:
-        """Return an object of the user's own, its keys as sent."""
         value = self.get(name)
         if value is None or isinstance(value, dict):
             return value
         raise self.wrong(name, "an object")
 
     def fields(self, name: str) -> Fields | None:
-        """Return an object of the protocol."""
         value = self.mapping(name)
         return None if value is None else Fields(value, f"{self._where}.{name}")
 
     def field_list(self, name: str) -> list[Fields] | None:
-        """Return a list of objects of the protocol."""
         value = self.items_of(name)
         if value is None:
             return None
@@ -163,7 +146,6 @@ class Fields(dict[str, Any]):
         return [Fields(item, f"{self._where}.{name}[{item_idx}]") for item_idx, item in enumerate(value)]
 
     def choice(self, name: str, choices: Collection[str] | type[enum.Enum]) -> str | None:
-        """Return one of the given strings, or of the values of a protocol's enumeration."""
         value = self.text(name)
         allowed = [str(member.value) for member in choices] if isinstance(choices, type) else sorted(choices)
         if value is None or value in allowed:
@@ -171,7 +153,6 @@ class Fields(dict[str, Any]):
         raise self.wrong(name, "one of " + ", ".join(allowed))
 
     def wrong(self, name: str, expected: str) -> RequestError:
-        """Return the error for a field that is not what it must be."""
         return RequestError(
             400,
             f"{self._where}.{name} is {shown(self.get(name))}; expected {expected}. Send it as the protocol has it.",
@@ -179,7 +160,7 @@ class Fields(dict[str, Any]):
 
 
 def shown(value: Any) -> str:
-    """Return a value for an error message: shortened, and ``missing`` for None."""
+    """Return a value for an error message: shortened; ``missing`` for None."""
     if value is None:
         return "missing"
     text = _SHORT.repr(value)

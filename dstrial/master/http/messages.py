@@ -19,8 +19,7 @@ import orjson
 from dstrial.errors import RequestError
 from dstrial.visible_text import visible
 
-DEFAULT_LIMIT = 100
-"""Rows of a page whose size the client leaves open (Determined 0.38.1 answers 100 as well)."""
+DEFAULT_LIMIT = 100  # rows of a page unless the client says, as in Determined 0.38.1
 
 # As JSON has them: control characters escaped, the others as UTF-8. Finds too much (an escaped backslash before b, data),
 # never too little; most answers have none and are written once.
@@ -28,15 +27,7 @@ _SUSPECT = re.compile(rb"\\(?:u00[01]|b|f|r)|\x7f|\xc2[\x80-\x9f]|\xe2\x80[\xa8-
 
 
 def message(bindings_class: type, **fields: Any) -> dict[str, Any]:
-    """Return a message with every field of its class; those not given are null.
-
-    Args:
-        bindings_class: a class of ``determined.common.api.bindings``.
-        fields: JSON values by the class's own field names.
-
-    Raises:
-        TypeError: a field does not exist, or one that the client requires is missing.
-    """
+    """Return a message with every field of its class in ``determined…bindings``; those not given are null."""
     required, optional = _names_of(bindings_class)
     unknown = fields.keys() - required - optional.keys()
     missing = required - fields.keys()
@@ -58,16 +49,6 @@ def _names_of(bindings_class: type) -> tuple[frozenset[str], dict[str, None]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Page:
-    """The part of a list that a client asked for.
-
-    Attributes:
-        offset: as asked.
-        limit: as asked.
-        start: index of the first row.
-        end: index after the last row.
-        total: rows of the whole list.
-    """
-
     offset: int
     limit: int
     start: int
@@ -75,7 +56,6 @@ class Page:
     total: int
 
     def to_json(self) -> dict[str, int]:
-        """Return the protocol's ``pagination`` object."""
         return {
             "offset": self.offset,
             "limit": self.limit,
@@ -86,17 +66,10 @@ class Page:
 
 
 def page_of(total: int, offset: int | None, limit: int | None) -> Page:
-    """Return which rows of a list to send.
+    """Return which of ``total`` rows to send.
 
-    Args:
-        total: rows of the whole list.
-        offset: of the first row; negative counts from the end.
-        limit: number of rows; 0 or None for 100, -1 for all, -2 for none.
-
-    Raises:
-        RequestError: the limit is below -2.
-
-    Source: Determined 0.38.1 ``master/internal/api/paginate.go`` (rules for 0, -1, -2 and negative offsets).
+    A negative offset counts from the end; limit 0 or None is 100, -1 all, -2 none (Determined 0.38.1
+    ``master/internal/api/paginate.go``).
     """
     offset = offset or 0
     limit = limit or DEFAULT_LIMIT

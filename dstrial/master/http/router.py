@@ -24,10 +24,10 @@ from starlette.types import Message, Receive, Scope, Send
 from dstrial.errors import RequestError
 from dstrial.master.http import access as guard
 from dstrial.master.http import unsupported
+from dstrial.master.http.connection import connection_of
 from dstrial.master.http.errors import error_response, status_and_text
 from dstrial.master.http.fields import Fields, camel, shown
 from dstrial.master.http.messages import to_json
-from dstrial.master.http.peers import Peer, peer_of_scope
 from dstrial.master.http.streams import NdjsonResponse
 from dstrial.master.store.tokens import AllocationIdentity, Identity, User
 
@@ -38,14 +38,11 @@ logger = logging.getLogger(__name__)
 
 API_PREFIX = "/api/v1"
 
-MAX_BODY_BYTES = 16 * 2**20
-"""Largest request body, bytes; a route may allow more."""
+MAX_BODY_BYTES = 16 * 2**20  # Largest request body, bytes; a route may allow more
 
-_MAX_DEPTH = 100
-"""Deepest nesting of a body's lists and objects; answers would not be written beyond 254."""
+_MAX_DEPTH = 100  # Deepest nesting of a body's lists and objects; answers would not be written beyond 254
 
-_MAX_VALUES = 500_000
-"""Most values in a body; a batch of metrics or logs has some thousands."""
+_MAX_VALUES = 500_000  # Most values in a body; a batch of metrics or logs has some thousands
 
 _MAX_ID = 2**31 - 1
 
@@ -53,18 +50,14 @@ _MAX_ID = 2**31 - 1
 class Access(enum.Enum):
     """Who may call a route."""
 
-    PUBLIC = enum.auto()
-    """Everybody on this machine."""
-    USER = enum.auto()
-    """A user's token; that of an allocation is refused."""
-    ADMIN = enum.auto()
-    """The token of an administrator."""
+    PUBLIC = enum.auto()  # Everybody on this machine
+    USER = enum.auto()  # A user's token; that of an allocation is refused
+    ADMIN = enum.auto()  # The token of an administrator
     TRIAL = enum.auto()
     """A user's token, or that of an allocation for its own trial, task, allocation, for reading its experiment, and for
     checkpoints of its experiment or the one it started from. Told by the names of the path's parameters."""
 
-    OWNER = enum.auto()
-    """Whoever has come by the UNIX socket of the state directory, without a token."""
+    OWNER = enum.auto()  # Whoever has come by the UNIX socket of the state directory, without a token
 
 
 PUBLIC, USER, ADMIN, TRIAL, OWNER = Access.PUBLIC, Access.USER, Access.ADMIN, Access.TRIAL, Access.OWNER
@@ -78,13 +71,8 @@ Handler: TypeAlias = "Callable[[ApiRequest], Awaitable[Answer]]"
 class Route:
     """One request that the master answers.
 
-    Attributes:
-        method: ``GET``, ``POST``, ``PATCH``, ``PUT`` or ``DELETE``.
-        path: absolute, with parameters in braces; ``{trial_id:int}`` takes whole numbers of 32 bits.
-        handler: gives the JSON object of the answer, or a response.
-        access: who may call it.
-        max_body_bytes: largest body.
-        unauthenticated: answers instead of the 401 error where there is no valid token, for pages.
+    Path parameters stand in braces; ``{trial_id:int}`` takes whole numbers of 32 bits. Instead of a 401 a page answers by
+    ``unauthenticated``.
     """
 
     method: str
@@ -104,26 +92,13 @@ def route(
     max_body_bytes: int = MAX_BODY_BYTES,
     unauthenticated: Handler | None = None,
 ) -> Route:
-    """Return a route.
-
-    ``path`` is below ``/api/v1``; one that begins with two slashes is the master's root's, ``//info`` for example. For the others
-    see ``Route``.
-    """
+    """Return a route below ``/api/v1``, or below the root for a path with two slashes, ``//info`` for example."""
     absolute = path[1:] if path.startswith("//") else API_PREFIX + path
     return Route(method, absolute, handler, access, max_body_bytes, unauthenticated)
 
 
 class ApiRequest:
-    """One request, with the sender known and the path's parameters read.
-
-    Attributes:
-        services: what handlers work with.
-        route: the route that was found.
-        headers: the request's.
-        path_params: parameter -> str, or int where the route says so.
-        identity: whose token came with it; None on public routes without one.
-        content: the body, bytes.
-    """
+    """One request, with the sender known and the path's parameters read."""
 
     __slots__ = (
         "_query",
@@ -156,11 +131,6 @@ class ApiRequest:
         self._query: dict[str, list[str]] | None = None
         self._receive = receive
 
-    @property
-    def peer(self) -> Peer:
-        """Who has connected, as far as the kernel tells."""
-        return peer_of_scope(self.scope)
-
     async def unless_gone(self, work: Awaitable[T]) -> T:
         """Return the result of some work; cancel it if the client leaves meanwhile."""
 
@@ -181,22 +151,16 @@ class ApiRequest:
 
     @property
     def user(self) -> User:
-        """The user who asks, or on whose behalf the allocation runs."""
         if self.identity is None:
             raise RequestError(401, guard.UNAUTHENTICATED)
         return self.identity.user
 
     @property
     def allocation(self) -> AllocationIdentity | None:
-        """The allocation whose token came; None for a user."""
         return None if self.identity is None else self.identity.allocation
 
     def body(self) -> Fields:
-        """Return the body's JSON object, ``{}`` if it is empty, whatever its Content-Type.
-
-        Raises:
-            RequestError: it is no JSON object.
-        """
+        """Return the body's JSON object, ``{}`` if it is empty, whatever its Content-Type."""
         value = self.json()
         if not isinstance(value, dict):
             raise RequestError(
@@ -206,11 +170,6 @@ class ApiRequest:
         return Fields(value)
 
     def json(self) -> Any:
-        """Return the body as JSON, ``{}`` if it is empty.
-
-        Raises:
-            RequestError: it is not JSON, or nested too deeply.
-        """
         if not self.content.strip():
             return {}
         _check_num_values(self.content)
@@ -228,7 +187,7 @@ class ApiRequest:
         return value
 
     def queries(self, name: str) -> list[str]:
-        """Return every value of a query parameter, in order; its name in camelCase."""
+        """Return every value of a query parameter, named in camelCase, in order."""
         if self._query is None:
             self._query = {}
             text = self.scope.get("query_string", b"").decode("latin-1")
@@ -237,16 +196,10 @@ class ApiRequest:
         return self._query.get(name, [])
 
     def query(self, name: str) -> str | None:
-        """Return a query parameter, the last one if it is repeated."""
         values = self.queries(name)
         return values[-1] if values else None
 
     def query_int(self, name: str) -> int | None:
-        """Return a query parameter that is a whole number of 32 bits.
-
-        Raises:
-            RequestError: it is something else.
-        """
         text = self.query(name)
         if text is None or text == "":
             return None
@@ -255,22 +208,12 @@ class ApiRequest:
         return int(text)
 
     def query_ints(self, name: str) -> list[int]:
-        """Return every value of a query parameter, whole numbers of 32 bits.
-
-        Raises:
-            RequestError: one of them is something else.
-        """
         values = self.queries(name)
         if any(not re.fullmatch(r"-?[0-9]{1,10}", text) or abs(int(text)) > _MAX_ID for text in values):
             raise self.wrong_query(name, "whole numbers of 32 bits")
         return [int(text) for text in values]
 
     def query_flag(self, name: str) -> bool | None:
-        """Return a query parameter that is ``true`` or ``false``.
-
-        Raises:
-            RequestError: it is something else.
-        """
         text = self.query(name)
         if text is None or text == "":
             return None
@@ -280,11 +223,7 @@ class ApiRequest:
         return value
 
     def query_choices(self, name: str, choices: type[enum.Enum]) -> list[str]:
-        """Return all values of a query parameter; they name members of an enumeration.
-
-        Raises:
-            RequestError: one of them does not exist.
-        """
+        """Return all values of a query parameter that names members of an enumeration."""
         allowed = [str(member.value) for member in choices]
         values = self.queries(name)
         if any(value not in allowed for value in values):
@@ -292,19 +231,17 @@ class ApiRequest:
         return values
 
     def query_choice(self, name: str, choices: type[enum.Enum]) -> str | None:
-        """Return one value of ``query_choices``, the last one if it is repeated."""
         values = self.query_choices(name, choices)
         return values[-1] if values else None
 
     def wrong_query(self, name: str, expected: str) -> RequestError:
-        """Return the error for a query parameter that is not what it must be."""
         return RequestError(
             400,
             f"query parameter {name} is {shown(self.query(name))}; expected {expected}. Send it as the protocol has it.",
         )
 
     def require_trial(self, trial_id: int) -> None:
-        """Refuse (403) an allocation that asks for another trial than its own."""
+        """Refuse (403) an allocation that asks for another trial than its own; so do the others below."""
         self._require("trial", trial_id, "trial_id")
 
     def require_experiment(self, experiment_id: int) -> None:
@@ -314,17 +251,15 @@ class ApiRequest:
             raise RequestError(403, "an allocation's token may only read its experiment; use a user's token")
 
     def require_task(self, task_id: str) -> None:
-        """Refuse (403) an allocation that asks for another task than its own."""
         self._require("task", task_id, "task_id")
 
     def require_allocation(self, allocation_id: str) -> None:
-        """Refuse (403) an allocation that asks for another allocation."""
         self._require("allocation", allocation_id, "id")
 
     async def require_checkpoint(self, checkpoint_uuid: str, *, is_change: bool = False) -> None:
-        """Refuse (403) an allocation a checkpoint that it may not read, or change.
+        """Refuse (403) an allocation a checkpoint.
 
-        It reads its experiment's and what it started from, and changes its experiment's.
+        An allocation reads its experiment's and what it started from, and changes its experiment's.
         """
         if self.allocation is not None and not await self.services.read(
             guard.may_use_checkpoint, self.allocation, checkpoint_uuid, is_change=is_change
@@ -336,7 +271,6 @@ class ApiRequest:
             raise _not_own(noun, asked)
 
     async def _require_own_path(self) -> None:
-        """Refuse an allocation's token for anything in the path that is not its own."""
         checks: dict[str, Callable[[Any], None]] = {
             "trial_id": self.require_trial,
             "run_id": self.require_trial,
@@ -359,11 +293,7 @@ def _not_own(noun: str, asked: int | str) -> RequestError:
 
 
 def _check_num_values(content: bytes) -> None:
-    """Refuse a body of too many values: those of 16 MiB may take a GiB.
-
-    Raises:
-        RequestError: there are more than ``_MAX_VALUES``.
-    """
+    """Refuse a body of too many values: those of 16 MiB may take a GiB."""
     if _num_separators(content) <= _MAX_VALUES:
         return
     # Perhaps they stand in strings, as in a batch of logs. Backslashes and escaped quotes first, so that the other quotes
@@ -396,23 +326,13 @@ def _is_deep(value: Any) -> bool:
 
 @dataclasses.dataclass(slots=True)
 class _Node:
-    """One segment of the paths: what may follow, and which methods end here."""
-
     words: dict[str, _Node] = dataclasses.field(default_factory=dict)
     parameter: _Node | None = None
     routes: dict[str, tuple[Route, list[tuple[str, str]]]] = dataclasses.field(default_factory=dict)
 
 
 class Api:
-    """The ASGI application: finds the route, lets the right ones in, and answers.
-
-    Args:
-        services: handed to every handler.
-        routes: no two for the same method and path.
-
-    Raises:
-        ValueError: two routes are for the same request.
-    """
+    """The ASGI application: finds the route, lets the right ones in, and answers."""
 
     def __init__(self, services: Services, routes: Sequence[Route]) -> None:
         self.routes = tuple(routes)
@@ -437,7 +357,6 @@ class Api:
         node.routes[added.method] = (added, parameters)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] != "http":
             return
         # The boundary of a request: what went wrong is told to the log, and to the client only if it is to blame.
@@ -460,7 +379,7 @@ class Api:
         found, values = self._find(scope)
         request = ApiRequest(self._services, found, scope, headers, {}, receive)
         if found.access is Access.OWNER:
-            if not request.peer.is_at_owner_socket:
+            if not connection_of(scope).is_at_owner_socket:
                 raise RequestError(
                     403,
                     f"{found.path} is for the owner of the state directory only; expected to be asked at its socket. Use "
@@ -473,6 +392,7 @@ class Api:
                 if error.status == 401 and found.unauthenticated is not None:
                     return _response(await found.unauthenticated(request))
                 raise
+            connection_of(scope).authenticate()
         request.path_params = {
             name: _number(name, value) if kind == "int" else value for (name, kind), value in values
         }
@@ -485,7 +405,6 @@ class Api:
         return response
 
     def _find(self, scope: Scope) -> tuple[Route, list[tuple[tuple[str, str], str]]]:
-        """The route, and each parameter's name and kind with its text."""
         # The raw path, so that an encoded slash stays part of its segment.
         raw = scope.get("raw_path") or scope["path"].encode()
         path = raw.split(b"?", 1)[0].decode("latin-1")
@@ -510,7 +429,6 @@ class Api:
 
 
 async def _check_access(request: ApiRequest) -> None:
-    """Refuse (403) what the sender may not ask for."""
     access = request.route.access
     if request.allocation is not None:
         if access is not Access.TRIAL:
@@ -553,7 +471,7 @@ def _response(answer: Answer) -> Response:
 
 
 class _GoneError(Exception):
-    """The client left before its request was whole."""
+    pass
 
 
 async def _read_body(headers: Headers, receive: Receive, limit: int) -> bytes:

@@ -20,7 +20,6 @@ _ADVANCE = {None: "QUEUED", 1: "STARTING", 2: "RUNNING"}
 
 
 def stored(text: str | None) -> Any:
-    """Return stored JSON as it is to be sent, without reading it."""
     return None if text is None else orjson.Fragment(text)
 
 
@@ -30,27 +29,24 @@ def as_data(value: Any) -> Any:
 
 
 def shown_config(text: str | None, names: SecretNames) -> Any:
-    """Return a stored config, or a part, as JSON to be sent, its secrets masked."""
+    """Return a stored config, or a part, as JSON with its secrets masked."""
     return None if text is None else orjson.Fragment(masked_json(text, names))
 
 
 def time_or_none(us: int | None) -> str | None:
-    """Return a time as text, None for None."""
     return None if us is None else format_us(us)
 
 
 def elapsed_s(start_us: int, end_us: int | None) -> int:
-    """Return for how long something ran, or has been running, in whole seconds."""
     return max((now_us() if end_us is None else end_us) - start_us, 0) // 1_000_000
 
 
 def shown_state(row: ListedExperiment | ListedTrial) -> str:
-    """Return the state of an experiment or trial that clients see (``advance`` tells)."""
     return f"STATE_{_ADVANCE[row.advance] if row.state == 'ACTIVE' else row.state}"
 
 
 def stored_states(names: Iterable[str]) -> list[str]:
-    """Return stored states for the protocol's; those of an active one become ACTIVE."""
+    """Return stored states for the protocol's; those of an active experiment become ACTIVE."""
     states = {name.removeprefix("STATE_") for name in names}
     if states & {"QUEUED", "PULLING", "STARTING", "RUNNING"}:
         states.add("ACTIVE")
@@ -58,7 +54,6 @@ def stored_states(names: Iterable[str]) -> list[str]:
 
 
 def experiment_json(services: Services, row: ListedExperiment) -> dict[str, Any]:
-    """Return a row of ``listings.list_experiments`` as a ``v1Experiment``."""
     names = services.secret_names
     return message(
         bindings.v1Experiment,
@@ -100,7 +95,6 @@ def experiment_json(services: Services, row: ListedExperiment) -> dict[str, Any]
 
 
 def trial_json(services: Services, row: ListedTrial) -> dict[str, Any]:
-    """Return a row of ``listings.list_trials`` as a ``trialv1Trial``."""
     names = services.secret_names
     log_days = (row.own_log_days, services.settings.log_retention_days, -1)
     return message(
@@ -138,7 +132,6 @@ def _validation(metrics: str | None, steps: int | None, end_us: int | None) -> d
 
 
 def metrics_workload(metrics: str, steps: int, end_us: int, per_batch: str | None = None) -> dict[str, Any]:
-    """Return a report as a ``v1MetricsWorkload``; its metrics are stored JSON."""
     values = message(bindings.v1Metrics, avgMetrics=stored(metrics), batchMetrics=stored(per_batch or "[]"))
     return message(
         bindings.v1MetricsWorkload, metrics=values, numInputs=0, totalBatches=steps, endTime=format_us(end_us)
@@ -148,7 +141,6 @@ def metrics_workload(metrics: str, steps: int, end_us: int, per_batch: str | Non
 def checkpoint_workload(
     *, uuid: str, state: str, steps: int, report_us: int, resources: str, metadata: str, names: SecretNames
 ) -> dict[str, Any]:
-    """Return a checkpoint as a ``v1CheckpointWorkload``."""
     return message(
         bindings.v1CheckpointWorkload,
         state=f"STATE_{state}",
@@ -186,7 +178,6 @@ def sizes_as_texts(resources: str) -> dict[str, str]:
 
 
 def checkpoint_json(row: CheckpointInfo, names: SecretNames) -> dict[str, Any]:
-    """Return a row of ``store.checkpoints`` as a ``v1Checkpoint``."""
     validation: dict[str, Any] = json.loads(row.validation) if row.validation else {}
     training = message(
         bindings.v1CheckpointTrainingMetadata,

@@ -25,22 +25,15 @@ Item: TypeAlias = "Mapping[str, Any] | Sequence[Mapping[str, Any]]"
 
 
 def ndjson(items: AsyncIterator[Item]) -> NdjsonResponse:
-    """Return a stream of ``{"result": item}`` lines.
+    """Return a stream of ``{"result": item}`` lines; an item may be a list, whose lines are sent together.
 
-    Args:
-        items: one message, or several that are sent together, at a time. What can be refused is refused before the
-            stream begins; a ``DstrialError`` later becomes the protocol's error line.
+    A ``DstrialError`` after the beginning becomes the protocol's error line.
     """
     return NdjsonResponse(items)
 
 
 class NdjsonResponse(Response):
-    """Sends the lines of :func:`ndjson`, and ends at once when the client has gone.
-
-    Attributes:
-        is_still_known: asked every few seconds; the stream ends where who asked for it is not known any more. None for what
-            anybody may ask for.
-    """
+    """Sends the lines of :func:`ndjson` until its client leaves or, asked every few seconds, is no longer known."""
 
     media_type = "application/json"
     is_still_known: Callable[[], Awaitable[bool]] | None = None
@@ -52,14 +45,12 @@ class NdjsonResponse(Response):
         self.init_headers()
 
     def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
-        """Set the headers; a stream has no length."""
         self.raw_headers = [
             (b"content-type", b"application/json"),
             *((key.encode(), value.encode()) for key, value in (headers or {}).items()),
         ]
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream."""
         sending = asyncio.ensure_future(self._send(send))
         leaving = asyncio.ensure_future(_until_gone(receive))
         tasks = {sending, leaving}
@@ -103,10 +94,7 @@ class NdjsonResponse(Response):
 
 
 class EventStream(NdjsonResponse):
-    """Sends server-sent events: one JSON object each, None for a sign of life.
-
-    Source: the HTML standard, section 9.2.
-    """
+    """Sends server-sent events (HTML standard, 9.2): one JSON object each, None for a heartbeat."""
 
     media_type = "text/event-stream"
 
@@ -125,10 +113,7 @@ class EventStream(NdjsonResponse):
 
 
 async def _until_unknown(is_still_known: Callable[[], Awaitable[bool]]) -> None:
-    """Return once who asked is not known any more.
-
-    They have logged out, were switched off, or their token is revoked.
-    """
+    """Return once the sender has logged out, is switched off, or its token is revoked."""
     while await is_still_known():
         await asyncio.sleep(_ASK_AGAIN_S)
 

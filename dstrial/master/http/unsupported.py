@@ -10,31 +10,29 @@ from pathlib import Path
 from dstrial.errors import RequestError
 
 NOUNS = {
-    "notebooks": "notebooks",
-    "shells": "shells",
     "task": "logs over HTTP",
-    "workspaces": "namespaces, quotas and roles of workspaces",
+    "workspaces": "namespaces, quotas, pins and roles of workspaces",
     "roles": "role-based access control",
     "groups": "user groups",
     "permissions": "role-based access control",
     "config-policies": "config policies",
-    "users": "roles and web settings of users",
+    "users": "roles, web settings and bulk changes of users",
     "user": "projects last looked at",
     "runs": "tables of runs and actions on them",
     "experiments-search": "tables of experiments",
-    "experiments": "charts of experiments",
+    "experiments": "charts and files of experiments",
     "experiment": "lists of labels",
-    "projects": "tables of projects",
+    "projects": "tables and moves of projects",
     "oauth2": "single sign-on",
     "namespace-bindings": "Kubernetes",
     "k8s-resource-managers": "Kubernetes",
     "resource-pools": "changes of the bindings of resource pools",
     "trials": "this view of trials",
-    "allocations": "allocations of several machines",
-    "master": "cluster messages",
+    "allocations": "requests of containers",
+    "master": "cluster messages and telemetry",
     "checkpoints": "this view of checkpoints",
 }
-"""First segment of a path below ``/api/v1`` or the root -> what a person calls it."""
+"""First segment of a path below ``/api/v1`` or the root -> what a person calls it, where that differs."""
 
 INSTEAD = {
     "notebooks": "Run `jupyter lab` on this machine; the SDK and detached runs work from any notebook",
@@ -78,10 +76,7 @@ def refusal(method: str, path: str) -> RequestError:
 
 
 def is_word(method: str, path: str) -> bool:
-    """Whether a path is a whole request of the client, ``users/setting`` for example.
-
-    Such a path is not one of a route that takes a parameter in its place.
-    """
+    """Whether a path is a whole request of the client, ``users/setting``, and so none of a route with a parameter there."""
     return (method, path) in _words()
 
 
@@ -92,10 +87,7 @@ def _words() -> frozenset[tuple[str, str]]:
 
 @functools.lru_cache(maxsize=1)
 def client_requests() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    """Return method and path pattern of every request of the generated client.
-
-    Read from the client's source, when first needed: no other list is as sure to be complete.
-    """
+    """Return method and path pattern of every request of the generated client, read from its source."""
     return tuple(
         (method, re.compile("".join(_pattern_of(template)))) for method, template in client_templates()
     )
@@ -103,7 +95,6 @@ def client_requests() -> tuple[tuple[str, re.Pattern[str]], ...]:
 
 @functools.lru_cache(maxsize=1)
 def client_templates() -> tuple[tuple[str, str], ...]:
-    """Return method and path of every request of the client, parameters in braces."""
     spec = importlib.util.find_spec("determined.common.api.bindings")
     assert spec is not None
     assert spec.origin is not None

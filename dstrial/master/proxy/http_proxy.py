@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dstrial.errors import RequestError
 from dstrial.master.http import access
+from dstrial.master.http.connection import connection_of
 from dstrial.master.http.errors import error_response, status_and_text
-from dstrial.master.http.peers import lift_body_deadline
 from dstrial.master.proxy import targets
 from dstrial.master.services import Services
 from dstrial.master.web.page import ended_page, login_page, task_state, waiting_page
@@ -42,7 +42,6 @@ class ProxyMiddleware:
         self._api = api
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         path = str(scope.get("path", ""))
         if scope["type"] != "http" or not path.startswith((targets.PREFIX, INTERACTIVE)):
             await self._api(scope, receive, send)
@@ -100,12 +99,12 @@ class ProxyMiddleware:
             return RedirectResponse(f"http://{host}{target}", 307)
         if not service.is_ready and is_page:
             return waiting_page(service.task_id)
+        connection_of(scope).authenticate()
         await proxy_request(service, scope, receive, send)
         self._services.activity.touch(service.task_id)
         return None
 
     def _take_grant(self, raw: str, query: str, task_id: str) -> Response:
-        """Replace the code in an address by an HttpOnly cookie."""
         query, _, code = query.rpartition(_GRANT)
         response = RedirectResponse(_with_query(raw, query.removesuffix("&")), 307)
         granted = self._services.grants.renew(code, task_id)
@@ -133,15 +132,13 @@ def _with_query(raw: str, query: str) -> str:
 
 
 async def proxy_request(service: targets.Service, scope: Scope, receive: Receive, send: Send) -> None:
-    """Hand a request to a service and its answer to the client.
+    """Send a request to a service and its answer to the client.
 
     Raises:
-        RequestError: 503, nobody answers at its port (yet); 502, what answers is another account's or no HTTP, or goes
+        RequestError: 503, nothing answers at its port (yet); 502, what answers is another account's or no HTTP, or goes
             away, maybe after its answer has begun.
     """
     reader, writer = await targets.connect(service)
-    # How fast a body has to come is the service's matter; whoever sends it has logged in.
-    lift_body_deadline(scope)
     link = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD_BYTES)
     # A service may answer before it has read the whole request, and a client may leave before the end.
     sending = asyncio.ensure_future(_send_request(link, writer, scope, receive))
@@ -163,6 +160,8 @@ async def _send_request(
     """Send the request, and return once the client has left."""
     headers = [*targets.forwarded(scope["headers"]), (b"connection", b"close")]
     if any(name == b"transfer-encoding" for name, _ in scope["headers"]):
+        # Both framings at once could be read differently by the service (RFC 9112, section 6.3).
+        headers = [header for header in headers if header[0] != b"content-length"]
         headers.append((b"transfer-encoding", b"chunked"))
     target = scope["raw_path"].split(b"?", 1)[0]
     if scope["query_string"]:

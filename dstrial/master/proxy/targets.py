@@ -47,14 +47,7 @@ _LOOPBACK = "0100007F"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Service:
-    """A port of this machine on which a living task answers.
-
-    Attributes:
-        port: on 127.0.0.1.
-        is_tcp: whether it speaks no HTTP, so that a WebSocket carries its bytes.
-        is_ready: whether it has answered already.
-        rivals: process ids of the supervisors of other living tasks that offer the same port.
-    """
+    """A port of 127.0.0.1 on which a living task answers."""
 
     task_id: str
     port: int
@@ -64,11 +57,7 @@ class Service:
 
 
 def task_of_host(headers: Headers) -> str | None:
-    """Return the task at whose own address a request asks, None at the master's.
-
-    Raises:
-        RequestError: 403, Host or Origin are neither's.
-    """
+    """Return the task at whose own address a request asks, None at the master's; refuse (403) other hosts."""
     host = headers.get("host", "").lower()
     found = _OWN_HOST.fullmatch(host)
     if found is None or len(headers.getlist("host")) != 1:
@@ -84,11 +73,7 @@ def task_of_host(headers: Headers) -> str | None:
 
 
 async def find(services: Services, headers: Headers, method: str, path: str) -> Service:
-    """Return the service of a raw path for whoever may reach it.
-
-    Raises:
-        RequestError: 401 or 403, the request may not; 404, there is no such service at this address.
-    """
+    """Return the service of a raw path, or refuse: 401, 403, or 404 without such a service at this address."""
     task_id = task_of_host(headers)
     identity = await access.identify(services, headers, method, task_id)
     if identity.allocation is not None:
@@ -109,9 +94,6 @@ def _find(connection: Connection, name: str) -> Service:
     """Return the service of a task id with maybe ``:port``.
 
     A TensorBoard has one; other tasks have those of ``environment.proxy_ports`` of their config, by port.
-
-    Raises:
-        RequestError: 404, there is no such task, it does not run, or does not offer that port.
     """
     asked = _SERVICE.fullmatch(name)
     task_id = "" if asked is None else asked["task"]
@@ -150,11 +132,7 @@ def _offered(row: tasks.LivingAllocation) -> list[dict[str, Any]]:
 
 
 async def connect(service: Service) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to a service.
-
-    Raises:
-        RequestError: 503, nobody answers at its port (yet); 502, another account or task does.
-    """
+    """Connect to a service; 503 if nothing answers (yet), 502 if another account or task does."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
     except OSError as error:
@@ -200,7 +178,6 @@ def _behind(port: int, own_port: int) -> tuple[int | None, str]:
 
 
 def _holds(supervisors: Iterable[int], inode: str) -> bool:
-    """Say whether a process below one of the supervisors has a socket open."""
     socket = Path(f"socket:[{inode}]")
     return any(has_open(pid, socket) for one in supervisors for pid in descendants(one))
 
@@ -215,10 +192,7 @@ def _hop_by_hop(headers: Collection[tuple[bytes, bytes]]) -> frozenset[bytes]:
 def forwarded(
     headers: Collection[tuple[bytes, bytes]], *, is_upgrade: bool = False
 ) -> list[tuple[bytes, bytes]]:
-    """Return a request's headers for its service: no connection headers, no token.
-
-    Names are in lower case; with ``is_upgrade`` the headers that ask for a WebSocket stay.
-    """
+    """Return a request's headers, lower case, without those of the connection (but for an upgrade's) and tokens."""
     kept, dropped = [], _hop_by_hop(headers)
     for name, value in headers:
         if name in _SECRET or (name in dropped and not (is_upgrade and name in (b"connection", b"upgrade"))):
@@ -233,6 +207,5 @@ def forwarded(
 
 
 def answered(headers: Collection[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a service's answer that its client sees."""
     dropped = _hop_by_hop(headers)
     return [(name, value) for name, value in headers if name not in dropped]

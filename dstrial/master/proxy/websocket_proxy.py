@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Coroutine
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, cast
 
 from starlette.datastructures import Headers
@@ -21,8 +22,7 @@ from wsproto.utilities import LocalProtocolError, generate_accept_token
 
 from dstrial.errors import RequestError
 from dstrial.master.http import access
-from dstrial.master.http.connection import raw_answer
-from dstrial.master.http.errors import status_and_text
+from dstrial.master.http.errors import Problem, error_response, status_and_text
 from dstrial.master.proxy import targets
 
 if TYPE_CHECKING:
@@ -31,20 +31,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dstrial.master.proxy")
 
 _CHUNK_BYTES = 64 * 1024
-_MAX_HEAD_BYTES = 128 * 1024
-"""More than a request's head may have, which comes whole and is parsed already."""
+# Thousands of empty frames at most, whose parsing takes the event loop's thread for 10 ms.
+_FRAMES_CHUNK_BYTES = 4 * 1024
+_MAX_HEAD_BYTES = 128 * 1024  # More than a request's head may have, which comes whole and is parsed already
 
 
 def websocket_protocol(services: Services) -> type[asyncio.Protocol]:
-    """Return what uvicorn makes of a connection that asks to become a WebSocket."""
     return cast("type[asyncio.Protocol]", functools.partial(WebSocketProxy, services))
 
 
 class WebSocketProxy(asyncio.StreamReaderProtocol):
-    """The connection of a client, and how it is tied to that of a service.
-
-    ``config``, ``server_state`` (which counts this connection) and ``app_state`` are uvicorn's.
-    """
+    """The connection of a client, and how it is tied to that of a service; made by uvicorn."""
 
     def __init__(self, services: Services, *, config: Any, server_state: Any, app_state: Any) -> None:
         del config, app_state
@@ -55,20 +52,17 @@ class WebSocketProxy(asyncio.StreamReaderProtocol):
         self._serving: asyncio.Future[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the client's connection over."""
         self._client = transport
         self._connections.add(self)
         super().connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Let the service go as well."""
         self._connections.discard(self)
         if self._serving is not None:
             self._serving.cancel()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """End the connection; uvicorn calls this when the server ends."""
         if self._client is not None:
             self._client.close()
 
@@ -86,7 +80,7 @@ class WebSocketProxy(asyncio.StreamReaderProtocol):
                 problem = status_and_text(error)
                 if problem.status >= 500 and not isinstance(error, RequestError):
                     logger.exception("a WebSocket is answered %d", problem.status)
-                writer.write(raw_answer(problem.status, problem.text))
+                writer.write(_refusal(problem))
                 return
             with contextlib.closing(up_writer):
                 if service.is_tcp:
@@ -158,8 +152,9 @@ class WebSocketProxy(asyncio.StreamReaderProtocol):
     ) -> int:
         """Forward the client's frames until the WebSocket ends; return the close code."""
         with contextlib.suppress(OSError):
-            while data := await reader.read(_CHUNK_BYTES):
+            while data := await reader.read(_FRAMES_CHUNK_BYTES):
                 self._services.activity.touch(service.task_id)
+                await asyncio.sleep(0)  # a read of buffered bytes lets no other connection run
                 frames.receive_data(data)
                 for event in frames.events():
                     if isinstance(event, BytesMessage):
@@ -175,6 +170,13 @@ class WebSocketProxy(asyncio.StreamReaderProtocol):
                 await writer.drain()
                 await up_writer.drain()
         return CloseReason.NORMAL_CLOSURE
+
+
+def _refusal(problem: Problem) -> bytes:
+    response = error_response(problem)
+    headers = b"".join(b"%b: %b\r\n" % header for header in response.raw_headers)
+    head = f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}\r\n".encode()
+    return head + headers + b"connection: close\r\n\r\n" + bytes(response.body)
 
 
 async def _first_of(*directions: Coroutine[Any, Any, int]) -> int:

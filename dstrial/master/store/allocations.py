@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from dstrial.config.experiment_config.command import NAMES
 from dstrial.master.clock import now_us
 from dstrial.master.store.database import Transaction, fetch_all, fetch_one
-from dstrial.master.store.errors import Hint, InvalidError, NotFoundError
+from dstrial.master.store.errors import Hint, NotFoundError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,49 +94,6 @@ class _Supervisor(Protocol):
 def supervisor_columns(handle: _Supervisor | None) -> dict[str, Any]:
     """Return the columns of a supervisor on the master's own machine; none for None."""
     return {} if handle is None else {"supervisor_pid": handle.pid, "supervisor_start": handle.start_time}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Accelerators:
-    """What an allocation has said of the accelerators of one of its containers."""
-
-    allocation_id: str
-    container_id: str
-    node_name: str
-    type: str
-    uuids: str  # JSON list
-
-
-MAX_CONTAINERS = 1024
-"""Containers of an allocation that may say what accelerators they have."""
-
-
-def note_accelerators(tx: Transaction, found: Accelerators) -> None:
-    """Store a container's accelerators, for at most ``MAX_CONTAINERS``."""
-    (count,) = tx.execute(
-        "SELECT COUNT(*) FROM allocation_accelerators WHERE allocation_id = ? AND container_id != ?",
-        (found.allocation_id, found.container_id),
-    ).fetchone()
-    if count >= MAX_CONTAINERS:
-        raise InvalidError(
-            f"allocation {found.allocation_id} has told of {count} containers; expected at most {MAX_CONTAINERS}. "
-            "Name each by the same id."
-        )
-    tx.execute(
-        "INSERT OR REPLACE INTO allocation_accelerators (allocation_id, container_id, node_name, type, uuids) "
-        "VALUES (?, ?, ?, ?, ?)",
-        (found.allocation_id, found.container_id, found.node_name, found.type, found.uuids),
-    )
-
-
-def accelerators_of_task(connection: sqlite3.Connection, task_id: str) -> list[Accelerators]:
-    return fetch_all(
-        Accelerators,
-        connection,
-        "SELECT x.* FROM allocation_accelerators x JOIN allocations a ON a.id = x.allocation_id WHERE a.task_id = ? "
-        "ORDER BY x.allocation_id, x.container_id",
-        (task_id,),
-    )
 
 
 def update(tx: Transaction, allocation_id: str, **columns: Any) -> None:

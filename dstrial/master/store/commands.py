@@ -205,14 +205,6 @@ def root(connection: sqlite3.Connection, task_id: str) -> str:
     return str(rows[0]["id"]) if rows else task_id
 
 
-def count_living(connection: sqlite3.Connection) -> dict[str, int]:
-    """Return kind -> number of commands that have not ended."""
-    rows = connection.execute(
-        "SELECT kind, COUNT(*) AS number FROM commands WHERE end_us IS NULL GROUP BY kind"
-    )
-    return {str(row["kind"]): int(row["number"]) for row in rows}
-
-
 def update(tx: Transaction, task_id: str, **columns: Any) -> None:
     tx.update("commands", task_id, columns, key="task_id")
 

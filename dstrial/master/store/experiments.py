@@ -76,16 +76,6 @@ def by_external_id(connection: sqlite3.Connection, external_id: str) -> Experime
     )
 
 
-def require_of_project(connection: sqlite3.Connection, experiment_id: int, project_id: int) -> Experiment:
-    row = require(connection, experiment_id)
-    if row.project_id != project_id:
-        raise NotFoundError(
-            f"experiment {experiment_id} is in project {row.project_id}; expected one of project {project_id}. "
-            "Ask in its own project."
-        )
-    return row
-
-
 def of_project(connection: sqlite3.Connection, project_id: int) -> list[Experiment]:
     return fetch_all(
         Experiment, connection, "SELECT * FROM experiments WHERE project_id = ? ORDER BY id", (project_id,)

@@ -85,14 +85,6 @@ def by_names(connection: sqlite3.Connection, workspace: str, project: str) -> Pr
     return row
 
 
-def by_key(connection: sqlite3.Connection, key: str) -> ProjectInfo:
-    """Return a project by its key, case-insensitive."""
-    row = fetch_one(ProjectInfo, connection, f"{_SELECT} WHERE p.key = ?", (key,))
-    if row is None:
-        raise NotFoundError(f"project key {key[:80]!r} is not found; expected that of a project.")
-    return row
-
-
 def refuse_shut(row: ProjectInfo, verb: str) -> None:
     """Refuse (400) to ``verb`` a project that is archived or being deleted."""
     state = "archived" if row.is_shut else "being deleted" if row.state != "UNSPECIFIED" else None

@@ -319,13 +319,6 @@ CREATE TABLE workspaces (
 );
 INSERT INTO workspaces (id, name, owner_id, created_us, is_immutable) VALUES (1, 'Uncategorized', 1, 0, 1);
 
-CREATE TABLE workspace_pins (
-    user_id      INTEGER NOT NULL,
-    workspace_id INTEGER NOT NULL REFERENCES workspaces (id) ON DELETE CASCADE,
-    pinned_us    INTEGER NOT NULL,
-    PRIMARY KEY (user_id, workspace_id)
-) WITHOUT ROWID;
-
 CREATE TABLE projects (
     id           INTEGER PRIMARY KEY AUTOINCREMENT,
     workspace_id INTEGER NOT NULL REFERENCES workspaces (id),
@@ -418,7 +411,7 @@ CREATE TABLE commands (
     exit_status    TEXT,                          -- how its last allocation ended, one sentence
     start_us       INTEGER NOT NULL,
     end_us         INTEGER,
-    original_config TEXT                          -- JSON as submitted; NULL where nobody asks for it
+    original_config TEXT                          -- JSON as submitted, of generic tasks only
 ) WITHOUT ROWID;
 CREATE INDEX commands_by_state ON commands (state);
 CREATE INDEX commands_by_parent ON commands (parent_id);
@@ -483,13 +476,3 @@ CREATE TABLE webhook_events (
     given_up_us  INTEGER                          -- NULL: it waits
 );
 CREATE INDEX webhook_events_by_webhook ON webhook_events (webhook_id, given_up_us, due_us);
-
--- What an allocation has said of its accelerators, a row for each of its containers.
-CREATE TABLE allocation_accelerators (
-    allocation_id TEXT NOT NULL REFERENCES allocations (id) ON DELETE CASCADE,
-    container_id  TEXT NOT NULL,
-    node_name     TEXT NOT NULL,
-    type          TEXT NOT NULL,                  -- what the harness calls it, cuda for example
-    uuids         TEXT NOT NULL,                  -- JSON list
-    PRIMARY KEY (allocation_id, container_id)
-) WITHOUT ROWID;

@@ -6,7 +6,6 @@ import dataclasses
 import sqlite3
 from typing import Any
 
-from dstrial.master.store import commands
 from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 
@@ -54,15 +53,6 @@ def living(connection: sqlite3.Connection) -> list[LivingAllocation]:
 
 def living_of(connection: sqlite3.Connection, task_id: str) -> LivingAllocation | None:
     return fetch_one(LivingAllocation, connection, f"{_LIVING} AND a.task_id = ?", (task_id,))
-
-
-def model_definition(connection: sqlite3.Connection, task_id: str) -> bytes:
-    """Return the files that a task was submitted with, gzip tar; empty for none."""
-    row = connection.execute(
-        "SELECT m.tgz FROM tasks t JOIN model_definitions m ON m.experiment_id = t.experiment_id WHERE t.id = ?",
-        (task_id,),
-    ).fetchone()
-    return commands.context(connection, task_id) if row is None else bytes(row["tgz"])
 
 
 def is_detached(connection: sqlite3.Connection, trial_id: int | None, task_id: str | None) -> bool:

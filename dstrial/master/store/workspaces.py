@@ -19,8 +19,7 @@ _SELECT = (
     "SELECT w.*, COALESCE(u.username, '') AS username, "
     "(SELECT COUNT(*) FROM projects p WHERE p.workspace_id = w.id) AS num_projects, "
     "(SELECT COUNT(*) FROM experiments e JOIN projects p ON p.id = e.project_id WHERE p.workspace_id = w.id) "
-    "AS num_experiments, "
-    "(SELECT pinned_us FROM workspace_pins i WHERE i.workspace_id = w.id AND i.user_id = :user_id) AS pinned_us "
+    "AS num_experiments "
     "FROM workspaces w LEFT JOIN users u ON u.id = w.owner_id"
 )
 
@@ -43,23 +42,17 @@ class Workspace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkspaceInfo(Workspace):
-    """A workspace with its owner, its contents, and when a user pinned it."""
-
     username: str
     num_projects: int
     num_experiments: int
-    pinned_us: int | None
 
 
-def list_workspaces(connection: sqlite3.Connection, user_id: int) -> list[WorkspaceInfo]:
-    """Return workspaces by number; pins are this user's."""
-    return fetch_all(WorkspaceInfo, connection, f"{_SELECT} ORDER BY w.id", {"user_id": user_id})
+def list_workspaces(connection: sqlite3.Connection) -> list[WorkspaceInfo]:
+    return fetch_all(WorkspaceInfo, connection, f"{_SELECT} ORDER BY w.id")
 
 
-def require(connection: sqlite3.Connection, workspace_id: int, user_id: int = 0) -> WorkspaceInfo:
-    row = fetch_one(
-        WorkspaceInfo, connection, f"{_SELECT} WHERE w.id = :id", {"id": workspace_id, "user_id": user_id}
-    )
+def require(connection: sqlite3.Connection, workspace_id: int) -> WorkspaceInfo:
+    row = fetch_one(WorkspaceInfo, connection, f"{_SELECT} WHERE w.id = ?", (workspace_id,))
     if row is None:
         raise NotFoundError(f"workspace {workspace_id} is not found", Hint.LIST_WORKSPACES)
     return row
@@ -112,15 +105,12 @@ def create(
     checkpoint_storage: Mapping[str, Any] | None,
     agent_user_group: Mapping[str, Any] | None,
 ) -> int:
-    """Store a workspace, pinned for its owner, and return its number."""
     check_name(tx.connection, name, None)
     cursor = tx.execute(
         "INSERT INTO workspaces (name, owner_id, created_us, checkpoint_storage, agent_user_group) VALUES (?, ?, ?, ?, ?)",
         (name, owner_id, now_us(), _json(checkpoint_storage), _json(agent_user_group)),
     )
-    workspace_id = int(cursor.lastrowid or 0)
-    pin(tx, workspace_id, owner_id, is_pinned=True)
-    return workspace_id
+    return int(cursor.lastrowid or 0)
 
 
 def change(tx: Transaction, workspace_id: int, **fields: Any) -> None:
@@ -129,12 +119,6 @@ def change(tx: Transaction, workspace_id: int, **fields: Any) -> None:
         assert name in ("name", "is_archived", "state", "error", "checkpoint_storage", "agent_user_group")
         kept = _json(value) if value is None or isinstance(value, Mapping) else value
         tx.execute(f"UPDATE workspaces SET {name} = ? WHERE id = ?", (kept, workspace_id))  # noqa: S608 - a name from the list above
-
-
-def pin(tx: Transaction, workspace_id: int, user_id: int, *, is_pinned: bool) -> None:
-    tx.execute("DELETE FROM workspace_pins WHERE workspace_id = ? AND user_id = ?", (workspace_id, user_id))
-    if is_pinned:
-        tx.execute("INSERT INTO workspace_pins VALUES (?, ?, ?)", (user_id, workspace_id, now_us()))
 
 
 def delete(tx: Transaction, workspace_id: int) -> None:
@@ -194,12 +178,6 @@ def create_template(tx: Transaction, name: str, config: Mapping[str, Any], works
 def change_template(tx: Transaction, name: str, config: Mapping[str, Any]) -> None:
     """Replace a template's config; experiments that were made with it keep theirs."""
     tx.execute("UPDATE templates SET config = ? WHERE name = ?", (json.dumps(config), name))
-
-
-def rename_template(tx: Transaction, old: str, new: str) -> None:
-    require_template(tx.connection, old)
-    refuse_existing_template(tx.connection, new)
-    tx.execute("UPDATE templates SET name = ? WHERE name = ?", (new, old))
 
 
 def delete_template(tx: Transaction, name: str) -> None:

@@ -1,7 +1,4 @@
-"""The files of the page.
-
-These are our modules and style, and the libraries that were put beside them.
-"""
+"""The files of the page: our modules and style, and the libraries beside them."""
 
 from __future__ import annotations
 
@@ -17,8 +14,7 @@ from dstrial.master.http.router import PUBLIC, ApiRequest, route
 
 STATIC = Path(__file__).with_name("static")
 VENDOR = Path(__file__).with_name("vendor")
-LIBRARIES = ("preact.js", "uplot.js", "uplot.css")
-"""What `tools/page_libraries.sh` puts into ``vendor/``."""
+LIBRARIES = ("preact.js", "uplot.js", "uplot.css")  # What `tools/page_libraries.sh` puts into ``vendor/``
 MISSING = (
     "This installation of dstrial was made without the libraries of its page. In a checkout, `make venv` fetches them "
     "(tools/page_libraries.sh); a wheel that was built afterwards has them. The `det` command works without."
@@ -29,23 +25,17 @@ _TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Asset:
-    """A file as it is sent."""
-
     content: bytes
     media_type: str
     etag: str
 
 
 def are_there() -> bool:
-    """Whether the page can be shown at all."""
     return all((VENDOR / name).is_file() for name in LIBRARIES)
 
 
 def names() -> list[str]:
-    """Return the paths of all files below ``static`` and ``vendor``.
-
-    They are paths as the page asks for them.
-    """
+    """Return the paths of all files below ``static`` and ``vendor``, as the page asks for them."""
     own = (path.relative_to(STATIC) for path in STATIC.rglob("*") if path.suffix in _TYPES)
     return sorted(str(path) for path in own) + [f"vendor/{name}" for name in LIBRARIES]
 
@@ -55,7 +45,6 @@ _names: frozenset[str] = frozenset()
 
 
 def find(name: str) -> Asset | None:
-    """Return a file of the page, None if it is none of them."""
     global _names
     if name not in _names:
         _names = frozenset(names())
@@ -75,10 +64,7 @@ def _read(path: Path, _mtime_ns: int) -> Asset:
 
 
 async def get_asset(request: ApiRequest) -> Response:
-    """``GET /page/assets/NAME``: a file.
-
-    The browser asks each time whether it has changed.
-    """
+    """Answer with a file; the browser asks each time whether it has changed."""
     name = "/".join(str(part) for part in request.path_params.values())
     asset = await request.services.run(functools.partial(find, name))
     if asset is None:

@@ -1,7 +1,4 @@
-"""What the page shows of the cluster.
-
-That is nodes, who uses which slot, the queue with its reasons, use over time, webhooks.
-"""
+"""What the page shows of the cluster: nodes, slots, the queue with its reasons, use over time, webhooks."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ from dstrial.master.store import webhooks as webhook_rows
 from dstrial.master.store.database import Connection
 from dstrial.master.store.nodes import agent_key, index_of
 
-NUM_BUCKETS = 360
-"""Into how many parts a time is divided of which use is told."""
+NUM_BUCKETS = 360  # parts of a time whose mean use is shown
 _HOUR_US = 3600 * 1_000_000
 _MAX_HOURS = 24 * 31
 
@@ -34,19 +30,13 @@ Json: TypeAlias = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Room:
-    """How many slots there are.
-
-    Attributes:
-        usable: on nodes that are up and that nobody has switched off.
-        free: of these, who have no allocation.
-    """
+    """How many slots are on nodes that are up and enabled (``usable``), and of these without an allocation (``free``)."""
 
     usable: int
     free: int
 
 
 def room(nodes: Sequence[Node], off: Mapping[int, bool], used: frozenset[int]) -> Room:
-    """Count slots. Pure."""
     usable = [
         slot.id
         for node in nodes
@@ -57,13 +47,9 @@ def room(nodes: Sequence[Node], off: Mapping[int, bool], used: frozenset[int]) -
 
 
 def why_waiting(wanted: int, num_waiting: int, num_ahead: int, there: Room) -> str:
-    """Say why somebody in the queue has no slots, or has not all. Pure.
+    """Return why an entry of the queue has not all slots that it wants.
 
-    Args:
-        wanted: slots of one start.
-        num_waiting: how many starts wait for slots.
-        num_ahead: how many in the queue are before it.
-        there: slots of the cluster.
+    ``wanted`` slots of one start; ``num_waiting`` starts wait; ``num_ahead`` entries are before it.
     """
     if not num_waiting:
         return ""
@@ -78,15 +64,9 @@ def why_waiting(wanted: int, num_waiting: int, num_ahead: int, there: Room) -> s
 def usage(
     spans: Sequence[tuple[int, int, int | None]], after_us: int, before_us: int, num: int
 ) -> list[float]:
-    """Return the mean number of slots in use in each part of a time. Pure.
+    """Return the mean number of slots in use in each of ``num`` equal parts of a time.
 
-    The time has ``num`` equal parts.
-
-    Args:
-        spans: slots, start and end (None: not yet), microseconds.
-        after_us: where the time begins.
-        before_us: where it ends.
-        num: of parts.
+    ``spans`` are slots, start and end (None: not yet), microseconds.
     """
     width = (before_us - after_us) / num
     # Of the cumulated use only its kinks are noted: what changes at the start of a part, and what a part has besides.
@@ -214,17 +194,15 @@ def _read_cluster(services: Services, connection: Connection) -> Json:
 
 
 async def get_cluster(request: ApiRequest) -> Json:
-    """``GET /page/cluster``: nodes with their slots, who holds them, and the queue."""
     services = request.services
     found: Json = await services.read(lambda connection: _read_cluster(services, connection))
     return found
 
 
 async def get_usage(request: ApiRequest) -> Json:
-    """``GET /page/cluster/usage?hours=…``: the mean number of slots in use.
+    """Answer with the mean number of slots in use in each part of the last hours.
 
-    There is one number for each part of the last hours. ``times`` are milliseconds since 1970, UTC, in the middle of each part;
-    ``slots`` is how many there are now.
+    ``times`` are milliseconds since 1970, UTC, in the middle of each part; ``slots`` is how many there are now.
     """
     services = request.services
     hours = min(max(request.query_int("hours") or 24, 1), _MAX_HOURS)
@@ -242,7 +220,6 @@ async def get_usage(request: ApiRequest) -> Json:
 
 
 def webhook_json(webhook: webhook_rows.Webhook) -> Json:
-    """Return what is shown of a webhook; its address may be secret, so only the host."""
     return {
         "id": webhook.id,
         "name": webhook.name,
@@ -259,10 +236,6 @@ def webhook_json(webhook: webhook_rows.Webhook) -> Json:
 
 
 async def get_webhooks(request: ApiRequest) -> Json:
-    """``GET /page/webhooks``: those that the user sees.
-
-    They come without what of their addresses may be secret.
-    """
     user = request.user
 
     def read(connection: Connection) -> list[Json]:

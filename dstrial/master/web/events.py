@@ -1,7 +1,4 @@
-"""What the page is told while it is open.
-
-It is told which experiments, trials and logs have changed.
-"""
+"""Tells the open page which experiments, trials and logs have changed."""
 
 from __future__ import annotations
 
@@ -13,8 +10,7 @@ from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.streams import EventStream
 from dstrial.master.services import Services
 
-_GAP_S = 0.5
-"""Shortest time between two events: what changes meanwhile is told together."""
+_GAP_S = 0.5  # between two events; what changes meanwhile is sent together
 _PING_S = 15.0
 _MAX_TOPICS = 500
 _PREFIXES = ("experiment:", "trial:", "metrics:", "logs:", "command:", "job:")
@@ -22,7 +18,6 @@ _WORDS = ("scheduler", "webhooks", "webhook_events", "webhook_results", "models"
 
 
 def is_shown(topic: str) -> bool:
-    """Whether a topic is one that the page listens to."""
     return topic.startswith(_PREFIXES) or topic in _WORDS
 
 
@@ -39,10 +34,10 @@ async def _events(services: Services) -> AsyncIterator[dict[str, Any] | None]:
 
 
 async def get_events(request: ApiRequest) -> EventStream:
-    """``GET /page/events``: server-sent events.
+    """Send server-sent events.
 
     First ``{"master": id}``, another id after a restart; then ``{"topics": […]}`` whenever something has changed,
-    ``{"all": true}`` where it is too much to tell.
+    ``{"all": true}`` where that is too much to list.
     """
     return EventStream(_events(request.services))
 

@@ -1,7 +1,4 @@
-"""What the tabs of an experiment show beside its curves.
-
-They show rungs, checkpoints, config with origins, files of its code.
-"""
+"""What the tabs of an experiment show beside its curves: rungs, checkpoints, config with origins, its code."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from dstrial.config.parsing.documents import Document, read_yaml_text
 from dstrial.config.secrets import masked, masked_json, masked_yaml
 from dstrial.errors import ConfigError, DstrialError, RequestError
 from dstrial.master.advice import text_of
-from dstrial.master.backends.model_definition import unpack
+from dstrial.master.backends.model_definition import list_files, read_start, unpack
 from dstrial.master.clock import format_us
 from dstrial.master.http.router import USER, ApiRequest, route
 from dstrial.master.http.serializers import as_data
@@ -33,10 +30,11 @@ from dstrial.master.services import Services
 from dstrial.master.store import experiments, trials
 from dstrial.master.store.database import Connection
 from dstrial.master.store.views import overviews
-from dstrial.master.web import model_files, rungs
+from dstrial.master.web import rungs
 
-_MAX_VALUES = 5000
-"""Most values of a config that are told with their origins."""
+MAX_TEXT_BYTES = 2**20  # shown of one file
+_MAX_FILES = 20_000  # listed
+_MAX_VALUES = 5000  # of a config, shown with their origins
 _LAYOUT_FIELDS = (
     "engine_kind",
     "world_size",
@@ -72,10 +70,7 @@ def _read_rungs(connection: Connection, experiment_id: int) -> Json:
 
 
 async def get_rungs(request: ApiRequest) -> Json:
-    """``GET /page/experiments/N/rungs``: who got how far in a search by halving.
-
-    There are no brackets for other searchers.
-    """
+    """Answer with who got how far in a search by halving; no brackets for other searchers."""
     return await request.services.read(_read_rungs, request.path_params["experiment_id"])
 
 
@@ -106,10 +101,7 @@ def _checkpoint(row: overviews.CheckpointOverview) -> Json:
 
 
 async def get_checkpoints(request: ApiRequest) -> Json:
-    """``GET /page/experiments/N/checkpoints``: its checkpoints, the newest first.
-
-    ``more`` if not all are told.
-    """
+    """Answer with the newest checkpoints of an experiment; ``more`` if not all are listed."""
 
     def read(connection: Connection) -> list[overviews.CheckpointOverview]:
         experiment_id = request.path_params["experiment_id"]
@@ -159,16 +151,13 @@ def _look(services: Services, uuid: str) -> Json:
 
 
 async def get_look(request: ApiRequest) -> Json:
-    """``GET /page/checkpoints/UUID/look``: whether it is as registered.
-
-    Looks at files, sizes and manifest; reads no weights.
-    """
+    """Say whether a checkpoint is as registered, by files, sizes and manifest; weights are not read."""
     services, uuid = request.services, request.path_params["uuid"]
     return await services.run(lambda: _look(services, uuid))
 
 
 def _explained(services: Services, row: experiments.Experiment, tgz: bytes) -> Json:
-    """Return a config's values and its DeepSpeed configs' with where they come from."""
+    """Return a config's values and its DeepSpeed configs', each with its origin."""
     names, limits = services.secret_names, services.settings.limits
     # Masked from here on: what a problem quotes is shown to others than who has submitted it.
     template = masked(json.loads(row.template), names) if row.template else None
@@ -215,11 +204,10 @@ def _explained(services: Services, row: experiments.Experiment, tgz: bytes) -> J
 
 
 async def get_config(request: ApiRequest) -> Json:
-    """``GET /page/experiments/N/config``: the config, as submitted and in effect.
+    """Answer with the config as submitted, YAML, and in effect, each value with its origin.
 
-    The submitted one is YAML; the effective one says where each value comes from. ``values`` are those of the experiment config,
-    ``deepspeed`` has what ``dstrial check --explain`` prints of each DeepSpeed config; ``problem`` says why there are none, as
-    where the config is possible no more.
+    ``deepspeed`` has what ``dstrial check --explain`` prints of each DeepSpeed config; ``problem`` says why there are no
+    values, as for a config that is not valid any more.
     """
     services, experiment_id = request.services, request.path_params["experiment_id"]
     row = await services.read(experiments.require, experiment_id)
@@ -227,23 +215,34 @@ async def get_config(request: ApiRequest) -> Json:
     return await services.check(lambda: _explained(services, row, tgz))
 
 
-async def get_files(request: ApiRequest) -> Json:
-    """``GET /page/experiments/N/files``: the files of the model definition.
+def listed_files(tgz: bytes) -> Json:
+    """Return path, size and digest of every file by path; ``more`` if there are more."""
+    files = list_files(tgz)
+    return {
+        "files": [
+            {"path": file.path, "bytes": file.size, "digest": file.digest} for file in files[:_MAX_FILES]
+        ],
+        "more": len(files) > _MAX_FILES,
+    }
 
-    Each has its path and size.
-    """
+
+def shown_file(tgz: bytes, path: str) -> Json:
+    """Return the text of a file, its beginning if it is long; no text of a binary file."""
+    content, size = read_start(tgz, path, MAX_TEXT_BYTES)
+    is_binary = b"\0" in content
+    text = "" if is_binary else content.decode("utf-8", "replace")
+    return {"path": path, "bytes": size, "text": text, "isBinary": is_binary, "isCut": size > len(content)}
+
+
+async def get_files(request: ApiRequest) -> Json:
     tgz = await request.services.read(experiments.model_definition, request.path_params["experiment_id"])
-    return await request.services.check(lambda: model_files.listed(tgz))
+    return await request.services.check(lambda: listed_files(tgz))
 
 
 async def get_file(request: ApiRequest) -> Json:
-    """``GET /page/experiments/N/file?path=…``: a file of the model definition.
-
-    It is the file's text, or its first MiB.
-    """
     path = request.query("path") or ""
     tgz = await request.services.read(experiments.model_definition, request.path_params["experiment_id"])
-    found = await request.services.check(lambda: model_files.shown_file(tgz, path))
+    found = await request.services.check(lambda: shown_file(tgz, path))
     return {**found, "text": as_data(found["text"])}
 
 

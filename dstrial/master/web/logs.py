@@ -1,7 +1,4 @@
-"""Logs as the page shows them.
-
-There are pages of lines in both directions, one line whole, and all of it as a file.
-"""
+"""Logs as the page shows them: pages of lines in both directions, one line whole, all of it as a file."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ _MAX_TEXT = 1000
 
 
 def _log_of(connection: Connection, trial_id: int | None, task_id: str | None) -> LogOf:
-    """Return whose log is asked for; a trial's task has that of its trial."""
+    """Return whose log is asked for; a trial's task has the log of its trial."""
     if trial_id is not None:
         if overviews.experiment_of_trial(connection, trial_id) is None:
             raise RequestError(404, f"trial {trial_id} is not found; expected one of an experiment's list.")
@@ -89,11 +86,10 @@ def _line_json(line: log_pages.ShownLine) -> dict[str, Any]:
 
 
 async def get_page(request: ApiRequest) -> dict[str, Any]:
-    """``GET /page/logs?trial=…``: lines of a log.
+    """Answer with lines of a log: the newest, or the nearest ``before`` or ``after`` an id.
 
-    They are the newest, or the nearest ``before`` or ``after`` an id. ``level``, ``rank`` (any number of them, -1 for lines of
-    none) and ``text`` leave others out. One request looks through a bounded number of lines: ``searchedTo`` is the id from which
-    to go on, null where there is nothing more; ``last`` is the newest line's.
+    ``level``, ``rank`` (several; -1 for lines of none) and ``text`` filter. One request looks through a bounded number of
+    lines: ``searchedTo`` is the id from which to go on, null at the end; ``last`` is the newest line's.
     """
     wanted = _asked_lines(request)
     log = await _asked_log(request)
@@ -118,10 +114,7 @@ def _extent(connection: Connection, log: LogOf, is_counted: bool) -> dict[str, A
 
 
 async def get_extent(request: ApiRequest) -> dict[str, Any]:
-    """``GET /page/logs/extent?trial=…``: how long a log is, and of which ranks.
-
-    And whether more can come. With ``count=true`` also how many ``lines`` it has, which takes longer.
-    """
+    """Say how long a log is, of which ranks, and whether more can come; with ``count=true`` its number of ``lines``."""
     log = await _asked_log(request)
     is_counted = bool(request.query_flag("count"))
     found: dict[str, Any] = await request.services.read(_extent, log, is_counted)
@@ -146,10 +139,7 @@ def _name(log: LogOf) -> str:
 
 
 async def get_line(request: ApiRequest) -> StreamingResponse:
-    """``GET /page/logs/line?trial=…&id=…``: a line as it was printed, as a file.
-
-    It is whole, however long.
-    """
+    """Answer with one whole line, as a file."""
     log = await _asked_log(request)
     line_id = _asked_id(request, "id")
     if line_id is None:
@@ -167,10 +157,7 @@ async def get_line(request: ApiRequest) -> StreamingResponse:
 
 
 async def get_file(request: ApiRequest) -> StreamingResponse:
-    """``GET /page/logs/file?trial=…``: a whole log as a file.
-
-    It is as ``det trial logs`` prints it.
-    """
+    """Answer with a whole log as ``det trial logs`` prints it."""
     log = await _asked_log(request)
     services = request.services
     # Up to here: a log that grows on has an end, too.

@@ -1,7 +1,4 @@
-"""The documents of the page.
-
-These are the page itself, the login, and what stands where a task's service does not answer yet.
-"""
+"""The documents of the page: the page, the login, and what stands in for a task's service."""
 
 from __future__ import annotations
 
@@ -45,10 +42,6 @@ def render(name: str, status: int = 200, **values: Any) -> Response:
 
 
 async def show_page(_request: ApiRequest) -> Response:
-    """``GET /`` and where Determined's own links lead: the page.
-
-    It finds out by its address what to show.
-    """
     if not assets.are_there():
         return render("message.html", 503, text=assets.MISSING)
     return render(
@@ -57,11 +50,6 @@ async def show_page(_request: ApiRequest) -> Response:
 
 
 def task_state(connection: Connection, task_id: str) -> Literal["waiting", "ready", "ended"]:
-    """Say how far a command has come with its service.
-
-    Raises:
-        NotFoundError: there is none.
-    """
     row = commands.require(connection, task_id)
     if row.state in commands.ENDED:
         return "ended"
@@ -69,30 +57,26 @@ def task_state(connection: Connection, task_id: str) -> Literal["waiting", "read
 
 
 def waiting_page(task_id: str) -> Response:
-    """Return a page that asks again every second."""
     return render(
         "task.html", task_id=task_id, refresh_s=_WAITING_REFRESH_S, text="is starting, or waits for slots"
     )
 
 
 def ended_page(task_id: str) -> Response:
-    """Return the page of a task that has ended."""
     return render("task.html", 404, task_id=task_id, refresh_s=0, text="has ended; start another one")
 
 
 def login_page(services: Services, status: int = 200) -> Response:
-    """Return the login form, which names an existing password file."""
     has_file = (services.state_dir / "credentials.json").exists()
     return render("login.html", status, has_file=has_file)
 
 
 async def show_login(request: ApiRequest) -> Response:
-    """``GET /`` without a valid token: the login form."""
     return login_page(request.services, 401)
 
 
 async def show_link(request: ApiRequest) -> Response:
-    """``GET /login``: the form; a login link's code after ``#`` opens a session."""
+    """Answer with the login form; a login link's code after ``#`` opens a session."""
     return login_page(request.services)
 
 

@@ -9,10 +9,8 @@ from typing import Any, TypeAlias
 from dstrial.search.adaptive_asha import brackets
 from dstrial.search.async_halving import rung_units
 
-SEARCHERS = ("adaptive_asha", "async_halving")
-"""Searchers that have rungs."""
-MAX_ENTRIES = 1000
-"""Most trials that are told of one rung, the best first."""
+SEARCHERS = ("adaptive_asha", "async_halving")  # that have rungs
+MAX_ENTRIES = 1000  # of one rung, the best first
 _WORST = sys.float_info.max
 
 Json: TypeAlias = dict[str, Any]
@@ -23,15 +21,9 @@ def rungs_of(
 ) -> list[Json]:
     """Return the brackets of a search, each with its rungs, lowest first.
 
-    Args:
-        searcher: the searcher's section of the config, with defaults.
-        method: the snapshot of the search method; empty before the first trial.
-        closed: request ids of the trials that have exited.
-        trials: request id -> trial.
-
-    Returns:
-        For each rung its ``units`` of the time metric, how many trials got to it (``total``), how many went on, were
-        stopped, ended early or are on their way to it, and ``entries``: the best trials with value and outcome.
+    ``method`` is the search method's snapshot, empty before the first trial; ``closed`` are request ids of trials that have
+    exited; ``trials`` are by request id. A rung has its ``units`` of the time metric, how many trials got to it (``total``),
+    went on, were stopped, ended early or are on their way to it, and ``entries``: the best trials with value and outcome.
     """
     sizes = (
         [one.num_rungs for one in brackets(searcher)]
@@ -87,10 +79,7 @@ def _rungs(
 
 
 def _outcome(idx: int, top: int, value: float, reached: int, is_stopped: bool) -> str:
-    """Say what became of a trial at a rung.
-
-    The worst value is that of one that ended by a failure.
-    """
+    """Return the outcome of a trial at a rung; one that failed has the worst value."""
     if reached > idx or not is_stopped:
         return "went on"
     if value == _WORST:

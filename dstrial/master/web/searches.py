@@ -1,8 +1,7 @@
 """What the page shows of searches of dsat.
 
-They are found by the labels of their experiments, with the report where the master has it. A search's own files lie with who
-started it. The master has each configuration's metrics, and the report, which dsat leaves in the notes of an experiment: a small
-one while the search goes on, the whole one once it has ended.
+Searches are found by the labels of their experiments. The master has each configuration's metrics, and the report, which
+dsat leaves in the notes of an experiment: a small one while the search goes on, the whole one once it has ended.
 """
 
 from __future__ import annotations
@@ -64,19 +63,15 @@ Json: TypeAlias = dict[str, Any]
 
 
 def search_of(label: str) -> str | None:
-    """Return the search that a label names; None for other labels. Pure."""
+    """Return the search that a label names; None for other labels."""
     found = _LABEL.match(label)
     return None if found is None else found[1]
 
 
 def document_of(notes: str, *, is_live: bool = False) -> Json | None:
-    """Return the report in the notes of an experiment. Pure.
+    """Return the report in the notes of an experiment; None without one, or if somebody has edited it.
 
-    None where there is none, or somebody has edited it.
-
-    Args:
-        notes: of the experiment.
-        is_live: look for the one of a search that goes on, not for that of its end.
+    ``is_live`` asks for the report of a search that goes on, not for that of its end.
     """
     if not notes.startswith(_NOTES_BEGIN):
         return None
@@ -104,7 +99,6 @@ def document_of(notes: str, *, is_live: bool = False) -> Json | None:
 
 
 def _is_number(value: object) -> bool:
-    """Say whether this is a number that a row of a trial could have."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**31
 
 
@@ -120,12 +114,7 @@ def _finite(value: object) -> float | None:
 
 
 def measured_row(metrics: Mapping[str, Any], metric: str) -> Json:
-    """Return what a measurement says, in the names of a report's rows. Pure.
-
-    Args:
-        metrics: of a row; ``latency`` in microseconds.
-        metric: the searched one.
-    """
+    """Return a measurement in the names of a report's rows; ``latency`` in microseconds."""
     latency = _finite(metrics.get("latency"))
     memory = (_finite(metrics.get(name)) for name in _MEMORY)
     return {
@@ -144,7 +133,7 @@ def _state(row: LabelledExperiment) -> str:
 
 
 def pareto(rows: Iterable[Mapping[str, Any]]) -> list[int]:
-    """Return rows beaten by none in throughput and memory, by ascending memory. Pure."""
+    """Return rows beaten by none in throughput and memory, by ascending memory."""
     front, most = [], 0.0
     known = [row for row in rows if row.get("memory_bytes") and row.get("throughput")]
     for row in sorted(known, key=lambda each: (each["memory_bytes"], -each["throughput"])):
@@ -155,10 +144,7 @@ def pareto(rows: Iterable[Mapping[str, Any]]) -> list[int]:
 
 
 def live_rows(experiments: Sequence[LabelledExperiment], found: Sequence[Measurement]) -> list[Json]:
-    """Return a line for each configuration. Pure.
-
-    It is made from what trials have reported so far.
-    """
+    """Return a line for each configuration, from what trials have reported so far."""
     rows: dict[int, Json] = {}
     by_experiment: dict[int, list[Measurement]] = {}
     for one in found:
@@ -213,14 +199,7 @@ def live_rows(experiments: Sequence[LabelledExperiment], found: Sequence[Measure
 def merged_rows(
     told: Sequence[Json], live: Sequence[Json], experiments: Iterable[int], *, is_over: bool
 ) -> list[Json]:
-    """Return a report's rows, with what the master has heard since. Pure.
-
-    Args:
-        told: rows of the report.
-        live: what trials have reported, see :func:`live_rows`.
-        experiments: of the search.
-        is_over: whether nothing of it runs any more.
-    """
+    """Return a report's rows, with what the master has heard since."""
     heard = {row["trial_id"]: row for row in live}
     own = set(experiments)
     rows = []
@@ -241,17 +220,11 @@ def merged_rows(
 
 
 def is_over(rows: Iterable[LabelledExperiment]) -> bool:
-    """Say whether nothing of a search runs any more. Pure."""
     return all(row.state in _ENDED for row in rows)
 
 
 def shown_state(rows: Sequence[LabelledExperiment], document: Mapping[str, Any] | None) -> str:
-    """Return a search's state: RUNNING, COMPLETED, CANCELED or ERROR. Pure.
-
-    Args:
-        rows: its experiments.
-        document: its report; without one its experiments say what became of it.
-    """
+    """Return a search's state; without a report its experiments tell it."""
     if not is_over(rows):
         return "RUNNING"
     if document is None:
@@ -292,11 +265,6 @@ def _groups(rows: Sequence[LabelledExperiment]) -> dict[str, list[LabelledExperi
 
 
 async def get_searches(request: ApiRequest) -> Json:
-    """``GET /page/searches``: the searches of this master, the newest first.
-
-    They are those that its experiments belong to.
-    """
-
     def read(connection: Connection) -> list[Json]:
         return [
             {
@@ -312,10 +280,10 @@ async def get_searches(request: ApiRequest) -> Json:
 
 
 def newest_document(experiments: Iterable[LabelledExperiment]) -> Json | None:
-    """Return the report that knows most of a search; None where there is none. Pure.
+    """Return the report that knows most of a search; None without one.
 
-    A search that goes on after its end, with a larger budget for example, knows more than the report of that end. One that is
-    taken up again leaves the report of its interruption with another experiment.
+    A search that goes on after its end, with a larger budget for example, knows more than the report of that end. A resumed
+    search leaves the report of its interruption with another experiment.
     """
     documents = [document_of(row.notes, is_live=is_live) for row in experiments for is_live in (True, False)]
     return max(
@@ -344,10 +312,6 @@ def _read(connection: Connection, search_id: str) -> Json:
 
 
 async def get_search(request: ApiRequest) -> Json:
-    """``GET /page/searches/ID``: a search's configurations.
-
-    Once it has ended, also its report.
-    """
     search_id = request.path_params["search_id"]
     found: Json = await request.services.read(_read, search_id)
     return found

@@ -12,14 +12,12 @@ from dstrial.master.http.serializers import time_or_none
 from dstrial.master.store import commands
 from dstrial.master.store.database import Connection
 
-MAX_TASKS = 1000
-"""How many of the newest are told of; those that have not ended are told in any case."""
+MAX_TASKS = 1000  # the newest ones, besides all that have not ended
 
 Json: TypeAlias = dict[str, Any]
 
 
 def _state(row: commands.CommandInfo) -> str:
-    """Return the state as the page names it: also how an ended one ended."""
     if row.state in commands.ENDED or row.state == "PAUSED":
         return row.state
     return task_state(row).removeprefix("STATE_").replace("TERMINATING", "STOPPING")
@@ -33,7 +31,6 @@ def _ports(row: commands.CommandInfo) -> list[int]:
 
 
 def task_json(row: commands.CommandInfo) -> Json:
-    """Return a task's line; ``services`` are addresses that answer, or soon will."""
     is_up = row.allocation_id is not None
     services = [f"/proxy/{row.task_id}/"] if row.kind == "TENSORBOARD" else []
     services += [f"/proxy/{row.task_id}:{port}/" for port in _ports(row)]
@@ -58,10 +55,8 @@ def task_json(row: commands.CommandInfo) -> Json:
 
 
 async def get_tasks(request: ApiRequest) -> Json:
-    """``GET /page/tasks``: commands, TensorBoards and generic tasks, the newest first."""
-
     def read(connection: Connection) -> list[Json]:
-        """Make the answer here and not in the loop, which others wait for."""
+        """Make the answer here and not in the event loop, which others wait for."""
         return [task_json(row) for row in commands.newest(connection, MAX_TASKS)]
 
     return {"tasks": await request.services.read(read)}

@@ -1,7 +1,4 @@
-"""What the page draws of one trial by its ranks, and of several trials.
-
-Several are drawn side by side.
-"""
+"""What the page draws of one trial by its ranks, and of several trials side by side."""
 
 from __future__ import annotations
 
@@ -22,10 +19,8 @@ from dstrial.master.store.reports.downsample import downsample
 from dstrial.master.store.views import overviews
 from dstrial.master.web.views import Json, finite, metrics_json, trial_json
 
-MAX_COMPARED = 100
-"""Most trials side by side."""
-MAX_RANKS = 64
-"""Of how many ranks one answer has curves."""
+MAX_COMPARED = 100  # trials side by side
+MAX_RANKS = 64  # with curves in one answer
 _RANK_POINTS = 500
 
 
@@ -51,10 +46,6 @@ def _newest(connection: Connection, trial_id: int) -> Json:
 
 
 async def get_instruments(request: ApiRequest) -> Json:
-    """``GET /page/trials/N/instruments``: the newest report of its instruments.
-
-    Also by rank.
-    """
     found: Json = await request.services.read(_newest, request.path_params["trial_id"])
     return found
 
@@ -95,9 +86,9 @@ def _curves(
 
 
 async def get_rank_curves(request: ApiRequest) -> Json:
-    """``GET /page/trials/N/instruments/series?name=…``: an instrument over a trial.
+    """Answer with an instrument over a trial, a curve a rank.
 
-    There is a curve for each rank. Of more than 64 ranks those with the largest newest values; ``ranks`` says how many there are.
+    Of more than 64 ranks those with the largest newest values; ``ranks`` says how many there are.
     """
     name = request.query("name")
     if not name:
@@ -146,10 +137,7 @@ def _compared(
 
 
 async def get_compared(request: ApiRequest) -> Json:
-    """``GET /page/compare?trials=…&experiments=…``: trials side by side.
-
-    An experiment stands for its best trial.
-    """
+    """Answer with trials side by side; an experiment stands for its best trial."""
     trials, found = request.query_ints("trials"), request.query_ints("experiments")
     if not 1 <= len(trials) + len(found) <= MAX_COMPARED:
         raise RequestError(

@@ -22,12 +22,9 @@ from dstrial.master.store.reports.downsample import downsample
 from dstrial.master.store.views import overviews
 from dstrial.master.store.views.observe import stall_in
 
-MAX_POINTS = 2000
-"""Most points of one curve."""
-_MAX_SERIES_POINTS = 400_000
-"""Most points of all curves of one answer."""
-_MAX_TRIALS = 1000
-"""Of how many trials one answer has curves."""
+MAX_POINTS = 2000  # of one curve
+_MAX_SERIES_POINTS = 400_000  # of all curves of one answer
+_MAX_TRIALS = 1000  # with curves in one answer
 _SPARK_POINTS = 40
 _ADVANCE = {None: "QUEUED", 1: "STARTING", 2: "RUNNING"}
 
@@ -39,7 +36,6 @@ def _state(row: overviews.ExperimentOverview | overviews.TrialOverview) -> str:
 
 
 def finite(value: float | str | None) -> float | str | None:
-    """Return a number as JSON can hold it."""
     if isinstance(value, float) and value - value != 0:
         return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
     return value
@@ -77,7 +73,6 @@ def _experiment(row: overviews.ExperimentOverview, names: SecretNames) -> Json:
 
 
 def trial_json(row: overviews.TrialOverview, names: SecretNames) -> Json:
-    """Return a trial's line as the page has it."""
     return {
         "id": row.id,
         "experiment": row.experiment_id,
@@ -104,7 +99,7 @@ def trial_json(row: overviews.TrialOverview, names: SecretNames) -> Json:
 
 
 def metrics_json(found: list[tuple[str, str]]) -> Json:
-    """Return names of metrics by group; ``more`` if there are more than are told."""
+    """Return names of metrics by group; ``more`` if there are more."""
     groups: dict[str, list[str]] = {}
     for group, name in found[: overviews.MAX_METRICS]:
         groups.setdefault(group, []).append(name)
@@ -112,10 +107,6 @@ def metrics_json(found: list[tuple[str, str]]) -> Json:
 
 
 async def get_session(request: ApiRequest) -> Json:
-    """``GET /page/session``: who is logged in where.
-
-    And what is wrong with the master.
-    """
     services = request.services
     return {
         "user": request.user.username,
@@ -130,11 +121,10 @@ async def get_session(request: ApiRequest) -> Json:
 
 
 async def get_experiments(request: ApiRequest) -> Json:
-    """``GET /page/experiments?ids=…``: all experiments, or some, the newest first."""
     services, ids = request.services, request.query_ints("ids")
 
     def read(connection: Connection) -> list[Json]:
-        """Make the answer here and not in the loop, which others wait for."""
+        """Make the answer here and not in the event loop, which others wait for."""
         return [_experiment(row, services.secret_names) for row in overviews.experiments(connection, ids)]
 
     return {"experiments": await services.read(read), "now": format_us(now_us())}
@@ -151,10 +141,7 @@ def _sparklines(connection: Connection, ids: list[int]) -> Json:
 
 
 async def get_sparklines(request: ApiRequest) -> Json:
-    """``GET /page/sparklines?ids=…``: the searcher's metric of experiments.
-
-    It is that of each one's best trial, in few points.
-    """
+    """Answer with the searcher's metric of each experiment's best trial, in few points."""
     ids = request.query_ints("ids")[:200]
     return {"sparklines": await request.services.read(_sparklines, ids) if ids else {}}
 
@@ -179,10 +166,6 @@ def _read_experiment(services: Services, connection: Connection, experiment_id: 
 
 
 async def get_experiment(request: ApiRequest) -> Json:
-    """``GET /page/experiments/N``: an experiment with its config.
-
-    And which metrics its trials have.
-    """
     services = request.services
     found: Json = await services.read(
         lambda connection: _read_experiment(services, connection, request.path_params["experiment_id"])
@@ -191,12 +174,10 @@ async def get_experiment(request: ApiRequest) -> Json:
 
 
 async def get_trials(request: ApiRequest) -> Json:
-    """``GET /page/experiments/N/trials?ids=…``: its trials, or some of them."""
     services, ids = request.services, request.query_ints("ids")
     experiment_id = request.path_params["experiment_id"]
 
     def read(connection: Connection) -> list[Json]:
-        """Make the answer here and not in the loop, which others wait for."""
         found = overviews.trials(connection, experiment_id, ids)
         return [trial_json(row, services.secret_names) for row in found]
 
@@ -242,10 +223,6 @@ def _read_trial(services: Services, connection: Connection, trial_id: int) -> Js
 
 
 async def get_trial(request: ApiRequest) -> Json:
-    """``GET /page/trials/N``: a trial.
-
-    With its experiment, its runs on slots, and which metrics it has.
-    """
     services = request.services
     found: Json = await services.read(
         lambda connection: _read_trial(services, connection, request.path_params["trial_id"])
@@ -255,8 +232,6 @@ async def get_trial(request: ApiRequest) -> Json:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Which curves are asked for."""
-
     trials: list[int]
     group: str
     name: str
@@ -284,11 +259,10 @@ def _series(connection: Connection, wanted: _Wanted) -> list[Json]:
 
 
 async def get_series(request: ApiRequest) -> Json:
-    """``GET /page/series?trials=…&group=…&name=…``: curves of a metric.
+    """Answer with curves of a metric, one a trial; ``&points=…&after=…`` may follow.
 
-    There is one for each trial; ``&points=…&after=…`` may follow. ``batches``, ``times`` (milliseconds since
-    1970, UTC) and ``values`` have a value for each point that is kept, of ``points`` that there are; NaN and infinities are
-    words. ``after`` leaves out what is not beyond that batch.
+    ``batches``, ``times`` (milliseconds since 1970, UTC) and ``values`` have a value for each point that is kept, of
+    ``points`` that there are; NaN and infinities are words. ``after`` leaves out what is not beyond that batch.
     """
     trials = request.query_ints("trials")
     if not 1 <= len(trials) <= _MAX_TRIALS:
@@ -308,10 +282,7 @@ async def get_series(request: ApiRequest) -> Json:
 
 
 async def get_names(request: ApiRequest) -> Json:
-    """``GET /page/metrics?trials=…&text=…``: which metrics some trials have.
-
-    With ``text`` those whose names have it.
-    """
+    """Answer with the metrics of some trials; with ``text`` those whose names have it."""
     found = await request.services.read(
         lambda connection: overviews.metric_names(
             connection, trial_ids=request.query_ints("trials"), text=(request.query("text") or "")[:200]

@@ -33,12 +33,8 @@ _LONGEST_TROUBLE_S = 600.0
 class Delivery:
     """Sends events, of each webhook one at a time.
 
-    An attempt counts only when it has ended, so that a master that is killed meanwhile sends the event again: a receiver
-    gets it at least once, and knows a repetition by its ``event_id``.
-
-    Args:
-        services: of the running master.
-        retry_s: waits before further attempts, seconds.
+    An attempt counts only when it has ended: after a kill of the master the event is sent again, so that a receiver gets
+    it at least once, and knows a repetition by its ``event_id``.
     """
 
     def __init__(self, services: Services, retry_s: Sequence[float] = RETRY_S) -> None:
@@ -56,7 +52,6 @@ class Delivery:
         self._thread = threading.Thread(target=self._run, name="dstrial-webhooks", daemon=True)
 
     def start(self) -> None:
-        """Start to send, what an earlier master has left first."""
         self._thread.start()
 
     def stop(self, drain_s: float) -> None:
@@ -86,11 +81,7 @@ class Delivery:
             self._event.clear()
 
     def _begin_due(self) -> tuple[float, bool]:
-        """Begin to send what is due.
-
-        Return in how many seconds to look again, and whether any was due. What is being sent counts: behind it more may be due,
-        of which is known when it has ended.
-        """
+        """Begin to send due events; return in how many seconds to poll again, and whether any was due or is being sent."""
         with self._database.read() as connection:
             rows = webhooks.next_events(connection)
         next_us = now_us() + int(_IDLE_S * 1e6)

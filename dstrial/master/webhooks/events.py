@@ -21,7 +21,6 @@ _MAX_LINE = 10_000
 
 
 def notify_state(tx: Transaction, experiment_id: int) -> None:
-    """Tell that an experiment has come into the state that its row says."""
     state = experiments.require(tx.connection, experiment_id).state
     rows = webhooks.triggered(tx.connection, STATE_CHANGE, state)
     if not rows:
@@ -39,10 +38,9 @@ def notify_state(tx: Transaction, experiment_id: int) -> None:
 def notify_alert(
     tx: Transaction, experiment_id: int, trial_id: int | None, *, title: str, description: str, level: str
 ) -> int:
-    """Tell what a trial says by ``core_context.alert``; return to how many webhooks.
+    """Store an alert of ``core_context.alert``; return for how many webhooks.
 
-    A long title or description is cut, as an alert must not end a training. ``level`` is one of
-    ``store.reports.logs.LEVELS``, or empty.
+    A long title or description is cut, as an alert must not end a training.
     """
     rows = webhooks.triggered(tx.connection, CUSTOM)
     if not rows:
@@ -70,7 +68,7 @@ def notify_alert(
 
 
 def notify_lines(tx: Transaction, task_id: str, matches: Iterable[LogMatch]) -> None:
-    """Tell of lines of a task's log that match; of each trigger once for the task."""
+    """Store matching lines of a task's log, of each trigger once a task."""
     for match in matches:
         _notify_line(tx, task_id, match)
 
@@ -140,13 +138,7 @@ def _cut(text: str, limit: int) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WebhookChoice:
-    """What an experiment's config says of webhooks, ``integrations.webhooks``.
-
-    Attributes:
-        ids: numbers of webhooks of mode SPECIFIC that it is told to.
-        names: the same by name.
-        excludes: whether nothing of it is told to anybody.
-    """
+    """The ``integrations.webhooks`` of a config: webhooks of mode SPECIFIC by id or name; ``excludes`` is none at all."""
 
     ids: frozenset[int] = frozenset()
     names: frozenset[str] = frozenset()
@@ -154,7 +146,7 @@ class WebhookChoice:
 
     @classmethod
     def from_config(cls, config: str) -> WebhookChoice:
-        """Read the JSON of a config; what is not as the schema has it counts as not said."""
+        """Read the JSON of a config; what is not as the schema has it is ignored."""
         # Nearly every config says nothing of it, and some are large.
         if '"webhooks"' not in config:
             return cls()
@@ -182,17 +174,10 @@ def is_notified(
     workspace_id: int,
     choice: WebhookChoice | None,
 ) -> bool:
-    """Say whether a webhook hears of what happens in a workspace.
+    """Whether a webhook hears of what happens in a workspace.
 
-    Args:
-        webhook_id: of the webhook.
-        name: of the webhook.
-        mode: WORKSPACE, or SPECIFIC for one that hears only of experiments whose config names it.
-        webhook_workspace_id: the one it belongs to; None for all of them.
-        workspace_id: where it happens.
-        choice: of the experiment; None for a task that belongs to none.
-
-    Source: Determined 0.38.1 ``master/internal/webhooks/postgres_webhook.go``, ``matchWebhook``.
+    Mode SPECIFIC hears only of experiments whose config names the webhook; ``webhook_workspace_id`` None hears of all
+    workspaces; ``choice`` None is a task without an experiment. Source: Determined 0.38.1 ``matchWebhook``.
     """
     if choice is not None and choice.excludes:
         return False

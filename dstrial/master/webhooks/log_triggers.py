@@ -23,12 +23,6 @@ def _compiled(rows: Iterable[webhooks.TriggeredWebhook]) -> Iterator[tuple[int, 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogMatch:
-    """A line that a trigger looks for.
-
-    Attributes:
-        line: without its end.
-    """
-
     trigger_id: int
     line: str
 
@@ -36,12 +30,7 @@ class LogMatch:
 class LogTriggers:
     """Compiled patterns, read again when webhooks change; safe from any thread.
 
-    RE2's search takes time linear in the text, and ``store.webhooks`` bounds how many patterns there are, so that whoever
-    stores lines may look through them first: half a MiB and 50 patterns take about 40 ms.
-
-    Args:
-        database: the store.
-        pubsub: tells that webhooks have changed.
+    RE2's search takes time linear in the text: half a MiB and 50 patterns take about 40 ms.
     """
 
     def __init__(self, database: Database, pubsub: PubSub) -> None:

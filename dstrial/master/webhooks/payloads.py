@@ -27,21 +27,12 @@ _ESCAPED = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 
 
 def body_of(event: Mapping[str, Any], kind: str, *, node: str, pool: str, base_url: str) -> bytes:
-    """Return what is sent for an event.
-
-    Args:
-        event: as ``events`` has stored it.
-        kind: of the webhook, DEFAULT or SLACK.
-        node: name of this machine's agent.
-        pool: name of the resource pool.
-        base_url: of the master's page; empty where no link is to be shown.
-    """
+    """Return what is sent for an event as ``events`` has stored it; ``base_url`` empty for no link."""
     content = _slack(event, node, base_url) if kind == "SLACK" else _default(event, node, pool)
     return json.dumps(content, separators=(",", ":")).encode("ascii")
 
 
 def test_event(event_id: str, timestamp_s: int) -> dict[str, Any]:
-    """Return the event by which somebody tries a webhook."""
     return {
         "event_id": event_id,
         "type": STATE_CHANGE,
@@ -159,9 +150,6 @@ def _text(text: str, kind: str = "mrkdwn") -> dict[str, Any]:
 
 
 def _escaped(text: str, limit: int = _SLACK_TEXT // 2) -> str:
-    """Escape text for Slack: ``<!channel>`` in a log must not call everybody.
-
-    Source: Slack's documentation, "Formatting text for app surfaces", which names these three characters.
-    """
+    """Escape text for Slack's three special characters: ``<!channel>`` in a log must not call everybody."""
     short = text if len(text) <= limit else f"{text[:limit]}…"
     return _TO_ESCAPE.sub(lambda match: _ESCAPED[match[0]], short)

@@ -25,8 +25,7 @@ from urllib.parse import unquote, urlsplit
 from dstrial.master.webhooks.signing import SIGNATURE_HEADER, TIMESTAMP_HEADER, signature
 from dstrial.visible_text import visible_line
 
-TIMEOUT_S = 10.0
-"""How long one attempt may take, from the first connection to the answer's status, seconds."""
+TIMEOUT_S = 10.0  # of one attempt, from the first connection to the answer's status
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _TOO_MANY = 429
@@ -35,26 +34,15 @@ _MAX_RESULT = 200
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeliveryResult:
-    """What came of one attempt.
-
-    Attributes:
-        result: the status, or what went wrong; one line.
-        is_delivered: whether the receiver has taken it.
-        may_retry: whether another attempt may come to something else.
-    """
-
     result: str
     is_delivered: bool
     may_retry: bool
 
 
 class Deadline:
-    """Ends every connection of one attempt when its time is over.
+    """Ends every connection of one attempt at its deadline.
 
-    Timeouts of sockets count anew at each byte, so that a receiver that sends one every few seconds could hold a thread for ever.
-
-    Args:
-        timeout_s: from the beginning of the block, seconds.
+    Timeouts of sockets restart at each byte, so that a receiver that sends one every few seconds could hold a thread for ever.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -78,7 +66,6 @@ class Deadline:
             self._sockets.clear()
 
     def watch(self, connected: socket.socket) -> None:
-        """Have a connection ended, too."""
         with self._lock:
             # A descriptor of our own: TLS takes over that of the socket.
             self._sockets.append(connected.dup())
@@ -86,7 +73,6 @@ class Deadline:
             self.end()
 
     def end(self) -> None:
-        """End the connections now."""
         with self._lock:
             self.is_over = True
             for one in self._sockets:
@@ -131,13 +117,6 @@ class _Handler(urllib.request.AbstractHTTPHandler):
 
 
 class Sender:
-    """Sends bodies, from any thread.
-
-    Args:
-        key: by which they are signed.
-        timeout_s: for one attempt, seconds.
-    """
-
     def __init__(self, key: str, timeout_s: float = TIMEOUT_S) -> None:
         self._key = key
         self._timeout_s = timeout_s
@@ -146,10 +125,7 @@ class Sender:
         self._ended = threading.Event()
 
     def post(self, url: str, body: bytes) -> DeliveryResult | None:
-        """Send a JSON body once, signed with the time; None if the master ended meanwhile.
-
-        ``url`` is one that ``store.webhooks`` accepts.
-        """
+        """Send a JSON body once, signed with the time; None if the master ended meanwhile."""
         deadline = Deadline(self._timeout_s)
         with self._lock:
             if self._ended.is_set():
@@ -165,7 +141,6 @@ class Sender:
         return None if self._ended.is_set() and not outcome.is_delivered else outcome
 
     def end(self) -> None:
-        """End what is being sent, and send nothing any more."""
         with self._lock:
             self._ended.set()
             for deadline in self._open:

@@ -20,11 +20,7 @@ SIGNATURE_HEADER = "X-Determined-AI-Signature"
 
 
 def load_key(path: Path, configured: str | None) -> str:
-    """Return the configured key, else the state directory's, made at first start.
-
-    Args:
-        path: of the file, readable for its owner only.
-        configured: ``webhooks.signing_key`` of the settings.
+    """Return the configured key, else the one in the state directory's file, made at the first start.
 
     Raises:
         MasterError: the file cannot be read or made, or is empty.
@@ -48,14 +44,8 @@ def load_key(path: Path, configured: str | None) -> str:
 
 
 def signature(key: str, timestamp_s: int, body: bytes) -> str:
-    """Return the signature of a body that is sent at a time."""
     return hmac.new(key.encode(), f"{timestamp_s},".encode() + body, hashlib.sha256).hexdigest()
 
 
 def _make(path: Path) -> None:
-    """Write a new key; whole, or not at all.
-
-    Raises:
-        FileExistsError: there is one.
-    """
     make_file(path, f"{secrets.token_hex(32)}\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -33,41 +32,15 @@ def report(session: api.Session, steps: int, values: dict[str, Any], group: str 
     bindings.post_ReportTrialMetrics(session, body=body, metrics_trialId=1)
 
 
-def test_names_come_in_pages_and_no_more_than_there_may_be(
-    session: api.Session, fresh_master: Master
-) -> None:
-    names = [f"name{number:05}" for number in range(metric_summaries.MAX_NAMES + 50)]
-    report(session, 1, dict.fromkeys(names, 1.0))
-    report(session, 2, {"loss": 1.0}, "validation")
-    fresh_master.change("UPDATE experiments SET state = 'COMPLETED' WHERE id = 1")
+def test_metric_names_beyond_the_limit_are_dropped(session: api.Session, fresh_master: Master) -> None:
+    report(session, 1, {f"name{number:05}": 1.0 for number in range(metric_summaries.MAX_NAMES + 50)})
 
     user = api.Session(fresh_master.address, "determined", fresh_master.tokens["determined"], None)
-    answers = list(bindings.get_ExpMetricNames(user, ids=[1]))
-
-    found = list(itertools.chain.from_iterable(answer.trainingMetrics or [] for answer in answers))
-    assert found == names[: metric_summaries.MAX_NAMES]
-    assert max(len(answer.metricNames or []) for answer in answers) == 1000
-    assert [answer.searcherMetrics for answer in answers] == [["loss"], *[[]] * 10]
-    assert answers[-1].validationMetrics == ["loss"]
     (trial,) = bindings.get_GetExperimentTrials(user, experimentId=1).trials
     assert trial.summaryMetrics is not None
     assert len(trial.summaryMetrics["avg_metrics"]) == metric_summaries.MAX_NAMES
     (line,) = [line for line in bindings.get_TrialLogs(user, trialId=1) if "metric names" in line.message]
     assert "the trial has 10,000 metric names" in line.message
-
-
-def test_metric_names_follow_until_experiment_ends(session: api.Session, fresh_master: Master) -> None:
-    user = api.Session(fresh_master.address, "determined", fresh_master.tokens["determined"], None)
-    report(session, 1, {"loss": 1.0})
-    answers = bindings.get_ExpMetricNames(user, ids=[1], periodSeconds=1)
-    assert next(answers).trainingMetrics == ["loss"]
-
-    report(session, 2, {"late": 1.0})
-    fresh_master.change("UPDATE experiments SET state = 'COMPLETED' WHERE id = 1")
-
-    rest = list(answers)
-    assert [name for answer in rest for name in answer.trainingMetrics or []] == ["late"]
-    assert [answer.searcherMetrics for answer in rest] == [[]] * len(rest)
 
 
 def test_reports_are_streamed_whole_and_in_order(session: api.Session, fresh_master: Master) -> None:

@@ -44,7 +44,6 @@ def test_the_client_reads_what_the_master_says_of_itself(fresh_master: Master, s
     found = bindings.get_GetMaster(session)
     assert found.masterId == fresh_master.services.master_id
     assert bindings.get_health(session).status is bindings.HealthStatus.up
-    assert bindings.get_GetTelemetry(session).enabled is False
     expected = {**fresh_master.services.settings.as_config(), "port": fresh_master.port}
     assert bindings.get_GetMasterConfig(session).config == expected
 

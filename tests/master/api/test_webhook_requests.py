@@ -242,8 +242,8 @@ def test_a_line_of_a_log_is_told_once_for_each_task(
     make(fresh_master, receiver.url, triggers)
 
     def say(number: int, *lines: str) -> None:
-        logs = [{"taskId": f"{number}.request", "log": line} for line in lines]
-        answer = fresh_master.send("POST", "/api/v1/task/logs", {"logs": logs}, token=f"trial-{number}")
+        logs = [{"task_id": f"{number}.request", "log": line} for line in lines]
+        answer = fresh_master.send("POST", "/task-logs", logs, token=f"trial-{number}")
         assert answer.status == 200, answer
 
     say(1, "all is well\n", "CUDA out of memory, perhaps\n")

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from det_here import DetHere
-from determined.common import api
-from determined.common.api import bindings, errors
+from determined.common.api import errors
 from determined.common.experimental import workspace
 from determined.experimental import client
 from serving import Master
@@ -156,7 +155,8 @@ def test_experiments_are_moved_and_listed_by_project(det: DetHere, fresh_master:
     ]
     assert "team" in det.ok("e", "list", "--show_project")
     assert "project 'none' not found" in det.refused("e", "move", "2", "team", "none")
-    job = next(one for one in fresh_master.get("/api/v1/job-queues").json["jobs"] if one["entityId"] == "1")
+    jobs = [one["full"] for one in fresh_master.get("/api/v1/job-queues-v2").json["jobs"]]
+    (job,) = (one for one in jobs if one["entityId"] == "1")
     assert job["workspaceId"] == 2
 
 
@@ -203,7 +203,6 @@ def test_what_is_archived_takes_nothing_and_its_experiments_say_so(
         ("PATCH", "projects/1", {"name": "x"}),
         ("POST", "projects/1/archive", {}),
         ("DELETE", "projects/1", {}),
-        ("POST", "projects/1/move", {"destinationWorkspaceId": 1, "projectId": 1}),
     ],
 )
 def test_what_is_always_there_stays(served: Master, method: str, path: str, body: object) -> None:
@@ -230,41 +229,6 @@ def test_others_change_nothing_that_is_not_theirs(fresh_master: Master) -> None:
     ):
         assert send(method, path, {"name": "x"}, "other") == 403
     assert send("PATCH", "workspaces/2", {"name": "ours"}, "admin") == 200
-
-
-def test_a_workspace_is_pinned_by_each_user_for_themselves(fresh_master: Master) -> None:
-    sessions = [
-        api.Session(fresh_master.address, name, fresh_master.tokens[name], None)
-        for name in ("admin", "other")
-    ]
-    bindings.post_PinWorkspace(sessions[0], id=1)
-    pinned = [list(bindings.get_GetWorkspaces(one, pinned=True).workspaces) for one in sessions]
-    assert [[one.name for one in found] for found in pinned] == [["Uncategorized"], []]
-    bindings.post_UnpinWorkspace(sessions[0], id=1)
-    assert list(bindings.get_GetWorkspaces(sessions[0], pinned=True).workspaces) == []
-
-
-def test_projects_are_found_by_key_by_activity_and_moved(
-    determined: client.Determined, fresh_master: Master
-) -> None:
-    session = determined._session
-    first, second = determined.create_workspace("a"), determined.create_workspace("b")
-    project = first.create_project("p")
-    second.create_project("p 2")
-    project.set_key("ppp")
-    assert bindings.get_GetProjectByKey(session, key="PPP").project.id == project.id
-    bindings.post_MoveProject(
-        session,
-        body=bindings.v1MoveProjectRequest(destinationWorkspaceId=second.id, projectId=project.id),
-        projectId=project.id,
-    )
-    project.reload()
-    assert project.workspace_id == second.id
-    bindings.post_MoveExperiment(
-        session,
-        body=bindings.v1MoveExperimentRequest(destinationProjectId=project.id, experimentId=2),
-        experimentId=2,
-    )
 
 
 def test_the_storage_of_a_workspace_is_that_of_its_experiments(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import json
 import stat
 from pathlib import Path
@@ -11,8 +10,6 @@ from determined.common import api
 from determined.common.api import authentication, errors
 from serving import Master, serving
 
-from dstrial.errors import RequestError
-from dstrial.master.http.login import KnownPasswords, LoginThrottle
 from dstrial.master.store import tokens, users
 
 
@@ -32,126 +29,6 @@ def test_a_stored_password_is_neither_the_password_nor_its_hash_and_never_the_sa
     assert not users.is_password(one, "")
     assert not users.is_password("", hashed)
     assert users.is_password("", "")
-
-
-async def _right() -> bool:
-    return True
-
-
-async def _wrong() -> bool:
-    return False
-
-
-def test_who_guesses_waits_longer_every_time_and_who_does_not_never(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-
-    async def sleep(delay_s: float) -> None:
-        waits.append(delay_s)
-
-    async def guess() -> None:
-        attempts = LoginThrottle()
-        for _ in range(9):
-            assert not await attempts.compare(0, "Admin", _wrong)
-        assert not await attempts.compare(0, "other", _wrong)
-        assert not await attempts.compare(1, "admin", _wrong)
-        assert len(waits) == 6
-        assert await attempts.compare(0, "admin", _right)
-        assert not await attempts.compare(0, "admin", _wrong)
-        assert len(waits) == 6
-
-    monkeypatch.setattr(asyncio, "sleep", sleep)
-    asyncio.run(guess())
-    assert waits == sorted(waits)
-    assert max(waits) <= 5.0
-
-
-def test_a_right_password_does_not_wait_for_wrong_ones() -> None:
-    async def run() -> None:
-        attempts = LoginThrottle()
-        guesses = [asyncio.ensure_future(attempts.compare(0, "admin", _wrong)) for _ in range(15)]
-        assert await asyncio.wait_for(attempts.compare(0, "admin", _right), 5.0)
-        assert not all(guess.done() for guess in guesses)
-        for guess in guesses:
-            guess.cancel()
-        await asyncio.gather(*guesses, return_exceptions=True)
-        assert not attempts._queues
-
-    asyncio.run(run())
-
-
-def test_a_bounded_number_of_wrong_passwords_wait_and_right_ones_are_compared_all_the_same() -> None:
-    async def run() -> None:
-        attempts = LoginThrottle()
-        guesses = [asyncio.ensure_future(attempts.compare(7, "admin", _wrong)) for _ in range(60)]
-        while sum(guess.done() for guess in guesses) < 44:
-            await asyncio.sleep(0)
-        refused = [guess.exception() for guess in guesses if guess.done() and guess.exception() is not None]
-        assert {getattr(error, "status", None) for error in refused} == {429}
-        assert await attempts.compare(7, "admin", _right)
-        # A stranger's is not even compared: else it would try as fast as passwords can be.
-        with pytest.raises(RequestError, match="too many wrong passwords"):
-            await attempts.compare(7, "admin", _right, is_stranger=True)
-        assert await attempts.compare(8, "admin", _right, is_stranger=True)
-        for guess in guesses:
-            guess.cancel()
-        await asyncio.gather(*guesses, return_exceptions=True)
-        assert attempts._num_penalties[7] == 0
-
-    asyncio.run(run())
-
-
-def test_a_password_that_was_right_is_known_until_it_is_changed() -> None:
-    known = KnownPasswords()
-    known.add("stored", "hashed")
-    assert ("stored", "hashed") in known
-    assert ("stored anew", "hashed") not in known
-    assert ("stored", "guessed") not in known
-    assert ("stored", "hashed") not in KnownPasswords()
-    assert "hashed" not in str(vars(known))
-
-
-def test_accounts_take_turns_at_being_compared() -> None:
-    async def run() -> list[int]:
-        attempts, order = LoginThrottle(), []
-
-        async def attempt(account: int) -> None:
-            async def compare() -> bool:
-                order.append(account)
-                await asyncio.sleep(0)
-                return True
-
-            await attempts.compare(account, "admin", compare)
-
-        await asyncio.gather(*(attempt(account) for account in (1, 1, 1, 1, 1, 2, 2, 3)))
-        assert not attempts._is_comparing
-        return order
-
-    assert asyncio.run(run()) == [1, 1, 2, 3, 1, 2, 1, 1]
-
-
-def test_who_leaves_while_waiting_holds_nobody_up() -> None:
-    async def run() -> None:
-        attempts, go = LoginThrottle(), asyncio.Event()
-
-        async def slow() -> bool:
-            await go.wait()
-            return True
-
-        first = asyncio.ensure_future(attempts.compare(0, "a", slow))
-        left = [asyncio.ensure_future(attempts.compare(0, "a", _wrong)) for _ in range(5)]
-        last = asyncio.ensure_future(attempts.compare(0, "a", _right))
-        await asyncio.sleep(0)
-        for one in left[:3]:
-            one.cancel()
-        go.set()
-        await asyncio.sleep(0)
-        left[3].cancel()
-        assert await asyncio.wait_for(asyncio.gather(first, last), 5.0) == [True, True]
-        await asyncio.gather(*left, return_exceptions=True)
-        assert not attempts._is_comparing
-        assert await asyncio.wait_for(attempts.compare(0, "a", _right), 5.0)
-
-    asyncio.run(run())
 
 
 process = pytest.mark.process

@@ -75,12 +75,12 @@ def test_an_agent_that_is_drained_lets_them_finish_and_starts_none(tasks: TasksH
 
 def test_a_trial_that_needs_a_slot_that_is_off_is_taken_and_waits_for_it(tasks: TasksHere) -> None:
     agent = agent_of(tasks)
-    slots = tasks.session.get(f"api/v1/agents/{agent}/slots").json()["slots"]
+    (shown,) = tasks.session.get("api/v1/agents").json()["agents"]
     tasks.ok_as_admin("slot", "disable", agent, "0")
     try:
         waits = submit(tasks.master, config("true", resources={"slots_per_trial": 1}), "")
         text = "needs 1 slot and waits; this master has 0. Enable what is switched off (`det agent list`, `det slot list`)"
-        assert len(slots) == 1
+        assert len(shown["slots"]) == 1
         wait_for(lambda: text in log_of(tasks.master, waits), "the trial is not told")
         assert experiment(tasks.master, waits)["state"] == "STATE_QUEUED"
     finally:

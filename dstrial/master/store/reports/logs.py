@@ -164,29 +164,6 @@ def _marks(count: int) -> str:
     return ", ".join("?" * count)
 
 
-def fields(
-    connection: sqlite3.Connection, *, trial_id: int | None, task_id: str | None
-) -> dict[str, list[object]]:
-    """Return the values that occur, each of which works as a filter."""
-    column, value = ("trial_id", trial_id) if trial_id is not None else ("task_id", task_id)
-
-    def distinct(expression: str) -> list[object]:
-        rows = connection.execute(
-            f"SELECT DISTINCT {expression} AS value FROM logs "  # noqa: S608 - constants
-            f"LEFT JOIN allocations ON allocations.id = logs.allocation_id WHERE logs.{column} = ? ORDER BY 1",
-            (value,),
-        )
-        return [row["value"] for row in rows]
-
-    return {
-        "allocationIds": [item for item in distinct("logs.allocation_id") if item is not None],
-        "containerIds": [item for item in distinct("allocations.resources_id") if item is not None],
-        "rankIds": [-1 if item is None else item for item in distinct("logs.rank")],
-        "sources": distinct("logs.source"),
-        "stdtypes": [item for item in distinct("logs.stdtype") if item is not None],
-    }
-
-
 def format_message(row: StoredLine) -> str:
     """Return a line as Determined's master shows it, safe for a terminal.
 
@@ -208,21 +185,6 @@ def shown_text(row: StoredLine) -> str:
 
 _DAYS = "COALESCE(trials.log_retention_days, experiments.log_retention_days, :default)"
 """SQL: for how many days the logs of a trial are kept, -1 for ever."""
-
-
-def days_left(connection: sqlite3.Connection, trial_id: int, default_days: int | None) -> int:
-    """Return for how many days more an existing trial's logs are kept, -1 for ever.
-
-    They are counted from its end. ``default_days`` is as in :func:`forget_old`.
-    """
-    row = connection.execute(
-        f"SELECT {_DAYS} AS days, trials.end_us FROM trials "  # noqa: S608 - a constant
-        "JOIN experiments ON experiments.id = trials.experiment_id WHERE trials.id = :trial",
-        {"default": -1 if default_days is None else default_days, "trial": trial_id},
-    ).fetchone()
-    if row["days"] < 0 or row["end_us"] is None:
-        return int(row["days"])
-    return max(int(row["days"]) - (now_us() - int(row["end_us"])) // _DAY_US, 0)
 
 
 def forget_old(tx: Transaction, default_days: int | None) -> int:

@@ -172,14 +172,6 @@ def replace(tx: Transaction, trial_id: int, reports: Iterable[tuple[str, Mapping
         )
 
 
-def metric_names(connection: sqlite3.Connection, experiment_ids: Collection[int]) -> list[tuple[str, str]]:
-    """Return (group, name) of every metric that the experiments' trials have reported."""
-    found: set[tuple[str, str]] = set()
-    for experiment_id in experiment_ids:
-        found.update(_names_of(connection, experiment_id))
-    return sorted(found)
-
-
 def _names_of(connection: sqlite3.Connection, experiment_id: int) -> Iterator[tuple[str, str]]:
     for row in connection.execute(
         "SELECT group_name, name FROM metric_summaries WHERE trial_id IN (SELECT id FROM trials WHERE experiment_id = ?)",

@@ -9,14 +9,6 @@ CREATE TABLE access_tokens (
     expires_us  INTEGER,                          -- NULL: never
     revoked_us  INTEGER                           -- NULL: it has not been revoked
 );
-CREATE TABLE allocation_accelerators (
-    allocation_id TEXT NOT NULL REFERENCES allocations (id) ON DELETE CASCADE,
-    container_id  TEXT NOT NULL,
-    node_name     TEXT NOT NULL,
-    type          TEXT NOT NULL,                  -- what the harness calls it, cuda for example
-    uuids         TEXT NOT NULL,                  -- JSON list
-    PRIMARY KEY (allocation_id, container_id)
-) WITHOUT ROWID;
 CREATE TABLE allocation_nodes (
     allocation_id TEXT    NOT NULL REFERENCES allocations (id) ON DELETE CASCADE,
     node_id       INTEGER NOT NULL,
@@ -107,7 +99,7 @@ CREATE TABLE commands (
     exit_status    TEXT,                          -- how its last allocation ended, one sentence
     start_us       INTEGER NOT NULL,
     end_us         INTEGER,
-    original_config TEXT                          -- JSON as submitted; NULL where nobody asks for it
+    original_config TEXT                          -- JSON as submitted, of generic tasks only
 ) WITHOUT ROWID;
 CREATE TABLE disabled_slots (
     slot_id INTEGER PRIMARY KEY,
@@ -391,12 +383,6 @@ CREATE TABLE work (
     created_us    INTEGER NOT NULL,
     ended_us      INTEGER                         -- when it was done; the row goes soon after
 );
-CREATE TABLE workspace_pins (
-    user_id      INTEGER NOT NULL,
-    workspace_id INTEGER NOT NULL REFERENCES workspaces (id) ON DELETE CASCADE,
-    pinned_us    INTEGER NOT NULL,
-    PRIMARY KEY (user_id, workspace_id)
-) WITHOUT ROWID;
 CREATE TABLE workspaces (
     id                 INTEGER PRIMARY KEY AUTOINCREMENT,
     name               TEXT    NOT NULL UNIQUE COLLATE NOCASE,

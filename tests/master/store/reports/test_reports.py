@@ -280,13 +280,12 @@ def test_no_list_reads_all_reports(store: Store) -> None:
         lambda c: metrics.report_keys(c, 1),
         lambda c: list(metrics.every_report(c, 1, "validation")),
         lambda c: metrics.series(c, 1, "validation", "score"),
-        lambda c: metric_summaries.metric_names(c, [1]),
         lambda c: listings.list_trials(c, now_us=0, experiment_id=1),
         lambda c: checkpoint_rows.list_checkpoints(c, experiment_id=1),
         lambda c: checkpoint_rows.latest_completed(c, 1),
     ]
 
-    assert [whole_tables(store, lambda tx, read=read: read(tx.connection)) for read in reads] == [[]] * 9  # type: ignore[misc]
+    assert [whole_tables(store, lambda tx, read=read: read(tx.connection)) for read in reads] == [[]] * 8  # type: ignore[misc]
 
 
 def test_no_experiment_that_is_deleted_has_a_whole_table_read(store: Store) -> None:

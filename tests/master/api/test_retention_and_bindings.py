@@ -1,0 +1,48 @@
+"""How long logs are kept, and who may use the pool."""
+
+from __future__ import annotations
+
+import pytest
+from determined.common import api
+from determined.common.api import bindings, errors
+from serving import Master
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def session(fresh_master: Master) -> api.Session:
+    return api.Session(fresh_master.address, "determined", fresh_master.tokens["determined"], None)
+
+
+def test_log_retention_days_are_shown(session: api.Session, fresh_master: Master) -> None:
+    def kept() -> set[int | None]:
+        listed = bindings.get_GetExperimentTrials(session, experimentId=1).trials
+        return {bindings.get_GetTrial(session, trialId=1).trial.logRetentionDays, listed[0].logRetentionDays}
+
+    assert kept() == {-1}
+    fresh_master.change("UPDATE experiments SET log_retention_days = 7 WHERE id = 1")
+    assert kept() == {7}
+    for days in (2, -1):
+        body = bindings.v1PutTrialRetainLogsRequest(trialId=1, numDays=days)
+        bindings.put_PutTrialRetainLogs(session, body=body, trialId=1)
+        assert kept() == {days}
+
+
+def test_the_pool_is_bound_to_no_workspace(session: api.Session) -> None:
+    found = bindings.get_ListWorkspacesBoundToRP(session, resourcePoolName="default", limit=5)
+    assert found.workspaceIds == []
+    assert found.pagination is not None
+    assert (found.pagination.limit, found.pagination.total) == (5, 0)
+    with pytest.raises(errors.NotFoundException, match="expected 'default', the only one"):
+        bindings.get_ListWorkspacesBoundToRP(session, resourcePoolName="other")
+    body = bindings.v1BindRPToWorkspaceRequest(resourcePoolName="default", workspaceIds=[1])
+    with pytest.raises(errors.APIException, match="is not offered") as refused:
+        bindings.post_BindRPToWorkspace(session, body=body, resourcePoolName="default")
+    assert refused.value.status_code == 501
+
+
+def test_bindings_of_the_pool_are_for_users(served: Master) -> None:
+    pool = "/api/v1/resource-pools/default/workspace-bindings"
+    assert [served.get(pool, token).status for token in (None, "other", "trial-1")] == [401, 200, 403]
+    assert served.get(f"{pool}?limit=-3").status == 400

@@ -1,0 +1,126 @@
+"""The files of a model definition, as the page shows them."""
+
+from __future__ import annotations
+
+import base64
+import io
+import tarfile
+
+import pytest
+from seeded_tabs import packed
+
+from dstrial.context_directory import MAX_BYTES
+from dstrial.errors import RequestError
+from dstrial.master.backends.model_definition import pack
+from dstrial.master.web.experiment_tabs import MAX_TEXT_BYTES, listed_files, shown_file
+
+TGZ = packed(
+    {"b/two.py": "x = 1\n", "a.bin": b"\0\1", "same.py": "x = 1\n", "long.txt": "y" * (MAX_TEXT_BYTES + 5)}
+)
+
+
+def archive(*members: tarfile.TarInfo) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as made:
+        for member in members:
+            made.addfile(member, io.BytesIO(b"x" * member.size))
+    return buffer.getvalue()
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", size: int = 0) -> tarfile.TarInfo:
+    found = tarfile.TarInfo(name)
+    found.type, found.linkname, found.size = kind, link, size
+    return found
+
+
+HOSTILE = archive(
+    member("../out.py", size=1),
+    member("/etc/out.py", size=1),
+    member("soft", tarfile.SYMTYPE, "/etc/passwd"),
+    member("hard", tarfile.LNKTYPE, "in.py"),
+    member("pipe", tarfile.FIFOTYPE),
+    member("in.py", size=1),
+)
+ARCHIVES = {
+    "whole": TGZ,
+    "none": b"",
+    "hostile": HOSTILE,
+    "text": b"damaged",
+    "magic": b"\x1f\x8b",
+    "cut short": archive(member("a", size=9))[:-30],
+    "large": archive(member("large", size=MAX_BYTES + 1)),
+}
+
+
+def sent(*paths: str) -> bytes:
+    return pack(
+        {"path": path, "type": 48, "content": base64.b64encode(b"x").decode(), "mtime": "0", "mode": 0o644}
+        for path in paths
+    )
+
+
+def paths_of(tgz: bytes) -> list[str]:
+    return [file["path"] for file in listed_files(tgz)["files"]]
+
+
+def test_files_are_listed_by_path_and_equal_ones_have_one_digest() -> None:
+    files = {file["path"]: file for file in listed_files(TGZ)["files"]}
+    assert list(files) == ["a.bin", "b/two.py", "long.txt", "same.py"]
+    assert files["b/two.py"]["bytes"] == 6
+    assert files["b/two.py"]["digest"] == files["same.py"]["digest"] != files["a.bin"]["digest"]
+    assert listed_files(b"") == {"files": [], "more": False}
+
+
+def test_a_file_is_shown_as_text_cut_where_it_is_long() -> None:
+    assert shown_file(TGZ, "./b//two.py")["text"] == "x = 1\n"
+    assert shown_file(TGZ, "a.bin") == {
+        "path": "a.bin",
+        "bytes": 2,
+        "text": "",
+        "isBinary": True,
+        "isCut": False,
+    }
+    long = shown_file(TGZ, "long.txt")
+    assert (len(long["text"]), long["isCut"], long["bytes"]) == (MAX_TEXT_BYTES, True, MAX_TEXT_BYTES + 5)
+
+
+def test_links_and_paths_outside_are_not_listed_files() -> None:
+    assert paths_of(HOSTILE) == ["in.py"]
+    assert shown_file(HOSTILE, "in.py")["text"] == "x"
+
+
+@pytest.mark.parametrize(
+    ("which", "path", "status"),
+    [
+        *(
+            ("whole", path, 400)
+            for path in ("../outside", "b", "b/../../x", "/etc/passwd", "", "a\0b", "x" * 2000)
+        ),
+        *((which, "gone.py", 404) for which in ("whole", "none")),
+        *(("hostile", path, 400) for path in ("soft", "hard", "pipe")),
+        *(("hostile", path, 404) for path in ("out.py", "etc/out.py", "soft/x")),
+        *((which, "a", 400) for which in ("text", "magic", "cut short")),
+        ("large", "large", 413),
+    ],
+)
+def test_shown_file_of_anything_else_is_refused(which: str, path: str, status: int) -> None:
+    with pytest.raises(RequestError) as caught:
+        shown_file(ARCHIVES[which], path)
+    assert caught.value.status == status
+
+
+@pytest.mark.parametrize("which", ["text", "magic", "cut short"])
+def test_listed_of_damaged_archive_is_refused(which: str) -> None:
+    with pytest.raises(RequestError, match="is damaged"):
+        listed_files(ARCHIVES[which])
+
+
+def test_pack_path_depth_over_100_is_refused() -> None:
+    assert len(paths_of(sent("a/" * 100 + "train.py"))) == 1
+    with pytest.raises(RequestError, match="100 directories"):
+        sent("a/" * 101 + "train.py")
+
+
+def test_pack_below_marked_directory_is_left_out() -> None:
+    tgz = sent("env/pyvenv.cfg", "env/bin/python", "env-2/kept.py", "a/b/pyvenv.cfg", "a/b", "a/c.py")
+    assert paths_of(tgz) == ["a/c.py", "env-2/kept.py"]
