@@ -20,9 +20,9 @@ def environment(**variables):
         str(ROOT / "tests"),
         str(ROOT / "tests" / "trainer"),
         str(ROOT),
-        os.environ.get("PYTHONPATH", ""),
+        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
     ]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **variables}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), **variables}
     if "DS_ACCELERATOR" not in variables:
         environ.pop("DS_ACCELERATOR", None)
     return environ

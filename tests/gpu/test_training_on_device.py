@@ -208,6 +208,8 @@ def test_trials_that_are_forks_report_what_a_new_process_does(tmp_path):
             )
             assert created.returncode == 0, created.stdout + created.stderr
             logs.append(master.det("trial", "logs", str(number)).stdout)
+            state = master.client().get(f"/api/v1/experiments/{number}")["experiment"]["state"]
+            assert state.endswith("COMPLETED"), logs[-1]
             losses.append([one["loss"] for one in reports(master.client(), number, "training")])
             if sum("started as a fork" in log for log in logs) == 2:
                 break
