@@ -4,7 +4,7 @@
 # usage: tools/prove_on_gpu.sh PYTHON OUT MINUTES
 #
 # Needs no network and installs nothing: PYTHON has torch, DeepSpeed and Determined beside it or on PYTHONPATH, and dstrial is
-# this checkout. OUT gets log.txt, doctor.json, tests.xml, result.json and report.md, each as soon as it is known. Exits 0
+# this checkout. OUT gets log.txt, doctor.json, tests.xml, result.json and a log of each step, as soon as they are known. Exits 0
 # if everything worked on an accelerator; DS_ACCELERATOR=cpu says that none is meant.
 set -uo pipefail
 python=$1 out=$2 minutes=$3
@@ -14,8 +14,8 @@ mkdir -p "$out" || exit 2
 out=$(cd "$out" && pwd)
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 
-# Tests end by then, so that training has most of the time.
-test_seconds=$("$python" -c "print(int(float('$minutes') * 60 * 0.35))") || exit 2
+# Tests end by then, so that there is time left for the training of the doctor.
+test_seconds=$("$python" -c "print(int(float('$minutes') * 60 * 0.75))") || exit 2
 required=(--require-gpus)
 [ "${DS_ACCELERATOR:-}" = cpu ] && required=()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import io
 import json
 import math
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrial import __version__
 from dstrial.doctor.checkup import CheckupOptions, run
-from dstrial.doctor.finding import Group, Status, count, in_words
+from dstrial.doctor.finding import Group, Status, count, plural
 from dstrial.errors import DstrialError
 from dstrial.file_writes import replace_file
 
@@ -24,23 +23,18 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-SCHEMA = 1
-"""Version of what ``--json`` prints; it grows when a key is taken away or means something else."""
+    from dstrial.doctor.proof import Step
 
-_NEXT = "`dstrial doctor --train` trains on this machine for some minutes and proves the rest."
-_FIRST_MEND = (
-    "Mend what is a problem; then `dstrial doctor --train` trains here for some minutes and proves the rest."
-)
-DOCUMENT_NAME = "doctor.json"
-"""What ``--output`` keeps, the same as ``--json`` prints."""
+SCHEMA = 1  # of what ``--json`` prints; it grows when a key is removed or means something else
+
+_NEXT = "`dstrial doctor --train` trains on this machine and proves the rest."
+DOCUMENT_NAME = "doctor.json"  # what ``--output`` keeps, the same as ``--json`` prints
 
 _STYLES: dict[Status, str] = {"ok": "green", "note": "yellow", "problem": "bold red"}
-_TRAIN_ONLY = {"minutes": "--minutes", "only": "--only", "skip": "--skip"}
-_DEFAULT_MINUTES = 8.0
+_DEFAULT_MINUTES = 5.0
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand and its arguments."""
     parser = subparsers.add_parser(
         "doctor",
         help="say whether this machine has what training needs, or prove it by training",
@@ -49,7 +43,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.set_defaults(usage_error=parser.error)
     parser.add_argument(
-        "--fast", action="store_true", help="import no library: read versions from their files"
+        "--fast", action="store_true", help="import no library: leave torch, DeepSpeed and compilers out"
     )
     parser.add_argument(
         "--json", action="store_true", dest="as_json", help="print one JSON object instead of text"
@@ -72,7 +66,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--output",
         metavar="DIR",
-        help=f"directory for the reports: {DOCUMENT_NAME}, or those of --train (which keeps them below the runs by default)",
+        help=f"keep {DOCUMENT_NAME} there; with --train, result.json and the logs of its steps",
     )
     parser.add_argument(
         "--deadline",
@@ -81,18 +75,17 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="SECONDS",
         help="when an import counts as hanging (default: %(default)g)",
     )
-    training = parser.add_argument_group("training")
-    training.add_argument(
-        "--train", action="store_true", help="train on what is there: each check a process of its own"
+    parser.add_argument(
+        "--train",
+        action="store_true",
+        help="train a small model on what is there: save, resume, reshape, measure",
     )
-    training.add_argument(
+    parser.add_argument(
         "--minutes",
         type=_seconds_argument,
         metavar="M",
-        help=f"what all checks may take together (default: {_DEFAULT_MINUTES:g})",
+        help=f"what --train may take (default: {_DEFAULT_MINUTES:g})",
     )
-    training.add_argument("--only", nargs="+", action="extend", metavar="NAME", help="run these checks")
-    training.add_argument("--skip", nargs="+", action="extend", metavar="NAME", help="leave these checks out")
 
 
 def _count_argument(text: str) -> int:
@@ -112,15 +105,14 @@ def _seconds_argument(text: str) -> float:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Look and print; return 0 if there is no problem, else 1; train with ``--train``."""
+    """Return 0 without a problem and, with ``--train``, if every step was shown."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # What others have named may not be written in every encoding; a sign in its place may.
         sys.stdout.reconfigure(errors="backslashreplace")
     if args.train:
         return _train(args)
-    misplaced = [option for name, option in _TRAIN_ONLY.items() if getattr(args, name) is not None]
-    if misplaced:
-        args.usage_error(f"{', '.join(misplaced)} belongs to --train")
+    if args.minutes is not None:
+        args.usage_error("--minutes belongs to --train")
     options = CheckupOptions(
         is_fast=args.fast,
         state_dir=args.state_dir,
@@ -130,7 +122,7 @@ def main(args: argparse.Namespace) -> int:
     )
     began_at_s = time.monotonic()
     groups = []
-    show = _silent if args.as_json else _text_printer()
+    show = (lambda _: None) if args.as_json else _text_printer()
     for group in run(options):
         groups.append(group)
         show(group)
@@ -142,9 +134,8 @@ def main(args: argparse.Namespace) -> int:
     if args.as_json:
         sys.stdout.write(text)
     else:
-        sys.stdout.write(
-            f"\n{in_words(counts)} in {seconds:.1f} s. {_FIRST_MEND if counts['problem'] else _NEXT}\n"
-        )
+        said = f"{counts['ok']} ok, {plural(counts['note'], 'note')}, {plural(counts['problem'], 'problem')}"
+        sys.stdout.write(f"\n{said} in {seconds:.1f} s. {'' if counts['problem'] else _NEXT}".rstrip() + "\n")
     return 1 if counts["problem"] else 0
 
 
@@ -153,24 +144,41 @@ def _keep(directory: Path, text: str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         replace_file(directory / DOCUMENT_NAME, text)
     except OSError as error:
-        raise DstrialError(
-            f"--output is {directory}, where nothing can be written ({error.strerror}); expected a directory. Name another one."
-        ) from error
+        raise _unwritable(directory, error) from error
+
+
+def _unwritable(directory: Path, error: OSError) -> DstrialError:
+    return DstrialError(
+        f"--output is {directory}, where nothing can be written ({error.strerror}); expected a directory. Name another one."
+    )
 
 
 def _train(args: argparse.Namespace) -> int:
+    from dstrial.doctor.proof import prove
+
     if args.fast:
         args.usage_error("--fast does not go with --train")
-    # Imports what trains; only this path may.
-    training: Any = importlib.import_module("dstrial.doctor.training")
-    options = training.TrainOptions(
-        minutes=_DEFAULT_MINUTES if args.minutes is None else args.minutes,
-        only=tuple(args.only or ()),
-        skip=tuple(args.skip or ()),
-        output=None if args.output is None else Path(args.output),
-        json=args.as_json,
-    )
-    return int(training.run_training_checks(options))
+    output = None if args.output is None else Path(args.output)
+    try:
+        found = prove(
+            minutes=_DEFAULT_MINUTES if args.minutes is None else args.minutes,
+            output=output,
+            show=(lambda _: None) if args.as_json else _show_step,
+        )
+    except OSError as error:
+        if output is None:
+            raise
+        raise _unwritable(output, error) from error
+    if args.as_json:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    return int(any(step["status"] != "ok" for step in found["steps"]))
+
+
+def _show_step(step: Step) -> None:
+    sys.stdout.write(f"{step.status:<12}{step.name} ({step.seconds:.1f} s): {step.what}\n")
+    if step.output:
+        sys.stdout.write(step.output + "\n")
+    sys.stdout.flush()
 
 
 def document(groups: Iterable[Group], seconds: float) -> dict[str, Any]:
@@ -191,10 +199,6 @@ def document(groups: Iterable[Group], seconds: float) -> dict[str, Any]:
         "seconds": round(seconds, 3),
         "groups": [group.to_json() for group in found],
     }
-
-
-def _silent(group: Group) -> None:
-    """Show nothing: the JSON object comes at the end."""
 
 
 def _text_printer() -> Any:

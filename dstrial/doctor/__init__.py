@@ -1,6 +1,4 @@
-"""``dstrial doctor``: what this machine lacks for training, and what to do then.
+"""``dstrial doctor``: each module measures and judges one thing; ``proof`` trains.
 
-One module per noun measures (thin) and judges (pure, over the measured values); ``checkup`` runs them side by side, and
-``training`` trains on what is there. Nothing here imports torch: whatever has to be asked of it is asked of a process that
-may hang or die.
+Nothing here imports torch: ``import_probe`` runs in a process that may hang or crash.
 """

@@ -1,8 +1,4 @@
-"""Calls that may never return, in threads that nobody has to wait for.
-
-A statistic of a network disk that is gone, a name that no server resolves, a driver that is stuck: each of them blocks its
-caller in the kernel, where nothing can end it. A thread that is a daemon does not keep the command from ending.
-"""
+"""Calls with a deadline, which may never return (a dead disk, a stuck driver)."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ class NoAnswerError(Exception):
 
 
 class Background(Generic[T]):
-    """One call in a thread of its own, begun at once."""
+    """A call in a daemon thread, which does not keep the command from exiting."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._future: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -32,17 +28,14 @@ class Background(Generic[T]):
         try:
             threading.Thread(target=self._run, args=(call,), name="doctor", daemon=True).start()
         except RuntimeError:
-            # At the limit of processes no thread can be begun; what finds that limit must not fail at it.
+            # At the limit of processes no thread can start; the check of that limit must still run.
             self._run(call)
 
     def result(self, timeout_s: float) -> T:
-        """Return or raise what the call returned or raised; any number of threads may ask.
-
-        Args:
-            timeout_s: how long the call may take, counted from its beginning.
+        """Return or raise what the call did; ``timeout_s`` counts from its start.
 
         Raises:
-            NoAnswerError: it has not ended by then.
+            NoAnswerError: the call has not ended by then.
         """
         try:
             return self._future.result(max(0.0, self._began_at_s + timeout_s - time.monotonic()))
@@ -53,7 +46,6 @@ class Background(Generic[T]):
 
     @property
     def seconds(self) -> float:
-        """How long the call took, or has taken so far."""
         return time.monotonic() - self._began_at_s if self._took_s is None else self._took_s
 
     def _run(self, call: Callable[[], T]) -> None:
@@ -68,5 +60,5 @@ class Background(Generic[T]):
 
 
 def within(timeout_s: float, call: Callable[[], T]) -> T:
-    """Return a call's result if it comes in time; arguments, errors as ``Background``."""
+    """Return the call's result, or raise ``NoAnswerError`` after ``timeout_s``."""
     return Background(call).result(timeout_s)

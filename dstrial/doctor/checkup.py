@@ -1,7 +1,4 @@
-"""Runs all checks of ``dstrial doctor`` in parallel; findings keep a fixed order.
-
-The order puts first what needs no import, so that it can be read while torch is imported.
-"""
+"""Runs all checks of ``dstrial doctor`` in parallel; findings keep a fixed order."""
 
 from __future__ import annotations
 
@@ -14,8 +11,6 @@ from dstrial import __version__
 from dstrial.doctor import (
     compilers,
     devices,
-    drivers,
-    imports,
     libraries,
     limits,
     master_state,
@@ -35,27 +30,19 @@ _CHECK_DEADLINE_S = 30.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckupOptions:
-    """What ``dstrial doctor`` was asked for.
+    """The command line of ``dstrial doctor``; None stands for the usual directory."""
 
-    Attributes:
-        is_fast: read what the files of libraries say, and import none.
-        state_dir: the master's directory; None for that of the environment or the usual one.
-        runs_dir: the directory of all runs; likewise.
-        num_gpus: how many accelerators training needs.
-        import_deadline_s: when an import counts as hanging.
-    """
-
-    is_fast: bool = False
+    is_fast: bool = False  # import no library
     state_dir: str | None = None
     runs_dir: str | None = None
-    num_gpus: int = 0
+    num_gpus: int = 0  # accelerators that must be visible
     import_deadline_s: float = 60.0
 
 
 def run(options: CheckupOptions) -> Iterator[Group]:
-    """Run every check at once; yield their findings as they come, in a fixed order.
+    """Start every check at once; yield their findings in a fixed order.
 
-    A check that does not end by its deadline, or that fails itself, is a problem with its name; all others go on.
+    A check that fails or misses its deadline becomes a problem; the others go on.
     """
     checks = {name: Background(check) for name, check in _checks(options).items()}
     for name, check in checks.items():
@@ -63,11 +50,8 @@ def run(options: CheckupOptions) -> Iterator[Group]:
         try:
             findings = check.result(deadline_s)
         except NoAnswerError as error:
-            findings = [
-                problem(
-                    name, str(error), "Something below it hangs: a file system, a driver or a name server."
-                )
-            ]
+            todo = "Something below it hangs: a file system, a driver or a name server."
+            findings = [problem(name, str(error), todo)]
         except Exception as error:  # noqa: BLE001 - one check that fails must not hide the others
             what = f"the check itself failed: {type(error).__name__}: {error}"
             findings = [problem(name, what, "Report it, with the output of `dstrial doctor --json`.")]
@@ -77,51 +61,44 @@ def run(options: CheckupOptions) -> Iterator[Group]:
 def _checks(options: CheckupOptions) -> dict[str, Callable[[], list[Finding]]]:
     environ = dict(os.environ)
     state = StateDirectory.choose(options.state_dir)
-    hardware = Background(drivers.measure)
-    from_files = Background(libraries.read_files)
-    imported = (
-        from_files if options.is_fast else Background(lambda: libraries.import_all(options.import_deadline_s))
-    )
-    # A process that has been killed at its deadline still answers, so this waits a little longer.
-    patience_s = options.import_deadline_s + _CHECK_DEADLINE_S / 2
-
-    def known() -> libraries.Libraries:
-        return imported.result(patience_s)
+    hardware = Background(devices.measure)
 
     def known_devices() -> devices.Hardware:
         return hardware.result(_CHECK_DEADLINE_S / 2)
 
-    def check_libraries() -> list[Finding]:
-        found, there = known(), known_devices()
-        installed = {name: libraries.installed_version(name) for name in ("torch", "deepspeed")}
-        return [
-            *imports.judge(found, installed, there, environ),
-            *torch_build.judge(found.torch, there, environ, is_fast=options.is_fast),
-            *imports.judge_backends(found.torch, is_imported=found.is_imported),
-        ]
-
-    return {
+    checks = {
         "Python": lambda: packages.judge(packages.measure()),
         "Limits": lambda: limits.judge(
             limits.measure(), environ, num_devices=len(devices.visible(known_devices(), environ)[0])
         ),
         "Storage": lambda: storage.judge(storage.measure(_places(options, state))),
-        "Network": lambda: network.judge(
-            network.measure(), from_files.result(_CHECK_DEADLINE_S).torch, environ
-        ),
+        "Network": lambda: network.judge(network.measure(), environ),
         "Master": lambda: master_state.judge(
             master_state.measure(state), version=__version__, accelerator=_slot_kind(known_devices(), environ)
         ),
         "Environment variables": lambda: variables.judge(environ),
         "Devices": lambda: devices.judge(known_devices(), environ, num_required=options.num_gpus),
-        "Libraries": check_libraries,
-        "Compilers and operators": lambda: _check_compilers(known),
     }
+    if options.is_fast:
+        return checks
+    imported = Background(lambda: libraries.import_all(options.import_deadline_s))
 
+    def known() -> libraries.Libraries:
+        # A process that has been killed at its deadline still answers, so this waits a little longer.
+        return imported.result(options.import_deadline_s + _CHECK_DEADLINE_S / 2)
 
-def _check_compilers(known: Callable[[], libraries.Libraries]) -> list[Finding]:
-    there = compilers.measure()
-    return compilers.judge(there, known())
+    def check_libraries() -> list[Finding]:
+        found, there = known(), known_devices()
+        return [
+            *libraries.judge(found, packages.installed_versions(), there, environ),
+            *torch_build.judge(found.torch, there, environ),
+        ]
+
+    return {
+        **checks,
+        "Libraries": check_libraries,
+        "Compilers and operators": lambda: compilers.judge(compilers.measure(), known()),
+    }
 
 
 def _places(options: CheckupOptions, state: StateDirectory) -> list[tuple[str, Path]]:
@@ -130,7 +107,7 @@ def _places(options: CheckupOptions, state: StateDirectory) -> list[tuple[str, P
 
 
 def _slot_kind(hardware: devices.Hardware, environ: dict[str, str]) -> str:
-    """The master's kind of slots now; as ``master.backends.devices.find_slots``."""
+    """Return the kind of slots that a master started now would offer."""
     if environ.get("DS_ACCELERATOR") == "cpu":
         return "cpu"
     if devices.visible(hardware, environ)[0]:

@@ -1,31 +1,33 @@
-"""A machine's accelerators, their users and visibility: values and judgements."""
+"""This machine's accelerators: driver, users and visible devices."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+import pwd
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 from dstrial.doctor.finding import Finding, note, ok, plural, problem, size
 
-_FULL_SHARE = 0.1
-_UNSEEN_BYTES = 1 << 30
+T = TypeVar("T")
+
+_KERNEL_MODULE = Path("/proc/driver/nvidia/version")
+_KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
+_FULL_SHARE = 0.1  # of a device's memory; a device with less free memory is a problem
+_UNSEEN_BYTES = 1 << 30  # the driver's own share is below this
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceUser:
-    """A process that uses a device.
+    """A process that uses a device."""
 
-    Attributes:
-        pid: its process id, as the driver says; in a container that may be the host's.
-        name: the program; empty if it cannot be seen from here.
-        account: whose it is; empty if it cannot be seen from here.
-        num_bytes: device memory that it holds; None if the driver does not say.
-    """
-
-    pid: int
-    name: str
+    pid: int  # as the driver says; in a container that may be the host's
+    name: str  # empty, like ``account``, if the process cannot be seen from here
     account: str
-    num_bytes: int | None
+    num_bytes: int | None  # device memory; None if the driver does not say
 
     def __str__(self) -> str:
         who = f"{self.name} of {self.account}" if self.name else "not visible from here"
@@ -35,69 +37,148 @@ class DeviceUser:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Device:
-    """One NVIDIA device.
+    """One NVIDIA device."""
 
-    Attributes:
-        idx: its index in the driver's order, that of ``CUDA_DEVICE_ORDER=PCI_BUS_ID``.
-        name: its model.
-        uuid: what names it.
-        total_bytes: its memory.
-        used_bytes: how much of it is taken.
-        capability: compute capability, major and minor; None if the driver does not say.
-        users: the processes that compute on it.
-        is_mig: whether it is divided into MIG instances, and cannot be used but through them.
-        mig_uuids: its instances.
-        compute_mode: ``default``, or who may use it.
-        num_memory_errors: uncorrected errors of its memory since the driver was loaded; None without such a count.
-        needs_reset: whether rows of its memory wait for a reset to be replaced.
-    """
-
-    idx: int
+    idx: int  # in the driver's order, that of CUDA_DEVICE_ORDER=PCI_BUS_ID
     name: str
     uuid: str
     total_bytes: int
     used_bytes: int
-    capability: tuple[int, int] | None = None
+    capability: tuple[int, int] | None = None  # None if the driver does not say
     users: tuple[DeviceUser, ...] = ()
     is_mig: bool = False
     mig_uuids: tuple[str, ...] = ()
-    compute_mode: str = "default"
-    num_memory_errors: int | None = None
-    needs_reset: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hardware:
-    """The accelerators of this machine.
+    """The accelerators of this machine."""
 
-    Attributes:
-        driver: release of NVIDIA's driver; None without one.
-        driver_cuda: newest CUDA release that the driver serves, major and minor; None without one.
-        error: why the driver's library (NVML) did not answer; empty if it did, or if there is no driver at all.
-        devices: NVIDIA devices.
-        num_amd: how many AMD devices the kernel lists.
-    """
-
-    driver: str | None = None
-    driver_cuda: tuple[int, int] | None = None
-    error: str = ""
+    driver: str | None = None  # release of NVIDIA's driver; None without one
+    driver_cuda: tuple[int, int] | None = None  # newest CUDA release that the driver serves
+    error: str = ""  # why NVML did not answer, although there is a driver
     devices: tuple[Device, ...] = ()
     num_amd: int = 0
 
 
-def visible(hardware: Hardware, environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Say what programs see of the devices.
+def measure() -> Hardware:
+    """Ask NVIDIA's driver (NVML), and the kernel for AMD devices."""
+    return dataclasses.replace(_nvidia(), num_amd=_num_amd())
 
-    Returns:
-        The devices or MIG instances that ``CUDA_VISIBLE_DEVICES`` leaves, by UUID; and its first word that names none, if there
-        is any: CUDA ignores whatever comes after it.
+
+def _nvidia() -> Hardware:
+    module = _kernel_module_version()
+    try:
+        import pynvml
+    except ImportError:
+        return Hardware(driver=module, error="" if module is None else "the package nvidia-ml-py is missing")
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        is_there = module is not None or Path("/dev/nvidiactl").exists()
+        return Hardware(driver=module, error=str(error) if is_there else "")
+    try:
+        return _ask(pynvml, module)
+    except pynvml.NVMLError as error:
+        return Hardware(driver=module, error=str(error))
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def _ask(nvml: Any, module: str | None) -> Hardware:
+    def offered(call: Callable[..., T], *arguments: Any) -> T | None:
+        """Call NVML; return None where this driver or device does not offer the call."""
+        try:
+            return call(*arguments)
+        except nvml.NVMLError:
+            return None
+
+    number = offered(nvml.nvmlSystemGetCudaDriverVersion_v2)
+    return Hardware(
+        driver=_text(offered(nvml.nvmlSystemGetDriverVersion) or module or ""),
+        driver_cuda=None if number is None else (number // 1000, number % 1000 // 10),
+        devices=tuple(_device(nvml, idx, offered) for idx in range(nvml.nvmlDeviceGetCount())),
+    )
+
+
+def _device(nvml: Any, idx: int, offered: Callable[..., Any]) -> Device:
+    handle = nvml.nvmlDeviceGetHandleByIndex(idx)
+    memory = offered(nvml.nvmlDeviceGetMemoryInfo, handle)
+    mig = offered(nvml.nvmlDeviceGetMigMode, handle)
+    is_mig = mig is not None and mig[0] == nvml.NVML_DEVICE_MIG_ENABLE
+    num_instances = (offered(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0) if is_mig else 0
+    found = [offered(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, i) for i in range(num_instances)]
+    instances = [instance for instance in found if instance is not None]  # numbered with gaps
+    processes = [
+        process
+        for one in instances or [handle]
+        for process in offered(nvml.nvmlDeviceGetComputeRunningProcesses, one) or ()
+    ]
+    capability = offered(nvml.nvmlDeviceGetCudaComputeCapability, handle)
+    return Device(
+        idx=idx,
+        name=_text(offered(nvml.nvmlDeviceGetName, handle) or "NVIDIA device"),
+        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+        total_bytes=0 if memory is None else int(memory.total),
+        used_bytes=0 if memory is None else int(memory.used),
+        capability=None if capability is None else (int(capability[0]), int(capability[1])),
+        users=tuple(_user(int(process.pid), process.usedGpuMemory) for process in processes),
+        is_mig=is_mig,
+        mig_uuids=tuple(_text(nvml.nvmlDeviceGetUUID(instance)) for instance in instances),
+    )
+
+
+def _user(pid: int, num_bytes: int | None) -> DeviceUser:
+    process = Path(f"/proc/{pid}")
+    name = account = ""
+    # The process's arguments are not shown: they may contain secrets.
+    with contextlib.suppress(OSError):
+        name = (process / "comm").read_text(encoding="utf-8", errors="replace").strip()
+        account = account_name(process.stat().st_uid)
+    return DeviceUser(pid, name, account, None if num_bytes is None else int(num_bytes))
+
+
+def account_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user id {uid}"
+
+
+def _kernel_module_version() -> str | None:
+    with contextlib.suppress(OSError):
+        text = _KERNEL_MODULE.read_text(encoding="utf-8", errors="replace")
+        found = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", text)
+        return None if found is None else found.group()
+    return None
+
+
+def _num_amd() -> int:
+    count = 0
+    for properties in _KFD_NODES.glob("*/properties"):
+        with contextlib.suppress(OSError, ValueError):
+            lines = properties.read_text(encoding="utf-8").splitlines()
+            facts = dict(line.split(maxsplit=1) for line in lines if " " in line)
+            count += int(facts.get("simd_count", "0")) > 0
+    return count
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def visible(hardware: Hardware, environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Return UUIDs that ``CUDA_VISIBLE_DEVICES`` leaves, and its first unknown word.
+
+    CUDA ignores all words after one that names no device.
     """
     whole = [device.uuid for device in hardware.devices if not device.is_mig]
     instances = [uuid for device in hardware.devices for uuid in device.mig_uuids]
     value = environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
         return whole + instances, []
-    found, unknown = [], []
+    found: list[str] = []
     for word in [word.strip() for word in value.split(",") if word.strip()]:
         if word.isdigit() and int(word) < len(hardware.devices):
             device = hardware.devices[int(word)]
@@ -105,16 +186,11 @@ def visible(hardware: Hardware, environ: Mapping[str, str]) -> tuple[list[str], 
         elif len(word) > 4 and (match := [uuid for uuid in whole + instances if uuid.startswith(word)]):
             found.append(match[0])
         else:
-            unknown.append(word)
-            break
-    return found, unknown
+            return found, [word]
+    return found, []
 
 
 def judge(hardware: Hardware, environ: Mapping[str, str], *, num_required: int = 0) -> list[Finding]:
-    """Judge the devices; ``environ`` may hide devices or ask for one.
-
-    ``num_required`` is how many accelerators training needs.
-    """
     findings = [_judge_driver(hardware)]
     for device in hardware.devices:
         findings += judge_device(device)
@@ -130,9 +206,8 @@ def _judge_driver(hardware: Hardware) -> Finding:
             else "Install the driver's libraries of the same release (in a container, start it with the NVIDIA runtime and "
             "the driver capability 'utility'); without NVML the master offers CPU slots."
         )
-        return problem(
-            "driver", f"{hardware.driver or 'there'}, but NVML does not answer: {hardware.error}", todo
-        )
+        what = f"{hardware.driver or 'there'}, but NVML does not answer: {hardware.error}"
+        return problem("driver", what, todo)
     if hardware.driver is None:
         rest = f"; {plural(hardware.num_amd, 'AMD device')}" if hardware.num_amd else ""
         return ok("driver", f"none of NVIDIA's{rest or ': ranks train on the CPU'}")
@@ -142,100 +217,49 @@ def _judge_driver(hardware: Hardware) -> Finding:
             f"{hardware.driver}, and no device",
             "Look into the kernel's log (`dmesg | grep -i nvrm`) for why it finds none; in a container, pass the devices in.",
         )
-    serves = "" if hardware.driver_cuda is None else f", CUDA up to {_dotted(hardware.driver_cuda)}"
+    serves = "" if hardware.driver_cuda is None else f", CUDA up to {dotted(hardware.driver_cuda)}"
     return ok("driver", f"{hardware.driver}{serves}; NVML answers")
 
 
 def judge_device(device: Device) -> list[Finding]:
-    """Judge one device: what it is, and then what is wrong with it, one finding each."""
     name = f"device {device.idx}"
-    facts = [
-        device.name,
-        size(device.total_bytes),
-        f"{size(max(0, device.total_bytes - device.used_bytes))} free",
-    ]
+    free = device.total_bytes - device.used_bytes
+    facts = [device.name, size(device.total_bytes), f"{size(max(0, free))} free"]
     if device.capability is not None:
-        facts.append(f"compute capability {_dotted(device.capability)}")
+        facts.append(f"compute capability {dotted(device.capability)}")
     if device.is_mig:
-        facts.append(f"{plural(len(device.mig_uuids), 'MIG instance')}")
+        facts.append(plural(len(device.mig_uuids), "MIG instance"))
     found = [ok(name, ", ".join(facts))]
     if device.is_mig and not device.mig_uuids:
-        found.append(
-            problem(
-                f"{name} MIG",
-                "divided into no MIG instance",
-                "Make instances (`nvidia-smi mig -cgi … -C`), or switch MIG off (`nvidia-smi -mig 0`).",
-            )
+        todo = "Make instances (`nvidia-smi mig -cgi … -C`), or switch MIG off (`nvidia-smi -mig 0`)."
+        found.append(problem(f"{name} MIG", "divided into no MIG instance", todo))
+    used = f"in use by {', '.join(map(str, device.users))}" if device.users else ""
+    if not used and device.used_bytes > max(_UNSEEN_BYTES, device.total_bytes // 10):
+        used = f"{size(device.used_bytes)} are taken by processes that cannot be seen from here"
+    if used:
+        is_full = device.total_bytes > 0 and free < _FULL_SHARE * device.total_bytes
+        todo = (
+            "Wait for them, or choose other devices: `CUDA_VISIBLE_DEVICES=… dstrial up` (or `dstrial run`); the master does "
+            "not see what other programs use."
         )
-    if device.compute_mode == "prohibited" or (device.compute_mode != "default" and device.users):
-        found.append(
-            problem(
-                f"{name} mode",
-                f"the compute mode is {device.compute_mode}",
-                "Set it to default with `nvidia-smi -c 0`, or take another device (CUDA_VISIBLE_DEVICES).",
-            )
-        )
-    return [*found, *_judge_use(name, device), *_judge_memory(name, device)]
-
-
-def _judge_use(name: str, device: Device) -> list[Finding]:
-    free = device.total_bytes - device.used_bytes
-    what = f"in use by {', '.join(map(str, device.users))}" if device.users else ""
-    if not what and device.used_bytes > max(_UNSEEN_BYTES, device.total_bytes // 10):
-        what = f"{size(device.used_bytes)} are taken by processes that cannot be seen from here"
-    if not what:
-        return []
-    todo = (
-        "Wait for them, or choose other devices: `CUDA_VISIBLE_DEVICES=… dstrial up` (or `dstrial run`); the master does not see "
-        "what other programs use."
-    )
-    is_full = device.total_bytes > 0 and free < _FULL_SHARE * device.total_bytes
-    return [(problem if is_full else note)(f"{name} use", f"{what}; {size(free)} free", todo)]
-
-
-def _judge_memory(name: str, device: Device) -> list[Finding]:
-    found = []
-    if device.num_memory_errors:
-        found.append(
-            note(
-                f"{name} memory",
-                f"{device.num_memory_errors} uncorrected memory errors since the driver was loaded",
-                "Reset or reboot; if they come back, the device is defective.",
-            )
-        )
-    if device.needs_reset:
-        found.append(
-            note(
-                f"{name} memory",
-                "rows of its memory wait to be replaced",
-                "Reset it (`nvidia-smi -r`) or reboot.",
-            )
-        )
+        found.append((problem if is_full else note)(f"{name} use", f"{used}; {size(free)} free", todo))
     return found
 
 
 def _judge_visibility(hardware: Hardware, environ: Mapping[str, str]) -> list[Finding]:
-    value = environ.get("CUDA_VISIBLE_DEVICES")
+    name = "CUDA_VISIBLE_DEVICES"
+    value = environ.get(name)
     if value is None or not hardware.devices:
         return []
     seen, unknown = visible(hardware, environ)
     if unknown and unknown != ["-1"]:
-        return [
-            problem(
-                "CUDA_VISIBLE_DEVICES",
-                f"{value!r} names no device of this machine by {unknown[0]!r}; what comes after that word is ignored",
-                f"Name indices below {len(hardware.devices)} or UUIDs that `nvidia-smi -L` lists, or unset it.",
-            )
-        ]
+        what = f"{value!r} names no device of this machine by {unknown[0]!r}; what comes after that word is ignored"
+        todo = f"Name indices below {len(hardware.devices)} or UUIDs that `nvidia-smi -L` lists, or unset it."
+        return [problem(name, what, todo)]
     if not seen:
-        return [
-            note(
-                "CUDA_VISIBLE_DEVICES",
-                f"{value!r} hides all {len(hardware.devices)} devices: ranks train on the CPU",
-                "Unset it to train on them.",
-            )
-        ]
-    return [ok("CUDA_VISIBLE_DEVICES", f"{value!r}: {len(seen)} of {len(hardware.devices)} devices")]
+        what = f"{value!r} hides all {len(hardware.devices)} devices: ranks train on the CPU"
+        return [note(name, what, "Unset it to train on them.")]
+    return [ok(name, f"{value!r}: {len(seen)} of {len(hardware.devices)} devices")]
 
 
 def _judge_required(hardware: Hardware, environ: Mapping[str, str], num_required: int) -> list[Finding]:
@@ -264,5 +288,5 @@ def _judge_required(hardware: Hardware, environ: Mapping[str, str], num_required
     return [problem("accelerators", f"{num_seen} visible; expected {num_required} ({asked_by})", todo)]
 
 
-def _dotted(numbers: Sequence[int]) -> str:
+def dotted(numbers: Sequence[int]) -> str:
     return ".".join(map(str, numbers))

@@ -1,12 +1,9 @@
-"""This machine's torch, DeepSpeed, Determined, by a probe process or their files."""
+"""Whether torch, DeepSpeed and Determined import, from the installed copies."""
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
-import importlib.metadata
-import importlib.util
 import json
 import os
 import re
@@ -18,128 +15,73 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dstrial.doctor.devices import Hardware, visible
+from dstrial.doctor.finding import Finding, note, ok, problem
+from dstrial.errors import install_command
+
 _GRACE_S = 3.0
-# This very package, also where it runs from a checkout; last in the path, so that what shadows a library for
-# trials (a file in the working directory, say) does so here.
+_SLOW_S = 15.0
+# This very package, also from a checkout; last in the path, so that what shadows a library for trials (a file in
+# the working directory, say) does so here.
 _PROGRAM = "import sys; sys.path.append(sys.argv[2]); from dstrial.doctor.import_probe import main; main()"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """The torch that programs of this environment import.
-
-    Attributes:
-        version: as torch itself says.
-        file: where it was found.
-        cuda: CUDA release that it was built with, for example ``13.0``; None for another build.
-        hip: HIP release that it was built with; None for another build.
-        nccl: release of NCCL (or RCCL); None without it, or if it is not known.
-        architectures: of devices that it has kernels for, for example ``sm_90`` or ``compute_90``; empty if not known.
-        is_available: whether it finds a device; None if it was not asked.
-        num_devices: how many it finds.
-        warnings: what it said about the driver.
-        has_gloo: whether it has the collectives of CPU ranks; None if it was not asked.
-    """
+    """The torch that programs of this environment import."""
 
     version: str
     file: str = ""
-    cuda: str | None = None
+    cuda: str | None = None  # release that it was built with, for example 13.0
     hip: str | None = None
-    nccl: str | None = None
-    architectures: tuple[str, ...] = ()
-    is_available: bool | None = None
+    has_nccl: bool = True
+    architectures: tuple[str, ...] = ()  # that it has kernels for, sm_90 for example; empty if unknown
+    is_available: bool = False
     num_devices: int = 0
-    warnings: tuple[str, ...] = ()
-    has_gloo: bool | None = None
+    warnings: tuple[str, ...] = ()  # about the driver
+    has_gloo: bool = True
 
     @property
     def kind(self) -> str:
-        """What it was built for, in words."""
         if self.cuda is not None:
             return f"CUDA {self.cuda}"
         return "CPU only" if self.hip is None else f"ROCm, HIP {self.hip}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Operator:
-    """One compiled operator of DeepSpeed.
-
-    Attributes:
-        name: DeepSpeed's name of it.
-        is_prebuilt: whether it was compiled when DeepSpeed was installed.
-        is_compiled: whether an earlier program left it in the folder of compiled extensions.
-        is_compatible: whether DeepSpeed would try to compile it here; None if it was not asked.
-    """
-
-    name: str
-    is_prebuilt: bool
-    is_compiled: bool
-    is_compatible: bool | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DeepSpeedBuild:
-    """The DeepSpeed that programs of this environment import.
-
-    Attributes:
-        version: as DeepSpeed itself says.
-        file: where it was found.
-        accelerator: the device that it chose; None if it was not asked.
-        cuda_home: where it looks for nvcc; None if nowhere.
-        cuda_mismatch: why nvcc cannot compile for this torch; None if it can.
-        operators: those of the accelerator; empty if it was not asked.
-    """
+class Package:
+    """DeepSpeed or Determined, as imported."""
 
     version: str
     file: str = ""
-    accelerator: str | None = None
-    cuda_home: str | None = None
-    cuda_mismatch: str | None = None
-    operators: tuple[Operator, ...] = ()
+    accelerator: str | None = None  # the device that DeepSpeed chose
+    cuda_mismatch: str | None = None  # why DeepSpeed refuses nvcc for this torch
+    # name -> built (with the package), compiled (by an earlier program), compiled at first use, not possible
+    operators: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImportFailure:
-    """A library that could not be imported.
-
-    Attributes:
-        library: its name.
-        reason: the exception, or how the process ended.
-        place: file, line and function in which the import hung; empty if it did not hang.
-        seconds: how long it took to fail.
-    """
+    """A library that could not be imported."""
 
     library: str
-    reason: str
-    place: str = ""
-    seconds: float = 0.0
+    reason: str  # the exception, or how the process ended
+    place: str = ""  # file, line and function in which the import hung
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Libraries:
-    """What is known of the libraries that train.
+    """The libraries that train; None for one that could not be imported."""
 
-    Attributes:
-        torch: None if it is missing or could not be imported.
-        deepspeed: likewise.
-        is_imported: whether they were imported, or only their files read.
-        failures: imports that failed.
-        seconds: library -> what its import took.
-    """
-
-    torch: TorchBuild | None
-    deepspeed: DeepSpeedBuild | None
-    is_imported: bool
+    torch: TorchBuild | None = None
+    deepspeed: Package | None = None
+    determined: Package | None = None
     failures: tuple[ImportFailure, ...] = ()
-    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)  # library -> of its import
 
 
 def import_all(deadline_s: float) -> Libraries:
-    """Import the libraries in a process of their own.
-
-    Args:
-        deadline_s: when a process that still imports is ended.
-    """
+    """Import the libraries in a process of their own, which is ended at the deadline."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, str(deadline_s), str(Path(__file__).resolve().parents[2])],
@@ -165,12 +107,9 @@ def import_all(deadline_s: float) -> Libraries:
 
 
 def read_probe(output: str, errors: str, return_code: int | None, deadline_s: float) -> Libraries:
-    """Make values of what the probe wrote.
-
-    Its standard output has lines of JSON; ``return_code`` is negative for a signal, None if it was killed at ``deadline_s``.
-    """
+    """Read the probe's lines; ``return_code`` is None if it missed the deadline."""
     begun = ""
-    values: dict[str, Mapping[str, Any]] = {}
+    values: dict[str, dict[str, Any]] = {}
     seconds: dict[str, float] = {}
     failures: list[ImportFailure] = []
     for line in output.splitlines():
@@ -180,137 +119,103 @@ def read_probe(output: str, errors: str, return_code: int | None, deadline_s: fl
             continue
         begun = ""
         seconds[record["stage"]] = record["seconds"]
-        if "error" in record:
-            if any(failure.reason == record["error"] for failure in failures):
-                continue  # dstrial cannot be imported for the reason for which deepspeed cannot
-            failures.append(ImportFailure(record["stage"], record["error"], seconds=record["seconds"]))
-        else:
+        if "values" in record:
             values[record["stage"]] = record["values"]
+        elif all(failure.reason != record["error"] for failure in failures):
+            # dstrial mostly fails for the reason for which deepspeed does.
+            failures.append(ImportFailure(record["stage"], record["error"]))
     if begun or return_code != 0:
         failures.append(_unfinished(begun or "torch", errors, return_code, deadline_s))
-    torch, deepspeed = values.get("torch"), values.get("deepspeed")
-    return Libraries(
-        torch=None if torch is None else _torch_build(torch),
-        deepspeed=None if deepspeed is None else _deepspeed_build(deepspeed),
-        is_imported=True,
-        failures=tuple(failures),
-        seconds=seconds,
+    torch = values.get("torch")
+    for name in ("architectures", "warnings") if torch else ():
+        torch = {**(torch or {}), name: tuple((torch or {})[name])}
+    deepspeed, determined = (
+        Package(**values[stage]) if stage in values else None for stage in ("deepspeed", "dstrial")
     )
+    build = None if torch is None else TorchBuild(**torch)
+    return Libraries(build, deepspeed, determined, tuple(failures), seconds)
 
 
 def _unfinished(library: str, errors: str, return_code: int | None, deadline_s: float) -> ImportFailure:
-    """Say how a stage ended that did not say so itself."""
-    is_hanging = return_code is None or "Timeout (" in errors
-    if is_hanging:
+    """Say how an import ended that hung or crashed."""
+    if return_code is None or "Timeout (" in errors:
         frames = re.findall(r'^  File "(.+?)", line (\d+) in (.+)$', errors, re.MULTILINE)
         own = [frame for frame in frames if not frame[0].startswith("<")]
         place = "" if not own else f"{own[0][0]}:{own[0][1]} in {own[0][2]}"
-        return ImportFailure(library, f"not imported within {deadline_s:.0f} s", place, deadline_s)
+        return ImportFailure(library, f"not imported within {deadline_s:.0f} s", place)
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     said = f", after saying {lines[-1]!r}" if lines else ""
-    if return_code is not None and return_code < 0:
-        name = signal.Signals(-return_code).name
-        return ImportFailure(library, f"its import ended the process by {name}{said}")
-    return ImportFailure(library, f"its import ended the process with status {return_code}{said}")
+    how = f"by {signal.Signals(-return_code).name}" if return_code < 0 else f"with status {return_code}"
+    return ImportFailure(library, f"its import ended the process {how}{said}")
 
 
-def _torch_build(values: Mapping[str, Any]) -> TorchBuild:
-    return TorchBuild(
-        version=values["version"],
-        file=values["file"],
-        cuda=values["cuda"],
-        hip=values["hip"],
-        nccl=values["nccl"],
-        architectures=tuple(values["architectures"]),
-        is_available=values["is_available"],
-        num_devices=values["num_devices"],
-        warnings=tuple(values["warnings"]),
-        has_gloo=values["has_gloo"],
-    )
+def judge(
+    libraries: Libraries, installed: Mapping[str, str], hardware: Hardware, environ: Mapping[str, str]
+) -> list[Finding]:
+    """Judge the libraries; ``installed`` has versions by normalised name."""
+    findings = [_judge_failure(failure) for failure in libraries.failures]
+    torch, deepspeed, determined = libraries.torch, libraries.deepspeed, libraries.determined
+    if torch is not None:
+        findings.append(ok("torch", f"{torch.version}, {torch.kind}{_took(libraries, 'torch')}"))
+        findings += [*_judge_copies("torch", torch, installed), *_judge_collectives(torch)]
+    if deepspeed is not None:
+        device = f", trains on {deepspeed.accelerator}"
+        findings.append(ok("deepspeed", f"{deepspeed.version}{device}{_took(libraries, 'deepspeed')}"))
+        findings += _judge_copies("deepspeed", deepspeed, installed)
+        is_left_out = deepspeed.accelerator == "cpu" and torch is not None and torch.is_available
+        if is_left_out and visible(hardware, environ)[0] and "DS_ACCELERATOR" not in environ:
+            what = "torch finds devices, and DeepSpeed chose the CPU"
+            findings.append(
+                problem("accelerator", what, "Set DS_ACCELERATOR=cuda, and look at what `ds_report` says.")
+            )
+    if determined is not None:
+        findings += _judge_copies("determined", determined, installed)
+        findings.append(ok("what trials import", f"dstrial and determined{_took(libraries, 'dstrial')}"))
+    slow = [f"{name} takes {took:.0f} s" for name, took in libraries.seconds.items() if took > _SLOW_S]
+    if slow:
+        todo = "Each rank pays this at its start: put the environment on a local disk."
+        findings.append(note("imports", ", ".join(slow), todo))
+    return findings
 
 
-def _deepspeed_build(values: Mapping[str, Any]) -> DeepSpeedBuild:
-    return DeepSpeedBuild(
-        version=values["version"],
-        file=values["file"],
-        accelerator=values["accelerator"],
-        cuda_home=values["cuda_home"],
-        cuda_mismatch=values["cuda_mismatch"],
-        operators=tuple(Operator(name, **facts) for name, facts in values["operators"].items()),
-    )
-
-
-def read_files() -> Libraries:
-    """Read what the files of the libraries say, importing none of them."""
-    torch_file, deepspeed_file = _origin("torch"), _origin("deepspeed")
-    torch = deepspeed = None
-    if torch_file is not None:
-        names = assignments(torch_file.with_name("version.py"))
-        torch = TorchBuild(
-            version=str(names.get("__version__") or installed_version("torch")),
-            file=str(torch_file),
-            cuda=names.get("cuda"),
-            hip=names.get("hip"),
-            nccl=_packaged_nccl(),
-        )
-    if deepspeed_file is not None:
-        names = assignments(deepspeed_file.with_name("git_version_info_installed.py"))
-        deepspeed = DeepSpeedBuild(
-            version=str(names.get("version") or installed_version("deepspeed")), file=str(deepspeed_file)
-        )
-    missing = [
-        ImportFailure(name, "not installed")
-        for name, file in (("torch", torch_file), ("deepspeed", deepspeed_file))
-        if file is None
-    ]
-    return Libraries(torch, deepspeed, is_imported=False, failures=tuple(missing))
-
-
-def assignments(file: Path) -> dict[str, Any]:
-    """Return the constants of a module's top-level assignments without running it."""
-    try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError):
-        return {}
-    found: dict[str, Any] = {}
-    for statement in tree.body:
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-            target, value = statement.targets[0], statement.value
-        elif (
-            isinstance(statement, ast.AnnAssign)
-            and isinstance(statement.target, ast.Name)
-            and statement.value
-        ):
-            target, value = statement.target, statement.value
-        else:
-            continue
-        with contextlib.suppress(ValueError):
-            found[target.id] = ast.literal_eval(value)
+def _judge_collectives(torch: TorchBuild) -> list[Finding]:
+    found = []
+    if not torch.has_nccl and (torch.cuda is not None or torch.hip is not None):
+        todo = "Install a build of torch that has it; ranks with accelerators have no other collectives."
+        found.append(problem("NCCL", f"missing from a build of torch for {torch.kind}", todo))
+    if not torch.has_gloo:
+        todo = "Install a build of torch that has it: ranks on CPU, and the control of all others, need it."
+        found.append(problem("gloo", "missing from this build of torch", todo))
     return found
 
 
-def installed_version(distribution: str) -> str | None:
-    """Return the version in a distribution's metadata; None if it is not installed."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _judge_failure(failure: ImportFailure) -> Finding:
+    reason = failure.reason
+    if reason.startswith("not imported within"):
+        todo = "Look at that place; a file system that is slow or gone is a usual cause. --deadline waits longer."
+    elif reason.startswith("ModuleNotFoundError"):
+        todo = f"`{install_command()}` installs all that dstrial needs."
+    elif "accelerator" in reason.lower() and "ValueError" in reason:
+        todo = "Unset DS_ACCELERATOR, or install what that accelerator needs."
+    elif "SIGILL" in reason:
+        todo = "This processor lacks instructions that the build uses (AVX, say): install another build."
+    else:
+        todo = (
+            "Install it anew; a file of the same name in the working directory or on PYTHONPATH shadows it."
+        )
+    where = f" (it hangs at {failure.place})" if failure.place else ""
+    return problem(f"import {failure.library}", f"{reason}{where}", todo)
 
 
-def _origin(package: str) -> Path | None:
-    try:
-        spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):
-        return None
-    return None if spec is None or spec.origin is None else Path(spec.origin)
+def _took(libraries: Libraries, library: str) -> str:
+    return f"; imported in {libraries.seconds.get(library, 0.0):.1f} s"
 
 
-def _packaged_nccl() -> str | None:
-    return next(
-        (
-            found
-            for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
-            if (found := installed_version(name)) is not None
-        ),
-        None,
-    )
+def _judge_copies(name: str, imported: TorchBuild | Package, installed: Mapping[str, str]) -> list[Finding]:
+    """Find a second copy, by a version that differs from the installed one."""
+    said = installed.get(name)
+    if said is None or said.partition("+")[0] == imported.version.partition("+")[0]:
+        return []
+    what = f"{imported.version} is imported from {imported.file}, and {said} is installed"
+    todo = "Remove one of them; PYTHONPATH and user packages (~/.local) are usual places of the other."
+    return [problem(f"{name} copies", what, todo)]

@@ -1,4 +1,4 @@
-"""This machine's master: whether it runs and answers, and its directory's fitness."""
+"""Whether this machine's master runs and answers, and its directory is fit."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import socket
 import stat
 from pathlib import Path
 
+from dstrial.doctor.background import NoAnswerError, within
 from dstrial.doctor.finding import Finding, note, ok, problem
 from dstrial.errors import MasterError
 from dstrial.master import daemon
@@ -21,33 +22,19 @@ _ANSWER_TIMEOUT_S = 3.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MasterState:
-    """What is known of the master.
+    """What is known of the master."""
 
-    Attributes:
-        path: its state directory.
-        record: the process that serves; None if none does.
-        answer: how it answers: empty if as it should, else what is wrong.
-        slot_kinds: kinds of the slots that it offers.
-        owner: user id that the directory belongs to; None if there is no directory.
-        mode: rights on the directory, likewise.
-        credentials_mode: rights on the file of passwords; None without one.
-        error: why the directory cannot be looked into; empty if it can.
-        default_port_is_free: whether a master could listen where it does by default.
-    """
-
-    path: str
-    record: MasterRecord | None
-    answer: str = ""
-    slot_kinds: tuple[str, ...] = ()
-    owner: int | None = None
+    path: str  # its state directory
+    record: MasterRecord | None  # the process that serves; None if none does
+    answer: str = ""  # what is wrong with its answer
+    owner: int | None = None  # user id of the directory; None, like the mode, without one
     mode: int | None = None
-    credentials_mode: int | None = None
-    error: str = ""
+    credentials_mode: int | None = None  # of the file of passwords
+    error: str = ""  # why the directory cannot be looked into
     default_port_is_free: bool = True
 
 
 def measure(state: StateDirectory) -> MasterState:
-    """Look at a state directory and ask the master that serves it."""
     try:
         record = state.running()
     except MasterError as error:
@@ -62,7 +49,6 @@ def measure(state: StateDirectory) -> MasterState:
         path=str(state.path),
         record=record,
         answer="" if record is None else _answer(record),
-        slot_kinds=() if record is None else tuple(str(slot["kind"]) for slot in record.slots),
         owner=owner,
         mode=mode,
         credentials_mode=credentials_mode,
@@ -71,18 +57,13 @@ def measure(state: StateDirectory) -> MasterState:
 
 
 def _answer(record: MasterRecord) -> str:
-    """Say what is wrong with a master's answer; the caller's thread has the deadline."""
-    from dstrial.doctor.background import NoAnswerError, within
-
+    """Return what is wrong with a master's answer; empty if nothing is."""
     try:
         info = within(_ANSWER_TIMEOUT_S, lambda: Client(record.address).get("/info"))
-    except NoAnswerError as error:
+    except (NoAnswerError, MasterError) as error:
         return str(error)
-    except MasterError as error:
-        return str(error)
-    if info.get("cluster_id") != record.cluster_id:
-        return f"another master answers at {record.address}"
-    return ""
+    is_own = info.get("cluster_id") == record.cluster_id
+    return "" if is_own else f"another master answers at {record.address}"
 
 
 def _is_free(port: int) -> bool:
@@ -96,10 +77,7 @@ def _is_free(port: int) -> bool:
 
 
 def judge(master: MasterState, *, version: str, accelerator: str) -> list[Finding]:
-    """Judge the master.
-
-    ``version`` is that of this dstrial; ``accelerator`` is the kind of slots that a master would offer now, such as ``cuda``.
-    """
+    """Judge the master; one started now would offer slots of ``accelerator``."""
     if master.error:
         return [problem("state directory", master.error, "Name another directory with --state-dir.")]
     return [*_judge_process(master, version, accelerator), *_judge_directory(master)]
@@ -110,66 +88,39 @@ def _judge_process(master: MasterState, version: str, accelerator: str) -> list[
     if record is None:
         if master.default_port_is_free:
             return [ok("master", "does not run; `dstrial up` starts it")]
-        return [
-            note(
-                "master",
-                f"does not run, and another program listens on its port {daemon.DEFAULT_PORT}",
-                "Start it on another port: `dstrial up --port 0`.",
-            )
-        ]
+        what = f"does not run, and another program listens on its port {daemon.DEFAULT_PORT}"
+        return [note("master", what, "Start it on another port: `dstrial up --port 0`.")]
     who = f"process {record.pid} at {record.address}"
     if master.answer:
-        return [
-            problem(
-                "master",
-                f"{who} does not answer as it should: {master.answer}",
-                "`dstrial logs` says what it does; `dstrial down` and `dstrial up` start it anew, and trials go on.",
-            )
-        ]
-    kinds = sorted(set(master.slot_kinds))
-    found = [ok("master", f"{who} answers; {len(master.slot_kinds)} slots ({', '.join(kinds) or 'none'})")]
+        what = f"{who} does not answer as it should: {master.answer}"
+        todo = "`dstrial logs` says what it does; `dstrial down` and `dstrial up` start it anew, and trials go on."
+        return [problem("master", what, todo)]
+    kinds = sorted({str(slot["kind"]) for slot in record.slots})
+    found = [ok("master", f"{who} answers; {len(record.slots)} slots ({', '.join(kinds) or 'none'})")]
     anew = "`dstrial down` and `dstrial up` start it anew."
     if record.version != version:
         found.append(note("master version", f"{record.version}; this is dstrial {version}", anew))
     if kinds and accelerator not in kinds:
-        found.append(
-            note(
-                "master slots",
-                f"{', '.join(kinds)}; a master that started now would offer {accelerator}",
-                anew,
-            )
-        )
+        what = f"{', '.join(kinds)}; a master that started now would offer {accelerator}"
+        found.append(note("master slots", what, anew))
     return found
 
 
 def _judge_directory(master: MasterState) -> list[Finding]:
+    name = "state directory"
     if master.owner is None or master.mode is None:
-        return [ok("state directory", f"{master.path}; the first `dstrial up` makes it")]
+        return [ok(name, f"{master.path}; the first `dstrial up` makes it")]
     found = []
     if master.owner != os.getuid():
-        found.append(
-            problem(
-                "state directory",
-                f"{master.path} belongs to user id {master.owner}; expected {os.getuid()}",
-                "Name a directory of your own with --state-dir.",
-            )
-        )
+        what = f"{master.path} belongs to user id {master.owner}; expected {os.getuid()}"
+        found.append(problem(name, what, "Name a directory of your own with --state-dir."))
     elif master.mode & 0o077:
-        found.append(
-            note(
-                "state directory",
-                f"{master.path} has mode {master.mode:04o}: other accounts can look into it",
-                f"`chmod 700 {master.path}`; the next `dstrial up` does it too.",
-            )
-        )
+        what = f"{master.path} has mode {master.mode:04o}: other accounts can look into it"
+        found.append(note(name, what, f"`chmod 700 {master.path}`; the next `dstrial up` does it too."))
     if master.credentials_mode is not None and master.credentials_mode & 0o077:
         file = Path(master.path, "credentials.json")
         det = "det" if master.record is None else f"det -m {master.record.address}"
-        found.append(
-            problem(
-                "credentials",
-                f"{file} has mode {master.credentials_mode:04o}: other accounts can read the passwords",
-                f"`chmod 600 {file}`, and change the passwords (`{det} user change-password`).",
-            )
-        )
-    return found or [ok("state directory", f"{master.path}, mode {master.mode:04o}")]
+        what = f"{file} has mode {master.credentials_mode:04o}: other accounts can read the passwords"
+        todo = f"`chmod 600 {file}`, and change the passwords (`{det} user change-password`)."
+        found.append(problem("credentials", what, todo))
+    return found or [ok(name, f"{master.path}, mode {master.mode:04o}")]

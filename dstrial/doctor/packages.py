@@ -1,4 +1,4 @@
-"""Interpreter and packages against dstrial's requirements; imports none of them."""
+"""The interpreter and packages against dstrial's requirements."""
 
 from __future__ import annotations
 
@@ -22,64 +22,33 @@ _SCRIPT = "dstrial.cli.app:main"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Requirement:
-    """One package that dstrial needs or can use.
-
-    Attributes:
-        name: the distribution.
-        versions: which are supported, for example ``>=2.6``; empty for any.
-        extra: for which optional part; empty for all that dstrial does.
-        installed: the version that is there; None if none is.
-        is_supported: whether that version is one of those.
-    """
+    """One package that dstrial needs, or that an extra of it adds."""
 
     name: str
-    versions: str
-    extra: str
+    versions: str  # supported ones, ``>=2.6`` for example; empty for any
+    extra: str  # empty for what dstrial always needs
     installed: str | None
     is_supported: bool
-
-    @property
-    def asked(self) -> str:
-        """As pip is told it."""
-        return f"{self.name}{self.versions}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PythonEnvironment:
-    """The interpreter and what lies beside it.
-
-    Attributes:
-        version: of Python.
-        prefix: the virtual environment; empty outside one.
-        implementation: CPython, or another.
-        system: Linux, or another.
-        libc: name and version of the C library; empty if not known.
-        is_installed: whether dstrial is installed, rather than found in a checkout.
-        namesake: version and place of PyPI's other package of this name; empty without one.
-        location: where dstrial is.
-        dstrial: its version.
-        python_versions: which dstrial supports.
-        python_is_supported: whether this one is among them.
-        requirements: what dstrial needs; None if neither metadata nor ``pyproject.toml`` says.
-    """
+    """The interpreter and the packages beside it."""
 
     version: str
     executable: str
-    prefix: str
+    prefix: str  # the virtual environment; empty outside one
     implementation: str
     system: str
-    libc: str
-    is_installed: bool
-    namesake: str
-    location: str
+    is_installed: bool  # whether dstrial is installed, rather than found in a checkout
+    namesake: str  # version and place of PyPI's other package of this name; empty without one
     dstrial: str
     python_versions: str
     python_is_supported: bool
-    requirements: tuple[Requirement, ...] | None
+    requirements: tuple[Requirement, ...] | None  # None if neither metadata nor ``pyproject.toml`` is there
 
 
 def measure() -> PythonEnvironment:
-    """Read metadata."""
     found = list(importlib.metadata.distributions(name="dstrial"))
     own = [one for one in found if any(script.value == _SCRIPT for script in one.entry_points)]
     asked, python_versions = _declared(own)
@@ -89,14 +58,12 @@ def measure() -> PythonEnvironment:
         prefix="" if sys.prefix == sys.base_prefix else sys.prefix,
         implementation=platform.python_implementation(),
         system=platform.system(),
-        libc=" ".join(platform.libc_ver()).strip(),
         is_installed=bool(own),
         namesake=", ".join(f"{one.version} in {one.locate_file('')}" for one in found if one not in own),
-        location=str(_CHECKOUT),
         dstrial=dstrial.__version__,
         python_versions=python_versions,
         python_is_supported=_contains(python_versions, platform.python_version()),
-        requirements=None if asked is None else tuple(requirements(asked, _installed_versions())),
+        requirements=None if asked is None else tuple(requirements(asked, installed_versions())),
     )
 
 
@@ -121,10 +88,7 @@ def _declared(own: Sequence[importlib.metadata.Distribution]) -> tuple[list[str]
 
 
 def requirements(asked: Sequence[str], installed: Mapping[str, str]) -> list[Requirement]:
-    """Compare what is asked for (as ``Requires-Dist``) with what is installed.
-
-    ``installed`` is normalised name -> version.
-    """
+    """Compare requirements (as ``Requires-Dist``) with versions by normalised name."""
     from packaging.requirements import Requirement as Parsed
 
     found = []
@@ -149,18 +113,17 @@ def requirements(asked: Sequence[str], installed: Mapping[str, str]) -> list[Req
 
 
 def normalized(name: str) -> str:
-    """Return a distribution's name as indices compare it (PEP 503)."""
-    return re.sub(r"[-_.]+", "-", name).lower()
+    return re.sub(r"[-_.]+", "-", name).lower()  # PEP 503
 
 
-def _installed_versions() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
+    """Return versions by normalised name."""
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"]
         if name:
-            found.setdefault(
-                normalized(name), distribution.version
-            )  # the first on the path is the one imported
+            # The first on the path is the one that is imported.
+            found.setdefault(normalized(name), distribution.version)
     return found
 
 
@@ -171,13 +134,12 @@ def _contains(versions: str, version: str) -> bool:
 
 
 def judge(python: PythonEnvironment) -> list[Finding]:
-    """Judge interpreter and packages."""
     return [_judge_python(python), _judge_dstrial(python), *judge_requirements(python.requirements)]
 
 
 def _judge_python(python: PythonEnvironment) -> Finding:
     where = f"virtual environment {python.prefix}" if python.prefix else "no virtual environment"
-    what = f"{python.implementation} {python.version}, {python.executable} ({where}), {python.system} {python.libc}".rstrip()
+    what = f"{python.implementation} {python.version}, {python.executable} ({where}), {python.system}"
     if not python.python_is_supported:
         return problem("python", what, f"Make an environment with Python {python.python_versions}.")
     if python.system != "Linux":
@@ -193,36 +155,24 @@ def _judge_dstrial(python: PythonEnvironment) -> Finding:
             f"`{sys.executable} -m pip uninstall dstrial`, then `{install_command()}`.",
         )
     how = "" if python.is_installed else ", a checkout that is not installed"
-    return ok("dstrial", f"{python.dstrial}, {python.location}{how}")
+    return ok("dstrial", f"{python.dstrial}, {_CHECKOUT}{how}")
 
 
 def judge_requirements(found: Sequence[Requirement] | None) -> list[Finding]:
-    """Judge packages: a line for all good ones together, and a line per bad one."""
     if found is None:
-        return [
-            note(
-                "packages",
-                "not compared: dstrial is not installed here",
-                "`pip install -e .` in the checkout.",
-            )
-        ]
+        what = "not compared: dstrial is not installed here"
+        return [note("packages", what, "`pip install -e .` in the checkout.")]
     needed = [one for one in found if not one.extra]
     fitting = [f"{one.name} {one.installed}" for one in needed if one.is_supported]
     findings = [ok("packages", f"{len(fitting)} of {len(needed)} as supported: {', '.join(fitting)}")]
     for one in needed:
-        if one.installed is None:
-            findings.append(
-                problem(one.name, f"missing; expected {one.versions or 'any version'}", _install(one))
-            )
-        elif not one.is_supported:
-            findings.append(problem(one.name, f"{one.installed}; expected {one.versions}", _install(one)))
+        if not one.is_supported:
+            what = f"{one.installed or 'missing'}; expected {one.versions or 'any version'}"
+            todo = f"`{sys.executable} -m pip install '{one.name}{one.versions}'`."
+            findings.append(problem(one.name, what, todo))
     for extra in dict.fromkeys(one.extra for one in found if one.extra):
         findings.append(_judge_extra(extra, [one for one in found if one.extra == extra]))
     return findings
-
-
-def _install(one: Requirement) -> str:
-    return f"`{sys.executable} -m pip install '{one.asked}'`."
 
 
 def _judge_extra(extra: str, wanted: Sequence[Requirement]) -> Finding:

@@ -5,53 +5,36 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from dstrial.doctor.devices import Hardware, visible
+from dstrial.doctor.devices import Hardware, dotted, visible
 from dstrial.doctor.finding import Finding, note, ok, plural, problem
 from dstrial.doctor.libraries import TorchBuild
 
+# CUDA major release -> the oldest driver that serves every release of it. Source: CUDA Compatibility, "Minor Version
+# Compatibility" (docs.nvidia.com/deploy/cuda-compatibility).
 _OLDEST_DRIVERS = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
-"""CUDA major release -> the oldest driver that serves every release of it. Source: CUDA Compatibility, "Minor Version
-Compatibility" (docs.nvidia.com/deploy/cuda-compatibility)."""
-
+# CUDA major release -> the build of torch that an older driver still serves.
 _BUILDS = {11: "CUDA 11.8 (torch 2.6 or 2.7)", 12: "CUDA 12.6"}
-"""CUDA major release -> the build of torch that an older driver still serves."""
-
 _SELECTOR = "https://pytorch.org/get-started/locally"
 
 
-def judge(
-    torch: TorchBuild | None, hardware: Hardware, environ: Mapping[str, str], *, is_fast: bool
-) -> list[Finding]:
-    """Judge a build against devices and driver.
-
-    ``torch`` is None if there is none, which the imports tell; ``environ`` may hide devices; ``is_fast``: torch was only read and
-    not asked.
-    """
-    if torch is None:
+def judge(torch: TorchBuild | None, hardware: Hardware, environ: Mapping[str, str]) -> list[Finding]:
+    if torch is None:  # a failed import has a finding of its own
         return []
     if environ.get("DS_ACCELERATOR") == "cpu":
         return [ok("build", f"{torch.kind}; DS_ACCELERATOR=cpu keeps training on the CPU")]
-    seen = visible(hardware, environ)[0]
+    nvidia, amd = len(hardware.devices), hardware.num_amd
+    if nvidia and torch.cuda is None:
+        return [_wrong_build(torch, plural(nvidia, "NVIDIA device"), _best_build(hardware))]
+    if amd and not nvidia and torch.hip is None:
+        return [_wrong_build(torch, plural(amd, "AMD device"), "ROCm")]
     if torch.cuda is not None:
-        return _judge_cuda(torch, torch.cuda, hardware, num_visible=len(seen), is_fast=is_fast)
+        return _judge_cuda(torch, torch.cuda, hardware, len(visible(hardware, environ)[0]))
     if torch.hip is not None:
-        if hardware.devices and not hardware.num_amd:
-            return [
-                _wrong_build(torch, plural(len(hardware.devices), "NVIDIA device"), _best_build(hardware))
-            ]
-        return [_judge_availability(torch, hardware.num_amd, is_fast=is_fast)]
-    if hardware.devices:
-        return [_wrong_build(torch, plural(len(hardware.devices), "NVIDIA device"), _best_build(hardware))]
-    if hardware.num_amd:
-        return [_wrong_build(torch, plural(hardware.num_amd, "AMD device"), "ROCm")]
+        return [_judge_availability(torch, amd)]
     return [ok("build", f"{torch.kind}, as this machine has no accelerator")]
 
 
-def _judge_cuda(
-    torch: TorchBuild, cuda: str, hardware: Hardware, *, num_visible: int, is_fast: bool
-) -> list[Finding]:
-    if hardware.num_amd and not hardware.devices:
-        return [_wrong_build(torch, plural(hardware.num_amd, "AMD device"), "ROCm")]
+def _judge_cuda(torch: TorchBuild, cuda: str, hardware: Hardware, num_visible: int) -> list[Finding]:
     if hardware.driver is None:
         return [
             note(
@@ -60,36 +43,27 @@ def _judge_cuda(
                 "Install NVIDIA's driver if this machine has a device; a CPU build of torch takes a tenth of the space.",
             )
         ]
-    too_old = driver_too_old(cuda, hardware)
-    # A compatibility package (cuda-compat) makes a newer CUDA run on an older driver: what works is no problem.
+    too_old = _driver_too_old(cuda, hardware)
+    # A compatibility package (cuda-compat) makes a newer CUDA run on an older driver.
     if too_old is not None and not torch.is_available:
         return [too_old]
-    findings = [_judge_availability(torch, num_visible, is_fast=is_fast)]
+    findings = [_judge_availability(torch, num_visible)]
     for device in hardware.devices:
-        if (
-            device.capability
-            and torch.architectures
-            and not has_kernels(torch.architectures, device.capability)
-        ):
+        capability = device.capability
+        if capability and torch.architectures and not has_kernels(torch.architectures, capability):
+            what = (
+                f"{torch.kind} has no kernels for device {device.idx} ({device.name}, compute capability "
+                f"{dotted(capability)}); it has {', '.join(torch.architectures)}"
+            )
             findings.append(
-                problem(
-                    "kernels",
-                    f"{torch.kind} has no kernels for device {device.idx} ({device.name}, compute capability "
-                    f"{'.'.join(map(str, device.capability))}); it has {', '.join(torch.architectures)}",
-                    f"Install a build of torch that has them: see {_SELECTOR}.",
-                )
+                problem("kernels", what, f"Install a build of torch that has them: see {_SELECTOR}.")
             )
     return findings
 
 
-def driver_too_old(cuda: str, hardware: Hardware) -> Finding | None:
-    """Judge a build's CUDA release, for example ``13.0``, against the driver.
-
-    Returns:
-        A problem that says what to install; None if the driver is new enough or nothing is known.
-    """
+def _driver_too_old(cuda: str, hardware: Hardware) -> Finding | None:
     major = int(cuda.partition(".")[0])
-    driver = release(hardware.driver)
+    driver = _release(hardware.driver)
     oldest = _OLDEST_DRIVERS.get(major)
     if hardware.driver_cuda is not None:
         is_too_old = hardware.driver_cuda[0] < major
@@ -97,34 +71,21 @@ def driver_too_old(cuda: str, hardware: Hardware) -> Finding | None:
         is_too_old = oldest is not None and bool(driver) and driver < oldest
     if not is_too_old:
         return None
-    needs = "a newer driver" if oldest is None else f"driver {'.'.join(map(str, oldest))} or newer"
+    needs = "a newer driver" if oldest is None else f"driver {dotted(oldest)} or newer"
     serves = (
-        ""
-        if hardware.driver_cuda is None
-        else f", which serves CUDA up to {'.'.join(map(str, hardware.driver_cuda))}"
+        "" if hardware.driver_cuda is None else f", which serves CUDA up to {dotted(hardware.driver_cuda)}"
     )
     best = _best_build(hardware)
     instead = f", or a build of torch for {best} ({_SELECTOR})" if best else ""
-    return problem(
-        "build",
-        f"torch {torch_release(cuda)} needs {needs}; the driver is {hardware.driver}{serves}",
-        f"Install {needs}{instead}.",
-    )
-
-
-def torch_release(cuda: str) -> str:
-    """Name a build by its CUDA release."""
-    return f"built for CUDA {cuda}"
+    what = f"torch built for CUDA {cuda} needs {needs}; the driver is {hardware.driver}{serves}"
+    return problem("build", what, f"Install {needs}{instead}.")
 
 
 def has_kernels(architectures: tuple[str, ...], capability: tuple[int, int]) -> bool:
-    """Whether a build runs on a device.
+    """Return whether a build runs on a device of this compute capability.
 
-    Args:
-        architectures: ``sm_90`` is machine code, which runs on devices of the same major and the same or a higher minor
-            number; ``compute_90`` is an intermediate language, which is translated for newer devices; a letter at the end
-            (``sm_90a``) binds it to that very device.
-        capability: of the device, major and minor.
+    ``sm_90`` is machine code, which runs on the same major and the same or a higher minor number; ``compute_90`` is
+    translated for newer devices; ``sm_90a`` runs on that device only.
     """
     for architecture in architectures:
         found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", architecture)
@@ -142,14 +103,11 @@ def has_kernels(architectures: tuple[str, ...], capability: tuple[int, int]) -> 
     return False
 
 
-def release(version: str | None) -> tuple[int, ...]:
-    """Return the numbers of a driver's version; empty if there are none."""
+def _release(version: str | None) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version or "")[:3])
 
 
-def _judge_availability(torch: TorchBuild, num_visible: int, *, is_fast: bool) -> Finding:
-    if is_fast:
-        return ok("build", f"{torch.kind}; whether it finds the devices was not asked (--fast)")
+def _judge_availability(torch: TorchBuild, num_visible: int) -> Finding:
     if num_visible == 0:
         return ok("build", f"{torch.kind}; no device is visible: ranks train on the CPU")
     if not torch.is_available:
@@ -165,10 +123,7 @@ def _judge_availability(torch: TorchBuild, num_visible: int, *, is_fast: bool) -
             f"{torch.kind}; finds {torch.num_devices} devices where the driver has {num_visible}",
             "With MIG, CUDA uses one instance a process; otherwise look at CUDA_VISIBLE_DEVICES and the rights on /dev/nvidia*.",
         )
-    return ok(
-        "build",
-        f"{torch.kind}; finds {plural(torch.num_devices, 'device')}",
-    )
+    return ok("build", f"{torch.kind}; finds {plural(torch.num_devices, 'device')}")
 
 
 def _wrong_build(torch: TorchBuild, has: str, wanted: str) -> Finding:
@@ -181,11 +136,11 @@ def _wrong_build(torch: TorchBuild, has: str, wanted: str) -> Finding:
 
 
 def _best_build(hardware: Hardware) -> str:
-    """The newest CUDA release whose builds the driver serves, in words."""
+    """Return the newest CUDA release that the driver serves; empty without any."""
     if hardware.driver_cuda is not None:
         major = hardware.driver_cuda[0]
     else:
-        driver = release(hardware.driver)
+        driver = _release(hardware.driver)
         major = max((cuda for cuda, oldest in _OLDEST_DRIVERS.items() if driver >= oldest), default=0)
     if major in _BUILDS:
         return _BUILDS[major]

@@ -1,4 +1,4 @@
-"""What a logger is told, and the contract of one. Pure."""
+"""What a logger receives, and the contract of one; pure."""
 
 from __future__ import annotations
 
@@ -11,78 +11,58 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from determined import util
 
+# At its length, early because a stop was requested, or with an error.
 FinalState = Literal["completed", "stopped", "failed"]
-"""How a run ends: at its length, before it because somebody asked, or with an error."""
 
 Group: TypeAlias = Literal["training", "validation", "telemetry"]
-"""What a report is of: batches, a validation, or what the run tells of itself."""
 
 _EXACT_INTEGERS = 2**53
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoggedRun:
-    """What a logger is told before the first report.
+    """What a logger receives before the first report; secrets are masked."""
 
-    Attributes:
-        run_id: 16 hexadecimal digits, the same for every attempt at the same run and for no other run.
-        name: of the run among those of its project.
-        group: what the run belongs to: its experiment.
-        project: the experiment's name.
-        hyperparameters: as the trial sees them, secrets masked.
-        config: the experiment config without hyperparameters, secrets masked.
-        directory: where files of this run may lie, not made yet.
-        store: where a file of many runs may lie.
-    """
-
-    run_id: str
+    run_id: str  # 16 hexadecimal digits, the same for every attempt at the run
     name: str
-    group: str
+    group: str  # the run's experiment
     project: str
     hyperparameters: Mapping[str, Any]
-    config: Mapping[str, Any]
-    directory: Path
-    store: Path
+    config: Mapping[str, Any]  # without hyperparameters
+    directory: Path  # for files of this run; not created yet
+    store: Path  # for a file of many runs
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """The numbers of one report.
-
-    Attributes:
-        group: what was measured.
-        batches_trained: finished batches of the run.
-        epochs: the same in epochs; None where an epoch has no length.
-        numbers: metric name -> number, NaN and infinities included.
-        time_s: when it was reported, seconds since 1970.
-    """
+    """The numbers of one report, NaN and infinities included."""
 
     group: Group
     batches_trained: int
-    epochs: float | None
+    epochs: float | None  # None where an epoch has no length
     numbers: Mapping[str, int | float]
     time_s: float = dataclasses.field(default_factory=time.time)
 
     def named(self) -> dict[str, int | float]:
-        """Return the numbers as loggers call them, ``training/loss`` for example."""
+        """Return the numbers as loggers call them: ``training/loss``, for example."""
         return {f"{self.group}/{name}": number for name, number in self.numbers.items()}
 
 
 class Logger(Protocol):
-    """Keeps the reports of one run somewhere else.
+    """Keeps the reports of one run in another system.
 
-    All methods are called on the same thread, which is not the one that trains, and may take their time. What they raise is
-    warned of once; ``log`` is called again with later reports.
+    All methods are called on one thread, which does not train, and may block. An exception is warned of once; ``log`` is called
+    again with later reports.
     """
 
     def begin(self, run: LoggedRun) -> str:
-        """Begin or take up the run, and return where it is to be seen."""
+        """Begin or resume the run; return where it can be seen."""
 
     def log(self, reports: Sequence[Report]) -> None:
         """Keep reports, the oldest first."""
 
     def end(self, state: FinalState) -> None:
-        """Say how the run has ended, and wait until all is kept."""
+        """Record how the run has ended; block until all is kept."""
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> tuple[dict[str, int | float], list[str]]:
@@ -124,5 +104,4 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def is_finite(number: float) -> bool:
-    """Say whether a number is neither NaN nor infinite."""
     return math.isfinite(number)

@@ -1,6 +1,6 @@
-"""MLflow: one run of a tracking server or an SQLite file, found again by a tag.
+"""MLflow: one run of a tracking server or an SQLite file, found by a tag.
 
-Reports that wait are sent together with ``log_batch``: by itself a metric costs as much as a hundred.
+Queued reports are sent together with ``log_batch``: a single metric costs as much as a hundred.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from dstrial.loggers.logger import FinalState, LoggedRun, Report, flat, is_finit
 
 logger = logging.getLogger("dstrial.loggers")
 
-RUN_TAG = "dstrial.run_id"
-"""Tag by which a run is found when training goes on."""
+RUN_TAG = "dstrial.run_id"  # by which a resumed run is found
 
 _SQLITE = "sqlite:///"
 _STATUS: Mapping[FinalState, str] = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
@@ -33,13 +32,7 @@ _MOST_PARAMS = 100
 
 
 class MLflowLogger:
-    """Logs to MLflow.
-
-    Args:
-        options: of the config.
-
-    Source: mlflow 3.17.
-    """
+    """Logs to MLflow (source: mlflow 3.17)."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
@@ -49,7 +42,6 @@ class MLflowLogger:
         self._has_warned_of_infinity = False
 
     def begin(self, run: LoggedRun) -> str:
-        """Begin the run, or take up the one that has its tag."""
         from mlflow import MlflowClient
 
         # It writes a traceback of every batch that fails; what failed first is said once, by our thread.
@@ -72,7 +64,6 @@ class MLflowLogger:
         return f"{uri.rpartition('@')[2]}, run {self._run_id}"
 
     def log(self, reports: Sequence[Report]) -> None:
-        """Send all reports together."""
         from mlflow.entities import Metric
 
         metrics = []
@@ -90,7 +81,6 @@ class MLflowLogger:
             self._client.log_batch(self._run_id, metrics=metrics[start : start + _MOST_METRICS])
 
     def end(self, state: FinalState) -> None:
-        """Say how the run has ended."""
         self._client.set_tag(self._run_id, "dstrial.state", state)
         self._client.set_terminated(self._run_id, _STATUS[state])
 
@@ -112,7 +102,7 @@ class MLflowLogger:
             return str(known.experiment_id)
 
     def _log_parameters(self, run: LoggedRun, known: Mapping[str, str]) -> None:
-        """Log what is not logged yet: MLflow changes no parameter."""
+        """Log new parameters: MLflow changes none."""
         from mlflow.entities import Param
 
         values = {**flat(run.hyperparameters), **flat(run.config, "experiment.")}
@@ -128,7 +118,7 @@ class MLflowLogger:
             self._client.log_batch(self._run_id, params=parameters[start : start + _MOST_PARAMS])
 
     def _name(self, original: str) -> str | None:
-        """Return a name that MLflow takes; None where another one has become the same."""
+        """Return a name that MLflow accepts; None if another metric has it."""
         if original not in self._names:
             name = accepted_name(original)
             if name in self._names.values():
@@ -151,14 +141,14 @@ class MLflowLogger:
 
 
 def accepted_name(name: str) -> str:
-    """Return a name in the letters that MLflow takes, no longer than it may be."""
+    """Return a name in the letters and of the length that MLflow accepts."""
     parts = _NOT_IN_NAME.sub("_", name)[:_MOST_NAME_CHARS].split("/")
     return "/".join("_" if part in ("", ".", "..") else part for part in parts)
 
 
 @contextlib.contextmanager
 def _alone(uri: str) -> Iterator[None]:
-    """Keep other trials of this machine from making a new file's tables meanwhile."""
+    """Lock out other trials of this machine while a new file's tables are created."""
     if not uri.startswith(_SQLITE):
         yield
         return

@@ -1,8 +1,7 @@
-"""Which run loggers are told of.
+"""The identity by which loggers know a run.
 
-It is the same for every attempt at a run, and another for every other run. Nothing is stored for this. A run directory knows when
-it was made, and a trial of a master has a number; a fork and a run that begins from somebody's checkpoint have another of these,
-and so are runs of their own.
+It is the same for every attempt at a run and differs from that of every other run. It follows from when a run directory was
+created, or from the number of a master's trial; a fork has another number.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from dstrial.trial.runtime import TrialRuntime
 
 
 def logged_run(runtime: TrialRuntime) -> LoggedRun:
-    """Return what loggers are told of a trial. Ranks: the chief; no communication."""
+    """Return what loggers receive of a trial. Ranks: the chief; no communication."""
     config = dict(runtime.exp_conf or {})
     config.pop("hyperparameters", None)
     info = cluster_info()
@@ -56,7 +55,7 @@ def logged_run(runtime: TrialRuntime) -> LoggedRun:
 
 
 def _run_directory(runtime: TrialRuntime, info: Any) -> RunDirectory | None:
-    """Return the run directory whose run this is; None where it is a trial's."""
+    """Return the run directory whose run this is; None for a master's trial."""
     if info is None:
         found: RunDirectory = runtime.core.run_directory
         return found
@@ -73,6 +72,6 @@ def _run_directory(runtime: TrialRuntime, info: Any) -> RunDirectory | None:
 
 
 def _all_runs(directory: RunDirectory, name: str) -> Path:
-    """Return the directory of all runs, or the run's own where it lies elsewhere."""
+    """Return the directory of all runs, or the run's own if it lies elsewhere."""
     parent = directory.path.parent
     return parent.parent if parent.name == experiment_slug(name) else directory.path

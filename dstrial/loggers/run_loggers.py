@@ -40,16 +40,7 @@ MAKERS: Mapping[str, Callable[[Mapping[str, Any]], Logger]] = {
 
 
 class RunLoggers:
-    """A ``MetricSink`` that hands reports to loggers.
-
-    None of them can hold up or end training. Used as a context manager around training, whose end it tells the loggers.
-
-    Args:
-        made: name of a logger and the logger, for each one.
-        begin_s: how long ``open`` waits, seconds.
-        end_s: how long the end of the block waits, seconds.
-        capacity: how many reports may wait for each.
-    """
+    """A ``MetricSink`` and context manager that hands reports to loggers."""
 
     takes_telemetry = True
 
@@ -70,23 +61,21 @@ class RunLoggers:
 
     @property
     def sinks(self) -> list[RunLoggers]:
-        """This one, or nothing where there are no loggers."""
         return [self] if self._made else []
 
     def note_stop(self) -> None:
-        """Note that training ends before its length because it was asked to."""
+        """Note that training ends early because a stop was requested."""
         self._is_stopped = True
 
     # ---- a sink ----------------------------------------------------------------------------------------
 
     def open(self, context: DeepSpeedTrialContext) -> None:
-        """Begin with all loggers, and wait a while for them."""
         runtime = runtime_of(context)
         self._epoch_length = lambda: runtime.epoch_length
         self.begin(logged_run(runtime))
 
     def begin(self, run: LoggedRun) -> None:
-        """Begin a run with all loggers, and wait a while for them."""
+        """Begin a run with all loggers, and wait up to ``begin_s``."""
         # What they import and make may draw random numbers, which training without loggers would not.
         states = random.getstate(), np.random.get_state()
         self._threads = [LoggerThread(name, made, run, capacity=self._capacity) for name, made in self._made]
@@ -99,7 +88,6 @@ class RunLoggers:
         np.random.set_state(states[1])
 
     def report(self, group: Group, batches_trained: int, metrics: Mapping[str, Any]) -> None:
-        """Hand the numbers of a report to all loggers; returns at once."""
         numbers, others = numbers_of(metrics)
         # What a run tells of itself has more than numbers on purpose.
         if group != "telemetry" and (new := sorted(set(others) - self._left_out)):
@@ -111,12 +99,11 @@ class RunLoggers:
             thread.report(report)
 
     def close(self) -> None:
-        """Do nothing: how the run ends is known when the block ends."""
+        """Do nothing: ``__exit__`` knows how the run ended."""
 
     # ---- the block -------------------------------------------------------------------------------------
 
     def __enter__(self) -> RunLoggers:
-        """Begin nothing yet: ``open`` does."""
         return self
 
     def __exit__(
@@ -125,7 +112,6 @@ class RunLoggers:
         error: BaseException | None,
         traceback: types.TracebackType | None,
     ) -> None:
-        """Tell the loggers how the run has ended, and wait a while for them."""
         is_leaving = isinstance(error, SystemExit) and not error.code
         self.end(
             "failed"
@@ -136,7 +122,7 @@ class RunLoggers:
         )
 
     def end(self, state: FinalState) -> None:
-        """End with all loggers; may be called again."""
+        """End all loggers, and wait up to ``end_s``; idempotent."""
         threads, self._threads = self._threads, []
         for thread in threads:
             thread.end(state)
@@ -146,15 +132,7 @@ class RunLoggers:
 
 
 def loggers_of(context: DeepSpeedTrialContext, *, is_test: bool = False) -> RunLoggers:
-    """Return the loggers that a trial's config names.
-
-    There are none on other ranks than the chief. None either where a trial is only tested, or measured by somebody.
-
-    Raises:
-        ConfigError: they are not as they must be.
-
-    Ranks: any; no communication.
-    """
+    """Return the loggers of a trial's config, on the chief and outside of tests."""
     runtime = runtime_of(context)
     specs: Sequence[LoggerSpec] = logger_specs(runtime.exp_conf)
     is_measured = bool((runtime.hparams or {}).get(AROUND_FIT_KEY))

@@ -1,6 +1,6 @@
-"""Trackio: a run of a local SQLite file, or of a Space of Hugging Face's.
+"""Trackio: a run of a local SQLite file or of a Hugging Face Space, by name.
 
-Its directory is its own (``TRACKIO_DIR``), where ``trackio show`` looks. It finds a run by its name.
+Its directory is Trackio's own (``TRACKIO_DIR``), where ``trackio show`` looks.
 """
 
 from __future__ import annotations
@@ -13,13 +13,7 @@ from dstrial.loggers.logger import FinalState, LoggedRun, Report
 
 
 class TrackioLogger:
-    """Logs to Trackio.
-
-    Args:
-        options: of the config.
-
-    Source: trackio 0.43.
-    """
+    """Logs to Trackio (source: trackio 0.43)."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
@@ -28,7 +22,6 @@ class TrackioLogger:
         self._has_told = False
 
     def begin(self, run: LoggedRun) -> str:
-        """Begin the run, or take up the one of its name."""
         import trackio
 
         options = self._options
@@ -53,7 +46,6 @@ class TrackioLogger:
         return str(TRACKIO_DIR)
 
     def log(self, reports: Sequence[Report]) -> None:
-        """Hand each report to Trackio, which writes them by itself."""
         for report in reports:
             row: dict[str, Any] = report.named()
             if report.epochs is not None:
@@ -63,14 +55,13 @@ class TrackioLogger:
         self._require_written()
 
     def end(self, state: FinalState) -> None:
-        """Say how the run has ended, and wait until all is written."""
         self._run.log({"state": state}, step=self._last_batch)
         self._run.finish()
         if not self._has_told:  # The warning of a loss says that more may follow.
             self._require_written()
 
     def _require_written(self) -> None:
-        """Raise what Trackio only warns of: it drops what it cannot write."""
+        """Raise what Trackio only warns of: it drops reports that it cannot write."""
         noted: set[str] = getattr(self._run, "_warned_failures", set())
         failures = tuple(noted)
         if failures:

@@ -1,8 +1,7 @@
-"""Weights & Biases: a run of its own in the process.
+"""Weights & Biases: a run of its own, offline without a key or server.
 
-It is online where there is a key and a server, else on disk. W&B's step is the batch. Where a run goes on from an earlier batch
-than its server has seen, W&B takes no smaller step, and the next free one is used; charts have ``batches`` as their axis, and
-show such batches twice.
+W&B's step is the batch. W&B rejects a step below one that its server has seen, so a run that resumes from an earlier batch uses
+the next free step; charts have ``batches`` as their axis, and show such batches twice.
 """
 
 from __future__ import annotations
@@ -33,13 +32,7 @@ _LEAST_FREE_BYTES = 2**20
 
 
 class WandbLogger:
-    """Logs to Weights & Biases.
-
-    Args:
-        options: of the config.
-
-    Source: wandb 0.29 and 0.31.
-    """
+    """Logs to Weights & Biases (source: wandb 0.29 and 0.31)."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
@@ -49,7 +42,6 @@ class WandbLogger:
         self._directory = Path()
 
     def begin(self, run: LoggedRun) -> str:
-        """Begin or take up the run; without a key or a server it is kept on disk."""
         import wandb
 
         options = self._options
@@ -75,7 +67,6 @@ class WandbLogger:
         return str(self._run.url)
 
     def log(self, reports: Sequence[Report]) -> None:
-        """Give each report to W&B, which keeps it in a process of its own."""
         if self._run.offline and shutil.disk_usage(self._directory).free < _LEAST_FREE_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._directory))
         for report in reports:
@@ -87,7 +78,6 @@ class WandbLogger:
             self._run.log(row, step=self._step)
 
     def end(self, state: FinalState) -> None:
-        """Say how the run has ended, and wait until W&B has it."""
         self._run.summary["state"] = state
         self._run.finish(exit_code=1 if state == "failed" else 0)
 
@@ -132,7 +122,7 @@ class WandbLogger:
 
 
 def _has_key() -> bool:
-    """Say whether there is a key, where W&B itself looks for one."""
+    """Look for an API key where W&B does."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urllib.parse.urlparse(os.environ.get("WANDB_BASE_URL") or _DEFAULT_SERVER).hostname
@@ -143,13 +133,9 @@ def _has_key() -> bool:
 
 
 def next_step(step: int, before: int | None, batch: int) -> int:
-    """Return the step of a report: its batch, or the next that is free. Pure.
+    """Return the step of a report: its batch, or the next free one; pure.
 
-    W&B takes no step below those that it has seen, and merges what has the same step.
-
-    Args:
-        step: of the report before, or the last that W&B has seen.
-        before: batch of that report; None for none.
-        batch: of this report. Reports of one batch share a row.
+    W&B rejects smaller steps, and merges reports of one step: those of one batch share a row. ``before`` is the batch of the
+    last report.
     """
     return step if batch == before else max(step + 1, batch)

@@ -1,4 +1,4 @@
-"""One logger's thread: takes reports from a bounded queue, and says what is lost."""
+"""One logger's thread: takes reports from a bounded queue, and reports losses."""
 
 from __future__ import annotations
 
@@ -14,29 +14,18 @@ from dstrial.loggers.logger import FinalState, LoggedRun, Logger, Report
 
 logger = logging.getLogger("dstrial.loggers")
 
-CAPACITY = 10_000
-"""How many reports may wait; the next ones are lost."""
-
+CAPACITY = 10_000  # queued reports; further ones are lost
+# The thread polls; waking it per report would cost the loop time (see ``dstrial.loop.report_writer``).
 LOOK_S = 1.0
-"""How often the thread looks for reports, seconds; those of a second cost little more than one.
-
-Nobody wakes it, but for the end of the run: see ``dstrial.loop.report_writer``.
-"""
 
 
 _PASSWORD = re.compile(r"://[^/\s@]*@")
 
 
 class LoggerThread:
-    """Has one logger work behind training.
+    """Runs one logger behind training, without raising its errors.
 
-    Never raises what the logger does, and never waits for it but in ``wait_begun`` and ``wait_ended``.
-
-    Args:
-        name: of the logger.
-        made: the logger, unused so far.
-        run: what it is told.
-        capacity: how many reports may wait.
+    Only ``wait_begun`` and ``wait_ended`` block.
     """
 
     def __init__(self, name: str, made: Logger, run: LoggedRun, *, capacity: int = CAPACITY) -> None:
@@ -58,11 +47,10 @@ class LoggerThread:
     # ---- the run ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin, without waiting for it."""
         self._thread.start()
 
     def wait_begun(self, deadline_s: float) -> None:
-        """Wait until the logger has begun or failed, at most until a monotonic time."""
+        """Wait until the logger has begun or failed, up to a monotonic time."""
         if not self._begun.wait(max(deadline_s - time.monotonic(), 0.0)):
             logger.warning(
                 "logger %s has not begun yet; training goes on, and reports wait for it (up to %d)",
@@ -71,7 +59,6 @@ class LoggerThread:
             )
 
     def report(self, report: Report) -> None:
-        """Hand over a report; returns at once."""
         self._num_given += 1
         if self._is_off:
             return
@@ -81,12 +68,11 @@ class LoggerThread:
         self._reports.append(report)
 
     def end(self, state: FinalState) -> None:
-        """Ask it to end, without waiting for it."""
         self._state = state
         self._is_over.set()
 
     def wait_ended(self, deadline_s: float) -> None:
-        """Wait until it has ended, at most until a monotonic time, and say what is lost."""
+        """Wait until the logger has ended, up to a monotonic time; warn of lost reports."""
         begun_s = time.monotonic()
         is_ended = self._ended.wait(max(deadline_s - begun_s, 0.0))
         num_lost = self._num_given - self._num_kept
@@ -145,7 +131,7 @@ class LoggerThread:
         self._under_way = ()
 
     def _warn(self, why: str, lost: Sequence[Report]) -> None:
-        """Say once that reports are lost; how many in all is said at the end."""
+        """Warn once of lost reports; ``wait_ended`` has their number."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning(

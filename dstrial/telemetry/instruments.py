@@ -1,8 +1,7 @@
-"""The instruments of one rank.
+"""The instruments of one rank: they listen to training and measure it.
 
-They listen while it trains, and say what they saw at a report. Nothing here synchronises a device or talks to another rank. What
-crosses ranks is a ``RankSample``, which travels with the exchange of the report (``loop/report_exchange``). Instruments never end
-a training: what they cannot say is missing.
+Nothing here synchronises a device, talks to another rank or ends a training. What crosses ranks is a ``RankSample``, which
+travels with the exchange of the report (``loop/report_exchange``).
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ ResultT = TypeVar("ResultT")
 
 
 def timed_events(accelerator: Any) -> Callable[[], Event] | None:
-    """Return what makes events of the accelerator that tell times.
-
-    None if it has none.
+    """Return a factory of the accelerator's events with times; None if it has none.
 
     Source: DeepSpeed's ``Event`` is ``torch.cuda.Event`` on CUDA, None on the CPU (``accelerator/cpu_accelerator.py:133``).
     """
@@ -43,12 +40,7 @@ def timed_events(accelerator: Any) -> Callable[[], Event] | None:
 
 
 class LeavingSample:
-    """A sample, one number of which may still be on its way from the device.
-
-    Args:
-        sample: without it.
-        norm: the gradients' norm as the engine gives it.
-    """
+    """A sample whose gradient norm may still be on its way from the device."""
 
     def __init__(self, sample: dict[str, Any], norm: Any) -> None:
         self._sample = sample
@@ -63,7 +55,7 @@ class LeavingSample:
             self._norm = host
 
     def wait(self) -> RankSample:
-        """Return it. Waits as ``LeavingTotals.wait`` does, beside which it is called."""
+        """Return the sample; blocks like ``LeavingTotals.wait``, its neighbour."""
         if self._has_left is not None:
             self._has_left.synchronize()
         norm = None if self._norm is None else float(self._norm)
@@ -74,11 +66,9 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
     """Measures what one rank does while the block lasts.
 
     Args:
-        engines: of the trial, in the order of wrapping.
-        replica: which ranks read the same records as this one, by the first engine.
-        shares_sequences: whether ranks of a replica read parts of the same sequence, so that tokens cannot be told.
+        replica: ranks of one replica read the same records, by the first engine.
+        shares_sequences: whether ranks of a replica read parts of one sequence, so that tokens are unknown.
         count_tokens: returns the tokens of a micro batch; None if they are unknown.
-        clock: seconds of the host.
 
     Ranks: each its own; no communication, no synchronisation of a device.
     """
@@ -121,15 +111,13 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
     # ---- what the loop tells -------------------------------------------------------------------------
 
     def begin(self, batches_trained: int) -> None:
-        """Begin to count at a batch."""
         self._start = batches_trained
 
     def switch(self, is_training: bool) -> None:
-        """Say whether batches are trained from now on, or something else is done."""
         self._timer.switch(is_training)
 
     def drew(self, micro_batch: Any, seconds: float) -> None:
-        """Take a micro batch that the loader gave, and how long the rank waited. Hot path."""
+        """Record a micro batch and how long the rank waited for it. Hot path."""
         self._data_wait_s += seconds
         if self._num_tokens is not None and self._counts_tokens:
             tokens = self._tokens_of(micro_batch)
@@ -148,18 +136,14 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         return None
 
     def without_loader(self) -> None:
-        """Take that nobody tells of micro batches.
-
-        Waiting for them, tokens and FLOPs are unknown then.
-        """
+        """Record that a script draws its records: data wait, tokens and FLOPs are unknown."""
         self._knows_data_wait = False
         self._flops = FlopCount(0.0, unknown="the script draws its records itself")
 
     def first_batch(self, train_batch: Callable[..., ResultT]) -> Callable[..., ResultT]:
-        """Return a ``train_batch`` whose FLOPs and memory are counted.
+        """Return a ``train_batch`` whose first call counts FLOPs and memory.
 
-        They are counted for the first batch only. Counting changes no number of the training, and takes a few microseconds an
-        operation.
+        Counting changes no number of the training, and takes a few microseconds per operation.
         """
         counter = self.counting()
 
@@ -170,10 +154,7 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         return counted
 
     def counting(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a block in which FLOPs and memory are counted.
-
-        It is to be entered again and again.
-        """
+        """Return a reusable block in which FLOPs and memory are counted."""
         unknown = why_uncountable(self._engines)
         self._timer.entering = self._memory.entering
         if unknown is not None:
@@ -187,7 +168,7 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         return counter
 
     def end_first_batch(self, batches_trained: int, seconds: float) -> None:
-        """Leave the first batch, which took so many seconds, out of all but the FLOPs."""
+        """Exclude the first batch, which took ``seconds``, from everything but the FLOPs."""
         if self._counter is not None:
             self._flops = self._counter.count
             self._counter = None
@@ -201,14 +182,11 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
         self._seconds -= seconds
 
     def trained(self, seconds: float) -> None:
-        """Take for how long the loop has trained since it last told.
-
-        The first batch is included.
-        """
+        """Add seconds of training since the last call, first batch included."""
         self._seconds += seconds
 
     def sample(self, batches_trained: int) -> LeavingSample:
-        """Return what was seen since the last sample, and begin anew."""
+        """Return the measurements since the last sample, and reset them."""
         num_batches = batches_trained - self._start
         tokens = self._num_tokens if self._counts_tokens and self._num_tokens else None
         flops = self._flops
@@ -236,15 +214,13 @@ class Instruments(contextlib.AbstractContextManager["Instruments"]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type in which the first engine multiplies."""
         return compute_dtype(self._engines[0])
 
     def known_peak(self) -> Peak | None:
-        """Return the peak of this device that is kept; None before it was measured."""
         return known_peak(self._device, self.dtype)
 
     def measured_peak(self) -> Peak | None:
-        """Measure it, where nothing waits for the device any more; None if that fails."""
+        """Measure the device's peak when the device is idle; None if that fails."""
         try:
             return measured_peak(self._device, self.dtype)
         except (RuntimeError, OSError) as error:

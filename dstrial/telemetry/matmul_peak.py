@@ -1,7 +1,7 @@
-"""How fast the device of this machine multiplies matrices.
+"""The device's measured peak of matrix products, cached in a file of the user's.
 
-That is measured, and kept in a file of the user's. Nothing is measured while anything trains. What was measured on a busy machine
-is measured again on a less busy one, and the best is kept; removing the file, ``matmul_peaks.json``, has it measured anew.
+Nothing is measured while anything trains. A measurement on a busy machine is repeated on a less busy one, and the best is kept.
+Removing the file, ``matmul_peaks.json``, has the peak measured anew.
 """
 
 from __future__ import annotations
@@ -49,10 +49,7 @@ AMD's of MI300X.
 
 
 def data_sheet(device: str, dtype: str) -> float | None:
-    """Return FLOP/s by the maker's data sheet.
-
-    None for a device that is not in the table.
-    """
+    """Return the maker's FLOP/s; None for a device that is not in the table."""
     words = device.replace("-", " ").split()
     for name, figures in DATA_SHEETS:
         if all(word in words for word in name.split()):
@@ -62,12 +59,10 @@ def data_sheet(device: str, dtype: str) -> float | None:
 
 
 def cache_path() -> Path:
-    """Return where peaks are kept."""
     return Path(platformdirs.user_cache_dir("dstrial")) / "matmul_peaks.json"
 
 
 def device_name(device: torch.device) -> str:
-    """Return what a device calls itself; a processor by its model name."""
     if device.type != "cpu":
         module: Any = getattr(torch, device.type, None)
         get = getattr(module, "get_device_name", None)
@@ -81,10 +76,7 @@ def device_name(device: torch.device) -> str:
 
 
 def known_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
-    """Return what was measured on this machine before; None if nothing was.
-
-    Ranks: any; no communication, no work for the device.
-    """
+    """Return the cached peak of this machine, without communication or device work."""
     try:
         kept = read_json(cache_path()) or {}
         found = kept.get(_key(device, dtype))
@@ -94,16 +86,14 @@ def known_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
 
 
 def load_now() -> float:
-    """Return how many processes want a processor, by processor, over a minute."""
+    """Return the runnable processes per processor over a minute."""
     return os.getloadavg()[0] / len(os.sched_getaffinity(0))
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype) -> Peak:
-    """Measure, and keep the best so far for every later run on this machine.
+    """Measure for at most a second; cache and return the best so far.
 
-    It takes a second at most.
-
-    Ranks: any; no communication. Synchronises the device, and leaves torch's random states as they are.
+    Synchronises the device, and leaves torch's random states unchanged.
 
     Raises:
         RuntimeError: the device cannot multiply such matrices, or has no room for them.
@@ -123,10 +113,7 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> Peak:
 
 
 def better(before: Peak | None, now: Peak) -> Peak:
-    """Return the faster of two measurements, trusted if either of them is; pure.
-
-    Nothing makes a device faster than it is, and much makes it slower.
-    """
+    """Return the faster measurement, trusted if either is: only load changes speed."""
     if before is None:
         return now
     loads = [peak.load for peak in (before, now) if peak.load is not None]
@@ -135,7 +122,7 @@ def better(before: Peak | None, now: Peak) -> Peak:
 
 
 def _key(device: torch.device, dtype: torch.dtype) -> str:
-    """Everything on which the figure depends, so that another one is measured anew."""
+    """Return everything on which the figure depends."""
     parts = [device_name(device), str(dtype).removeprefix("torch."), f"torch {torch.__version__}"]
     parts.append(f"{torch.get_num_threads()} threads" if device.type == "cpu" else "")
     if dtype is torch.float32:

@@ -1,9 +1,8 @@
-"""What a rank's memory is used for: counters, and the parts in its first batch.
+"""Memory of a rank: counters, and its parts in the first batch.
 
-Counters are read without a device being waited for. The parts are measured once: parameters, gradients, optimizer state and
-buffers are sums over the storages of the engines' tensors. Activations and the peak are followed operation by operation where the
-FLOPs of the first batch are counted; elsewhere activations are what the device's own counter says of a forward pass, and unknown
-on the CPU. It never ends a training.
+Counters are read without synchronising the device. Parameters, gradients, optimizer state and buffers are sums over the storages
+of the engines' tensors. Activations and the peak are followed operation by operation where FLOPs are counted; elsewhere
+activations come from the device's counter after a forward pass, and are unknown on the CPU.
 """
 
 from __future__ import annotations
@@ -28,14 +27,9 @@ ResultT = TypeVar("ResultT")
 _STATUS = Path("/proc/self/status")
 _COUNTERS = {"VmRSS": "process_memory_bytes", "VmHWM": "process_peak_memory_bytes"}
 
-PEAK = "tensors_peak_bytes"
-"""The most bytes of tensors that were alive at once on the device, followed operation by operation."""
-
-HOST = "host_tensors_bytes"
-"""Parts of the engines that are on the host of a device."""
-
-UNATTRIBUTED = "unattributed_bytes"
-"""What the device's counter says is allocated between two steps, and no part has."""
+PEAK = "tensors_peak_bytes"  # of tensors alive at once on the device, followed operation by operation
+HOST = "host_tensors_bytes"  # parts of the engines that are on the host of a device
+UNATTRIBUTED = "unattributed_bytes"  # by the device's counter between two steps, in no part
 
 BY_OPERATIONS = "storages of tensors; activations and peak operation by operation"
 BY_COUNTERS = "storages of tensors; activations by the device's counter"
@@ -43,7 +37,7 @@ BY_STORAGES = "storages of tensors; activations unknown"
 
 
 def process_memory(status: str) -> dict[str, int]:
-    """Read the text of ``/proc/PID/status``: memory of a process now, and at its most."""
+    """Read current and peak memory from the text of ``/proc/PID/status``."""
     found = {}
     for line in status.splitlines():
         name, _, value = line.partition(":")
@@ -53,12 +47,9 @@ def process_memory(status: str) -> dict[str, int]:
 
 
 def memory_now(accelerator: Any) -> dict[str, int]:
-    """Return this rank's counters in bytes; those that are not here are missing.
+    """Return this rank's counters in bytes, without communication or synchronisation.
 
-    Device counters are the allocator's own, on the host. DeepSpeed's CPU accelerator answers with the process's memory,
-    which is called that.
-
-    Ranks: any; no communication, no synchronisation.
+    Device counters are the allocator's own. DeepSpeed's CPU accelerator would answer with the process's memory, and is not asked.
     """
     try:
         found = process_memory(_STATUS.read_text())
@@ -79,16 +70,9 @@ def memory_now(accelerator: Any) -> dict[str, int]:
 
 
 class FirstBatchMemory:
-    """Measures the parts of the memory of one rank while its first batch is trained.
+    """Measures the parts of a rank's memory while its first batch is trained.
 
-    Args:
-        engines: of the trial.
-        accelerator: DeepSpeed's.
-
-    Attributes:
-        found_by: how; None as long as nothing is known, and where something went wrong.
-
-    Ranks: each its own; no communication, no synchronisation.
+    ``found_by`` says how; it is None while nothing is known and after an error, which never ends a training.
     """
 
     def __init__(self, engines: Sequence[Any], accelerator: Any) -> None:
@@ -102,10 +86,7 @@ class FirstBatchMemory:
         self.found_by: str | None = None
 
     def begin(self, counter: FlopCounter | None) -> None:
-        """Begin before the first batch, with what sees operations.
-
-        ``counter`` is None where nothing does.
-        """
+        """Begin before the first batch; ``counter`` sees operations, if anything does."""
         with self._safely():
             self._split = MemorySplit(self._engines, self._is_host)
             if counter is None:
@@ -116,7 +97,6 @@ class FirstBatchMemory:
                 counter.on_result = self._operation
 
     def entering(self, phase: str) -> None:
-        """Take that a phase of an engine begins."""
         if phase == "backward" and self._at_start_bytes is not None:
             with self._safely():
                 left = (self._allocated() or 0) - self._at_start_bytes
@@ -124,7 +104,7 @@ class FirstBatchMemory:
                 self._found[f"{ACTIVATIONS}_bytes"] = max(0, left)
 
     def around_step(self, call: Callable[[], ResultT]) -> ResultT:
-        """Make the call of an optimizer's step."""
+        """Run an optimizer step."""
         split = self._split
         if split is None or not any(steps_next(engine) for engine in self._engines):
             return call()
@@ -137,16 +117,12 @@ class FirstBatchMemory:
         return result
 
     def end(self) -> None:
-        """End after the first batch."""
         if self._split is not None:
             self._split.close()
         self._split = None
 
     def bytes(self) -> dict[str, int]:
-        """Return bytes by name, each part at its largest.
-
-        Empty before the first step, and where something went wrong.
-        """
+        """Return bytes by name, each part at its largest; empty before the first step."""
         return dict(self._found) if self.found_by is not None else {}
 
     def _operation(self, result: Any, args: Any) -> None:

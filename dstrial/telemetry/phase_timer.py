@@ -1,8 +1,7 @@
-"""Times forward, backward and step of the engines of a rank.
+"""Times forward, backward and step of a rank's engines without blocking.
 
-It waits for nothing. A device works behind the host, so what the host's clock says of a call there is how long it took to order
-it. Devices have events: they are recorded around the calls of some batches, and read at a later report, if they have passed by
-then.
+A device works behind the host, so the host's clock only measures how long a call took to enqueue. Devices have events: they are
+recorded around the calls of some batches and read at a later report, if they have passed by then.
 """
 
 from __future__ import annotations
@@ -20,37 +19,31 @@ from dstrial.telemetry.samples import DEVICE_CLOCK, HOST_CLOCK
 
 ResultT = TypeVar("ResultT")
 
+# Batches between two reports that are timed by events, evenly spread over as many as the last report had.
 MOST_TIMED = 32
-"""So many batches between two reports are timed by events, evenly spread over as many as there were between the two before."""
 
 _MOST_PENDING = 4096
 
 
 class Event(Protocol):
-    """What accelerators call an event (``torch.cuda.Event``)."""
+    """An accelerator's event (``torch.cuda.Event``)."""
 
     def record(self) -> None:
-        """Have the device pass it when it has done what was ordered before."""
+        """Record the event behind the work enqueued so far."""
 
     def query(self) -> bool:
-        """Say whether it has passed, without waiting."""
+        """Return whether the event has passed, without blocking."""
 
     def elapsed_time(self, end: Any) -> float:
-        """Return milliseconds from this one to another, both of which have passed."""
+        """Return milliseconds between two events that have passed."""
 
 
 class PhaseTimer:
-    """Listens to the engines of a rank while batches are trained.
-
-    Args:
-        make_event: makes an event of the device that can be timed; None where the device has none.
-        clock: seconds of the host.
+    """Listens to a rank's engines while batches are trained.
 
     Attributes:
-        around_step: makes the call of an optimizer's step; None where it is simply called.
-        entering: told which phase begins, before it does; None to tell nobody.
-
-    Ranks: each its own; no communication, no synchronisation.
+        around_step: runs an optimizer step; None calls it directly.
+        entering: called with the phase that begins.
     """
 
     def __init__(
@@ -77,15 +70,14 @@ class PhaseTimer:
 
     @property
     def clock_name(self) -> str:
-        """What times the phases."""
         return HOST_CLOCK if self._make_event is None else DEVICE_CLOCK
 
     def switch(self, is_on: bool) -> None:
-        """Say whether what engines do from now on belongs to training."""
+        """Set whether engine calls from now on belong to training."""
         self._is_on = is_on
 
     def run(self, phase: str, engine: Any, call: Callable[[], ResultT]) -> ResultT:
-        """Make an engine's call, timed. Hot path."""
+        """Run an engine's call, timed. Hot path."""
         if not self._is_on or self._is_inside:
             return call()
         if phase == "train_batch":
@@ -109,9 +101,9 @@ class PhaseTimer:
         self._is_timed = self._num_heard % self._stride == 0 and len(self._pending) < _MOST_PENDING
 
     def take(self) -> dict[str, float]:
-        """Return seconds of each phase of a batch, on average, since the last call.
+        """Return average seconds of each phase of a batch since the last call.
 
-        Events that have not passed are read the next time.
+        Events that have not passed are read by the next call.
         """
         if self._make_event is not None:
             self._read_events()
@@ -122,12 +114,11 @@ class PhaseTimer:
         return {phase: value / num_timed for phase, value in seconds.items()} if num_timed else {}
 
     def forget(self) -> None:
-        """Drop what was timed so far."""
         self._seconds, self._open_s, self._num_timed, self._num_heard = {}, {}, 0, 0
         self._pending.clear()
 
     def close(self) -> None:
-        """Leave pipelines as they were."""
+        """Remove the hooks of pipelines."""
         while self._put_back:
             self._put_back.pop()()
         self._watched.clear()

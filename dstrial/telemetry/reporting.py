@@ -1,7 +1,6 @@
-"""What the chief makes of all ranks' samples.
+"""The chief's telemetry report from all ranks' samples, and the totals of the run.
 
-That is a report of the run's instruments, and the totals for its summary. Called behind the loop where it writes. A telemetry
-report that cannot be written is lost, with one warning; training goes on.
+Runs behind the loop. If a report cannot be written, it is lost with one warning and training goes on.
 """
 
 from __future__ import annotations
@@ -16,18 +15,11 @@ from dstrial.telemetry.samples import Peak, RankSample, RunTotals, report_metric
 
 logger = logging.getLogger("dstrial.telemetry")
 
-_KEEP_PERIOD_S = 5.0
-"""How often the totals are kept, seconds: they are a file, and take longer than a report."""
+_KEEP_PERIOD_S = 5.0  # totals are a file, which takes longer to write than a report
 
 
 class TelemetryReports:
-    """Reports samples, and keeps their totals. Ranks: the chief.
-
-    Args:
-        record: given finished batches and metrics, puts them on the run's record and wherever else they go.
-        keep: keeps the totals, plain values, for the summary.
-        peak: of a device; None if it was never measured.
-    """
+    """Records samples, and keeps their totals. Ranks: the chief."""
 
     def __init__(
         self,
@@ -45,13 +37,9 @@ class TelemetryReports:
     def write(
         self, samples: Sequence[RankSample], batches_trained: int, num_records: int, num_skipped: int
     ) -> None:
-        """Write one report. Ends nothing, whatever happens.
+        """Write one report; never raises.
 
-        Args:
-            samples: index = rank.
-            batches_trained: finished batches of the run.
-            num_records: of all replicas, in the batches of the samples.
-            num_skipped: optimizer steps of the run that were skipped.
+        ``num_records`` is of all replicas in the samples' batches, ``num_skipped`` of all steps of the run.
         """
         try:
             self._totals.add(samples, num_records)
@@ -62,21 +50,17 @@ class TelemetryReports:
             self._warn(error)
 
     def keep(self) -> None:
-        """Keep the totals of now. Ends nothing, whatever happens."""
+        """Keep the totals of now; never raises."""
         try:
             self._keep_totals()
         except Exception as error:  # noqa: BLE001  # likewise
             self._warn(error)
 
     def finish(self, measure: Callable[[], Peak | None], load: Callable[[], float] = load_now) -> None:
-        """Measure the device's peak where the run knows its FLOPs and needs it.
+        """Measure the device's peak if FLOPs are known and no good peak is cached.
 
-        It does where no run on this machine has measured it, where that was done while the machine was busier than now, and too
-        busy to be trusted, and where this run was faster, which shows the same.
-
-        Args:
-            measure: returns the peak; None if that fails.
-            load: returns how many processes want a processor now, by processor.
+        A cached peak is not good if it was measured on a machine too busy to be trusted and busier than now, or if this run was
+        faster.
         """
         if not self._totals.knows_flops:
             return

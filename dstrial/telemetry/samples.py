@@ -10,17 +10,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-GROUP = "telemetry"
-"""The group of metrics that a run's instruments report."""
+GROUP = "telemetry"  # of metrics
 
+# Parts of a batch in which an engine works; stages: exchange between a pipeline's stages, and waiting for it.
 PHASES = ("forward", "backward", "step", "stages")
-"""Parts of a batch in which an engine is at work; ``stages``: exchange between a pipeline's stages, and waiting for it."""
 
 HOST_CLOCK = "host clock"
 DEVICE_CLOCK = "device events"
 
-_BUSY_LOAD = 0.5
-"""Load by processor beyond which a measured peak of a processor is not trusted."""
+_BUSY_LOAD = 0.5  # per processor; a peak of a processor that was measured under more is not trusted
 
 _SLOW_RATIO = 1.2
 _SLOW_SHARE = 0.02
@@ -28,44 +26,26 @@ _SLOW_SHARE = 0.02
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankSample:
-    """What one rank measured since the last report.
+    """What one rank measured since the last report; plain Python that crosses ranks."""
 
-    It is plain Python, ready to cross ranks.
-
-    Attributes:
-        num_batches: how many were trained, without the first of the process.
-        seconds: how long they took, without validations, checkpoints and reports.
-        data_wait_s: of these, waiting for the training loader; None where nobody sees it.
-        phase_s: part of a batch -> seconds of one batch, on average; parts that were not seen are missing.
-        clock: what has timed them.
-        num_tokens: of the micro batches that this rank has drawn; None where they do not say.
-        replica: which one reads the same records as this rank.
-        memory_bytes: counter, or part of the memory -> bytes.
-        flops: of one batch on this rank: all, and those of them that were recomputation; None where unknown.
-        flops_unknown: why.
-        learning_rate: of the first engine's first parameter group.
-        gradient_norm: of the newest step, over all ranks; None where the engine has none.
-        memory_found_by: how parts of the memory were found; None where they were not.
-    """
-
-    num_batches: int
-    seconds: float
-    data_wait_s: float | None
-    phase_s: Mapping[str, float]
+    num_batches: int  # without the first of the process
+    seconds: float  # of these batches, without validations, checkpoints and reports
+    data_wait_s: float | None  # of these seconds, waiting for the training loader; None if unknown
+    phase_s: Mapping[str, float]  # part of a batch -> average seconds of one batch
     clock: str
-    num_tokens: int | None
-    replica: int
-    memory_bytes: Mapping[str, int]
-    flops: tuple[float, float] | None = None
-    flops_unknown: str | None = None
-    learning_rate: float | None = None
-    gradient_norm: float | None = None
+    num_tokens: int | None  # of the micro batches that this rank has drawn
+    replica: int  # ranks of one replica read the same records
+    memory_bytes: Mapping[str, int]  # counter or part of the memory -> bytes
+    flops: tuple[float, float] | None = None  # of one batch on this rank: all, and recomputation
+    flops_unknown: str | None = None  # why
+    learning_rate: float | None = None  # of the first engine's first parameter group
+    gradient_norm: float | None = None  # of the newest step, over all ranks
     memory_found_by: str | None = None
 
     def times_ms(self) -> dict[str, float]:
         """Return where a batch's time goes, in milliseconds; empty without a batch.
 
-        On a device the host waits for data while the device computes, and parts may add up to more than the whole.
+        On a device, the host waits for data while the device computes, so that parts may add up to more than the whole.
         """
         if not self.num_batches:
             return {}
@@ -79,55 +59,32 @@ class RankSample:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peak:
-    """How fast a device multiplies matrices.
+    """How fast a device multiplies matrices."""
 
-    Attributes:
-        flops_per_s: measured on this machine.
-        device: its name.
-        dtype: of the matrices.
-        size: rows and columns of the matrices.
-        num_threads: of the processor that took part; 0 on another device.
-        data_sheet_flops_per_s: what its maker says for dense matrices; None where it is not known.
-        load: processes that wanted a processor while it was measured, by processor; None where it is not known.
-    """
-
-    flops_per_s: float
+    flops_per_s: float  # measured on this machine
     device: str
     dtype: str
-    size: int
-    num_threads: int
-    data_sheet_flops_per_s: float | None = None
-    load: float | None = None
+    size: int  # rows and columns of the matrices
+    num_threads: int  # of the processor; 0 on another device
+    data_sheet_flops_per_s: float | None = None  # the maker's, for dense matrices
+    load: float | None = None  # runnable processes per processor during the measurement
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether others may have had the processor meanwhile.
-
-        If so, it is faster than this.
-        """
+        """Whether other processes may have slowed the measurement."""
         return self.num_threads > 0 and (self.load is None or self.load > _BUSY_LOAD)
 
     def is_worth_measuring_again(self, load: float) -> bool:
-        """Say whether a measurement now could be trusted more.
-
-        Args:
-            load: processes that want a processor now, by processor.
-        """
+        """Return whether a measurement under ``load`` per processor would be better."""
         return self.is_doubtful and (self.load is None or load < self.load)
 
 
 def report_metrics(
     samples: Sequence[RankSample], num_records: int, num_skipped: int, peak: Peak | None
 ) -> dict[str, Any]:
-    """Return the metrics of a report.
+    """Return a report's metrics: over all ranks, and by rank under ``ranks``.
 
-    Each is one number over all ranks, and each rank's stands under ``ranks``.
-
-    Args:
-        samples: index = rank.
-        num_records: of all replicas, in the batches of the samples.
-        num_skipped: optimizer steps of the run that were skipped.
-        peak: of a device; None as long as it is not known.
+    ``samples`` has an entry per rank; ``num_records`` is of all replicas, ``num_skipped`` of all steps of the run.
     """
     times = [sample.times_ms() for sample in samples]
     metrics: dict[str, Any] = {}
@@ -162,7 +119,7 @@ def _names(found: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def tokens_of(samples: Sequence[RankSample]) -> int | None:
-    """Return the tokens of all replicas; None where a replica does not know its own.
+    """Return the tokens of all replicas; None if a replica does not know its own.
 
     Ranks of one replica read the same records, or none.
     """
@@ -177,7 +134,7 @@ def tokens_of(samples: Sequence[RankSample]) -> int | None:
 
 
 def compute_rates(samples: Sequence[RankSample], peak: Peak | None) -> dict[str, float]:
-    """Return TFLOPS per device, MFU and HFU; empty where FLOPs are not known."""
+    """Return TFLOPS per device, MFU and HFU; empty without FLOPs."""
     counted = [sample.flops for sample in samples if sample.flops is not None]
     first = samples[0]
     if len(counted) < len(samples) or not first.num_batches or not sum(total for total, _ in counted):
@@ -192,13 +149,9 @@ def compute_rates(samples: Sequence[RankSample], peak: Peak | None) -> dict[str,
 
 
 def slowest_rank(works_ms: Sequence[float], batch_ms: float) -> int | None:
-    """Return the rank whose own work takes clearly longest.
+    """Return the rank whose own work takes clearly longest; None if none stands out.
 
-    None where none stands out.
-
-    Args:
-        works_ms: index = rank: what it does before it can wait for others.
-        batch_ms: the whole batch.
+    ``works_ms`` has, by rank, the work before the rank can wait for others; ``batch_ms`` is the whole batch.
     """
     if len(works_ms) < 2:
         return None
@@ -210,24 +163,16 @@ def slowest_rank(works_ms: Sequence[float], batch_ms: float) -> int | None:
 
 @dataclasses.dataclass(slots=True)
 class RunTotals:
-    """Adds up what all ranks have measured in this attempt at a run, on the chief.
-
-    Attributes:
-        num_batches: trained, without the first.
-        seconds: in which they were.
-        num_records: of them.
-        num_tokens: of them; None once a report does not know.
-    """
+    """Adds up what all ranks have measured in this attempt, without the first batch."""
 
     num_batches: int = 0
     seconds: float = 0.0
     num_records: int = 0
-    num_tokens: int | None = 0
+    num_tokens: int | None = 0  # None once a report does not know
     _part_s: list[dict[str, float]] = dataclasses.field(default_factory=list)
     _newest: Sequence[RankSample] = ()
 
     def add(self, samples: Sequence[RankSample], num_records: int) -> None:
-        """Add a report's."""
         first = samples[0]
         self._newest = samples
         self._part_s = self._part_s or [{} for _ in samples]
@@ -248,11 +193,10 @@ class RunTotals:
 
     @property
     def knows_flops(self) -> bool:
-        """Whether rates can be told, once the device's peak is known."""
         return bool(self.num_batches) and all(sample.flops is not None for sample in self._newest)
 
     def to_json(self, peak: Peak | None) -> dict[str, Any]:
-        """Return all as plain values, for ``dstrial.telemetry.summary``."""
+        """Return plain values for ``dstrial.telemetry.summary``."""
         document: dict[str, Any] = {"num_batches": self.num_batches, "seconds": self.seconds}
         if self.num_batches:
             document["clock"] = self._newest[0].clock

@@ -1,7 +1,6 @@
-"""The lines at the end of a run that say how fast it was; pure.
+"""The last lines of a run: speed, time, FLOPs, memory and its prediction; pure.
 
-They also say where its time and memory went, and beside that what a dry run has predicted. Reads what ``RunTotals.to_json`` has
-kept. What is not known is said to be unknown, or left out; nothing is guessed.
+Reads what ``RunTotals.to_json`` has kept. Unknown values are said to be unknown or left out; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ _WORDS = {
     "step_ms": "step",
     "stages_ms": "other stages",
 }
+# Work of a rank before it can wait for others; backward and step of a fast rank include its wait for a slow one.
 _OWN_WORK = ("data_wait_ms", "forward_ms")
-"""What a rank does before it can wait for others; backward and step of a fast rank have its waiting for a slow one."""
 
 _MEMORY = (
     ("device_peak_memory_bytes", "device, peak"),
@@ -30,8 +29,8 @@ _MEMORY = (
 _MOST_RANKS = 8
 _SMALLEST_SHARE = 0.005
 
+# Columns of memory; ``peak`` is of tensors on the device, where not all parts are at their largest at once.
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "peak")
-"""Columns of memory; ``peak`` is that of tensors on the device, in which the parts need not be at their largest all at once."""
 
 _MIB = 2**20
 _NOTABLE_BYTES = 100 * _MIB
@@ -48,9 +47,7 @@ def summary_rows(
 ) -> list[tuple[str, str]]:
     """Return name and text of each line; none for a run of one batch.
 
-    Args:
-        document: of the run.
-        predicted: bytes of memory by part, of each stage, as a dry run has said.
+    ``predicted`` has bytes of memory by part of each stage, from a dry run.
     """
     if not document.get("num_batches"):
         return []
@@ -100,7 +97,6 @@ def _parts(document: Mapping[str, Any], ranks: Sequence[Mapping[str, float]]) ->
 
 
 def _compute(document: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what a device computes, and of which peak."""
     model = document.get("model_tflops_per_device")
     if model is None:
         return [("compute", f"FLOPs unknown: {document.get('flops_unknown') or 'not counted'}")]
@@ -164,10 +160,7 @@ def _bytes(value: int) -> str:
 
 
 def parts_of(counters: Mapping[str, Any]) -> dict[str, float]:
-    """Return bytes by part of what a rank has told.
-
-    Empty where it has not measured them.
-    """
+    """Return bytes by part of a rank's counters; empty if they were not measured."""
     found = {part: counters.get(key) for part, key in _KEY_OF.items()}
     if found["parameters"] is None:
         return {}
@@ -175,7 +168,6 @@ def parts_of(counters: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _stage_of(rank: int, num_ranks: int, predicted: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
-    """Return what was predicted for a rank: that of its stage, or of all ranks alike."""
     return predicted[rank * len(predicted) // num_ranks]
 
 
@@ -185,12 +177,12 @@ def memory_rows(
     *,
     shows_all: bool = False,
 ) -> list[tuple[str, str]]:
-    """Return name and text of each line; none where nothing was measured.
+    """Return name and text of each line; none without measured memory.
 
     Args:
         ranks: counters by rank, as samples have them.
-        predicted: bytes by part of each stage, of one stage without a pipeline; empty where nothing was predicted.
-        shows_all: whether every rank is shown, and not just rank 0 and the one that has most.
+        predicted: bytes by part of each stage, of one stage without a pipeline; empty without a prediction.
+        shows_all: show every rank, rather than rank 0 and the one with the most memory.
     """
     measured = {rank: found for rank, one in enumerate(ranks) if (found := parts_of(one))}
     if not measured:

@@ -112,7 +112,7 @@ def test_the_document_is_what_its_description_says_and_the_exit_status_follows_f
         "what trials import",
         "driver",
         "C++ compiler",
-        "gloo",
+        "gloo interface",
         "/dev/shm",
     ):
         assert names[name]["status"] == "ok", names[name]
@@ -133,8 +133,10 @@ def test_text_has_every_finding_on_one_line_and_sums_them_up(doctor):
     assert done.stderr == ""
 
 
-def test_fast_imports_nothing_that_trains(doctor):
+def test_fast_imports_nothing_that_trains_and_leaves_libraries_out(doctor):
     done = doctor("--fast", python=("-X", "importtime"))
+    assert "Libraries (" not in done.stdout
+    assert "Compilers" not in done.stdout
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert "dstrial" in imported
     assert not imported & {"torch", "deepspeed", "determined", "transformers", "numpy"}
@@ -160,19 +162,10 @@ def test_a_terminal_gets_colours(doctor, tmp_path):
     assert b"\x1b[32mok" in shown
 
 
-@pytest.mark.parametrize(
-    ("before", "said"),
-    [
-        ("ulimit -n 64", {"open files": "64 a process"}),
-        ("ulimit -f 1024", {"runs": "File too large"}),
-    ],
-    ids=["open files", "runs"],
-)
-def test_limits_of_a_shell_are_told(doctor, before, said):
-    done = doctor("--fast", "--json", before=before)
+def test_limits_of_a_shell_are_told(doctor):
+    done = doctor("--fast", "--json", before="ulimit -n 64")
     assert done.returncode == 1
-    for name, text in said.items():
-        assert text in problems(done)[name]["what"]
+    assert "64 a process" in problems(done)["open files"]["what"]
 
 
 def test_shared_memory_of_a_container_is_too_small(doctor):
@@ -251,7 +244,7 @@ def test_a_driver_is_read_through_its_library_and_a_cpu_build_of_torch_does_not_
         assert "the driver is 470.256.02, which serves CUDA up to 11.4" in build["what"]
 
 
-def test_devices_that_are_divided_hidden_or_closed_are_told(doctor, driver):
+def test_devices_that_are_divided_or_hidden_are_told(doctor, driver):
     divided = findings(doctor("--fast", "--json", LD_LIBRARY_PATH=driver, FAKE_NVML_MIG=3))
     assert "3 MIG instances" in divided["device 0"]["what"]
     assert (
@@ -263,8 +256,6 @@ def test_devices_that_are_divided_hidden_or_closed_are_told(doctor, driver):
     hidden = doctor("--fast", "--json", "--require-gpus", LD_LIBRARY_PATH=driver, CUDA_VISIBLE_DEVICES="")
     assert findings(hidden)["CUDA_VISIBLE_DEVICES"]["status"] == "note"
     assert "CUDA_VISIBLE_DEVICES" in problems(hidden)["accelerators"]["todo"]
-    closed = doctor("--fast", "--json", LD_LIBRARY_PATH=driver, FAKE_NVML_MODE=2)
-    assert "prohibited" in problems(closed)["device 0 mode"]["what"]
 
 
 def test_what_is_printed_as_json_is_kept_where_output_says(doctor, tmp_path):
@@ -279,7 +270,6 @@ def test_what_is_printed_as_json_is_kept_where_output_says(doctor, tmp_path):
 def test_wrong_usage_is_told(doctor):
     for arguments in (
         ["--minutes", "2"],
-        ["--only", "x"],
         ["--train", "--fast"],
         ["--require-gpus", "many"],
         ["--deadline", "-1"],

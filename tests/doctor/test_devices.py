@@ -53,26 +53,6 @@ def test_a_divided_device_without_instances_cannot_be_used():
 
 
 @pytest.mark.parametrize(
-    ("mode", "is_used", "is_problem"),
-    [
-        ("prohibited", False, True),
-        ("exclusive process", False, False),
-        ("exclusive process", True, True),
-        ("default", True, False),
-    ],
-)
-def test_a_compute_mode_that_lets_nobody_in_is_a_problem(mode, is_used, is_problem):
-    users = (DeviceUser(1, "python", "ada", GIB),) if is_used else ()
-    found = devices.judge_device(dataclasses.replace(FIRST, compute_mode=mode, users=users))
-    assert any(finding.status == "problem" for finding in found) is is_problem
-
-
-def test_memory_errors_and_rows_that_wait_for_a_reset_are_said():
-    found = devices.judge_device(dataclasses.replace(FIRST, num_memory_errors=3, needs_reset=True))
-    assert [finding.status for finding in found] == ["ok", "note", "note"]
-
-
-@pytest.mark.parametrize(
     ("value", "seen", "unknown"),
     [
         (None, ["GPU-aaaa1111", "GPU-bbbb2222"], []),

@@ -2,22 +2,21 @@ import json
 
 import pytest
 
-from dstrial.doctor import imports, libraries
+from dstrial.doctor import libraries
 from dstrial.doctor.devices import Hardware
-from dstrial.doctor.libraries import TorchBuild
+from dstrial.doctor.libraries import Package, TorchBuild
 
 TORCH = {
     "file": "/site/torch/__init__.py",
     "version": "2.13.0",
     "cuda": None,
     "hip": None,
-    "nccl": None,
+    "has_nccl": False,
     "architectures": [],
     "is_available": False,
     "num_devices": 0,
     "warnings": [],
     "has_gloo": True,
-    "num_threads": 2,
 }
 TRACE = """Timeout (0:00:03)!
 Thread 0x00007f (most recent call first):
@@ -37,7 +36,7 @@ def test_an_import_that_hangs_is_named_with_its_place():
     found = libraries.read_probe(output, TRACE, 1, 3.0)
     (failure,) = found.failures
     assert (failure.library, failure.place) == ("deepspeed", "/site/torch/cuda/nccl.py:12 in <module>")
-    assert found.torch == TorchBuild("2.13.0", "/site/torch/__init__.py", is_available=False, has_gloo=True)
+    assert found.torch == TorchBuild("2.13.0", "/site/torch/__init__.py", has_nccl=False)
 
 
 def test_a_process_that_had_to_be_killed_is_a_hanging_import():
@@ -64,39 +63,26 @@ def test_one_cause_is_told_once():
     )
     found = libraries.read_probe(output, "", 0, 3.0)
     assert [failure.library for failure in found.failures] == ["deepspeed"]
-    (finding,) = [one for one in imports.judge(found, {}, Hardware(), {}) if one.status == "problem"]
+    (finding,) = [one for one in libraries.judge(found, {}, Hardware(), {}) if one.status == "problem"]
     assert "DS_ACCELERATOR" in finding.todo
 
 
-def test_files_are_read_without_running_them(tmp_path):
-    module = tmp_path / "version.py"
-    module.write_text("raise SystemExit\n__version__ = '2.6.0'\ncuda: str = '12.4'\nhip = None\nx = f()\n")
-    assert libraries.assignments(module) == {"__version__": "2.6.0", "cuda": "12.4", "hip": None}
-    assert libraries.assignments(tmp_path / "missing.py") == {}
-
-
 def test_what_is_imported_and_what_is_installed_are_compared():
-    found = libraries.Libraries(TorchBuild("2.9.0", "/home/ada/torch/__init__.py"), None, is_imported=True)
-    findings = imports.judge(found, {"torch": "2.13.0"}, Hardware(), {})
-    assert [one.name for one in findings if one.status == "problem"] == ["torch copies"]
-    same = imports.judge(
-        libraries.Libraries(TorchBuild("2.11.0+cu130"), None, is_imported=True),
-        {"torch": "2.11.0"},
-        Hardware(),
-        {},
+    found = libraries.Libraries(
+        TorchBuild("2.9.0", "/home/ada/torch/__init__.py"),
+        determined=Package("0.26.0", "/home/ada/determined/__init__.py"),
     )
-    assert {one.status for one in same} == {"ok"}
+    findings = libraries.judge(found, {"torch": "2.13.0", "determined": "0.38.1"}, Hardware(), {})
+    problems = [one.name for one in findings if one.status == "problem"]
+    assert problems == ["torch copies", "determined copies"]
+    same = libraries.Libraries(TorchBuild("2.11.0+cu130"))
+    assert {one.status for one in libraries.judge(same, {"torch": "2.11.0"}, Hardware(), {})} == {"ok"}
 
 
 def test_an_accelerator_build_without_nccl_cannot_train_on_several_devices():
-    (found,) = imports.judge_backends(TorchBuild("2.11.0", cuda="13.0"), is_imported=True)
-    assert (found.name, found.status) == ("NCCL", "problem")
-    (found,) = imports.judge_backends(TorchBuild("2.13.0", has_gloo=False), is_imported=True)
-    assert (found.name, found.status) == ("gloo", "problem")
-
-
-def test_the_files_of_this_environment_say_what_it_has():
-    read = libraries.read_files()
-    assert read.torch.version.startswith("2.")
-    assert read.deepspeed.version == libraries.installed_version("deepspeed")
-    assert read.failures == ()
+    for build, name in (
+        (TorchBuild("2.11.0", cuda="13.0", has_nccl=False), "NCCL"),
+        (TorchBuild("2.13.0", has_gloo=False), "gloo"),
+    ):
+        found = libraries.judge(libraries.Libraries(build), {}, Hardware(), {})
+        assert [one.name for one in found if one.status == "problem"] == [name]

@@ -9,7 +9,6 @@ GIB = 1 << 30
 MIB = 1 << 20
 AMPLE = Limits(
     cores=16,
-    allowed_cores=16,
     core_quota=None,
     memory_bytes=128 * GIB,
     available_bytes=100 * GIB,
@@ -20,7 +19,6 @@ AMPLE = Limits(
     num_processes=None,
     locked_bytes=None,
     has_infiniband=False,
-    is_root=False,
 )
 
 
@@ -64,7 +62,6 @@ def test_shared_memory_must_do_for_every_device():
 
 
 def test_limits_that_do_not_bind_are_ok():
-    assert judged(num_processes=100, is_root=True) == {}
     assert judged(locked_bytes=8 * MIB) == {}
     assert judged(core_quota=1.5, environ={"OMP_NUM_THREADS": "1"}) == {}
     assert judged(core_quota=16.0) == {}

@@ -10,7 +10,7 @@ from dstrial.doctor.storage import Directory
 
 GIB = 1 << 30
 MIB = 1 << 20
-GOOD = Directory("state", "/data", "/data", "ext4", 500 * GIB, 10**7, "", 800 * MIB, 0.001)
+GOOD = Directory("state", "/data", "ext4", 500 * GIB, 10**7)
 
 
 def judged(**changes):
@@ -25,8 +25,6 @@ def judged(**changes):
         ({"free_bytes": 200 * MIB}, "state space", "problem"),
         ({"free_bytes": 5 * GIB}, "state space", "note"),
         ({"free_files": 12}, "state files", "problem"),
-        ({"bytes_per_s": 10 * MIB}, "state speed", "note"),
-        ({"sync_s": 0.2}, "state speed", "note"),
         ({"file_system": "nfs4"}, "state place", "note"),
     ],
 )
@@ -41,27 +39,12 @@ def test_a_good_directory_is_ok():
     assert judged(free_files=None) == {}
 
 
-def test_nothing_is_made_or_left_and_no_more_is_written_than_promised(tmp_path):
-    before = _bytes_written()
-    places = [("runs", tmp_path / "not" / "there"), ("state", tmp_path), ("temporary", Path("/dev/shm"))]
-    first, second, third = storage.measure(places)
-    assert _bytes_written() - before <= 64 * MIB
+def test_nothing_is_made_or_left_by_looking(tmp_path):
+    first, second = storage.measure([("runs", tmp_path / "not" / "there"), ("temporary", Path("/dev/shm"))])
     assert list(tmp_path.iterdir()) == []
-    assert first.looked_at == str(tmp_path)
-    assert first.bytes_per_s
-    assert (second.bytes_per_s, second.sync_s) == (
-        first.bytes_per_s,
-        first.sync_s,
-    )  # the same disk, measured once
-    assert third.file_system == "tmpfs"
-    assert third.free_bytes > 0
-
-
-def _bytes_written():
-    for line in Path("/proc/self/io").read_text().splitlines():
-        if line.startswith("wchar:"):
-            return int(line.split()[1])
-    raise AssertionError("the kernel does not count")
+    assert (first.error, second.error) == ("", "")
+    assert first.free_bytes > 0
+    assert second.file_system == "tmpfs"
 
 
 def test_a_place_below_a_file_cannot_be_written_to(tmp_path):
@@ -90,7 +73,7 @@ def test_findings_of_places_that_did_not_answer_stay_as_they_are():
 def test_a_name_that_no_file_system_takes_is_a_problem_of_that_place_alone(tmp_path):
     first, second = storage.measure([("runs", tmp_path / ("x" * 300)), ("state", tmp_path)])
     assert storage.judge([first])[0].status == "problem"
-    assert second.bytes_per_s
+    assert second.error == ""
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="Requires: [root, to be somebody else for a while]")

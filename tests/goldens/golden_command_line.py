@@ -19,7 +19,6 @@ from record import ROOT
 
 MODULES = (
     "dstrial.cli",
-    "dstrial.doctor.training",
     "dstrial.dsat",
     "dstrial.dsat.rank",
     "dstrial.dsat.rank.rank_server",

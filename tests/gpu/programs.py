@@ -1,5 +1,6 @@
 """Run a program of this directory in a process of its own, with the device and a deadline."""
 
+import json
 import os
 import pathlib
 import subprocess
@@ -19,9 +20,9 @@ def environment(**variables):
         str(ROOT / "tests"),
         str(ROOT / "tests" / "trainer"),
         str(ROOT),
-        os.environ.get("PYTHONPATH", ""),
+        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
     ]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **variables}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), **variables}
     if "DS_ACCELERATOR" not in variables:
         environ.pop("DS_ACCELERATOR", None)
     return environ
@@ -60,3 +61,22 @@ def launch(program, num_ranks, *arguments, tmp_path, timeout_s=150, **variables)
     command = [sys.executable, "-m", "dstrial.launch", "--slots", str(num_ranks), script, *arguments]
     done = finish(command, tmp_path, timeout_s, OMP_NUM_THREADS="1", **variables)
     return done.stdout + done.stderr, done.returncode
+
+
+def facts(printed):
+    """Return what a program has told with ``text_runs.tell``."""
+    found = {}
+    for line in printed.splitlines():
+        if "facts: " in line:
+            found.update(json.loads(line.partition("facts: ")[2]))
+    return found
+
+
+def reports(client, trial_id, group):
+    """Return the metrics of each report of a trial."""
+    path = f"/api/v1/trials/metrics/trial_metrics?group={group}&trialIds={trial_id}"
+    return [
+        one["metrics"].get("avg_metrics", one["metrics"])
+        for line in client.stream(path)
+        for one in line["metrics"]
+    ]

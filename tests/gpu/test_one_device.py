@@ -5,7 +5,7 @@ import time
 
 import pytest
 import yaml
-from programs import ROOT, environment, launch, needs_cuda, run
+from programs import ROOT, environment, launch, needs_cuda, reports, run
 
 from dstrial.testing.master import master_for_test
 
@@ -83,6 +83,7 @@ def test_a_zero_1_trial_completes_through_the_master(tmp_path, num_slots, stage)
         "max_restarts": 0,
         "scheduling_unit": 5,
         "reproducibility": {"experiment_seed": 3},
+        "profiling": {"enabled": True},
     }
     path = tmp_path / "experiment.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -110,3 +111,7 @@ def test_a_zero_1_trial_completes_through_the_master(tmp_path, num_slots, stage)
         assert state == "COMPLETED", logs
         metrics = client.get("/api/v1/trials/1")["trial"]
         assert metrics["totalBatchesProcessed"] == 20, json.dumps(metrics)
+        telemetry = reports(client, 1, "telemetry")
+        assert {len(one["ranks"]["process_peak_memory_bytes"]) for one in telemetry} == {num_slots}
+        for group, name in (("gpu", "gpu_util"), ("gpu", "gpu_free_memory"), ("memory", "memory_free")):
+            assert name in json.dumps(reports(client, 1, group)), (group, name)

@@ -1,0 +1,343 @@
+"""``dstrial doctor --train``: one short proof that training works on this machine.
+
+It trains a small GPT, resumes its checkpoint to the same bits and in another ZeRO stage, and measures speed, FLOPs and memory of
+a larger one. Each step runs a command that users type, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from dstrial.doctor import devices
+from dstrial.doctor.background import within
+from dstrial.file_writes import replace_file
+from dstrial.local.run_directory import RunDirectory
+from dstrial.telemetry.summary import summary_rows
+
+RESULT_NAME = "result.json"
+
+StepStatus = Literal["ok", "failed", "not reached"]
+
+_SAVED_AT, _END = 7, 12  # batches
+_STAGE, _OTHER_STAGE = 1, 3
+# Relative difference of losses after five batches in which fp32 sums are added up in another order.
+_ACROSS_STAGES = 1e-4
+_LEAST_MFU, _MOST_MFU = 0.1, 0.7  # of the measured peak, on accelerators
+_LEAST_S = 5.0  # a step does not start with less time
+_ENDING_S = 10.0
+_SHOWN_LINES = 40
+# Linux's PR_SET_PDEATHSIG: when the doctor is killed, the launcher ends too, and its ranks with it.
+_WITH_PARENT = """
+import ctypes, runpy, sys
+ctypes.CDLL(None).prctl(1, 15)
+del sys.argv[0]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+_SMALL = {"width": 128, "num_layers": 2, "num_heads": 4, "block_size": 64, "is_fused": True}
+_LARGE = {"width": 1024, "num_layers": 16, "num_heads": 8, "block_size": 1024, "is_fused": True}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One step of the proof, as ``result.json`` has it."""
+
+    name: str
+    status: StepStatus
+    what: str
+    seconds: float
+    output: str = ""  # the end of what a failed step printed
+
+
+class StepFailedError(Exception):
+    """A step does not show what it is there to show."""
+
+    def __init__(self, reason: str, output: str = "") -> None:
+        super().__init__(reason)
+        self.output = output
+
+
+class OutOfTimeError(Exception):
+    """The minutes are over."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Target:
+    """What the proof trains on."""
+
+    kind: str  # cpu, cuda or rocm
+    num_ranks: int
+    precision: str  # of the larger model
+    is_roomy: bool = False  # whether every device has more than 40 GiB
+
+    @classmethod
+    def here(cls, environ: Mapping[str, str]) -> Target:
+        """Return 1 or 2 accelerators of this machine, or 2 CPU ranks."""
+        hardware = within(30.0, devices.measure)
+        seen = set(devices.visible(hardware, environ)[0])
+        if environ.get("DS_ACCELERATOR") == "cpu" or not (seen or hardware.num_amd):
+            return cls("cpu", 2, "fp32")
+        if not seen:
+            return cls("rocm", min(hardware.num_amd, 2), "bf16")
+        chosen = [one for one in hardware.devices if {one.uuid, *one.mig_uuids} & seen]
+        has_bf16 = all(one.capability is None or one.capability >= (8, 0) for one in chosen)
+        is_roomy = all(one.total_bytes > 40 << 30 and not one.is_mig for one in chosen)
+        # Of MIG instances, CUDA uses one a process.
+        num_ranks = 1 if any(one.is_mig for one in chosen) else min(len(seen), 2)
+        return cls("cuda", num_ranks, "bf16" if has_bf16 else "fp32", is_roomy)
+
+    def __str__(self) -> str:
+        ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}"
+        return f"{ranks} on {'the CPU' if self.kind == 'cpu' else self.kind}"
+
+
+class Proof:
+    """Runs the steps; each result is written to ``output`` as soon as it is known."""
+
+    def __init__(
+        self, target: Target, scratch: Path, output: Path | None, minutes: float, show: Callable[[Step], None]
+    ) -> None:
+        self._target, self._scratch, self._output, self._show = target, scratch, output, show
+        self._ends_at_s = time.monotonic() + 60 * minutes
+        self.steps: list[Step] = []
+        self.facts: dict[str, Any] = {}
+
+    def run(self) -> None:
+        trained = self._step("train and save", self._train)
+        if trained is not None:
+            self._step("resume", lambda: self._resume(trained, _STAGE, 0.0))
+            self._step("reshape", lambda: self._resume(trained, _OTHER_STAGE, _ACROSS_STAGES))
+        self._step("speed and memory", self._speed)
+
+    def _step(self, name: str, call: Callable[[], tuple[str, Any]]) -> Any:
+        """Run a step; return the second value of ``call``, None if it failed."""
+        began_s = time.monotonic()
+        status: StepStatus = "failed"
+        found, output = None, ""
+        try:
+            what, found = call()
+            status = "ok"
+        except OutOfTimeError:
+            status, what = "not reached", "the minutes were up; pass more --minutes"
+        except StepFailedError as error:
+            what, output = str(error), error.output
+        step = Step(name, status, what, round(time.monotonic() - began_s, 1), output)
+        self.steps.append(step)
+        if self._output is not None:
+            replace_file(self._output / RESULT_NAME, json.dumps(self.to_json(), indent=2) + "\n")
+        self._show(step)
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the value of ``result.json``."""
+        steps = [dataclasses.asdict(step) for step in self.steps]
+        return {"target": dataclasses.asdict(self._target), "steps": steps, "facts": self.facts}
+
+    def _train(self) -> tuple[str, RunDirectory]:
+        run = self._launch("train", _STAGE)
+        losses = _losses(run)
+        if sorted(losses) != list(range(1, _END + 1)) or not all(map(math.isfinite, losses.values())):
+            raise StepFailedError(f"the losses of {_END} batches are {list(losses.values())}")
+        if not losses[_END] < losses[1]:
+            raise StepFailedError(f"the loss does not fall: {losses[1]:g} -> {losses[_END]:g}")
+        self.facts["losses"] = losses
+        fell = f"loss {losses[1]:.4g} -> {losses[_END]:.4g}"
+        return f"{_END} batches of ZeRO {_STAGE}, {self._target}: {fell}, saved at {_SAVED_AT}", run
+
+    def _resume(self, trained: RunDirectory, stage: int, bound: float) -> tuple[str, None]:
+        """Resume the checkpoint; compare the losses with those of the first run."""
+        checkpoint = _checkpoint_at(trained, _SAVED_AT)
+        run = self._launch(f"stage-{stage}", stage, DSTRIAL_RESUME=str(checkpoint))
+        expected = {batch: loss for batch, loss in _losses(trained).items() if batch > _SAVED_AT}
+        found = _losses(run)
+        difference = max(
+            (abs(found.get(batch, math.inf) - loss) / abs(loss) for batch, loss in expected.items()),
+            default=math.inf,
+        )
+        how = f"ZeRO {_STAGE}" + (f" -> {stage}" if stage != _STAGE else "")
+        if set(found) != set(expected) or not difference <= bound:
+            raise StepFailedError(
+                f"{how}: losses after batch {_SAVED_AT} are {found}; expected {expected} within {bound:g}"
+            )
+        equal = "equal to the last bit" if bound == 0 else f"equal within {difference:.2g} (bound {bound:g})"
+        return f"{how}: the losses of batches {_SAVED_AT + 1} to {_END} are {equal}", None
+
+    def _speed(self) -> tuple[str, None]:
+        run = self._launch("speed", _STAGE, is_large=True)
+        told = json.loads(run.telemetry_path.read_text(encoding="utf-8"))
+        said = self._run(["dstrial.cli", "memory", str(run.path), "--json"], "memory")
+        predicted = json.loads(said[said.index("{") :])
+        self.facts.update(telemetry=told, memory=predicted)
+        mfu = told.get("mfu")
+        if self._target.kind != "cpu" and mfu is not None and not _LEAST_MFU <= mfu <= _MOST_MFU:
+            raise StepFailedError(
+                f"MFU is {mfu:.3g}; expected {_LEAST_MFU:g} to {_MOST_MFU:g}. See whether others use the device (nvidia-smi), "
+                "and whether its clocks are limited."
+            )
+        rows = summary_rows(told, predicted["predicted"])
+        if predicted["problem"]:
+            rows.append(("prediction", str(predicted["problem"])))
+        shown = "\n".join(f"  {name:<15}{text}" for name, text in rows)
+        return f"a GPT of {self._target.precision}, {self._target}\n{shown}", None
+
+    def _launch(self, name: str, stage: int, *, is_large: bool = False, **variables: str) -> RunDirectory:
+        config = self._scratch / f"{name}.yaml"
+        document = experiment(name, self._target, stage, is_large=is_large)
+        config.write_text(json.dumps(document), encoding="utf-8")  # JSON is YAML
+        words = ["dstrial.launch", "--slots", str(self._target.num_ranks), "--config", str(config)]
+        words += ["--trial", "dstrial.doctor.proof_trial:TextTrial"]
+        self._run(words, name, **variables)
+        (record,) = self._scratch.glob(f"runs/{name}/*/run.json")
+        return RunDirectory.open(record.parent)
+
+    def _run(self, words: Sequence[str], name: str, **variables: str) -> str:
+        """Run a module of dstrial's and return what it printed."""
+        left_s = self._ends_at_s - time.monotonic()
+        if left_s < _LEAST_S:
+            raise OutOfTimeError
+        log = (self._output or self._scratch) / f"{name}.log"
+        with log.open("wb") as stream:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _WITH_PARENT, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                cwd=self._scratch,
+                env={
+                    **_environment(os.environ, self._target.kind),
+                    "DSTRIAL_RUNS_DIR": str(self._scratch / "runs"),
+                    **variables,
+                },
+                start_new_session=True,
+            )
+            try:
+                exit_code = process.wait(left_s)
+            except subprocess.TimeoutExpired:
+                raise OutOfTimeError from None
+            finally:
+                _end(process)
+        printed = log.read_text(encoding="utf-8", errors="replace")
+        if exit_code != 0:
+            shown = "\n".join(printed.splitlines()[-_SHOWN_LINES:])
+            raise StepFailedError(f"`python -m {' '.join(words)}` ended with {exit_code}", shown)
+        return printed
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a launcher that still runs, also after Ctrl-C; its ranks end with it."""
+    if process.poll() is None:
+        for _ in range(2):  # a second Ctrl-C ends the ranks at once
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_ENDING_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _environment(environ: Mapping[str, str], kind: str) -> dict[str, str]:
+    """Return this environment without a rank or run, and with absolute paths."""
+    ranks = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if name not in ranks and (not name.startswith(("DSTRIAL_", "DET_")) or name == "DSTRIAL_SHARE_DEVICE")
+    }
+    own = str(Path(__file__).resolve().parents[2])
+    given = [str(Path(word).absolute()) for word in kept.get("PYTHONPATH", "").split(os.pathsep) if word]
+    kept["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([own, *given]))
+    kept["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS adds up in the same order each time
+    if kind == "cpu":
+        # Threads of torch that wait for each other on busy cores take many times as long.
+        kept |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS", "1")}
+    return kept
+
+
+def experiment(name: str, target: Target, stage: int, *, is_large: bool = False) -> dict[str, Any]:
+    """Return an experiment config; ``is_large`` for speed, else for equal bits."""
+    shape: dict[str, Any] = {"dropout": 0.1}
+    records = 4
+    if is_large:
+        shape = _SMALL if target.kind == "cpu" else _LARGE
+        records = 16 if target.is_roomy else 4
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": records,
+        "gradient_accumulation_steps": 1,
+        # No compiled operator.
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+        # DeepSpeed's buckets of 500 million elements are more memory than these models need.
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1_000_000},
+    }
+    if is_large and target.precision == "bf16":
+        config["bf16"] = {"enabled": True}
+    num_batches = 28 if is_large else _END
+    return {
+        "name": name,
+        "entrypoint": "python3 -m dstrial.launch --trial dstrial.doctor.proof_trial:TextTrial",
+        "hyperparameters": {
+            "deepspeed_config": config,
+            "shape": shape,
+            "num_blocks": 64 * records,
+            "is_deterministic": not is_large,
+        },
+        "searcher": {
+            "name": "single",
+            "metric": "validation_loss",
+            "smaller_is_better": True,
+            "max_length": {"batches": num_batches},
+        },
+        "resources": {"slots_per_trial": target.num_ranks},
+        "scheduling_unit": num_batches // 2 if is_large else 1,
+        "min_checkpoint_period": {"batches": num_batches if is_large else _SAVED_AT},
+        "reproducibility": {"experiment_seed": 3},
+        "max_restarts": 0,
+        # New processes: one that imports for them would survive its launcher where an import hangs.
+        "data": {"dstrial": {"warm": False}},
+    }
+
+
+def _losses(run: RunDirectory) -> dict[int, float]:
+    """Return batch -> loss of what a run has reported."""
+    rows = [json.loads(line) for line in run.metrics_path.read_text(encoding="utf-8").splitlines()]
+    return {
+        int(row["steps_completed"]): float(row["metrics"]["loss"])
+        for row in rows
+        if row["group"] == "training"
+    }
+
+
+def _checkpoint_at(run: RunDirectory, batch: int) -> Path:
+    for mark in run.checkpoints_path.glob("*/COMPLETE"):
+        if json.loads(mark.read_text(encoding="utf-8")).get("steps_completed") == batch:
+            return mark.parent
+    raise StepFailedError(f"there is no complete checkpoint of batch {batch} in {run.checkpoints_path}")
+
+
+def prove(*, minutes: float, output: Path | None, show: Callable[[Step], None]) -> dict[str, Any]:
+    """Run the proof within ``minutes`` and return the value of ``result.json``.
+
+    ``output`` gets that file and a log of each step; without it, nothing is kept.
+    """
+    if output is not None:
+        output = output.absolute()
+        output.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix="doctor-"))
+    try:
+        proof = Proof(Target.here(os.environ), scratch, output, minutes, show)
+        proof.run()
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return proof.to_json()

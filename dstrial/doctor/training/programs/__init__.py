@@ -1,1 +1,0 @@
-"""What ranks of checks run: small real models on text, through the public API."""

@@ -1,0 +1,122 @@
+"""The proof of ``dstrial doctor --train`` on CPU ranks, and how it ends where something is wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from waiting import wait_for
+
+from dstrial.doctor import proof
+from dstrial.doctor.proof import Target, experiment
+
+
+def doctor(tmp_path, *arguments, **variables):
+    command = [sys.executable, "-m", "dstrial.cli", "doctor", "--train", "--output", "out", *arguments]
+    environ = {**os.environ, "DS_ACCELERATOR": "cpu", **variables}
+    return subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True)
+
+
+def steps_of(tmp_path):
+    return {
+        step["name"]: step for step in json.loads((tmp_path / "out" / "result.json").read_text())["steps"]
+    }
+
+
+# `.ci/run` runs the same as a user does.
+@pytest.mark.ranks
+@pytest.mark.program
+@pytest.mark.timeout(400)
+def test_training_resume_reshape_and_speed_are_shown_on_cpu_ranks(tmp_path):
+    command = doctor(tmp_path, "--minutes", "6")
+    printed, _ = command.communicate()
+    assert command.returncode == 0, printed
+    found = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert found["target"] == {"kind": "cpu", "num_ranks": 2, "precision": "fp32", "is_roomy": False}
+    assert [(step["name"], step["status"]) for step in found["steps"]] == [
+        ("train and save", "ok"),
+        ("resume", "ok"),
+        ("reshape", "ok"),
+        ("speed and memory", "ok"),
+    ]
+    assert "equal to the last bit" in printed
+    assert "ZeRO 1 -> 3" in printed
+    assert "MFU" in printed
+    assert "predicted" in printed
+    measured, predicted = found["facts"]["memory"]["ranks"][0], found["facts"]["memory"]["predicted"][0]
+    assert measured["parameters_bytes"] == predicted["parameters"] > 0
+    assert found["facts"]["telemetry"]["model_tflops_per_device"] > 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"], "checkpoints are not kept"
+
+
+@pytest.mark.process
+def test_a_failing_step_is_told_with_its_output_and_the_independent_ones_go_on(tmp_path):
+    shadow = tmp_path / "shadow" / "deepspeed"
+    shadow.mkdir(parents=True)
+    (shadow / "__init__.py").write_text("raise ImportError('no deepspeed but mine')\n")
+    command = doctor(tmp_path, PYTHONPATH=str(shadow.parent))
+    printed, _ = command.communicate()
+    assert command.returncode == 1
+    steps = steps_of(tmp_path)
+    assert {name: step["status"] for name, step in steps.items()} == {
+        "train and save": "failed",
+        "speed and memory": "failed",
+    }
+    assert "no deepspeed but mine" in steps["train and save"]["output"]
+    assert "no deepspeed but mine" in printed
+    assert "no deepspeed but mine" in (tmp_path / "out" / "train.log").read_text()
+
+
+HANGING = "import pathlib, os, time\npathlib.Path({!r}).write_text(str(os.getpid()))\ntime.sleep(1000)\n"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("ends", ["minutes", "interrupt", "kill"])
+def test_whatever_ends_the_proof_ends_all_that_it_started(tmp_path, ends):
+    shadow = tmp_path / "shadow" / "deepspeed"
+    shadow.mkdir(parents=True)
+    note = tmp_path / "pid"
+    (shadow / "__init__.py").write_text(HANGING.format(str(note)))
+    minutes = "0.3" if ends == "minutes" else "9"
+    command = doctor(tmp_path, "--minutes", minutes, PYTHONPATH=str(shadow.parent))
+    wait_for(lambda: note.exists() and note.read_text(), "a process that hangs")
+    children = psutil.Process(command.pid).children(recursive=True)
+    if ends != "minutes":
+        command.send_signal(signal.SIGINT if ends == "interrupt" else signal.SIGKILL)
+    command.communicate(timeout=60)
+    assert command.returncode != 0
+    wait_for(lambda: not psutil.pid_exists(int(note.read_text())), "the end of what hung")
+    wait_for(
+        lambda: not any(child.is_running() and child.status() != "zombie" for child in children),
+        "the end of all others",
+    )
+    if ends == "minutes":
+        steps = steps_of(tmp_path)
+        assert {step["status"] for step in steps.values()} == {"not reached"}
+        assert "--minutes" in steps["train and save"]["what"]
+
+
+def test_the_model_of_an_accelerator_is_large_and_of_its_precision():
+    config = experiment("speed", Target("cuda", 2, "bf16", is_roomy=True), 1, is_large=True)
+    assert config["resources"]["slots_per_trial"] == 2
+    assert config["hyperparameters"]["shape"]["width"] == 1024
+    engine = config["hyperparameters"]["deepspeed_config"]
+    assert engine["bf16"] == {"enabled": True}
+    assert engine["train_micro_batch_size_per_gpu"] == 16
+    assert "bf16" not in json.dumps(experiment("speed", Target("cuda", 1, "fp32"), 1, is_large=True))
+
+
+def test_steps_see_no_rank_no_run_and_no_relative_path():
+    made = proof._environment(
+        {"RANK": "1", "DSTRIAL_RUN_DIR": "x", "DET_MASTER": "y", "HOME": "/h", "PYTHONPATH": "lib:/abs"},
+        "cuda",
+    )
+    assert made["HOME"] == "/h"
+    assert not {"RANK", "DSTRIAL_RUN_DIR", "DET_MASTER", "DS_ACCELERATOR"} & set(made)
+    first, *rest = made["PYTHONPATH"].split(":")
+    assert Path(first, "dstrial", "doctor").is_dir()
+    assert rest == [str(Path.cwd() / "lib"), "/abs"]

@@ -1,0 +1,220 @@
+"""What only an accelerator shows of trainings: precisions, operators, faults, saves, memory, forks and searches."""
+
+import importlib.util
+import itertools
+import json
+import math
+import re
+import shutil
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import memory_program
+import pytest
+import torch
+from programs import environment, facts, finish, launch, needs_cuda, reports
+
+from dstrial.doctor.proof import Target, experiment
+from dstrial.dsat.core.outcome import Measured
+from dstrial.dsat.worker.messages import TaskResult
+from dstrial.dsat.worker.transport import ANSWERS_NAME
+from dstrial.engine.dryrun.process import dry_runs
+from dstrial.engine.dryrun.values import DryRunRequest
+from dstrial.local.json_files import read_json_lines
+from dstrial.testing.master import master_for_test
+
+pytestmark = [pytest.mark.gpu, needs_cuda]
+
+TARGET = Target("cuda", 1, "fp32")
+
+
+def nvml_uuids():
+    """Return the UUIDs of devices in NVML's order, and one of a MIG instance of the first, if it has any."""
+    pynvml = pytest.importorskip("pynvml")
+    pynvml.nvmlInit()
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(idx) for idx in range(pynvml.nvmlDeviceGetCount())]
+        try:
+            instances = [pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handles[0], 0)]
+        except pynvml.NVMLError:
+            instances = []  # devices that know no MIG say so by an error
+        return [[pynvml.nvmlDeviceGetUUID(one) for one in found] for found in (handles, instances)]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def test_torch_and_nvml_name_the_same_devices_in_one_order():
+    uuids, instances = nvml_uuids()
+    in_torch = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in range(torch.cuda.device_count())]
+    if not instances:
+        order = [uuids.index(uuid) for uuid in in_torch]
+        assert order == sorted(order)
+    ones = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)
+    assert float((ones @ ones).float().sum()) == 64.0**3
+
+
+def test_visible_devices_by_index_and_uuid_answer_deepspeed(tmp_path):
+    uuids, instances = nvml_uuids()
+    for value in ["0", uuids[0], *instances]:
+        variables = {"CUDA_VISIBLE_DEVICES": value, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        printed, status = launch("visible_program.py", 1, tmp_path=tmp_path, **variables)
+        assert status == 0, (value, printed)
+        assert re.search(r"cuda:0 has \d+ bytes", printed), printed
+
+
+def test_zero_stages_in_all_precisions_are_finite_and_fp16_overflows_once(tmp_path):
+    printed, status = launch("precision_program.py", 1, tmp_path=tmp_path, timeout_s=240)
+    assert status == 0, printed
+    rows = facts(printed)["rows"]
+    expected = {pair for pair in itertools.product(("fp32", "bf16", "fp16"), range(4)) if pair != ("fp16", 0)}
+    assert {(precision, stage) for precision, stage, *_ in rows} == expected
+    for precision, stage, losses, scales, num_skipped in rows:
+        assert all(map(math.isfinite, losses)), (precision, stage, losses)
+        if precision == "fp16":
+            assert num_skipped > 0, (stage, scales)
+            assert scales[-1] < 2**32, (stage, scales)
+
+
+@pytest.mark.parametrize(
+    ("operator", "optimizer"), [("cpu_adam", "DeepSpeedCPUAdam"), ("fused_adam", "FusedAdam")]
+)
+def test_compiled_optimizers_build_behind_the_lock_of_a_killed_build(tmp_path, operator, optimizer):
+    folder = tmp_path / "extensions"
+    (folder / operator).mkdir(parents=True)
+    (folder / operator / "lock").touch()
+    printed, status = launch(
+        "optimizer_program.py",
+        1,
+        operator,
+        tmp_path=tmp_path,
+        timeout_s=300,
+        TORCH_EXTENSIONS_DIR=str(folder),
+        MAX_JOBS="4",
+    )
+    if status and re.search("CUDAMismatch|MissingCUDA|CUDA_HOME|nvcc|Ninja is required|not found", printed):
+        pytest.skip("Requires: [what compiles CUDA operators]")
+    assert status == 0, printed
+    assert facts(printed)["optimizer"] == optimizer
+    assert all(map(math.isfinite, facts(printed)["losses"])), printed
+
+
+def test_torch_compile_keeps_the_losses(tmp_path):
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    if importlib.util.find_spec("triton") is None or not shutil.which("cc") or not headers.exists():
+        pytest.skip("Requires: [Triton, a C compiler, Python's headers]")
+    printed, status = launch("compiled_program.py", 1, tmp_path=tmp_path, timeout_s=240)
+    assert status == 0, printed
+    found = facts(printed)
+    assert found["num_graphs"] > 0
+    assert found["losses"][1] == pytest.approx(found["losses"][0], rel=1e-5)
+
+
+def test_saves_behind_the_loop_have_every_bit_and_a_short_stall(tmp_path):
+    printed, status = launch("save_program.py", 1, "1024", tmp_path=tmp_path, timeout_s=240)
+    assert status == 0, printed
+    found = facts(printed)
+    assert found["num_values"] > 100
+    assert found["different"] == []
+    assert found["stall_ratio"] < 0.2, found
+
+
+def test_out_of_memory_is_told_and_the_next_trial_trains(tmp_path):
+    printed, status = launch("fault_program.py", 1, "memory:0", tmp_path=tmp_path)
+    assert status != 0
+    assert "out of memory" in printed, printed
+    printed, status = launch("fault_program.py", 1, tmp_path=tmp_path)
+    assert status == 0, printed
+    assert all(map(math.isfinite, facts(printed)["losses"])), printed
+
+
+def test_a_killed_rank_of_two_on_one_device_is_named_within_15_s(tmp_path):
+    shared = {"DSTRIAL_SHARE_DEVICE": "1", "CUDA_VISIBLE_DEVICES": "0"}
+    printed, status = launch("fault_program.py", 2, "kill:1", tmp_path=tmp_path, **shared)
+    ended_s = time.time()
+    assert status != 0
+    assert "rank 1 failed first (killed by SIGKILL" in printed, printed
+    found = facts(printed)
+    assert found == {"all_reduce": 3.0, "control_channel": ["rank 0", "rank 1"], "device": "cuda:0"}, found
+    assert ended_s - float(re.search(r"fails at ([\d.]+)", printed)[1]) < 15
+
+
+def test_predicted_memory_is_within_15_percent_of_the_measured_one(tmp_path):
+    chosen = list(itertools.product(("fp32", "bf16"), (0, 1, 3)))
+    requests = [
+        DryRunRequest(
+            workload="dstrial.engine.dryrun.measure:ModelWorkload",
+            shared_options={"model": "memory_program:model", "batch": "memory_program:batch"},
+            options={"shape": memory_program.SHAPE},
+            deepspeed_config=memory_program.config(stage, precision),
+            world_size=1,
+            target="cuda",
+            module_paths=(str(Path(__file__).parent),),
+        )
+        for precision, stage in chosen
+    ]
+    predicted = [one.device.peak(memory_program.RECORDS) for one in dry_runs(requests, num_parallel=4)]
+    printed, status = launch("memory_program.py", 1, json.dumps(chosen), tmp_path=tmp_path)
+    assert status == 0, printed
+    measured = facts(printed)["peaks"]
+    ratios = [said / found for said, found in zip(predicted, measured, strict=True)]
+    assert all(abs(ratio - 1) <= 0.15 for ratio in ratios), dict(zip(chosen, ratios, strict=True))
+
+
+def test_five_configurations_in_a_living_worker_leave_nothing_behind(tmp_path):
+    (tmp_path / "definition").mkdir()
+    path = tmp_path / "experiment.yaml"
+    path.write_text(json.dumps(experiment("search", TARGET, 1)))
+    output = tmp_path / "search"
+    command = [sys.executable, "-m", "dstrial.dsat", "random", str(path), str(path.parent / "definition")]
+    command += ["--local", "--max-trials", "5", "--fresh", "--zero-stages", "0", "1", "2", "3"]
+    command += ["--measure-seconds", "1", "--output", str(output)]
+    done = finish(command, tmp_path, 240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    answers = [
+        TaskResult.from_json(row) for file in output.rglob(ANSWERS_NAME) for row in read_json_lines(file)
+    ]
+    assert sum(isinstance(answer.outcome, Measured) for answer in answers) >= 4, done.stdout
+    assert not [answer for answer in answers if "does not come back to what it was" in answer.respawned]
+
+
+def test_trials_that_are_forks_report_what_a_new_process_does(tmp_path):
+    """The first trial is a new process (``warm: false``); of the others a second fork has to come, too."""
+    says_how = (
+        "import pathlib\n"
+        "is_new = any(one.startswith(b'RANK=') for one in pathlib.Path('/proc/self/environ').read_bytes().split(b'\\0'))\n"
+        "print('started as a new process' if is_new else 'started as a fork', flush=True)\n"
+        "from dstrial.doctor.proof_trial import TextTrial\n"
+    )
+    (tmp_path / "definition").mkdir()
+    (tmp_path / "definition" / "model_def.py").write_text(says_how)
+    losses, logs = [], []
+    env = {
+        "DS_ACCELERATOR": "cuda",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "PYTHONPATH": environment()["PYTHONPATH"],
+    }
+    with master_for_test(tmp_path, num_slots=1, env=env) as master:
+        for number in range(1, 6):
+            config = experiment("warm", TARGET, 1)
+            config["entrypoint"] = "python3 -m dstrial.launch --trial model_def:TextTrial"
+            config["data"] = {"dstrial": {"warm": number > 1}}
+            config["hyperparameters"]["is_deterministic"] = False
+            path = tmp_path / "experiment.yaml"
+            path.write_text(json.dumps(config))
+            created = master.det(
+                "experiment", "create", str(path), str(tmp_path / "definition"), "--follow-first-trial"
+            )
+            assert created.returncode == 0, created.stdout + created.stderr
+            logs.append(master.det("trial", "logs", str(number)).stdout)
+            state = master.client().get(f"/api/v1/experiments/{number}")["experiment"]["state"]
+            assert state.endswith("COMPLETED"), logs[-1]
+            losses.append([one["loss"] for one in reports(master.client(), number, "training")])
+            if sum("started as a fork" in log for log in logs) == 2:
+                break
+    assert "started as a fork" not in logs[0]
+    assert sum("started as a fork" in log for log in logs) == 2, logs
+    assert losses[0]
+    for found in losses[1:]:
+        assert found == pytest.approx(losses[0], rel=1e-4)
