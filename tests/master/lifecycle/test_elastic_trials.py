@@ -90,12 +90,12 @@ def drain(master: MasterForTest, agent: str, slot: int) -> None:
 
 
 def records_of(directory: Path, name: str) -> dict[int, list[int]]:
-    """Return the records of each batch, sorted, each as often as it was trained."""
-    found: dict[int, list[int]] = {}
+    """Return the records of each batch; a stop during a run's first batch has it begin again, so that it is seen twice."""
+    found: dict[int, set[int]] = {}
     for path in directory.glob(f"{name}.log.*"):
         for line in path.read_text().splitlines():
             batch, records = json.loads(line)
-            found.setdefault(batch, []).extend(records)
+            found.setdefault(batch, set()).update(records)
     return {batch: sorted(records) for batch, records in found.items()}
 
 
