@@ -1,14 +1,11 @@
-"""Send a master mutated requests and hostile ones, and say what came of them.
+"""Sends a master mutated requests and hostile ones, and says what came of them.
 
-``python tests/master/fuzz.py --requests 20000 --seed 1`` serves an application with a filled store in this process,
-on a free port and without a scheduler, and prints two markdown tables: answers by status, and hostile tokens, Host
-headers, paths and model definitions with the answer that each got. It exits 1 if anything answered 500, told of a
-traceback, or left the database damaged.
+The master is an application with a filled store in this process, on a free port and without a scheduler. A failure is an
+answer 500, one that tells of a traceback, or a damaged database.
 """
 
 from __future__ import annotations
 
-import argparse
 import base64
 import collections
 import dataclasses
@@ -18,8 +15,6 @@ import random
 import re
 import socket
 import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -29,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent / "api"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "security"))
 
 from hostile_configs import TEXTS
-from serving import Master, serving
+from serving import Master
 
 from dstrial.master.app import all_routes
 from dstrial.master.http.login import LoginThrottle
@@ -680,51 +675,3 @@ def _model_definitions(master: Master) -> list[Hostile]:
         text = answer.error if answer.status >= 300 else answer.content.decode(errors="replace")[:80]
         found.append(Hostile("model definition", what, answer.status, text))
     return found
-
-
-def _markdown(report: Report, hostile: list[Hostile]) -> str:
-    statuses = sorted({status for counter in report.statuses.values() for status in counter})
-    lines = [
-        "| route | " + " | ".join(map(str, statuses)) + " |",
-        "|---|" + "---:|" * len(statuses),
-    ]
-    for route, counter in sorted(report.statuses.items(), key=lambda item: item[0].split()[::-1]):
-        lines.append(f"| {route} | " + " | ".join(str(counter.get(status, "")) for status in statuses) + " |")
-    total = sum((counter for counter in report.statuses.values()), collections.Counter())
-    lines.append("| **all** | " + " | ".join(str(total[status]) for status in statuses) + " |")
-    lines += ["", "| what | hostile request | status | answer |", "|---|---|---:|---|"]
-    for one in hostile:
-        what, text = (text.replace("|", "\\|").replace("\n", " ") for text in (one.what, one.text))
-        lines.append(f"| {one.kind} | `{what!r}` | {one.status} | {text[:160]} |")
-    return "\n".join(lines)
-
-
-def _memory_mib(name: str) -> float:
-    status = Path("/proc/self/status").read_text()
-    return int(re.findall(rf"{name}:\s+(\d+) kB", status)[0]) / 1024
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--requests", type=int, default=20000)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory, serving(Path(directory) / "state") as master:
-        hostile = hostile_requests(master)
-        before, began_s = _memory_mib("VmRSS"), time.monotonic()
-        report = Fuzzer(master, options.seed).run(options.requests)
-        seconds = time.monotonic() - began_s
-    print(_markdown(report, hostile))
-    print()
-    for failure in report.failures[:50]:
-        print("FAILED", failure)
-    print(
-        f"{options.requests} requests, {report.num_yaml} of them with YAML text, seed {options.seed}, {seconds:.0f} s: "
-        f"{len(report.failures)} failures; resident {before:.0f} MiB before, {_memory_mib('VmRSS'):.0f} MiB after, "
-        f"{_memory_mib('VmHWM'):.0f} MiB at most"
-    )
-    return 1 if report.failures else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
