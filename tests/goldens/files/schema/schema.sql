@@ -107,7 +107,7 @@ CREATE TABLE commands (
     exit_status    TEXT,                          -- how its last allocation ended, one sentence
     start_us       INTEGER NOT NULL,
     end_us         INTEGER,
-    original_config TEXT                          -- JSON as submitted; NULL for those of an older release
+    original_config TEXT                          -- JSON as submitted; NULL where nobody asks for it
 ) WITHOUT ROWID;
 CREATE TABLE disabled_slots (
     slot_id INTEGER PRIMARY KEY,
