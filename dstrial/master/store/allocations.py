@@ -107,8 +107,7 @@ class Accelerators:
     uuids: str  # JSON list
 
 
-MAX_CONTAINERS = 1024
-"""Containers of an allocation that may say what accelerators they have."""
+MAX_CONTAINERS = 1024  # Containers of an allocation that may say what accelerators they have
 
 
 def note_accelerators(tx: Transaction, found: Accelerators) -> None:

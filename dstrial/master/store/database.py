@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 _MAX_GROUP = 512
 _MAX_GROUP_S = 0.05
 _MAX_IDLE_READERS = 8
-_JUST_NOW_S = 30.0
-"""For how long a failed write is told of; clients that were refused ask again within it."""
+_JUST_NOW_S = 30.0  # For how long a failed write is told of; clients that were refused ask again within it
 
-Connection: TypeAlias = sqlite3.Connection
-"""What the functions of the store read from; nobody else asks it anything."""
+Connection: TypeAlias = (
+    sqlite3.Connection
+)  # What the functions of the store read from; nobody else asks it anything
 
 
 SqlError = sqlite3.Error

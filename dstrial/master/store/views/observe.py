@@ -18,8 +18,9 @@ from dstrial.visible_text import visible_line
 
 TERMINAL_STATES = frozenset({"COMPLETED", "CANCELED", "ERROR"})
 
-STOPPED_SUPERVISOR_NAME = "stopped_supervisor.json"
-"""File of an allocation's directory that says that its supervisor is stopped."""
+STOPPED_SUPERVISOR_NAME = (
+    "stopped_supervisor.json"  # File of an allocation's directory that says that its supervisor is stopped
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
