@@ -8,7 +8,7 @@ import datetime
 import os
 import sqlite3
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dstrial.errors import DatabaseDamagedError, MasterError
@@ -56,7 +56,7 @@ def make_copy(database: Path, target: Path) -> None:
         try:
             with (
                 sqlite_file.reading(database) as source,
-                contextlib.closing(_copied(source, temporary)) as made,
+                _copied(source, temporary) as made,
             ):
                 problem = sqlite_file.check_whole(made)
                 if problem:
@@ -76,12 +76,13 @@ def make_copy(database: Path, target: Path) -> None:
         ) from error
 
 
-def _copied(source: sqlite3.Connection, path: Path) -> sqlite3.Connection:
+@contextlib.contextmanager
+def _copied(source: sqlite3.Connection, path: Path) -> Iterator[sqlite3.Connection]:
     """Copy in one step: writes meanwhile do not make it begin again."""
-    made = sqlite3.connect(path, isolation_level=None)
-    source.backup(made)
-    made.execute("PRAGMA journal_mode = DELETE")  # One file, which may be carried anywhere.
-    return made
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as made:
+        source.backup(made)
+        made.execute("PRAGMA journal_mode = DELETE")  # One file, which may be carried anywhere.
+        yield made
 
 
 def make_daily_copy(database: Path, now_s: float) -> Path | None:
@@ -130,7 +131,7 @@ def bring_back(database: Path, copy: Path) -> Restored:
 def _prepare(copy: Path, new: Path, given: Mapping[str, int]) -> Restored:
     """Make a checked database of a copy, in which no id of ``given`` is given again."""
     new.unlink(missing_ok=True)
-    with sqlite_file.reading(copy) as source, contextlib.closing(_copied(source, new)) as made:
+    with sqlite_file.reading(copy) as source, _copied(source, new) as made:
         problem = sqlite_file.check_whole(made)
         if problem:
             raise sqlite3.DatabaseError(problem)
