@@ -25,7 +25,7 @@ from dstrial.errors import DatabaseDamagedError, MasterError
 from dstrial.master import file_limit, recovery_hints
 from dstrial.master.store.sqlite_file import SCHEMA_VERSION, connect, is_damage, open_for_writer, unusable
 
-__all__ = ["SCHEMA_VERSION", "Database", "Transaction", "unusable"]
+__all__ = ["SCHEMA_VERSION", "Database", "Transaction"]
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
