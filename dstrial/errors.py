@@ -29,8 +29,8 @@ The tree, drawn once::
         ├── DatabaseDamagedError      its database is damaged or lost; names what and what to type
         └── RequestError              a request to it cannot be answered; carries the HTTP status
 
-One more is an ``OSError``: ``storage_guard.StorageGoneError``, raised where anybody's code in a trial would make a checkpoint
-storage anew that is gone. Its module is loaded alone, before dstrial is.
+One more is an ``OSError``: ``storage_guard.StorageGoneError``, raised where a trial would save into a checkpoint storage that is
+gone. Its module is loaded alone, before dstrial is.
 
 Every message says where, what, what was expected and how to fix it. This module imports nothing
 but the standard library, so that every other package may use it.

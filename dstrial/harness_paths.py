@@ -106,7 +106,10 @@ def _patch_ipc(module: Any, allocation: str) -> None:
 
 
 def _patch_tensorboard_shared(module: Any, guard: StorageGuard | None) -> None:
-    """``tensorboard/shared.py:26`` (0.38.1) makes directories 0777, and a storage that is missing; the umask decides."""
+    """Have the umask decide, and make no storage that is missing.
+
+    ``tensorboard/shared.py:26`` (0.38.1) makes directories 0777.
+    """
     cls = module.SharedFSTensorboardManager
     original, original_sync = cls.__init__, cls._sync_impl
 

@@ -13,11 +13,9 @@ from __future__ import annotations
 import errno
 import os
 
-STORAGE_MARKER = ".dstrial-storage"
-"""Name of the file in a storage's root by which it is known to be there."""
+STORAGE_MARKER = ".dstrial-storage"  # Name of the file in a storage's root by which it is known to be there
 
-STORAGE_VARIABLE = "DSTRIAL_STORAGE"
-"""Variable of an allocation: path of its storage, which has a marker."""
+STORAGE_VARIABLE = "DSTRIAL_STORAGE"  # Variable of an allocation: path of its storage, which has a marker
 
 SAVING_DIRECTORY = "saving"
 """Directory of an allocation with one empty file for each checkpoint that it has begun and not reported, by uuid."""

@@ -28,22 +28,22 @@ from dstrial.master.state_directory import MasterRecord, StateDirectory, process
 from dstrial.master.store.views.observe import supervisors
 from dstrial.process_state import is_stopped
 
-HOST = "127.0.0.1"
-"""The only address a master listens on."""
+HOST = "127.0.0.1"  # The only address a master listens on
 
 DEFAULT_PORT = 8080
 _START_TIMEOUT_S = 60.0
-_CHECK_S_PER_GIB = 30.0
-"""What looking through a large database may take besides; ten times what was measured after a kill."""
+_CHECK_S_PER_GIB = (
+    30.0  # What looking through a large database may take besides; ten times what was measured after a kill
+)
 
 _OTHER_TIMEOUT_S = 10.0
 _POLL_PERIOD_S = 0.05
 
-STOP_SIGNAL = signal.SIGTERM
-"""Asks the master to preempt its trials, to wait for their checkpoints and to end."""
+STOP_SIGNAL = (
+    signal.SIGTERM
+)  # Asks the master to preempt its trials, to wait for their checkpoints and to end
 
-KILL_SIGNAL = signal.SIGUSR1
-"""Asks the master to kill its trials and to end."""
+KILL_SIGNAL = signal.SIGUSR1  # Asks the master to kill its trials and to end
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

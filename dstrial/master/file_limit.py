@@ -9,15 +9,14 @@ from pathlib import Path
 from dstrial.errors import MasterError
 
 _WANTED_FILES = 4096
-_RESERVED_FILES = 128
-"""For the database, logs, supervisors and what else the master opens beside connections."""
-_FILES_PER_CONNECTION = 2
-"""One that is passed on to a task's service has a second one behind it."""
+_RESERVED_FILES = 128  # For the database, logs, supervisors and what else the master opens beside connections
+_FILES_PER_CONNECTION = 2  # One that is passed on to a task's service has a second one behind it
 _MIN_CONNECTIONS = 16
 _MIN_FILES = _RESERVED_FILES + _MIN_CONNECTIONS * _FILES_PER_CONNECTION
 
-_SPARE_FILES = 8
-"""With fewer left the master is short of them: an answer takes a connection, and a file or two."""
+_SPARE_FILES = (
+    8  # With fewer left the master is short of them: an answer takes a connection, and a file or two
+)
 
 _soft_before: int | None = None
 

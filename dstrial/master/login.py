@@ -16,18 +16,15 @@ from dstrial.errors import MasterError, RequestError
 from dstrial.master.client import Client
 from dstrial.master.state_directory import MasterRecord, StateDirectory
 
-USERNAME = "determined"
-"""The user as whom the operating system's user is logged in; not an administrator."""
+USERNAME = "determined"  # The user as whom the operating system's user is logged in; not an administrator
 
 
 class Login(enum.Enum):
     ADDED = enum.auto()
     KEPT = enum.auto()
     REPLACED = enum.auto()
-    FOREIGN = enum.auto()
-    """It belongs to another master and stays."""
-    REFUSED = enum.auto()
-    """There is none, as the master gives this user no token."""
+    FOREIGN = enum.auto()  # It belongs to another master and stays
+    REFUSED = enum.auto()  # There is none, as the master gives this user no token
 
 
 def addresses_of(port: int) -> tuple[str, str]:
@@ -113,11 +110,6 @@ def is_accepted(record: MasterRecord, token: str) -> bool:
 
 def new_token(record: MasterRecord, username: str = USERNAME) -> str:
     """Return a token for the directory's owner, through the UNIX socket."""
-    if not record.socket:
-        raise MasterError(
-            f"the master, process {record.pid}, is of dstrial {record.version} and has no socket; expected this release. "
-            "Start it anew with `dstrial down` and `dstrial up`."
-        )
     client = Client(record.address, socket=record.socket)
     return str(client.post("/owner/login", {"username": username})["token"])
 

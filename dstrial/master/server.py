@@ -51,14 +51,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dstrial.master")
 
-_STREAM_END_S = 2.0
-"""How long open streams may take to end when the master ends, seconds."""
+_STREAM_END_S = 2.0  # How long open streams may take to end when the master ends, seconds
 
 _STOP_TIMEOUT_S = 24 * 3600.0
 """How long trials may take to save a checkpoint, seconds; each has its own ``preemption_timeout`` below that."""
 
-_DRAIN_S = 5.0
-"""How long the master goes on to send what webhooks have not been told when it ends, seconds."""
+_DRAIN_S = 5.0  # How long the master goes on to send what webhooks have not been told when it ends, seconds
 
 _PRIVATE_UMASK = 0o077
 _BACKLOG = 2048

@@ -51,8 +51,7 @@ P = ParamSpec("P")
 _NUM_READERS = 4
 _SCHEDULER_LATE_S = 30.0
 
-VERSION = "0.38.1"
-"""The release of Determined whose protocol is spoken; its clients warn about any other."""
+VERSION = "0.38.1"  # The release of Determined whose protocol is spoken; its clients warn about any other
 
 
 class Activity:
@@ -75,8 +74,7 @@ class Activity:
 
 
 _NUM_CHECKERS = 2
-_MAX_PAUSE_S = 2.0
-"""After so long the collector goes on even if one check follows the other."""
+_MAX_PAUSE_S = 2.0  # After so long the collector goes on even if one check follows the other
 
 
 class Checker:

@@ -32,8 +32,7 @@ from typing import Any
 from dstrial.errors import MasterError
 from dstrial.process_state import read_state
 
-STATE_DIR_VARIABLE = "DSTRIAL_STATE_DIR"
-"""Environment variable that names the state directory where ``--state-dir`` is not given."""
+STATE_DIR_VARIABLE = "DSTRIAL_STATE_DIR"  # Environment variable that names the state directory where ``--state-dir`` is not given
 
 
 class StateInUseError(MasterError):

@@ -113,7 +113,6 @@ def _names(found: Mapping[str, Any], record: Mapping[str, Any], scratch: Path) -
     seen, rank = found["allocation"]["environment"], found["rank0"]["environment"]
     supervisor = json.loads(found["allocation"]["files"]["supervisor.json"][1])
     ports = {name: value for name, value in seen.items() if "_PORT" in name and value.isdecimal()}
-    storage = json.loads(seen["DSTRIAL_STORAGE"])
     return {
         str(scratch): "scratch",
         **installation(),
@@ -126,7 +125,6 @@ def _names(found: Mapping[str, Any], record: Mapping[str, Any], scratch: Path) -
         f'"start_time": "{record["start_time"]}"': "start time",
         f'"pid": {supervisor["pid"]}': "pid of the supervisor",
         f'"start_time": "{supervisor["start_time"]}"': "start time of the supervisor",
-        f'device\\": {storage["device"]}, \\"inode\\": {storage["inode"]}': "device and inode of the storage",
         seen["DET_SESSION_TOKEN"]: "token of the allocation",
         seen["DET_USER_TOKEN"]: "token of the user",
         seen["DSTRIAL_ALLOCATION_MARKER"]: "marker",

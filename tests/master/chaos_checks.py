@@ -10,15 +10,13 @@ import pathlib
 import re
 import sqlite3
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 from chaos_train import undisturbed
 from simulated_search import simulate
 
 from dstrial.search import Searcher, Stop
 from dstrial.testing.master import MasterForTest
-
-Validations: TypeAlias = dict[str, list[tuple[int, dict[str, Any]]]]
 
 _PRINTED = re.compile(r"run (\d+) rank (\d+) line (\d+): ")
 
@@ -86,13 +84,8 @@ def search_of(connection: sqlite3.Connection, experiment_id: int) -> Search:
     return Search(connection, row, trials)
 
 
-def look_at_search(search: Search, *, is_exact: bool) -> list[str]:
-    """Compare a search with the undisturbed one of its seed, and with its own events, told once more.
-
-    Args:
-        search: the experiment.
-        is_exact: whether trials end at the very batch where the searcher ends them, not some batches later.
-    """
+def look_at_search(search: Search) -> list[str]:
+    """Compare a search with the undisturbed one of its seed, and with its own events, told once more."""
     problems = []
     if search.row["state"] != "COMPLETED":
         problems.append(f"the experiment is {search.row['state']}: {search.row['end_reason']}")
@@ -104,10 +97,10 @@ def look_at_search(search: Search, *, is_exact: bool) -> list[str]:
     for trial in search.trials:
         if trial["state"] != "COMPLETED":
             problems.append(f"trial {trial['id']} is {trial['state']}")
-    return [*problems, *_told_again(search, is_exact)] if search.is_halving else problems
+    return [*problems, *_told_again(search)] if search.is_halving else problems
 
 
-def _told_again(search: Search, is_exact: bool) -> list[str]:
+def _told_again(search: Search) -> list[str]:
     """Tell a new searcher every validation in the order stored: it must decide as the master's has."""
     searcher = Searcher.new(search.config, search.config["reproducibility"]["experiment_seed"])
     searcher.initial_trials()
@@ -138,7 +131,7 @@ def _told_again(search: Search, is_exact: bool) -> list[str]:
         series = search.series(trial["id"], "validation")
         length = series[-1][1][search.config["searcher"]["time_metric"]] if series else 0
         end = ends.get(trial["request_id"], 0)
-        if not end or length < end or (is_exact and length != end):
+        if not end or length != end:
             problems.append(f"trial {trial['id']} ends at {length}; the searcher ended it at {end}")
     return problems
 
@@ -275,24 +268,4 @@ def look_around(master: MasterForTest, connection: sqlite3.Connection) -> list[s
     directories += [path.name for path in pathlib.Path(master.env["TMPDIR"]).glob("dstrial-*")]
     if directories:
         problems.append(f"directories {directories} are left")
-    return problems
-
-
-def validations_of(search: Search) -> Validations:
-    """Return every trial's validations by its hyperparameters; all must have been trained to the end."""
-    assert search.row["state"] == "COMPLETED", search.row["end_reason"]
-    return {trial["hparams"]: search.series(trial["id"], "validation") for trial in search.trials}
-
-
-def look_at_validations(search: Search, wanted: Validations) -> list[str]:
-    """Compare validations of real trials with those of a search that was left alone."""
-    problems = []
-    for trial in search.trials:
-        found, of = search.series(trial["id"], "validation"), wanted.get(trial["hparams"])
-        if of is None:
-            problems.append(f"trial {trial['id']} has {trial['hparams']}; undisturbed {sorted(wanted)}")
-        elif not found or found != of[: len(found)]:
-            problems.append(f"trial {trial['id']} has {found}; undisturbed {of}")
-        elif not search.is_halving and len(found) != len(of):
-            problems.append(f"trial {trial['id']} has {len(found)} validations; undisturbed {len(of)}")
     return problems

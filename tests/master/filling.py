@@ -58,7 +58,7 @@ def search_on_a_full_disk(master: MasterForTest, work: Path, ways: list[str]) ->
     with chaos_checks.opened(master) as connection:
         search = chaos_checks.search_of(connection, experiment_id)
         problems = [
-            *chaos_checks.look_at_search(search, is_exact=True),
+            *chaos_checks.look_at_search(search),
             *chaos_checks.look_at_training(search, {chaos_train.NUM_STEPS}),
             *([] if "down" in ways else chaos_checks.look_at_journals(search, journals, set())),
             *chaos_checks.look_at_allocations(search),

@@ -59,7 +59,7 @@ def run(work: Path, seed: int) -> None:
             search = chaos_checks.search_of(connection, experiment_id)
             rungs = chaos.RUNGS if search.is_halving else {chaos_train.NUM_STEPS}
             problems = [
-                *chaos_checks.look_at_search(search, is_exact=True),
+                *chaos_checks.look_at_search(search),
                 *chaos_checks.look_at_training(search, rungs),
                 *chaos_checks.look_at_journals(search, work / "journals", lost),
                 *chaos_checks.look_at_allocations(search),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -25,12 +24,6 @@ print("variables", os.environ.get("FROM_MASTER"), os.environ.get("FROM_EXPERIMEN
 print("executable", sys.executable)
 """
 SLEEPER = "import time\ntime.sleep(600)\n"
-DEAF = """
-import time, determined as det
-with det.core.init(tensorboard_mode=det.core.TensorboardMode.MANUAL) as core:
-    core.train.report_training_metrics(1, {"loss": 1.0})
-    time.sleep(600)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -111,15 +104,6 @@ def test_an_unknown_setting_is_refused_with_a_suggestion(tmp_path: Path) -> None
     assert not (tmp_path / "state" / "master.db").exists()
 
 
-def test_an_experiment_that_never_fits_waits_if_the_settings_say_so(master: MasterForTest) -> None:
-    experiment_id = submit(master, config(resources={"slots_per_trial": 3}))
-    time.sleep(1.0)
-
-    assert experiment(master, experiment_id)["state"] == "STATE_QUEUED"
-    master.client().post(f"/api/v1/experiments/{experiment_id}/kill")
-    wait_until(master, experiment_id, "CANCELED")
-
-
 @pytest.mark.parametrize("source", ["source_trial_id", "source_checkpoint_uuid"])
 def test_a_warm_start_begins_from_the_checkpoint_of_another_trial(master: MasterForTest, source: str) -> None:
     first = submit(master, config(hyperparameters={"steps": 4}))
@@ -177,37 +161,6 @@ def test_the_startup_hook_of_a_model_definition_runs_first_and_its_failure_ends_
     assert master.det("e", "wait", failed.stdout.split("Created experiment ")[1].split()[0]).returncode == 1
 
 
-def test_files_that_detignore_names_do_not_get_to_the_trial(master: MasterForTest, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import os\nprint('files', sorted(os.listdir()))\n")
-    (tmp_path / "exp.yaml").write_text(yaml.safe_dump(config()))
-    (tmp_path / "big.bin").write_bytes(os.urandom(64))
-    (tmp_path / "kept.bin").write_bytes(b"")
-    (tmp_path / ".detignore").write_text("*.bin\n!kept.bin\n")
-
-    created = master.det("e", "create", str(tmp_path / "exp.yaml"), str(tmp_path), "-f")
-
-    assert "'kept.bin'" in created.stdout, created.stdout + created.stderr
-    assert "big.bin" not in created.stdout
-
-
-def test_a_trial_that_ignores_preemption_is_killed_after_its_timeout(master: MasterForTest) -> None:
-    experiment_id = submit(master, config(preemption_timeout=1), DEAF)
-    wait_until(master, experiment_id, "RUNNING")
-    while not steps_of(master, trials(master, experiment_id)[0]["id"]):
-        time.sleep(0.05)
-
-    master.client().post(f"/api/v1/experiments/{experiment_id}/pause")
-    give_up_at_s = time.monotonic() + 30
-    while master.client().get("/api/v1/tasks")["allocationIdToSummary"]:
-        assert time.monotonic() < give_up_at_s
-        time.sleep(0.05)
-
-    assert experiment(master, experiment_id)["state"] == "STATE_PAUSED"
-    assert "preemption_timeout" in log_of(master, experiment_id)
-    master.client().post(f"/api/v1/experiments/{experiment_id}/kill")
-    wait_until(master, experiment_id, "CANCELED")
-
-
 def test_a_single_trial_with_invalid_hyperparameters_is_an_error(master: MasterForTest) -> None:
     experiment_id = submit(master, config(hyperparameters={"invalid": True}))
 
@@ -216,22 +169,6 @@ def test_a_single_trial_with_invalid_hyperparameters_is_an_error(master: MasterF
     found = trials(master, experiment_id)
     assert len(found) == 1
     assert "its hyperparameters are invalid" in log_of(master, experiment_id)
-
-
-def test_the_same_seed_gives_the_same_trials(master: MasterForTest) -> None:
-    given = config(
-        searcher={"name": "random", "metric": "score", "max_trials": 2},
-        hyperparameters={"lr": {"type": "log", "base": 10, "minval": -4, "maxval": -1}, "steps": 1},
-        reproducibility={"experiment_seed": 11},
-    )
-    drawn = []
-    for _ in range(2):
-        experiment_id = submit(master, given)
-        wait_until(master, experiment_id, "COMPLETED")
-        drawn.append(sorted(trial["hparams"]["lr"] for trial in trials(master, experiment_id)))
-
-    assert drawn[0] == drawn[1]
-    assert len(set(drawn[0])) == 2
 
 
 def test_max_slots_limits_how_many_trials_run_at_once(master: MasterForTest) -> None:
@@ -246,21 +183,6 @@ def test_max_slots_limits_how_many_trials_run_at_once(master: MasterForTest) -> 
 
     assert most == 1
     assert len(trials(master, experiment_id)) == 3
-
-
-def test_of_waiting_experiments_the_one_of_the_better_priority_runs_first(master: MasterForTest) -> None:
-    holder = submit(master, config(resources={"slots_per_trial": 2}), SLEEPER)
-    wait_until(master, holder, "RUNNING")
-    whole = {"slots_per_trial": 2}
-    later = submit(master, config(resources={**whole, "priority": 50}), SHOW)
-    sooner = submit(master, config(resources={**whole, "priority": 45}), SHOW)
-
-    master.client().post(f"/api/v1/experiments/{holder}/kill")
-    wait_until(master, later, "COMPLETED")
-    wait_until(master, sooner, "COMPLETED")
-
-    (first,), (second,) = trials(master, sooner), trials(master, later)
-    assert first["endTime"] < second["endTime"]
 
 
 def test_a_killed_trial_that_waits_never_starts(master: MasterForTest) -> None:

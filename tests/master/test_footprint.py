@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import warm_start
 
-from dstrial.testing.master import MasterForTest, master_for_test
+from dstrial.testing.master import master_for_test
 
 
 @pytest.mark.process
@@ -32,11 +32,3 @@ def test_importing_the_whole_master_imports_neither_torch_nor_deepspeed() -> Non
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.process
-def test_state_is_for_its_owner_only(shared_master: MasterForTest) -> None:
-    state = shared_master.state
-
-    assert state.path.stat().st_mode & 0o077 == 0
-    assert (state.path / "credentials.json").stat().st_mode & 0o077 == 0

@@ -18,8 +18,8 @@ def test_mutated_requests_get_answers_and_leave_the_database_intact(tmp_path: Pa
         report = Fuzzer(master, seed=7).run(1500)
     assert not report.failures, "\n".join(report.failures[:10])
     assert report.num_yaml > 200
-    assert sum(counter[200] for counter in report.statuses.values()) > 100
-    assert sum(counter[400] for counter in report.statuses.values()) > 20
+    assert report.statuses[200] > 100
+    assert report.statuses[400] > 20
 
 
 def test_hostile_requests_are_refused(tmp_path: Path) -> None:
@@ -27,6 +27,5 @@ def test_hostile_requests_are_refused(tmp_path: Path) -> None:
         found = hostile_requests(master)
         assert database_problems(master) == []
         assert not list(Path(tmp_path).rglob("*owned*"))
-    accepted = [one for one in found if not 400 <= one.status < 500]
-    assert accepted == []
-    assert {one.kind for one in found} >= {"token", "Host", "Origin", "path", "body"}
+    assert {what: status for what, status in found.items() if not 400 <= status < 500} == {}
+    assert len(found) > 20

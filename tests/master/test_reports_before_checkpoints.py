@@ -31,13 +31,3 @@ def test_nothing_is_underway_after_the_wait(shared_master: MasterForTest) -> Non
 
     (trial,) = trials(shared_master, experiment_id)
     assert steps_of(shared_master, trial["id"]) == list(range(1, 201))
-
-
-def test_without_the_wait_reports_are_lost(shared_master: MasterForTest) -> None:
-    script = SCRIPT.replace('print("waited", reports.wait())', "")
-    experiment_id = submit(shared_master, config(), script)
-
-    wait_until(shared_master, experiment_id, "ERROR")
-
-    (trial,) = trials(shared_master, experiment_id)
-    assert len(steps_of(shared_master, trial["id"])) < 200

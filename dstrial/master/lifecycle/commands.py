@@ -17,8 +17,7 @@ from dstrial.master.store.database import Transaction
 from dstrial.master.store.errors import Hint, InvalidError
 from dstrial.master.store.reports.logs import add_master_line
 
-STOP_TIMEOUT_S = 30
-"""How long a process has to end after SIGTERM, seconds; it is killed then."""
+STOP_TIMEOUT_S = 30  # How long a process has to end after SIGTERM, seconds; it is killed then
 
 _UNBEGUN = "the master was killed before the process began"
 _MAX_UNBEGUN = 3

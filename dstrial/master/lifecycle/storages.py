@@ -127,7 +127,7 @@ class StorageWait:
     def __init__(self, database: Database, storages: Storages) -> None:
         self._database = database
         self._storages = storages
-        self._told: dict[int, str] = {}
+        self._logged: dict[int, str] = {}
 
     def trouble(self, experiment_id: int) -> str | None:
         with self._database.read() as connection:
@@ -136,27 +136,27 @@ class StorageWait:
 
     def ready(self, rows: Sequence[WaitingTrial]) -> list[WaitingTrial]:
         """Leave out those that still wait for their storage: they hold up nobody else."""
-        self._told = {row.id: self._told[row.id] for row in rows if row.id in self._told}
-        return [row for row in rows if row.id not in self._told or not self.holds_up(row)]
+        self._logged = {row.id: self._logged[row.id] for row in rows if row.id in self._logged}
+        return [row for row in rows if row.id not in self._logged or not self.holds_up(row)]
 
     def holds_up(self, row: WaitingTrial) -> bool:
         """Say whether a trial that could start has to wait for its storage."""
         trouble = self.trouble(row.experiment_id)
-        told = self._told.get(row.id)
+        logged = self._logged.get(row.id)
         if trouble is None:
-            if told is not None:
-                del self._told[row.id]
+            if logged is not None:
+                del self._logged[row.id]
                 self._say(row, "its checkpoint storage is back, and the trial goes on", "INFO")
             return False
-        if told != trouble:
-            self._told[row.id] = trouble
+        if logged != trouble:
+            self._logged[row.id] = trouble
             logger.warning("trial %d waits: %s", row.id, trouble)
             self._say(row, f"waiting for its checkpoint storage: {trouble}", "WARNING")
         return True
 
     def is_waiting(self, trial_id: int) -> bool:
         """Say whether a trial was held back when it was looked at last."""
-        return trial_id in self._told
+        return trial_id in self._logged
 
     def _say(self, row: WaitingTrial, text: str, level: str) -> None:
         self._database.write(lambda tx: add_master_line(tx, row.task_id, row.id, text, level=level))

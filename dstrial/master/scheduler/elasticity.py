@@ -41,7 +41,7 @@ class Running:
         )
 
 
-def who_makes_room(
+def select_preemption_victims(
     first: Waiting,
     urgency: tuple[int, float],
     running: Sequence[Running],

@@ -59,7 +59,7 @@ class Janitor:
         self._venvs_path = venvs_path
         self._storages = Storages(database) if storages is None else storages
         self._put_off: dict[int, float] = {}
-        self._told_put_off: set[int] = set()
+        self._logged_put_off: set[int] = set()
         self._period_s = period_s
         self._forget_at_s = time.monotonic()
         self._is_stopping = False
@@ -114,7 +114,7 @@ class Janitor:
         if trouble is not None and row.kind in _NEEDS_STORAGE:
             self._put_off_job(row, trouble)
             return
-        self._told_put_off.discard(row.id)
+        self._logged_put_off.discard(row.id)
         try:
             if row.kind == "gc":
                 self._collect(experiment_id)
@@ -143,9 +143,9 @@ class Janitor:
         self._database.write(lambda tx: background_jobs.done(tx, row.id))
 
     def _put_off_job(self, row: background_jobs.BackgroundJob, trouble: str) -> None:
-        if row.id not in self._told_put_off:
+        if row.id not in self._logged_put_off:
             logger.warning("%s of experiment %d is put off: %s", row.kind, row.experiment_id, trouble)
-        self._told_put_off.add(row.id)
+        self._logged_put_off.add(row.id)
         self._put_off[row.id] = time.monotonic() + _LOOK_AGAIN_S
 
     def _storage_trouble(self, experiment_id: int) -> str | None:

@@ -85,7 +85,7 @@ def waits_for_others(one: Waiting, capacity: Mapping[int, int], used_by: Mapping
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Look:
+class LastPoll:
     """The last poll of the queue.
 
     Every write that may change who is next publishes "scheduler". A poll at each pass would cost a part of a core that grows
@@ -104,7 +104,7 @@ _MAX_NAMED = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Holder:
+class SlotUser:
     """A trial or command with slots."""
 
     name: str  # for example ``trial 3 of experiment 2 (gpt)``
@@ -115,7 +115,7 @@ class Holder:
 def waiting_text(
     num_slots: int,
     num_enabled: int,
-    holders: Sequence[Holder],
+    slot_users: Sequence[SlotUser],
     *,
     experiment_id: int,
     max_slots: int | None,
@@ -126,15 +126,15 @@ def waiting_text(
     ``before`` is first in the queue, None if that is the trial itself.
     """
     wanted = f"waiting for {_slots(num_slots)}"
-    own = sum(holder.num_slots for holder in holders if holder.experiment_id == experiment_id)
+    own = sum(user.num_slots for user in slot_users if user.experiment_id == experiment_id)
     if max_slots is not None and own + num_slots > max_slots:
         return f"{wanted}: its experiment uses {own} of the {max_slots} that resources.max_slots allows"
-    used = sum(holder.num_slots for holder in holders)
+    used = sum(user.num_slots for user in slot_users)
     if used + num_slots <= num_enabled and before is not None:
         return f"{wanted}: {before} is before it in the queue, and needs more than is free"
-    named = [f"{holder.name} on {holder.num_slots}" for holder in holders[:_MAX_NAMED]]
-    if len(holders) > _MAX_NAMED:
-        named.append(f"{len(holders) - _MAX_NAMED} others")
+    named = [f"{user.name} on {user.num_slots}" for user in slot_users[:_MAX_NAMED]]
+    if len(slot_users) > _MAX_NAMED:
+        named.append(f"{len(slot_users) - _MAX_NAMED} others")
     held = f", by {', '.join(named)}" if named else ""
     return f"{wanted}: {used} of {num_enabled} {'are' if used != 1 else 'is'} in use{held}"
 

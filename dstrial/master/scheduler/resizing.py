@@ -20,7 +20,7 @@ from dstrial.master.scheduler.elasticity import (
     has_to_move,
     larger,
     leaves_drained,
-    who_makes_room,
+    select_preemption_victims,
 )
 from dstrial.master.scheduler.queue import Waiting
 from dstrial.master.store import allocations as allocation_rows
@@ -123,7 +123,7 @@ class Resizing:
             for row in rows.resizable_trials(connection)
             if row.priority > urgency[0] and (one := self._running(connection, row)) is not None
         ]
-        chosen = who_makes_room(
+        chosen = select_preemption_victims(
             first,
             urgency,
             running,

@@ -38,7 +38,14 @@ from dstrial.master.scheduler.heartbeat_timeout import HeartbeatTimeout
 from dstrial.master.scheduler.janitor import Janitor
 from dstrial.master.scheduler.log_policies import LogPolicy, compile_policies, matches, note_matches
 from dstrial.master.scheduler.placement import by_node
-from dstrial.master.scheduler.queue import Holder, Look, Waiting, assignments, waiting_text, waits_for_others
+from dstrial.master.scheduler.queue import (
+    LastPoll,
+    SlotUser,
+    Waiting,
+    assignments,
+    waiting_text,
+    waits_for_others,
+)
 from dstrial.master.scheduler.resizing import Capacity, Resizing, note_slots
 from dstrial.master.scheduler.supervisor_watch import SupervisorWatch
 from dstrial.master.scheduler.wishes import begins_of, describe, growth_of, wishes_of, write_answer
@@ -77,7 +84,7 @@ _MOMENT_US = 5_000_000
 # For so long who has stopped for a larger job, and given its own back, waits for nothing less, its checkpoint included.
 _MOVE_S = 120.0
 
-# Stands for the number of slots in `_told` while the agent is disabled.
+# Stands for the number of slots in `_logged` while the agent is disabled.
 _AGENT_OFF = -1
 
 # Of `trials.is_node_excluded`: it has failed, and a log policy keeps it from this machine.
@@ -142,8 +149,8 @@ class Scheduler:
         self._commands = CommandWatch(services)
         self._supervisors = SupervisorWatch(services.database, services.backend)
         self._policies: dict[int, tuple[LogPolicy, ...]] = {}
-        self._told: dict[int | str, tuple[int, int]] = {}
-        self._told_waiting: set[tuple[int, int]] = set()
+        self._logged: dict[int | str, tuple[int, int]] = {}
+        self._logged_waiting: set[tuple[int, int]] = set()
         self._storage_wait = StorageWait(services.database, services.storages)
         self._fitting: dict[int, _Fitting] = {}
         self._resizing = Resizing(services.database)
@@ -151,7 +158,7 @@ class Scheduler:
         self._moving_s: dict[
             int, float
         ] = {}  # Until when who has stopped for a larger job waits for nothing less.
-        self._look = Look(-1, -math.inf)
+        self._last_poll = LastPoll(-1, -math.inf)
         self._is_draining = False
         self._is_stopping = False
         self._is_killing = False
@@ -190,8 +197,8 @@ class Scheduler:
                 fitting = self._slots_to_go_on_with(connection, row, available)
                 if fitting is not None:
                     num_slots = fitting
-                elif wanted > num_enabled and self._told.get(row.id) != (wanted, num_enabled):
-                    self._told[row.id] = (wanted, num_enabled)
+                elif wanted > num_enabled and self._logged.get(row.id) != (wanted, num_enabled):
+                    self._logged[row.id] = (wanted, num_enabled)
                     trial = trial_rows.require(connection, row.id)
                     config = json.loads(experiment_rows.require(connection, row.experiment_id).config)
                     why = resume.why_it_waits(connection, trial, config, available)
@@ -206,7 +213,7 @@ class Scheduler:
         known = self._fitting.get(row.id)
         if known is not None and (known.run_id, known.available) != (row.run_id, available):
             known = None
-        if known is not None and known.version == self._look.version:
+        if known is not None and known.version == self._last_poll.version:
             return known.num_slots
         text = experiment_rows.require(connection, row.experiment_id).config
         if known is None or known.config_hash != hash(text):
@@ -214,7 +221,9 @@ class Scheduler:
             num_slots = resume.slots_to_go_on_with(connection, trial, json.loads(text), available)
         else:
             num_slots = known.num_slots
-        self._fitting[row.id] = _Fitting(row.run_id, available, self._look.version, hash(text), num_slots)
+        self._fitting[row.id] = _Fitting(
+            row.run_id, available, self._last_poll.version, hash(text), num_slots
+        )
         return num_slots
 
     def _log_trial_waiting(self, row: jobs.WaitingTrial, num_slots: int, why: str | None) -> None:
@@ -244,10 +253,10 @@ class Scheduler:
         """Log that a command needs more slots than there are."""
         wanted, task_id = row.num_slots, row.task_id
         if wanted <= num_slots:
-            self._told.pop(task_id, None)
-        if wanted <= num_slots or self._told.get(task_id) == (wanted, num_slots):
+            self._logged.pop(task_id, None)
+        if wanted <= num_slots or self._logged.get(task_id) == (wanted, num_slots):
             return
-        self._told[task_id] = (wanted, num_slots)
+        self._logged[task_id] = (wanted, num_slots)
         has = (
             f"this master has {num_slots}"
             if not self._services.hosts and self._services.engine is None
@@ -262,9 +271,9 @@ class Scheduler:
         """Log that a trial, or a command for None, waits for the agent."""
         key = row.task_id if trial_id is None else trial_id
         told = (row.run_id, _AGENT_OFF)
-        if self._told.get(key) == told:
+        if self._logged.get(key) == told:
             return
-        self._told[key] = told
+        self._logged[key] = told
         text = f"the agent is disabled, and nothing starts; go on with `det agent enable {self._services.agent_id}`"
         self._database.write(lambda tx: add_master_line(tx, row.task_id, trial_id, text, level="WARNING"))
 
@@ -561,10 +570,10 @@ class Scheduler:
     def _is_queue_due(self) -> bool:
         """Say whether to poll the queue, and note that it is done."""
         version, now_s = self._services.pubsub.version("scheduler"), time.monotonic()
-        if not self._look.is_stale(version, now_s, _QUEUE_PERIOD_S):
+        if not self._last_poll.is_stale(version, now_s, _QUEUE_PERIOD_S):
             return False
         # A look that fails is made again when the period is over.
-        self._look = Look(version, now_s)
+        self._last_poll = LastPoll(version, now_s)
         return True
 
     def _assign(self) -> list[Allocation]:
@@ -803,12 +812,12 @@ class Scheduler:
         told = [
             pair
             for pair in left
-            if pair[1].num_slots <= num_enabled and (pair[0].id, pair[0].run_id) not in self._told_waiting
+            if pair[1].num_slots <= num_enabled and (pair[0].id, pair[0].run_id) not in self._logged_waiting
         ]
         if not told or self._is_draining:
             return
         with self._database.read() as connection:
-            holders = [_holder(connection, row) for row in live if json.loads(row.slots)]
+            slot_users = [_slot_user(connection, row) for row in live if json.loads(row.slots)]
         first = left[0][0].id
 
         def say(tx: Transaction) -> None:
@@ -816,7 +825,7 @@ class Scheduler:
                 text = waiting_text(
                     one.num_slots,
                     num_enabled,
-                    holders,
+                    slot_users,
                     experiment_id=one.experiment_id,
                     max_slots=one.max_slots,
                     before=f"trial {first}" if first != row.id else None,
@@ -824,7 +833,7 @@ class Scheduler:
                 add_master_line(tx, row.task_id, row.id, text)
 
         self._database.write(say)
-        self._told_waiting.update((row.id, row.run_id) for row, _ in told)
+        self._logged_waiting.update((row.id, row.run_id) for row, _ in told)
 
     def _begin_trial(
         self, trial_id: int, slots: list[int], num_wanted: int, used_ports: Iterable[int]
@@ -989,15 +998,15 @@ def _capacity(
     )
 
 
-def _holder(connection: Connection, allocation: Allocation) -> Holder:
+def _slot_user(connection: Connection, allocation: Allocation) -> SlotUser:
     num_slots = len(json.loads(allocation.slots))
     if _is_command(allocation):
-        return Holder(f"task {allocation.task_id}", 0, num_slots)
+        return SlotUser(f"task {allocation.task_id}", 0, num_slots)
     experiment_id = allocation.experiment_id
     config = json.loads(experiment_rows.require(connection, experiment_id).config)
     called = visible_line(str(config.get("name")))
     name = f"trial {allocation.trial_id} of experiment {experiment_id} ({called})"
-    return Holder(name, experiment_id, num_slots)
+    return SlotUser(name, experiment_id, num_slots)
 
 
 def _is_single_node(connection: Connection, experiment_id: int) -> bool:

@@ -22,8 +22,7 @@ from dstrial.master.store.views.observe import STOPPED_SUPERVISOR_NAME
 
 logger = logging.getLogger("dstrial.master.scheduler")
 
-STOPPED_AFTER_S = 10.0
-"""How long a supervisor is stopped before that is told."""
+STOPPED_AFTER_S = 10.0  # How long a supervisor is stopped before that is told
 
 _LOOK_EVERY_S = 1.0
 _AGAIN_S = 600.0

@@ -8,12 +8,12 @@ import datetime
 import os
 import sqlite3
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from dstrial.errors import DatabaseDamagedError, MasterError
 from dstrial.file_writes import sync_path
-from dstrial.master import mending
+from dstrial.master import recovery_hints
 from dstrial.master.store import sqlite_file
 
 NUM_DAILY = 7  # daily copies that are kept
@@ -44,7 +44,7 @@ def make_copy(database: Path, target: Path) -> None:
     """
     if not database.is_file() or not database.stat().st_size:
         raise MasterError(
-            f"{database} is missing or empty; expected a database. {mending.START}, or name its directory "
+            f"{database} is missing or empty; expected a database. {recovery_hints.START}, or name its directory "
             "with --state-dir."
         )
     if target.exists():
@@ -56,7 +56,7 @@ def make_copy(database: Path, target: Path) -> None:
         try:
             with (
                 sqlite_file.reading(database) as source,
-                contextlib.closing(_copied(source, temporary)) as made,
+                _copied(source, temporary) as made,
             ):
                 problem = sqlite_file.check_whole(made)
                 if problem:
@@ -68,7 +68,7 @@ def make_copy(database: Path, target: Path) -> None:
     except sqlite3.DatabaseError as error:
         raise DatabaseDamagedError(
             f"{database} cannot be copied ({error}); expected a whole database and room for another. "
-            f"{mending.SEE_LOG}, or make room."
+            f"{recovery_hints.SEE_LOG}, or make room."
         ) from error
     except OSError as error:
         raise MasterError(
@@ -76,12 +76,13 @@ def make_copy(database: Path, target: Path) -> None:
         ) from error
 
 
-def _copied(source: sqlite3.Connection, path: Path) -> sqlite3.Connection:
+@contextlib.contextmanager
+def _copied(source: sqlite3.Connection, path: Path) -> Iterator[sqlite3.Connection]:
     """Copy in one step: writes meanwhile do not make it begin again."""
-    made = sqlite3.connect(path, isolation_level=None)
-    source.backup(made)
-    made.execute("PRAGMA journal_mode = DELETE")  # One file, which may be carried anywhere.
-    return made
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as made:
+        source.backup(made)
+        made.execute("PRAGMA journal_mode = DELETE")  # One file, which may be carried anywhere.
+        yield made
 
 
 def make_daily_copy(database: Path, now_s: float) -> Path | None:
@@ -121,7 +122,8 @@ def bring_back(database: Path, copy: Path) -> Restored:
         ) from error
     except sqlite3.DatabaseError as error:
         raise DatabaseDamagedError(
-            f"{copy} cannot be used ({error}); expected a whole database of dstrial's. Take another copy, {mending.SEE_COPIES}."
+            f"{copy} cannot be used ({error}); expected a whole database of dstrial's. Take another copy, "
+            f"{recovery_hints.SEE_COPIES}."
         ) from error
     return dataclasses.replace(restored, kept=kept)
 
@@ -129,7 +131,7 @@ def bring_back(database: Path, copy: Path) -> Restored:
 def _prepare(copy: Path, new: Path, given: Mapping[str, int]) -> Restored:
     """Make a checked database of a copy, in which no id of ``given`` is given again."""
     new.unlink(missing_ok=True)
-    with sqlite_file.reading(copy) as source, contextlib.closing(_copied(source, new)) as made:
+    with sqlite_file.reading(copy) as source, _copied(source, new) as made:
         problem = sqlite_file.check_whole(made)
         if problem:
             raise sqlite3.DatabaseError(problem)

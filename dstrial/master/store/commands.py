@@ -14,8 +14,7 @@ from dstrial.master.clock import now_us
 from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.errors import Hint, NotFoundError
 
-ENDED = frozenset({"COMPLETED", "CANCELED", "ERROR"})
-"""States in which a command stays."""
+ENDED = frozenset({"COMPLETED", "CANCELED", "ERROR"})  # States in which a command stays
 
 _SHOWN_US = 24 * 3600 * 1_000_000
 _SELECT = (

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from dstrial.errors import DatabaseDamagedError, MasterError
-from dstrial.master import file_limit, mending
+from dstrial.master import file_limit, recovery_hints
 from dstrial.master.store.sqlite_file import SCHEMA_VERSION, connect, is_damage, open_for_writer, unusable
 
-__all__ = ["SCHEMA_VERSION", "Database", "Transaction", "unusable"]
+__all__ = ["SCHEMA_VERSION", "Database", "Transaction"]
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 _MAX_GROUP = 512
 _MAX_GROUP_S = 0.05
 _MAX_IDLE_READERS = 8
-_JUST_NOW_S = 30.0
-"""For how long a failed write is told of; clients that were refused ask again within it."""
+_JUST_NOW_S = 30.0  # For how long a failed write is told of; clients that were refused ask again within it
 
-Connection: TypeAlias = sqlite3.Connection
-"""What the functions of the store read from; nobody else asks it anything."""
+Connection: TypeAlias = (
+    sqlite3.Connection
+)  # What the functions of the store read from; nobody else asks it anything
 
 
 SqlError = sqlite3.Error
@@ -184,10 +184,10 @@ class Database:
             finally:
                 self._return_reader(connection)
         except sqlite3.DatabaseError as error:
-            told = self._told(error)
-            if told is error:
+            translated = self._translated(error)
+            if translated is error:
                 raise
-            raise told from error
+            raise translated from error
 
     def _take_reader(self) -> sqlite3.Connection:
         with self._lock:
@@ -230,7 +230,7 @@ class Database:
             self._readers.clear()
             self._idle.clear()
 
-    def _told(self, error: BaseException) -> BaseException:
+    def _translated(self, error: BaseException) -> BaseException:
         """Return the exception to raise for one of SQLite; note damage."""
         if file_limit.is_shortage(error):
             return MasterError(file_limit.shortage() or str(error))
@@ -248,7 +248,7 @@ class Database:
         """Return a message about damage found since the start; empty for none."""
         if not self.damage:
             return ""
-        return f"{self.path} is damaged ({self.damage}); expected every page as it was written. {mending.END_AND_PUT_BACK}"
+        return f"{self.path} is damaged ({self.damage}); expected every page as it was written. {recovery_hints.END_AND_PUT_BACK}"
 
     def describe_trouble(self) -> str:
         """Return a message about damage or a recent failed write, or nothing."""
@@ -299,7 +299,7 @@ class Database:
             self._failed_write = (str(error), time.monotonic())
             for _, future in group:
                 if not future.done():
-                    future.set_exception(self._told(error))
+                    future.set_exception(self._translated(error))
             return
         if topics and self._on_commit is not None:
             self._on_commit(topics)
@@ -324,7 +324,7 @@ class Database:
         try:
             result = function(transaction)
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits for the future
-            future.set_exception(error if isinstance(error, OSError) else self._told(error))
+            future.set_exception(error if isinstance(error, OSError) else self._translated(error))
             connection.execute("ROLLBACK TO job")
             connection.execute("RELEASE job")
             return

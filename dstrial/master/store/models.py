@@ -12,8 +12,7 @@ from dstrial.master.clock import now_us
 from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
 
-TOPIC = "models"
-"""Published when a model or a version is made, changed or deleted."""
+TOPIC = "models"  # Published when a model or a version is made, changed or deleted
 
 _ORDER = {
     "SORT_BY_NAME": "m.name",

@@ -9,10 +9,8 @@ from typing import Any
 
 from dstrial.master.store.database import Transaction, fetch_all
 
-OWN_NODE = 0
-"""Id of the machine on which the master runs."""
-MOST_SLOTS = 1024
-"""How many slots a node may have: those of node *n* have the ids from ``n * MOST_SLOTS`` on."""
+OWN_NODE = 0  # Id of the machine on which the master runs
+MOST_SLOTS = 1024  # How many slots a node may have: those of node *n* have the ids from ``n * MOST_SLOTS`` on
 
 
 def node_of(slot_id: int) -> int:

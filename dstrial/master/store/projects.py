@@ -14,8 +14,7 @@ from dstrial.master.clock import now_us
 from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
 
-DEFAULT_ID = 1
-"""Of the project of everything that was submitted without one."""
+DEFAULT_ID = 1  # Of the project of everything that was submitted without one
 
 _MAX_KEY = 5
 _PREFIX = 3

@@ -17,15 +17,13 @@ from dstrial.master.pubsub import PubSub
 from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.errors import Hint, InvalidError, NotFoundError
 
-TOPIC = "tokens"
-"""Published by every write that ends a token or changes a user."""
+TOPIC = "tokens"  # Published by every write that ends a token or changes a user
 
 _LIFETIME_US = 90 * 24 * 3600 * 1_000_000
 _ACCESS_TOKENS = "SELECT id, user_id, description, created_us, expires_us, revoked_us FROM access_tokens"
 _MAX_CACHED = 4096
 _MAX_DESCRIPTION = 1000
-_MAX_ACTIVE = 200
-"""Most access tokens of one user that are valid at a time; a script that makes one at each run is noticed."""
+_MAX_ACTIVE = 200  # Most access tokens of one user that are valid at a time; a script that makes one at each run is noticed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

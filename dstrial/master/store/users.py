@@ -21,13 +21,14 @@ from dstrial.master.store.tokens import TOPIC, User
 _CLIENT_SALT = "GubPEmmotfiK9TMD6Zdw"
 """What Determined's clients put before a password (Determined 0.38.1 ``determined.common.api.salt_and_hash``)."""
 
-_COST = 2**12
-"""scrypt's cost; about 10 ms, as every ``det`` command without a stored token logs in."""
+_COST = 2**12  # scrypt's cost; about 10 ms, as every ``det`` command without a stored token logs in
 
 _MAX_NAME = 256
 
-FIRST_USERS = {"determined": False, "admin": True}
-"""Users of a fresh master -> whether each is an administrator."""
+FIRST_USERS = {
+    "determined": False,
+    "admin": True,
+}  # Users of a fresh master -> whether each is an administrator
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

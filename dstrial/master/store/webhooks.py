@@ -15,23 +15,23 @@ from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.errors import Hint, InvalidError, NotFoundError
 from dstrial.master.store.experiments import Experiment
 
-TOPIC = "webhooks"
-"""Published when webhooks are made or deleted."""
+TOPIC = "webhooks"  # Published when webhooks are made or deleted
 
-EVENTS_TOPIC = "webhook_events"
-"""Published when there is something to send."""
+EVENTS_TOPIC = "webhook_events"  # Published when there is something to send
 
-STATES = ("ACTIVE", "PAUSED", "COMPLETED", "CANCELED", "ERROR")
-"""States of experiments that a trigger may name."""
+STATES = (
+    "ACTIVE",
+    "PAUSED",
+    "COMPLETED",
+    "CANCELED",
+    "ERROR",
+)  # States of experiments that a trigger may name
 
-MAX_PENDING = 1000
-"""Events of one webhook that may wait; further ones are dropped and counted."""
+MAX_PENDING = 1000  # Events of one webhook that may wait; further ones are dropped and counted
 
-RESULTS_TOPIC = "webhook_results"
-"""Published when something was sent, or could not be."""
+RESULTS_TOPIC = "webhook_results"  # Published when something was sent, or could not be
 
-KEPT_FAILED = 20
-"""Events given up that are kept for each webhook."""
+KEPT_FAILED = 20  # Events given up that are kept for each webhook
 
 _MAX_WEBHOOKS = 100
 _MAX_TRIGGERS = 20

@@ -12,8 +12,7 @@ from dstrial.master.clock import now_us
 from dstrial.master.store.database import Transaction, fetch_all, fetch_one
 from dstrial.master.store.errors import ConflictError, Hint, InvalidError, NotFoundError
 
-DEFAULT_ID = 1
-"""Of the workspace that is always there."""
+DEFAULT_ID = 1  # Of the workspace that is always there
 
 _SELECT = (
     "SELECT w.*, COALESCE(u.username, '') AS username, "

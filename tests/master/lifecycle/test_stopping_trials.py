@@ -129,7 +129,9 @@ def test_a_trial_killed_after_its_preemption_timeout_goes_on_from_its_checkpoint
 
     (trial,) = trials(master, experiment_id)
     assert (paused["state"], trial["restarts"]) == ("STATE_PAUSED", 0)
-    assert "run 2 starts from True" in log_of(master, experiment_id)
+    text = log_of(master, experiment_id)
+    assert "run 2 starts from True" in text
+    assert "did not stop within preemption_timeout" in text
     assert steps_of(master, trial["id"]) == [1, 2]
 
 

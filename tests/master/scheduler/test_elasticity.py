@@ -11,7 +11,7 @@ from dstrial.master.scheduler.elasticity import (
     has_to_move,
     larger,
     leaves_drained,
-    who_makes_room,
+    select_preemption_victims,
 )
 from dstrial.master.scheduler.queue import Waiting, assignments
 from dstrial.master.store.nodes import slot_id_of
@@ -27,7 +27,7 @@ def running(
 
 def room_for(num_slots: int, *trials: Running, free: tuple[int, ...] = (), total: int = 4) -> list[int]:
     used = {one.experiment_id: one.num_slots for one in trials}
-    found = who_makes_room(
+    found = select_preemption_victims(
         Waiting("urgent", 0, num_slots, None),
         HIGH,
         trials,

@@ -1,4 +1,4 @@
-"""A storage that goes away while files are deleted in it loses no row: what was not found may be where it is now."""
+"""Which checkpoints the janitor deletes: none that has come into use, none in a storage that goes away meanwhile."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from dstrial.master.lifecycle import checkpoint_gc
 from dstrial.master.lifecycle.storages import Storages
 from dstrial.master.pubsub import PubSub
 from dstrial.master.scheduler.janitor import Janitor
-from dstrial.master.store import background_jobs
+from dstrial.master.store import background_jobs, checkpoints, models
 from dstrial.master.store.database import Database, Transaction
+from dstrial.master.store.errors import InvalidError
 
 UUIDS = [f"0f4f1f9e-8f0a-4c3e-9a53-00000000000{letter}" for letter in "abc"]
 
@@ -136,3 +137,40 @@ def test_an_experiment_whose_files_may_be_elsewhere_is_not_forgotten(database: D
     assert row["state"] == "DELETE_FAILED"
     assert "is gone: no directory" in row["end_reason"]
     assert len(states(database)) == 3
+
+
+def register(tx: Transaction) -> None:
+    models.create(
+        tx, name="net", owner_id=1, workspace_id=1, description="", notes="", metadata={}, labels=[]
+    )
+    models.add_version(tx, 1, UUIDS[0], 1)
+
+
+def test_what_is_registered_after_its_deletion_was_asked_for_is_kept(database: Database, root: Path) -> None:
+    payload = {"uuids": UUIDS[:2], "globs": ["**/*"]}
+    database.write(lambda tx: background_jobs.request(tx, "delete_checkpoints", 1, payload))
+    database.write(register)
+    assert database.write(lambda tx: checkpoints.claim(tx, UUIDS[0])) == "version 1 of model 'net'"
+
+    with working(database):
+        wait_for(lambda: num_pending(database) == 0)
+
+    assert states(database) == ["COMPLETED", "DELETED", "COMPLETED"]
+    assert ((root / UUIDS[0] / "file").exists(), (root / UUIDS[1]).exists()) == (True, False)
+    assert is_claimed(database) == []
+
+
+def test_what_is_being_deleted_cannot_come_into_use_until_a_restart_says_otherwise(
+    database: Database,
+) -> None:
+    assert database.write(lambda tx: checkpoints.claim(tx, UUIDS[0])) is None
+
+    def take(tx: Transaction) -> None:
+        row = checkpoints.require_checkpoint(tx.connection, UUIDS[0])
+        checkpoints.refuse_deleting(tx.connection, row)
+
+    with pytest.raises(InvalidError, match="is being deleted"):
+        database.write(take)
+    with working(database):
+        pass
+    database.write(take)

@@ -41,13 +41,14 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_a_failure_that_is_not_to_be_retried_is_no_restart(strict: MasterForTest) -> None:
-    given = config(log_policies=policy("cancel_retries"), max_restarts=1)
+    policies = [{"name": "bad", **one} for one in policy("cancel_retries")]
+    given = config(log_policies=policies, max_restarts=1)
     experiment_id = submit(strict, given, SCRIPT)
 
     wait_until(strict, experiment_id, "ERROR")
 
     (trial,) = trials(strict, experiment_id)
-    assert trial["restarts"] == 0
+    assert (trial["restarts"], trial["logPolicyMatched"]) == (0, "bad")
     text = log_of(strict, experiment_id)
     assert DONT_RETRY in text
     assert '(log "executing action exit code 7" matched regex "exit code [0-9]")' in text

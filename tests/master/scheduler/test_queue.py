@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrial.master.scheduler.queue import Holder, Look, Waiting, assignments, waiting_text
+from dstrial.master.scheduler.queue import LastPoll, SlotUser, Waiting, assignments, waiting_text
 from dstrial.master.store.nodes import slot_id_of
 
 
@@ -72,12 +72,12 @@ def test_nothing_is_given_twice_or_beyond_a_limit(
     assert all(len(taken) == trials[trial_id].num_slots for trial_id, taken in chosen)
 
 
-FIRST = Holder("trial 1 of experiment 1 (gpt)", 1, 2)
-SECOND = Holder("task shell-7", 0, 1)
+FIRST = SlotUser("trial 1 of experiment 1 (gpt)", 1, 2)
+SECOND = SlotUser("task shell-7", 0, 1)
 
 
 @pytest.mark.parametrize(
-    ("num_slots", "num_enabled", "holders", "max_slots", "before", "told"),
+    ("num_slots", "num_enabled", "slot_users", "max_slots", "before", "told"),
     [
         pytest.param(
             1,
@@ -119,7 +119,7 @@ SECOND = Holder("task shell-7", 0, 1)
         pytest.param(
             2,
             8,
-            [Holder("trial 3 of experiment 9 (x)", 9, 2)],
+            [SlotUser("trial 3 of experiment 9 (x)", 9, 2)],
             2,
             None,
             "waiting for 2 slots: its experiment uses 2 of the 2 that resources.max_slots allows",
@@ -130,17 +130,19 @@ SECOND = Holder("task shell-7", 0, 1)
 def test_a_wait_is_told_with_its_reason(
     num_slots: int,
     num_enabled: int,
-    holders: list[Holder],
+    slot_users: list[SlotUser],
     max_slots: int | None,
     before: str | None,
     told: str,
 ) -> None:
-    text = waiting_text(num_slots, num_enabled, holders, experiment_id=9, max_slots=max_slots, before=before)
+    text = waiting_text(
+        num_slots, num_enabled, slot_users, experiment_id=9, max_slots=max_slots, before=before
+    )
     assert text == told
 
 
 def test_the_queue_is_looked_at_after_a_change_and_else_once_in_a_period() -> None:
-    look = Look(version=7, at_s=100.0)
+    look = LastPoll(version=7, at_s=100.0)
 
     assert not look.is_stale(7, 100.0, 1.0)
     assert not look.is_stale(7, 100.9, 1.0)

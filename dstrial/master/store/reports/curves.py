@@ -17,8 +17,7 @@ from dstrial.master.store.reports.metric_values import as_number
 
 # SQLite 3.40 compares the label of a path with the JSON text as it stands, escapes and all.
 _PLAIN_NAME = re.compile(r"[ !#-\[\]-~]+")
-_AT_ONCE = 50_000
-"""Reports of one text."""
+_AT_ONCE = 50_000  # Reports of one text
 # The operator that gives a value as it is written; what else gives it goes through 15 digits.
 _HAS_ARROW = sqlite3.sqlite_version_info >= (3, 38)
 _WHERE = "m.trial_id = ? AND m.group_name = ? AND m.steps >= 0 AND m.steps > ? AND m.archived = 0"

@@ -12,12 +12,9 @@ from dstrial.master.store.reports.metric_values import as_number
 # Written by dstrial.telemetry.samples, whose words these are; the master imports nothing that trains.
 GROUP = "telemetry"
 _RANKS = "ranks"
-MAX_REPORTS = 2000
-"""Most reports of one history."""
-MIN_REPORTS = 500
-"""Of how many reports a history is where they are more, whatever the number of ranks."""
-MAX_NUMBERS = 256_000
-"""Most numbers of one history, of all ranks, with more reports than that."""
+MAX_REPORTS = 2000  # Most reports of one history
+MIN_REPORTS = 500  # Of how many reports a history is where they are more, whatever the number of ranks
+MAX_NUMBERS = 256_000  # Most numbers of one history, of all ranks, with more reports than that
 _WHERE = "trial_id = ? AND group_name = ? AND steps >= 0 AND archived = 0"
 
 

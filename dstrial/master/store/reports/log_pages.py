@@ -9,12 +9,9 @@ from collections.abc import Sequence
 from dstrial.master.store.database import fetch_all
 from dstrial.master.store.reports.logs import LEVELS, StoredLine
 
-MAX_LINES = 1000
-"""Most lines of a page."""
-MAX_BYTES = 2000
-"""Most bytes of a line in a page; more are got one line at a time."""
-MAX_SEARCHED = 200_000
-"""How many lines one request looks through; the answer says how far that was."""
+MAX_LINES = 1000  # Most lines of a page
+MAX_BYTES = 2000  # Most bytes of a line in a page; more are got one line at a time
+MAX_SEARCHED = 200_000  # How many lines one request looks through; the answer says how far that was
 _SAMPLE = 5000
 
 

@@ -18,11 +18,9 @@ from dstrial.master.store.reports.metric_values import summarised
 MAX_NAMES = 10_000
 """Names that all groups of one trial may have together; others are left out. A list of trials holds the names of each."""
 
-MAX_NAME_CHARS = 256
-"""Of a metric or of a group. MLflow allows 250; a trial's names and newest texts then come to a few MiB."""
+MAX_NAME_CHARS = 256  # Of a metric or of a group. MLflow allows 250; a trial's names and newest texts then come to a few MiB
 
-MAX_GROUPS = 100
-"""Groups that a trial may have; others are left out."""
+MAX_GROUPS = 100  # Groups that a trial may have; others are left out
 
 SUMMARY_METRICS = """
 (SELECT json_group_object(key, json(names)) FROM (

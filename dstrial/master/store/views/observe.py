@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dstrial.errors import MasterError
 from dstrial.master.state_directory import StateDirectory
-from dstrial.master.store.sqlite_file import reading
+from dstrial.master.store.sqlite_file import reading, unusable
 from dstrial.master.trial_files import read_json
 from dstrial.visible_text import visible_line
 
 TERMINAL_STATES = frozenset({"COMPLETED", "CANCELED", "ERROR"})
 
-STOPPED_SUPERVISOR_NAME = "stopped_supervisor.json"
-"""File of an allocation's directory that says that its supervisor is stopped."""
+STOPPED_SUPERVISOR_NAME = (
+    "stopped_supervisor.json"  # File of an allocation's directory that says that its supervisor is stopped
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def _connection(state: StateDirectory) -> Iterator[sqlite3.Connection]:
         with reading(state.database_path) as connection:
             yield connection
     except sqlite3.DatabaseError as error:
-        raise _unusable(state, error) from error
+        raise unusable(state.database_path, error) from error
 
 
 _TRIALS = """
@@ -270,12 +270,6 @@ def _query(state: StateDirectory, sql: str) -> list[tuple[Any, ...]]:
         except sqlite3.OperationalError as error:
             if "no such table" in str(error):
                 return []
-            raise _unusable(state, error) from error
+            raise unusable(state.database_path, error) from error
         except sqlite3.DatabaseError as error:
-            raise _unusable(state, error) from error
-
-
-def _unusable(state: StateDirectory, error: sqlite3.DatabaseError) -> MasterError:
-    from dstrial.master.store.database import unusable
-
-    return unusable(state.database_path, error)
+            raise unusable(state.database_path, error) from error

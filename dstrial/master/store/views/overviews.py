@@ -43,8 +43,7 @@ FROM trials t JOIN experiments e ON e.id = t.experiment_id
 LEFT JOIN metrics b ON b.id = t.best_validation_id
 LEFT JOIN metrics l ON l.id = t.latest_validation_id
 """  # noqa: S608 - a constant
-MAX_METRICS = 2000
-"""How many names of metrics are told of at most."""
+MAX_METRICS = 2000  # How many names of metrics are told of at most
 MAX_CHECKPOINTS = 5000  # of an experiment, the newest
 
 

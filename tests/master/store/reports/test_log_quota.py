@@ -143,19 +143,6 @@ def test_empty_lines_fill_a_quota_by_the_room_that_their_rows_take(log: Log) -> 
     assert len([row for row in log.rows() if row.source == "task"]) == QUOTA // 161
 
 
-def test_a_log_of_an_older_release_keeps_its_beginning_and_goes_on(log: Log) -> None:
-    lines = [LogLine(1, "stdout", None, None, f"line {number}\n") for number in range(1000)]
-    log.database.write(lambda tx: logs.add_task_logs(tx, "1.request", 7, None, lines))
-    log.num_printed = 1000
-
-    log.print(10)
-
-    kept = log.printed()
-    assert kept[:150] == list(range(150))
-    assert kept[-150:] == list(range(860, 1010))
-    assert size_of(log) < QUOTA
-
-
 def test_a_line_larger_than_the_quota_leaves_the_others_alone(log: Log) -> None:
     log.print(10)
     huge = LogLine(1, "stdout", None, None, "x" * 2 * QUOTA + "\n")
