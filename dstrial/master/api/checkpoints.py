@@ -241,7 +241,7 @@ async def download(request: ApiRequest) -> StreamingResponse:
 
 
 async def _archive(directory: Path, kind: str) -> AsyncIterator[bytes]:
-    """Yield an archive of a directory's files; break off if one cannot be read any more."""
+    """Yield an archive of files; break off if one cannot be read any more."""
     read_end, write_end = os.pipe()
     problems: list[Exception] = []
 
@@ -268,7 +268,7 @@ async def _archive(directory: Path, kind: str) -> AsyncIterator[bytes]:
 
 
 def _files_below(directory: Path) -> list[Path]:
-    """Return the regular files of a tree; neither rglob() nor walk() may be as deep before Python 3.13."""
+    """Return the regular files of a tree; rglob() fails if it is deep."""
     found, directories = [], [directory]
     while directories:
         with os.scandir(directories.pop()) as entries:

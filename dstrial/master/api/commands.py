@@ -77,7 +77,7 @@ async def checked(
 
 
 async def workspace_of(request: ApiRequest, workspace_id: int | None) -> int:
-    """Return the workspace that a command goes into, by default the first; refuse an archived one."""
+    """Return a command's workspace, by default the first; refuse an archived one."""
     row = await request.services.read(workspaces.require, workspace_id or projects.DEFAULT_ID)
     if row.is_archived:
         raise RequestError(
@@ -140,7 +140,7 @@ def routes_of(
     to_json: Callable[[ApiRequest, commands.CommandInfo], dict[str, Any]],
     sorts: type[enum.Enum],
 ) -> list[Route]:
-    """Return the routes that start, list, show, kill and order commands of a kind; ``noun`` is in their paths."""
+    """Return the routes to start, list, show, kill and order commands of a kind."""
 
     async def one_of(request: ApiRequest) -> commands.CommandInfo:
         return await request.services.read(commands.require, request.path_params["task_id"], (kind,))

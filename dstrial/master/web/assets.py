@@ -35,7 +35,7 @@ def are_there() -> bool:
 
 
 def names() -> list[str]:
-    """Return the paths of all files below ``static`` and ``vendor``, as the page asks for them."""
+    """Return the paths of all files of the page, as the page asks for them."""
     own = (path.relative_to(STATIC) for path in STATIC.rglob("*") if path.suffix in _TYPES)
     return sorted(str(path) for path in own) + [f"vendor/{name}" for name in LIBRARIES]
 

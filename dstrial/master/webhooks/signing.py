@@ -20,7 +20,7 @@ SIGNATURE_HEADER = "X-Determined-AI-Signature"
 
 
 def load_key(path: Path, configured: str | None) -> str:
-    """Return the configured key, else the one in the state directory's file, made at the first start.
+    """Return the configured key, else that of the state directory's file.
 
     Raises:
         MasterError: the file cannot be read or made, or is empty.
