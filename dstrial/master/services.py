@@ -33,8 +33,7 @@ from dstrial.master.store.allocations import Allocation
 from dstrial.master.store.database import Connection, Database, Transaction, make_cluster_id
 from dstrial.master.store.tokens import TokenStore
 from dstrial.master.webhooks.log_triggers import LogTriggers
-from dstrial.master.webhooks.sender import Sender
-from dstrial.master.webhooks.signing import load_key
+from dstrial.master.webhooks.sender import Sender, load_key
 
 if TYPE_CHECKING:
     from dstrial.config.secrets import SecretNames

@@ -1,11 +1,7 @@
-"""Hostile configs against the loader, a running master and the command line.
-
-``python tests/security/test_hostile_configs.py`` prints a table: seconds, peak memory, and how long other requests waited.
-"""
+"""Hostile configs against the loader, a running master and the command line."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import http.client
 import json
@@ -13,7 +9,6 @@ import re
 import resource
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -114,16 +109,10 @@ class Player:
         return int(re.findall(rf"{name}:\s+(\d+) kB", status)[0]) / 1024
 
 
-@contextlib.contextmanager
-def playing(directory: Path) -> Iterator[Player]:
-    with master_for_test(directory) as master:
-        yield Player(master)
-
-
 @pytest.fixture(scope="module")
 def player(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Player]:
-    with playing(tmp_path_factory.mktemp("hostile")) as found:
-        yield found
+    with master_for_test(tmp_path_factory.mktemp("hostile")) as master:
+        yield Player(master)
 
 
 def _ids(hostile: Hostile) -> str:
@@ -271,28 +260,3 @@ def test_the_command_line_refuses_it_in_little_memory(tmp_path: Path) -> None:
             assert (code, bool(re.search(expected[name], text))) == (1, True), (name, code, text[:300])
     first, peak_kib = found[0][3], max(one[3] for one in found)
     assert (peak_kib - first) / 1024 < _MAX_MIB
-
-
-def main() -> None:
-    """Print the table."""
-    print(
-        "| text | as | bytes | status | seconds | MiB | others waited, s |\n|---|---|---:|---:|---:|---:|---:|"
-    )
-    with tempfile.TemporaryDirectory() as directory, playing(Path(directory)) as player:
-        plays = [(one.name, *request) for one in TEXTS for request in submissions(one)]
-        plays += [
-            (name, "config", "POST", "/api/v1/experiments", {"config": config(), "validateOnly": True})
-            for name, (config, _) in CONFIGS.items()
-        ]
-        for name, what, method, path, body in plays:
-            played = player.play(method, path, body)
-            size = len(body) if isinstance(body, bytes) else len(json.dumps(body))
-            print(
-                f"| {name} | {what} | {size} | {played.status} | {played.seconds:.2f} | {played.peak_mib:.0f} | "
-                f"{played.longest_wait_s:.3f} |",
-                flush=True,
-            )
-
-
-if __name__ == "__main__":
-    main()

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -39,7 +38,7 @@ def _has_namespaces() -> bool:
     return subprocess.run(_unshared(Path("/"), "true"), capture_output=True, check=False).returncode == 0
 
 
-def what_is_left(tmp_path: Path, scenario: str) -> dict[str, Any]:
+def what_is_left(tmp_path: Path, scenario: str) -> dict[str, list[str]]:
     if not _has_namespaces():
         pytest.skip("Requires: [mount namespaces]")
     # torch's compiler names its directories, which lie in /tmp, for all children of the process that imports it.
@@ -50,19 +49,18 @@ def what_is_left(tmp_path: Path, scenario: str) -> dict[str, Any]:
         env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+    left: dict[str, list[str]] = json.loads(ended.stdout.splitlines()[-1])
+    return left
 
 
 # What runs sees nothing of /tmp.
 @pytest.mark.exhaustive("[on_a_master]")
 @pytest.mark.skipif(sys.executable.startswith("/tmp/"), reason="the environment lies below /tmp")
-# "hugging_face" and "search" of the program take many minutes on two cores and are run by hand.
 @pytest.mark.ranks
 @pytest.mark.timeout(DEADLINE_S)
 @pytest.mark.parametrize("scenario", ["master_trials", "on_a_master", "launch"])
 def test_what_has_ended_leaves_nothing_in_temporary_places(tmp_path: Path, scenario: str) -> None:
-    found = what_is_left(tmp_path, scenario)
+    left = what_is_left(tmp_path, scenario)
 
-    assert found["left"], "no step was made"
-    assert {name: entries for name, entries in found["left"].items() if entries} == {}
+    assert left, "no step was made"
+    assert {name: entries for name, entries in left.items() if entries} == {}

@@ -2,8 +2,7 @@
 
     python trace_scenarios.py NAME WORK
 
-``WORK`` is a directory outside of /tmp. The last line of the output is JSON: what each step of the scenario left, and the
-modes of what was seen meanwhile.
+``WORK`` is a directory outside of /tmp. The last line of the output is JSON: what each step of the scenario left.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +65,10 @@ core_v2.train.report_training_metrics(steps_completed=1, metrics={"loss": 0.5})
 
 
 class Watch:
-    """What is left in the places since the last look, and what storage holds."""
+    """What is left in the places by each step."""
 
     def __init__(self) -> None:
         self.left: dict[str, list[str]] = {}
-        self.seen: dict[str, list[str]] = {}
         self._known: set[str] = set(listing())
 
     def step(self, name: str, *, ignoring: str = "") -> None:
@@ -84,10 +82,6 @@ class Watch:
             time.sleep(0.1)
         self._known |= set(new)
         self.left[name] = new
-
-    def look(self, name: str) -> None:
-        """Note what is there meanwhile."""
-        self.seen[name] = [entry for entry in listing() if entry not in self._known]
 
 
 def listing() -> list[str]:
@@ -149,7 +143,6 @@ def master_trials(watch: Watch, work: Path) -> None:
         for name in ("a rank killed", "the supervisor killed", "det experiment kill"):
             experiment_id = submit(master, config("python3 -m dstrial.launch train.py wait"), TRAIN)
             wait_for(lambda: has_printed(master, experiment_id, "is ready", 2), "both ranks")  # noqa: B023
-            watch.look(name)
             if name == "a rank killed":
                 # Its launcher has this argument, too, and more behind the name of the module.
                 ranks = [pid for pid in processes_with("train.py\0wait") if is_rank(pid)]
@@ -164,8 +157,6 @@ def master_trials(watch: Watch, work: Path) -> None:
                 assert master.det("experiment", "kill", str(experiment_id)).returncode == 0
             wait_until(master, experiment_id, "ERROR", "CANCELED", deadline_s=DEADLINE_S)
             watch.step(name)
-        storage = master.state.checkpoints_path
-        watch.seen["storage"] = [str(path.relative_to(storage)) for path in sorted(storage.rglob("*"))]
     watch.step("dstrial down")
 
 
@@ -207,7 +198,6 @@ def tasks(watch: Watch, master: MasterForTest, work: Path) -> None:
         return str(client.get(f"/api/v1/tensorboards/{task_id}")["tensorboard"]["state"])
 
     wait_for(lambda: state() == "STATE_RUNNING", "the TensorBoard")
-    watch.look("tensorboard")
     assert master.det("tensorboard", "kill", task_id).returncode == 0
     wait_for(lambda: state() == "STATE_TERMINATED", "the end of the TensorBoard")
     watch.step("tensorboard")
@@ -268,7 +258,6 @@ def launch(watch: Watch, work: Path) -> None:
             )
             wait_for(lambda: num_training(work) > before or process.poll() is not None, "ranks")  # noqa: B023
             assert process.poll() is None, (work / "launch.log").read_text()
-            watch.look(name)
             process.send_signal(number)
             process.wait()
         wait_for(lambda: not rank_pids(work), "the ranks' end")
@@ -286,95 +275,22 @@ def rank_pids(work: Path) -> list[int]:
     return [pid for pid in processes_with(str(work / "digits.yaml")) if is_rank(pid)]
 
 
-def hugging_face(watch: Watch, work: Path) -> None:
-    """A Trainer script on two ranks under a master."""
-    given = yaml.safe_load((ROOT / "experiment_configs" / "hf_clm_two_slots.yaml").read_text())
-    given["entrypoint"] = re.sub(r"--max_steps 60", "--max_steps 4", given["entrypoint"])
-    given["entrypoint"] = re.sub(r"(eval|save)_steps 30", r"\1_steps 4", given["entrypoint"])
-    given["searcher"]["max_length"] = {"batches": 4}
-    given["hyperparameters"] |= {"num_chars_max": 40000, "num_eval_blocks": 8}
-    path = work / "hf.yaml"
-    path.write_text(yaml.safe_dump({**given, "max_restarts": 0}))
-    with master_for_test(work) as master:
-        created = master.det("e", "create", str(path), str(ROOT / "model_defs" / "hf_clm"))
-        assert created.returncode == 0, created.stderr
-        wait_until(master, 1, "COMPLETED", deadline_s=DEADLINE_S)
-        watch.step("Trainer under the master")
-    environment = {**plain_env(), "HF_HUB_OFFLINE": "1"}
-    words = given["entrypoint"].split()[3:]
-    run(
-        [sys.executable, "-m", "dstrial.launch", "--config", str(path), *words],
-        environment,
-        cwd=ROOT / "model_defs" / "hf_clm",
-    )
-    watch.step("Trainer without a master")
-
-
-def search(watch: Watch, work: Path) -> None:
-    """Searches of dsat with dry runs and a living worker, without a master and on one."""
-    common = [str(ROOT / "experiment_configs" / "dsat_trial.yaml"), str(ROOT / "model_defs" / "dsat_trial")]
-    flags = ["--metric", "throughput", "--measure-seconds", "0.2", "--max-trials", "3"]
-    run(
-        [
-            sys.executable,
-            "-m",
-            "dstrial.dsat",
-            "predict",
-            *common,
-            "--output",
-            str(work / "local"),
-            *flags,
-            "--local",
-        ],
-        plain_env(),
-        cwd=work,
-    )
-    watch.step("search without a master")
-    with master_for_test(work) as master:
-        run(
-            [
-                sys.executable,
-                "-m",
-                "dstrial.dsat",
-                "asha",
-                *common,
-                "--output",
-                str(work / "cluster"),
-                *flags,
-            ],
-            dict(master.env) | {"PYTHONPATH": str(ROOT)},
-            cwd=work,
-        )
-        watch.step("search on a master")
-    watch.step("dstrial down")
-
-
 SCENARIOS: dict[str, Callable[[Watch, Path], None]] = {
     "master_trials": master_trials,
     "on_a_master": on_a_master,
     "launch": launch,
-    "hugging_face": hugging_face,
-    "search": search,
 }
 
 
-@contextlib.contextmanager
-def own_home(work: Path) -> Iterator[None]:
-    """Give what runs a home directory of its own, so that caches of users are not taken for traces."""
+def main(name: str, work: Path) -> None:
+    """Run one scenario with a home directory of its own, and print what it left."""
     home = work / "home"
     home.mkdir()
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR") or str(Path.home() / ".cache" / "torch_extensions")
     os.environ.update({"HOME": str(home), "TORCH_EXTENSIONS_DIR": extensions})
-    yield
-
-
-def main(name: str, work: Path) -> None:
-    """Run one scenario and print what it left."""
     watch = Watch()
-    with own_home(work):
-        SCENARIOS[name](watch, work)
-        home = [str(path.relative_to(work / "home")) for path in sorted((work / "home").glob("*/*"))]
-    print(json.dumps({"left": watch.left, "seen": watch.seen, "home": home}))
+    SCENARIOS[name](watch, work)
+    print(json.dumps(watch.left))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ _SORT_KEYS: dict[str, Callable[[AccessToken], Any]] = {
 
 
 def duration_us(text: str) -> int | None:
-    """Read a duration of Go's ``time.ParseDuration``, ``1h30m`` for example; None if it is not, or zero."""
+    """Read a duration of Go's ``time.ParseDuration``, ``1h30m``; None if it is none."""
     parts = _PART.findall(text)
     if not parts or "".join(number + unit for number, unit in parts) != text:
         return None
@@ -65,7 +65,7 @@ def _json(token: AccessToken) -> dict[str, Any]:
 
 
 def _expiry(request: ApiRequest, lifespan: str | None) -> int | None:
-    """Return when a new token ends: as asked or by default, not after its maker's token."""
+    """Return when a new token ends, which is never after its maker's token."""
     identity = request.identity
     assert identity is not None
     if identity.is_of_task:

@@ -1,4 +1,4 @@
-"""The machines in the protocol: one agent each with its slots, and one resource pool."""
+"""The machines in the protocol: agents with slots, and one resource pool."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def _with_cookie(token: str, user: tokens.User) -> Response:
 
 
 async def log_owner_in(request: ApiRequest) -> dict[str, Any]:
-    """Give the state directory's owner any user's token: the owner could as well read and write the database."""
+    """Give the owner any user's token: the owner could as well read the database."""
     username = request.body().required_text("username")
 
     def give_token(tx: Transaction) -> tuple[str, tokens.User]:
@@ -119,7 +119,7 @@ async def spend_link(request: ApiRequest) -> Response:
 
 
 async def log_out(request: ApiRequest) -> Response:
-    """End the session of the request's token, but no access token, which scripts use, too."""
+    """End the session of a request; an access token, which scripts use, stays."""
     identity = request.identity
     assert identity is not None
     await request.services.write(lambda tx: tokens.end_token(tx, identity.token_hash))

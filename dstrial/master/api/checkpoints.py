@@ -1,4 +1,4 @@
-"""Checkpoints: reported, looked at, downloaded, deleted."""
+"""Checkpoints: reported, listed, looked at, downloaded, deleted."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from dstrial.checkpoint.completion_marker import is_uuid
 from dstrial.config.secrets import unmasked
 from dstrial.errors import RequestError
 from dstrial.master.api.metrics import report_json
-from dstrial.master.clock import now_us, parse_time
-from dstrial.master.http.messages import message
+from dstrial.master.clock import format_us, now_us, parse_time
+from dstrial.master.http.messages import message, page_of
 from dstrial.master.http.router import TRIAL, USER, ApiRequest, route
-from dstrial.master.http.serializers import checkpoint_json
-from dstrial.master.lifecycle import trials
-from dstrial.master.lifecycle.checkpoint_gc import checkpoint_directory
+from dstrial.master.http.serializers import checkpoint_json, sizes_as_texts
+from dstrial.master.lifecycle import checkpoint_gc, trials
 from dstrial.master.store import background_jobs, experiments
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.database import Connection, Transaction
 from dstrial.master.store.reports import metrics
+from dstrial.master.store.reports.metric_values import as_number
 from dstrial.master.trial_files import open_regular
 
 _CHUNK_BYTES = 1 << 16  # what a pipe holds
@@ -226,7 +226,7 @@ async def download(request: ApiRequest) -> StreamingResponse:
     uuid = request.path_params["checkpoint_uuid"]
     row = await request.services.read(checkpoint_rows.require_checkpoint, uuid)
     storage = json.loads(row.experiment_config)["checkpoint_storage"]
-    directory = checkpoint_directory(storage, uuid)
+    directory = checkpoint_gc.checkpoint_directory(storage, uuid)
     if row.state == "DELETED" or not directory.is_dir():
         raise RequestError(404, f"checkpoint {uuid} has no files any more; expected one that is not deleted.")
     accepted = request.headers.get("accept", "")
@@ -241,7 +241,7 @@ async def download(request: ApiRequest) -> StreamingResponse:
 
 
 async def _archive(directory: Path, kind: str) -> AsyncIterator[bytes]:
-    """Yield an archive of a directory's files; break off if one cannot be read any more."""
+    """Yield an archive of files; break off if one cannot be read any more."""
     read_end, write_end = os.pipe()
     problems: list[Exception] = []
 
@@ -268,7 +268,7 @@ async def _archive(directory: Path, kind: str) -> AsyncIterator[bytes]:
 
 
 def _files_below(directory: Path) -> list[Path]:
-    """Return the regular files of a tree; neither rglob() nor walk() may be as deep before Python 3.13."""
+    """Return the regular files of a tree; rglob() fails if it is deep."""
     found, directories = [], [directory]
     while directories:
         with os.scandir(directories.pop()) as entries:
@@ -299,7 +299,115 @@ def _write_archive(directory: Path, kind: str, file: IO[bytes]) -> None:
                 )
 
 
+async def preview_gc(request: ApiRequest) -> dict[str, Any]:
+    """Answer with the checkpoints that another policy would delete."""
+    experiment_id = request.path_params["experiment_id"]
+    policy = checkpoint_gc.Policy(
+        *(request.query_int(name) or 0 for name in ("saveExperimentBest", "saveTrialBest", "saveTrialLatest"))
+    )
+
+    def read(connection: Connection) -> dict[str, Any]:
+        experiment = experiments.require(connection, experiment_id)
+        rows = checkpoint_rows.list_checkpoints(
+            connection, experiment_id=experiment_id, states=("COMPLETED",)
+        )
+        in_use = checkpoint_rows.in_use(connection)
+        rows = [row for row in rows if row.uuid not in in_use]
+        metric = experiment.searcher_metric
+        values = {row.uuid: json.loads(row.validation) if row.validation else {} for row in rows}
+        candidates = [
+            checkpoint_gc.Candidate(
+                row.uuid, row.trial_id, row.steps, as_number(values[row.uuid].get(metric))
+            )
+            for row in rows
+        ]
+        chosen = set(
+            checkpoint_gc.plan(candidates, policy, smaller_is_better=bool(experiment.smaller_is_better))
+        )
+        return {
+            "metric_name": metric,
+            "checkpoints": [
+                {
+                    "TrialID": row.trial_id,
+                    "StepsCompleted": row.steps,
+                    "State": row.state,
+                    "UUID": row.uuid,
+                    "Resources": {path: int(size) for path, size in sizes_as_texts(row.resources).items()},
+                    "ValidationMetrics": values[row.uuid],
+                    "ReportTime": format_us(row.report_us),
+                    "step": {
+                        "trial_id": row.trial_id,
+                        "total_batches": row.steps,
+                        "validation": values[row.uuid] or None,
+                    },
+                }
+                for row in rows
+                if row.uuid in chosen
+            ],
+        }
+
+    return await request.services.read(read)
+
+
+async def list_checkpoints(request: ApiRequest) -> dict[str, Any]:
+    return await _page(request, experiment_id=request.path_params["experiment_id"])
+
+
+async def list_trial_checkpoints(request: ApiRequest) -> dict[str, Any]:
+    return await _page(request, trial_id=request.path_params["trial_id"])
+
+
+async def _page(
+    request: ApiRequest, *, experiment_id: int | None = None, trial_id: int | None = None
+) -> dict[str, Any]:
+    """Return a page of checkpoints, by an attribute or by a validation metric.
+
+    Without an order, the searcher metric is ordered best first. What has no value comes last.
+    """
+    sort_by = request.query_choice("sortByAttr", bindings.checkpointv1SortBy)
+    metric = request.query("sortByMetric")
+    order = request.query_choice("orderBy", bindings.v1OrderBy)
+    states = tuple(
+        name.removeprefix("STATE_") for name in request.query_choices("states", bindings.checkpointv1State)
+    )
+    offset, limit = request.query_int("offset"), request.query_int("limit")
+
+    def read(connection: Connection) -> list[checkpoint_rows.CheckpointInfo]:
+        return checkpoint_rows.list_checkpoints(
+            connection, trial_id=trial_id, experiment_id=experiment_id, states=states
+        )
+
+    rows = await request.services.read(read)
+    is_descending = order == "ORDER_BY_DESC"
+    is_best_first = sort_by == "SORT_BY_SEARCHER_METRIC" or metric is not None
+    if is_best_first and order in (None, "ORDER_BY_UNSPECIFIED") and rows:
+        is_descending = not rows[0].smaller_is_better
+
+    def key(row: checkpoint_rows.CheckpointInfo) -> Any:
+        if is_best_first:
+            values = json.loads(row.validation) if row.validation else {}
+            value = as_number(values.get(metric or row.searcher_metric))
+            return None if value is None or value != value else value
+        column = {
+            "SORT_BY_UUID": "uuid",
+            "SORT_BY_TRIAL_ID": "trial_id",
+            "SORT_BY_BATCH_NUMBER": "steps",
+            "SORT_BY_STATE": "state",
+        }.get(sort_by or "", "report_us")
+        return getattr(row, column)
+
+    known = sorted((row for row in rows if key(row) is not None), key=key, reverse=is_descending)
+    rows = known + [row for row in rows if key(row) is None]
+    page = page_of(len(rows), offset, limit)
+    names = request.services.secret_names
+    return {
+        "checkpoints": [checkpoint_json(row, names) for row in rows[page.start : page.end]],
+        "pagination": page.to_json(),
+    }
+
+
 _ONE = "/checkpoints/{checkpoint_uuid}"
+_OF_EXPERIMENT = "/experiments/{experiment_id:int}"
 routes = [
     route("POST", "/checkpoints", report_checkpoint, access=TRIAL),
     route("PATCH", "/checkpoints", patch_checkpoints, access=TRIAL),
@@ -309,4 +417,7 @@ routes = [
     route("POST", f"{_ONE}/metadata", set_metadata, access=USER),
     route("GET", f"{_ONE}/metrics", list_metrics, access=USER),
     route("GET", f"/{_ONE}", download, access=TRIAL),
+    route("GET", f"{_OF_EXPERIMENT}/checkpoints", list_checkpoints, access=TRIAL),
+    route("GET", f"/{_OF_EXPERIMENT}/preview_gc", preview_gc, access=USER),
+    route("GET", "/trials/{trial_id:int}/checkpoints", list_trial_checkpoints, access=TRIAL),
 ]

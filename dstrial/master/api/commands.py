@@ -1,4 +1,4 @@
-"""``det command``, and what it shares with TensorBoards and generic tasks.
+"""``det command`` and ``det tensorboard``, and what they share with generic tasks.
 
 A command is a process of this machine with a log, an exit code, and slots if it asks for some.
 """
@@ -21,10 +21,12 @@ from dstrial.errors import RequestError
 from dstrial.master.api.engine_refusals import refuse_what_never_starts
 from dstrial.master.backends.model_definition import pack
 from dstrial.master.clock import format_us, now_us
+from dstrial.master.http.fields import Fields
 from dstrial.master.http.messages import message, page_of
 from dstrial.master.http.router import USER, ApiRequest, Handler, Route, route
 from dstrial.master.http.serializers import as_data, shown_config
 from dstrial.master.lifecycle import commands as life
+from dstrial.master.lifecycle import tensorboards
 from dstrial.master.scheduler.wishes import wish_of_command
 from dstrial.master.store import commands, projects, workspaces
 from dstrial.master.store.commands import NewCommand
@@ -77,7 +79,7 @@ async def checked(
 
 
 async def workspace_of(request: ApiRequest, workspace_id: int | None) -> int:
-    """Return the workspace that a command goes into, by default the first; refuse an archived one."""
+    """Return a command's workspace, by default the first; refuse an archived one."""
     row = await request.services.read(workspaces.require, workspace_id or projects.DEFAULT_ID)
     if row.is_archived:
         raise RequestError(
@@ -140,7 +142,7 @@ def routes_of(
     to_json: Callable[[ApiRequest, commands.CommandInfo], dict[str, Any]],
     sorts: type[enum.Enum],
 ) -> list[Route]:
-    """Return the routes that start, list, show, kill and order commands of a kind; ``noun`` is in their paths."""
+    """Return the routes to start, list, show, kill and order commands of a kind."""
 
     async def one_of(request: ApiRequest) -> commands.CommandInfo:
         return await request.services.read(commands.require, request.path_params["task_id"], (kind,))
@@ -178,25 +180,63 @@ def routes_of(
     ]
 
 
-def _json(request: ApiRequest, row: commands.CommandInfo) -> dict[str, Any]:
+def _command_json(request: ApiRequest, row: commands.CommandInfo) -> dict[str, Any]:
     return message(bindings.v1Command, **common_fields(request, row))
 
 
-async def launch(request: ApiRequest) -> dict[str, Any]:
+def _tensorboard_json(request: ApiRequest, row: commands.CommandInfo) -> dict[str, Any]:
+    return message(
+        bindings.v1Tensorboard,
+        **common_fields(request, row),
+        experimentIds=json.loads(row.experiment_ids),
+        trialIds=json.loads(row.trial_ids),
+        serviceAddress=f"/proxy/{row.task_id}/",
+    )
+
+
+async def _launched(
+    request: ApiRequest, kind: CommandKind, experiment_ids: list[int], trial_ids: list[int]
+) -> tuple[commands.CommandInfo, dict[str, Any]]:
+    """Store a command, which starts as soon as there are slots; return its row and shown config."""
     body, services = request.body(), request.services
-    spec = await checked(request, body.mapping("config") or {}, "COMMAND", body.text("templateName"))
+    spec = await checked(request, body.mapping("config") or {}, kind, body.text("templateName"))
     files = [dict(file) for file in body.field_list("files") or []]
     tgz = await services.run(lambda: pack(files))
     workspace_id = await workspace_of(request, body.integer("workspaceId"))
-    new = NewCommand("COMMAND", spec, request.user.id, workspace_id, tgz)
+    new = NewCommand(
+        kind,
+        spec,
+        request.user.id,
+        workspace_id,
+        tgz,
+        experiment_ids=experiment_ids,
+        trial_ids=trial_ids,
+    )
     task_id = await services.write(lambda tx: life.create(tx, new))
     row = await services.read(commands.require, task_id)
-    return message(
-        bindings.v1LaunchCommandResponse,
-        command=_json(request, row),
-        config=as_data(masked(spec.config, services.secret_names)),
-        warnings=[],
-    )
+    return row, {"config": as_data(masked(spec.config, services.secret_names)), "warnings": []}
+
+
+async def launch_command(request: ApiRequest) -> dict[str, Any]:
+    row, more = await _launched(request, "COMMAND", [], [])
+    return message(bindings.v1LaunchCommandResponse, command=_command_json(request, row), **more)
+
+
+def _ids(body: Fields, name: str) -> list[int]:
+    values = body.items_of(name) or []
+    if any(isinstance(value, bool) or not isinstance(value, int) for value in values):
+        raise body.wrong(name, "a list of whole numbers")
+    return list(dict.fromkeys(values))
+
+
+async def launch_tensorboard(request: ApiRequest) -> dict[str, Any]:
+    body, services = request.body(), request.services
+    if body.get("filters"):
+        raise body.wrong("filters", "experimentIds or trialIds")
+    experiment_ids, trial_ids = _ids(body, "experimentIds"), _ids(body, "trialIds")
+    await services.read(tensorboards.sources, services.cluster_id, experiment_ids, trial_ids)
+    row, more = await _launched(request, "TENSORBOARD", experiment_ids, trial_ids)
+    return message(bindings.v1LaunchTensorboardResponse, tensorboard=_tensorboard_json(request, row), **more)
 
 
 # There are no notebooks and shells: their lists are empty, and ``http.unsupported`` refuses the rest.
@@ -217,5 +257,12 @@ def _none(request: ApiRequest) -> dict[str, int]:
 routes = [
     route("GET", "/notebooks", list_notebooks, access=USER),
     route("GET", "/shells", list_shells, access=USER),
-    *routes_of("COMMAND", "command", launch, _json, bindings.v1GetCommandsRequestSortBy),
+    *routes_of("COMMAND", "command", launch_command, _command_json, bindings.v1GetCommandsRequestSortBy),
+    *routes_of(
+        "TENSORBOARD",
+        "tensorboard",
+        launch_tensorboard,
+        _tensorboard_json,
+        bindings.v1GetTensorboardsRequestSortBy,
+    ),
 ]

@@ -61,7 +61,7 @@ def checked(
     document: Document | None = None,
     active: Mapping[str, Any] | None = None,
 ) -> Submission:
-    """Check a config, YAML, with its model definition; so slow that it belongs in a thread.
+    """Check a config, YAML, with its model definition; slow, so call it in a thread.
 
     ``template`` gives what the config leaves out; ``storage`` is the workspace's; ``document`` is the same YAML already read,
     and its value is changed; ``active`` is the complete config that it comes from, with the master's defaults.
@@ -208,7 +208,7 @@ async def create_experiment(request: ApiRequest) -> dict[str, Any]:
 
 
 async def create_detached(request: ApiRequest, body: Fields, external_id: str | None) -> dict[str, Any]:
-    """Store an experiment of detached runs, or find the one of ``external_id``; return a ``v1CreateExperimentResponse``."""
+    """Store an experiment of detached runs, or find that of ``external_id``."""
     services = request.services
     config = await services.check(lambda: _with_secrets(services, body.text("config") or "", None))
     document, given = await services.check(lambda: _readable(services, config, None))
@@ -255,7 +255,7 @@ def _with_secrets(
     template: Mapping[str, Any] | None,
     parent: experiment_rows.Experiment | None = None,
 ) -> str:
-    """Return a config with its sources' secrets in place of masks; refuse a mask that no source knows."""
+    """Return a config with its sources' secrets in place of masks, or refuse it."""
     if MASK not in config:
         return config
     limits = services.settings.limits

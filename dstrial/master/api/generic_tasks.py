@@ -75,7 +75,7 @@ async def _given(request: ApiRequest, body: Fields, forked_from: str | None) -> 
 async def _context(
     request: ApiRequest, body: Fields, forked_from: str | None, parent_id: str | None
 ) -> bytes:
-    """Return a task's files: those sent, else its parent's or those of the task that it copies."""
+    """Return a task's files: those sent, its parent's, or those of the task it copies."""
     services = request.services
     files = [dict(file) for file in body.field_list("contextDirectory") or []]
     if body.flag("inheritContext"):

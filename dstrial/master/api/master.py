@@ -120,7 +120,7 @@ async def patch_config(request: ApiRequest) -> dict[str, Any]:
 
 
 async def stream_logs(request: ApiRequest) -> NdjsonResponse:
-    """Stream the lines of the master's log; a negative ``offset`` counts from the end, ``limit`` 0 is none."""
+    """Stream the master's log; a negative ``offset`` counts from the end."""
     offset, limit = request.query_int("offset") or 0, request.query_int("limit") or 0
     if limit < 0:
         raise RequestError(400, f"limit is {limit}; expected at least 0. Send 0 for no limit.")

@@ -95,7 +95,7 @@ async def _reports(services: Services, trial_ids: list[int], group: str) -> Asyn
 
 
 def report_json(row: metrics.Report, group: str | None) -> dict[str, Any]:
-    """Return a row of ``metrics`` as a ``v1MetricsReport``; the asked group tells the client the key of its values."""
+    """Return a row as a ``v1MetricsReport``; the group names the key of its values."""
     keys = ["validation_metrics" if row.group_name == "validation" else "avg_metrics"]
     if group is None and keys != ["avg_metrics"]:
         keys.append("avg_metrics")

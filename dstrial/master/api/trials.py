@@ -1,7 +1,8 @@
-"""Trials: look at them, their workloads and checkpoints; take reports; kill."""
+"""Trials: look at them and their workloads, take reports, kill; preemption signals."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -19,8 +20,9 @@ from dstrial.master.http.serializers import (
     stored_states,
     trial_json,
 )
+from dstrial.master.lifecycle import allocations as allocation_life
 from dstrial.master.lifecycle import trials
-from dstrial.master.lifecycle.allocations import mark_ready
+from dstrial.master.store import allocations as allocation_rows
 from dstrial.master.store import checkpoints as checkpoint_rows
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import trials as trial_rows
@@ -185,7 +187,7 @@ async def start_run(request: ApiRequest) -> dict[str, Any]:
     def perform(tx: Transaction) -> int | None:
         trial_rows.require(tx.connection, run_id)
         if allocation is not None:
-            mark_ready(tx, allocation.id)
+            allocation_life.mark_ready(tx, allocation.id)
         return None if storage is None else checkpoint_rows.storage_id(tx, storage)
 
     number = await request.services.write(perform)
@@ -224,9 +226,40 @@ async def report_source(request: ApiRequest) -> dict[str, Any]:
     return {"trialId": trial_id, "checkpointUuid": uuid}
 
 
+async def preemption_signal(request: ApiRequest) -> dict[str, Any]:
+    """Answer once the allocation is to stop, or after the timeout."""
+    allocation_id = request.path_params["allocation_id"]
+    timeout_s = request.query_int("timeout_seconds")
+    if timeout_s is None:
+        timeout_s = request.query_int("timeoutSeconds") or 0
+    services = request.services
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + min(max(timeout_s, 0), _MAX_WAIT_S)
+    topic = f"allocation:{allocation_id}"
+    while True:
+        seen = services.pubsub.version(topic)
+        row = await services.read(allocation_rows.require, allocation_id)
+        if not row.is_ready:
+            await services.write(lambda tx: allocation_life.mark_ready(tx, allocation_id))
+            continue
+        is_asked = row.preempt_us is not None or row.state == "TERMINATED"
+        left_s = deadline_s - loop.time()
+        if is_asked or left_s <= 0:
+            return {"preempt": is_asked}
+        await services.pubsub.wait(topic, seen, left_s)
+
+
+async def acknowledge_preemption(request: ApiRequest) -> dict[str, Any]:
+    allocation_id = request.path_params["allocation_id"]
+    await request.services.write(lambda tx: allocation_life.acknowledge_preemption(tx, allocation_id))
+    return {}
+
+
 _MAX_METADATA_BYTES = 1 << 20
+_MAX_WAIT_S = 600
 _INFERENCE = bindings.v1TrialSourceInfoType.INFERENCE.value
 _ONE = "/trials/{trial_id:int}"
+_ALLOCATION = "/allocations/{allocation_id}"
 routes = [
     route("GET", "/experiments/{experiment_id:int}/trials", list_trials, access=TRIAL),
     route("GET", _ONE, show_trial, access=TRIAL),
@@ -240,4 +273,6 @@ routes = [
     route("GET", "/runs/{run_id:int}/metadata", show_run_metadata, access=TRIAL),
     route("POST", "/runs/{run_id:int}/metadata", set_run_metadata, access=TRIAL),
     route("POST", "/trial-source-info", report_source, access=TRIAL),
+    route("GET", f"{_ALLOCATION}/signals/preemption", preemption_signal, access=TRIAL),
+    route("POST", f"{_ALLOCATION}/signals/ack_preemption", acknowledge_preemption, access=TRIAL),
 ]

@@ -33,7 +33,7 @@ _CONDITION_KEYS = {"EXPERIMENT_STATE_CHANGE": "state", "TASK_LOG": "regex"}
 
 
 def webhook_json(webhook: Webhook, *, shows_url: bool) -> dict[str, Any]:
-    """Return a webhook in the protocol's form; its address, often a secret, only with ``shows_url``."""
+    """Return a webhook; its address, often a secret, only with ``shows_url``."""
     triggers = [
         message(
             bindings.v1Trigger,

@@ -147,7 +147,7 @@ class PackedFile:
 
 
 def list_files(tgz: bytes) -> list[PackedFile]:
-    """Return the files of a model definition by path; links, devices and what leads out are left out.
+    """Return the files of a model definition by path, no links and devices.
 
     Raises:
         RequestError: 400 for an archive that is damaged, 413 for one that unpacks to too much.

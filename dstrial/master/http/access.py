@@ -49,7 +49,7 @@ def check_host_and_origin(headers: Headers) -> None:
 
 
 def token_of(headers: Headers) -> tuple[str | None, bool]:
-    """Return the token of a request, and whether its cookie holds it; in Determined 0.38.1's order."""
+    """Return a request's token, in Determined's order, and whether a cookie holds it."""
     for name in ("x-user-token", "authorization", ALLOCATION_HEADER):
         token = _bearer(headers.get(name))
         if token is not None:
@@ -91,7 +91,7 @@ async def is_known(services: Services, headers: Headers, method: str) -> bool:
 
 
 def require_owner(user: User, owner_id: int, what: str) -> None:
-    """Refuse (403) users who neither own ``what`` (``experiment 3`` for example) nor are administrators."""
+    """Refuse (403) users who are neither the owner of ``what`` nor administrators."""
     if not user.admin and user.id != owner_id:
         raise RequestError(
             403, f"{what} is another user's; expected your own, or an administrator. Ask with `det -u admin`."

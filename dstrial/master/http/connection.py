@@ -1,4 +1,4 @@
-"""A client's connection: uvicorn's, with a deadline until its sender is authenticated.
+"""A client's connection: uvicorn's, with a deadline until authentication.
 
 uvicorn bounds a request's head, but gives it and its body no deadline (uvicorn 0.54 ``protocols/http/h11_impl.py``).
 """
@@ -19,9 +19,10 @@ _DEADLINE_S = 30.0  # after the connection's start or its last answer
 
 
 class Connection(H11Protocol):
-    """A connection that is aborted at its deadline, which authentication lifts until the answer is sent.
+    """A connection that is aborted at its deadline unless it is authenticated.
 
-    If all of uvicorn's ``limit_concurrency`` are open, a new one takes the place of the one nearest to its deadline.
+    Authentication lifts the deadline until the answer is sent. If all of uvicorn's ``limit_concurrency`` are open, a new
+    connection takes the place of the one nearest to its deadline.
     """
 
     is_at_owner_socket = False
@@ -86,7 +87,7 @@ class Connection(H11Protocol):
 
 
 class OwnerConnection(Connection):
-    """A connection to the UNIX socket of the state directory, which only the directory's owner and root reach."""
+    """A connection to the UNIX socket that only the state directory's owner reaches."""
 
     is_at_owner_socket = True
 

@@ -1,4 +1,4 @@
-"""One-time codes for the browser: login links, which the owner gets at the master's socket, and grants of services."""
+"""One-time codes for the browser: login links, and grants of task services."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LoginLinks:
 
 
 class ServiceGrants:
-    """Codes that open the services of one task for a user, as digests in memory; the least recently used are dropped."""
+    """Codes that open the services of one task; the least recently used are dropped."""
 
     def __init__(self) -> None:
         self._tokens: OrderedDict[bytes, tuple[str, str]] = OrderedDict()

@@ -27,7 +27,7 @@ _SUSPECT = re.compile(rb"\\(?:u00[01]|b|f|r)|\x7f|\xc2[\x80-\x9f]|\xe2\x80[\xa8-
 
 
 def message(bindings_class: type, **fields: Any) -> dict[str, Any]:
-    """Return a message with every field of its class in ``determined…bindings``; those not given are null."""
+    """Return a message with every field of its class; those not given are null."""
     required, optional = _names_of(bindings_class)
     unknown = fields.keys() - required - optional.keys()
     missing = required - fields.keys()

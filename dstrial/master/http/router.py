@@ -92,7 +92,7 @@ def route(
     max_body_bytes: int = MAX_BODY_BYTES,
     unauthenticated: Handler | None = None,
 ) -> Route:
-    """Return a route below ``/api/v1``, or below the root for a path with two slashes, ``//info`` for example."""
+    """Return a route below ``/api/v1``, or below the root: ``//info``."""
     absolute = path[1:] if path.startswith("//") else API_PREFIX + path
     return Route(method, absolute, handler, access, max_body_bytes, unauthenticated)
 
@@ -241,7 +241,7 @@ class ApiRequest:
         )
 
     def require_trial(self, trial_id: int) -> None:
-        """Refuse (403) an allocation that asks for another trial than its own; so do the others below."""
+        """Refuse (403) an allocation another trial than its own; so do the others below."""
         self._require("trial", trial_id, "trial_id")
 
     def require_experiment(self, experiment_id: int) -> None:

@@ -46,7 +46,7 @@ def shown_state(row: ListedExperiment | ListedTrial) -> str:
 
 
 def stored_states(names: Iterable[str]) -> list[str]:
-    """Return stored states for the protocol's; those of an active experiment become ACTIVE."""
+    """Return stored states for the protocol's; those of active experiments are ACTIVE."""
     states = {name.removeprefix("STATE_") for name in names}
     if states & {"QUEUED", "PULLING", "STARTING", "RUNNING"}:
         states.add("ACTIVE")

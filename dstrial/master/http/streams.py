@@ -25,7 +25,7 @@ Item: TypeAlias = "Mapping[str, Any] | Sequence[Mapping[str, Any]]"
 
 
 def ndjson(items: AsyncIterator[Item]) -> NdjsonResponse:
-    """Return a stream of ``{"result": item}`` lines; an item may be a list, whose lines are sent together.
+    """Return a stream of ``{"result": item}`` lines; lines of a list go together.
 
     A ``DstrialError`` after the beginning becomes the protocol's error line.
     """
@@ -33,7 +33,7 @@ def ndjson(items: AsyncIterator[Item]) -> NdjsonResponse:
 
 
 class NdjsonResponse(Response):
-    """Sends the lines of :func:`ndjson` until its client leaves or, asked every few seconds, is no longer known."""
+    """Sends the lines of :func:`ndjson` until its client leaves or its token ends."""
 
     media_type = "application/json"
     is_still_known: Callable[[], Awaitable[bool]] | None = None
@@ -94,7 +94,7 @@ class NdjsonResponse(Response):
 
 
 class EventStream(NdjsonResponse):
-    """Sends server-sent events (HTML standard, 9.2): one JSON object each, None for a heartbeat."""
+    """Sends server-sent events: one JSON object each, None for a heartbeat."""
 
     media_type = "text/event-stream"
 

@@ -76,7 +76,10 @@ def refusal(method: str, path: str) -> RequestError:
 
 
 def is_word(method: str, path: str) -> bool:
-    """Whether a path is a whole request of the client, ``users/setting``, and so none of a route with a parameter there."""
+    """Whether a path is a whole request of the client, ``users/setting``.
+
+    Such a path is none of a route with a parameter in that place.
+    """
     return (method, path) in _words()
 
 
@@ -87,7 +90,7 @@ def _words() -> frozenset[tuple[str, str]]:
 
 @functools.lru_cache(maxsize=1)
 def client_requests() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    """Return method and path pattern of every request of the generated client, read from its source."""
+    """Return method and path pattern of every request of the generated client."""
     return tuple(
         (method, re.compile("".join(_pattern_of(template)))) for method, template in client_templates()
     )

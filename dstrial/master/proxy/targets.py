@@ -57,7 +57,7 @@ class Service:
 
 
 def task_of_host(headers: Headers) -> str | None:
-    """Return the task at whose own address a request asks, None at the master's; refuse (403) other hosts."""
+    """Return the task at whose own address a request asks, None at the master's."""
     host = headers.get("host", "").lower()
     found = _OWN_HOST.fullmatch(host)
     if found is None or len(headers.getlist("host")) != 1:
@@ -73,7 +73,7 @@ def task_of_host(headers: Headers) -> str | None:
 
 
 async def find(services: Services, headers: Headers, method: str, path: str) -> Service:
-    """Return the service of a raw path, or refuse: 401, 403, or 404 without such a service at this address."""
+    """Return the service of a raw path, or refuse with 401, 403 or 404."""
     task_id = task_of_host(headers)
     identity = await access.identify(services, headers, method, task_id)
     if identity.allocation is not None:
@@ -132,7 +132,7 @@ def _offered(row: tasks.LivingAllocation) -> list[dict[str, Any]]:
 
 
 async def connect(service: Service) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to a service; 503 if nothing answers (yet), 502 if another account or task does."""
+    """Connect to a service; 503 without an answer, 502 if another account answers."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
     except OSError as error:
@@ -192,7 +192,10 @@ def _hop_by_hop(headers: Collection[tuple[bytes, bytes]]) -> frozenset[bytes]:
 def forwarded(
     headers: Collection[tuple[bytes, bytes]], *, is_upgrade: bool = False
 ) -> list[tuple[bytes, bytes]]:
-    """Return a request's headers, lower case, without those of the connection (but for an upgrade's) and tokens."""
+    """Return a request's headers, lower case, without tokens and the connection's.
+
+    Headers of the connection stay for an upgrade.
+    """
     kept, dropped = [], _hop_by_hop(headers)
     for name, value in headers:
         if name in _SECRET or (name in dropped and not (is_upgrade and name in (b"connection", b"upgrade"))):

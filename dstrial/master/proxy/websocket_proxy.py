@@ -41,7 +41,7 @@ def websocket_protocol(services: Services) -> type[asyncio.Protocol]:
 
 
 class WebSocketProxy(asyncio.StreamReaderProtocol):
-    """The connection of a client, and how it is tied to that of a service; made by uvicorn."""
+    """The connection of a client, tied to that of a service; made by uvicorn."""
 
     def __init__(self, services: Services, *, config: Any, server_state: Any, app_state: Any) -> None:
         del config, app_state

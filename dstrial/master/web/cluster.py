@@ -1,4 +1,4 @@
-"""What the page shows of the cluster: nodes, slots, the queue with its reasons, use over time, webhooks."""
+"""What the page shows of the cluster: nodes, slots, queue, use, webhooks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Json: TypeAlias = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Room:
-    """How many slots are on nodes that are up and enabled (``usable``), and of these without an allocation (``free``)."""
+    """How many slots are on enabled nodes (``usable``), and without an allocation."""
 
     usable: int
     free: int

@@ -1,4 +1,4 @@
-"""What the tabs of an experiment show beside its curves: rungs, checkpoints, config with origins, its code."""
+"""What the tabs of an experiment show: rungs, checkpoints, config, code."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _read_rungs(connection: Connection, experiment_id: int) -> Json:
 
 
 async def get_rungs(request: ApiRequest) -> Json:
-    """Answer with who got how far in a search by halving; no brackets for other searchers."""
+    """Answer with who got how far in a search by halving."""
     return await request.services.read(_read_rungs, request.path_params["experiment_id"])
 
 
@@ -101,7 +101,7 @@ def _checkpoint(row: overviews.CheckpointOverview) -> Json:
 
 
 async def get_checkpoints(request: ApiRequest) -> Json:
-    """Answer with the newest checkpoints of an experiment; ``more`` if not all are listed."""
+    """Answer with an experiment's newest checkpoints; ``more`` if not all."""
 
     def read(connection: Connection) -> list[overviews.CheckpointOverview]:
         experiment_id = request.path_params["experiment_id"]
@@ -151,7 +151,7 @@ def _look(services: Services, uuid: str) -> Json:
 
 
 async def get_look(request: ApiRequest) -> Json:
-    """Say whether a checkpoint is as registered, by files, sizes and manifest; weights are not read."""
+    """Say whether a checkpoint is as registered, without reading its weights."""
     services, uuid = request.services, request.path_params["uuid"]
     return await services.run(lambda: _look(services, uuid))
 
@@ -204,7 +204,7 @@ def _explained(services: Services, row: experiments.Experiment, tgz: bytes) -> J
 
 
 async def get_config(request: ApiRequest) -> Json:
-    """Answer with the config as submitted, YAML, and in effect, each value with its origin.
+    """Answer with the config as submitted and in effect, each value with its origin.
 
     ``deepspeed`` has what ``dstrial check --explain`` prints of each DeepSpeed config; ``problem`` says why there are no
     values, as for a config that is not valid any more.
@@ -227,7 +227,7 @@ def listed_files(tgz: bytes) -> Json:
 
 
 def shown_file(tgz: bytes, path: str) -> Json:
-    """Return the text of a file, its beginning if it is long; no text of a binary file."""
+    """Return the text of a file, cut if it is long; no text of a binary file."""
     content, size = read_start(tgz, path, MAX_TEXT_BYTES)
     is_binary = b"\0" in content
     text = "" if is_binary else content.decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""Logs as the page shows them: pages of lines in both directions, one line whole, all of it as a file."""
+"""Logs as the page shows them: in pages, a line whole, all of it as a file."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _line_json(line: log_pages.ShownLine) -> dict[str, Any]:
 
 
 async def get_page(request: ApiRequest) -> dict[str, Any]:
-    """Answer with lines of a log: the newest, or the nearest ``before`` or ``after`` an id.
+    """Answer with a log's newest lines, or the nearest ``before`` or ``after`` an id.
 
     ``level``, ``rank`` (several; -1 for lines of none) and ``text`` filter. One request looks through a bounded number of
     lines: ``searchedTo`` is the id from which to go on, null at the end; ``last`` is the newest line's.
@@ -114,7 +114,10 @@ def _extent(connection: Connection, log: LogOf, is_counted: bool) -> dict[str, A
 
 
 async def get_extent(request: ApiRequest) -> dict[str, Any]:
-    """Say how long a log is, of which ranks, and whether more can come; with ``count=true`` its number of ``lines``."""
+    """Say how long a log is, of which ranks, and whether more can come.
+
+    Only with ``count=true`` are its ``lines`` counted.
+    """
     log = await _asked_log(request)
     is_counted = bool(request.query_flag("count"))
     found: dict[str, Any] = await request.services.read(_extent, log, is_counted)

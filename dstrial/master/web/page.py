@@ -1,4 +1,4 @@
-"""The documents of the page: the page, the login, and what stands in for a task's service."""
+"""The documents of the page: the page, the login, and those of waiting tasks."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def search_of(label: str) -> str | None:
 
 
 def document_of(notes: str, *, is_live: bool = False) -> Json | None:
-    """Return the report in the notes of an experiment; None without one, or if somebody has edited it.
+    """Return the report in the notes of an experiment; None if it was edited.
 
     ``is_live`` asks for the report of a search that goes on, not for that of its end.
     """
@@ -114,7 +114,7 @@ def _finite(value: object) -> float | None:
 
 
 def measured_row(metrics: Mapping[str, Any], metric: str) -> Json:
-    """Return a measurement in the names of a report's rows; ``latency`` in microseconds."""
+    """Return a measurement as a row of a report; ``latency`` in microseconds."""
     latency = _finite(metrics.get("latency"))
     memory = (_finite(metrics.get(name)) for name in _MEMORY)
     return {

@@ -1,4 +1,4 @@
-"""What the page draws of one trial by its ranks, and of several trials side by side."""
+"""What the page draws of one trial by its ranks, and of several side by side."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def _sparklines(connection: Connection, ids: list[int]) -> Json:
 
 
 async def get_sparklines(request: ApiRequest) -> Json:
-    """Answer with the searcher's metric of each experiment's best trial, in few points."""
+    """Answer with the searcher's metric of experiments' best trials, in few points."""
     ids = request.query_ints("ids")[:200]
     return {"sparklines": await request.services.read(_sparklines, ids) if ids else {}}
 

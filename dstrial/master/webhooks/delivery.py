@@ -81,7 +81,7 @@ class Delivery:
             self._event.clear()
 
     def _begin_due(self) -> tuple[float, bool]:
-        """Begin to send due events; return in how many seconds to poll again, and whether any was due or is being sent."""
+        """Begin to send due events; return when to poll again, and whether any was due."""
         with self._database.read() as connection:
             rows = webhooks.next_events(connection)
         next_us = now_us() + int(_IDLE_S * 1e6)

@@ -138,7 +138,7 @@ def _cut(text: str, limit: int) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WebhookChoice:
-    """The ``integrations.webhooks`` of a config: webhooks of mode SPECIFIC by id or name; ``excludes`` is none at all."""
+    """The ``integrations.webhooks`` of a config; ``excludes`` is none at all."""
 
     ids: frozenset[int] = frozenset()
     names: frozenset[str] = frozenset()

@@ -27,7 +27,7 @@ _ESCAPED = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 
 
 def body_of(event: Mapping[str, Any], kind: str, *, node: str, pool: str, base_url: str) -> bytes:
-    """Return what is sent for an event as ``events`` has stored it; ``base_url`` empty for no link."""
+    """Return what is sent for a stored event; ``base_url`` is empty for no link."""
     content = _slack(event, node, base_url) if kind == "SLACK" else _default(event, node, pool)
     return json.dumps(content, separators=(",", ":")).encode("ascii")
 
@@ -150,6 +150,6 @@ def _text(text: str, kind: str = "mrkdwn") -> dict[str, Any]:
 
 
 def _escaped(text: str, limit: int = _SLACK_TEXT // 2) -> str:
-    """Escape text for Slack's three special characters: ``<!channel>`` in a log must not call everybody."""
+    """Escape text for Slack: ``<!channel>`` in a log must not call everybody."""
     short = text if len(text) <= limit else f"{text[:limit]}…"
     return _TO_ESCAPE.sub(lambda match: _ESCAPED[match[0]], short)

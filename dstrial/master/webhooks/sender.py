@@ -3,6 +3,9 @@
 It connects to what the address says and nowhere else: redirects are not followed, only http and https are spoken, and of the
 answer nothing but its status is used. A proxy that the master's environment names (``HTTPS_PROXY``, ``NO_PROXY``) is used,
 never for this machine itself.
+
+Signatures are those of Determined 0.38.1 ``master/internal/webhooks/shipper.go``: HMAC-SHA256 of the time in whole seconds, a
+comma and the body, in hexadecimal digits.
 """
 
 from __future__ import annotations
@@ -11,19 +14,27 @@ import base64
 import contextlib
 import dataclasses
 import functools
+import hashlib
+import hmac
 import http.client
+import secrets
 import socket
 import ssl
 import threading
 import time
 import urllib.request
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 from urllib.error import URLError
 from urllib.parse import unquote, urlsplit
 
-from dstrial.master.webhooks.signing import SIGNATURE_HEADER, TIMESTAMP_HEADER, signature
+from dstrial.errors import MasterError
+from dstrial.file_writes import make_file
 from dstrial.visible_text import visible_line
+
+TIMESTAMP_HEADER = "X-Determined-AI-Signature-Timestamp"
+SIGNATURE_HEADER = "X-Determined-AI-Signature"
 
 TIMEOUT_S = 10.0  # of one attempt, from the first connection to the answer's status
 
@@ -171,6 +182,34 @@ class Sender:
             raise ValueError("the address is neither http nor https")
         assert isinstance(answer, http.client.HTTPResponse)
         return answer
+
+
+def load_key(path: Path, configured: str | None) -> str:
+    """Return the configured key, else that of the state directory's file.
+
+    Raises:
+        MasterError: the file cannot be read or made, or is empty.
+    """
+    if configured is not None:
+        return configured
+    try:
+        with contextlib.suppress(FileExistsError):
+            make_file(path, f"{secrets.token_hex(32)}\n")
+        key = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise MasterError(
+            f"the key of webhooks {path} cannot be used ({error}); expected a file that its owner can read. Remove it to "
+            "have another made."
+        ) from error
+    if not key:
+        raise MasterError(
+            f"the key of webhooks {path} is empty; expected a key. Remove it to have another made."
+        )
+    return key
+
+
+def signature(key: str, timestamp_s: int, body: bytes) -> str:
+    return hmac.new(key.encode(), f"{timestamp_s},".encode() + body, hashlib.sha256).hexdigest()
 
 
 def _request(url: str, body: bytes, key: str) -> urllib.request.Request:

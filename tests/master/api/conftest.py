@@ -14,7 +14,16 @@ def det(fresh_master: Master, tmp_path: Path) -> DetHere:
 
 
 @pytest.fixture
-def determined(fresh_master: Master) -> client.Determined:
+def session(fresh_master: Master) -> api.Session:
+    return api.Session(fresh_master.address, "determined", fresh_master.tokens["determined"], None)
+
+
+@pytest.fixture
+def admin(fresh_master: Master) -> api.Session:
+    return api.Session(fresh_master.address, "admin", fresh_master.tokens["admin"], None)
+
+
+@pytest.fixture
+def determined(session: api.Session) -> client.Determined:
     """The SDK at the test's own master, as the user determined."""
-    session = api.Session(fresh_master.address, "determined", fresh_master.tokens["determined"], None)
     return client.Determined._from_session(session)

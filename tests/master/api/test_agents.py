@@ -11,16 +11,11 @@ from dstrial.master.store.nodes import agent_key
 pytestmark = pytest.mark.process
 
 
-@pytest.fixture
-def session(fresh_master: Master) -> api.Session:
-    return api.Session(fresh_master.address, "admin", fresh_master.tokens["admin"], None)
-
-
-def test_the_client_joins_slots_with_what_runs_on_them(fresh_master: Master, session: api.Session) -> None:
-    (agent,) = bindings.get_GetAgents(session).agents
+def test_the_client_joins_slots_with_what_runs_on_them(fresh_master: Master, admin: api.Session) -> None:
+    (agent,) = bindings.get_GetAgents(admin).agents
     assert agent.slots is not None
     assert len(agent.slots) == NUM_SLOTS
-    summaries = bindings.get_GetTasks(session).allocationIdToSummary or {}
+    summaries = bindings.get_GetTasks(admin).allocationIdToSummary or {}
     names = {
         resources.containerId: summary.name
         for summary in summaries.values()
@@ -31,27 +26,27 @@ def test_the_client_joins_slots_with_what_runs_on_them(fresh_master: Master, ses
     assert agent.slotStats.typeStats["TYPE_CPU"].total == NUM_SLOTS
 
 
-def test_a_slot_is_switched_off_and_on(fresh_master: Master, session: api.Session) -> None:
+def test_a_slot_is_switched_off_and_on(fresh_master: Master, admin: api.Session) -> None:
     agent_id = fresh_master.services.agent_id
     body = bindings.v1DisableSlotRequest()
-    slot = bindings.post_DisableSlot(session, agentId=agent_id, slotId="3", body=body).slot
+    slot = bindings.post_DisableSlot(admin, agentId=agent_id, slotId="3", body=body).slot
     assert slot is not None
     assert slot.enabled is False
-    (agent,) = bindings.get_GetAgents(session).agents
+    (agent,) = bindings.get_GetAgents(admin).agents
     assert [one.enabled for one in (agent.slots or {}).values()] == [*[True] * 3, False]
     assert fresh_master.rows("SELECT slot_id FROM disabled_slots") == [{"slot_id": 3}]
-    again = bindings.post_EnableSlot(session, agentId=agent_id, slotId="003").slot
+    again = bindings.post_EnableSlot(admin, agentId=agent_id, slotId="003").slot
     assert again is not None
     assert again.enabled is True
 
 
 def test_what_runs_on_a_slot_that_is_switched_off_is_to_be_killed_unless_it_drains(
-    fresh_master: Master, session: api.Session
+    fresh_master: Master, admin: api.Session
 ) -> None:
     agent_id = fresh_master.services.agent_id
     for slot_id, drain in (("0", False), ("1", True)):
         bindings.post_DisableSlot(
-            session, agentId=agent_id, slotId=slot_id, body=bindings.v1DisableSlotRequest(drain=drain)
+            admin, agentId=agent_id, slotId=slot_id, body=bindings.v1DisableSlotRequest(drain=drain)
         )
     rows = fresh_master.rows(
         "SELECT kill_us IS NOT NULL AS is_killed, kill_reason FROM allocations ORDER BY id"
@@ -63,19 +58,19 @@ def test_what_runs_on_a_slot_that_is_switched_off_is_to_be_killed_unless_it_drai
 
 
 def test_an_agent_that_is_switched_off_takes_no_work_on_any_slot(
-    fresh_master: Master, session: api.Session
+    fresh_master: Master, admin: api.Session
 ) -> None:
     agent_id = fresh_master.services.agent_id
-    session.post(f"api/v1/agents/{agent_id}/disable", json={"drain": True})
-    (agent,) = bindings.get_GetAgents(session).agents
+    admin.post(f"api/v1/agents/{agent_id}/disable", json={"drain": True})
+    (agent,) = bindings.get_GetAgents(admin).agents
     assert (agent.enabled, agent.draining) == (False, True)
     with fresh_master.services.database.read() as connection:
         off = jobs.disabled_slots(connection, range(NUM_SLOTS))
     assert set(off) == {agent_key(0), *range(NUM_SLOTS)}
     assert all(off.values())
     assert fresh_master.rows("SELECT id FROM allocations WHERE kill_us IS NOT NULL") == []
-    session.post(f"api/v1/agents/{agent_id}/enable")
-    (agent,) = bindings.get_GetAgents(session).agents
+    admin.post(f"api/v1/agents/{agent_id}/enable")
+    (agent,) = bindings.get_GetAgents(admin).agents
     assert agent.enabled is True
 
 
@@ -87,9 +82,9 @@ def test_agents_and_slots_are_switched_by_administrators(fresh_master: Master, p
     assert fresh_master.send("POST", path, {}, token="admin").status == 200
 
 
-def test_the_scheduler_is_woken(fresh_master: Master, session: api.Session) -> None:
+def test_the_scheduler_is_woken(fresh_master: Master, admin: api.Session) -> None:
     seen = fresh_master.services.pubsub.version("scheduler")
-    session.post(f"api/v1/agents/{fresh_master.services.agent_id}/disable")
+    admin.post(f"api/v1/agents/{fresh_master.services.agent_id}/disable")
     assert fresh_master.services.pubsub.version("scheduler") > seen
 
 
@@ -99,8 +94,8 @@ def test_agents_and_slots_that_do_not_exist(served: Master, path: str) -> None:
     assert served.send("POST", path, {}, token="admin").status == 404
 
 
-def test_there_is_one_pool_for_everything(session: api.Session) -> None:
-    (pool,) = bindings.get_GetResourcePools(session).resourcePools or []
+def test_there_is_one_pool_for_everything(admin: api.Session) -> None:
+    (pool,) = bindings.get_GetResourcePools(admin).resourcePools or []
     assert pool.defaultComputePool
     assert pool.schedulerType is bindings.v1SchedulerType.PRIORITY
     assert (pool.slotsAvailable, pool.slotsUsed) == (NUM_SLOTS, 2)

@@ -12,11 +12,6 @@ from dstrial.master.store.reports import logs
 pytestmark = pytest.mark.process
 
 
-@pytest.fixture
-def session(fresh_master: Master) -> api.Session:
-    return api.Session(fresh_master.address, "determined", fresh_master.tokens["determined"], None)
-
-
 def _queue(session: api.Session) -> list[bindings.v1Job]:
     return [job.full for job in bindings.get_GetJobsV2(session).jobs if job.full is not None]
 

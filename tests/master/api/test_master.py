@@ -20,11 +20,6 @@ KeyError: 1
 
 
 @pytest.fixture
-def session(fresh_master: Master) -> api.Session:
-    return api.Session(fresh_master.address, "admin", fresh_master.tokens["admin"], None)
-
-
-@pytest.fixture
 def root_level() -> Iterator[None]:
     level = logging.getLogger().level
     yield
@@ -40,24 +35,24 @@ def test_info_is_that_of_the_release_whose_clients_ask(served: Master) -> None:
     assert "sso_providers" not in info
 
 
-def test_the_client_reads_what_the_master_says_of_itself(fresh_master: Master, session: api.Session) -> None:
-    found = bindings.get_GetMaster(session)
+def test_the_client_reads_what_the_master_says_of_itself(fresh_master: Master, admin: api.Session) -> None:
+    found = bindings.get_GetMaster(admin)
     assert found.masterId == fresh_master.services.master_id
-    assert bindings.get_health(session).status is bindings.HealthStatus.up
+    assert bindings.get_health(admin).status is bindings.HealthStatus.up
     expected = {**fresh_master.services.settings.as_config(), "port": fresh_master.port}
-    assert bindings.get_GetMasterConfig(session).config == expected
+    assert bindings.get_GetMasterConfig(admin).config == expected
 
 
 def test_the_level_of_the_log_is_changed_until_the_master_ends(
-    fresh_master: Master, session: api.Session, root_level: None
+    fresh_master: Master, admin: api.Session, root_level: None
 ) -> None:
     request = bindings.v1PatchMasterConfigRequest(
         config=bindings.v1Config(log=bindings.v1LogConfig(level=bindings.v1LogLevel.ERROR)),
         fieldMask=bindings.protobufFieldMask(paths=["log.level"]),
     )
-    bindings.patch_PatchMasterConfig(session, body=request)
+    bindings.patch_PatchMasterConfig(admin, body=request)
     assert logging.getLogger().level == logging.ERROR
-    assert bindings.get_GetMasterConfig(session).config["log"]["level"] == "error"
+    assert bindings.get_GetMasterConfig(admin).config["log"]["level"] == "error"
 
 
 def test_the_settings_are_shown_to_administrators_only(served: Master) -> None:
@@ -79,9 +74,9 @@ def test_other_settings_are_not_changed(served: Master, body: dict[str, object])
     assert served.send("PATCH", "/api/v1/master/config", body, token="admin").status == 400
 
 
-def test_the_log_is_streamed_line_by_line(fresh_master: Master, session: api.Session) -> None:
+def test_the_log_is_streamed_line_by_line(fresh_master: Master, admin: api.Session) -> None:
     (fresh_master.services.state_dir / "master.log").write_text(_LOG)
-    entries = [answer.logEntry for answer in bindings.get_MasterLogs(session)]
+    entries = [answer.logEntry for answer in bindings.get_MasterLogs(admin)]
     assert [entry.id for entry in entries] == [0, 1, 2, 3, 4]
     assert entries[0].message == "dstrial.master: serving"
     assert entries[3].message == "KeyError: 1"
@@ -101,16 +96,16 @@ def test_the_log_is_streamed_line_by_line(fresh_master: Master, session: api.Ses
     ],
 )
 def test_a_part_of_the_log(
-    fresh_master: Master, session: api.Session, query: dict[str, int], ids: list[int]
+    fresh_master: Master, admin: api.Session, query: dict[str, int], ids: list[int]
 ) -> None:
     (fresh_master.services.state_dir / "master.log").write_text(_LOG)
-    assert [answer.logEntry.id for answer in bindings.get_MasterLogs(session, **query)] == ids
+    assert [answer.logEntry.id for answer in bindings.get_MasterLogs(admin, **query)] == ids
 
 
-def test_the_log_is_followed(fresh_master: Master, session: api.Session) -> None:
+def test_the_log_is_followed(fresh_master: Master, admin: api.Session) -> None:
     path = fresh_master.services.state_dir / "master.log"
     path.write_text(_LOG)
-    answers = iter(bindings.get_MasterLogs(session, follow=True, offset=-1, limit=3))
+    answers = iter(bindings.get_MasterLogs(admin, follow=True, offset=-1, limit=3))
     assert next(answers).logEntry.id == 4
     with path.open("a") as file:
         file.write("2026-11-21T02:00:03.000 INFO x: new\n2026-11-21T02:00:04.000 INFO x: half")

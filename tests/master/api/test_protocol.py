@@ -27,16 +27,6 @@ CONFIG = {
 }
 
 
-@pytest.fixture
-def session(fresh_master: Master) -> api.Session:
-    return api.Session(fresh_master.address, "determined", fresh_master.tokens["determined"], None)
-
-
-@pytest.fixture
-def admin(fresh_master: Master) -> api.Session:
-    return api.Session(fresh_master.address, "admin", fresh_master.tokens["admin"], None)
-
-
 def test_checkpoint_collection_is_a_task_while_it_lasts_and_long_enough_to_be_seen(
     fresh_master: Master, session: api.Session
 ) -> None:

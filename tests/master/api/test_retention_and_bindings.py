@@ -10,11 +10,6 @@ from serving import Master
 pytestmark = pytest.mark.process
 
 
-@pytest.fixture
-def session(fresh_master: Master) -> api.Session:
-    return api.Session(fresh_master.address, "determined", fresh_master.tokens["determined"], None)
-
-
 def test_log_retention_days_are_shown(session: api.Session, fresh_master: Master) -> None:
     def kept() -> set[int | None]:
         listed = bindings.get_GetExperimentTrials(session, experimentId=1).trials

@@ -89,7 +89,9 @@ def test_what_cannot_be_answered_is_said(seeded_master: Master, search: int) -> 
         ("/page/series?trials=x&group=a&name=b", 400, "trials"),
         ("/page/assets/../page.py", 404, ""),
         ("/page/assets/nothing.js", 404, "no file of the page"),
-        ("/page/assets/views/..%2fapp.js", 404, "no file of the page"),
+        ("/page/assets/..%2fpage.py", 404, "no file of the page"),
+        ("/page/assets/vendor/..%2f..%2fpage.py", 404, "no file of the page"),
+        ("/page/assets/%2fetc%2fpasswd", 404, "no file of the page"),
     ):
         answer = seeded_master.get(path)
         assert answer.status == status, path
