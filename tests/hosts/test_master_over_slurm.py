@@ -1,4 +1,5 @@
-"""``dstrial up --backend slurm``: a master that asks Slurm for a job for each trial of the unmodified ``det``; a real cluster."""
+"""``dstrial up --backend slurm``: a master that asks Slurm for a job for each trial of the unmodified ``det``; a real
+cluster."""
 
 from __future__ import annotations
 
@@ -167,7 +168,6 @@ def test_a_job_that_its_user_cancels_is_left_for_another_one(
 @pytest.mark.parametrize(
     ("entrypoint", "zero_stage"),
     [
-        ("small_trial:SmallTrial", 1),
         ("small_trial:SmallTrial", 3),
         ("small_pipeline:SmallPipeline", 0),
     ],
