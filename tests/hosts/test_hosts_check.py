@@ -124,6 +124,7 @@ def test_hosts_that_share_no_directory_and_do_not_reach_each_other(tmp_path: Pat
         assert host == "host2"
         assert f"another {tmp_path / 'runs'} than on host1" in text
         assert "DSTRIAL_RUNS_DIR" in text
+        three[2].run(["umount", str(tmp_path / "runs")], cwd="/")
         three[2].run(["ip", "route", "add", "unreachable", "10.77.0.13/32"])
         rows = _table(_check(three[1], tmp_path, hostfile, "--include", "host2@host3"))
         assert [host for host, _ in rows] == ["host2", "host3"]
