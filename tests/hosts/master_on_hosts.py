@@ -123,6 +123,19 @@ class MasterOnHosts:
         said = self.det("experiment", "create", *self.write(changes))
         return int(said.split("Created experiment ")[1].split()[0])
 
+    def train(self, batches: int, pause_s: float = 0.05, **changes: Any) -> tuple[int, int]:
+        """Submit an experiment of one trial; return both ids once the trial has trained 15 batches."""
+        experiment = self.create(
+            {
+                "hyperparameters": {**CONFIG["hyperparameters"], "pause_s": pause_s},
+                "searcher": {**CONFIG["searcher"], "max_length": {"batches": batches}},
+                **changes,
+            }
+        )
+        (trial,) = self.wait_for_trials(experiment, 1)
+        self.wait_for_log(trial["id"], "batch 15 loss", within_s=120)
+        return experiment, int(trial["id"])
+
     def trials(self, experiment_id: int) -> list[dict[str, Any]]:
         text = self.det("experiment", "list-trials", str(experiment_id), "--csv")
         return [{**row, "id": int(row["Trial ID"])} for row in csv.DictReader(io.StringIO(text))]

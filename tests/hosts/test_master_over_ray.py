@@ -163,15 +163,7 @@ def test_a_killed_master_finds_its_trial_in_its_placement_group(
     cluster: RayCluster, master: MasterOnHosts
 ) -> None:
     assert master.up().returncode == 0
-    experiment = master.create(
-        {
-            "resources": {"slots_per_trial": 2},
-            "hyperparameters": _SLOW,
-            "searcher": {**CONFIG["searcher"], "max_length": {"batches": 150}},
-        }
-    )
-    (trial,) = master.wait_for_trials(experiment, 1)
-    master.wait_for_log(trial["id"], "batch 15 loss", within_s=120)
+    experiment, trial = master.train(150, 0.1, resources={"slots_per_trial": 2})
     pid = cluster.machines[1].find("dstrial.master.server")
     assert pid is not None
     cluster.machines[1].signal(pid, signal.SIGKILL)
@@ -181,8 +173,8 @@ def test_a_killed_master_finds_its_trial_in_its_placement_group(
     said = master.up()
     assert said.returncode == 0, said.stdout
     master.wait_for_state(experiment, ("COMPLETED",), within_s=240)
-    assert numbers_of(master, trial["id"]) == list(range(5, 151, 5))
-    log = master.log(trial["id"])
+    assert numbers_of(master, trial) == list(range(5, 151, 5))
+    log = master.log(trial)
     assert log.count("Scheduling Trial") == 1
     assert "resumed from checkpoint" not in log
 
@@ -232,25 +224,18 @@ def test_a_trial_of_three_nodes_goes_on_with_two_where_it_may(
     cluster: RayCluster, master: MasterOnHosts
 ) -> None:
     assert master.up().returncode == 0
-    experiment = master.create(
-        {
-            "resources": {"slots_per_trial": 3},
-            "hyperparameters": _SLOW,
-            "searcher": {**CONFIG["searcher"], "max_length": {"batches": 100}},
-            "data": {"dstrial": {"min_slots": 1}},
-        }
+    experiment, trial = master.train(
+        100, 0.1, resources={"slots_per_trial": 3}, data={"dstrial": {"min_slots": 1}}
     )
-    (trial,) = master.wait_for_trials(experiment, 1)
-    master.wait_for_log(trial["id"], "batch 15 loss", within_s=120)
     machine = cluster.machines[3]
     machine.cut()
     try:
-        master.wait_for_log(trial["id"], "goes on from its checkpoint with 2, the most", within_s=120)
+        master.wait_for_log(trial, "goes on from its checkpoint with 2, the most", within_s=120)
         master.wait_for_state(experiment, ("COMPLETED",), within_s=180)
     finally:
         machine.heal()
     cluster.begin_again(machine)
-    log = master.log(trial["id"])
+    log = master.log(trial)
     assert "resumed from checkpoint" in log
     assert "trial failed" not in log
     assert master.trials(experiment)[0]["# of Batches"] == "100"
@@ -259,22 +244,13 @@ def test_a_trial_of_three_nodes_goes_on_with_two_where_it_may(
 def test_a_node_that_ray_drains_is_left_with_a_checkpoint(cluster: RayCluster, master: MasterOnHosts) -> None:
     """The last: the node takes nothing more."""
     assert master.up().returncode == 0
-    experiment = master.create(
-        {
-            "resources": {"slots_per_trial": 2},
-            "hyperparameters": _SLOW,
-            "searcher": {**CONFIG["searcher"], "max_length": {"batches": 100}},
-            "min_checkpoint_period": {"batches": 1000},
-        }
+    experiment, trial = master.train(
+        100, 0.1, resources={"slots_per_trial": 2}, min_checkpoint_period={"batches": 1000}
     )
-    (trial,) = master.wait_for_trials(experiment, 1)
-    master.wait_for_log(trial["id"], "batch 15 loss", within_s=120)
-    nodes = re.findall(r"10\.77\.0\.1\d", master.log(trial["id"]).split("on agent ")[1].splitlines()[0])
+    nodes = re.findall(r"10\.77\.0\.1\d", master.log(trial).split("on agent ")[1].splitlines()[0])
     drained = next(node for node in nodes if node != cluster.machines[1].address)
     cluster.drain(drained)
-    master.wait_for_log(
-        trial["id"], "gracefully terminating allocation: ", f"(Ray drains {drained})", within_s=60
-    )
+    master.wait_for_log(trial, "gracefully terminating allocation: ", f"(Ray drains {drained})", within_s=60)
     master.wait_for_state(experiment, ("COMPLETED",), within_s=180)
-    assert numbers_of(master, trial["id"]) == list(range(5, 101, 5))
-    assert "resumed from checkpoint" in master.log(trial["id"])
+    assert numbers_of(master, trial) == list(range(5, 101, 5))
+    assert "resumed from checkpoint" in master.log(trial)
