@@ -32,8 +32,6 @@ class HostConnection:
         self._frames: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._stderr = b""
-        self.noise: list[str] = []
-        """Lines that are no answers, from the login shell for example; the last ones."""
         self.heard_s = time.monotonic()
         """When the last answer came."""
         self._program = subprocess.Popen(
@@ -135,8 +133,7 @@ class HostConnection:
         assert self._program.stdout is not None
         prefix = remote.PREFIX.encode()
         for line in self._program.stdout:
-            if not line.startswith(prefix):
-                self.noise = [*self.noise[-20:], line.decode(errors="replace").rstrip()]
+            if not line.startswith(prefix):  # a login shell's, for example
                 continue
             self.heard_s = time.monotonic()
             with contextlib.suppress(ValueError):

@@ -53,7 +53,7 @@ class Bridge:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
         self._job = ray.get_runtime_context().get_job_id()
         ray.cloudpickle.register_pickle_by_value(keeper)
-        self._keeper = ray.remote(keeper.Keeper)
+        self._keeper = ray.remote(keeper.NodeActor)
         self._places: dict[str, dict[str, str]] = {}
         self._guard = Path(guard.__file__).read_text(encoding="utf-8")
 

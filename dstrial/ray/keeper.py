@@ -174,7 +174,7 @@ class _Program:
         return self._life >= 0
 
 
-class Keeper:
+class NodeActor:
     """Programs on a node: an actor of Ray's, called from several threads.
 
     ``guard`` is the source of ``dstrial.ray.guard``; ``ends_with_daemon`` ends this process with its parent, Ray's daemon of

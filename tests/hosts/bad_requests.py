@@ -33,20 +33,12 @@ _REFUSED: tuple[tuple[Mapping[str, Any], str], ...] = (
 
 
 def refused_at_submission(master: MasterOnHosts) -> list[str]:
-    """Submit them all; return what ``det`` prints of each.
-
-    Raises:
-        AssertionError: a master has taken one, or says something else, or twice.
-    """
+    """Submit them all, each of which the master has to refuse; return ``det``'s output."""
     return [refused(master, changes, text) for changes, text in _REFUSED]
 
 
 def refused_command(master: MasterOnHosts, config: Mapping[str, Any], *texts: str) -> str:
-    """Submit a command; return what ``det`` prints.
-
-    Raises:
-        AssertionError: the master has taken it, or does not say each text once.
-    """
+    """Submit a command, which the master has to refuse with each text once."""
     before = master.det("command", "list", "--csv")
     (master.place / "command.yaml").write_text(yaml.safe_dump(config))
     done = master.command("det", "command", "run", "--config-file", "command.yaml", "true")
@@ -57,11 +49,7 @@ def refused_command(master: MasterOnHosts, config: Mapping[str, Any], *texts: st
 
 
 def refused(master: MasterOnHosts, changes: Mapping[str, Any], text: str) -> str:
-    """Submit an experiment; return what ``det`` prints.
-
-    Raises:
-        AssertionError: the master has taken it, or does not say a text of it once.
-    """
+    """Submit an experiment, which the master has to refuse with the text once."""
     before = master.det("experiment", "list", "--csv")
     done = master.command("det", "experiment", "create", *master.write(changes))
     assert done.returncode != 0, done.stdout

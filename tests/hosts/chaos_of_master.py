@@ -3,8 +3,8 @@
 Usage: ``python tests/hosts/chaos_of_master.py [--runs N] [--seed S] [--workers W]``
 
 Every run has machines of its own; its seed says what happens and when. The master is on host1, trials of one or two ranks on
-host2 to host4; a master that was killed is started again. Afterwards every trial must be complete, with every report stored once,
-the checkpoint at its end verified, and no process of it on any host.
+host2 to host4; a master that was killed is started again. Afterwards every trial must be complete, with every report stored
+once, the checkpoint at its end verified, and no process of it on any host.
 """
 
 from __future__ import annotations
@@ -31,15 +31,11 @@ NEVER_MIND = ("fork_server", "sh -c")
 
 
 class WrongRunError(Exception):
-    """A run did not end as it has to."""
+    pass
 
 
 def run(seed: int) -> tuple[list[str], float]:
-    """Do one run; return what was done to it and how long it took, seconds.
-
-    Raises:
-        WrongRunError: with what is wrong.
-    """
+    """Do one run; return what was done to it and its seconds, or raise ``WrongRunError``."""
     chance = random.Random(seed)
     planned = [chance.choice(STRIKES) for _ in range(chance.choice((1, 2, 3)))]
     slots = chance.choice((1, 1, 2))
@@ -82,7 +78,6 @@ def run(seed: int) -> tuple[list[str], float]:
 
 
 def must(done: subprocess.CompletedProcess[str]) -> None:
-    """Refuse a command that has failed."""
     if done.returncode:
         raise WrongRunError(done.stdout)
 
@@ -127,7 +122,6 @@ def newest(host: Machine, words: str) -> int | None:
 
 
 def state_of(master: MasterOnHosts, experiment: int) -> str:
-    """Return an experiment's state; ACTIVE until it has ended."""
     row = _rows(master, "SELECT state FROM experiments WHERE id = ?", experiment)[0]
     return "ACTIVE" if row["state"] in ("ACTIVE", "STOPPING_COMPLETED") else str(row["state"])
 

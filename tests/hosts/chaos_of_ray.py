@@ -3,9 +3,10 @@
 Usage: ``python tests/hosts/chaos_of_ray.py [--runs N] [--seed S]``
 
 All runs are on one cluster of three nodes of a slot each, for its start takes longer than a run. A run's seed says what happens
-and when; what is printed is what was done. The master and Ray's head are on host1, which trains, too, and is never cut; a master
-that was killed is started again, and so is Ray on a node that it has given up. Afterwards every trial must be complete, with each
-report stored once, the checkpoint at its end verified, no placement group in the cluster and no process of ours on any node.
+and when; what is printed is what was done. The master and Ray's head are on host1, which trains, too, and is never cut; a
+master that was killed is started again, and so is Ray on a node that it has given up. Afterwards every trial must be complete,
+with each report stored once, the checkpoint at its end verified, no placement group in the cluster and no process of ours on
+any node.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ STRIKES = (
     "master",
 )
 _KILLED = {
-    "agent": "backends.hosts.agent", "supervisor": "supervisor.py", "rank": "rank_main", "actor": "ray::Keeper",
+    "agent": "backends.hosts.agent", "supervisor": "supervisor.py", "rank": "rank_main", "actor": "ray::NodeActor",
 }  # fmt: skip
 _KILLED_BESIDE_MASTER = {
     "bridge": "dstrial.ray.bridge",
@@ -60,11 +61,7 @@ _LATE_DEATH_S = 4.0
 
 
 def run(cluster: RayCluster, seed: int) -> tuple[list[str], float]:
-    """Do one run; return what was done to it and how long it took, seconds.
-
-    Raises:
-        WrongRunError: with what is wrong.
-    """
+    """Do one run; return what was done to it and its seconds, or raise ``WrongRunError``."""
     chance = random.Random(seed)
     planned = [chance.choice(STRIKES) for _ in range(chance.choice((1, 2, 3)))]
     slots = chance.choice((1, 1, 2))

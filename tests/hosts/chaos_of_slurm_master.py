@@ -30,11 +30,7 @@ _LEFT_S = 60.0
 
 
 def run(seed: int) -> tuple[list[str], float]:
-    """Do one run; return what was done to it and how long it took, seconds.
-
-    Raises:
-        WrongRunError: with what is wrong.
-    """
+    """Do one run; return what was done to it and its seconds, or raise ``WrongRunError``."""
     chance = random.Random(seed)
     planned = [chance.choice(STRIKES) for _ in range(chance.choice((1, 2, 3)))]
     slots = chance.choice((1, 1, 2))

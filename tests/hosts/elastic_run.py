@@ -24,10 +24,7 @@ class Change:
     """One change of the number of slots.
 
     Attributes:
-        what: made it.
-        before: slots before it.
-        after: slots behind it.
-        waited_s: from what made it to the first report with the new number.
+        waited_s: from its cause to the first report with the new number.
         lost_s: between the last report before it and the first behind it, less the batches between them.
         again: batches that were trained twice, for no checkpoint had them.
     """
@@ -42,14 +39,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A whole run.
-
-    Attributes:
-        changes: in order.
-        reported: batches of the reports that count, in order.
-        losses: of the reports that count, by batch.
-        log: of the trial.
-    """
+    """A whole run: its changes, and the batches and losses of reports that count."""
 
     changes: tuple[Change, ...]
     reported: tuple[int, ...]
@@ -65,13 +55,7 @@ class _Report:
 
 
 class ElasticRun:
-    """A master with four hosts of a slot each, and one trial that wishes for all of them.
-
-    Args:
-        made: five machines.
-        place: an empty directory.
-        num_batches: of the trial.
-    """
+    """A master with four hosts of a slot each, and one trial that asks for all of them."""
 
     def __init__(self, made: Machines, place: Path, num_batches: int) -> None:
         self.machines, self.master, self._num_batches = made, MasterOnHosts(made, place), num_batches
@@ -79,7 +63,6 @@ class ElasticRun:
         self._trial = 0
 
     def up(self) -> None:
-        """Start the master."""
         said = self.master.up()
         assert said.returncode == 0, said.stdout
 

@@ -75,12 +75,7 @@ def missing() -> str:
 
 
 class Machine:
-    """One of the machines.
-
-    Attributes:
-        name: by which the others reach it.
-        address: its IPv4 address, on ``eth0``.
-    """
+    """One of the machines; ``address`` is its IPv4 address on ``eth0``."""
 
     def __init__(self, number: int, prefix: str, root: Path, switch: str) -> None:
         self.name, self.address = f"host{number}", f"{_NETWORK}.{10 + number}"
@@ -104,7 +99,6 @@ class Machine:
         _run(*f"ip -n {namespace} link set lo up".split())
 
     def boot(self) -> None:
-        """Start it."""
         key = self._root / "key"
         if not key.exists():
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
@@ -145,11 +139,9 @@ class Machine:
 
     @property
     def is_up(self) -> bool:
-        """Whether it has power."""
         return self._process is not None and self._process.poll() is None
 
     def words(self, command: Sequence[str], cwd: str | os.PathLike[str] | None = None) -> list[str]:
-        """Return the command that runs another one there."""
         where = os.fspath(cwd) if cwd is not None else str(Path.cwd())
         return [
             "nsenter",
@@ -211,7 +203,6 @@ class Machine:
         )
 
     def signal(self, pid: int, number: signal.Signals) -> None:
-        """Send a signal to a process there."""
         self.run(["kill", f"-{number.value}", str(pid)])
 
     def cut(self) -> None:
@@ -219,7 +210,6 @@ class Machine:
         _run("ip", "-n", self._switch, "link", "set", self._cable, "down")
 
     def heal(self) -> None:
-        """Put its cable back."""
         _run("ip", "-n", self._switch, "link", "set", self._cable, "up")
 
     def kill(self) -> None:
@@ -230,13 +220,11 @@ class Machine:
             self._process.wait()
 
     def stop_sshd(self) -> None:
-        """Have nobody listen at its port of ssh."""
         pid = int((self._root / "sshd.pid").read_text())
         self.signal(pid, signal.SIGTERM)
         _wait_for(lambda: not _answers_ssh(self), f"sshd of {self.name} still listens")
 
     def refuse_keys(self) -> None:
-        """Let nobody log in."""
         (self._keys / "authorized_keys").write_text("")
 
     def hide(self, directory: Path) -> None:
@@ -244,7 +232,6 @@ class Machine:
         assert self.run(["mount", "-t", "tmpfs", "tmpfs", str(directory)], cwd="/").returncode == 0
 
     def close(self) -> None:
-        """End it, and take its network away."""
         self.kill()
         if self._process is not None:
             self._process.wait()
@@ -287,7 +274,7 @@ class Machines:
         return self.all[number - 1]
 
     def hostfile(self, path: Path, slots: Sequence[int] | None = None) -> Path:
-        """Write a hostfile with all machines, one slot each unless told."""
+        """Write a hostfile with all machines, one slot each by default."""
         counts = slots or [1] * len(self.all)
         lines = [f"{one.name} slots={count}\n" for one, count in zip(self.all, counts, strict=False)]
         path.write_text("".join(lines))
@@ -299,7 +286,6 @@ class Machines:
         return {name: lines for name, lines in found.items() if lines}
 
     def close(self) -> None:
-        """End all of them; nothing of them is left."""
         for machine in self.all:
             machine.close()
         _quietly("ip", "netns", "del", self._switch)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import small_runs
 import yaml
 from machines import Machine, Machines
 
@@ -30,15 +30,9 @@ _LOGIN = "/api/v1/auth/login"
 _LOOK_S = 0.3
 _PATIENCE = 2.0  # times what a test asks for, where other tests keep the processors busy
 CONFIG: dict[str, Any] = {
-    "name": "small",
-    "entrypoint": "small_trial:SmallTrial",
+    **small_runs.CONFIG,
     "resources": {"slots_per_trial": 1},
-    "searcher": {"name": "single", "metric": "zero", "max_length": {"batches": 20}},
     "hyperparameters": {"zero_stage": 1, "pause_s": 0.0, "micro_batch_size": 2},
-    "scheduling_unit": 5,
-    "min_validation_period": {"batches": 1000},
-    "min_checkpoint_period": {"batches": 10},
-    "max_restarts": 2,
 }
 
 
@@ -46,12 +40,11 @@ class MasterOnHosts:
     """A master on the first machine, with the others as its hosts.
 
     Args:
-        made: the machines.
         place: an empty directory that all see.
         slots: of each host but the first machine.
         allocation: variables of an allocation of Slurm's, whose nodes are the hosts then.
-        slurm: variables by which Slurm's commands find its controller, whom it asks for jobs then.
-        has_ray: whether it asks the Ray cluster that the machines are.
+        slurm: variables by which Slurm's commands find its controller; the master uses that back end then.
+        has_ray: whether the master uses the Ray cluster of the machines.
     """
 
     def __init__(
@@ -72,8 +65,7 @@ class MasterOnHosts:
         self.hosts = made.all[1:] if allocation is None and slurm is None and not has_ray else made.all
         self.model = place / "model"
         self.model.mkdir(exist_ok=True)
-        for name in ("small_trial.py", "small_pipeline.py"):
-            shutil.copy(Path(__file__).parent / name, self.model)
+        small_runs.copy_into(self.model, "small_trial.py", "small_pipeline.py")
         hostfile = "".join(f"{machine.name} slots={slots}\n" for machine in self.hosts)
         (place / "hosts").write_text(hostfile)
         (place / "home").mkdir(exist_ok=True)
@@ -92,13 +84,11 @@ class MasterOnHosts:
         }
 
     def command(self, *words: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
-        """Run a program of this environment on the master's machine."""
         return self.machine.run(
             [str(_BIN / words[0]), *words[1:]], cwd=self.place, env=self._environ, timeout=timeout
         )
 
     def up(self, *flags: str) -> subprocess.CompletedProcess[str]:
-        """Start the master."""
         hosts = ["--hostfile", "hosts"] if self._allocation is None else ["--slurm"]
         if self._slurm is not None:
             hosts = ["--backend", "slurm"]
@@ -107,15 +97,10 @@ class MasterOnHosts:
         return self.command("dstrial", "up", *hosts, "--no-password", *flags)
 
     def down(self, *flags: str) -> subprocess.CompletedProcess[str]:
-        """End the master."""
         return self.command("dstrial", "down", *flags, timeout=120)
 
     def det(self, *words: str) -> str:
-        """Run ``det`` and return what it prints.
-
-        Raises:
-            AssertionError: with that, where it fails.
-        """
+        """Run ``det``, which has to succeed, and return what it prints."""
         if words[1:2] in (("enable",), ("disable",)):
             assert self.command("dstrial", "login", "--user", "admin").returncode == 0
             words = ("-u", "admin", *words)
@@ -138,20 +123,30 @@ class MasterOnHosts:
         said = self.det("experiment", "create", *self.write(changes))
         return int(said.split("Created experiment ")[1].split()[0])
 
+    def train(self, batches: int, pause_s: float = 0.05, **changes: Any) -> tuple[int, int]:
+        """Submit an experiment of one trial; return both ids once the trial has trained 15 batches."""
+        experiment = self.create(
+            {
+                "hyperparameters": {**CONFIG["hyperparameters"], "pause_s": pause_s},
+                "searcher": {**CONFIG["searcher"], "max_length": {"batches": batches}},
+                **changes,
+            }
+        )
+        (trial,) = self.wait_for_trials(experiment, 1)
+        self.wait_for_log(trial["id"], "batch 15 loss", within_s=120)
+        return experiment, int(trial["id"])
+
     def trials(self, experiment_id: int) -> list[dict[str, Any]]:
-        """Return the experiment's trials as ``det`` tells them."""
         text = self.det("experiment", "list-trials", str(experiment_id), "--csv")
         return [{**row, "id": int(row["Trial ID"])} for row in csv.DictReader(io.StringIO(text))]
 
     def wait_for_trials(self, experiment_id: int, num: int) -> list[dict[str, Any]]:
-        """Wait until an experiment has so many trials, and return them."""
         wait_until(
             lambda: len(self.trials(experiment_id)) >= num, 60, lambda: str(self.trials(experiment_id))
         )
         return self.trials(experiment_id)
 
     def state(self, experiment_id: int) -> str:
-        """Return the experiment's state."""
         return str(self.json("experiment", "describe", str(experiment_id))[0]["experiment"]["state"])
 
     def _state(self, experiment_id: int) -> str:
@@ -171,7 +166,6 @@ class MasterOnHosts:
         return text if status == "200" else ""
 
     def log(self, trial_id: int) -> str:
-        """Return a trial's log."""
         return self.det("trial", "logs", str(trial_id))
 
     def log_now(self, trial_id: int) -> str:
@@ -191,7 +185,6 @@ class MasterOnHosts:
         return time.monotonic() - began_s
 
     def wait_for_state(self, experiment_id: int, states: Sequence[str], within_s: float = 120.0) -> None:
-        """Wait until an experiment has ended in one of these states."""
         wait_until(
             lambda: self._state(experiment_id) in states,
             within_s,
@@ -201,16 +194,11 @@ class MasterOnHosts:
         )
 
     def master_log(self) -> str:
-        """Return the master's own log."""
         return (self.place / "state" / "master.log").read_text()
 
 
 def wait_until(is_so: Callable[[], bool], within_s: float, why: Callable[[], str]) -> None:
-    """Wait until something is so.
-
-    Raises:
-        AssertionError: it is not in time; ``why`` says what is instead.
-    """
+    """Wait for a condition; ``why`` describes a failure."""
     give_up_at_s = time.monotonic() + _PATIENCE * within_s
     while not is_so():
         assert time.monotonic() < give_up_at_s, why()

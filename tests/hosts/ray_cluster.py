@@ -22,7 +22,7 @@ from machines import missing as missing_machines
 
 _PORT = 6379
 _READY_S = 240.0
-_GUARD = "Ray's, and ends all"  # of its source, which is its command line
+_GUARD = "Ray's, and ends its"  # of its source, which is its command line
 _MAIN = (sys.executable, "-c", "from ray.scripts.scripts import main; main()")
 _RAY = (*_MAIN, "start", "--disable-usage-stats")
 # Noticed in three seconds, not in half a minute; and no words about usage to anybody.
@@ -45,7 +45,6 @@ class RayCluster:
     """The machines, of which the first is the head.
 
     Attributes:
-        machines: with nodes by their addresses.
         address: of the head, as ``ray.init`` takes it.
         env: of commands there.
     """
@@ -143,7 +142,6 @@ class RayCluster:
         return self.ask("print(*[one['NodeManagerAddress'] for one in ray.nodes() if one['Alive']])").split()
 
     def drain(self, name: str) -> None:
-        """Have Ray ask a node to leave within ten minutes."""
         node_id = self.ask(
             "print([one['NodeID'] for one in ray.nodes() if one['NodeName'] == sys.argv[2] and one['Alive']][0])",
             name,
@@ -158,7 +156,7 @@ class RayCluster:
 def ours_on(machine: Machine) -> list[str]:
     """Return the command lines of what dstrial has started on a machine; Ray's own may lie below a path of that name."""
     found = [line.replace(sys.prefix, "") for line in machine.processes().values()]
-    return [line for line in found if any(name in line for name in ("dstrial", "ray::Keeper", _GUARD))]
+    return [line for line in found if any(name in line for name in ("dstrial", "ray::NodeActor", _GUARD))]
 
 
 def wait_until_nothing_is_left(cluster: RayCluster) -> None:
@@ -171,7 +169,6 @@ def wait_until_nothing_is_left(cluster: RayCluster) -> None:
 
 
 def wait_until(condition: object, problem: object = "", timeout: float = 60.0) -> None:
-    """Wait for a condition, which is called."""
     assert callable(condition)
     give_up_at_s = time.monotonic() + timeout
     while not condition():

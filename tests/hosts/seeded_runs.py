@@ -8,12 +8,9 @@ from collections.abc import Callable
 
 
 def main(run: Callable[[int], tuple[list[str], float]], about: str | None, workers: int = 2) -> int:
-    """Do the runs that the command line asks for; return the exit status.
+    """Do the runs of the command line; return the exit status.
 
-    Args:
-        run: given a seed, returns what was done to the run and its seconds, and raises what is wrong with it.
-        about: text of ``--help``.
-        workers: how many at once, unless the command line says so.
+    ``run`` takes a seed, returns what was done and its seconds, and raises what is wrong. ``about`` is the text of ``--help``.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=20)

@@ -51,14 +51,7 @@ DebugLevel=info
 
 
 class SlurmAccounting:
-    """What has begun on the machine, and ends with it.
-
-    Args:
-        machine: the first of the cluster.
-        directory: of ``slurm.conf``.
-        munge: the socket of munged.
-        env: of Slurm's commands.
-    """
+    """Slurm's accounting on one machine; ``munge`` is munged's socket."""
 
     def __init__(self, machine: Machine, directory: Path, munge: Path, env: dict[str, str]) -> None:
         self._machine = machine
@@ -105,7 +98,6 @@ class SlurmAccounting:
         assert done.returncode == 0, f"{words}: {done.stdout}"
 
     def change(self, *words: str) -> None:
-        """Have ``sacctmgr`` add or modify something."""
         self._do("sacctmgr", "--immediate", *words)
 
 

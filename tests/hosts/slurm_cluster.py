@@ -85,12 +85,10 @@ def missing(*, has_accounts: bool = False) -> str:
 
 
 class SlurmCluster:
-    """The machines, of which the first has the controller, too.
+    """Machines with nodes ``host1`` and so on, of two CPUs each; the first has the controller, too.
 
     Attributes:
-        machines: with nodes ``host1`` and so on, of two CPUs each.
         env: of commands there.
-        accounting: what it keeps of accounts; None where it knows none.
     """
 
     def __init__(
@@ -166,7 +164,6 @@ class SlurmCluster:
         assert done.returncode == 0, f"{words}: {done.stdout}"
 
     def end_controller(self) -> None:
-        """Kill it."""
         machine = self.machines[1]
         pid = machine.find("slurmctld")
         assert pid is not None
@@ -177,7 +174,6 @@ class SlurmCluster:
             time.sleep(0.1)
 
     def start_controller(self) -> None:
-        """Start it again, with the jobs that it had."""
         self._do(self.machines[1], "slurmctld")
 
     def heal(self, number: int) -> None:
@@ -222,7 +218,6 @@ class SlurmCluster:
         )
 
     def job(self, job_id: int) -> dict[str, str]:
-        """Return what ``scontrol show job`` says."""
         said = self.run("scontrol", "show", "job", "-o", str(job_id)).stdout
         return dict(word.split("=", 1) for word in said.split() if "=" in word)
 
@@ -235,7 +230,6 @@ class SlurmCluster:
         return job
 
     def wait_for_idle(self, num: int, timeout: float = _READY_S) -> None:
-        """Wait until so many nodes have nothing to do."""
         give_up_at_s = time.monotonic() + timeout
         while self.run("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D").stdout.strip() != str(num):
             assert time.monotonic() < give_up_at_s, self.run("sinfo").stdout

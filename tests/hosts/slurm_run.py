@@ -9,38 +9,19 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+import small_runs
 from slurm_cluster import SlurmCluster
+from small_runs import ENVIRON
 
-ENVIRON = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": "", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 TWO_NODES = ("--sbatch-arg=--nodes=2", "--sbatch-arg=--ntasks-per-node=1")
-CONFIG: dict[str, Any] = {
-    "name": "small",
-    "entrypoint": "small_trial:SmallTrial",
-    "resources": {"slots_per_trial": 2},
-    "searcher": {"name": "single", "metric": "zero", "max_length": {"batches": 20}},
-    "hyperparameters": {"zero_stage": 1, "pause_s": 0.0},
-    "scheduling_unit": 5,
-    "min_validation_period": {"batches": 1000},
-    "min_checkpoint_period": {"batches": 10},
-    "max_restarts": 2,
-}
+CONFIG = {**small_runs.CONFIG, "resources": {"slots_per_trial": 2}}
 _PATIENCE = 2.0  # times what a test asks for, where other tests keep the processors busy
 _LOOK_S = 0.1
 
 
 class SlurmRun:
-    """One command.
-
-    Args:
-        cluster: on whose first node it is typed.
-        place: a directory with ``exp.yaml`` and the trial, in which it is typed.
-        flags: of it.
-        batches: to train.
-        pause_s: of each micro batch.
-        more: variables of its environment.
-    """
+    """A command typed in ``place`` on the first node of a cluster, with ``flags``."""
 
     def __init__(
         self,
@@ -71,16 +52,13 @@ class SlurmRun:
 
     @property
     def text(self) -> str:
-        """What it has printed."""
         return self._log.read_text(errors="replace")
 
     @property
     def job_id(self) -> int:
-        """The number of its job."""
         return int(re.findall(r"job (\d+): queued", self.text)[0])
 
     def wait_for(self, words: str, within_s: float = 90.0) -> None:
-        """Wait until it has printed something."""
         give_up_at_s = time.monotonic() + _PATIENCE * within_s
         while words not in self.text:
             assert time.monotonic() < give_up_at_s, f"{words!r} is not in:\n{self.text}"
@@ -98,7 +76,6 @@ class SlurmRun:
         machine.signal(pid, signal.SIGINT)
 
     def end(self, within_s: float = 120.0) -> tuple[int, str]:
-        """Wait for its end; return its exit code and what it has printed."""
         try:
             code = self.process.wait(_PATIENCE * within_s)
         except subprocess.TimeoutExpired:
@@ -108,6 +85,5 @@ class SlurmRun:
 
 
 def run_directory(place: Path) -> Path:
-    """Return the directory of the one run there is."""
     (found,) = (place / "runs" / "small").iterdir()
     return found

@@ -40,26 +40,25 @@ def _table(done: subprocess.CompletedProcess[str]) -> list[tuple[str, str]]:
     return [(host, text) for host, text in rows]
 
 
-def test_hosts_that_are_right(three: Machines, tmp_path: Path) -> None:
+def test_hosts_that_are_right_as_a_table_and_as_json(three: Machines, tmp_path: Path) -> None:
     hostfile = three.hostfile(tmp_path / "hosts", [1, 2, 1])
     done = _check(three[1], tmp_path, hostfile)
     assert done.returncode == 0, done.stdout
     assert "3 hosts with 4 slots are ready" in done.stdout
     assert "host2  2      CPU      10.77.0.12 (eth0)" in done.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hosts"], "it leaves nothing"
-    assert three.processes() == {}
-
-
-def test_as_json(three: Machines, tmp_path: Path) -> None:
-    hostfile = three.hostfile(tmp_path / "hosts")
     found = json.loads(_check(three[2], tmp_path, hostfile, "--json", "--include", "host1@host3").stdout)
     assert [(one["host"], one["interface"], one["sees_this_directory"]) for one in found["hosts"]] == [
         ("host1", "eth0", True),
         ("host3", "eth0", True),
     ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hosts"], "it leaves nothing"
+    assert three.processes() == {}
     wrong = json.loads(_check(three[1], tmp_path, hostfile, "--json", "--python", "/nix/python").stdout)
     assert [one["host"] for one in wrong["problems"]] == ["host1", "host2", "host3"]
     assert not wrong["ready"]
+    done = _check(three[1], tmp_path, tmp_path / "hots")
+    assert done.returncode == 1
+    assert "cannot be read (No such file or directory)" in done.stdout
 
 
 def test_each_host_that_is_wrong_is_told_with_what_to_do_within_seconds(tmp_path: Path) -> None:
@@ -99,18 +98,6 @@ def test_other_interpreters_and_packages(three: Machines, tmp_path: Path) -> Non
     ]
 
 
-def test_a_directory_that_is_not_shared(three: Machines, tmp_path: Path) -> None:
-    hostfile = three.hostfile(tmp_path / "hosts")
-    (tmp_path / "runs").mkdir()
-    with machines(2) as two:
-        two[2].hide(tmp_path / "runs")
-        hostfile = two.hostfile(tmp_path / "hosts")
-        ((host, text),) = _table(_check(two[1], tmp_path, hostfile))
-        assert host == "host2"
-        assert f"another {tmp_path / 'runs'} than on host1" in text
-        assert "DSTRIAL_RUNS_DIR" in text
-
-
 def test_a_port_in_use_and_one_machine_with_two_names(three: Machines, tmp_path: Path) -> None:
     hostfile = three.hostfile(tmp_path / "hosts")
     program = (
@@ -128,21 +115,20 @@ def test_a_port_in_use_and_one_machine_with_two_names(three: Machines, tmp_path:
     assert (host, text.partition(".")[0]) == ("10.77.0.11", "the same machine as host1")
 
 
-def test_hosts_that_do_not_reach_each_other(tmp_path: Path) -> None:
+def test_hosts_that_share_no_directory_and_do_not_reach_each_other(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
     with machines(3) as three:
+        hostfile = three.hostfile(tmp_path / "hosts")
+        three[2].hide(tmp_path / "runs")
+        ((host, text),) = _table(_check(three[1], tmp_path, hostfile, "--include", "host1@host2"))
+        assert host == "host2"
+        assert f"another {tmp_path / 'runs'} than on host1" in text
+        assert "DSTRIAL_RUNS_DIR" in text
+        three[2].run(["umount", str(tmp_path / "runs")], cwd="/")
         three[2].run(["ip", "route", "add", "unreachable", "10.77.0.13/32"])
-        rows = _table(_check(three[1], tmp_path, three.hostfile(tmp_path / "hosts")))
-        assert {host for host, _ in rows} == {"host2", "host3"}
-        assert "unable to connect to host3 (10.77.0.13 " in dict(rows)["host2"]
-        rows = _table(_check(three[1], tmp_path, three.hostfile(tmp_path / "hosts"), "--interface", "ib0"))
-        assert [text.partition(".")[0] for _, text in rows] == [
-            "without an IPv4 address on interface ib0 (it has eth0 10"
-        ] * 3
-
-
-def test_a_wrong_path_is_an_error_within_a_second_and_never_one_machine(
-    three: Machines, tmp_path: Path
-) -> None:
-    done = _check(three[1], tmp_path, tmp_path / "hots")
-    assert done.returncode == 1
-    assert "cannot be read (No such file or directory)" in done.stdout
+        rows = _table(_check(three[1], tmp_path, hostfile, "--include", "host2@host3"))
+        assert [host for host, _ in rows] == ["host2", "host3"]
+        assert "unable to connect to host3 (10.77.0.13 " in rows[0][1]
+        rows = _table(_check(three[1], tmp_path, hostfile, "--interface", "ib0"))
+        told = [text.partition(".")[0] for _, text in rows]
+        assert told.count("without an IPv4 address on interface ib0 (it has eth0 10") == 3

@@ -94,27 +94,19 @@ def test_two_nodes_train_one_trial_which_a_killed_master_finds_or_begins_again_f
     cluster: SlurmCluster, master: MasterOnHosts
 ) -> None:
     assert master.up().returncode == 0
-    experiment = master.create(
-        {
-            "resources": {"slots_per_trial": 2},
-            "hyperparameters": {**CONFIG["hyperparameters"], "pause_s": 0.1},
-            "searcher": {**CONFIG["searcher"], "max_length": {"batches": 60}},
-        }
-    )
-    (trial,) = master.wait_for_trials(experiment, 1)
-    master.wait_for_log(trial["id"], "batch 15 loss", within_s=90)
+    experiment, trial = master.train(60, 0.1, resources={"slots_per_trial": 2})
     pid = cluster.machines[1].find("dstrial.master.server")
     assert pid is not None
     cluster.machines[1].run(["kill", "-9", str(pid)])
     assert master.up().returncode == 0
     master.wait_for_state(experiment, ("COMPLETED",), within_s=150)
     # Slurm may kill what the master has started with the step of its agent, or not (ProctrackType).
-    found = re.findall(r"batch (\d+) loss ", master.log(trial["id"]))
+    found = re.findall(r"batch (\d+) loss ", master.log(trial))
     numbers = [int(number) for number, before in zip(found, ["", *found], strict=False) if number != before]
     again = numbers[numbers.index(15) + 1 :]
     assert again == list(range(again[0], 61, 5)), numbers
-    assert again[0] <= 20 or "resumed from checkpoint" in master.log(trial["id"])
-    assert "on agent host1, host2" in master.log(trial["id"])
+    assert again[0] <= 20 or "resumed from checkpoint" in master.log(trial)
+    assert "on agent host1, host2" in master.log(trial)
 
 
 def test_outside_of_an_allocation_it_says_so(cluster: SlurmCluster, tmp_path: Path) -> None:

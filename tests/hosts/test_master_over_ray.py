@@ -15,6 +15,7 @@ from bad_requests import refused as refused_by_master
 from bad_requests import refused_at_submission
 from master_on_hosts import CONFIG, MasterOnHosts, wait_until
 from ray_cluster import RayCluster, ray_cluster, wait_until_nothing_is_left
+from small_runs import losses
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 _SLOW = {**CONFIG["hyperparameters"], "pause_s": 0.1}
@@ -39,10 +40,6 @@ def master(cluster: RayCluster, tmp_path: Path) -> Iterator[MasterOnHosts]:
     yield made
     made.down("--now")
     wait_until_nothing_is_left(cluster)
-
-
-def _losses(text: str) -> list[str]:
-    return re.findall(r"batch \d+ loss 0x\S+", text)
 
 
 def numbers_of(master: MasterOnHosts, trial_id: int) -> list[int]:
@@ -130,7 +127,7 @@ def test_who_waits_longest_is_the_next(master: MasterOnHosts) -> None:
 
 @pytest.mark.parametrize(
     ("entrypoint", "zero_stage"),
-    [("small_trial:SmallTrial", 1), ("small_trial:SmallTrial", 3), ("small_pipeline:SmallPipeline", 0)],
+    [("small_trial:SmallTrial", 3), ("small_pipeline:SmallPipeline", 0)],
 )
 def test_two_nodes_compute_the_bits_of_one_machine(
     master: MasterOnHosts, entrypoint: str, zero_stage: int
@@ -158,23 +155,15 @@ def test_two_nodes_compute_the_bits_of_one_machine(
     master.wait_for_state(experiment, ("COMPLETED",), within_s=180)
     log = master.log(master.trials(experiment)[0]["id"])
     assert re.search(r"on agent 10\.77\.0\.1\d, 10\.77\.0\.1\d\n", log)
-    assert len(_losses(log)) > 3
-    assert _losses(log) == _losses(here.stdout)
+    assert len(losses(log)) > 3
+    assert losses(log) == losses(here.stdout)
 
 
 def test_a_killed_master_finds_its_trial_in_its_placement_group(
     cluster: RayCluster, master: MasterOnHosts
 ) -> None:
     assert master.up().returncode == 0
-    experiment = master.create(
-        {
-            "resources": {"slots_per_trial": 2},
-            "hyperparameters": _SLOW,
-            "searcher": {**CONFIG["searcher"], "max_length": {"batches": 150}},
-        }
-    )
-    (trial,) = master.wait_for_trials(experiment, 1)
-    master.wait_for_log(trial["id"], "batch 15 loss", within_s=120)
+    experiment, trial = master.train(150, 0.1, resources={"slots_per_trial": 2})
     pid = cluster.machines[1].find("dstrial.master.server")
     assert pid is not None
     cluster.machines[1].signal(pid, signal.SIGKILL)
@@ -184,8 +173,8 @@ def test_a_killed_master_finds_its_trial_in_its_placement_group(
     said = master.up()
     assert said.returncode == 0, said.stdout
     master.wait_for_state(experiment, ("COMPLETED",), within_s=240)
-    assert numbers_of(master, trial["id"]) == list(range(5, 151, 5))
-    log = master.log(trial["id"])
+    assert numbers_of(master, trial) == list(range(5, 151, 5))
+    log = master.log(trial)
     assert log.count("Scheduling Trial") == 1
     assert "resumed from checkpoint" not in log
 
@@ -235,25 +224,18 @@ def test_a_trial_of_three_nodes_goes_on_with_two_where_it_may(
     cluster: RayCluster, master: MasterOnHosts
 ) -> None:
     assert master.up().returncode == 0
-    experiment = master.create(
-        {
-            "resources": {"slots_per_trial": 3},
-            "hyperparameters": _SLOW,
-            "searcher": {**CONFIG["searcher"], "max_length": {"batches": 100}},
-            "data": {"dstrial": {"min_slots": 1}},
-        }
+    experiment, trial = master.train(
+        100, 0.1, resources={"slots_per_trial": 3}, data={"dstrial": {"min_slots": 1}}
     )
-    (trial,) = master.wait_for_trials(experiment, 1)
-    master.wait_for_log(trial["id"], "batch 15 loss", within_s=120)
     machine = cluster.machines[3]
     machine.cut()
     try:
-        master.wait_for_log(trial["id"], "goes on from its checkpoint with 2, the most", within_s=120)
+        master.wait_for_log(trial, "goes on from its checkpoint with 2, the most", within_s=120)
         master.wait_for_state(experiment, ("COMPLETED",), within_s=180)
     finally:
         machine.heal()
     cluster.begin_again(machine)
-    log = master.log(trial["id"])
+    log = master.log(trial)
     assert "resumed from checkpoint" in log
     assert "trial failed" not in log
     assert master.trials(experiment)[0]["# of Batches"] == "100"
@@ -262,22 +244,13 @@ def test_a_trial_of_three_nodes_goes_on_with_two_where_it_may(
 def test_a_node_that_ray_drains_is_left_with_a_checkpoint(cluster: RayCluster, master: MasterOnHosts) -> None:
     """The last: the node takes nothing more."""
     assert master.up().returncode == 0
-    experiment = master.create(
-        {
-            "resources": {"slots_per_trial": 2},
-            "hyperparameters": _SLOW,
-            "searcher": {**CONFIG["searcher"], "max_length": {"batches": 100}},
-            "min_checkpoint_period": {"batches": 1000},
-        }
+    experiment, trial = master.train(
+        100, 0.1, resources={"slots_per_trial": 2}, min_checkpoint_period={"batches": 1000}
     )
-    (trial,) = master.wait_for_trials(experiment, 1)
-    master.wait_for_log(trial["id"], "batch 15 loss", within_s=120)
-    nodes = re.findall(r"10\.77\.0\.1\d", master.log(trial["id"]).split("on agent ")[1].splitlines()[0])
+    nodes = re.findall(r"10\.77\.0\.1\d", master.log(trial).split("on agent ")[1].splitlines()[0])
     drained = next(node for node in nodes if node != cluster.machines[1].address)
     cluster.drain(drained)
-    master.wait_for_log(
-        trial["id"], "gracefully terminating allocation: ", f"(Ray drains {drained})", within_s=60
-    )
+    master.wait_for_log(trial, "gracefully terminating allocation: ", f"(Ray drains {drained})", within_s=60)
     master.wait_for_state(experiment, ("COMPLETED",), within_s=180)
-    assert numbers_of(master, trial["id"]) == list(range(5, 101, 5))
-    assert "resumed from checkpoint" in master.log(trial["id"])
+    assert numbers_of(master, trial) == list(range(5, 101, 5))
+    assert "resumed from checkpoint" in master.log(trial)

@@ -1,4 +1,5 @@
-"""``dstrial up --backend slurm``: a master that asks Slurm for a job for each trial of the unmodified ``det``; a real cluster."""
+"""``dstrial up --backend slurm``: a master that asks Slurm for a job for each trial of the unmodified ``det``; a real
+cluster."""
 
 from __future__ import annotations
 
@@ -33,17 +34,6 @@ def master(cluster: SlurmCluster, tmp_path: Path) -> Iterator[MasterOnHosts]:
     made.down("--now")
     cluster.wait_for_idle(3, timeout=60)
     assert cluster.run("squeue", "-h").stdout == ""
-
-
-def test_a_trial_runs_in_a_job_of_its_own(cluster: SlurmCluster, master: MasterOnHosts) -> None:
-    said = master.up()
-    assert said.returncode == 0, said.stdout
-    experiment = master.create({})
-    master.wait_for_state(experiment, ("COMPLETED",), within_s=120)
-    (trial,) = master.trials(experiment)
-    log = master.log(trial["id"])
-    assert "on agent host" in log
-    assert trial["# of Batches"] == "20"
 
 
 def test_what_waits_says_for_which_job_and_why_and_what_never_fits_is_refused(
@@ -123,51 +113,49 @@ def test_what_needs_a_node_that_is_drained_or_switched_off_waits_for_it(
 
 def test_preempted_it_saves_and_goes_on_in_another_job(cluster: SlurmCluster, master: MasterOnHosts) -> None:
     assert master.up().returncode == 0
-    experiment = master.create(
-        {
-            "hyperparameters": {**CONFIG["hyperparameters"], "pause_s": 0.05},
-            "searcher": {**CONFIG["searcher"], "max_length": {"batches": 50}},
-            "min_checkpoint_period": {"batches": 1000},
-        }
-    )
-    (trial,) = master.wait_for_trials(experiment, 1)
-    master.wait_for_log(trial["id"], "batch 15 loss", within_s=90)
+    experiment, trial = master.train(50, min_checkpoint_period={"batches": 1000})
     high = cluster.run(
         "sbatch", "--parsable", "-p", "high", "--ntasks=6", "--output=/dev/null", "--wrap=sleep 8"
     ).stdout.strip()  # fmt: skip
     # "is preempted", where Slurm is heard before the agent, to which the signal comes.
-    master.wait_for_log(trial["id"], "gracefully terminating allocation: job ", within_s=60)
+    master.wait_for_log(trial, "gracefully terminating allocation: job ", within_s=60)
     cluster.wait_for_state(int(high), "RUNNING", "COMPLETED")
     master.wait_for_state(experiment, ("COMPLETED",), within_s=150)
-    assert numbers_of(master, trial["id"]) == list(range(5, 51, 5))
-    assert "resumed from checkpoint" in master.log(trial["id"])
+    assert numbers_of(master, trial) == list(range(5, 51, 5))
+    assert "resumed from checkpoint" in master.log(trial)
 
 
-def test_a_job_that_its_user_cancels_is_left_for_another_one(
+def test_a_job_that_is_killed_or_cancelled_is_left_for_another_one(
     cluster: SlurmCluster, master: MasterOnHosts
 ) -> None:
     assert master.up().returncode == 0
-    experiment = master.create(
-        {
-            "hyperparameters": {**CONFIG["hyperparameters"], "pause_s": 0.05},
-            "searcher": {**CONFIG["searcher"], "max_length": {"batches": 50}},
-        }
-    )
-    (trial,) = master.wait_for_trials(experiment, 1)
-    master.wait_for_log(trial["id"], "batch 15 loss", within_s=90)
-    job = cluster.run("squeue", "-h", "-o", "%i").stdout.split()
-    assert len(job) == 1
-    cluster.run("scancel", job[0])
-    master.wait_for_log(trial["id"], "gracefully terminating allocation: job ", within_s=60)
+    experiment, trial = master.train(80, slurm={"sbatch_args": ["--nodelist=host3"]})
+    (first,) = cluster.run("squeue", "-h", "-o", "%i").stdout.split()
+    cluster.run("scancel", "--full", "--signal=KILL", first)
+    master.wait_for_log(trial, "resumed from checkpoint", within_s=120)
+    of_first = [
+        words for words in cluster.machines[3].processes().values() if f"allocations-{first}/" in words
+    ]
+    assert of_first == [], "what was killed trains no more"
+
+    at = len(numbers_of(master, trial))
+    wait_until(lambda: len(numbers_of(master, trial)) > at, 60, lambda: master.log(trial))
+    (second,) = cluster.run("squeue", "-h", "-o", "%i").stdout.split()
+    cluster.run("scancel", second)
+    master.wait_for_log(trial, "gracefully terminating allocation: job ", within_s=60)
     master.wait_for_state(experiment, ("COMPLETED",), within_s=150)
-    assert numbers_of(master, trial["id"])[-1] == 50
-    assert "resumed from checkpoint" in master.log(trial["id"])
+    assert numbers_of(master, trial)[-1] == 80
+    assert master.log(trial).count("resumed from checkpoint") >= 2
+    wait_until(
+        lambda: not any("dstrial" in words for words in cluster.machines[3].processes().values()),
+        30,
+        lambda: str(cluster.machines[3].processes()),
+    )
 
 
 @pytest.mark.parametrize(
     ("entrypoint", "zero_stage"),
     [
-        ("small_trial:SmallTrial", 1),
         ("small_trial:SmallTrial", 3),
         ("small_pipeline:SmallPipeline", 0),
     ],
@@ -230,75 +218,36 @@ def test_a_killed_master_finds_its_jobs_and_what_runs_in_them(
     cluster: SlurmCluster, master: MasterOnHosts
 ) -> None:
     assert master.up().returncode == 0
-    experiment = master.create(
-        {
-            "resources": {"slots_per_trial": 2},
-            "hyperparameters": {**CONFIG["hyperparameters"], "pause_s": 0.1},
-            "searcher": {**CONFIG["searcher"], "max_length": {"batches": 60}},
-            "slurm": {"sbatch_args": ["--nodes=2", "--ntasks-per-node=1"]},
-        }
+    experiment, trial = master.train(
+        60,
+        0.1,
+        resources={"slots_per_trial": 2},
+        slurm={"sbatch_args": ["--nodes=2", "--ntasks-per-node=1"]},
     )
-    (trial,) = master.wait_for_trials(experiment, 1)
-    master.wait_for_log(trial["id"], "batch 15 loss", within_s=90)
     jobs = cluster.run("squeue", "-h", "-o", "%i").stdout.split()
     pid = cluster.machines[1].find("dstrial.master.server")
     assert pid is not None
-    cluster.machines[1].run(["kill", "-9", str(pid)])
+    cluster.machines[1].signal(pid, signal.SIGKILL)
     assert master.up().returncode == 0
     assert cluster.run("squeue", "-h", "-o", "%i").stdout.split() == jobs
     master.wait_for_state(experiment, ("COMPLETED",), within_s=150)
-    numbers = numbers_of(master, trial["id"])
+    numbers = numbers_of(master, trial)
     # Slurm may kill what the master has started with the step of its agent, or not (ProctrackType).
-    assert numbers == list(range(5, 61, 5)) or "resumed from checkpoint" in master.log(trial["id"])
+    assert numbers == list(range(5, 61, 5)) or "resumed from checkpoint" in master.log(trial)
     assert numbers[-1] == 60
-
-
-def test_a_job_that_is_killed_at_once_leaves_nothing_on_its_node(
-    cluster: SlurmCluster, master: MasterOnHosts
-) -> None:
-    assert master.up().returncode == 0
-    experiment = master.create(
-        {
-            "hyperparameters": {**CONFIG["hyperparameters"], "pause_s": 0.05},
-            "searcher": {**CONFIG["searcher"], "max_length": {"batches": 40}},
-            "slurm": {"sbatch_args": ["--nodelist=host3"]},
-        }
-    )
-    (trial,) = master.wait_for_trials(experiment, 1)
-    master.wait_for_log(trial["id"], "batch 15 loss", within_s=90)
-    first = cluster.run("squeue", "-h", "-o", "%i").stdout.strip()
-    cluster.run("scancel", "--full", "--signal=KILL", first)
-    master.wait_for_log(trial["id"], "resumed from checkpoint", within_s=120)
-    of_first = [
-        words for words in cluster.machines[3].processes().values() if f"allocations-{first}/" in words
-    ]
-    assert of_first == [], "what was killed trains no more"
-    master.wait_for_state(experiment, ("COMPLETED",), within_s=150)
-    assert numbers_of(master, trial["id"])[-1] == 40
-    wait_until(
-        lambda: not any("dstrial" in words for words in cluster.machines[3].processes().values()),
-        30,
-        lambda: str(cluster.machines[3].processes()),
-    )
 
 
 def test_near_its_time_limit_a_trial_saves_and_goes_on_in_another_job(master: MasterOnHosts) -> None:
     assert master.up().returncode == 0
-    experiment = master.create(
-        {
-            "hyperparameters": {**CONFIG["hyperparameters"], "pause_s": 0.1},
-            "searcher": {**CONFIG["searcher"], "max_length": {"batches": 80}},
-            "min_checkpoint_period": {"batches": 1000},
-            "slurm": {"sbatch_args": ["--time=1"]},
-        }
+    experiment, trial = master.train(
+        80, 0.1, min_checkpoint_period={"batches": 1000}, slurm={"sbatch_args": ["--time=1"]}
     )
-    (trial,) = master.wait_for_trials(experiment, 1)
     # A minute, of which the last half is for the checkpoint.
     master.wait_for_log(
-        trial["id"], "gracefully terminating allocation: job ", "ends at its time limit in", within_s=120
+        trial, "gracefully terminating allocation: job ", "ends at its time limit in", within_s=120
     )
-    master.wait_for_log(trial["id"], "resumed from checkpoint", within_s=120)
-    numbers = numbers_of(master, trial["id"])
+    master.wait_for_log(trial, "resumed from checkpoint", within_s=120)
+    numbers = numbers_of(master, trial)
     assert numbers == list(range(5, numbers[-1] + 1, 5))
     master.det("experiment", "kill", str(experiment))
     master.wait_for_state(experiment, ("CANCELED",))

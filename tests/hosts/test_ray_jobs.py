@@ -111,7 +111,9 @@ def _await_nothing(machine: Machine) -> None:
     def left() -> list[str]:
         lines = machine.processes().values()
         return [
-            line for line in lines if "ray::Keeper" in line or "Ray's, and ends" in line or "sleep 54" in line
+            line
+            for line in lines
+            if "ray::NodeActor" in line or "Ray's, and ends" in line or "sleep 54" in line
         ]
 
     wait_until(lambda: not left(), left)
@@ -266,7 +268,7 @@ def test_a_killed_master_leaves_its_jobs_to_the_next(engine: Engine, cluster: Ra
     program = engine.program(job_id, host, "sh", "-c", f"{left}; echo here; cat; exec true")
     assert program.stdout is not None
     assert program.stdout.readline() == b"here\n"
-    assert len(_pids(cluster.machines[2], "ray::Keeper")) == 1
+    assert len(_pids(cluster.machines[2], "ray::NodeActor")) == 1
     engine.kill()
     assert _end(program)[2] == 255
     wait_until(lambda: not _pids(cluster.machines[2], "sh -c (setsid"), timeout=90)

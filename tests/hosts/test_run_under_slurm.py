@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 from slurm_cluster import SlurmCluster, slurm_cluster
-from slurm_run import CONFIG, ENVIRON, TWO_NODES, SlurmRun, run_directory
+from slurm_run import CONFIG, TWO_NODES, SlurmRun, run_directory
+from small_runs import ENVIRON, batches, copy_into, losses
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
@@ -30,26 +30,16 @@ def place(tmp_path: Path, cluster: SlurmCluster) -> Iterator[Path]:
     """Return a directory with the trial and its config; what a test has queued is taken back."""
     place = tmp_path / """John's "place" #1, 100%"""  # whatever paths users have
     place.mkdir()
-    for name in ("small_trial.py", "small_pipeline.py"):
-        shutil.copy(Path(__file__).parent / name, place)
+    copy_into(place, "small_trial.py", "small_pipeline.py")
     (place / "exp.yaml").write_text(yaml.safe_dump(CONFIG))
     yield place
     cluster.run("scancel", "--user=root")
     cluster.wait_for_idle(3, timeout=60)
 
 
-def _batches(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"batch (\d+) loss ", text)]
-
-
-def _losses(text: str) -> list[str]:
-    return re.findall(r"batch \d+ loss 0x\S+", text)
-
-
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(["hyperparameters.zero_stage=1"], id="zero 1"),
         pytest.param(["hyperparameters.zero_stage=3"], id="zero 3"),
         pytest.param(
             ["entrypoint=small_pipeline:SmallPipeline", "data.dstrial.pipeline_stages=2"], id="pipeline"
@@ -64,8 +54,8 @@ def test_two_nodes_compute_the_bits_of_one(cluster: SlurmCluster, place: Path, s
     code, one = SlurmRun(cluster, place, *overrides, "--sbatch-arg=--nodes=1").end()
     assert code == 0, one
     assert "ranks 0 to 1 at" in one
-    assert len(_losses(one)) == 4
-    assert _losses(one) == _losses(two)
+    assert len(losses(one)) == 4
+    assert losses(one) == losses(two)
 
 
 def test_the_script_is_shown_and_is_what_is_submitted(cluster: SlurmCluster, place: Path) -> None:
@@ -95,7 +85,7 @@ def test_a_preempted_job_goes_on_from_where_it_was(cluster: SlurmCluster, place:
     urgent.communicate(timeout=60)
 
     assert code == 0, text
-    assert _batches(text) == list(range(5, 51, 5)), "each position once"
+    assert batches(text) == list(range(5, 51, 5)), "each position once"
     assert "(Slurm gives its nodes to another job)" in text
     assert f"job {run.job_id} is queued again" in text
     assert "resume with:" not in text
@@ -111,7 +101,7 @@ def test_a_job_out_of_time_is_saved_and_queued_again(cluster: SlurmCluster, plac
     run.wait_for(f"batch {at // 5 * 5 + 5} loss")
     run.interrupt()
     code, text = run.end()
-    numbers = _batches(text)
+    numbers = batches(text)
     assert numbers == list(range(5, numbers[-1] + 1, 5)), "each position once"
     assert "stopped, as asked" in text
     assert code == 128 + signal.SIGTERM
@@ -141,11 +131,11 @@ def test_a_cancelled_job_is_saved_and_stays_so_until_it_is_resumed(
     assert code == 128 + signal.SIGTERM
     assert "stopped at batch" in text
     assert f"job {run.job_id}: cancelled" in text
-    last = _batches(text)[-1]
+    last = batches(text)[-1]
 
     code, text = SlurmRun(cluster, place, *TWO_NODES, "--resume", "latest", batches=40).end()
     assert code == 0, text
-    assert _batches(text) == list(range(last + 5, 41, 5))
+    assert batches(text) == list(range(last + 5, 41, 5))
     assert len(list((place / "runs" / "small").iterdir())) == 1, "the same run goes on"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,17 +10,11 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import SlurmCluster, slurm_cluster
+from small_runs import ENVIRON, batches, copy_into
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 _DOCUMENT = Path(__file__).parents[2] / "docs" / "slurm.md"
-_ENVIRON = {
-    "DS_ACCELERATOR": "cpu",
-    "PYTHONPATH": "",
-    "PYTHONUNBUFFERED": "1",
-    "OMP_NUM_THREADS": "1",
-    "DSTRIAL_TIMEOUT_S": "60",
-    "PAUSE_S": "0.2",
-}
+_ENVIRON = {**ENVIRON, "DSTRIAL_TIMEOUT_S": "60", "PAUSE_S": "0.2"}
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +25,7 @@ def cluster() -> Iterator[SlurmCluster]:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    for name in ("small_trial.py", "small_script.py"):
-        shutil.copy(Path(__file__).parent / name, tmp_path)
+    copy_into(tmp_path, "small_trial.py", "small_script.py")
     scripts = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", _DOCUMENT.read_text(), re.DOTALL)
     (script,) = (one for one in scripts if "scontrol requeue" in one)
     script = script.replace("python -m", f"{sys.executable} -m")
@@ -59,15 +51,11 @@ def _log(place: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def _batches(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"batch (\d+) loss ", text)]
-
-
 def test_a_preempted_job_is_saved_requeued_and_goes_on_where_it_was(
     cluster: SlurmCluster, place: Path
 ) -> None:
     job = _submit(cluster, place)
-    _wait_for(lambda: 15 in _batches(_log(place)), place)
+    _wait_for(lambda: 15 in batches(_log(place)), place)
     urgent = cluster.popen(["srun", "-p", "high", "-N2", "-n4", "sleep", "3"])
     _wait_for(lambda: cluster.job(job).get("Restarts") == "1", place)
     assert urgent.wait(60) == 0
@@ -75,7 +63,7 @@ def test_a_preempted_job_is_saved_requeued_and_goes_on_where_it_was(
 
     assert done["JobState"] == "COMPLETED", _log(place)
     text = _log(place)
-    assert _batches(text) == list(range(5, 61, 5)), (
+    assert batches(text) == list(range(5, 61, 5)), (
         "each position once: nothing is trained twice, nothing is left out"
     )
     assert "SIGTERM received: the ranks were asked to stop" in text
@@ -85,13 +73,13 @@ def test_a_preempted_job_is_saved_requeued_and_goes_on_where_it_was(
 def test_a_cancelled_job_is_saved_and_stays_cancelled(cluster: SlurmCluster, place: Path) -> None:
     cluster.wait_for_idle(2, timeout=60)
     job = _submit(cluster, place)
-    _wait_for(lambda: 15 in _batches(_log(place)), place)
+    _wait_for(lambda: 15 in batches(_log(place)), place)
     cluster.run("scancel", str(job))
     cancelled = cluster.wait_for_state(job, "CANCELLED", "COMPLETED", "FAILED", "PENDING")
 
     assert cancelled["JobState"] == "CANCELLED"
     cluster.wait_for_idle(2, timeout=60)
-    last = _batches(_log(place))[-1]
+    last = batches(_log(place))[-1]
     kept = list((place / "runs" / "mine" / "checkpoints").glob("*/COMPLETE"))
     assert len(kept) >= 2, "the one at batch 10, and the one of the stop"
 
@@ -99,4 +87,4 @@ def test_a_cancelled_job_is_saved_and_stays_cancelled(cluster: SlurmCluster, pla
     again = _submit(cluster, place)
     done = cluster.wait_for_state(again, "COMPLETED", "FAILED", timeout=100)
     assert done["JobState"] == "COMPLETED", _log(place)
-    assert _batches(_log(place)) == list(range(5, 61, 5)), last
+    assert batches(_log(place)) == list(range(5, 61, 5)), last

@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+import small_runs
 import yaml
 from slurm_cluster import SlurmCluster, slurm_cluster
+from small_runs import ENVIRON, copy_into, losses
 
 from dstrial.slurm.nodelist import expand_nodes
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
-_ENVIRON = {
-    "DS_ACCELERATOR": "cpu",
-    "PYTHONPATH": "",
-    "PYTHONUNBUFFERED": "1",
-    "OMP_NUM_THREADS": "1",
-    "DSTRIAL_TIMEOUT_S": "60",
-    "MICRO": "3",
-}
-CONFIG: dict[str, Any] = {
-    "name": "small",
-    "entrypoint": "small_trial:SmallTrial",
-    "searcher": {"name": "single", "metric": "zero", "max_length": {"batches": 20}},
-    "hyperparameters": {"zero_stage": 1, "pause_s": 0.0, "micro_batch_size": 3},
-    "scheduling_unit": 5,
-    "min_validation_period": {"batches": 1000},
-    "min_checkpoint_period": {"batches": 10},
-    "max_restarts": 2,
-}
+_ENVIRON = {**ENVIRON, "DSTRIAL_TIMEOUT_S": "60", "MICRO": "3"}
+CONFIG = {**small_runs.CONFIG, "hyperparameters": {"zero_stage": 1, "pause_s": 0.0, "micro_batch_size": 3}}
 
 
 @pytest.fixture(scope="module")
@@ -42,19 +26,9 @@ def cluster() -> Iterator[SlurmCluster]:
         yield made
 
 
-def _copied(directory: Path) -> Path:
-    for name in ("small_trial.py", "small_script.py"):
-        shutil.copy(Path(__file__).parent / name, directory)
-    return directory
-
-
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    return _copied(tmp_path)
-
-
-def _losses(text: str) -> list[str]:
-    return re.findall(r"batch \d+ loss 0x\S+", text)
+    return copy_into(tmp_path, "small_trial.py", "small_script.py")
 
 
 def _places(text: str) -> list[str]:
@@ -68,10 +42,10 @@ def _places(text: str) -> list[str]:
 @pytest.fixture(scope="module")
 def losses_here(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What four ranks on one machine print."""
-    place = _copied(tmp_path_factory.mktemp("here"))
-    losses = _losses(_srun(cluster, place, sys.executable, "-m", "dstrial.launch", "--slots", "4"))
-    assert len(losses) == 4
-    return losses
+    place = copy_into(tmp_path_factory.mktemp("here"), "small_trial.py", "small_script.py")
+    found = losses(_srun(cluster, place, sys.executable, "-m", "dstrial.launch", "--slots", "4"))
+    assert len(found) == 4
+    return found
 
 
 def _said(cluster: SlurmCluster, place: Path, *words: str) -> str:
@@ -121,7 +95,7 @@ def test_ranks_meet_and_train_the_bits_of_one_machine(
     words = [sys.executable if word == "python" else word for word in step.split()]
     said = _srun(cluster, place, *words)
     assert _places(said) == _STEPS[step]
-    assert _losses(said) == losses_here
+    assert losses(said) == losses_here
 
 
 def test_a_trial_class_is_trained_by_a_launcher_a_node(
@@ -130,7 +104,7 @@ def test_a_trial_class_is_trained_by_a_launcher_a_node(
     (place / "exp.yaml").write_text(yaml.safe_dump(CONFIG))
     flags = ["--config", "exp.yaml", "--trial", "small_trial:SmallTrial"]
     words = ["srun", "-N2", sys.executable, "-m", "dstrial.launch", "--slots", "4", *flags]
-    assert _losses(_said(cluster, place, *words)) == losses_here
+    assert losses(_said(cluster, place, *words)) == losses_here
 
 
 def test_ranks_that_cannot_be_divided_are_refused_before_any_starts(
@@ -154,8 +128,8 @@ def test_one_script_begins_a_run_and_goes_on_with_it(cluster: SlurmCluster, plac
     first = _srun(cluster, place, "srun", "-N2", "-n4", script=("runs/mine", "10", "1"))
     rest = _srun(cluster, place, "srun", "-N2", "-n4", script=("runs/mine", "20", "1"))
     whole = _srun(cluster, place, "srun", "-N2", "-n4", script=("runs/other", "20", "1"))
-    assert _losses(first) + _losses(rest) == _losses(whole)
-    assert len(_losses(rest)) == 2
+    assert losses(first) + losses(rest) == losses(whole)
+    assert len(losses(rest)) == 2
 
 
 def test_a_run_directory_that_is_not_shared_is_named_with_the_node(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dstrial.ray import guard
-from dstrial.ray.keeper import PIECE_BYTES, Keeper, environment_of
+from dstrial.ray.keeper import PIECE_BYTES, NodeActor, environment_of
 
 _GUARD = Path(guard.__file__).read_text()
 _WAIT_S = 60.0
@@ -23,7 +23,7 @@ class _Programs:
     """A keeper in this process, with what a caller does with it."""
 
     def __init__(self) -> None:
-        self.keeper = Keeper(_GUARD)
+        self.keeper = NodeActor(_GUARD)
 
     def start(self, *words: str) -> int:
         return self.keeper.start(words, "01000000")
@@ -121,7 +121,8 @@ def test_what_a_program_leaves_behind_goes_on_until_the_actor_is_gone(tmp_path: 
 def _actor(script: str) -> Iterator[subprocess.Popen[str]]:
     """Give a process that keeps a program, prints how it ended, and stays."""
     program = (
-        "import sys,time\nfrom dstrial.ray.keeper import Keeper\nk=Keeper(sys.argv[1])\nn=k.start(['sh','-c',sys.argv[2]],'')\n"
+        "import sys,time\nfrom dstrial.ray.keeper import NodeActor\n"
+        "k=NodeActor(sys.argv[1])\nn=k.start(['sh','-c',sys.argv[2]],'')\n"
         "while (code:=k.read(n,5.0)[2]) is None: pass\nprint(code,flush=True)\ntime.sleep(600)"
     )
     words = [sys.executable, "-c", program, _GUARD, script]

@@ -25,8 +25,6 @@ class Gpu:
     """A GPU, or an instance of one.
 
     Attributes:
-        uuid: its UUID.
-        name: its name.
         is_divided: whether it is in MIG mode; None if it knows no MIG.
         instances: by index, with gaps.
     """

@@ -5,6 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dstrial.master.backends.backend import Wish
+from dstrial.master.backends.queued.backend import asked_text
 from dstrial.master.backends.queued.plan import (
     LOST_NODE_S,
     KnownJob,
@@ -17,6 +19,7 @@ from dstrial.master.backends.queued.plan import (
     plan,
 )
 
+_TITLE = "trial 7 of experiment 2 (gpt)"
 WHY = "host3 is silent: nothing was heard for 10 s"
 
 
@@ -147,3 +150,22 @@ def test_a_loss_is_remembered_when_its_job_is_over_and_not_for_ever() -> None:
     lost.look([link()], (), 0)
     assert lost.look([], (), 1) == {3: WHY}
     assert lost.look([], (), LOST_NODE_S + 1) == {}
+
+
+def wish(num_slots: int, *, is_on_one_node: bool = False) -> Wish:
+    return Wish(7, num_slots, is_on_one_node, frozenset(), lambda: (_TITLE, {}))
+
+
+def test_it_says_who_is_asked_for_what_and_for_whom() -> None:
+    assert asked_text("job 12", "Slurm", 4, wish(4), _TITLE) == (
+        "job 12: pending (Slurm is asked for 4 slots for trial 7 of experiment 2 (gpt))"
+    )
+    assert asked_text("placement group 1a2b3c4d", "Ray", 1, wish(1, is_on_one_node=True), _TITLE) == (
+        "placement group 1a2b3c4d: pending (Ray is asked for 1 slot on one node for trial 7 of experiment 2 (gpt))"
+    )
+
+
+def test_it_says_that_fewer_are_asked_for_than_are_wanted() -> None:
+    assert asked_text("job 12", "Slurm", 2, wish(4), _TITLE).endswith(
+        "is asked for 2 slots for trial 7 of experiment 2 (gpt), for 4 are more than there are)"
+    )

@@ -136,16 +136,55 @@ def test_what_sbatch_refuses_is_a_problem_of_the_key_that_asks_for_it() -> None:
         assert found.is_for_nodes == ("partition" not in said)
 
 
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Put a shell script of that name before Slurm's command."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    monkeypatch.setenv("PATH", str(commands), prepend=":")
+
+    def write(name: str, body: str) -> None:
+        path = commands / name
+        path.write_text(f"#!/bin/sh\ncd {tmp_path}\n{body}\n")
+        path.chmod(0o755)
+
+    return write
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> SlurmEngine:
+    return SlurmEngine(tmp_path / "slurm", tmp_path, "c", {}, wants_devices=False)
+
+
+def test_nobody_uses_what_another_has_begun_to_wait_for(
+    engine: SlurmEngine, command: Callable[[str, str], None], tmp_path: Path
+) -> None:
+    command("sinfo", "touch asked; echo 'host1 |idle |0/4/0/4 |(null) |(null) |'")
+    command("squeue", "")
+    assert engine.spare() == {"host1": 4}
+    # Somebody's job comes between the two questions.
+    (tmp_path / "asked").unlink()
+    command("squeue", "[ ! -e asked ] || echo 'Resources |train |'")
+    assert engine.spare() == {}
+
+
+def test_nodes_that_are_down_or_drained_have_slots_too(
+    engine: SlurmEngine, command: Callable[[str, str], None]
+) -> None:
+    command("sinfo", "echo 'host1|idle|4|(null)'; echo 'host2|drained|2|(null)'; echo 'host3|down*|8|(null)'")
+    assert engine.capacity() == {"host1": 4}
+    assert engine.down() == {"host2": 2, "host3": 8}
+
+
 @pytest.mark.parametrize("ask", [SlurmEngine.capacity, SlurmEngine.spare, SlurmEngine.jobs])
 def test_jobs_are_shown_that_their_master_lives_while_slurm_is_away(
-    ask: Callable[[SlurmEngine], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: SlurmEngine,
+    command: Callable[[str, str], None],
+    tmp_path: Path,
+    ask: Callable[[SlurmEngine], object],
 ) -> None:
-    for command in ("sinfo", "squeue"):
-        path = tmp_path / command
-        path.write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
-        path.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    engine = SlurmEngine(tmp_path / "slurm", tmp_path, "1f2a3b4c", {}, wants_devices=False)
+    for name in ("sinfo", "squeue"):
+        command(name, "echo 'Unable to contact slurm controller' >&2\nexit 1")
     with pytest.raises(ConnectionError, match="Unable to contact"):
         ask(engine)
     assert (tmp_path / "slurm" / "alive").exists()

@@ -64,7 +64,7 @@ class LinkedBackend(abc.ABC):
         self._shown: list[ShownHost] = []
         shown_in.unlink(missing_ok=True)  # of a master before this one
         # Allocations that end because of a node's failure, and that failure where the node cannot tell itself.
-        self._doomed: dict[str, NodeExit | None] = {}
+        self._terminating: dict[str, NodeExit | None] = {}
 
     @abc.abstractmethod
     def nodes(self) -> tuple[Node, ...]: ...
@@ -148,7 +148,7 @@ class LinkedBackend(abc.ABC):
             return self._local.observe(run)
         parts = self._parts(run)
         exits: list[tuple[float, NodeExit, RemoteRun | None]] = []
-        is_failing = run.allocation_id in self._doomed
+        is_failing = run.allocation_id in self._terminating
         for share, link, part in parts:
             if link is None:
                 gone = self._why_unlinked(run, share)
@@ -159,20 +159,20 @@ class LinkedBackend(abc.ABC):
                 why = link.why_lost()
                 if why is not None:
                     is_failing = True
-                    self._doomed[run.allocation_id] = NodeExit(share.node_id, 137, 9, "unreachable", why)
+                    self._terminating[run.allocation_id] = NodeExit(share.node_id, 137, 9, "unreachable", why)
         exits.sort(key=lambda one: one[0])
         failed = [one for one in exits if one[1].exit_code != 0]
         # What was ended because of another's failure is no cause, though it may be heard of first.
         failed.sort(key=lambda one: _is_consequence(one[1], one[2]))
         first = failed[0] if failed else None
         if len(exits) == len(parts):
-            doom = self._doomed.get(run.allocation_id)
+            doom = self._terminating.get(run.allocation_id)
             return _whole(exits, first if doom is None else (0.0, doom, None))
         waits = first is not None and first[1].cause in ("exited", "refused")
         if first is not None and (not waits or time.monotonic() > first[0] + _ENDS_BY_ITSELF_S):
             is_failing = True
         if is_failing:
-            self._doomed.setdefault(run.allocation_id, None)
+            self._terminating.setdefault(run.allocation_id, None)
             self.kill(run)
         return None
 
@@ -223,7 +223,7 @@ class LinkedBackend(abc.ABC):
         return self._local.resident_bytes(run) if run.is_on_own_node else 0
 
     def forget(self, run: RunRef) -> None:
-        self._doomed.pop(run.allocation_id, None)
+        self._terminating.pop(run.allocation_id, None)
         if run.is_on_own_node:
             self._local.forget(run)
             return

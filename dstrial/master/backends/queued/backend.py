@@ -102,7 +102,7 @@ def shown_engine(state_dir: Path) -> ShownEngine | None:
 
 
 @dataclasses.dataclass(slots=True)
-class _Held:
+class _RunningJob:
     """A job that has nodes.
 
     Attributes:
@@ -134,7 +134,7 @@ class QueuedBackend(LinkedBackend):
     """Runs what has slots in jobs of an engine, and the rest on the master's machine.
 
     Args:
-        lender: the engine; one thread calls it.
+        engine: the engine; one thread calls it.
         ids_of: returns permanent ids of nodes by name.
         tell: wakes the scheduler; any thread calls it.
         wants_devices: whether slots are accelerators.
@@ -144,7 +144,7 @@ class QueuedBackend(LinkedBackend):
     def __init__(
         self,
         local: LocalBackend,
-        lender: Engine,
+        engine: Engine,
         settings: AgentSettings,
         ids_of: Callable[[Sequence[str]], Mapping[str, int]],
         tell: Callable[[], None],
@@ -155,7 +155,7 @@ class QueuedBackend(LinkedBackend):
         shown_hosts_name: str,
     ) -> None:
         super().__init__(local, state_dir / shown_hosts_name)
-        self._lender = lender
+        self._engine = engine
         self._settings = settings
         self._ids_of = ids_of
         self._tell_scheduler = tell
@@ -180,7 +180,7 @@ class QueuedBackend(LinkedBackend):
         self._left: frozenset[str] = frozenset()  # Who waits with us, because others wait with the engine.
         self._given_back_s: dict[str, float] = {}  # When a job was given back that the engine may still show.
         self._asked: dict[str, tuple[int, bool, frozenset[int]]] = {}
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _RunningJob] = {}
         self._job_of: dict[str, str | None] = {}  # Of allocations.
         self._runs: dict[str, RunRef] = {}
         self._recorded: dict[
@@ -197,7 +197,7 @@ class QueuedBackend(LinkedBackend):
         self._grows_later_s: dict[str, float] = {}  # The same of those who would grow.
         self._why_later: dict[str, str] = {}
         self._told: dict[str, str] = {}
-        self._why_away: str | None = f"{lender.name} has not been asked yet"
+        self._why_away: str | None = f"{engine.name} has not been asked yet"
         self._is_known = False
         self._back_s = -_SETTLE_S
         self._unheard_s = -_UNHEARD_S  # When it has last not answered whether it could ever start something.
@@ -273,9 +273,9 @@ class QueuedBackend(LinkedBackend):
             ):
                 return ()
         try:
-            found = self._lender.why_never(self._job_request("check", wish, frozenset()))
+            found = self._engine.why_never(self._job_request("check", wish, frozenset()))
         except OSError as error:
-            logger.info("%s was not heard about what was submitted: %s", self._lender.name, error)
+            logger.info("%s was not heard about what was submitted: %s", self._engine.name, error)
             with self._lock:
                 self._unheard_s = time.monotonic()
             return ()
@@ -288,11 +288,11 @@ class QueuedBackend(LinkedBackend):
     def _job_text(self, name: str) -> str:
         jobs = [job for job in self._jobs.values() if job.key == name and job.state != "ended"]
         if self._why_away is not None and (not jobs or name in self._wishes):
-            return f"waiting for {self._lender.name}: {self._why_away}" if name in self._wishes else ""
+            return f"waiting for {self._engine.name}: {self._why_away}" if name in self._wishes else ""
         if jobs:
             return jobs[-1].text
         return self._why_later.get(name) or (
-            f"waits for its turn to ask {self._lender.name}" if name in self._left else ""
+            f"waits for its turn to ask {self._engine.name}" if name in self._left else ""
         )
 
     def lent(self, key: Key) -> Lent:
@@ -330,7 +330,7 @@ class QueuedBackend(LinkedBackend):
             with self._lock:
                 held = self._holder_of(run.shares)
                 if held is None:
-                    raise SlotsGoneError(f"its job of {self._lender.name} has ended before it began there")
+                    raise SlotsGoneError(f"its job of {self._engine.name} has ended before it began there")
                 held.was_used = True
                 self._job_of[run.allocation_id] = held.job.id
                 self._failures.pop(held.job.key, None)
@@ -370,7 +370,7 @@ class QueuedBackend(LinkedBackend):
         super().look(is_busy=is_busy)
         with self._lock:
             jobs = [f"{job.text} for {job.key}" for job in self._jobs.values() if job.state != "ended"]
-            shown = ShownEngine(self._lender.name, self._why_away, jobs)
+            shown = ShownEngine(self._engine.name, self._why_away, jobs)
         if shown != self._shown_engine:
             self._shown_engine = shown
             with contextlib.suppress(OSError):  # The next change shows it.
@@ -404,10 +404,10 @@ class QueuedBackend(LinkedBackend):
             self._runs[run.allocation_id] = run
         return self._job_of[run.allocation_id]
 
-    def _held_by(self, run: RunRef) -> _Held | None:
+    def _held_by(self, run: RunRef) -> _RunningJob | None:
         return self._held.get(self._job_id(run) or "")
 
-    def _holder_of(self, shares: Sequence[Share]) -> _Held | None:
+    def _holder_of(self, shares: Sequence[Share]) -> _RunningJob | None:
         wanted = {slot_id for share in shares for slot_id in share.slots}
         for held in self._held.values():
             slots = {slot_id for share in held.shares for slot_id in share.slots}
@@ -415,7 +415,7 @@ class QueuedBackend(LinkedBackend):
                 return held
         return None
 
-    def _is_gone(self, held: _Held) -> bool:
+    def _is_gone(self, held: _RunningJob) -> bool:
         return held.end is not None or held.job.id in self._going
 
     def _link_to(self, run: RunRef, share: Share) -> HostLink | None:
@@ -427,7 +427,7 @@ class QueuedBackend(LinkedBackend):
         del share
         with self._lock:
             job_id = self._job_id(run)
-        return f"{self._lender.called(job_id)} has ended" if job_id else "its job is not known"
+        return f"{self._engine.called(job_id)} has ended" if job_id else "its job is not known"
 
     def _slots_for(self, name: str, wish: Wish) -> list[int] | None:
         """Return slots of a running job for a request, in rank order; None without one.
@@ -436,7 +436,7 @@ class QueuedBackend(LinkedBackend):
         name.
         """
         found: list[int] | None = None
-        for held in sorted(self._held.values(), key=_Held.num_slots, reverse=True):
+        for held in sorted(self._held.values(), key=_RunningJob.num_slots, reverse=True):
             if held.job.key == name and not self._is_gone(held) and held.job.state == "running":
                 if held.job.id in self._job_of.values() or held.why_leaving() is not None:
                     continue
@@ -448,7 +448,7 @@ class QueuedBackend(LinkedBackend):
                     found = [slot for part, count in counts.items() for slot in shares[part].slots[:count]]
         return found
 
-    def _usable(self, held: _Held, wish: Wish, *, only_up: bool) -> dict[int, int] | None:
+    def _usable(self, held: _RunningJob, wish: Wish, *, only_up: bool) -> dict[int, int] | None:
         """Return the slots of each part for a request; fewer if no more come.
 
         ``only_up`` counts nodes that answer now; without it nodes count that may still come.
@@ -470,7 +470,7 @@ class QueuedBackend(LinkedBackend):
                 return chosen_counts(count, up, is_on_one_node=wish.is_on_one_node) if only_up else found
         return None
 
-    def _why_unwanted(self, held: _Held, wish: Wish) -> str | None:
+    def _why_unwanted(self, held: _RunningJob, wish: Wish) -> str | None:
         """Return why a job has the wrong size for a request; None if it has not."""
         links = [(len(share.slots), held.links[share.node_id]) for share in held.shares]
         if wish.is_move and sum(n for n, link in links if _may_come(link)) < wish.num_slots:
@@ -520,7 +520,7 @@ class QueuedBackend(LinkedBackend):
                 self._now_away(str(error))
                 period_s = _AGAIN_S
             except Exception:
-                logger.exception("%s is asked again after a problem", self._lender.name)
+                logger.exception("%s is asked again after a problem", self._engine.name)
                 period_s = _AGAIN_S
             self._has_tried.set()
             # Never more often, whoever wakes it: each look is a command of the engine's.
@@ -528,7 +528,7 @@ class QueuedBackend(LinkedBackend):
             self._wake.wait(max(period_s - _SOON_S, 0.0))
         with contextlib.suppress(ConnectionError):
             self._give_all_back()
-        self._lender.close()
+        self._engine.close()
 
     def _period_s(self) -> float:
         with self._lock:
@@ -541,7 +541,7 @@ class QueuedBackend(LinkedBackend):
             if is_new:  # Each command says it in other words.
                 self._why_away = visible_line(why)
         if is_new:
-            logger.warning("%s does not answer, and is asked again: %s", self._lender.name, why)
+            logger.warning("%s does not answer, and is asked again: %s", self._engine.name, why)
             self._tell_scheduler()
 
     def _work(self) -> None:
@@ -550,11 +550,11 @@ class QueuedBackend(LinkedBackend):
         if time.monotonic() > self._capacity_s + period_s:
             self._ask_capacity()
         # Before the jobs: what they have got meanwhile counts twice for a moment, and not as lost.
-        spare = self._lender.spare() if time.monotonic() < self._spare_asked_s + _SPARE_ASKED_S else {}
+        spare = self._engine.spare() if time.monotonic() < self._spare_asked_s + _SPARE_ASKED_S else {}
         if not spare.keys() <= self._capacity.keys():  # A node has come back.
             self._ask_capacity()
         self._learn_names(spare)
-        jobs = self._without_given_back(self._lender.jobs())
+        jobs = self._without_given_back(self._engine.jobs())
         self._learn_names({part.host for job in jobs for part in job.parts})
         with self._lock:
             was_away = self._why_away is not None and self._has_tried.is_set()
@@ -569,7 +569,7 @@ class QueuedBackend(LinkedBackend):
         try:
             for job in jobs:
                 if job.has_rest:
-                    self._lender.cancel(job.id)
+                    self._engine.cancel(job.id)
             for job_id, why in todo.given_back:
                 self._give_back(job_id, why)
         finally:
@@ -579,7 +579,7 @@ class QueuedBackend(LinkedBackend):
         with self._lock:  # Only now: one that has just begun answers, and does not know its nodes yet.
             self._why_away = None
         if was_away:
-            logger.info("%s answers again", self._lender.name)
+            logger.info("%s answers again", self._engine.name)
         self._close_ended()
         with self._lock:
             changed = self._show_nodes() or changed
@@ -600,12 +600,12 @@ class QueuedBackend(LinkedBackend):
                 and time.monotonic() > at_s + _AGAIN_S
             ):
                 self._given_back_s[job.id] = time.monotonic()
-                self._lender.cancel(job.id)
+                self._engine.cancel(job.id)
         return [job for job in jobs if job.id not in self._given_back_s]
 
     def _ask_capacity(self) -> None:
-        capacity = dict(self._lender.capacity())
-        down = self._lender.down()
+        capacity = dict(self._engine.capacity())
+        down = self._engine.down()
         self._learn_names({*capacity, *down})
         self._capacity, self._down, self._capacity_s = capacity, down, time.monotonic()
 
@@ -625,7 +625,7 @@ class QueuedBackend(LinkedBackend):
             if now is not None and now.state != "ended":
                 held.job = now
             elif held.end is None:
-                held.end = now.text if now is not None else f"{self._lender.called(job_id)} has ended"
+                held.end = now.text if now is not None else f"{self._engine.called(job_id)} has ended"
                 for link in held.links.values():
                     link.lose_all(held.end)
                 if not held.was_used:
@@ -633,7 +633,7 @@ class QueuedBackend(LinkedBackend):
         for job_id, job in before.items():
             now = found.get(job_id)
             if job.state == "pending" and job_id not in self._held and (now is None or now.state == "ended"):
-                called = self._lender.called(job_id)
+                called = self._engine.called(job_id)
                 self._failed(job.key, f"{called} has ended before it began" if now is None else now.text)
         for job in jobs:
             if job.state in ("running", "leaving") and job.parts and job.id not in self._held:
@@ -654,7 +654,7 @@ class QueuedBackend(LinkedBackend):
             del self._failures[name]
             self._refused[name] = f"{_MOST_FAILURES} jobs in a row came to nothing; of the last one: {why}"
 
-    def _hold(self, job: EngineJob) -> _Held:
+    def _hold(self, job: EngineJob) -> _RunningJob:
         """Assign ids to a job's slots, and open links to its nodes."""
         shares = self._recorded.pop(job.id, None)
         asked = [(self._node_ids[part.host], part.num_slots) for part in job.parts]
@@ -663,7 +663,7 @@ class QueuedBackend(LinkedBackend):
                 Share(node_id, tuple(slot_id_of(node_id, index) for index in self._free(node_id, count)))
                 for node_id, count in asked
             )
-        settings = dataclasses.replace(self._settings, transport=self._lender.transport(job.id))
+        settings = dataclasses.replace(self._settings, transport=self._engine.transport(job.id))
         links = {}
         for part, share in zip(job.parts, shares, strict=True):
             link = links[share.node_id] = HostLink(
@@ -681,7 +681,7 @@ class QueuedBackend(LinkedBackend):
                         if one.node_id == share.node_id:
                             link.recover(run.allocation_id, self._new_part(run, one, link, None))
             link.start()
-        return _Held(self._lender.called(job.id), job, shares, links)
+        return _RunningJob(self._engine.called(job.id), job, shares, links)
 
     def _free(self, node_id: int, count: int) -> list[int]:
         taken = {
@@ -729,7 +729,7 @@ class QueuedBackend(LinkedBackend):
         )
         growing = [name for name, wish in self._wishes.items() if wish.is_growth]
         largest = max((wish.num_slots for wish in self._wishes.values()), default=1)
-        found = plan(wanted, self._named_s, known, self._lender.most_pending(largest), growing=growing)
+        found = plan(wanted, self._named_s, known, self._engine.most_pending(largest), growing=growing)
         self._left = frozenset(found.left)
         return found
 
@@ -749,14 +749,14 @@ class QueuedBackend(LinkedBackend):
                         self._avoided_s[link.host.name] = now_s + _AVOIDED_S
                 if is_useless and not held.was_used:
                     self._failed(held.job.key, why)
-                held.end = held.end or f"{self._lender.called(job_id)} is given back: {why}"
-        what = self._lender.called(job_id)
+                held.end = held.end or f"{self._engine.called(job_id)} is given back: {why}"
+        what = self._engine.called(job_id)
         logger.info("%s%s is given back: %s", what, f" for {job.key}" if job else "", why)
         if held is not None:
             for link in held.links.values():
                 link.close(for_good=True)
         self._given_back_s[job_id] = time.monotonic()
-        self._lender.cancel(job_id)
+        self._engine.cancel(job_id)
 
     def _ask_for(self, name: str, wish: Wish) -> None:
         request = self._job_request(name, wish, self._kept_off(wish))
@@ -764,7 +764,7 @@ class QueuedBackend(LinkedBackend):
             job_id, num_slots = self._submit(request, wish)
         except EngineRefusedError as error:
             if time.monotonic() < self._back_s + _SETTLE_S:
-                logger.info("%s is asked again for %s: %s", self._lender.name, name, error)
+                logger.info("%s is asked again for %s: %s", self._engine.name, name, error)
                 return
             has_with_all = not wish.is_growth and self._has_with_all(request, wish)
             with self._lock:
@@ -777,7 +777,7 @@ class QueuedBackend(LinkedBackend):
                     self._later_s[name] = time.monotonic() + _REFUSED_AGAIN_S
                     without = self._without_text(wish) if has_with_all else ""
                     self._why_later[name] = (
-                        f"{self._lender.name} has nothing for it now{without}, and is asked again: {error}"
+                        f"{self._engine.name} has nothing for it now{without}, and is asked again: {error}"
                     )
                 else:
                     self._refused[name] = str(error)
@@ -787,7 +787,7 @@ class QueuedBackend(LinkedBackend):
             self._later_s.pop(name, None)
             self._why_later.pop(name, None)
             self._asked[job_id] = (wish.num_slots, wish.is_on_one_node, wish.kept_off)
-            text = asked_text(self._lender.called(job_id), self._lender.name, num_slots, wish, request.title)
+            text = asked_text(self._engine.called(job_id), self._engine.name, num_slots, wish, request.title)
             self._jobs[job_id] = EngineJob(job_id, name, "pending", text)
 
     def _job_request(self, name: str, wish: Wish, kept_off: frozenset[str]) -> JobRequest:
@@ -816,7 +816,7 @@ class QueuedBackend(LinkedBackend):
         for kept_off in dict.fromkeys((request.kept_off, self._kept_off(wish, avoids=False))):
             for count in (wish.num_slots, *wish.fewer):
                 try:
-                    job_id = self._lender.submit(
+                    job_id = self._engine.submit(
                         dataclasses.replace(request, num_slots=count, kept_off=kept_off)
                     )
                 except EngineNotNowError as error:
@@ -828,12 +828,12 @@ class QueuedBackend(LinkedBackend):
                 return self._asked_for(request.key, job_id, count)
         if not_now is not None and not (wish.fewer or wish.has_run or wish.is_growth):
             # Nodes are down, and the engine has it wait for them; who may go on with fewer asks again instead.
-            job_id = self._lender.submit(dataclasses.replace(request, kept_off=kept_off, may_wait=True))
+            job_id = self._engine.submit(dataclasses.replace(request, kept_off=kept_off, may_wait=True))
             return self._asked_for(request.key, job_id, wish.num_slots)
-        raise not_now or first or EngineRefusedError(f"{self._lender.name} was not asked")
+        raise not_now or first or EngineRefusedError(f"{self._engine.name} was not asked")
 
     def _asked_for(self, name: str, job_id: str, num_slots: int) -> tuple[str, int]:
-        logger.info("%s is asked for: %s, %d slots", self._lender.called(job_id), name, num_slots)
+        logger.info("%s is asked for: %s, %d slots", self._engine.called(job_id), name, num_slots)
         return job_id, num_slots
 
     def _has_with_all(self, request: JobRequest, wish: Wish) -> bool:
@@ -842,7 +842,7 @@ class QueuedBackend(LinkedBackend):
             return False
         left = dataclasses.replace(wish, kept_off=wish.kept_off - wish.off)
         try:
-            return not self._lender.why_never(
+            return not self._engine.why_never(
                 dataclasses.replace(request, kept_off=self._kept_off(left, avoids=False))
             )
         except OSError:
@@ -931,7 +931,7 @@ class QueuedBackend(LinkedBackend):
             for index in range(count):
                 slot_id = slot_id_of(node_id, index)
                 slots.append(real.get(slot_id) or Slot(slot_id, kind, "", f"{name}-{index}"))
-            why = lost.get(node_id) if name in self._capacity else f"down, as {self._lender.name} says"
+            why = lost.get(node_id) if name in self._capacity else f"down, as {self._engine.name} says"
             same = old is not None and (old.why_down is None) == (why is None)
             since_us = old.since_us if old is not None and same else now_us()
             nodes.append(Node(node_id, name, name, tuple(slots), why, since_us))
