@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
+# Every action; ``dstrial.cli.checkpoint_<action>`` offers ``add_parser(actions)`` and ``main(args)``.
 ACTIONS = ("inspect", "verify", "audit", "diff", "export", "reshape")
-"""Every action; ``dstrial.cli.checkpoint_<action>`` offers ``add_parser(actions)`` and ``main(args)``."""
-
 _EPILOG = """\
 CHECKPOINT is a checkpoint's directory, the directory of a run (its newest checkpoint), or the UUID of a checkpoint
 of the running master or of a run below --runs-dir.

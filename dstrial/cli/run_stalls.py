@@ -13,9 +13,7 @@ from dstrial.master.state_directory import StateDirectory
 from dstrial.master.store.views import observe
 from dstrial.process_state import is_stopped
 
-STOPPED_AFTER_S = 10.0
-"""How long a master is stopped before that is told."""
-
+STOPPED_AFTER_S = 10.0  # how long a master is stopped before that is told
 _LOOK_PERIOD_S = 1.0
 
 
