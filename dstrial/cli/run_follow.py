@@ -23,34 +23,19 @@ _REPORT_BEGINS = re.compile(r"rank \d+ failed first \(")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FollowResult:
-    """How following ended.
+    """How following ended."""
 
-    Attributes:
-        view: the last look at the experiment; None if it was deleted.
-        stopped_by: name of the signal for which the experiment was paused; None if there was none.
-        is_detached: whether a second signal ended the following before the experiment had settled.
-        is_master_gone: whether the master ended, and the experiment waits for the next one.
-    """
-
-    view: ExperimentView | None
-    stopped_by: str | None
-    is_detached: bool = False
+    view: ExperimentView | None  # the last one; None if the experiment was deleted
+    stopped_by: str | None  # the signal for which the experiment was paused
+    is_detached: bool = False  # a second signal ended the following
     is_master_gone: bool = False
 
 
 class LogTail:
-    """Hands new lines of a trial's log to a display, those without rank included.
+    """Hands new lines of a trial's log to a display.
 
-    What the launcher says at the end about the first failing rank, and what the master concludes from it, is left out where
-    it is the end: ``dstrial run`` says it last. Where the trial is started again it is shown.
-
-    Args:
-        master: whose database holds the log.
-        show: called with rank, stream and line.
-        after: trial -> number of the last line that is known already.
-
-    Attributes:
-        has_task_lines: whether a line of the trial's own processes has come.
+    The launcher's last lines on the failing rank, and the master's conclusion, are left out at the end: ``dstrial run`` prints
+    them last. Where the trial is restarted they are shown. ``after`` has the last known line of each trial.
     """
 
     def __init__(
@@ -63,7 +48,6 @@ class LogTail:
         self.has_task_lines = False
 
     def poll(self, trial_id: int) -> None:
-        """Show what is new."""
         while rows := observe.new_log_rows(self._master.state, trial_id, self._after.get(trial_id, 0)):
             self._after[trial_id] = rows[-1].id
             for row in rows:
@@ -101,8 +85,7 @@ def follow(
 ) -> FollowResult:
     """Wait until an experiment settles; pause it at a signal, leave at a later SIGINT.
 
-    ``on_look`` is called about ten times a second, ``on_stop`` with the first of the ``noted_signals`` once the master has been
-    asked to pause. ``say`` shows a line on a master that is stopped.
+    ``on_look`` is called about ten times a second, ``on_stop`` with the first signal once the master has been asked to pause.
     """
     stopped = StoppedMaster(master.state, say)
     asked: signal.Signals | None = None
@@ -142,12 +125,12 @@ def follow(
 
 
 def kill_command(master: Master, experiment_id: int) -> str:
-    """Return what frees an experiment's slots at once."""
+    """Return the command that frees an experiment's slots at once."""
     return f"{det_for(master.record.address)} experiment kill {experiment_id}"
 
 
 def _pause(master: Master, experiment_id: int) -> bool:
-    """Ask for a pause; False if the master cannot be asked just now."""
+    """Request a pause; return False if the master cannot be asked now."""
     try:
         master.client.post(f"/api/v1/experiments/{experiment_id}/pause")
     except RequestError:

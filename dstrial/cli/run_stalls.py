@@ -1,7 +1,4 @@
-"""Says what ``dstrial run`` would else wait for in silence.
-
-That is a stopped master, and trials of a search that stall.
-"""
+"""Tells of a stopped master and of stalled trials, which ``run`` waits for."""
 
 from __future__ import annotations
 
@@ -18,15 +15,7 @@ _LOOK_PERIOD_S = 1.0
 
 
 class StoppedMaster:
-    """Tells of a master that a signal or a debugger holds.
-
-    What runs goes on, and nothing of it arrives.
-
-    Args:
-        state: of the master.
-        say: shows a line.
-        clock: seconds that never run backwards.
-    """
+    """Tells of a master that a signal or a debugger holds; trials go on meanwhile."""
 
     def __init__(
         self, state: StateDirectory, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
@@ -38,12 +27,11 @@ class StoppedMaster:
         self._is_told = False
 
     def is_stopped(self) -> bool:
-        """Say whether it is stopped now; whoever asks it something then waits."""
+        """Return whether requests to it would block."""
         record = self._state.running()
         return record is not None and is_stopped(record.pid)
 
     def look(self) -> None:
-        """Look, and say what is due."""
         record = self._state.running()
         if record is None or not is_stopped(record.pid):
             if self._is_told and record is not None:
@@ -62,16 +50,7 @@ class StoppedMaster:
 
 
 class StalledTrials:
-    """Tells once which trials of an experiment are held up, and when they go on.
-
-    Their logs tell more.
-
-    Args:
-        master: whose trials they are.
-        experiment_id: the experiment.
-        say: shows a line.
-        clock: seconds that never run backwards.
-    """
+    """Tells once which trials of an experiment stall, and when they go on."""
 
     def __init__(
         self,
@@ -88,7 +67,7 @@ class StalledTrials:
         self._told: dict[int, str] = {}
 
     def look(self) -> None:
-        """Look about once a second, and say what is new."""
+        """Poll about once a second."""
         if self._clock() < self._next_s:
             return
         self._next_s = self._clock() + _LOOK_PERIOD_S
