@@ -8,8 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from dstrial.cli.run_display import number
-from dstrial.cli.run_follow import FollowResult, follow, kill_command
-from dstrial.cli.run_stalls import StalledTrials
+from dstrial.cli.run_follow import FollowResult, StalledTrials, follow, kill_command
 from dstrial.cli.run_submission import Master, Submission, config_of_run, fingerprint, submit
 from dstrial.cli.run_submission import submitted_config as config_of
 from dstrial.cli.streams import context_text, det_for, page_of, text_table
@@ -68,7 +67,7 @@ def search(
         if line != told:
             told = line
             say(line)
-        stalled.look()
+        stalled.poll()
         if not any(trial.total_batches for trial in view.trials):
             _tell_start(observe.starting(master.state, experiment_id), told_starts, out)
 
