@@ -121,10 +121,6 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         if self._is_chief:
             write_json_atomically(self._run_directory.telemetry_path, dict(totals), sync=False)
 
-    def get_status(self) -> str | None:
-        status = (read_json(self._run_directory.status_path) or {}).get("status")
-        return None if status is None else str(status)
-
     def get_early_exit(self) -> str | None:
         status = read_json(self._run_directory.status_path) or {}
         reason = status.get("early_exit")
