@@ -1,8 +1,8 @@
 """The ``dstrial`` command line: imports only the subcommand's module and calls it.
 
-A subcommand's module offers ``add_parser(subparsers)``, which adds its arguments, and ``main(args)``, which
-returns the exit status; it may offer ``completed(words)``, which adds what users may leave out of its command line. Importing
-it must be cheap: no torch, no deepspeed, no determined.
+A subcommand's module has ``add_parser(subparsers)``, which adds its arguments, and ``main(args)``, which returns the exit
+status; it may have ``completed(words)``, which adds what users may leave out. It imports neither torch, deepspeed nor determined
+at the top.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ COMMANDS = {
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
-    """Build the parser with the arguments of one subcommand, or of none to list all."""
     parser = argparse.ArgumentParser(prog="dstrial", description="Determined-style trials for DeepSpeed.")
     parser.add_argument("--version", action="version", version=f"dstrial {dstrial.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -54,14 +53,9 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand.
+    """Run one subcommand and return its exit status.
 
-    Args:
-        argv: arguments without the program's name; those of the process by default.
-
-    Returns:
-        The exit status: 0 for success, 1 for an error of the user's, 2 for wrong usage; as for any program that is
-        ended by a signal, 130 after Ctrl-C and 141 if nobody reads the output.
+    That is 0 for success, 1 for an error of the user's, 2 for wrong usage, 130 after Ctrl-C and 141 if nobody reads the output.
     """
     open_closed_streams()
     argv = sys.argv[1:] if argv is None else list(argv)

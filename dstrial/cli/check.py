@@ -26,7 +26,6 @@ _SECRETS = SecretNames()
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand and its arguments."""
     parser = subparsers.add_parser(
         "check",
         help="check an experiment config and its DeepSpeed config; starts nothing",
@@ -56,7 +55,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Check and print; return 0 if training can start, else 1."""
+    """Return 0 if training can start, else 1."""
     try:
         point = chosen_point(args)
         config = load_experiment(

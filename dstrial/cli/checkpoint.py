@@ -27,7 +27,6 @@ examples:
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand, its actions and their arguments."""
     parser = subparsers.add_parser(
         "checkpoint",
         help="inspect, verify, compare, export and reshape checkpoints",
@@ -41,11 +40,6 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run one action and return its exit status.
-
-    Raises:
-        DstrialError: the checkpoint cannot be found or used.
-    """
     # DeepSpeed is imported where a checkpoint holds objects of its classes; it is to look for no device then.
     os.environ["DS_ACCELERATOR"] = "cpu"
     return int(importlib.import_module(f"dstrial.cli.checkpoint_{args.action}").main(args))

@@ -54,7 +54,6 @@ examples:
 
 
 def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the action and its arguments."""
     parser = actions.add_parser(
         "diff",
         help="compare two checkpoints of any two layouts",
@@ -96,7 +95,7 @@ class _Side:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Compare and print; return 0 for no difference, 1 for some, 2 for trouble."""
+    """Return 0 without differences, 1 with some, 2 for an error."""
     try:
         report = _compare(args)
     except DstrialError as error:
@@ -165,7 +164,7 @@ def _compare_state(
     b: _Side,
     differences: dict[str, list[Difference]],
 ) -> dict[str, Any]:
-    """Add differences of the engines' own files; return the summary of the weights."""
+    """Add differences of the engines' own files; return a summary of the weights."""
     from dstrial.engine.checkpoint_reader.open import open_saved_engine, optimizer_summary, plain
 
     saved_a, saved_b = (
@@ -235,12 +234,12 @@ def _compare_weights(
 
 
 def _rank(difference: WeightDifference) -> float:
-    """Sort key: what is not a number first, then the largest relative difference."""
+    """Sort what is no number first, then larger relative differences."""
     return -math.inf if math.isnan(difference.relative) else -difference.relative
 
 
 def _number(value: float) -> float | None:
-    """JSON has no word for what is not finite."""
+    """Write non-finite numbers as strings: JSON has none."""
     return value if math.isfinite(value) else None
 
 

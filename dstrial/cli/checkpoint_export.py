@@ -55,7 +55,6 @@ examples:
 
 
 def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the action and its arguments."""
     parser = actions.add_parser(
         "export",
         help="write the consolidated weights as safetensors, for torch.load, or as a Hugging Face model",
@@ -94,11 +93,7 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def size_argument(text: str) -> int:
-    """Read a size such as ``5GB``, ``500MiB`` or ``1000`` (bytes).
-
-    Raises:
-        argparse.ArgumentTypeError: it is none, or less than a byte.
-    """
+    """Read a size such as ``5GB``, ``500MiB`` or ``1000`` (bytes)."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in _UNITS or float(match[1]) * _UNITS[match[2].upper()] < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; expected for example 5GB or 500MiB")
@@ -112,11 +107,7 @@ def _engine_argument(text: str) -> int:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Export; return 0, or 2 for options that do not go together.
-
-    Raises:
-        DstrialError: the checkpoint cannot be found, is damaged or cannot be exported.
-    """
+    """Return 0, or 2 for options that exclude each other."""
     for option, value in (("--max-shard-size", args.max_shard_size), ("--files-from", args.files_from)):
         if value is not None and args.format != "hf":
             sys.stderr.write(f"{option} is given with --format {args.format}; expected --format hf.\n")
@@ -145,11 +136,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def require_new(output: Path) -> None:
-    """Refuse an output that exists, or that has no directory to lie in.
-
-    Raises:
-        CheckpointError: it is one.
-    """
+    """Raise ``CheckpointError`` if the output exists or its parent does not."""
     if output.exists() or output.is_symlink():
         raise CheckpointError(
             f"OUTPUT is {str(output)!r}, which exists; expected a path where nothing is. Name another one."
@@ -181,11 +168,7 @@ def _engine_idx(source: CheckpointSource, layouts: tuple[Layout, ...], asked: in
 def _require_engine_files(
     source: CheckpointSource, manifest: Manifest, layouts: tuple[Layout, ...], engine_idx: int
 ) -> None:
-    """Refuse a checkpoint that a trial has written in a form of its own.
-
-    Raises:
-        CheckpointLayoutError: it holds no files of DeepSpeed's for the engine.
-    """
+    """Raise ``CheckpointLayoutError`` if a trial has written files of its own form."""
     roles = [role_of(path, layouts) for path in manifest.files]
     if not any(role.engine_idx == engine_idx and role.kind == "weights" for role in roles):
         raise CheckpointLayoutError(
@@ -202,11 +185,7 @@ def _verify(
     *,
     is_plain: bool,
 ) -> None:
-    """Compare what an export reads with its checksums.
-
-    Raises:
-        CheckpointDamagedError: a file is damaged.
-    """
+    """Compare the exported files with their checksums."""
     names = [
         path
         for path in manifest.files
@@ -260,7 +239,7 @@ def _write(
 
 
 def _is_led_out(path: Path, root: Path) -> bool:
-    """Whether a stranger's link leads out of the checkpoint, maybe to any file here."""
+    """Return whether a link of a foreign checkpoint leads out of it."""
     return path.is_relative_to(root) and not path.resolve().is_relative_to(root.resolve())
 
 
@@ -278,11 +257,7 @@ def _places_of_files(asked: str | None, source: CheckpointSource, folder: str) -
 
 @contextlib.contextmanager
 def _appearing(output: Path) -> Iterator[Path]:
-    """Give a path to write to that is renamed to ``output``, or removed on failure.
-
-    Raises:
-        CheckpointError: it cannot be written, or something has appeared under the name meanwhile.
-    """
+    """Yield a path that is renamed to ``output``, or removed on failure."""
     temporary = output.with_name(f".{output.name}.{secrets.token_hex(4)}.writing")
     try:
         yield temporary

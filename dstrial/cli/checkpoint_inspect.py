@@ -44,7 +44,6 @@ examples:
 
 
 def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the action and its arguments."""
     parser = actions.add_parser(
         "inspect",
         help="show layout, steps, sizes, versions and parameters",
@@ -63,11 +62,6 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print what the checkpoint holds; return 0.
-
-    Raises:
-        DstrialError: there is no such checkpoint, or its manifest cannot be read.
-    """
     source = find_checkpoint(args.checkpoint, runs_dir=args.runs_dir, state_dir=args.state_dir)
     contents = _contents(source, with_parameters=args.parameters, trusts_code=args.trust_code)
     sys.stdout.write(json.dumps(contents, indent=2) + "\n" if args.as_json else _text(contents))

@@ -66,7 +66,6 @@ examples:
 
 
 def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the action and its arguments."""
     parser = actions.add_parser(
         "reshape",
         help="write a checkpoint again for another number of slots or another ZeRO stage",
@@ -91,11 +90,6 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Reshape; return 0.
-
-    Raises:
-        DstrialError: the checkpoint cannot be found, or cannot be brought into this layout.
-    """
     output = Path(args.output).absolute()
     source = find_checkpoint(args.checkpoint, runs_dir=args.runs_dir, state_dir=args.state_dir)
     require_new(output)
@@ -125,11 +119,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _require_possible(source: CheckpointSource, layouts: tuple[Layout, ...]) -> None:
-    """Refuse what CPU ranks cannot restore, before any is started.
-
-    Raises:
-        CheckpointLayoutError: they cannot.
-    """
+    """Refuse what CPU ranks cannot restore, before any is started."""
     for engine_idx, layout in enumerate(layouts):
         if layout.precision == "fp16":
             raise CheckpointLayoutError(
@@ -140,7 +130,7 @@ def _require_possible(source: CheckpointSource, layouts: tuple[Layout, ...]) -> 
 
 @contextlib.contextmanager
 def _workspace(output: Path) -> Iterator[Path]:
-    """Make a directory beside the output, on the same disk, and remove it at the end."""
+    """Create a directory beside the output, on its disk, and remove it at the end."""
     workspace = output.with_name(f".{output.name}.{secrets.token_hex(4)}.reshaping")
     try:
         workspace.mkdir()
@@ -156,11 +146,7 @@ def _workspace(output: Path) -> Iterator[Path]:
 
 
 def _context_dir(asked: str | None, source: CheckpointSource, workspace: Path, *, is_vouched: bool) -> Path:
-    """Return the directory of the trial's model definition.
-
-    Raises:
-        CheckpointError: nobody has it, or only whoever wrote the checkpoint.
-    """
+    """Return the model definition's directory; a foreign checkpoint's own is refused."""
     if asked is not None:
         if not Path(asked).is_dir():
             raise CheckpointError(
@@ -204,12 +190,7 @@ def _experiment(
     is_vouched: bool,
     trusts: bool,
 ) -> ExperimentConfig:
-    """Return the checkpoint's experiment in another layout, written down and checked.
-
-    Raises:
-        CheckpointError: the checkpoint does not say how its trial was configured.
-        ConfigError: the checkpoint cannot go on in this layout.
-    """
+    """Write and check the checkpoint's experiment in another layout."""
     saved = configuration_of(source.path)
     config, hparams = saved.get("experiment_config"), saved.get("hparams")
     if not isinstance(config, Mapping) or not isinstance(hparams, Mapping):
@@ -240,7 +221,7 @@ def _config_for(
     zero_stage: int | None,
     steps_completed: int,
 ) -> dict[str, Any]:
-    """Return a new experiment config for ranks that restore and save again."""
+    """Return an experiment config for ranks that restore and save again."""
     hyperparameters = copy.deepcopy(dict(hparams))
     if zero_stage is not None:
         asked = {"zero_optimization": {"stage": zero_stage}}
@@ -271,7 +252,7 @@ def _config_for(
 
 
 def _leave_out_what_runs(values: dict[str, Any]) -> None:
-    """Remove from a stranger's config, in place, what runs programs nobody chose here."""
+    """Remove from a foreign config, in place, what runs programs."""
     from dstrial.local.measuring_variables import AROUND_FIT_KEY
 
     values.pop("environment", None)  # LD_PRELOAD, PYTHONPATH and the like
@@ -279,7 +260,7 @@ def _leave_out_what_runs(values: dict[str, Any]) -> None:
 
 
 def _set_trust(values: dict[str, Any], source: CheckpointSource, *, trusts: bool) -> None:
-    """Let the ranks trust these files if the user does, and only then."""
+    """Let the ranks trust these files if, and only if, the user does."""
     data = values.get("data")
     data = dict(data) if isinstance(data, Mapping) else {}
     section = data.get("dstrial")
@@ -300,12 +281,11 @@ def _rewrite(
     *,
     is_vouched: bool,
 ) -> Path:
-    """Let ranks restore the checkpoint and save it again; return where they did.
+    """Restore the checkpoint on ranks and save it again; return the run.
 
     Raises:
         CheckpointError: the trial is a script, which cannot be told to end at once.
-        UntrustedCheckpointError: it is a stranger's script.
-        LaunchError: the ranks failed, or were stopped.
+        UntrustedCheckpointError: it is a foreign script.
     """
     from dstrial.launch.agent import run_ranks
     from dstrial.launch.rank_main import trial_command
@@ -352,14 +332,14 @@ def _rewrite(
 
 
 def _is_of_trainer(source: CheckpointSource) -> bool:
-    """Whether a Trainer with ``DetCallback`` wrote a checkpoint."""
+    """Return whether a Trainer with ``DetCallback`` wrote the checkpoint."""
     layouts = layouts_of(read_manifest(source.path), source.path)
     return any(layout.folder.startswith("checkpoint-") for layout in layouts)
 
 
 @contextlib.contextmanager
 def _in_a_copy(context_dir: Path, workspace: Path) -> Iterator[None]:
-    """Work in a copy of the model definition, as a script writes beside itself."""
+    """Work in a copy of the model definition, because scripts write beside themselves."""
     before = Path.cwd()
     copied = workspace / "context"
     shutil.copytree(
@@ -400,7 +380,6 @@ def _run_script(
 
 
 def _variables(source: CheckpointSource, experiment: ExperimentConfig) -> dict[str, str]:
-    """Return the variables of ranks on CPUs that only write a checkpoint again."""
     trial_id = read_saved_run(source.path).trial_id
     if trial_id is None:
         from dstrial.engine.checkpoint_reader.open import read_rank_state
@@ -432,11 +411,7 @@ def _newest(source: CheckpointSource, run_directory: RunDirectory, outcome: Laun
 def _require_layout(
     written: Path, before: tuple[Layout, ...], num_slots: int, zero_stage: int | None
 ) -> None:
-    """Make sure that the trial came out in the layout that was asked for.
-
-    Raises:
-        CheckpointLayoutError: it did not; its model definition does not take the settings.
-    """
+    """Raise ``CheckpointLayoutError`` if the model definition ignored the new layout."""
     for engine_idx, (was, is_) in enumerate(
         zip(before, layouts_of(read_manifest(written), written), strict=True)
     ):

@@ -31,18 +31,13 @@ _TRACES = (MANIFEST_NAME, MARKER_NAME, "load_data.json", "dstrial_rank0.pt", "mo
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckpointSource:
-    """A checkpoint and who knows it.
+    """A checkpoint, and the run or master that knows it."""
 
-    Attributes:
-        path: its directory, absolute.
-        run_directory: the local run that it belongs to; None if to none.
-        record: what the master answers about it, a ``v1Checkpoint``; None if the master was not asked.
-        client: asks that master; None if it was not asked.
-    """
-
-    path: Path
+    path: Path  # absolute
     run_directory: RunDirectory | None = None
-    record: Mapping[str, Any] | None = None
+    record: Mapping[str, Any] | None = (
+        None  # the master's ``v1Checkpoint``; None, like the client, if it was not asked
+    )
     client: Client | None = None
 
     @property
@@ -54,7 +49,6 @@ class CheckpointSource:
 def add_checkpoint_argument(
     parser: argparse.ArgumentParser, dest: str = "checkpoint", metavar: str = "CHECKPOINT"
 ) -> None:
-    """Add the argument that names a checkpoint."""
     parser.add_argument(dest, metavar=metavar, help="directory of a checkpoint or of a run, or a UUID")
 
 
@@ -69,7 +63,6 @@ def add_place_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_trust_argument(parser: argparse.ArgumentParser) -> None:
-    """Add ``--trust-code``."""
     parser.add_argument(
         "--trust-code",
         action="store_true",
@@ -81,15 +74,11 @@ def add_trust_argument(parser: argparse.ArgumentParser) -> None:
 def find_checkpoint(
     asked: str, *, runs_dir: str | None = None, state_dir: str | None = None
 ) -> CheckpointSource:
-    """Find what the user named; whether it is whole is not looked at.
+    """Find a checkpoint by its directory, its run (the newest one) or its UUID.
 
-    Args:
-        asked: a checkpoint's directory, a run directory (its newest complete checkpoint), or a UUID.
-        runs_dir: directory of all runs; None for the default one.
-        state_dir: of the master; None for the default one.
+    Whether it is whole is not looked at.
 
     Raises:
-        CheckpointNotFoundError: there is no such checkpoint.
         MasterError: the master knows it, and its files are not on this machine.
     """
     path = Path(asked)
@@ -108,13 +97,10 @@ def find_checkpoint(
 
 
 def is_vouched_for(source: CheckpointSource) -> bool:
-    """Say whether a checkpoint's configuration and code are known to be from here.
+    """Return whether a checkpoint's configuration and code are known to be from here.
 
     They are if this account's signature is on the manifest, or a master that was asked for the checkpoint has its SHA-256, and
     they are as the manifest says. The other files are not looked at.
-
-    Raises:
-        CheckpointError: the manifest cannot be read.
     """
     manifest = read_manifest(source.path)
     reported = ((source.record or {}).get("metadata") or {}).get(MANIFEST_DIGEST)

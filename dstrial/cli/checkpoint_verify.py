@@ -46,7 +46,6 @@ examples:
 
 
 def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the action and its arguments."""
     parser = actions.add_parser(
         "verify",
         help="read every file and say which is missing, truncated, changed or unexpected",
@@ -62,11 +61,7 @@ def add_parser(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Verify and print; return 0 if the checkpoint is whole, else 1.
-
-    Raises:
-        DstrialError: there is no such checkpoint.
-    """
+    """Return 0 if the checkpoint is whole, else 1."""
     source = find_checkpoint(args.checkpoint, runs_dir=args.runs_dir, state_dir=args.state_dir)
     try:
         report = verified(source, is_plain=args.no_progress or args.as_json)
@@ -107,21 +102,13 @@ def main(args: argparse.Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Registration:
-    """Whether the manifest is the registered one.
-
-    Attributes:
-        state: ``registered``, as it is; ``changed`` since; or ``unknown``, not registered here.
-        by: address of the master that was asked; None where none runs.
-        registered: SHA-256 of the manifest that it has; None where it has none.
-        found: SHA-256 of the manifest that is there.
-        is_signed: whether this account's signature is on the manifest.
-    """
+    """Whether the manifest is the registered one."""
 
     state: Literal["registered", "changed", "unknown"]
-    by: str | None
-    registered: str | None
-    found: str
-    is_signed: bool
+    by: str | None  # address of the master that was asked
+    registered: str | None  # SHA-256 of the manifest, as that master has it
+    found: str  # SHA-256 of the manifest that is there
+    is_signed: bool  # with this account's signature
 
     def __str__(self) -> str:
         if self.state == "registered":
@@ -137,14 +124,9 @@ class Registration:
 
 
 def registration_of(source: CheckpointSource, state: StateDirectory) -> Registration:
-    """Compare the manifest with what the master has registered.
+    """Compare the manifest with that which the master has registered.
 
-    Args:
-        source: the checkpoint; the running master is asked for it where it was not found through one.
-        state: of the master.
-
-    Raises:
-        MasterError: the master does not answer.
+    The running master is asked for a checkpoint that was not found through one.
     """
     from dstrial.master.login import session
 
@@ -174,11 +156,7 @@ def _uuid_of(path: Path) -> str:
 
 
 def verified(source: CheckpointSource, *, is_plain: bool) -> IntegrityReport:
-    """Read every file of a checkpoint, with a progress bar on a terminal.
-
-    Raises:
-        CheckpointError: its manifest is missing or damaged.
-    """
+    """Read every file of a checkpoint, with a progress bar on a terminal."""
     manifest = read_manifest(source.path)
     with BytesBar("verifying", bytes_to_read(manifest), is_plain=is_plain) as bar:
         return check_integrity(source.path, manifest, needs_mark=source.needs_mark, on_bytes=bar.advance)

@@ -46,7 +46,6 @@ _OTHER_LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "mpirun", "mpiexec", 
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand and its arguments."""
     parser = subparsers.add_parser(
         "convert",
         help="make an experiment of another tool's config",
@@ -81,7 +80,6 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Convert, write, check and print what the result needs to pass; return 0."""
     label = str(args.config)
     config = read_yaml(args.config, label).value
     if not isinstance(config, Mapping):
@@ -122,11 +120,7 @@ def _deepspeed_file(path: Path, config: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def _require_script(entrypoint: str | None, output: Path) -> None:
-    """Refuse an entrypoint that cannot be converted, before anything is written.
-
-    Raises:
-        ConfigError: it is another launcher's command line, or its script lies elsewhere.
-    """
+    """Refuse an entrypoint that cannot be converted, before anything is written."""
     words = [] if entrypoint is None else shlex.split(entrypoint)
     if not words:
         return
@@ -163,7 +157,7 @@ def _write(targets: Mapping[Path, str], *, force: bool) -> None:
 
 
 def _print_keys(conversion: Conversion) -> None:
-    """Print what became of every key: converted ones first, those without use last."""
+    """Print what became of every key, unused ones last."""
     order = list(_FILES)
     keys = sorted(conversion.keys, key=lambda one: order.index(one.outcome))
     rows = [(one.key, render(one.value), _FILES[one.outcome], one.explanation) for one in keys]

@@ -19,7 +19,6 @@ _KILL_DEADLINE_S = 60.0
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand and its arguments."""
     parser = subparsers.add_parser(
         "down",
         help="stop all trials with a checkpoint and end the master",
@@ -49,11 +48,7 @@ def _seconds(text: str) -> float:
 
 
 def main(args: argparse.Namespace) -> int:
-    """End the master; 0 also if none runs.
-
-    Raises:
-        MasterError: it does not end.
-    """
+    """End the master; return 0 also if none runs."""
     state = StateDirectory.choose(args.state_dir)
     record = state.running()
     if record is None:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand with one subcommand for each method."""
     parser = subparsers.add_parser(
         "dsat",
         help="tune the DeepSpeed configuration of an experiment",
@@ -30,9 +29,4 @@ def completed(words: Sequence[str]) -> list[str]:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Search and return the exit status; see the epilog of ``dstrial dsat --help``.
-
-    Raises:
-        DstrialError: the search cannot be started.
-    """
     return run_command(flags_of(args))

@@ -21,7 +21,6 @@ _POLL_PERIOD_S = 0.2
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand and its arguments."""
     parser = subparsers.add_parser(
         "logs",
         help="print the master's own log",
@@ -43,11 +42,6 @@ def _count(text: str) -> int:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the log.
-
-    Raises:
-        MasterError: there is none.
-    """
     state = StateDirectory.choose(args.state_dir)
     if not state.log_path.is_file():
         raise MasterError(
@@ -64,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _follow(path: Path, position: int) -> None:
-    """Print what is appended after ``position``, for ever; a shorter file starts anew."""
+    """Print what is appended, for ever; a shorter file is read from its start."""
     while True:
         size = path.stat().st_size
         if size < position:

@@ -1,6 +1,6 @@
-"""``dstrial memory``: where a model's memory goes, and where a run's went.
+"""``dstrial memory``: the memory of a model by dry run, and of a run as measured.
 
-A model is dry-run for devices that need not be there: a trial, each stage of a pipeline, or a script up to its first batch.
+No device is needed: a trial, each stage of a pipeline, or a script up to its first batch is dry-run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand and its arguments."""
     parser = subparsers.add_parser(
         "memory",
         help="say where a model's memory goes, and whether it needs several devices",
@@ -77,7 +76,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Predict and print; return 0 if anything could be told."""
+    """Return 0 if anything could be predicted or was measured."""
     if Path(args.experiment).is_dir():
         return _show_run(args, RunDirectory.open(args.experiment))
     return _show_prediction(args)
@@ -117,10 +116,7 @@ def _show_prediction(args: argparse.Namespace) -> int:
 
 
 def _show_run(args: argparse.Namespace, run: RunDirectory) -> int:
-    """Show what a run has measured beside what a dry run predicts, and keep that.
-
-    The prediction is kept with the run.
-    """
+    """Show a run's measured memory beside its prediction, which is kept with the run."""
     told = read_json(run.telemetry_path) or {}
     ranks = told.get("memory_bytes") or []
     if not memory_rows(ranks):
@@ -149,10 +145,7 @@ def _show_run(args: argparse.Namespace, run: RunDirectory) -> int:
 
 
 def predict_run(run: RunDirectory, experiment: ExperimentConfig, num_slots: int) -> str | None:
-    """Predict a run's memory and keep that with it.
-
-    Returns why it cannot be told, else None.
-    """
+    """Predict a run's memory and keep that with it; return why if that fails."""
     device_bytes = int(_DEFAULT_DEVICE_GIB * _GIB)
     try:
         placements = _predicted(_requests_of(experiment, num_slots, device_bytes))
@@ -165,16 +158,12 @@ def predict_run(run: RunDirectory, experiment: ExperimentConfig, num_slots: int)
 
 
 def stages_of(placements: list[Placement]) -> list[dict[str, float]]:
-    """Return bytes by part of each stage.
-
-    Empty where one of them could not be predicted.
-    """
+    """Return bytes by part of each stage; empty if one could not be predicted."""
     found = [one.largest() for one in placements]
     return found if found and all(found) else []
 
 
 def keep_prediction(run: RunDirectory, stages: list[dict[str, float]]) -> None:
-    """Keep a prediction with a run, whose summary shows it beside what was measured."""
     write_json_atomically(run.memory_path, {"stages": stages, "found_by": "dry run"}, sync=False)
 
 
@@ -221,19 +210,7 @@ def _deciding(experiment: ExperimentConfig) -> str:
 def _requests_of(
     experiment: ExperimentConfig, num_slots: int, device_bytes: int
 ) -> list[tuple[Placement, DryRunRequest]]:
-    """Return what is to be predicted on so many devices.
-
-    That is one placement, or one for each stage.
-
-    Args:
-        experiment: checked for so many slots.
-        num_slots: devices.
-        device_bytes: memory of one.
-
-    Raises:
-        LaunchError: the entrypoint cannot be dry-run.
-        ConfigError: there is none.
-    """
+    """Return one dry run for so many devices, or one for each stage."""
     from dstrial.dsat.predictor.dry_run_requests import script_request, trial_request
     from dstrial.dsat.predictor.model_memory import Placement
 
@@ -282,10 +259,7 @@ def _requests_of(
 def _predicted(
     asked: Sequence[tuple[Placement, DryRunRequest | None]], deadline_s: float = _DEADLINE_S
 ) -> list[Placement]:
-    """Dry-run all requests; return their placements, or why there are none.
-
-    The placements come with what was found.
-    """
+    """Dry-run all requests; return their placements, with reasons for missing ones."""
     from dstrial.engine.dryrun.process import dry_runs
 
     requests = [request for _, request in asked if request is not None]
@@ -326,10 +300,7 @@ def _require_describable(experiment: ExperimentConfig, entrypoint: Entrypoint) -
 
 
 def _python_words(words: Sequence[str]) -> list[str]:
-    """Return the script or ``-m MODULE``, and its arguments.
-
-    Returns nothing where it is no Python program.
-    """
+    """Return the script or ``-m MODULE``, and its arguments; empty for other programs."""
     is_interpreter = bool(words) and Path(words[0]).name.startswith("python")
     rest = list(words[1:] if is_interpreter else words)
     is_script = bool(rest) and (rest[0].endswith(".py") or (is_interpreter and rest[0] == "-m"))

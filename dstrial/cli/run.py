@@ -80,7 +80,6 @@ _EPILOG = (
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand and its arguments."""
     parser = subparsers.add_parser(
         "run",
         help="train one experiment on this machine and follow it",
@@ -141,7 +140,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Request:
-    """What the user asked for, read and checked."""
+    """The command line, read and checked."""
 
     args: argparse.Namespace
     experiment: ExperimentConfig
@@ -163,11 +162,6 @@ class _Request:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Train and return the exit status; see the epilog of ``dstrial run --help``.
-
-    Raises:
-        DstrialError: the experiment cannot be started.
-    """
     request = _read_request(args)
     if args.slurm and request.allocation is None:
         from dstrial.cli.run_slurm_submission import prepare, submit_and_follow
@@ -199,7 +193,7 @@ def _run_on_hosts(request: _Request, site: RunSite) -> int:
 
 
 def _run(request: _Request, attempt: Callable[[_Request, RunDirectory], int]) -> int:
-    """Make or take the run's directory, and train in it."""
+    """Create or open the run's directory, and train in it."""
     args = request.args
     command = ["dstrial", *_own_arguments(args)]
     run_directory = request.known_run
@@ -225,7 +219,7 @@ def _run(request: _Request, attempt: Callable[[_Request, RunDirectory], int]) ->
 
 
 def _read_request(args: argparse.Namespace) -> _Request:
-    """Read and check everything that can be checked before anything is made."""
+    """Read and check everything that can be checked before anything is created."""
     point = chosen_point(args)
     resumed = None if point is None else point.saved_run()
     overrides = [*args.config, *_trust_override(args, point), *_logger_override(args)]
@@ -285,7 +279,7 @@ def _read_request(args: argparse.Namespace) -> _Request:
 
 
 def _show_warnings(args: argparse.Namespace, given: ExperimentConfig, point: ResumePoint | None) -> None:
-    """Write what is odd about a request, and what a resumed run keeps, to stderr."""
+    """Write warnings of a request, and what a resumed run keeps, to stderr."""
     err = LossTolerantStream(sys.stderr)
     if not args.slurm and (hint := run_slurm.unused_nodes_hint()) is not None:
         err.write(f"warning: {hint}\n")
@@ -315,7 +309,7 @@ def _has_engine() -> bool:
 
 
 def _known_run(args: argparse.Namespace, point: ResumePoint | None) -> RunDirectory | None:
-    """Return the run that goes on; None for a new one."""
+    """Return the run to resume; None for a new one."""
     if point is not None and point.run_directory is not None:
         return point.run_directory
     own = run_directory_of(args)
@@ -323,11 +317,7 @@ def _known_run(args: argparse.Namespace, point: ResumePoint | None) -> RunDirect
 
 
 def _trust_override(args: argparse.Namespace, point: ResumePoint | None) -> list[str]:
-    """Return ``--trust-code`` as a setting that names the files by their manifest.
-
-    Raises:
-        ConfigError: there is no checkpoint to trust.
-    """
+    """Return ``--trust-code`` as a setting that names the files by their manifest."""
     if not args.trust_code:
         return []
     manifest = None if point is None else point.checkpoint / MANIFEST_NAME
@@ -355,7 +345,7 @@ def _logger_override(args: argparse.Namespace) -> list[str]:
 
 
 def _max_restarts(args: argparse.Namespace, experiment: ExperimentConfig) -> int:
-    """Return ``max_restarts`` if set, else 0: the user hears of failures at once."""
+    """Return ``max_restarts`` if set, else 0: failures are told at once."""
     if args.test:
         return 0
     is_given = "max_restarts" in (read_yaml(experiment.path, str(experiment.path)).value or {})
@@ -365,7 +355,7 @@ def _max_restarts(args: argparse.Namespace, experiment: ExperimentConfig) -> int
 
 @contextlib.contextmanager
 def _ended_on_record(run_directory: RunDirectory) -> Iterator[None]:
-    """Put the end of an attempt on record when an exception ends it."""
+    """Record the end of an attempt when an exception ends it."""
     try:
         yield
     except BaseException as error:
@@ -407,7 +397,7 @@ def _require_trainable(
 def _own_arguments(
     args: argparse.Namespace, resume: str | None = None, *, slots: int | None = None
 ) -> list[str]:
-    """This command line again, with another ``--resume`` or number of slots."""
+    """Return this command line with another ``--resume`` or number of slots."""
     words = ["run", args.experiment]
     if args.context_dir != ".":
         words.append(args.context_dir)
@@ -517,11 +507,7 @@ def _attempt_on_hosts(
 
 
 def _require_startable(request: _Request) -> None:
-    """Refuse a command that does not exist before the master tries it.
-
-    Raises:
-        LaunchError: the program or the script is not there.
-    """
+    """Refuse a program or script that does not exist before the master tries it."""
     experiment = request.experiment
     if (
         request.entrypoint.trial is not None
@@ -662,8 +648,7 @@ def _start(
 ) -> tuple[int, dict[int, int]]:
     """Submit the run, activate its paused experiment, or join the active one.
 
-    Returns:
-        The experiment's number, and for its trials the last line of their logs that belongs to earlier attempts.
+    Returns the experiment's number, and the last line of earlier attempts in the logs of its trials.
     """
     from dstrial.cli import run_submission as submission
     from dstrial.master.store.views import observe

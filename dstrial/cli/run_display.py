@@ -23,28 +23,28 @@ _OF_LAUNCHER = "dstrial.launch: starting: "
 
 
 class Display(Protocol):
-    """Shows one attempt at a run. Every method may be called from any thread."""
+    """Shows one attempt at a run; thread-safe."""
 
     def rank_line(self, rank: int, stream: str, line: str) -> None:
         """Show a line that a rank wrote to ``stdout`` or ``stderr``."""
 
     def message(self, text: str) -> None:
-        """Show a line of our own."""
+        """Show a line of ``dstrial run`` itself."""
 
     def starting(self, text: str, age_s: float) -> None:
-        """Show what is done before the first batch, and for how long already, in seconds."""
+        """Show the phase before the first batch, and its age in seconds."""
 
     def view(self, view: RunView) -> None:
-        """Show how far the run is and what was reported since the last look."""
+        """Show progress and new reports."""
 
     def close(self) -> None:
-        """End the display; what comes after is printed below it."""
+        """End the display; later output is printed below it."""
 
 
 def make_display(
     out: LossTolerantStream, err: LossTolerantStream, *, num_ranks: int, metric: str | None, is_plain: bool
 ) -> Display:
-    """Choose the display that fits where the output goes."""
+    """Choose the display for a terminal, a pipe or a file."""
     if is_plain or not out.isatty():
         return PlainDisplay(out, err, num_ranks=num_ranks, metric=metric)
     console = Console(file=cast(TextIO, out), highlight=False)
@@ -56,7 +56,7 @@ def _prefixed(rank: int, num_ranks: int, line: str) -> str:
 
 
 def number(value: float) -> str:
-    """Write a metric for people: four significant digits."""
+    """Write a metric with four significant digits."""
     return f"{value:.4g}"
 
 
@@ -76,20 +76,13 @@ def report_line(report: Report, batches_total: int | None, metric: str | None) -
 
 
 def _phase_of(line: str) -> str | None:
-    """Return the phase in a line of ``dstrial.launch.start_watch``, None in others."""
+    """Return the phase in a line of ``launch.start_watch``; None for other lines."""
     told = line.removeprefix(_OF_LAUNCHER)
     return None if told == line else re.split(", for | since ", told)[0].removeprefix("still ")
 
 
 class PlainDisplay:
-    """One line per report, and the ranks' lines on the stream they were written to.
-
-    Args:
-        out: for reports and messages, and what ranks write to their standard output.
-        err: for what ranks write to their standard error.
-        num_ranks: lines of ranks are prefixed with their rank if there are several.
-        metric: the searcher metric.
-    """
+    """One line per report; lines of several ranks have their rank as a prefix."""
 
     def __init__(
         self, out: LossTolerantStream, err: LossTolerantStream, *, num_ranks: int, metric: str | None
@@ -103,14 +96,13 @@ class PlainDisplay:
         self._written_s = time.monotonic()
 
     def rank_line(self, rank: int, stream: str, line: str) -> None:
-        """Write the line to the same stream of this process."""
         target = self._err if stream == "stderr" else self._out
         with self._lock:
             self._written_s = time.monotonic()
             target.write(_prefixed(rank, self._num_ranks, visible(line)) + "\n")
 
     def message(self, text: str) -> None:
-        """Write the text to the standard output, unless it repeats a line on the start."""
+        """Write the text, unless it repeats a line on the start."""
         phase = _phase_of(text)
         if phase is not None and phase in self._told and " since " not in text and "still " not in text:
             return
@@ -121,13 +113,12 @@ class PlainDisplay:
             self._out.write(visible(text) + "\n")
 
     def starting(self, text: str, age_s: float) -> None:
-        """Write a line about it, once, when nothing else has been written for long."""
+        """Write a line, once, when nothing else has been written for long."""
         if text not in self._told and time.monotonic() - self._written_s >= _SILENCE_S:
             self.message(text + (f", for {age_s:.0f} s" if age_s >= 1 else ""))
             self._told.add(text)
 
     def view(self, view: RunView) -> None:
-        """Write one line per training or validation report."""
         for report in view.new_reports:
             if report.group in ("training", "validation"):
                 self.message(report_line(report, view.batches_total, self._metric))
@@ -156,22 +147,19 @@ class BarDisplay:
         self._progress.start()
 
     def rank_line(self, rank: int, stream: str, line: str) -> None:  # noqa: ARG002 - a terminal shows both
-        """Print the line above the bar."""
         self.message(_prefixed(rank, self._num_ranks, line))
 
     def message(self, text: str) -> None:
-        """Print plain text above the bar, but no phase of the start, which the bar names."""
+        """Print above the bar, but no phase of the start, which the bar names."""
         if _phase_of(text) is not None and " since " not in text:
             return
         self._progress.console.print(Text(visible(text)), soft_wrap=True)
 
     def starting(self, text: str, age_s: float) -> None:
-        """Show it in place of the bar's name."""
         if not self._has_begun:
             self._progress.update(self._task, description=f"{text[:60]}, {age_s:.0f} s")
 
     def view(self, view: RunView) -> None:
-        """Move the bar."""
         if view.batches_trained is None or view.batches_total is None:
             return
         parts = [f"{view.batches_trained}/{view.batches_total} batches"]
@@ -193,7 +181,6 @@ class BarDisplay:
         )
 
     def close(self) -> None:
-        """Leave the bar where it is and give the terminal back."""
         self._progress.stop()
 
 

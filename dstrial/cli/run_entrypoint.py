@@ -26,32 +26,19 @@ _FOREIGN_LAUNCHERS = ("torchrun", "deepspeed", "mpirun", "mpiexec", "srun", "acc
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entrypoint:
-    """An experiment's entrypoint, taken apart.
+    """A parsed entrypoint: a trial or the command of each rank."""
 
-    Attributes:
-        trial: ``module:Class``; None if the entrypoint is a command.
-        words: the command for each rank; empty for a trial.
-        starts_ranks: whether the command starts ranks itself, so that it must be started once.
-    """
-
-    trial: str | None
-    words: tuple[str, ...] = ()
-    starts_ranks: bool = False
+    trial: str | None  # ``module:Class``; None for a command
+    words: tuple[str, ...] = ()  # the command for each rank
+    starts_ranks: bool = False  # the command does so itself, and is started once
 
 
 def parse_entrypoint(entrypoint: str | Sequence[str] | None, where: str) -> Entrypoint:
     """Parse an entrypoint, without launchers whose work ``dstrial run`` does itself.
 
-    ``model_def:MyTrial`` and ``python3 -m dstrial.launch --trial model_def:MyTrial`` are trials; of
-    ``python3 -m dstrial.launch train.py`` and of Determined's launch layers the script remains; any
-    other command is run as it is, through a shell if it has shell syntax, as on a cluster.
-
-    Args:
-        entrypoint: as the experiment config has it.
-        where: what to call the config in an error.
-
-    Raises:
-        ConfigError: there is no entrypoint, or none of these forms fits.
+    ``model_def:MyTrial`` and ``python3 -m dstrial.launch --trial model_def:MyTrial`` are trials; of ``python3 -m dstrial.launch
+    train.py`` and of Determined's launch layers the script remains; any other command is run as it is, through a shell if it has
+    shell syntax, as on a cluster.
     """
     if not entrypoint:
         raise _error(

@@ -8,49 +8,37 @@ import signal
 import time
 from collections.abc import Callable
 
-from dstrial.cli.run_stalls import StoppedMaster
 from dstrial.cli.run_submission import Master
 from dstrial.cli.streams import det_for
 from dstrial.errors import MasterError, RequestError
+from dstrial.master.state_directory import StateDirectory
 from dstrial.master.store.views import observe
 from dstrial.master.store.views.observe import ExperimentView, LogRow
+from dstrial.process_state import is_stopped
 
 _POLL_PERIOD_S = 0.1
 _LOOK_PERIOD_S = 0.3
 _GONE_AFTER_S = 10.0
+_STOPPED_AFTER_S = 10.0  # how long a master is stopped before that is told
+_STALLS_PERIOD_S = 1.0
 _REPORT_BEGINS = re.compile(r"rank \d+ failed first \(")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FollowResult:
-    """How following ended.
+    """How following ended."""
 
-    Attributes:
-        view: the last look at the experiment; None if it was deleted.
-        stopped_by: name of the signal for which the experiment was paused; None if there was none.
-        is_detached: whether a second signal ended the following before the experiment had settled.
-        is_master_gone: whether the master ended, and the experiment waits for the next one.
-    """
-
-    view: ExperimentView | None
-    stopped_by: str | None
-    is_detached: bool = False
+    view: ExperimentView | None  # the last one; None if the experiment was deleted
+    stopped_by: str | None  # the signal for which the experiment was paused
+    is_detached: bool = False  # a second signal ended the following
     is_master_gone: bool = False
 
 
 class LogTail:
-    """Hands new lines of a trial's log to a display, those without rank included.
+    """Hands new lines of a trial's log to a display.
 
-    What the launcher says at the end about the first failing rank, and what the master concludes from it, is left out where
-    it is the end: ``dstrial run`` says it last. Where the trial is started again it is shown.
-
-    Args:
-        master: whose database holds the log.
-        show: called with rank, stream and line.
-        after: trial -> number of the last line that is known already.
-
-    Attributes:
-        has_task_lines: whether a line of the trial's own processes has come.
+    The launcher's last lines on the failing rank, and the master's conclusion, are left out at the end: ``dstrial run`` prints
+    them last. Where the trial is restarted they are shown. ``after`` has the last known line of each trial.
     """
 
     def __init__(
@@ -63,7 +51,6 @@ class LogTail:
         self.has_task_lines = False
 
     def poll(self, trial_id: int) -> None:
-        """Show what is new."""
         while rows := observe.new_log_rows(self._master.state, trial_id, self._after.get(trial_id, 0)):
             self._after[trial_id] = rows[-1].id
             for row in rows:
@@ -101,8 +88,7 @@ def follow(
 ) -> FollowResult:
     """Wait until an experiment settles; pause it at a signal, leave at a later SIGINT.
 
-    ``on_look`` is called about ten times a second, ``on_stop`` with the first of the ``noted_signals`` once the master has been
-    asked to pause. ``say`` shows a line on a master that is stopped.
+    ``on_look`` is called about ten times a second, ``on_stop`` with the first signal once the master has been asked to pause.
     """
     stopped = StoppedMaster(master.state, say)
     asked: signal.Signals | None = None
@@ -128,7 +114,7 @@ def follow(
         if time.monotonic() >= next_look_at_s:
             next_look_at_s = time.monotonic() + _LOOK_PERIOD_S
             view = observe.experiment_view(master.state, experiment_id)
-            stopped.look()
+            stopped.poll()
             is_gone = master.state.running() is None
             gone_since_s = (gone_since_s or time.monotonic()) if is_gone else None
         if view is None:
@@ -142,12 +128,12 @@ def follow(
 
 
 def kill_command(master: Master, experiment_id: int) -> str:
-    """Return what frees an experiment's slots at once."""
+    """Return the command that frees an experiment's slots at once."""
     return f"{det_for(master.record.address)} experiment kill {experiment_id}"
 
 
 def _pause(master: Master, experiment_id: int) -> bool:
-    """Ask for a pause; False if the master cannot be asked just now."""
+    """Request a pause; return False if the master cannot be asked now."""
     try:
         master.client.post(f"/api/v1/experiments/{experiment_id}/pause")
     except RequestError:
@@ -155,3 +141,73 @@ def _pause(master: Master, experiment_id: int) -> bool:
     except MasterError:
         return False
     return True
+
+
+class StoppedMaster:
+    """Tells of a master that a signal or a debugger holds; trials go on meanwhile."""
+
+    def __init__(
+        self, state: StateDirectory, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._state = state
+        self._say = say
+        self._clock = clock
+        self._since_s: float | None = None
+        self._is_told = False
+
+    def is_stopped(self) -> bool:
+        """Return whether requests to it would block."""
+        record = self._state.running()
+        return record is not None and is_stopped(record.pid)
+
+    def poll(self) -> None:
+        record = self._state.running()
+        if record is None or not is_stopped(record.pid):
+            if self._is_told and record is not None:
+                self._say("stalled: no longer, the master goes on")
+            self._since_s, self._is_told = None, False
+            return
+        now_s = self._clock()
+        if self._since_s is None:
+            self._since_s = now_s
+        if not self._is_told and now_s - self._since_s >= _STOPPED_AFTER_S:
+            self._is_told = True
+            self._say(
+                f"stalled: the master, process {record.pid}, is stopped (SIGSTOP), and nothing of what runs arrives. "
+                f"Let it go on with `kill -CONT {record.pid}`."
+            )
+
+
+class StalledTrials:
+    """Tells once which trials of an experiment stall, and when they go on."""
+
+    def __init__(
+        self,
+        master: Master,
+        experiment_id: int,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._state = master.state
+        self._experiment_id = experiment_id
+        self._say = say
+        self._clock = clock
+        self._next_s = 0.0
+        self._told: dict[int, str] = {}
+
+    def poll(self) -> None:
+        """Poll about once a second."""
+        if self._clock() < self._next_s:
+            return
+        self._next_s = self._clock() + _STALLS_PERIOD_S
+        found = {
+            one.trial_id: one.text
+            for one in observe.stalled(self._state)
+            if one.experiment_id == self._experiment_id
+        }
+        for trial_id, text in found.items():
+            if self._told.get(trial_id) != text:
+                self._say(f"trial {trial_id}: stalled: {text}")
+        for trial_id in self._told.keys() - found.keys():
+            self._say(f"trial {trial_id}: stalled: no longer")
+        self._told = found

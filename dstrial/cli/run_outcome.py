@@ -26,19 +26,12 @@ _BY_SIGTERM = 128 + signal.SIGTERM
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of an attempt.
-
-    Attributes:
-        state: for the run's record.
-        exit_code: of this command.
-        reason: why it did not complete, or by what it was stopped; None if it simply completed.
-        goes_on: whether the master may still save a checkpoint of it, so that nobody knows what is lost.
-    """
+    """The end of an attempt, for the run's record."""
 
     state: RunState
-    exit_code: int
-    reason: str | None = None
-    goes_on: bool = False
+    exit_code: int  # of this command
+    reason: str | None = None  # why it did not complete, or was stopped
+    goes_on: bool = False  # the master may still save a checkpoint: what is lost is unknown
 
 
 def outcome_of(run_directory: RunDirectory, followed: FollowResult) -> LaunchOutcome:
@@ -58,7 +51,7 @@ def outcome_of(run_directory: RunDirectory, followed: FollowResult) -> LaunchOut
 
 
 def judge_experiment(followed: FollowResult, judged: Verdict) -> Verdict:
-    """Correct a verdict on the ranks by what the master says of the experiment."""
+    """Correct a verdict on the ranks by the experiment's state."""
     view = followed.view
     if view is None:
         return Verdict(RunState.FAILED, 1, "the experiment was deleted")
@@ -80,15 +73,10 @@ def judge_experiment(followed: FollowResult, judged: Verdict) -> Verdict:
 
 
 def judge(outcome: LaunchOutcome, status: Mapping[str, object]) -> Verdict:
-    """Decide what became of an attempt.
+    """Judge an attempt by its ranks and ``status.json``.
 
-    Args:
-        outcome: how the ranks ended.
-        status: what the trial kept in ``status.json``: its last status text and early exit.
-
-    Returns:
-        Completed only if all ranks exited 0, which the launcher takes for a failure before the end of training; a trial that
-        asked itself to stop has completed, too, and so has one that said so before the ranks were asked to stop.
+    It has completed if all ranks exited 0, which the launcher takes for a failure before the end of training, or if the trial
+    asked itself to stop before the ranks were asked to.
     """
     text = str(status.get("status", ""))
     if outcome.ended_at_once:
@@ -121,10 +109,9 @@ def summary(
     resume_command: Sequence[str],
     steps_before: int | None = None,
 ) -> list[str]:
-    """Return the lines of the end: state, validations, places, and how to go on.
+    """Return the last lines: state, validations, places, and the command that resumes.
 
-    The command that goes on is shown unless the run completed. ``steps_before`` are the batches that were trained at the
-    checkpoint from which the attempt went on; None if from none.
+    ``steps_before`` are the batches of the checkpoint that the attempt resumed; None for none.
     """
     stored = sorted(list_checkpoints(run_directory.checkpoints_path), key=lambda found: found.time)
     checkpoint = newest_checkpoint(run_directory.checkpoints_path)
@@ -176,7 +163,6 @@ def at_failure(view: RunView, outcome: LaunchOutcome) -> RunView:
 
 
 def telemetry_rows(run_directory: RunDirectory) -> list[tuple[str, str]]:
-    """Return what the attempt has told of its time, memory and speed."""
     with contextlib.suppress(
         DstrialError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError
     ):
@@ -186,7 +172,7 @@ def telemetry_rows(run_directory: RunDirectory) -> list[tuple[str, str]]:
 
 
 def skipped_steps(run_directory: RunDirectory) -> str | None:
-    """How many optimizer steps were skipped, of how many; None if none were."""
+    """Return how many of how many optimizer steps were skipped; None for none."""
     status: Mapping[str, object] = {}
     with contextlib.suppress(DstrialError):
         status = read_json(run_directory.status_path) or {}
@@ -198,7 +184,7 @@ def skipped_steps(run_directory: RunDirectory) -> str | None:
 def _what_remains(
     verdict: Verdict, batches_trained: int | None, batches_saved: int | None, steps_before: int | None
 ) -> str | None:
-    """What is to be known about batches beside their number."""
+    """Return what is kept and lost of the trained batches."""
     if verdict.state is RunState.COMPLETED:
         has_trained = None in (steps_before, batches_trained) or batches_trained != steps_before
         return None if has_trained else "nothing was left to train"
@@ -211,7 +197,7 @@ def _what_remains(
 
 
 def failure_text(outcome: LaunchOutcome) -> str:
-    """Return the first failing rank and its traceback, the last text; empty for none."""
+    """Return the first failing rank and its traceback; empty for none."""
     text = ""
     if outcome.killed_ranks and not outcome.ended_at_once:
         names = ", ".join(map(str, outcome.killed_ranks))

@@ -18,45 +18,31 @@ from dstrial.resume.manifest import read_saved_run
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where to go on.
+    """Where to resume."""
 
-    Attributes:
-        run_directory: the run that goes on; None to start a new one from the checkpoint.
-        checkpoint: directory of the checkpoint.
-        note: what the user may not expect, as a clause; None if there is nothing.
-    """
-
-    run_directory: RunDirectory | None
+    run_directory: RunDirectory | None  # None starts a new run from the checkpoint
     checkpoint: Path
-    note: str | None = None
+    note: str | None = None  # what the user may not expect, as a clause
 
     @property
     def steps_completed(self) -> int | None:
-        """Batches trained at the checkpoint; None if it is not of the run that goes on."""
+        """Batches trained at the checkpoint; None if it is of another run."""
         if self.run_directory is None:
             return None
         stored = list_checkpoints(self.run_directory.checkpoints_path)
         return next((found.steps_completed for found in stored if found.path == self.checkpoint), None)
 
     def saved_run(self) -> SavedRun | None:
-        """Return the checkpoint's run, to compare a config with; None if it tells nothing.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """Return the checkpoint's run, to compare a config with; None if it tells nothing."""
         if not (self.checkpoint / MANIFEST_NAME).is_file():
             return None  # written by a script of the user's own
         return read_saved_run(self.checkpoint).of_trial(LOCAL_ID)
 
 
 def chosen_point(args: argparse.Namespace) -> ResumePoint | None:
-    """Return what ``--resume``, ``--run-dir`` and ``--runs-dir`` mean.
+    """Resolve ``--resume``, ``--run-dir`` and ``--runs-dir``; None begins anew.
 
-    None means to begin anew. A run of ``--run-dir`` that has a checkpoint goes on from its newest one, whatever it began from.
-
-    Raises:
-        CheckpointNotFoundError: as :func:`resume_point`.
-        ConfigError: the config cannot be read.
+    A run of ``--run-dir`` that has a checkpoint resumes its newest one.
     """
     own = run_directory_of(args)
     if own is not None and own.record_path.is_file():
@@ -75,10 +61,7 @@ def chosen_point(args: argparse.Namespace) -> ResumePoint | None:
 
 
 def run_directory_of(args: argparse.Namespace) -> RunDirectory | None:
-    """Return the directory that ``--run-dir`` gives the run.
-
-    None without it, and for commands that do not have the flag.
-    """
+    """Return the directory of ``--run-dir``, if the command has it."""
     path = getattr(args, "run_dir", None)
     return None if path is None else RunDirectory(Path(path).absolute())
 
@@ -93,11 +76,7 @@ def newest_resumable(runs: list[RunDirectory]) -> tuple[RunDirectory, Path] | No
 
 
 def resume_point(resume: str, *, runs_dir: Path, name: str, context_dir: Path) -> ResumePoint:
-    """Resolve ``--resume``: ``latest``, a run directory, or that of a checkpoint.
-
-    Raises:
-        CheckpointNotFoundError: there is no such run, or it has no complete checkpoint.
-    """
+    """Resolve ``--resume``: ``latest``, a run directory, or that of a checkpoint."""
     if resume == "latest":
         return _latest(runs_dir, name, context_dir)
     path = Path(resume).resolve()

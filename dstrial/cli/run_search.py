@@ -8,8 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from dstrial.cli.run_display import number
-from dstrial.cli.run_follow import FollowResult, follow, kill_command
-from dstrial.cli.run_stalls import StalledTrials
+from dstrial.cli.run_follow import FollowResult, StalledTrials, follow, kill_command
 from dstrial.cli.run_submission import Master, Submission, config_of_run, fingerprint, submit
 from dstrial.cli.run_submission import submitted_config as config_of
 from dstrial.cli.streams import context_text, det_for, page_of, text_table
@@ -68,7 +67,7 @@ def search(
         if line != told:
             told = line
             say(line)
-        stalled.look()
+        stalled.poll()
         if not any(trial.total_batches for trial in view.trials):
             _tell_start(observe.starting(master.state, experiment_id), told_starts, out)
 
@@ -87,7 +86,7 @@ def search(
 
 
 def _tell_start(starts: list[Start], told: set[str], out: LossTolerantStream) -> None:
-    """Say once what holds up a search's first trial; the others' logs say it of them."""
+    """Say once what delays a search's first trial; logs say it of the others."""
     for start in starts[:1]:
         age_s = time.time() - start.since_s
         if age_s >= _SILENCE_S and start.text not in told:
@@ -103,7 +102,7 @@ def best_trial(view: ExperimentView, *, smaller_is_better: bool) -> TrialView | 
 
 
 def progress_line(view: ExperimentView, metric: str, *, smaller_is_better: bool) -> str:
-    """Return a line on a search, like ``40 %  2 active  accuracy 0.93 (trial 4)``."""
+    """Return a line like ``40 %  2 active  accuracy 0.93 (trial 4)``."""
     counts: dict[str, int] = {}
     for trial in view.trials:
         counts[trial.state.lower()] = counts.get(trial.state.lower(), 0) + 1
@@ -153,7 +152,7 @@ def _judge(followed: FollowResult, view: ExperimentView) -> tuple[RunState, int,
 
 
 def trial_table(view: ExperimentView, experiment: ExperimentConfig) -> list[str]:
-    """One line per trial, the best first, and how many are left out."""
+    """Return one line per trial, the best first, and how many are left out."""
 
     def rank(trial: TrialView) -> tuple[bool, float, int]:
         value = trial.best_metric
@@ -179,7 +178,7 @@ def trial_table(view: ExperimentView, experiment: ExperimentConfig) -> list[str]
 
 
 def _hparams(trial: TrialView, experiment: ExperimentConfig) -> str:
-    """The hyperparameters that the search chose."""
+    """Return the hyperparameters that the search chose."""
     values = masked(json.loads(trial.hparams), SecretNames())
     specs = experiment.raw.get("hyperparameters") or {}
     return " ".join(f"{name}={_short(value)}" for name, value in _chosen(values, specs))

@@ -1,7 +1,4 @@
-"""Where a run over hosts takes place.
-
-That is on hosts of the user's own, or in a job of Slurm's that may end and be started again.
-"""
+"""Where a run over hosts trains: on hosts of the user's, or in a job of Slurm's."""
 
 from __future__ import annotations
 
@@ -28,25 +25,18 @@ _PREEMPTED = "Slurm gives its nodes to another job"
 
 
 class RunSite:
-    """Where a run over hosts takes place.
-
-    Here these are hosts of the user's own, which nobody takes away.
-
-    Attributes:
-        transport: how hosts are reached; None for ssh.
-        stop_signals: more signals that stop the ranks with a checkpoint.
-    """
+    """Hosts of the user's own, which nobody takes away; ``transport`` is None for ssh."""
 
     transport: Transport | None = None
     stop_signals: tuple[signal.Signals, ...] = ()
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
-        """Watch it within the block."""
+        """Watch for an early end within the block."""
         return contextlib.nullcontext()
 
     @property
     def is_ending(self) -> bool:
-        """Whether nothing more is to be started there."""
+        """Whether nothing more may start there."""
         return False
 
     def begin(self, run_directory: RunDirectory) -> None:
@@ -58,22 +48,16 @@ class RunSite:
         stopped_by: str | None,  # noqa: ARG002  # a job's site asks
         run_directory: RunDirectory,  # noqa: ARG002
     ) -> Verdict:
-        """Return what became of an attempt, seen from there.
-
-        Args:
-            verdict: by its ranks.
-            stopped_by: name of the signal that stopped them; None if none did.
-            run_directory: of the run.
-        """
+        """Return the verdict as seen from the site; ``stopped_by`` names a signal."""
         return verdict
 
     @property
     def is_started_again(self) -> bool:
-        """Whether the run goes on later without its user."""
+        """Whether Slurm will requeue the run."""
         return False
 
     def leave(self, out: LossTolerantStream) -> None:
-        """Do what is to be done when all is on record."""
+        """Requeue the job, if so decided, when everything is recorded."""
 
 
 class BatchJob(RunSite):
@@ -103,22 +87,18 @@ class BatchJob(RunSite):
 
     @property
     def is_ending(self) -> bool:
-        """Whether its time is over, or Slurm has asked it to leave."""
         if self._is_out_of_time:
             return True
         job = self._seen()
         return job is not None and (job.is_preempted or job.state != "RUNNING")
 
     def begin(self, run_directory: RunDirectory) -> None:
-        """Remember where the run stands, and write down which job trains it."""
+        """Record which job trains the run."""
         self._newest = _newest_uuid(run_directory)
         write_json_atomically(run_directory.slurm_job_path, {"job_id": self._job_id})
 
     def judged(self, verdict: Verdict, stopped_by: str | None, run_directory: RunDirectory) -> Verdict:
-        """Decide whether Slurm is to start the job again.
-
-        Says also in words why its ranks were stopped.
-        """
+        """Decide whether Slurm is to requeue the job, and say why its ranks stopped."""
         if verdict.state is RunState.COMPLETED:
             return verdict
         if self._is_out_of_time or stopped_by == signal.SIGUSR1.name:
@@ -137,11 +117,10 @@ class BatchJob(RunSite):
 
     @property
     def is_started_again(self) -> bool:
-        """Whether ``leave`` puts the job back into the queue."""
         return bool(self._again)
 
     def leave(self, out: LossTolerantStream) -> None:
-        """Put the job back into the queue where that is due, which ends this process."""
+        """Requeue the job where that is due, which ends this process."""
         if not self._again:
             return
         job = self._seen() if self._again == _PREEMPTED else None

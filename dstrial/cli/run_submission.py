@@ -40,13 +40,7 @@ _RETENTION_KEYS = ("save_trial_latest", "save_trial_best", "save_experiment_best
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Master:
-    """The master that trains for us.
-
-    Attributes:
-        state: its state directory.
-        record: its process and address.
-        client: asks it in the user's name.
-    """
+    """The master that trains for this command."""
 
     state: StateDirectory
     record: MasterRecord
@@ -55,41 +49,29 @@ class Master:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Submission:
-    """The content of a run directory's ``submission.json``.
-
-    Attributes:
-        experiment_id: the master's experiment that trains the run.
-        cluster_id: of that master.
-        fingerprint: of the config and the files that were submitted.
-        checkpoint_storage: that section of the user's config, for its retention.
-    """
+    """The content of a run directory's ``submission.json``."""
 
     experiment_id: int
     cluster_id: str
-    fingerprint: str
-    checkpoint_storage: dict[str, Any]
+    fingerprint: str  # of the config and the files
+    checkpoint_storage: dict[str, Any]  # of the user's config, for its retention
 
     @classmethod
     def read(cls, run_directory: RunDirectory) -> Submission | None:
-        """Return what was submitted last; None if nothing was, or the file is not ours."""
+        """Return what was submitted last; None without a submission of ours."""
         try:
             return cls(**(read_json(run_directory.submission_path) or {}))
         except (TypeError, DstrialError):
             return None
 
     def write(self, run_directory: RunDirectory) -> None:
-        """Store it, replacing what is there."""
         write_json_atomically(run_directory.submission_path, dataclasses.asdict(self))
 
 
 def find_or_start_master(num_slots: int) -> tuple[Master, bool]:
     """Return the user's master and whether it was started now.
 
-    Args:
-        num_slots: how many slots a trial needs; a master on the CPU is started with at least as many.
-
-    Raises:
-        MasterError: it cannot be started, or is stopped.
+    A master on the CPU is started with at least ``num_slots``.
     """
     from dstrial.master.login import log_in, session
 
@@ -117,7 +99,6 @@ def find_or_start_master(num_slots: int) -> tuple[Master, bool]:
 
 
 def fingerprint(config: Mapping[str, Any], files: list[v1File]) -> str:
-    """Return a digest of config and files, equal for equal content."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for file in sorted(files, key=lambda file: str(file.path)):
         digest.update(f"\0{file.path}\0{file.type}\0{file.mode}\0{file.content}".encode())
@@ -156,14 +137,7 @@ def config_of_run(
 ) -> dict[str, Any]:
     """Return a config whose trial keeps its files in a run directory.
 
-    Args:
-        config: what ``submitted_config`` returned.
-        experiment: the user's experiment.
-        run_directory: the run.
-        checkpoint: directory of the checkpoint to go on from; None for none.
-        is_test: whether two batches are enough.
-        is_search: whether there are several trials, whose reports only the master keeps.
-        shows_progress: whether libraries may draw progress bars of their own.
+    ``checkpoint`` is the directory to resume; ``is_search`` leaves reports to the master.
     """
     result = copy.deepcopy(dict(config))
     quiet = {} if shows_progress else _NO_BARS
@@ -190,11 +164,7 @@ def config_of_run(
 
 
 def submit(master: Master, config: Mapping[str, Any], files: list[v1File]) -> int:
-    """Create and activate an experiment; returns its number.
-
-    Raises:
-        MasterError: the master refuses it or does not answer.
-    """
+    """Create and activate an experiment; return its number."""
     body = {
         "config": yaml_text(dict(config)),
         "modelDefinition": [file.to_json(False) for file in files],
@@ -208,13 +178,8 @@ def running_experiment(
 ) -> observe.ExperimentView | None:
     """Return the run's experiment if it can go on: paused, or active since an ``up``.
 
-    ``now`` is the fingerprint of what would be submitted now, and ``is_newest`` tells whether the run is to go on from its newest
-    checkpoint.
-
-    A paused experiment of the run from which something else is wanted is cancelled: another one takes its place.
-
-    Raises:
-        DstrialError: the experiment is active, and something else is wanted.
+    A paused one with another fingerprint than ``now``, or from another checkpoint than the newest, is cancelled: another takes
+    its place. An active one of that kind raises ``DstrialError``.
     """
     last = Submission.read(run_directory)
     if last is None or last.cluster_id != master.record.cluster_id:

@@ -31,7 +31,6 @@ _UNAVAILABLE = 503
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand and its arguments."""
     parser = subparsers.add_parser(
         "status",
         help="show the master's address, slots, experiments and disk use",
@@ -42,7 +41,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print; return 0 if a master runs and is not stopped, else 1."""
+    """Return 0 if a master runs and is not stopped, else 1."""
     state = StateDirectory.choose(args.state_dir)
     record = state.running()
     usage, starting, stalled, unusable = _observed(state, record)
@@ -78,11 +77,7 @@ def main(args: argparse.Namespace) -> int:
 def _observed(
     state: StateDirectory, record: MasterRecord | None
 ) -> tuple[observe.Usage, list[dict[str, Any]], list[dict[str, Any]], str]:
-    """Return what the database says, and what is wrong with it while a master serves.
-
-    Raises:
-        MasterError: it cannot be used, and no master runs.
-    """
+    """Return what the database says, and what is wrong with it while a master serves."""
     try:
         usage = observe.usage(state)
         if record is None:
@@ -100,7 +95,7 @@ def _observed(
 
 
 def _shown(found: Sequence[observe.Start | observe.Stalled], key: str) -> list[dict[str, Any]]:
-    """Return what holds up trials, with its text under ``key``."""
+    """Return what delays trials, with its text under ``key``."""
     return [
         {
             "trial": one.trial_id,
@@ -113,10 +108,7 @@ def _shown(found: Sequence[observe.Start | observe.Stalled], key: str) -> list[d
 
 
 def _health(record: MasterRecord) -> tuple[bool, str]:
-    """Whether the master answers its owner, and what keeps it from its work.
-
-    However many others ask at its port.
-    """
+    """Return whether the master answers its owner, and what keeps it from working."""
     try:
         Client(record.address, socket=record.socket, timeout_s=_ANSWER_TIMEOUT_S).get("/health")
     except RequestError as error:
@@ -176,7 +168,6 @@ def _counts(by_state: dict[str, int]) -> str:
 
 
 def _disk_bytes(path: Path) -> int:
-    """Return the bytes on disk of a directory's readable files."""
     total = 0
     pending = [str(path)]
     while pending:

@@ -1,7 +1,4 @@
-"""What commands print: streams that may lose readers, tables, bars, sizes, names.
-
-Showing a training must never end it.
-"""
+"""Output of commands: streams that survive lost readers, tables, bars, names."""
 
 from __future__ import annotations
 
@@ -24,11 +21,8 @@ if TYPE_CHECKING:
 class LossTolerantStream:
     """A text stream that goes silent when it cannot be written any more.
 
-    That is so when the reader of a pipe has ended (``| head``, or ``| tee`` at a Ctrl-C), when the terminal
-    is gone, and when the disk that the output goes to is full.
-
-    Args:
-        stream: where to write. Once it is lost it writes to the null device, for whoever else uses it.
+    That is when a pipe's reader has ended (``| head``), the terminal is gone, or the disk is full. A lost stream leads to the
+    null device, for other users of it.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -37,16 +31,13 @@ class LossTolerantStream:
 
     @property
     def is_lost(self) -> bool:
-        """Whether something could not be written."""
         return self._is_lost
 
     @property
     def encoding(self) -> str:
-        """That of the stream."""
         return self._stream.encoding
 
     def write(self, text: str) -> int:
-        """Write and flush; returns the number of characters, also if nobody reads them."""
         try:
             self._stream.write(text)
             self._stream.flush()
@@ -59,11 +50,9 @@ class LossTolerantStream:
         """Do nothing: everything is flushed as it is written."""
 
     def isatty(self) -> bool:
-        """Whether the stream is a terminal."""
         return self._stream.isatty()
 
     def fileno(self) -> int:
-        """The stream's descriptor."""
         return self._stream.fileno()
 
 
@@ -77,16 +66,7 @@ def to_null_device(stream: TextIO) -> None:
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> str:
-    """Lay out rows under a header.
-
-    Args:
-        header: name of each column.
-        rows: cells; None becomes ``-``.
-        right: columns, 0-based, that are aligned to the right, for numbers.
-
-    Returns:
-        One line per row, each with its end, without spaces at the end.
-    """
+    """Return one line per row; columns in ``right`` are right-aligned, None is ``-``."""
     cells = [
         list(header),
         *([("-" if cell is None else visible_line(str(cell))) for cell in row] for row in rows),
@@ -103,7 +83,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[object]], *, right
 
 
 def field_lines(fields: Sequence[tuple[str, object]]) -> str:
-    """Lay out names and values, a pair per line, values aligned; omit values of None."""
+    """Return names and aligned values, a pair per line; values of None are left out."""
     shown = [(name, value) for name, value in fields if value is not None]
     width = max((len(name) for name, _ in shown), default=0) + 3
     return "".join(f"{name + ':':<{width}}{visible_line(str(value))}\n" for name, value in shown)
@@ -113,10 +93,7 @@ _SMALL_BYTES = 64 << 20
 
 
 class BytesBar:
-    """Shows on a terminal's standard error how many bytes of a known total are done.
-
-    ``what`` is being done, ``verifying`` for example. Little has no bar, nor has a user who wants none (``is_plain``).
-    """
+    """Shows on a terminal how many bytes of a total are done; none for few bytes."""
 
     def __init__(self, what: str, num_bytes: int, *, is_plain: bool = False) -> None:
         self._progress: Progress | None = None
@@ -136,7 +113,7 @@ class BytesBar:
             self._progress.stop()
 
     def advance(self, num_bytes: int) -> None:
-        """Move the bar; from any thread."""
+        """Move the bar; thread-safe."""
         if self._progress is not None:
             self._progress.advance(self._task, num_bytes)
 
@@ -178,9 +155,9 @@ def context_text(context: Context) -> str:
 
 
 def typed(name: str) -> str:
-    """Return what starts a command installed beside this Python, ``det`` for example.
+    """Return how a command installed beside this Python, such as ``det``, is typed.
 
-    Its name where a shell finds that very command by it; else its path, from the working directory if it lies below.
+    That is its name where a shell finds that very command; else its path, from the working directory if it lies below.
     """
     own = Path(sys.executable).with_name(name)
     found = shutil.which(name)
@@ -191,7 +168,6 @@ def typed(name: str) -> str:
 
 
 def det_reaches(address: str) -> bool:
-    """Return whether ``det`` without ``-m`` asks the master at an address."""
     chosen = os.environ.get("DET_MASTER", os.environ.get("DET_MASTER_ADDR", "localhost:8080"))
     return chosen.removeprefix("http://").rstrip("/") == address.removeprefix("http://")
 

@@ -31,7 +31,6 @@ _POLL_S = 0.05
 
 
 def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand and its arguments."""
     parser = subparsers.add_parser(
         "up",
         help="start the master of this machine in the background",
@@ -87,7 +86,6 @@ def _add_host_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_state_dir_argument(parser: argparse.ArgumentParser) -> None:
-    """Add ``--state-dir``, by which every command of a master finds it."""
     parser.add_argument(
         "--state-dir",
         metavar="DIR",
@@ -96,22 +94,13 @@ def add_state_dir_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def port_argument(text: str) -> int:
-    """Read a port.
-
-    Raises:
-        argparse.ArgumentTypeError: it is no number from 0 to 65535.
-    """
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port; expected a number from 0 to 65535")
     return int(text)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Start a master, or say that one runs.
-
-    Raises:
-        MasterError: it cannot be started.
-    """
+    """Start a master, or say that one runs."""
     state = StateDirectory.choose(args.state_dir)
     options = daemon.MasterOptions(
         port=args.port,
@@ -146,14 +135,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _check_hosts(state: StateDirectory, options: daemon.MasterOptions) -> bool:
-    """Look whether all hosts can train together, and show them.
+    """Check whether all hosts can train together, and show them; False without any.
 
-    Returns:
-        Whether there are any.
-
-    Raises:
-        ConfigError: the hostfile cannot be used, or flags contradict each other.
-        HostError: with everything that is wrong with the hosts, unless trials of an earlier master go on there.
+    If trials of an earlier master go on there, problems of the hosts raise nothing.
     """
     if options.is_under_slurm and (options.hostfile or options.include or options.exclude):
         problem = ConfigProblem(
@@ -201,7 +185,6 @@ def _check_hosts(state: StateDirectory, options: daemon.MasterOptions) -> bool:
 def _show_hosts(
     state: StateDirectory, options: daemon.MasterOptions, settings: MasterSettings, hosts: Sequence[Host]
 ) -> None:
-    """Connect to all hosts, and show what each has."""
     from dstrial.hosts.preflight import check_hosts
     from dstrial.hosts.srun import own_allocation, transport_of
 
@@ -227,7 +210,7 @@ def _show_hosts(
 
 
 def _check_slurm(state: StateDirectory, options: daemon.MasterOptions, settings: MasterSettings) -> None:
-    """Look whether Slurm takes jobs of this master's."""
+    """Check whether Slurm accepts jobs of this master's."""
     _refuse_hosts(options, settings, "Slurm")
     from dstrial.master.backends.queued.slurm import check_slurm
 
@@ -242,7 +225,7 @@ def _check_slurm(state: StateDirectory, options: daemon.MasterOptions, settings:
 
 
 def _check_ray(options: daemon.MasterOptions, settings: MasterSettings) -> None:
-    """Look whether the Ray cluster answers, and show its nodes."""
+    """Check whether the Ray cluster answers, and show its nodes."""
     _refuse_hosts(options, settings, "Ray")
     from dstrial.master.backends.queued.ray import check_ray
 
@@ -251,7 +234,7 @@ def _check_ray(options: daemon.MasterOptions, settings: MasterSettings) -> None:
 
 
 def _refuse_hosts(options: daemon.MasterOptions, settings: MasterSettings, name: str) -> None:
-    """Refuse what names hosts beside an engine that has its own."""
+    """Refuse hosts beside an engine that has its own."""
     given = {
         "--hostfile": options.hostfile or settings.hostfile,
         "--include": options.include,
@@ -294,12 +277,12 @@ def _require_hostfile(options: daemon.MasterOptions) -> None:
 
 
 def _import_login() -> None:
-    """Spend the time in which the master starts on what logging in needs."""
+    """Import what logging in needs while the master starts."""
     from determined.common.api import authentication  # noqa: F401 - a third of a second
 
 
 def _ignored(args: argparse.Namespace, record: MasterRecord) -> list[str]:
-    """The options that a running master does not follow."""
+    """Return the options that a running master does not follow."""
     ignored = []
     if args.port not in (None, 0, record.port):
         ignored.append(f"--port {args.port}")
@@ -362,7 +345,7 @@ def _print_login(state: StateDirectory, record: MasterRecord) -> None:
 
 
 def describe_slots(record: MasterRecord) -> str:
-    """Say how many slots of which kind a master offers, for example ``2 cpu``."""
+    """Return the number of slots of each kind, for example ``2 cpu``."""
     kinds: dict[str, int] = {}
     for slot in record.slots:
         name = str(slot["kind"]) if slot["kind"] == "cpu" else f"{slot['kind']} ({slot['brand']})"

@@ -5,7 +5,6 @@ A directory that does not exist is not created: its nearest existing parent is l
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from dstrial.doctor.background import NoAnswerError, within
 from dstrial.doctor.finding import Finding, note, ok, problem, size
+from dstrial.launch.stale_locks import file_system_of
 
 _GIB = 1 << 30
 _DIRECTORY_TIMEOUT_S = 8.0
@@ -77,23 +77,11 @@ def _look(name: str, path: Path) -> Directory:
     return Directory(
         name=name,
         path=str(path),
-        file_system=_file_system(at),
+        file_system=file_system_of(at),
         free_bytes=facts.f_bavail * facts.f_frsize,
         free_files=facts.f_favail if facts.f_files else None,
         error=error,
     )
-
-
-def _file_system(path: Path) -> str:
-    best, kind = "", ""
-    where = str(path.resolve()).rstrip("/") + "/"
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines():
-            _, mounted_at, file_system, *_ = line.split()
-            prefix = mounted_at.rstrip("/") + "/"
-            if where.startswith(prefix) and len(prefix) >= len(best):
-                best, kind = prefix, file_system
-    return kind
 
 
 def judge(directories: Sequence[Directory | Finding]) -> list[Finding]:

@@ -171,11 +171,16 @@ def _open_files_by_process() -> Iterator[tuple[str, tuple[int, int]]]:
 
 def _is_local(path: Path) -> bool:
     """Say, by its type, whether ``path``'s file system is this machine's alone."""
+    return file_system_of(path) in _LOCAL_FILE_SYSTEMS
+
+
+def file_system_of(path: Path) -> str:
+    """Return the type of a path's file system, ``ext4`` for example; empty if unknown."""
     best, kind = "", ""
-    where = str(path.resolve())
+    where = str(path.resolve()).rstrip("/") + "/"
     for line in (_PROCESSES / "self" / "mounts").read_text(errors="replace").splitlines():
         _, mounted_at, file_system, *_ = line.split()
         prefix = mounted_at.rstrip("/") + "/"
         if where.startswith(prefix) and len(prefix) >= len(best):
             best, kind = prefix, file_system
-    return kind in _LOCAL_FILE_SYSTEMS
+    return kind

@@ -1,11 +1,11 @@
-"""Checkpoint directories: complete, being written, left behind, or kept no longer.
+"""Checkpoint directories: complete, being written, orphaned, or to be deleted.
 
-``<checkpoints>/<uuid>/`` counts as a checkpoint once its completion mark is there. While it is being written, ``<uuid>.saving/``
-beside it says by which process, which tells work in progress from what a dead process left, and holds one empty file per rank
-that has not ended its part. A rank ends its part by removing its file, which works on a full disk too.
+``<checkpoints>/<uuid>/`` counts as a checkpoint once its completion mark exists. While it is written, ``<uuid>.saving/`` beside
+it names the writing process, by which orphans are told, and has one empty file per rank that is not done. A rank removes its
+file when it is done, which works on a full disk.
 
-``KeepPolicy`` has Determined's ``checkpoint_storage`` rules. A run off any cluster is one trial, so "best of the trial" and
-"best of the experiment" rank the same checkpoints.
+``KeepPolicy`` has Determined's ``checkpoint_storage`` rules. A run without a master is one trial, so that "best of the trial"
+and "best of the experiment" rank the same checkpoints.
 """
 
 from __future__ import annotations
@@ -32,19 +32,12 @@ _WRITER_FILE = "writer.json"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """One complete checkpoint.
-
-    Attributes:
-        uuid: its name, and its ``storage_id`` in Determined's interface.
-        path: its directory.
-        steps_completed: batches trained when it was saved.
-        time: when it was completed, ISO 8601 in UTC.
-    """
+    """One complete checkpoint."""
 
     uuid: str
     path: Path
     steps_completed: int
-    time: str
+    time: str  # of its completion, ISO 8601 in UTC
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +50,6 @@ class Writer:
 
 
 def this_writer() -> Writer:
-    """Describe this process."""
     return Writer(host=socket.gethostname(), pid=os.getpid(), started=_process_start(os.getpid()))
 
 
@@ -83,17 +75,9 @@ def _saving_path(checkpoints_path: Path, storage_id: str) -> Path:
 
 
 def begin_checkpoint(checkpoints_path: Path, num_ranks: int) -> tuple[Path, str]:
-    """Make the directory of a new checkpoint, which does not count as one yet.
+    """Create the directory of a new checkpoint; return it and its uuid.
 
-    Args:
-        checkpoints_path: directory of all checkpoints.
-        num_ranks: how many ranks save a part, each of which calls ``end_part``.
-
-    Returns:
-        The directory and the checkpoint's uuid.
-
-    Raises:
-        OSError: the directory cannot be made; nothing is left behind.
+    Each of ``num_ranks`` calls ``end_part``. If the directory cannot be created, nothing is left behind.
     """
     storage_id = str(uuid.uuid4())
     path = checkpoints_path / storage_id
@@ -111,25 +95,25 @@ def begin_checkpoint(checkpoints_path: Path, num_ranks: int) -> tuple[Path, str]
 
 
 def end_part(checkpoints_path: Path, storage_id: str, rank: int) -> None:
-    """Say that a rank has ended its part, well or not."""
+    """Note that a rank is done, whether it succeeded or not."""
     (_saving_path(checkpoints_path, storage_id) / f"rank{rank}").unlink(missing_ok=True)
 
 
 def ranks_saving(checkpoints_path: Path, storage_id: str) -> list[int]:
-    """The ranks that have not ended their part, in order."""
+    """Return the ranks that are not done, in order."""
     names = [path.name for path in _saving_path(checkpoints_path, storage_id).glob("rank*")]
     return sorted(int(name.removeprefix("rank")) for name in names)
 
 
 def end_saving(checkpoints_path: Path, storage_id: str) -> None:
-    """Forget who wrote a checkpoint, once it is complete."""
+    """Remove the note of the writer of a complete checkpoint."""
     shutil.rmtree(_saving_path(checkpoints_path, storage_id), ignore_errors=True)
 
 
 def remove_checkpoint(checkpoints_path: Path, storage_id: str) -> None:
     """Remove a checkpoint, complete or not; its completion mark goes first.
 
-    What a process killed meanwhile leaves of it, the next ``remove_incomplete_checkpoints`` removes.
+    If this process is killed meanwhile, ``remove_incomplete_checkpoints`` removes the rest.
     """
     path = checkpoints_path / storage_id
     if path.is_dir():
@@ -141,13 +125,10 @@ def remove_checkpoint(checkpoints_path: Path, storage_id: str) -> None:
 
 
 def list_checkpoints(checkpoints_path: Path) -> list[StoredCheckpoint]:
-    """Find every complete checkpoint of a directory.
-
-    Returns:
-        Ordered by ``steps_completed`` and then by time; empty if there is no such directory.
+    """Return every complete checkpoint by ``steps_completed``, then by time.
 
     Raises:
-        CheckpointDamagedError: a completion mark is not one that this package wrote.
+        CheckpointDamagedError: dstrial did not write a completion mark.
     """
     found = [_read_stored(path) for path in checkpoints_path.glob("*/") if is_complete(path)]
     return sorted(found, key=lambda checkpoint: (checkpoint.steps_completed, checkpoint.time))
@@ -165,21 +146,18 @@ def _read_stored(path: Path) -> StoredCheckpoint:
 
 
 def newest_checkpoint(checkpoints_path: Path) -> StoredCheckpoint | None:
-    """Find the checkpoint that was completed last; None if there is none.
+    """Return the checkpoint that was completed last; None if there is none.
 
-    It is not always the one with the most batches: a run can be resumed from an earlier checkpoint.
+    After a resume from an earlier checkpoint, it may have fewer batches than others.
     """
     return max(list_checkpoints(checkpoints_path), key=lambda checkpoint: checkpoint.time, default=None)
 
 
 def remove_incomplete_checkpoints(checkpoints_path: Path) -> dict[str, int]:
-    """Remove what killed processes left of checkpoints they were writing.
+    """Remove what killed processes left of checkpoints; return names and their bytes.
 
-    Left alone: complete checkpoints, what a process writes that lives, or that ran on another machine and may live, and every
-    directory without a note of who writes it, such as the TensorBoard files that Determined keeps under the cluster's id.
-
-    Returns:
-        The names that were removed, with the bytes of their files.
+    Kept are complete checkpoints, those of processes that live or may live on another machine, and directories without a note of
+    a writer, such as TensorBoard files that Determined keeps under the cluster's id.
     """
     names = {path.stem for path in checkpoints_path.glob(f"*{SAVING_SUFFIX}")}
     removed: dict[str, int] = {}
@@ -213,23 +191,16 @@ _KEEP_DEFAULTS = {"save_trial_latest": 1, "save_trial_best": 1, "save_experiment
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeepPolicy:
-    """How many checkpoints of a run to keep.
+    """How many checkpoints of a run to keep."""
 
-    Attributes:
-        num_latest: how many of those with the most batches; the newest is kept even at 0.
-        num_best: how many of those with the best searcher metric, counted by their own.
-    """
-
-    num_latest: int = 1
-    num_best: int = 1
+    num_latest: int = 1  # with the most batches; the newest is kept even at 0
+    num_best: int = 1  # by the searcher metric, besides the latest
 
     @classmethod
     def from_config(cls, checkpoint_storage: Mapping[str, object] | None) -> KeepPolicy | None:
-        """Read the experiment config's ``checkpoint_storage``; None keeps everything.
+        """Read ``checkpoint_storage``; without any ``save_…`` field, all are kept (None).
 
-        None comes of a section without any ``save_…`` field: nobody has asked to delete anything. Where one of the three is
-        given, the others have Determined's defaults (latest 1, trial best 1, experiment best 0) if missing or None. Those that
-        are given have been validated as integers of at least 0.
+        If one of the three is given, the others have Determined's defaults: latest 1, trial best 1, experiment best 0.
         """
         fields = checkpoint_storage or {}
         given = {key: fields[key] for key in _KEEP_DEFAULTS if fields.get(key) is not None}
@@ -249,17 +220,11 @@ def checkpoints_to_delete(
     *,
     smaller_is_better: bool,
 ) -> list[str]:
-    """Decide which checkpoints the policy does not keep.
+    """Return uuids of checkpoints that the policy does not keep, oldest first.
 
-    Args:
-        checkpoints: uuid and ``steps_completed`` of each complete checkpoint, oldest first.
-        validations: ``steps_completed`` -> searcher metric reported there. A checkpoint without one,
-            or with NaN, is never among the best.
-        policy: how many to keep.
-        smaller_is_better: which way the searcher metric is compared; of equals the earlier is better.
-
-    Returns:
-        uuids to delete, oldest first; never the newest checkpoint.
+    ``checkpoints`` are uuid and ``steps_completed``, oldest first; the newest is always kept. ``validations`` is
+    ``steps_completed`` -> searcher metric: a checkpoint without one, or with NaN, is never among the best, and of equal ones the
+    earlier is better.
     """
     if not checkpoints:
         return []

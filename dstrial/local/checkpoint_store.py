@@ -1,7 +1,6 @@
 """Determined's CheckpointContext on a directory of whole checkpoints.
 
-What happens on one rank reaches all: every step ends in one gather of who succeeded, and a rank that fails makes the step fail
-everywhere, with its number and its cause.
+Every step ends in one gather of the ranks' successes. If a rank fails, the step fails on all ranks, with its number and cause.
 """
 
 from __future__ import annotations
@@ -47,32 +46,25 @@ METADATA_FILE = "metadata.json"
 
 _METADATA_DIGEST = "metadata_sha256"
 
+# How long a rank that could not save its part waits for the others before it fails alone.
 FAILURE_WAIT_S = 60.0
-"""How long a rank that could not save its part waits for the others before it fails alone."""
-
 _POLL_PERIOD_S = 0.05
 
 T = TypeVar("T")
 
+# Checkpoints that this process has completed, by uuid: their runs may lie anywhere.
 _written_here: dict[str, Path] = {}
-"""Checkpoints that this process has completed, by uuid: their runs may lie anywhere."""
-
+# Where Determined 0.38.1 keeps checkpoints off a cluster, and code written for it looks: a path there stands for its uuid.
 _DETERMINED_PATH = platformdirs.user_data_path("determined")
-"""Where Determined 0.38.1 keeps checkpoints off a cluster, and code written for it looks: a path there stands for its uuid."""
 
 
 class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # mypy does not follow determined
-    """Store checkpoints in a directory that all ranks can write to.
-
-    Make one with ``open_checkpoint_store``.
+    """Stores checkpoints in a directory that all ranks can write to.
 
     Args:
-        dist: the ranks of the job.
-        checkpoints_path: existing directory that holds one directory per checkpoint.
-        keep: which checkpoints to keep after each new one; None keeps all.
+        keep: applied after each new checkpoint; None keeps all.
         validations: returns ``steps_completed`` -> searcher metric, for ``keep``; called on the chief.
-        smaller_is_better: which way the searcher metric is compared.
-        failure_wait_s: how long a rank that could not save its part waits for the others, seconds.
+        failure_wait_s: how long a rank that failed waits for the others.
     """
 
     def __init__(
@@ -98,23 +90,15 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
     def store_path(
         self, metadata: dict[str, Any] | None = None, *, shard: bool = False
     ) -> Iterator[tuple[Path, str]]:
-        """Give a new directory to save into; the checkpoint is complete after the block.
+        """Yield a new directory to save into, and the checkpoint's uuid.
 
-        Args:
-            metadata: must hold ``steps_completed`` (batches trained); with ``shard=True`` the ranks'
-                metadata are merged, and one rank's is enough. Read when the block ends.
-            shard: whether all ranks save into it together.
-
-        Yields:
-            The directory and the new checkpoint's uuid, the same on all ranks.
+        The checkpoint is complete after the block. ``metadata`` is read then, and has ``steps_completed`` on one rank at least.
 
         Raises:
-            CheckpointError: this rank or another could not write its part; the message names the rank
-                and the cause. The directory is removed; earlier checkpoints are untouched. An exception
-                of the block that is no ``OSError`` is raised as it is on the rank it came from.
-            RankError: ``shard=False`` on another rank than 0; or the block met one, after which there are no ranks to
-                agree with, and the directory is left to ``open_checkpoint_store``.
-            ValueError: no rank's metadata holds ``steps_completed``.
+            CheckpointError: a rank could not write its part; the directory is removed. An exception that is no ``OSError``
+                is raised as it is on its rank.
+            RankError: ``shard=False`` on another rank than 0, or raised by the block: without ranks to agree with, the
+                directory is left to ``open_checkpoint_store``.
 
         Ranks: all, collectively, with ``shard=True``; rank 0 otherwise.
         """
@@ -147,12 +131,9 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         return begin_checkpoint(self._checkpoints_path, num_ranks)
 
     def _require_storage(self) -> None:
-        """Raise if another directory is where that of the checkpoints was.
+        """Raise ``StorageGoneError`` if another directory is in the storage's place.
 
-        Whoever saves makes what is missing above a file: what was unmounted would be made anew, and nothing of it found later.
-
-        Raises:
-            StorageGoneError: so it is.
+        A save creates missing parents: into an unmounted storage it would write where nobody finds it later.
         """
         path = str(self._checkpoints_path)
         try:
@@ -172,7 +153,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         shard: bool,
         error: Exception | None,
     ) -> None:
-        """Complete a checkpoint that all ranks have saved; remove it where that fails."""
+        """Complete a checkpoint that all ranks have saved; remove it on failure."""
         try:
             all_metadata = self._run_on_all_ranks(
                 shard, f"saved in {path}", lambda: dict(metadata or {}), error
@@ -203,10 +184,10 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
             self._apply_keep_policy()
 
     def _await_other_ranks(self, storage_id: str, error: Exception) -> None:
-        """Wait a while until the other ranks have ended their part too.
+        """Wait until the other ranks are done too, up to ``failure_wait_s``.
 
-        They may be waiting for this rank inside their part, in a barrier of DeepSpeed's for example. Only
-        the end of this process frees them then, so this rank fails alone.
+        They may wait for this rank in a barrier of DeepSpeed's. Only the end of this process releases them then, so this rank
+        fails alone.
         """
         give_up_at_s = time.monotonic() + self._failure_wait_s
         while waiting := ranks_saving(self._checkpoints_path, storage_id):
@@ -225,16 +206,10 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
     def _run_on_all_ranks(
         self, shard: bool, done: str, step: Callable[[], T], error: Exception | None = None
     ) -> list[T]:
-        """Do a step on every rank; the failure of one is the failure of all.
+        """Run a step on every rank, and return the results by rank; one failure fails all.
 
-        Args:
-            shard: whether the other ranks take part.
-            done: what the checkpoint is after the step, for the error.
-            step: what this rank does.
-            error: a failure that stands already; the step is then left out.
-
-        Returns:
-            What the step returned, by rank; a list of one if the others do not take part.
+        ``shard`` says whether the other ranks take part; ``done`` is what the checkpoint is after the step, for the error;
+        ``error`` is an earlier failure, which skips the step.
         """
         result: T | None = None
         if error is None:
@@ -306,12 +281,8 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
     ) -> str:
         """Copy a directory, or the union of the ranks', to a checkpoint; return its uuid.
 
-        Args as in Determined's; ``ckpt_dir`` is None on a rank that has nothing to add, and is not changed.
-
-        Raises:
-            CheckpointError: as in ``store_path``, and if ranks bring different files of one name, or none
-                brings a directory.
-            RankError: ``shard=False`` on another rank than 0.
+        ``ckpt_dir`` is None on a rank that has nothing to add. Ranks that bring different files of one name, or no directory at
+        all, raise ``CheckpointError``.
 
         Ranks: all, collectively, with ``shard=True``; rank 0 otherwise.
         """
@@ -342,13 +313,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         *,
         selector: Callable[[str], bool] | None = None,
     ) -> None:
-        """Copy a checkpoint into a directory, made if missing. Args as in Determined's.
-
-        Raises:
-            CheckpointNotFoundError: there is no complete checkpoint of this name.
-
-        Ranks: all, collectively, when they share; any otherwise.
-        """
+        """Copy a checkpoint into a directory. Ranks: all, collectively, when they share."""
         self._find(storage_id)
         super().download(storage_id, ckpt_dir, download_mode, selector=selector)
 
@@ -360,42 +325,24 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
         *,
         selector: Callable[[str], bool] | None = None,  # noqa: ARG002 - nothing is copied
     ) -> Iterator[Path]:
-        """Give the directory of a checkpoint to read from; nothing is copied.
-
-        ``storage_id`` is a uuid, or the path of a checkpoint directory anywhere.
-
-        Raises:
-            CheckpointNotFoundError: there is no complete checkpoint of this name.
-        """
+        """Yield the directory of a checkpoint, by uuid or by path; nothing is copied."""
         yield self._find(storage_id)
 
     def delete(self, storage_id: str) -> None:
-        """Delete a checkpoint of this store; once begun, it no longer counts as one.
-
-        Raises:
-            CheckpointNotFoundError: there is no complete checkpoint of this name.
-        """
         if not is_uuid(storage_id):
             raise CheckpointNotFoundError(f"checkpoint is {storage_id!r}; expected a UUID from list().")
         self._find(storage_id, is_read=False)
         remove_checkpoint(self._checkpoints_path, storage_id)
 
     def get_metadata(self, storage_id: str) -> dict[str, Any]:
-        """The metadata a checkpoint was saved with.
-
-        Raises:
-            CheckpointNotFoundError: there is no complete checkpoint of this name.
-            CheckpointDamagedError: its mark or its metadata is not what was written.
-        """
         metadata: dict[str, Any] = read_json(self._find(storage_id) / METADATA_FILE) or {}
         return metadata
 
     def list(self) -> list[StoredCheckpoint]:
-        """Every complete checkpoint, by ``steps_completed`` and then by time. Ranks: any."""
+        """Return complete checkpoints by ``steps_completed``, then by time."""
         return list_checkpoints(self._checkpoints_path)
 
     def newest(self) -> StoredCheckpoint | None:
-        """The checkpoint completed last; None if there is none. Ranks: any."""
         return newest_checkpoint(self._checkpoints_path)
 
     def _find(self, storage_id: str, *, is_read: bool = True) -> Path:
@@ -424,7 +371,7 @@ class LocalCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # m
 
 
 def _elsewhere(checkpoints_path: Path, storage_id: str) -> Path | None:
-    """Find a checkpoint of another run: this process's, or beside this run, or of any.
+    """Find a checkpoint of another run: of this process, beside this run, or of any.
 
     Source: Determined 0.38.1 keeps the checkpoints of all local runs in one directory, where each is found by its uuid.
     """
@@ -460,12 +407,7 @@ def open_checkpoint_store(
     validations: Callable[[], Mapping[int, float]] = dict,
     smaller_is_better: bool = True,
 ) -> LocalCheckpointContext:
-    """Open a directory of checkpoints; remove what killed processes left half written.
-
-    The directory is made if it does not exist. Arguments are those of :class:`LocalCheckpointContext`.
-
-    Ranks: all; no communication.
-    """
+    """Open or create a directory of checkpoints, without what killed processes left."""
     checkpoints_path.mkdir(parents=True, exist_ok=True)
     if dist.rank == 0:
         for name, num_bytes in remove_incomplete_checkpoints(checkpoints_path).items():
@@ -491,7 +433,7 @@ def _selected_digests(source: Path, selector: Callable[[str], bool] | None) -> d
 
 
 def _owners(digests: list[dict[str, str]]) -> dict[str, int]:
-    """Say which rank copies each file: the lowest that has it."""
+    """Return which rank copies each file: the lowest that has it."""
     owners: dict[str, int] = {}
     for rank, files in enumerate(digests):
         for name, digest in files.items():

@@ -20,13 +20,10 @@ from dstrial.local.train_context import LocalTrainContext, open_train_context
 
 
 class LocalPreemptContext(core.PreemptContext):  # type: ignore[misc]  # mypy does not follow determined
-    """Ask a function whether to stop, as ``determined.core`` is asked.
+    """Determined's preemption context, which asks a function.
 
-    Args:
-        dist: the ranks of the job.
-        stop_requested: returns why the job should stop, or None to go on; called without
-            communication, on the chief only unless the mode is ``WorkersAskMaster``.
-        preempt_mode: who calls ``should_preempt`` and whether the answer is broadcast.
+    ``stop_requested`` returns why to stop, or None. It must not communicate, and is called on the chief only, but in mode
+    ``WorkersAskMaster``.
     """
 
     def __init__(
@@ -41,11 +38,6 @@ class LocalPreemptContext(core.PreemptContext):  # type: ignore[misc]  # mypy do
         self._started = False
 
     def start(self) -> LocalPreemptContext:
-        """Allow ``should_preempt``.
-
-        Raises:
-            RankError: it was started before.
-        """
         if self._started:
             raise RankError(
                 "PreemptContext.start() is called a second time; expected one call per context. "
@@ -58,12 +50,7 @@ class LocalPreemptContext(core.PreemptContext):  # type: ignore[misc]  # mypy do
         """Do nothing: no thread waits for anything."""
 
     def should_preempt(self, auto_ack: bool = True) -> bool:  # noqa: ARG002 - nobody awaits an acknowledgement
-        """Say whether the job should save a checkpoint and exit.
-
-        ``auto_ack`` is accepted for Determined's signature; there is no master to acknowledge to.
-
-        Raises:
-            RankError: called before ``start()``, or on a worker in mode ``ChiefOnly``.
+        """Return whether the job should save a checkpoint and exit.
 
         Ranks: all, in step, in mode ``WorkersAskChief`` (one broadcast); rank 0 in ``ChiefOnly``; any in ``WorkersAskMaster``.
         """
@@ -89,13 +76,7 @@ class LocalPreemptContext(core.PreemptContext):  # type: ignore[misc]  # mypy do
 
 
 class LocalSearcherOperation(core.SearcherOperation):  # type: ignore[misc]  # mypy does not follow determined
-    """The one operation of a run off any cluster: train to the configured length.
-
-    Args:
-        length: what to train to, in the unit of ``searcher.max_length``.
-        is_chief: whether this process is rank 0.
-        train: where progress is kept.
-    """
+    """Train to the configured length, the one operation of a run without a master."""
 
     def __init__(self, length: int, is_chief: bool, train: LocalTrainContext) -> None:
         self._length = length
@@ -104,13 +85,6 @@ class LocalSearcherOperation(core.SearcherOperation):  # type: ignore[misc]  # m
         self._completed = False
 
     def report_progress(self, length: float) -> None:
-        """Keep how much of ``length`` is trained.
-
-        Raises:
-            RankError: called on a worker, or for another length after ``report_completed``.
-
-        Ranks: 0.
-        """
         if not self._is_chief:
             raise RankError(
                 "op.report_progress() is called on a worker; expected rank 0. Call it only where "
@@ -125,14 +99,7 @@ class LocalSearcherOperation(core.SearcherOperation):  # type: ignore[misc]  # m
 
 
 class LocalSearcherContext(core.SearcherContext):  # type: ignore[misc]  # mypy does not follow determined
-    """Yield one operation of the configured length, with Determined's synchronisation.
-
-    Args:
-        dist: the ranks of the job.
-        train: where progress is kept.
-        max_length: ``searcher.max_length``, at least 1.
-        unit: the unit of ``max_length``; None if it was given as a bare number.
-    """
+    """Yields one operation of the configured length, synchronised as Determined does."""
 
     def __init__(
         self,
@@ -173,19 +140,13 @@ class LocalSearcherContext(core.SearcherContext):  # type: ignore[misc]  # mypy 
 
 
 class LocalSystemMetrics:
-    """Keeps a node's system metrics in the run directory; see ``SystemMetricsSink``.
-
-    Args:
-        train: where the run's reports are kept.
-        node_idx: of this node among those of the job.
-    """
+    """Keeps a node's system metrics in the run directory."""
 
     def __init__(self, train: LocalTrainContext, node_idx: int) -> None:
         self._train = train
         self._node_idx = node_idx
 
     def report(self, group: str, metrics: Mapping[str, Any], report_time: datetime.datetime) -> None:
-        """Append the averages of one group."""
         self._train.report_system_metrics(group, metrics, report_time, self._node_idx)
 
     def close(self) -> None:
@@ -195,14 +156,7 @@ class LocalSystemMetrics:
 class LocalContext(core.Context):  # type: ignore[misc]  # mypy does not follow determined
     """Determined's core context, kept in a run directory.
 
-    Args:
-        run_directory: where everything is kept.
-        distributed: the ranks of the job; closed with the context.
-        checkpoint: stores checkpoints.
-        preempt: says whether to stop.
-        train: keeps reports and progress.
-        searcher: None if the config has no ``searcher.max_length``.
-        profiler: collects system metrics where it is switched on; closed with the context.
+    ``searcher`` is None without ``searcher.max_length`` in the config.
     """
 
     train: LocalTrainContext
@@ -235,7 +189,7 @@ class LocalContext(core.Context):  # type: ignore[misc]  # mypy does not follow 
         exc_val: BaseException | None = None,
         exc_tb: types.TracebackType | None = None,
     ) -> None:
-        """Write progress that is still held back, then close all parts. Ranks: all."""
+        """Write throttled progress, then close all parts. Ranks: all."""
         self.train.flush_progress()
         super().close(exc_type, exc_val, exc_tb)
 
@@ -257,26 +211,11 @@ def init(
     preempt_mode: core.PreemptMode = core.PreemptMode.WorkersAskChief,
     device_uuids: Callable[[], Sequence[str]] = tuple,
 ) -> LocalContext:
-    """Make the core context of a run off any cluster.
+    """Return the core context of a run without a master.
 
-    Use it as ``with init(...) as core_context``, as Determined's.
-
-    Args:
-        run_dir: an existing run directory, the same for all ranks.
-        distributed: the ranks of the job; closed with the context.
-        metric: the searcher metric (``searcher.metric``); None if there is none.
-        smaller_is_better: which way it is compared.
-        stop_requested: returns why the job should stop, or None to go on; must not communicate.
-        keep: which checkpoints to keep; None keeps all.
-        max_length: ``searcher.max_length`` if the config has it; only then is there a searcher context.
-        max_length_unit: its unit; None if it was given as a bare number.
-        preempt_mode: who calls ``preempt.should_preempt``.
-        device_uuids: returns this node's devices of the job, as NVML calls them.
-
-    Raises:
-        LaunchError: ``run_dir`` is no run directory.
-
-    Ranks: all; no communication.
+    ``stop_requested`` returns why the job should stop, or None, and must not communicate. ``device_uuids`` returns this node's
+    devices of the job, as NVML calls them. Only with ``max_length`` (``searcher.max_length``) there is a searcher context; its
+    unit is None for a bare number. ``keep`` None keeps all checkpoints.
     """
     run_directory = run_dir if isinstance(run_dir, RunDirectory) else RunDirectory.open(run_dir)
     train = open_train_context(

@@ -9,31 +9,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+# Environment variable with the path of a JSON file that holds an experiment config and its hyperparameters.
 EXPERIMENT_VARIABLE = "DSTRIAL_EXPERIMENT"
-"""Environment variable with the path of a JSON file that holds an experiment config and its hyperparameters."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KnownExperiment:
-    """What a script's launcher was told.
-
-    Attributes:
-        config: the whole experiment config with defaults.
-        hyperparameters: value by name.
-    """
+    """The config, with defaults, and hyperparameters that a launcher gave its script."""
 
     config: dict[str, Any]
     hyperparameters: dict[str, Any]
 
 
 def write_experiment(path: Path, config: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> None:
-    """Write the file that ``EXPERIMENT_VARIABLE`` is to name."""
+    """Write the file for ``EXPERIMENT_VARIABLE``."""
     text = json.dumps({"config": config, "hyperparameters": hyperparameters}, default=str)
     path.write_text(text, encoding="utf-8")
 
 
 def read_experiment(environ: Mapping[str, str] | None = None) -> KnownExperiment | None:
-    """Return the experiment that this rank's launcher was given; else None."""
+    """Return the experiment of this rank's launcher; None without one."""
     path = (os.environ if environ is None else environ).get(EXPERIMENT_VARIABLE)
     if not path:
         return None

@@ -1,7 +1,7 @@
 """JSON on disk that survives a kill: atomic documents, append-only lines.
 
-Everything written is strict JSON. Numbers that JSON does not have are written as the strings ``"NaN"``, ``"Infinity"`` and
-``"-Infinity"``; ``metric_number`` reads them back. This module never decides what is written.
+Everything written is strict JSON. NaN and infinities are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``;
+``metric_number`` reads them back.
 """
 
 from __future__ import annotations
@@ -18,16 +18,11 @@ from dstrial.file_writes import replace_file
 
 
 def to_strict_json(value: Any, where: str) -> Any:
-    """Turn a value into what strict JSON can hold.
+    """Convert a value to strict JSON: dict, list, str, int, float, bool and None.
 
     Args:
-        value: numbers, strings, None, mappings, sequences, NumPy scalars and arrays, host tensors,
-            nested at will; not mutated.
-        where: what to call the value in an error, for example ``metrics['loss']``.
-
-    Returns:
-        The same structure of dict, list, str, int, float, bool and None; NaN and infinities are the
-        strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``.
+        value: numbers, strings, None, mappings, sequences, NumPy scalars and arrays, host tensors, nested at will; not mutated.
+        where: the value's name in an error, for example ``metrics['loss']``.
 
     Raises:
         TrialContractError: something in it has no JSON form.
@@ -59,11 +54,7 @@ def _strict_float(value: float) -> float | str:
 
 
 def metric_number(value: Any) -> float | None:
-    """Read a metric that ``to_strict_json`` wrote as a number.
-
-    Returns:
-        The number, NaN and infinities included; None if the value is no number.
-    """
+    """Read a number that ``to_strict_json`` wrote; None if the value is no number."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     if value in ("NaN", "Infinity", "-Infinity"):
@@ -72,22 +63,16 @@ def metric_number(value: Any) -> float | None:
 
 
 def write_json_atomically(path: Path, value: Any, *, sync: bool = True) -> None:
-    """Replace a JSON document by what ``to_strict_json`` makes of a value.
-
-    Path, ``sync`` and errors are those of :func:`dstrial.file_writes.replace_file`.
-    """
+    """Replace a JSON document; see :func:`dstrial.file_writes.replace_file`."""
     text = json.dumps(to_strict_json(value, path.name), indent=2, allow_nan=False) + "\n"
     replace_file(path, text, sync=sync)
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON document.
-
-    Returns:
-        Its value; None if there is no such file.
+    """Read a JSON document; None if there is no such file.
 
     Raises:
-        DstrialError: the file is there and is not JSON.
+        DstrialError: the file is not JSON.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -109,8 +94,7 @@ def read_json(path: Path) -> Any:
 def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
     """Append one row to a file of JSON lines with a single write.
 
-    A kill can tear no line but the last; ``repair_json_lines`` removes that one. When the disk is
-    full, the part that was written is taken back.
+    A kill can tear the last line only, which ``repair_json_lines`` removes. If the disk is full, the written part is removed.
 
     Raises:
         OSError: the row could not be written as a whole.
@@ -131,11 +115,7 @@ def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
 
 
 def repair_json_lines(path: Path) -> bool:
-    """Remove a torn last line, or end it if only its line break is missing.
-
-    Returns:
-        Whether the file was changed.
-    """
+    """Remove a torn last line, or add its line break; return whether it was torn."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -161,9 +141,6 @@ def repair_json_lines(path: Path) -> bool:
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Read every whole line; a last line without its line break is left out.
 
-    Returns:
-        One dict per line; empty if there is no such file.
-
     Raises:
         DstrialError: a whole line is no JSON object.
     """
@@ -187,11 +164,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class JsonLinesTail:
-    """Read a growing file of JSON lines piece by piece.
-
-    Args:
-        path: the file; it need not exist yet.
-    """
+    """Reads a growing file of JSON lines piece by piece; it need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -199,11 +172,9 @@ class JsonLinesTail:
         self._file_id: tuple[int, int] | None = None
 
     def poll(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Read the whole lines that were added since the last call.
+        """Return whether the file was replaced or cut, and the rows since the last call.
 
-        Returns:
-            Whether the file was replaced or cut, so that everything read before is void; and the rows
-            since the last call, or all of them in that case. Lines that are no JSON object are left out.
+        If so, earlier rows are void and all rows are returned. Lines that are no JSON object are left out.
         """
         try:
             with self._path.open("rb") as file:

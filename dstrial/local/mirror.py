@@ -1,7 +1,6 @@
-"""Keep a trial's reports and checkpoints in a run directory beside the master.
+"""A trial's reports and checkpoints, kept in a run directory beside the master.
 
-Under ``dstrial run`` a trial belongs to a master, and everything it reports is found there. The run directory
-has the same files as for training off any cluster, whether or not somebody follows.
+The run directory of ``dstrial run`` has the same files as for training without a master, whether or not somebody follows.
 """
 
 from __future__ import annotations
@@ -32,14 +31,7 @@ logger = logging.getLogger("dstrial.local")
 
 
 class MirroredTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does not follow determined
-    """Send a trial's reports to the master and keep them in a run directory.
-
-    Arguments, units and errors of its methods are those of ``LocalTrainContext`` and of Determined's class.
-
-    Args:
-        cluster: Determined's context, which sends.
-        kept: the run directory's, which keeps.
-    """
+    """Sends a trial's reports to the master and keeps them in a run directory."""
 
     def __init__(self, cluster: core.TrainContext, kept: LocalTrainContext) -> None:
         self._cluster = cluster
@@ -49,18 +41,15 @@ class MirroredTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy doe
         self._metrics = cluster._metrics
 
     def set_status(self, status: str) -> None:
-        """Tell what the trial is doing. Ranks: 0."""
         self._kept.set_status(status)
         self._cluster.set_status(status)
 
     def set_metadata(self, metadata: dict[str, Any]) -> dict[str, Any] | None:
-        """Replace the run's metadata. Ranks: 0."""
         self._kept.set_metadata(metadata)
         stored: dict[str, Any] | None = self._cluster.set_metadata(metadata)
         return stored
 
     def get_metadata(self) -> dict[str, Any] | None:
-        """The run's metadata as the master has it."""
         metadata: dict[str, Any] | None = self._cluster.get_metadata()
         return metadata
 
@@ -73,63 +62,52 @@ class MirroredTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy doe
         metrics: dict[str, Any],
         batch_metrics: list[dict[str, Any]] | None = None,
     ) -> None:
-        """Report training metrics. Ranks: 0."""
         self._kept.report_training_metrics(steps_completed, metrics, batch_metrics)
         self._cluster.report_training_metrics(steps_completed, metrics, batch_metrics)
 
     def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
-        """Report validation metrics. Ranks: 0."""
         self._kept.report_validation_metrics(steps_completed, metrics)
         self._cluster.report_validation_metrics(steps_completed, metrics)
 
     def report_metrics(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> None:
-        """Report metrics of a group of the trial's own. Ranks: 0."""
         self._kept.report_metrics(group, steps_completed, metrics)
         self._cluster.report_metrics(group, steps_completed, metrics)
 
     def report_early_exit(self, reason: core.EarlyExitReason) -> None:
-        """Report why the trial gives up."""
         self._kept.report_early_exit(reason)
         self._cluster.report_early_exit(reason)
 
     def report_progress(self, progress: float) -> None:
-        """Report how far training is. Ranks: 0."""
         self._kept.report_progress(progress)
         self._cluster.report_progress(progress)
 
     def report_batches(self, batches_trained: int, batches_total: int) -> None:
-        """Keep how far training is, in batches."""
         self._kept.report_batches(batches_trained, batches_total)
 
     def note_steps(self, num_steps: int, num_skipped: int) -> None:
-        """Keep how many optimizer steps were taken and skipped."""
         self._kept.note_steps(num_steps, num_skipped)
 
     def note_telemetry(self, totals: Mapping[str, Any]) -> None:
-        """Keep what this attempt tells of itself."""
         self._kept.note_telemetry(totals)
 
     def report_system_metrics(
         self, group: str, metrics: Mapping[str, Any], report_time: datetime.datetime, node_idx: int
     ) -> None:
-        """Keep averages of a node; what collects them sends them to the master itself."""
+        """Keep averages of a node; their collector sends them to the master itself."""
         self._kept.report_system_metrics(group, metrics, report_time, node_idx)
 
     def rewind_to(self, steps_completed: int) -> int:
-        """Take back the reports beyond the batch from which training resumes."""
         # The master does so by itself.
         return self._kept.rewind_to(steps_completed)
 
     def flush_progress(self) -> None:
-        """Write progress that is still held back."""
         self._kept.flush_progress()
 
     def get_experiment_best_validation(self) -> float | None:
-        """The best searcher metric of the run and the experiments that it continues."""
+        """Return the best value of the run and of the experiments that it continues."""
         return self._kept.get_experiment_best_validation()
 
     def get_tensorboard_path(self) -> pathlib.Path:
-        """The run directory's place for event files."""
         return self._kept.get_tensorboard_path()
 
     def upload_tensorboard_files(
@@ -141,15 +119,7 @@ class MirroredTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy doe
 
 
 class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  # see above
-    """Store whole checkpoints in a run directory, and report them to the master.
-
-    Args:
-        cluster: Determined's context, whose storage is the run directory's checkpoints.
-        run_directory: the run.
-        keep: which checkpoints to keep after each new one; None keeps all.
-        train: knows the validations by which the best are kept.
-        smaller_is_better: which way the searcher metric is compared.
-    """
+    """Stores whole checkpoints in a run directory, and reports them to the master."""
 
     def __init__(
         self,
@@ -208,9 +178,9 @@ class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  
             logger.debug("deleted checkpoint %s, which the keep policy does not keep", storage_id)
 
     def _is_own(self, storage_id: str) -> bool:
-        """Say whether this trial has saved a checkpoint, not an experiment before it.
+        """Return whether this trial has saved a checkpoint, not an experiment before it.
 
-        The master lets a trial delete its own only, and says so when the files are gone already (Determined 0.38.1
+        The master lets a trial delete its own only, and refuses when the files are gone already (Determined 0.38.1
         ``core/_checkpoint.py``, ``delete``).
         """
         if storage_id not in self._owned:
@@ -229,7 +199,7 @@ class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  
         *,
         selector: Callable[[str], bool] | None = None,
     ) -> Iterator[pathlib.Path]:
-        """Give a checkpoint's directory, by uuid or by path (``dstrial run --resume``)."""
+        """Yield a checkpoint's directory, by uuid or by path (``dstrial run --resume``)."""
         if pathlib.Path(storage_id).is_absolute():
             yield pathlib.Path(storage_id)
             return
@@ -237,7 +207,6 @@ class MirroredCheckpointContext(core.CheckpointContext):  # type: ignore[misc]  
             yield path
 
     def get_metadata(self, storage_id: str) -> dict[str, Any]:
-        """The metadata of a checkpoint, by uuid or by path."""
         if pathlib.Path(storage_id).is_absolute():
             return dict(read_json(pathlib.Path(storage_id) / "metadata.json") or {})
         metadata: dict[str, Any] = super().get_metadata(storage_id)
@@ -254,18 +223,9 @@ def mirror(
 ) -> MirroredTrainContext:
     """Have a cluster's core context keep everything in a run directory as well.
 
-    Args:
-        core_context: what ``core.init`` returned, with manual TensorBoard files; its parts are replaced.
-        run_directory: an existing run directory, the same for all ranks.
-        metric: the searcher metric; None if there is none.
-        smaller_is_better: which way it is compared.
-        keep: which checkpoints to keep; None keeps all.
-
-    Returns:
-        What ``core_context.train`` now is; call its ``flush_progress`` at the end, and :func:`remove_tensorboard_directories` of
-        the directory.
-
-    Ranks: all; no communication.
+    Replaces the parts of ``core_context``, which ``core.init`` has made with manual TensorBoard files, and returns its
+    ``train``. At the end, call the ``flush_progress`` of that and :func:`remove_tensorboard_directories`. ``keep`` None keeps
+    all checkpoints.
     """
     is_chief = core_context.distributed.rank == 0
     kept = open_train_context(
@@ -289,10 +249,8 @@ def mirror(
 def remove_tensorboard_directories(core_context: core.Context, run_directory: RunDirectory) -> None:
     """Remove the directories that Determined makes for TensorBoard files.
 
-    A run directory has them in ``tensorboard/``. Call it at the end of a run: while ranks begin, one may still be making what
+    A run directory has them in ``tensorboard/``. Call it at the end of a run: while ranks begin, one may still create what
     another removes.
-
-    Ranks: any; does something on the chief.
     """
     if core_context.distributed.rank != 0 or core_context.info is None:
         return

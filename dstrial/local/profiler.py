@@ -1,10 +1,8 @@
-"""Determined's profiler: system metrics of a node.
+"""Determined's profiler: system metrics of a node, collected by a thread.
 
-Metrics of its processors, memory, disks, network and some of its devices, collected by a thread of the node's first rank. Groups,
-names and units are those of Determined's (0.38.1 ``core/_profiler.py``). Everything comes from the kernel and the driver; no
-device is waited for. Differs from Determined's own in what it leaves alone: devices of other
-trials, errors that belong to the reports of training, and the time of a run that is shorter than a window, which is reported at
-its end.
+Groups, names and units are those of Determined's (0.38.1 ``core/_profiler.py``). Everything comes from the kernel and the
+driver; no device is synchronised. Unlike Determined's, it leaves out devices of other trials, raises no error of training's
+reports, and reports a run that is shorter than a window at its end.
 """
 
 from __future__ import annotations
@@ -27,33 +25,24 @@ logger = logging.getLogger("dstrial.local")
 GROUPS = ("gpu", "cpu", "memory", "disk", "network")
 
 _LEAST_INTERVAL_S = 0.1
-_LAST_REPORT_S = 10.0
-"""How long the end of a training waits for the last report."""
-
+_LAST_REPORT_S = 10.0  # how long the end of a training waits for the last report
 _DISK_PATHS = ("/", constants.SHARED_FS_CONTAINER_PATH)
 
 
 class SystemMetricsSink(Protocol):
-    """Where a node's system metrics go.
-
-    Its methods are called by one thread at a time.
-    """
+    """Where a node's system metrics go; called by one thread at a time."""
 
     def report(self, group: str, metrics: Mapping[str, Any], report_time: datetime.datetime) -> None:
         """Take the averages of one group, ``{agent: {name: value}}``."""
 
     def close(self) -> None:
-        """Send what is under way; ``report`` may be called again afterwards."""
+        """Send what is queued; ``report`` may be called again afterwards."""
 
 
 class NodeProfiler(core.ProfilerContext):  # type: ignore[misc]  # mypy does not follow determined
     """Switches the collection of a node's system metrics on and off.
 
-    Args:
-        agent_id: what the node is called in reports.
-        distributed: the ranks of the job; the first one of each node collects.
-        sink: where averages go.
-        device_uuids: returns the devices of the trial on this node, as NVML calls them.
+    ``device_uuids`` returns the devices of the trial on this node, as NVML calls them.
     """
 
     def __init__(
@@ -70,18 +59,9 @@ class NodeProfiler(core.ProfilerContext):  # type: ignore[misc]  # mypy does not
         self._thread: _Collector | None = None
 
     def on(self, sampling_interval: float = 1, samples_per_report: int = 10) -> None:
-        """Begin to collect.
+        """Start collecting, on a node's first rank; idempotent.
 
-        Does nothing where it has begun, and on other ranks than a node's first.
-
-        Args:
-            sampling_interval: seconds between two samples, at least 0.1.
-            samples_per_report: how many of them a report averages.
-
-        Raises:
-            ValueError: one of them is something else.
-
-        Ranks: any; no communication, no synchronisation of a device.
+        ``sampling_interval`` is in seconds, at least 0.1; a report averages ``samples_per_report``.
         """
         if not isinstance(sampling_interval, (int, float)) or not sampling_interval >= _LEAST_INTERVAL_S:
             raise ValueError(
@@ -101,10 +81,7 @@ class NodeProfiler(core.ProfilerContext):  # type: ignore[misc]  # mypy does not
         self._thread.start()
 
     def off(self) -> None:
-        """Report what is left and end. Ranks: any.
-
-        It may be called again, and followed by :meth:`on`.
-        """
+        """Report what is left and stop; idempotent, and :meth:`on` may follow."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.stop()
@@ -140,7 +117,6 @@ class _Collector(threading.Thread):
             )
 
     def stop(self) -> None:
-        """End after one last report."""
         self._is_over.set()
         self.join(_LAST_REPORT_S)
         if self.is_alive():
@@ -160,11 +136,7 @@ class _Collector(threading.Thread):
 
 
 class Rates:
-    """Turns counters that only grow into numbers per second.
-
-    Args:
-        clock: seconds that never run backwards.
-    """
+    """Turns counters that only grow into numbers per second."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -172,7 +144,7 @@ class Rates:
         self._before: Mapping[str, float] = {}
 
     def take(self, counters: Mapping[str, float]) -> dict[str, float]:
-        """Return how fast each has grown since the last call; empty at the first."""
+        """Return each counter's growth per second since the last call; empty at the first."""
         now_s = self._clock()
         seconds, self._read_s = now_s - self._read_s, now_s
         before, self._before = self._before, counters
@@ -182,10 +154,7 @@ class Rates:
 
 
 def average(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the mean of each number over the samples that have it.
-
-    Mappings are averaged inside. Pure.
-    """
+    """Return the mean of each number over the samples that have it, also nested ones."""
     found: dict[str, list[Any]] = {}
     for sample in samples:
         for name, value in sample.items():
@@ -197,11 +166,7 @@ def average(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class Devices:
-    """NVIDIA's devices of one trial, through NVML.
-
-    Args:
-        uuids: as NVML has them, ``GPU-…`` or ``MIG-…``; those of other makers are left out.
-    """
+    """NVIDIA's devices of one trial, through NVML; UUIDs of other makers are left out."""
 
     def __init__(self, uuids: Sequence[str]) -> None:
         self._handles: dict[str, Any] = {}
@@ -224,7 +189,7 @@ class Devices:
     def read(self) -> dict[str, dict[str, float]]:
         """Return utilisation in percent and free memory in bytes by device.
 
-        What a device does not tell is left out: an instance of a GPU in MIG mode has no utilisation.
+        A MIG instance has no utilisation.
         """
         reads: dict[str, Callable[[Any], float]] = {
             "gpu_util": lambda handle: float(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
@@ -241,7 +206,6 @@ class Devices:
         return found
 
     def close(self) -> None:
-        """Give NVML back."""
         if self._nvml is not None:
             self._nvml.nvmlShutdown()
             self._nvml = None
@@ -249,13 +213,9 @@ class Devices:
 
 
 class SystemSampler:
-    """Takes samples of a node, and averages them.
+    """Takes samples of a node and averages them, on one thread.
 
-    Belongs to one thread. A group that cannot be read is told of once, and left out from then on.
-
-    Args:
-        device_uuids: devices of the trial on this node.
-        clock: seconds that never run backwards.
+    A group that cannot be read is warned of once and left out from then on.
     """
 
     def __init__(self, device_uuids: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -274,7 +234,6 @@ class SystemSampler:
         self.take()
 
     def sample(self) -> None:
-        """Take one."""
         self.num_samples += 1
         for group, read in list(self._sources.items()):
             try:
@@ -292,12 +251,11 @@ class SystemSampler:
                 self._samples.setdefault(group, []).append(found)
 
     def take(self) -> dict[str, dict[str, Any]]:
-        """Return the averages since the last call by group, without groups that have none."""
+        """Return the averages since the last call, by group."""
         samples, self._samples, self.num_samples = self._samples, {}, 0
         return {group: average(found) for group, found in samples.items()}
 
     def close(self) -> None:
-        """Give back what it holds."""
         self._devices.close()
 
 

@@ -47,24 +47,15 @@ from dstrial.local.json_files import read_json, write_json_atomically
 
 logger = logging.getLogger("dstrial.local")
 
-RUNS_DIR_VARIABLE = "DSTRIAL_RUNS_DIR"
-"""Environment variable that names the directory of all runs."""
-
-LOCAL_ID = 0
-"""Number of the experiment and of the trial in a run directory, by which its checkpoints know their run."""
-
-RUN_DIR_VARIABLE = "DSTRIAL_RUN_DIR"
-"""Environment variable through which the ranks of a run are told its directory."""
-
-REWRITE_VARIABLE = "DSTRIAL_REWRITE"
-"""Environment variable that is the number of a trial whose checkpoint ranks only restore and save again in their layout."""
-
-TEST_VARIABLE = "DSTRIAL_TEST"
-"""Environment variable that is 1 where a trial is only to be tested: two batches, one checkpoint, read back."""
+RUNS_DIR_VARIABLE = "DSTRIAL_RUNS_DIR"  # directory of all runs
+LOCAL_ID = 0  # of the experiment and the trial in checkpoints of a run directory
+RUN_DIR_VARIABLE = "DSTRIAL_RUN_DIR"  # tells ranks the run's directory
+REWRITE_VARIABLE = "DSTRIAL_REWRITE"  # number of a trial whose checkpoint is only restored and saved again
+TEST_VARIABLE = "DSTRIAL_TEST"  # 1: train two batches, save a checkpoint, read it back
 
 
 class RunState(str, enum.Enum):
-    """What became of the last attempt at a run."""
+    """The end of the last attempt at a run."""
 
     RUNNING = "running"
     """Started; also what stays on record when the machine or the owning process died."""
@@ -78,31 +69,20 @@ class RunState(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunRecord:
-    """The content of ``run.json``.
-
-    Attributes:
-        name: the experiment's name.
-        context_dir: absolute directory of the model definition.
-        command: the command line that started the last attempt.
-        started: when the run was created, ISO 8601 in UTC with microseconds.
-        state: what became of the last attempt.
-        num_attempts: how often the run was started, the first time included.
-        ended: when the last attempt ended, ISO 8601 in UTC; None while it runs.
-        failure: one line saying why the last attempt failed; None if it did not.
-    """
+    """The content of ``run.json``."""
 
     name: str
-    context_dir: str
-    command: tuple[str, ...]
-    started: str
+    context_dir: str  # absolute
+    command: tuple[str, ...]  # of the last attempt
+    started: str  # creation of the run; both times are ISO 8601 in UTC
     state: RunState
     num_attempts: int = 1
-    ended: str | None = None
-    failure: str | None = None
+    ended: str | None = None  # end of the last attempt; None while it runs
+    failure: str | None = None  # one line
 
 
 def utc_now() -> str:
-    """The present moment as ISO 8601 in UTC with microseconds, which sorts as text."""
+    """Return ISO 8601 in UTC with microseconds, which sorts as text."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
 
 
@@ -112,7 +92,7 @@ def utc_stamp(moment: str | None = None) -> str:
 
 
 def default_runs_dir(runs_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Return the path of all runs: as asked, ``DSTRIAL_RUNS_DIR`` or ``./runs``."""
+    """Return the absolute path of all runs: given, ``DSTRIAL_RUNS_DIR`` or ``runs``."""
     # It is absolute, and need not exist.
     return Path(runs_dir or os.environ.get(RUNS_DIR_VARIABLE) or "runs").absolute()
 
@@ -125,120 +105,94 @@ def shown_path(path: Path) -> str:
 
 
 def experiment_slug(name: str) -> str:
-    """Turn an experiment's name into letters, digits, ``.``, ``_`` and ``-``."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:80] or "experiment"
 
 
 def new_run_path(runs_dir: Path, name: str, started: str | None = None) -> Path:
-    """Return the path of a run that begins now, below the directory of all runs."""
     return runs_dir.absolute() / experiment_slug(name) / f"{utc_stamp(started)}-{secrets.token_hex(3)}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """One run's directory; a value, holding nothing open.
-
-    Attributes:
-        path: absolute path of the directory.
-    """
+    """One run's directory, a value; the module's docstring lists its files."""
 
     path: Path
 
     @property
     def experiment_config_path(self) -> Path:
-        """The effective experiment config, YAML."""
         return self.path / "experiment.yaml"
 
     @property
     def record_path(self) -> Path:
-        """The ``RunRecord``, JSON."""
         return self.path / "run.json"
 
     @property
     def lock_path(self) -> Path:
-        """Locked by the process that owns the run."""
         return self.path / "run.lock"
 
     @property
     def metrics_path(self) -> Path:
-        """Every report of the run, JSON lines."""
         return self.path / "metrics.jsonl"
 
     def node_metrics_path(self, node_idx: int) -> Path:
-        """System metrics of a node that is not the first, JSON lines."""
         return self.path / f"metrics.node{node_idx}.jsonl"
 
     @property
     def superseded_metrics_path(self) -> Path:
-        """Reports of batches that were trained again after a resume, JSON lines."""
         return self.path / "metrics.superseded.jsonl"
 
     @property
     def progress_path(self) -> Path:
-        """How far training is, JSON."""
         return self.path / "progress.json"
 
     @property
     def status_path(self) -> Path:
-        """Status text and early exit reason, JSON."""
         return self.path / "status.json"
 
     @property
     def telemetry_path(self) -> Path:
-        """What the last attempt has told of itself, JSON."""
         # Written as dstrial.telemetry.samples.RunTotals.to_json.
         return self.path / "telemetry.json"
 
     @property
     def memory_path(self) -> Path:
-        """What a dry run has predicted of the run's memory.
-
-        Absent where none was asked for.
-        """
+        """Predicted memory, by a dry run; missing without one."""
         return self.path / "memory.json"
 
     @property
     def outcome_path(self) -> Path:
-        """How the last attempt's ranks ended, JSON."""
         # Written as dstrial.launch.failures.LaunchOutcome.
         return self.path / "outcome.json"
 
     @property
     def submission_path(self) -> Path:
-        """The experiment of the master that trains the run, JSON."""
         return self.path / "submission.json"
 
     @property
     def slurm_job_path(self) -> Path:
-        """The job of Slurm's that trains the run, JSON."""
         return self.path / "slurm.json"
 
     @property
     def metadata_path(self) -> Path:
-        """What the trial stored with ``set_metadata``, JSON."""
         return self.path / "metadata.json"
 
     @property
     def tensorboard_path(self) -> Path:
-        """Directory of TensorBoard event files."""
         return self.path / "tensorboard"
 
     @property
     def checkpoints_path(self) -> Path:
-        """Directory with one directory per checkpoint."""
         return self.path / "checkpoints"
 
     @property
     def logs_path(self) -> Path:
-        """Directory of the ranks' output."""
         return self.path / "logs"
 
     def attempt_logs_path(self, attempt: int) -> Path:
-        """Directory of what the ranks print in one attempt, counted from 1."""
         return self.logs_path / f"attempt_{attempt}"
 
     def begin_logs(self) -> Path:
-        """Return the directory, not made yet, for what the ranks print from now on."""
+        """Return the directory, not created yet, for the ranks' output from now on."""
         # Where the attempt has one already, the master has started the trial again (a restart, an activation), and
         # that is an attempt of its own.
         record = self.read_record()
@@ -257,18 +211,9 @@ class RunDirectory:
         config: Mapping[str, Any],
         path: Path | None = None,
     ) -> RunDirectory:
-        """Make a new run directory with its config and its record, in state ``running``.
+        """Create a run directory with its config and its record, in state ``running``.
 
-        Args:
-            runs_dir: the directory of all runs; made if it does not exist.
-            name: the experiment's name.
-            context_dir: directory of the model definition; made absolute.
-            command: the command line that starts the run.
-            config: the effective experiment config, of plain YAML types; not mutated.
-            path: of the run, which does not exist or is an empty directory; None for a new one below ``runs_dir``.
-
-        Raises:
-            LaunchError: the directory cannot be made.
+        ``path`` does not exist or is an empty directory; None makes a new one below ``runs_dir``.
         """
         started = utc_now()
         is_named = path is not None
@@ -308,7 +253,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunDirectory:
-        """Take up an existing run directory.
+        """Open a run directory.
 
         Raises:
             LaunchError: the path is no run directory.
@@ -333,11 +278,6 @@ class RunDirectory:
         replace_file(self.experiment_config_path, yaml_text(dict(config)), is_private=is_private)
 
     def read_record(self) -> RunRecord:
-        """Read ``run.json``.
-
-        Raises:
-            DstrialError: it is missing or was not written by dstrial.
-        """
         raw = read_json(self.record_path)
         try:
             return RunRecord(
@@ -357,7 +297,7 @@ class RunDirectory:
             ) from error
 
     def begin_attempt(self, command: Sequence[str]) -> None:
-        """Record that the run is started again, and forget what the last attempt said."""
+        """Record that the run is started again, and remove the last attempt's status."""
         record = self.read_record()
         for path in (self.status_path, self.progress_path, self.outcome_path):
             path.unlink(missing_ok=True)
@@ -373,12 +313,7 @@ class RunDirectory:
         )
 
     def end_attempt(self, state: RunState, failure: str | None = None) -> None:
-        """Put on record what became of the attempt.
-
-        Args:
-            state: anything but ``running``.
-            failure: one line saying why it failed; None if it did not.
-        """
+        """Record the end of the attempt; ``failure`` is one line."""
         self._write_record(
             dataclasses.replace(self.read_record(), state=state, ended=utc_now(), failure=failure)
         )
@@ -389,7 +324,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Own the run while the block lasts; the kernel ends that with this process.
+        """Own the run while the block lasts; the kernel releases it with this process.
 
         Raises:
             LaunchError: another process owns it.
@@ -410,7 +345,7 @@ class RunDirectory:
 
 
 def find_runs(runs_dir: Path, name: str, context_dir: Path) -> list[RunDirectory]:
-    """Find the runs of an experiment's name and context directory, newest first.
+    """Return the runs of an experiment's name and context directory, newest first.
 
     A run whose record cannot be read is left out with a warning.
     """

@@ -1,7 +1,4 @@
-"""A run watched from outside its ranks: progress and metrics as one value.
-
-Reads only ``progress.json`` and ``metrics.jsonl``; draws nothing.
-"""
+"""Follows a run from outside its ranks: progress and metrics as one value."""
 
 from __future__ import annotations
 
@@ -18,13 +15,7 @@ _NEVER_THE_LOSS = ("batches_per_second", "samples_per_second", "batches", "epoch
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """One line of ``metrics.jsonl``.
-
-    Attributes:
-        group: ``training``, ``validation``, or a name of the trial's own.
-        steps_completed: batches trained when it was reported.
-        metrics: its numbers by name, NaN and infinities included; what is no number is left out.
-    """
+    """One line of ``metrics.jsonl``; metrics that are no numbers are left out."""
 
     group: str
     steps_completed: int
@@ -33,32 +24,20 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunView:
-    """What is known of a run at one moment; None is unknown.
-
-    Attributes:
-        batches_trained: batches trained so far.
-        batches_total: batches of the whole run.
-        loss: name and value of the training loss reported last.
-        validation: name and value of the searcher metric reported last.
-        samples_per_second: training speed at the last report, all replicas together.
-        new_reports: reports of this attempt since the last look, in order.
-    """
+    """What is known of a run at one moment; None is unknown."""
 
     batches_trained: int | None = None
     batches_total: int | None = None
-    loss: tuple[str, float] | None = None
-    validation: tuple[str, float] | None = None
-    samples_per_second: float | None = None
+    loss: tuple[str, float] | None = None  # name and value
+    validation: tuple[str, float] | None = None  # name and value of the searcher metric
+    samples_per_second: float | None = None  # of all replicas
     new_reports: tuple[Report, ...] = ()
 
 
 class RunMonitor:
-    """Look at one attempt at a run again and again.
+    """Polls one attempt at a run.
 
-    Args:
-        run_directory: the run.
-        metric: the searcher metric; None if there is none.
-        since: when the attempt began, ISO 8601 in UTC; earlier reports are not told again.
+    ``since`` is when the attempt began, ISO 8601 in UTC; earlier reports are left out.
     """
 
     def __init__(self, run_directory: RunDirectory, *, metric: str | None, since: str) -> None:
@@ -97,7 +76,7 @@ class RunMonitor:
         return self._view
 
     def _progress(self) -> tuple[int | None, int | None]:
-        """Batches trained and in all, as this attempt said."""
+        """Return batches trained and in all, as this attempt said."""
         # Its reports may be ahead of its progress.
         known = self._view.batches_trained, self._view.batches_total
         try:
@@ -132,10 +111,9 @@ def _report(row: Mapping[str, Any]) -> Report:
 
 
 def named_metric(report: Report, preferred: str | None) -> tuple[str, float] | None:
-    """Choose the one number of a training or validation report to show.
+    """Choose the one number of a report to show.
 
-    Returns:
-        The preferred one, else ``loss``, else the first that is no counter and no speed; None if there is none.
+    That is the preferred one, else ``loss``, else the first that is no counter and no speed; None if there is none.
     """
     for name in (preferred, "loss"):
         if name is not None and name in report.metrics:
@@ -146,11 +124,7 @@ def named_metric(report: Report, preferred: str | None) -> tuple[str, float] | N
 
 
 def read_validations(run_directory: RunDirectory, metric: str | None) -> dict[int, float]:
-    """Every reported value of the searcher metric.
-
-    Returns:
-        ``steps_completed`` -> value, NaN and infinities included; the last report of a batch counts.
-    """
+    """Return ``steps_completed`` -> searcher metric, NaN included, as last reported."""
     values: dict[int, float] = {}
     for row in read_json_lines(run_directory.metrics_path):
         value = metric_number(row["metrics"].get(metric)) if row["group"] == "validation" else None

@@ -4,9 +4,8 @@ One line of ``metrics.jsonl`` per report::
 
     {"group": "validation", "steps_completed": 100, "metrics": {"loss": 0.5}, "time": "2026-01-31T…+00:00"}
 
-NaN and infinities stand there as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, because
-JSON has no such numbers. Reports of system metrics belong to no batch, and have ``null`` there. Only the chief writes; the other
-ranks read what the chief wrote.
+NaN and infinities are strings there, because JSON has no such numbers. Reports of system metrics belong to no batch, and have
+``null``. Only the chief writes; the other ranks read what the chief wrote.
 """
 
 from __future__ import annotations
@@ -42,22 +41,14 @@ logger = logging.getLogger("dstrial.local")
 TRAINING_GROUP = "training"
 VALIDATION_GROUP = "validation"
 
-PROGRESS_PERIOD_S = 1.0
-"""Progress is written at most this often; the last state is always written."""
+PROGRESS_PERIOD_S = 1.0  # progress is written at most this often; the last state is always written
 
 
 class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does not follow determined
-    """Keep a trial's reports in a run directory.
+    """Keeps a trial's reports in a run directory; thread-safe.
 
-    Make one with ``open_train_context``. Reports of metrics come from the chief; progress, status and
-    early exit from other ranks are ignored, because every rank may meet the code that sends them. Threads may share one.
-
-    Args:
-        run_directory: where the files are.
-        is_chief: whether this process is rank 0, the only one that writes.
-        metric: the searcher metric, which decides the best validation; None if there is none.
-        smaller_is_better: which way it is compared.
-        clock: seconds that never run backwards.
+    Metrics come from the chief. Progress, status and early exit of other ranks are ignored, because every rank may meet the code
+    that sends them.
     """
 
     def __init__(
@@ -86,18 +77,10 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         self._progress_written_at_s = -math.inf
 
     def rewind_to(self, steps_completed: int) -> int:
-        """Take back the reports beyond the batch from which training resumes.
+        """Move reports beyond the batch from which training resumes to another file.
 
-        They move to ``metrics.superseded.jsonl``; none is deleted. Call it once after a checkpoint was
-        restored and before the first report. System metrics stay: what a machine did is not done again.
-
-        Args:
-            steps_completed: batches trained at the checkpoint; 0 for a fresh start.
-
-        Returns:
-            How many reports were moved.
-
-        Ranks: any; only the chief does anything.
+        They go to ``metrics.superseded.jsonl``; returns how many. Call it once after a checkpoint was restored and before the
+        first report. System metrics stay: what a machine did is not done again.
         """
         if not self._is_chief:
             return 0
@@ -120,14 +103,10 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         return len(beyond)
 
     def set_status(self, status: str) -> None:
-        """Keep a short text saying what the trial is doing. Ranks: any; the chief writes."""
         self._update_status({"status": status})
 
     def report_early_exit(self, reason: core.EarlyExitReason) -> None:
-        """Keep why the trial gave up; the first reason stands.
-
-        Ranks: any; the chief writes.
-        """
+        """Keep why the trial gave up; the first reason stands."""
         known = self.get_early_exit()
         if known is not None:
             logger.warning("early exit %s was reported before; %s is ignored", known, reason)
@@ -135,32 +114,14 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         self._update_status({"early_exit": core.EarlyExitReason(reason).name})
 
     def note_steps(self, num_steps: int, num_skipped: int) -> None:
-        """Keep how many optimizer steps the run has taken and skipped.
-
-        Args:
-            num_steps: of all engines, those that were skipped with them.
-            num_skipped: because gradients were not finite.
-
-        Ranks: any; the chief writes.
-        """
+        """Keep how many optimizer steps of all engines the run took, and skipped."""
         self._update_status({"optimizer_steps": num_steps, "skipped_steps": num_skipped})
 
     def note_telemetry(self, totals: Mapping[str, Any]) -> None:
-        """Keep what this attempt tells of itself. Ranks: any; the chief writes.
-
-        Args:
-            totals: plain values; ``None`` where something is unknown.
-        """
         if self._is_chief:
             write_json_atomically(self._run_directory.telemetry_path, dict(totals), sync=False)
 
-    def get_status(self) -> str | None:
-        """What ``set_status`` kept last in this attempt; None if nothing."""
-        status = (read_json(self._run_directory.status_path) or {}).get("status")
-        return None if status is None else str(status)
-
     def get_early_exit(self) -> str | None:
-        """The ``EarlyExitReason`` name reported in this attempt; None if there is none."""
         status = read_json(self._run_directory.status_path) or {}
         reason = status.get("early_exit")
         return None if reason is None else str(reason)
@@ -174,20 +135,12 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
             write_json_atomically(self._run_directory.status_path, fields, sync=False)
 
     def set_metadata(self, metadata: dict[str, Any]) -> dict[str, Any] | None:
-        """Replace the run's metadata.
-
-        Returns:
-            What ``get_metadata`` returns from now on.
-
-        Ranks: any; the chief writes.
-        """
         stored: dict[str, Any] = to_strict_json(metadata, "metadata")
         if self._is_chief:
             write_json_atomically(self._run_directory.metadata_path, stored)
         return stored
 
     def get_metadata(self) -> dict[str, Any] | None:
-        """The run's metadata; None if none was set. Ranks: any; no communication."""
         metadata: dict[str, Any] | None = read_json(self._run_directory.metadata_path)
         return metadata
 
@@ -197,34 +150,14 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         metrics: dict[str, Any],
         batch_metrics: list[dict[str, Any]] | None = None,
     ) -> None:
-        """Append a training report. Ranks: 0.
-
-        Args:
-            steps_completed: batches trained.
-            metrics: what ``to_strict_json`` accepts, by name.
-            batch_metrics: the same for each batch since the last report.
-
-        Raises:
-            RankError: called on another rank.
-            TrialContractError: a metric has no JSON form.
-        """
+        """Append a training report; metrics are what ``to_strict_json`` accepts. Ranks: 0."""
         self._report_trial_metrics(TRAINING_GROUP, steps_completed, metrics, batch_metrics)
 
     def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
-        """Append a validation report; metrics that are bytes are left out. Ranks: 0.
-
-        Arguments and errors are those of :meth:`report_training_metrics`.
-        """
+        """Append a validation report; metrics that are bytes are left out. Ranks: 0."""
         self._report_trial_metrics(VALIDATION_GROUP, steps_completed, metrics)
 
     def report_metrics(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> None:
-        """Append a report of a group of the trial's own. Ranks: 0.
-
-        Other arguments and errors are those of :meth:`report_training_metrics`.
-
-        Raises:
-            TrialContractError: the group's name has a dot, or a metric has no JSON form.
-        """
         self._report_trial_metrics(group, steps_completed, metrics)
 
     def _report_trial_metrics(
@@ -263,15 +196,9 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
     def report_system_metrics(
         self, group: str, metrics: Mapping[str, Any], report_time: datetime.datetime, node_idx: int
     ) -> None:
-        """Append averages of a node. For the thread that collects them.
+        """Append averages of a node, node -> name -> value, from its first rank.
 
-        Args:
-            group: ``gpu``, ``cpu``, ``memory``, ``disk`` or ``network``.
-            metrics: node -> name -> value.
-            report_time: when they were averaged.
-            node_idx: of the node among those of the job. Only the chief writes the run's file; another node has one of its own.
-
-        Ranks: the first one of each node.
+        The chief writes the run's file; another node has one of its own.
         """
         row = {
             "group": group,
@@ -286,13 +213,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
             append_json_line(self._run_directory.node_metrics_path(node_idx), row)
 
     def validations(self) -> dict[int, float]:
-        """Every reported value of the searcher metric; for any thread.
-
-        Returns:
-            ``steps_completed`` -> value, NaN included; the last report of a batch counts.
-
-        Ranks: any; no communication. Other ranks see what the chief has written so far.
-        """
+        """Return ``steps_completed`` -> searcher metric, NaN included; thread-safe."""
         with self._reading:
             self._read_validations()
             return dict(self._searcher_metric_by_step)
@@ -317,26 +238,14 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
             return self._last_validation
 
     def get_experiment_best_validation(self) -> float | None:
-        """The best searcher metric of this run so far, attempts before a resume included.
-
-        Returns:
-            The lowest or highest value that is not NaN; None before the first one.
-
-        Ranks: any; no communication.
-        """
+        """Return the best value of this run that is not NaN, earlier attempts included."""
         values = [value for value in self.validations().values() if not math.isnan(value)]
         if not values:
             return None
         return min(values) if self._smaller_is_better else max(values)
 
     def report_progress(self, progress: float) -> None:
-        """Keep how far training is, a share of the whole run from 0 to 1.
-
-        Raises:
-            TrialContractError: it is outside of that range.
-
-        Ranks: any; the chief writes, at most once per ``PROGRESS_PERIOD_S``.
-        """
+        """Keep progress from 0 to 1, once per ``PROGRESS_PERIOD_S``."""
         if not 0 <= progress <= 1:
             raise TrialContractError(
                 f"progress is {progress!r}; expected a number from 0 to 1. Divide by the length of the run."
@@ -344,12 +253,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
         self._note_progress({"progress": float(progress)}, is_last=progress == 1)
 
     def report_batches(self, batches_trained: int, batches_total: int) -> None:
-        """Keep how far training is, in batches, for whoever draws a progress bar.
-
-        Batches before a resume count as trained; the total is that of the whole run.
-
-        Ranks: any; the chief writes, at most once per ``PROGRESS_PERIOD_S``.
-        """
+        """Keep progress in batches of the whole run, once per ``PROGRESS_PERIOD_S``."""
         fields = {
             "progress": min(1.0, batches_trained / batches_total) if batches_total > 0 else 0.0,
             "batches_trained": int(batches_trained),
@@ -367,7 +271,7 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
             self.flush_progress()
 
     def flush_progress(self) -> None:
-        """Write progress that the throttle still holds back. Ranks: any; the chief writes."""
+        """Write progress that the throttle still holds back."""
         with self._writing:
             if not self._progress_is_pending:
                 return
@@ -377,7 +281,6 @@ class LocalTrainContext(core.TrainContext):  # type: ignore[misc]  # mypy does n
             self._progress_written_at_s = self._clock()
 
     def get_tensorboard_path(self) -> pathlib.Path:
-        """Directory for TensorBoard event files, on this machine."""
         return self._run_directory.tensorboard_path
 
     def upload_tensorboard_files(
@@ -401,12 +304,7 @@ def open_train_context(
     smaller_is_better: bool,
     clock: Callable[[], float] = time.monotonic,
 ) -> LocalTrainContext:
-    """Open a run's reports: mend what a kill tore, forget the last attempt's status.
-
-    Arguments are those of :class:`LocalTrainContext`.
-
-    Ranks: any; no communication.
-    """
+    """Open a run's reports; repair a torn line, and remove the last attempt's status."""
     if is_chief:
         if repair_json_lines(run_directory.metrics_path):
             logger.warning("%s ended in a torn line, which was mended", run_directory.metrics_path)

@@ -25,12 +25,9 @@ from dstrial.trial.context import DeepSpeedTrialContext, runtime_of
 
 logger = logging.getLogger("dstrial.loggers")
 
+# How long training waits for loggers to begin, seconds: their imports should not run beside code of the user's.
 BEGIN_S = 60.0
-"""How long training waits for loggers to begin, seconds: their imports should not run beside code of the user's."""
-
-END_S = 30.0
-"""How long the end of a run waits for loggers, seconds."""
-
+END_S = 30.0  # how long the end of a run waits for loggers, seconds
 MAKERS: Mapping[str, Callable[[Mapping[str, Any]], Logger]] = {
     "wandb": WandbLogger,
     "mlflow": MLflowLogger,

@@ -24,9 +24,14 @@ from dstrial.local.json_files import (
 
 def test_numbers_json_does_not_have_are_written_as_strings_and_read_back(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    append_json_line(path, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 0.5})
-    row = read_json_lines(path)[0]
-    assert row == {"a": "NaN", "b": "Infinity", "c": "-Infinity", "d": 0.5}
+    append_json_line(path, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 0.5, "e": "a\nb"})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    row = json.loads(path.read_text(), parse_constant=refuse)
+    assert row == read_json_lines(path)[0]
+    assert row == {"a": "NaN", "b": "Infinity", "c": "-Infinity", "d": 0.5, "e": "a\nb"}
     assert math.isnan(metric_number(row["a"]) or 0)
     assert metric_number(row["b"]) == math.inf
     assert metric_number(row["c"]) == -math.inf
@@ -54,16 +59,6 @@ def test_a_value_without_json_form_is_named_with_its_place() -> None:
         to_strict_json({"a": [1, {2}]}, "metrics")
 
 
-def test_the_whole_line_is_strict_json(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    append_json_line(path, {"text": "a\nb", "x": math.nan})
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(constant)
-
-    assert json.loads(path.read_text(), parse_constant=refuse)["text"] == "a\nb"
-
-
 def test_a_torn_last_line_is_cut_and_whole_lines_stay(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}\n{"a": ')
@@ -71,21 +66,21 @@ def test_a_torn_last_line_is_cut_and_whole_lines_stay(tmp_path: Path) -> None:
     assert repair_json_lines(path)
     append_json_line(path, {"a": 3})
     assert [row["a"] for row in read_json_lines(path)] == [1, 2, 3]
-
-
-def test_a_whole_last_line_without_its_line_break_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"a": 1}\n{"a": 2}')
+    path.write_text('{"a": 1}\n{"a": 2}')  # whole, without its line break
     assert repair_json_lines(path)
     assert [row["a"] for row in read_json_lines(path)] == [1, 2]
     assert not repair_json_lines(path)
 
 
-def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+def test_damage_is_named_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\nnonsense\n{"a": 2}\n')
     with pytest.raises(DstrialError, match=r"rows\.jsonl:2 is 'nonsense'; expected a JSON object"):
         read_json_lines(path)
+    (tmp_path / "document.json").write_text("{")
+    with pytest.raises(DstrialError, match=r"document\.json:1 is not JSON"):
+        read_json(tmp_path / "document.json")
+    assert read_json(tmp_path / "missing.json") is None
 
 
 def test_a_row_that_does_not_fit_on_the_disk_leaves_no_torn_line(tmp_path: Path) -> None:
@@ -113,13 +108,6 @@ def test_a_document_that_does_not_fit_leaves_the_old_one_and_no_litter(tmp_path:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert read_json(path) == {"a": 1}
     assert names_in(tmp_path) == ["document.json"]
-
-
-def test_a_document_that_is_not_json_is_named(tmp_path: Path) -> None:
-    (tmp_path / "document.json").write_text("{")
-    with pytest.raises(DstrialError, match=r"document\.json:1 is not JSON"):
-        read_json(tmp_path / "document.json")
-    assert read_json(tmp_path / "missing.json") is None
 
 
 class TestJsonLinesTail:

@@ -55,14 +55,13 @@ def test_system_metrics_stay_when_a_run_goes_back(run_directory: RunDirectory) -
     assert train.rewind_to(1) == 0
 
 
-def test_a_report_from_a_worker_is_refused(run_directory: RunDirectory) -> None:
+def test_wrong_reports_are_refused(run_directory: RunDirectory) -> None:
     with pytest.raises(RankError, match="expected the chief"):
         opened(run_directory, is_chief=False).report_training_metrics(1, {"loss": 1.0})
-
-
-def test_a_group_with_a_dot_is_refused(run_directory: RunDirectory) -> None:
     with pytest.raises(TrialContractError, match=r"metric group is 'a\.b'"):
         opened(run_directory).report_metrics("a.b", 1, {})
+    with pytest.raises(TrialContractError, match=r"progress is 1\.5; expected a number from 0 to 1"):
+        opened(run_directory).report_progress(1.5)
 
 
 def test_bytes_are_left_out_of_a_validation_and_the_metrics_are_not_changed(
@@ -75,34 +74,28 @@ def test_bytes_are_left_out_of_a_validation_and_the_metrics_are_not_changed(
 
 
 class TestBestValidation:
-    def test_there_is_none_before_the_first(self, run_directory: RunDirectory) -> None:
-        train = opened(run_directory)
-        assert train.get_experiment_best_validation() is None
-        assert train._get_last_validation() is None
-
     @pytest.mark.parametrize(("smaller_is_better", "best"), [(False, 0.9), (True, 0.2)])
     def test_it_follows_the_direction_and_skips_nan(
         self, run_directory: RunDirectory, smaller_is_better: bool, best: float
     ) -> None:
         train = opened(run_directory, smaller_is_better=smaller_is_better)
+        assert train.get_experiment_best_validation() is None
+        assert train._get_last_validation() is None
         for step, value in enumerate([0.5, 0.9, math.nan, 0.2]):
             train.report_validation_metrics(step, {"accuracy": value, "other": -1.0})
             train.report_training_metrics(step, {"accuracy": 100.0})
         assert train.get_experiment_best_validation() == best
         assert train._get_last_validation() == 3
 
-    def test_it_counts_the_attempts_before(self, run_directory: RunDirectory) -> None:
+    def test_it_counts_the_attempts_before_also_on_a_worker(self, run_directory: RunDirectory) -> None:
+        worker = opened(run_directory, is_chief=False)
+        assert worker.get_experiment_best_validation() is None
         opened(run_directory).report_validation_metrics(10, {"accuracy": 0.9})
         again = opened(run_directory)
         again.report_validation_metrics(20, {"accuracy": 0.8})
         assert again.get_experiment_best_validation() == 0.9
+        assert worker.get_experiment_best_validation() == 0.9
         assert again._get_last_validation() == 20
-
-    def test_a_worker_sees_what_the_chief_wrote(self, run_directory: RunDirectory) -> None:
-        chief, worker = opened(run_directory), opened(run_directory, is_chief=False)
-        assert worker.get_experiment_best_validation() is None
-        chief.report_validation_metrics(10, {"accuracy": 0.4})
-        assert worker.get_experiment_best_validation() == 0.4
 
     def test_without_a_searcher_metric_there_is_none(self, run_directory: RunDirectory) -> None:
         train = opened(run_directory, metric=None)
@@ -142,10 +135,12 @@ class TestRewind:
         aside = read_json_lines(run_directory.superseded_metrics_path)
         assert [row["metrics"]["loss"] for row in aside] == [0.1, 0.2]
 
-    def test_nothing_beyond_changes_nothing(self, run_directory: RunDirectory) -> None:
+    def test_nothing_beyond_and_a_worker_change_nothing(self, run_directory: RunDirectory) -> None:
         train = opened(run_directory)
         train.report_training_metrics(10, {"loss": 1})
         assert train.rewind_to(10) == 0
+        assert opened(run_directory, is_chief=False).rewind_to(0) == 0
+        assert steps(run_directory) == [("training", 10)]
         assert not run_directory.superseded_metrics_path.exists()
 
     def test_a_torn_line_of_the_killed_attempt_is_mended_first(self, run_directory: RunDirectory) -> None:
@@ -155,11 +150,6 @@ class TestRewind:
         train = opened(run_directory)
         train.report_training_metrics(20, {"loss": 1})
         assert steps(run_directory) == [("training", 10), ("training", 20)]
-
-    def test_a_worker_changes_nothing(self, run_directory: RunDirectory) -> None:
-        opened(run_directory).report_training_metrics(10, {"loss": 1})
-        assert opened(run_directory, is_chief=False).rewind_to(0) == 0
-        assert steps(run_directory) == [("training", 10)]
 
 
 class Clock:
@@ -198,10 +188,6 @@ class TestProgress:
         train.flush_progress()
         assert read_json(run_directory.progress_path)["progress"] == 0.2
 
-    def test_a_share_outside_of_zero_to_one_is_refused(self, run_directory: RunDirectory) -> None:
-        with pytest.raises(TrialContractError, match=r"progress is 1\.5; expected a number from 0 to 1"):
-            opened(run_directory).report_progress(1.5)
-
     def test_a_worker_writes_nothing(self, run_directory: RunDirectory) -> None:
         worker = opened(run_directory, is_chief=False)
         worker.report_batches(1, 1)
@@ -228,9 +214,3 @@ def test_metadata_is_replaced_as_a_whole(run_directory: RunDirectory) -> None:
     assert train.set_metadata({"a": {"b": 1}}) == {"a": {"b": 1}}
     train.set_metadata({"c": np.int64(2)})
     assert json.loads(run_directory.metadata_path.read_text()) == {"c": 2} == train.get_metadata()
-
-
-def test_tensorboard_files_stay_in_the_run_directory(run_directory: RunDirectory) -> None:
-    train = opened(run_directory)
-    train.upload_tensorboard_files()
-    assert train.get_tensorboard_path() == run_directory.tensorboard_path
