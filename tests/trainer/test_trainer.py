@@ -160,10 +160,7 @@ def test_resume_with_load_universal_loads_own_checkpoint():
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_resume_with_and_without_compile_is_equal(stage, monkeypatch):
-    """A model compiled before ``initialize`` has the same names in checkpoints and exports as without.
-
-    DeepSpeed 0.19.8 cannot train one under ZeRO 3.
-    """
+    """A model compiled before ``initialize`` has the same names in checkpoints and exports as without."""
     hparams = {"deepspeed_config": deepspeed_config(stage)}
     plain_initialize = deepspeed.initialize
 
@@ -192,6 +189,18 @@ def test_resume_with_and_without_compile_is_equal(stage, monkeypatch):
         )
         last.append(values(rest.rows("validation"))[6])
     assert last[0] == last[1]
+
+
+def test_compile_before_initialize_under_zero_3_is_refused(monkeypatch):
+    plain_initialize = deepspeed.initialize
+
+    def initialize(model, **arguments):
+        model = nn.Sequential(torch.compile(model[0], backend="eager"), *model[1:])
+        return plain_initialize(model=model, **{**arguments, "model_parameters": model.parameters()})
+
+    monkeypatch.setattr(deepspeed, "initialize", initialize)
+    with pytest.raises(TrialContractError, match=r"wrapped by torch\.compile.*Call engine\.compile\(\) after"):
+        fit(hparams={"deepspeed_config": deepspeed_config(3)})
 
 
 def test_zero_init_below_stage_3_is_refused(monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from deepspeed import DeepSpeedEngine, PipelineEngine
 
 from dstrial.engine.adapters.base import EngineAdapter
@@ -25,9 +27,21 @@ def adapt(
 
 
 def require_engine(engine: object) -> None:
+    """Refuse other objects, and under ZeRO 3 a module that was compiled before.
+
+    DeepSpeed 0.19 misses the parameters of a wrapped module, or fails at the wrapper.
+    """
     if not isinstance(engine, DeepSpeedEngine):
         raise TrialContractError(
             f"wrap_model_engine(model_engine): model_engine is a {type(engine).__name__}; expected the engine "
             "that deepspeed.initialize returns first. Write: engine, *_ = deepspeed.initialize(...); "
             "self.model_engine = context.wrap_model_engine(engine)."
+        )
+    loaded = sys.modules.get("torch._dynamo.eval_frame")  # None where nothing was compiled: it is slow to import
+    if loaded is None or not engine.zero_optimization_partition_weights():
+        return
+    if any(isinstance(module, loaded.OptimizedModule) for module in engine.module.modules()):
+        raise TrialContractError(
+            "the model was wrapped by torch.compile(...) before deepspeed.initialize under ZeRO 3; expected a model without such "
+            "wrappers, which DeepSpeed cannot train. Call engine.compile() after deepspeed.initialize."
         )
