@@ -35,7 +35,7 @@ from dstrial.engine.state import (
 )
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointLayoutError
 from dstrial.loop.checkpoint_trust import trusts_code
-from dstrial.loop.metrics import merge_windows, weighed_window
+from dstrial.loop.metrics import merge_windows, rescale_window
 from dstrial.loop.run_state import RunState, restore_random_states, restore_reducer, training_reductions
 from dstrial.trial.trial import Checkpointable
 
@@ -82,8 +82,8 @@ class CheckpointLoader:
             is_reshaped = self._must_reshape(path, saved, now)
             if is_reshaped:
                 self._reshape_rank_state(path, state, saved_size)
-            state["loop"] = recounted(state["loop"], saved, now)
-            state["window"] = weighed_window(
+            state["loop"] = rescale_micro_batches(state["loop"], saved, now)
+            state["window"] = rescale_window(
                 state["window"], self._calls_per_batch(now) / self._calls_per_batch(saved)
             )
             self._state.callbacks.call("on_checkpoint_load_start", state)
@@ -311,7 +311,7 @@ def _require_same_data(
         )
 
 
-def recounted(
+def rescale_micro_batches(
     loop_state: Mapping[str, Any], saved: Sequence[Layout], now: Sequence[Layout]
 ) -> dict[str, Any]:
     """Return the loop's state with micro batches as the first engine counts them."""

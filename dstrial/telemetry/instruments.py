@@ -63,7 +63,7 @@ class LeavingSample:
             self._norm = host
 
     def wait(self) -> RankSample:
-        """Return it. Waits as ``LeavingTotals.wait`` does, beside which it is called."""
+        """Return it. Waits as ``AsyncTotals.wait`` does, beside which it is called."""
         if self._has_left is not None:
             self._has_left.synchronize()
         norm = None if self._norm is None else float(self._norm)
