@@ -43,11 +43,6 @@ class Progress:
     last_checkpoint: int | None = None
 
     @property
-    def batch_idx(self) -> int:
-        """Index of the batch to train next, from 0, over the whole run."""
-        return self.batches_trained
-
-    @property
     def epoch_idx(self) -> int:
         """Epoch of the batch to train next, from 0; 0 if the epoch length is unknown."""
         return self.batches_trained // self.epoch_length if self.epoch_length else 0
