@@ -16,7 +16,7 @@ from dstrial.errors import CheckpointDamagedError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineFiles:
-    """The engine files of one rank: written by ``save_checkpoint``; read by ``load_checkpoint`` in the same layout."""
+    """The engine files that one rank writes, and reads in the same layout."""
 
     written: tuple[str, ...]
     read: tuple[str, ...]

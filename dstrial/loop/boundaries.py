@@ -138,7 +138,7 @@ def next_due(
     batches_total: int,
     epoch_length: int | None,
 ) -> int:
-    """Return a batch count before which nothing is due; for a list of positions it may be early, never late."""
+    """Return a batch count before which nothing is due; early for lists, never late."""
     found = batches_total
     for period in periods.values():
         if period is None:

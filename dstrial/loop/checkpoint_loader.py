@@ -50,7 +50,7 @@ class CheckpointLoader:
     def restore(
         self, uuid: str, expected_epoch_length: int | None, expected_records: int | None = None
     ) -> tuple[dict[str, Any], bool]:
-        """Load a checkpoint, except random states: call :meth:`restore_random_states` just before training.
+        """Load a checkpoint, except random states, which are restored before training.
 
         Args:
             uuid: the checkpoint's uuid, or its directory off a cluster.
@@ -110,7 +110,7 @@ class CheckpointLoader:
         *,
         is_reshaped: bool,
     ) -> None:
-        """Load the trial with its engines, and the engine state that DeepSpeed does not save."""
+        """Load the trial with its engines, and the state that DeepSpeed does not save."""
         context = self._state.context
         settings = [optimizer_settings(engine) for engine in context.models]
         if is_reshaped:
@@ -254,7 +254,7 @@ class CheckpointLoader:
         )
 
     def _place(self, storage: Any, location: str) -> Any:
-        """Map accelerator tensors of ``torch.load`` to this rank's device, all others to the CPU."""
+        """Map accelerator tensors to this rank's device, all others to the CPU."""
         if location == "cpu":
             return storage
         restore: Callable[[Any, str], Any] = torch.serialization.default_restore_location

@@ -49,7 +49,7 @@ logger = logging.getLogger("dstrial.loop")
 
 @contextlib.contextmanager
 def exits_refused(where: Callable[[], str]) -> Iterator[None]:
-    """Turn ``sys.exit(0)`` of user code, which would pass for a normal end, into an error."""
+    """Turn user code's ``sys.exit(0)``, which looks like the end, into an error."""
     try:
         yield
     except SystemExit as exit_:
@@ -332,7 +332,7 @@ class TrainingLoop:
         return None
 
     def _require_whole_batch(self, num_stepped: int) -> None:
-        """Refuse a self-accumulating ``train_batch`` that does not train exactly one batch.
+        """Refuse a self-accumulating ``train_batch`` that trains not exactly one batch.
 
         That it does so cannot be seen from outside, and a wrong number would make every count of batches wrong.
 
@@ -364,7 +364,7 @@ class TrainingLoop:
         return self._sync_points.is_single_rank and self._sync_points.is_stop_requested()
 
     def _train_until(self, end_batch: int) -> None:
-        """Train up to ``end_batch``, exclusive, in one epoch; a single rank may stop before.
+        """Train up to ``end_batch``, exclusive, in one epoch; a lone rank may stop before.
 
         This is the hot path: no communication, no synchronisation, no decision.
         """
@@ -547,7 +547,7 @@ class TrainingLoop:
         return found
 
     def _checkpoint(self, *, is_last: bool = False) -> None:
-        """Copy the current state, to be written in the background. Ranks: all, collectively.
+        """Copy the current state and begin to write it. Ranks: all, collectively.
 
         A state whose weights are not finite is never saved. One without a finite loss is saved only where training ends or stops
         (``is_last``), because a checkpoint takes the place of an older one.

@@ -66,7 +66,7 @@ def as_mapping(returned: Any, where: str) -> Mapping[str, Any]:
 
 
 def _host_number(value: Any) -> float | None:
-    """Return the mean of a host value; None unless it is a number or an array of numbers."""
+    """Return the mean of a number or an array of numbers; None for other values."""
     if isinstance(value, (int, float)):
         return float(value)
     try:
@@ -159,7 +159,7 @@ class AsyncTotals:
 
 
 def _leave(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """Begin to copy a tensor to the host; return the copy and the event of its end, if any."""
+    """Begin to copy a tensor to the host; return the copy and the event of its end."""
     if tensor.device.type != "cuda":
         return tensor, None  # read by a copy that waits
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -272,7 +272,7 @@ class MetricWindow:
         return self.async_totals().wait()
 
     def async_totals(self) -> AsyncTotals:
-        """Begin to move all totals to the host; reset the window, or read the totals, before adding more."""
+        """Begin to move all totals to the host; read them before adding more."""
         return AsyncTotals(self._totals, self._weight, dict(self._losses))
 
     def batches(self) -> list[dict[str, Any]]:
@@ -359,7 +359,7 @@ def combine(
     where: str,
     reducer_of: ReducerOf = average,
 ) -> dict[str, float | None]:
-    """Combine the shares of all ranks (None: reports no metrics) into one value per metric, the same everywhere.
+    """Combine the shares of all ranks into one value per metric, on each the same.
 
     Raises:
         TrialContractError: ranks report different metric names.

@@ -30,7 +30,7 @@ class _Streak:
 
 
 class NonFiniteGuard:
-    """Counts bad reports in a row; fails, warns or ignores when ``patience`` of them have come.
+    """Counts bad reports in a row, and fails, warns or ignores them.
 
     Args:
         calls_per_batch: sets of metrics that a rank reports for a batch.
@@ -67,7 +67,7 @@ class NonFiniteGuard:
         *,
         is_last: bool,
     ) -> None:
-        """Take a report; called on all ranks with the same arguments, without communication.
+        """Take a report; on all ranks with the same arguments, without communication.
 
         Args:
             tails: the newest losses of each rank that reports metrics.

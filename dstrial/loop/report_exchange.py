@@ -160,7 +160,7 @@ class ReportExchange:
         self.writer.call(lambda: self._sinks.report("validation", batches, metrics))
 
     def require_written(self) -> None:
-        """Wait until all reports are written; raise a failure of any rank. Ranks: all, collectively."""
+        """Wait until all reports are written, or raise. Ranks: all, collectively."""
         self.writer.flush()
         self._raise_unwritten(self._distributed.allgather(self.writer.failure))
 
@@ -177,7 +177,7 @@ class ReportExchange:
 
     @property
     def may_defer(self) -> bool:
-        """Whether training may go on for a batch before an exchange ends; the same on all ranks.
+        """Whether training may go on for a batch before an exchange ends.
 
         Not if the user's callback or reducer belongs to the report: these are called at the batch of the report.
         """
@@ -348,5 +348,5 @@ class ReportExchange:
 
 
 def step_counts(context: DeepSpeedTrialContext) -> list[StepCounts]:
-    """Return the optimizer steps of every engine that has an optimizer; others are not stepped by the engine."""
+    """Return the optimizer steps of every engine that has an optimizer."""
     return [StepCounts.of(engine) for engine in context.models if engine.optimizer is not None]

@@ -111,11 +111,11 @@ class SyncPoints:
         return self._stop_request() is not None
 
     def agree(self, batches_trained: int, share: Any = None) -> SyncResult:
-        """Exchange shares and stop requests, and decide. Ranks: all, collectively (1 all-gather)."""
+        """Exchange shares and stop requests, and decide. Ranks: all, collectively."""
         return self._decide(self._distributed.allgather(self._payload(batches_trained, share)))
 
     def begin(self, batches_trained: int, share: Any = None) -> None:
-        """Start the exchange without blocking; ``end`` returns its result. Ranks: all, collectively."""
+        """Start the exchange without blocking. Ranks: all, collectively."""
         self._own = self._payload(batches_trained, share)
         if isinstance(self._distributed, ControlChannel):
             self._gather = self._distributed.begin_allgather(self._own)

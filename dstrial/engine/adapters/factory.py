@@ -13,7 +13,7 @@ from dstrial.errors import TrialContractError
 def adapt(
     engine: object, *, data_parallel_rank: int | None = None, data_parallel_world_size: int | None = None
 ) -> EngineAdapter:
-    """Return the adapter for ``engine``; bind a pipeline engine's ``train_batch`` and ``eval_batch``.
+    """Return the adapter for ``engine``; a pipeline engine's methods are bound.
 
     ``data_parallel_rank`` and ``data_parallel_world_size`` come from the user's model-parallel unit, if there is one; None asks
     the engine's own groups.
