@@ -345,7 +345,7 @@ class Trainer:
 
 
 def _around_fit(runtime: TrialRuntime) -> contextlib.AbstractContextManager[Any]:
-    """Return the context manager that the hyperparameters name around ``fit``, for measuring."""
+    """Return the context manager around ``fit`` that the hyperparameters name."""
     named = (runtime.hparams or {}).get(AROUND_FIT_KEY)
     if not named:
         return contextlib.nullcontext()
@@ -367,7 +367,7 @@ def _is_switched_on(exp_conf: Mapping[str, Any] | None, key: str) -> bool:
 
 
 def _warn_of_another_length(searcher: Mapping[str, Any], max_length: pytorch.TrainUnit | None) -> None:
-    """Warn if ``fit``'s length differs from ``max_time``, at which a search compares trials."""
+    """Warn if ``fit``'s length is not ``max_time``, at which trials are compared."""
     unit = {"batches": pytorch.Batch, "epochs": pytorch.Epoch}.get(str(searcher.get("time_metric")))
     max_time = searcher.get("max_time")
     if unit is None or max_time is None or max_length is None:

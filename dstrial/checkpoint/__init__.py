@@ -1,1 +1,1 @@
-"""A checkpoint directory: manifest, verified files, completion mark. Pure file handling without torch."""
+"""A checkpoint directory: manifest, verified files, completion mark. No torch."""

@@ -97,7 +97,7 @@ def with_checksum(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_intact(values: Mapping[str, Any]) -> bool:
-    """Return whether a result of ``with_checksum`` is unchanged; True without a checksum."""
+    """Return whether a result of ``with_checksum`` is unchanged; True without one."""
     return CHECKSUM_KEY not in values or values[CHECKSUM_KEY] == _checksum(values)
 
 

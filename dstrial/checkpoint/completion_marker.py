@@ -25,7 +25,7 @@ def is_uuid(name: str) -> bool:
 
 
 def write_marker(path: str | os.PathLike[str], info: Mapping[str, Any] | None = None) -> None:
-    """Flush everything under ``path`` to disk, then make it a checkpoint; ``info`` is kept in the mark.
+    """Flush everything under ``path`` to disk, then mark it complete, with ``info``.
 
     A crash at any point leaves the directory either without a mark or with a whole one.
 

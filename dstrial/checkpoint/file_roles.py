@@ -34,7 +34,7 @@ _LAYER = re.compile(r"layer_(\d+)(?:-model_\d+)?-model_states\.pt")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileRole:
-    """Content of a file, its engine (None: of no engine), and the rank that wrote it (None: unknown)."""
+    """A file's content, engine (None: of none) and writing rank (None: unknown)."""
 
     kind: FileKind
     engine_idx: int | None = None
@@ -46,7 +46,7 @@ def rank_state_name(rank: int) -> str:
 
 
 def engine_folder(paths: Iterable[str], engine_idx: int) -> str:
-    """Return an engine's folder in a checkpoint (the tag that DeepSpeed is given), from the checkpoint's files.
+    """Return an engine's folder in a checkpoint, the tag that DeepSpeed is given.
 
     ``model<i>`` of ``DeepSpeedTrial.save``, ``pytorch_model`` or ``pytorch_model_<i>`` of Accelerate, or
     ``global_step<n>`` of the Hugging Face Trainer; the first of these if there is none.
@@ -85,7 +85,7 @@ def layouts_of(manifest: Manifest, root: str | os.PathLike[str]) -> tuple[Layout
 
 
 def role_of(path: str, layouts: Sequence[Layout]) -> FileRole:
-    """Return what a file holds; ``path`` is relative to the checkpoint. Without layouts writers are unknown.
+    """Return what a file of a checkpoint holds; without layouts writers are unknown.
 
     Source: file names of DeepSpeed 0.19.8, ``DeepSpeedEngine._get_ckpt_name``, ``_get_zero_ckpt_name``,
         ``PipelineModule.ckpt_layer_path``.

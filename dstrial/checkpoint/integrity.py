@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what was written, to the byte; if not, which ranks it affects."""
+"""Whether a checkpoint is what was written, to the byte, and for which ranks not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dstrial.errors import CheckpointDamagedError, CheckpointError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Damage:
-    """One file that is not what the manifest says; ``got`` and ``expected`` are for a person."""
+    """One file that is not what the manifest says."""
 
     path: str
     kind: Literal["missing", "unreadable", "size", "checksum"]
@@ -32,7 +32,7 @@ def verify_files(
     only: Iterable[str] | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> list[Damage]:
-    """Compare files under ``root`` with the manifest, size first; return the damaged ones in its order.
+    """Compare files with the manifest, size first; return the damaged ones.
 
     ``only`` names paths to look at (None: all). ``on_bytes`` is called with the bytes read since its last call.
     """
@@ -53,7 +53,7 @@ def verify_files(
 def read_verified(
     root: str | os.PathLike[str], allgather: Callable[[Any], list[Any]], *, part: int, parts: int
 ) -> Manifest:
-    """Read the manifest and compare every file with it, each rank its share of its machine's files.
+    """Read the manifest and compare every file with it, each rank its share.
 
     Raises:
         CheckpointNotFoundError: there is no manifest.
@@ -161,7 +161,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class IntegrityReport:
-    """Number and written size of the manifest's files, and every difference in its order."""
+    """Number and size of the manifest's files, and every difference in its order."""
 
     num_files: int
     num_bytes: int

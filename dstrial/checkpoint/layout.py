@@ -1,4 +1,4 @@
-"""How an engine's state lies over ranks, and what another layout can load. Pure values for the manifest.
+"""How an engine's state lies over ranks, and what another layout can load. Pure.
 
 The per-parameter table says where every element of every parameter is, whatever the ZeRO stage, so that a checkpoint can be
 read on other ranks. ``parameter_table`` fills it in from an engine.
@@ -134,7 +134,7 @@ _COMPARED = (
 
 
 def compatible(saved: Layout, now: Layout) -> list[str]:
-    """Return what keeps a layout from loading a checkpoint of another as it is, in words.
+    """Return what keeps a layout from loading a checkpoint as it is, in words.
 
     Batch sizes and versions are not compared: DeepSpeed loads across them.
     """
@@ -180,7 +180,7 @@ _SAME_OPTIMIZERS = (
 
 
 def keeps_whole_matrices(layout: Layout, key: str) -> bool:
-    """Return whether ranks keep state of ``key`` for whole matrices: all of each matrix that their partition touches.
+    """Return whether ranks keep state of ``key`` for each matrix of their partition.
 
     Source: Muon of DeepSpeed 0.19.8, ``runtime/zero/stage_1_and_2.py`` ``_muon_momentum_buffer``; with the optimizer on the CPU,
     in ZeRO 3 and in ``BF16_Optimizer`` the momentum is cut as the weights are.

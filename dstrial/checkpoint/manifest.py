@@ -29,7 +29,7 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One file of a checkpoint; ``reader_ranks`` read it at a resume in the same layout, ascending."""
+    """One file of a checkpoint, and the ranks that read it in the same layout."""
 
     num_bytes: int
     sha256: str
@@ -67,7 +67,7 @@ class Manifest:
         uuid: str | None = None,
         created: datetime.datetime | None = None,
     ) -> Manifest:
-        """Return a manifest of what the ranks gathered; ``readers`` of paths that are no files are ignored."""
+        """Return a manifest of what the ranks gathered."""
         readers = {} if readers is None else readers
         when = datetime.datetime.now(datetime.timezone.utc) if created is None else created
         return cls(
@@ -165,7 +165,7 @@ def hash_files(root: str | os.PathLike[str], paths: Iterable[str]) -> dict[str, 
 
 
 def hash_file(path: str | os.PathLike[str], on_bytes: Callable[[int], None] | None = None) -> FileEntry:
-    """Return size and checksum of one file; ``on_bytes`` is called with the size of each piece of a mebibyte."""
+    """Return size and checksum of one file; ``on_bytes`` gets each piece's size."""
     digest = hashlib.sha256()
     num_bytes = 0
     with pathlib.Path(path).open("rb") as stream:
@@ -178,7 +178,7 @@ def hash_file(path: str | os.PathLike[str], on_bytes: Callable[[int], None] | No
 
 
 def share_of(files: Sequence[str], part: int, parts: int) -> list[str]:
-    """Return this part's share of ``files``: each is in exactly one share; sizes differ by one at most."""
+    """Return this part's share of ``files``; sizes differ by one at most."""
     return list(files[part::parts])
 
 

@@ -36,7 +36,7 @@ _OTHER_NAMES = (
 
 
 def find_model_files(directories: Iterable[pathlib.Path]) -> list[pathlib.Path]:
-    """Return config and tokenizer files, one of each name, from the first of the directories that has it.
+    """Return config and tokenizer files, each from the first directory that has it.
 
     A ``config.json`` counts only if it names a model's type or class.
     """
@@ -102,7 +102,7 @@ def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> by
 
 
 def shards_of(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
-    """Deal tensors out into files of at most ``max_bytes``, in their order; a larger tensor has a file of its own."""
+    """Deal tensors out into files of ``max_bytes``; a larger one has its own file."""
     shards: list[list[TensorSpec]] = [[]]
     filled = 0
     for spec in specs:

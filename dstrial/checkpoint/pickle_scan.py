@@ -34,7 +34,7 @@ class PickleContents:
 
 
 def read_pickle(stream: BinaryIO) -> PickleContents:
-    """Read a pickle up to its end or the first invalid place, which no unpickler gets beyond either."""
+    """Read a pickle up to its end or the first invalid place."""
     machine = _Inert(stream)
     with contextlib.suppress(
         Exception

@@ -66,7 +66,7 @@ class ShardMap:
         return [piece for piece in self.of(place) if piece.replica == replica]
 
     def _find_matrices(self, model_part: int, buffer_idx: int, replica: int) -> dict[str, Shard]:
-        """Return by name where a replica's whole matrices begin: those that its partition touches, in the buffer's order."""
+        """Return by name the whole matrices that a replica's partition touches."""
         found: dict[str, Shard] = {}
         begin = 0
         for place in sorted(self._owned, key=lambda place: place.offset or 0):
@@ -103,7 +103,7 @@ def positions_in_groups(places: Iterable[ParameterPlace]) -> dict[str, tuple[int
 
 
 def overlaps(pieces: Iterable[Shard], begin: int, numel: int) -> Iterator[tuple[Shard, int, int, int]]:
-    """Yield the overlaps of pieces with an interval: piece, offset within the piece and the interval, elements."""
+    """Yield piece, offset in the piece, offset in the interval, elements in common."""
     end = begin + numel
     for piece in pieces:
         low, high = max(piece.parameter_begin, begin), min(piece.parameter_end, end)

@@ -122,7 +122,7 @@ class Difference:
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
-    """Compare two nested mappings of plain JSON values; return one difference per leaf, in their order.
+    """Compare two nested mappings of JSON values; return one difference per leaf.
 
     Lists are leaves, unless both are as long and hold mappings.
     """

@@ -94,7 +94,7 @@ def write_safetensors(
     specs: Sequence[TensorSpec] | None = None,
     on_bytes: OnBytes | None = None,
 ) -> None:
-    """Write a new safetensors file with ``specs`` (None: all); its metadata maps further names of tied weights."""
+    """Write a new safetensors file; metadata maps further names of tied weights."""
     ordered = in_file_order(weights.specs if specs is None else specs)
     names = {spec.name for spec in ordered}
     aliases = {alias: name for alias, name in weights.aliases.items() if name in names}

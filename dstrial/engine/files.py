@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Callable
-from typing import Any
 
 from deepspeed import DeepSpeedEngine, PipelineEngine, comm
 
@@ -18,7 +16,7 @@ from dstrial.errors import CheckpointDamagedError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineFiles:
-    """The engine files of one rank: written by ``save_checkpoint``; read by ``load_checkpoint`` in the same layout."""
+    """The engine files that one rank writes, and reads in the same layout."""
 
     written: tuple[str, ...]
     read: tuple[str, ...]
@@ -49,22 +47,6 @@ def engine_files(engine: DeepSpeedEngine, tag: str) -> EngineFiles:
         mine = engines.written_layers(engine)
         written += [path for idx, path in layers.items() if idx in mine]
     return EngineFiles(written=tuple(dict.fromkeys(written)), read=tuple(dict.fromkeys(read)))
-
-
-def expected_files(
-    engine: DeepSpeedEngine, tag: str, allgather: Callable[[Any], list[Any]]
-) -> dict[str, list[int]]:
-    """Return path -> ranks that read it, ascending, for the manifest; the same on every rank.
-
-    Files that no rank reads (DeepSpeed's conversion scripts, ``latest``) are not in it.
-
-    Ranks: all, collectively.
-    """
-    readers: dict[str, list[int]] = {}
-    for rank, files in enumerate(allgather(engine_files(engine, tag))):
-        for path in files.read:
-            readers.setdefault(path, []).append(rank)
-    return dict(sorted(readers.items()))
 
 
 def latest_tag(load_dir: str | pathlib.Path, *, is_universal: bool = False) -> str | None:

@@ -17,7 +17,7 @@ _SMALLEST_ITEM_BYTES = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepCounts:
-    """Optimizer steps of an engine since the start of the run, with the skipped ones, and its current loss scale."""
+    """An engine's optimizer steps of the run, the skipped ones, and its loss scale."""
 
     num_steps: int
     num_skipped: int
@@ -49,7 +49,7 @@ class FiniteWeights:
         self._known = frozenset(self._not_finite())
 
     def lost(self) -> str | None:
-        """Return a weight of this rank that is no longer finite, or None. Synchronises the device."""
+        """Return a weight that is no longer finite, or None. Synchronises the device."""
         return next((name for name in self._not_finite() if name not in self._known), None)
 
     def _not_finite(self) -> list[str]:

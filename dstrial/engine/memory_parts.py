@@ -1,4 +1,4 @@
-"""How many bytes are parameters, gradients, optimizer state and buffers, between two steps or within one."""
+"""How many bytes are parameters, gradients, optimizer state and buffers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_OBJECTS = 1_000_000
 def memory_parts(
     engines: Sequence[Any], is_host: Callable[[torch.device], bool], seen: set[int] | None = None
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return bytes by part, on the device and on the host; ``seen`` gets the counted storages.
+    """Return bytes by part, on the device and on the host.
 
     Each storage counts once, as the first part that it is found in. Weights that the optimizer keeps in another type are its own.
     Buffers are those of modules, weights that ZeRO 3 has gathered, and what DeepSpeed's objects hold besides, as buckets for
@@ -36,7 +36,7 @@ def memory_parts(
 
 
 def part_tensors(engines: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors of engines with their part; tensors that share a storage come one by one."""
+    """Yield tensors of engines with their part, also those that share a storage."""
     for part, find in (
         ("parameters", _parameters),
         ("buffers", _buckets),
@@ -98,7 +98,7 @@ def _buffers(engines: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _tensors(holders: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors in containers and DeepSpeed's objects, however deep; modules are not entered."""
+    """Yield the tensors in containers and DeepSpeed's objects; modules are skipped."""
     waiting = list(holders)
     seen: set[int] = set()
     while waiting and len(seen) < _MOST_OBJECTS:

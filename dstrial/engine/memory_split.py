@@ -1,4 +1,4 @@
-"""Where memory goes within a batch, by the tensors of the engines; each part at its largest.
+"""Where memory goes within a batch, by the engines' tensors; each at its largest.
 
 Predicted and measured figures are made here alike: of fake tensors in a dry run, and of real ones in a training's first batch.
 """
@@ -87,7 +87,7 @@ class MemorySplit:
         self._alive.clear()
 
     def take_activations(self) -> int:
-        """Return the most bytes of activations since the last call, 0 if there were none, and reset."""
+        """Return the most bytes of activations since the last call, and reset."""
         self._most_before_backward = -1
         return self.device.pop(ACTIVATIONS, 0)
 
@@ -130,7 +130,7 @@ class MemorySplit:
 
 
 def _shares(tensor: torch.Tensor, args: Any) -> bool:
-    """Return whether an operation's result is a view of one of its arguments, or the argument itself."""
+    """Return whether an operation's result is a view of an argument, or itself one."""
     key = tensor.untyped_storage()._cdata
     return any(
         leaf.untyped_storage()._cdata == key

@@ -149,14 +149,14 @@ class FlopCounter(FlopCounterMode):
 
 
 def counted_flops(call: Callable[[], ResultT]) -> tuple[ResultT, float, float]:
-    """Make a call; return its result, all its FLOPs on this rank, and those of recomputation."""
+    """Make a call; return its result, its FLOPs, and those of recomputation."""
     with FlopCounter() as counter:
         result = call()
     return result, counter.total, counter.recomputed
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Return whether a module is called through a compiler, which hides its operations."""
+    """Return whether a module is compiled, which hides its operations."""
     if getattr(module, "_compiled_call_impl", None) is not None:
         return True
     # Loading torch's compiler takes longer than loading the rest of torch; without it there is nothing that it has compiled.
@@ -210,7 +210,7 @@ _NEW_PASS: CodeType = _engine_run_backward.__code__
 
 
 def origin() -> tuple[Origin, str]:
-    """Return what asks for the operation dispatched in backward, and for ``CODE`` the function's module and name.
+    """Return what asks for the operation in backward, and a function's name.
 
     Takes some microseconds: it looks at all functions on this thread's stack, as what is differentiated may be part of what is
     computed again.

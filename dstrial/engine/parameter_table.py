@@ -38,7 +38,7 @@ class Stages:
 def collect_layout(
     engine: DeepSpeedEngine, allgather: Callable[[Any], list[Any]], stages: Stages | None = None
 ) -> Layout:
-    """Return how ``engine``'s state lies over all ranks, the same on every rank; ``stages`` is None for data parallel.
+    """Return how ``engine``'s state lies over all ranks, the same on every rank.
 
     Source: ``deepspeed_internals.optimizers``.
 

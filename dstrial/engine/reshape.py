@@ -1,4 +1,4 @@
-"""Load a checkpoint into an engine of another layout: number of ranks, ZeRO stage, offload, pipeline split.
+"""Load a checkpoint of another layout: ranks, ZeRO stage, offload, pipeline split.
 
 Every rank copies the elements it owns straight from the mapped files into the tensors that it trains with, parameter by
 parameter, with at most one piece of a parameter in extra memory. Afterwards everything is read again, by DeepSpeed's own
@@ -129,7 +129,9 @@ class _Live:
                 )
 
     def state(self, target: _Target, key: str) -> tuple[_Target, int | None]:
-        """Return the elements of a target whose state of ``key`` this rank keeps, and the numel of the tensor that has them.
+        """Return the elements of a target whose state of ``key`` this rank keeps.
+
+        The second value is the numel of the tensor that has them.
 
         The numel is None if the tensor has the shape of the master.
         """
@@ -242,7 +244,7 @@ def _load_base_state(
 
 
 def _counts_on_device(optimizer: Any) -> bool:
-    """Return whether torch's ``load_state_dict`` puts the step on the parameter's device."""
+    """Return whether ``load_state_dict`` puts the step on the parameter's device."""
     return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
 

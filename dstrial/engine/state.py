@@ -1,4 +1,4 @@
-"""Save or load all of an engine, or raise; adds what DeepSpeed 0.19.8 omits, see ``engine_extra_state``."""
+"""Save or load all of an engine, with what DeepSpeed 0.19.8 omits, or raise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OPTIMIZER_SETTINGS = (*_SCHEDULED, "initial_lr", "eps", "weight_decay", "dampen
 
 
 def save_engine(engine: DeepSpeedEngine, path: str | pathlib.Path, tag: str) -> None:
-    """Save ``engine`` under ``path/tag`` between two optimizer steps, and check that all files were written.
+    """Save ``engine`` under ``path/tag`` between two steps, and check its files.
 
     Ranks: all, collectively.
     """
@@ -100,7 +100,7 @@ def engine_extra_state(engine: DeepSpeedEngine) -> dict[str, Any]:
 
 
 def restore_engine_extra_state(engine: DeepSpeedEngine, state: Mapping[str, Any]) -> None:
-    """Put back this rank's ``engine_extra_state``, once ``load_engine`` has run. Ranks: all, collectively."""
+    """Put back this rank's extra state after loading. Ranks: all, collectively."""
     engine.micro_steps = state["micro_steps"]
     engines.set_global_grad_norm(engine, state["global_grad_norm"])
     _restore_buffers(engine, state["buffers"])
@@ -120,7 +120,7 @@ def restore_engine_extra_state(engine: DeepSpeedEngine, state: Mapping[str, Any]
 def extra_state_for(
     engine: DeepSpeedEngine, saved: Layout, now: Layout, extras: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return this rank's extra state from what the ranks of another layout saved (``extras``, by rank).
+    """Return this rank's extra state from that of all ranks of another layout.
 
     ``restore_engine_extra_state`` takes it. A replica takes the buffers of the replica of its own number, or if there were fewer,
     of one of those; a pipeline stage those of its layers.
@@ -253,7 +253,9 @@ def is_optimizer_setting(engine: DeepSpeedEngine, name: str, value: Any) -> bool
 def differing_settings(
     engine: DeepSpeedEngine, before: Sequence[Mapping[str, Any]], *, overrides: bool
 ) -> list[str]:
-    """Compare a loaded engine's optimizer settings with those ``before`` the load, and put these back if asked to.
+    """Compare a loaded engine's optimizer settings with those before the load.
+
+    ``overrides`` puts the earlier ones back.
 
     Returns:
         Each difference as ``lr 0.0001, in the checkpoint 0.01``.

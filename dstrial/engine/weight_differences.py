@@ -53,7 +53,7 @@ def weight_differences(
     with_optimizer: bool = False,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Iterator[WeightDifference]:
-    """Compare two engines in double precision and yield every parameter, equal ones too.
+    """Compare two engines in double precision; yield every parameter.
 
     With ``with_optimizer`` also the optimizer's state by element, where both have it. ``on_bytes`` is called with the bytes
     compared since its last call.

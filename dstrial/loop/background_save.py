@@ -1,4 +1,4 @@
-"""One save on its way: its thread, its common steps, the metric reports it waits for.
+"""One save on its way: its thread, common steps, and reports it waits for.
 
 Determined's client queues metrics for a thread and registers checkpoints itself. If a process died between the two, a
 checkpoint would lie beyond its last report and a resume would leave a gap. So a checkpoint is registered after its metrics.
@@ -98,7 +98,7 @@ class SaveJob:
 def run_on_all_ranks(
     distributed: core.DistributedContext, step: Callable[[], T], describe: Callable[[Exception], str]
 ) -> list[T]:
-    """Run a step on every rank and return the results by rank; the failure of one rank fails all.
+    """Run a step on every rank; return results by rank, or fail on all of them.
 
     The step's result is small and can be pickled. ``describe`` makes the message of a failure, with this rank's name, which the
     other ranks raise.
@@ -131,7 +131,7 @@ _TICK_S = 0.002
 
 
 class PendingReports:
-    """The metric reports that the master has not taken yet; off a cluster there are none.
+    """The metric reports that the master has not taken yet; none off a cluster.
 
     Source: ``determined/core/_metrics.py`` of determined 0.38.1: a queue, and a thread that posts one report at a time.
     """
@@ -158,7 +158,7 @@ class PendingReports:
         return 0 if self._shipper is None else int(self._shipper._queue.unfinished_tasks) - self._num_before
 
     def wait(self, deadline_s: float = _DEADLINE_S, *, up_to: int | None = None) -> bool:
-        """Wait until the master has taken ``up_to`` reports (None: all so far); return whether it has."""
+        """Wait until the master has taken so many reports; return whether it has."""
         shipper = self._shipper
         if shipper is None:
             return True

@@ -43,11 +43,6 @@ class Progress:
     last_checkpoint: int | None = None
 
     @property
-    def batch_idx(self) -> int:
-        """Index of the batch to train next, from 0, over the whole run."""
-        return self.batches_trained
-
-    @property
     def epoch_idx(self) -> int:
         """Epoch of the batch to train next, from 0; 0 if the epoch length is unknown."""
         return self.batches_trained // self.epoch_length if self.epoch_length else 0
@@ -143,7 +138,7 @@ def next_due(
     batches_total: int,
     epoch_length: int | None,
 ) -> int:
-    """Return a batch count before which nothing is due; for a list of positions it may be early, never late."""
+    """Return a batch count before which nothing is due; early for lists, never late."""
     found = batches_total
     for period in periods.values():
         if period is None:

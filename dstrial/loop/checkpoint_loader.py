@@ -35,7 +35,7 @@ from dstrial.engine.state import (
 )
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointLayoutError
 from dstrial.loop.checkpoint_trust import trusts_code
-from dstrial.loop.metrics import merge_windows, weighed_window
+from dstrial.loop.metrics import merge_windows, rescale_window
 from dstrial.loop.run_state import RunState, restore_random_states, restore_reducer, training_reductions
 from dstrial.trial.trial import Checkpointable
 
@@ -53,7 +53,7 @@ class CheckpointLoader:
     def restore(
         self, uuid: str, expected_epoch_length: int | None, expected_records: int | None = None
     ) -> tuple[dict[str, Any], bool]:
-        """Load a checkpoint, except random states: call :meth:`restore_random_states` just before training.
+        """Load a checkpoint, except random states, which are restored before training.
 
         Args:
             uuid: the checkpoint's uuid, or its directory off a cluster.
@@ -85,8 +85,8 @@ class CheckpointLoader:
             is_reshaped = self._must_reshape(path, saved, now)
             if is_reshaped:
                 self._reshape_rank_state(path, state, saved_size)
-            state["loop"] = recounted(state["loop"], saved, now)
-            state["window"] = weighed_window(
+            state["loop"] = rescale_micro_batches(state["loop"], saved, now)
+            state["window"] = rescale_window(
                 state["window"], self._calls_per_batch(now) / self._calls_per_batch(saved)
             )
             self._state.callbacks.call("on_checkpoint_load_start", state)
@@ -113,7 +113,7 @@ class CheckpointLoader:
         *,
         is_reshaped: bool,
     ) -> None:
-        """Load the trial with its engines, and the engine state that DeepSpeed does not save."""
+        """Load the trial with its engines, and the state that DeepSpeed does not save."""
         context = self._state.context
         settings = [optimizer_settings(engine) for engine in context.models]
         if is_reshaped:
@@ -247,7 +247,7 @@ class CheckpointLoader:
         )
 
     def _place(self, storage: Any, location: str) -> Any:
-        """Map accelerator tensors of ``torch.load`` to this rank's device, all others to the CPU."""
+        """Map accelerator tensors to this rank's device, all others to the CPU."""
         if location == "cpu":
             return storage
         restore: Callable[[Any, str], Any] = torch.serialization.default_restore_location
@@ -327,7 +327,7 @@ def _require_same_data(
         )
 
 
-def recounted(
+def rescale_micro_batches(
     loop_state: Mapping[str, Any], saved: Sequence[Layout], now: Sequence[Layout]
 ) -> dict[str, Any]:
     """Return the loop's state with micro batches as the first engine counts them."""

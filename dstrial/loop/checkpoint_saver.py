@@ -1,4 +1,4 @@
-"""Writes whole checkpoints in the background; the loop waits only for the copy of its state.
+"""Writes checkpoints in the background; the loop waits only for the copy.
 
 A save begins and copies on the main thread; a thread then writes files, checksums and the manifest, uploads and registers.
 At most one save is under way. Ranks talk about it on a control channel of its own. The loop learns how the save ended, on
@@ -51,7 +51,7 @@ logger = logging.getLogger("dstrial.loop")
 
 
 class _LeaveAtOnce(BaseException):
-    """Passes through the store at once, because other ranks wait in DeepSpeed's barriers.
+    """Passes through the store at once, as other ranks wait in DeepSpeed's barriers.
 
     The rank exits with the carried error as cause, the launcher ends the others, and the directory, which has no completion
     mark, is removed at the next start.
@@ -109,7 +109,7 @@ class CheckpointSaver:
         self._in_background = in_background and self._can_be_in_background()
 
     def _can_be_in_background(self) -> bool:
-        """Return whether a thread can complete checkpoints; log what keeps training waiting."""
+        """Return whether a thread can complete checkpoints; log why not."""
         distributed = self._state.context.distributed
         is_chief = distributed.rank == 0
         if distributed.size > 1 and not isinstance(distributed, ControlChannel):
@@ -142,7 +142,7 @@ class CheckpointSaver:
         self._is_prepared = True
 
     def save(self, loop_state: Mapping[str, Any]) -> str:
-        """Copy the current state and write it in the background, after the save before this one; return its uuid.
+        """Copy the current state and write it in the background; return its uuid.
 
         Args:
             loop_state: what the loop wants back at a resume, besides counters and window; per rank.
@@ -212,7 +212,7 @@ class CheckpointSaver:
         }
 
     def _copy(self, path: pathlib.Path, loop_state: Mapping[str, Any], metadata: dict[str, Any]) -> _Copied:
-        """Copy (or write, if it cannot be copied) this rank's state. Ranks: all, collectively."""
+        """Copy this rank's state, or write it at once. Ranks: all, collectively."""
         context = self._state.context
         is_immediate = not self._in_background or self._files_are_seen
         copies = StateCopies(None if is_immediate else self._buffers)
@@ -373,7 +373,7 @@ class CheckpointSaver:
         return None if self._job is None else self._job.status
 
     def settle(self, statuses: Sequence[SaveStatus | None]) -> None:
-        """Act on a save that has ended: register its end, or raise its failure with the rank's name.
+        """Act on a save that has ended, or raise its failure with the rank's name.
 
         Args:
             statuses: ``status`` of every rank, gathered in one exchange.
@@ -400,7 +400,7 @@ class CheckpointSaver:
             self.settle(self._state.context.distributed.allgather(self.status()))
 
     def close(self) -> None:
-        """Wait for the save under way, log its failure, and free the buffers; for when training has ended."""
+        """Wait for the save under way, log its failure, and free the buffers."""
         job, self._job = self._job, None
         if job is not None:
             job.wait()

@@ -1,4 +1,4 @@
-"""Whether the files of a checkpoint may be loaded; all ranks decide together, before any of them loads a file.
+"""Whether the files of a checkpoint may be loaded; ranks decide together.
 
 Files with only values and listed classes are loaded. Others are loaded if their exact content is vouched for: by this
 account's signature on the manifest; by the master, to which the trial reported the manifest's SHA-256; or by the user, with
@@ -40,7 +40,7 @@ def trusts_code(
     names: Sequence[str],
     exp_conf: Mapping[str, Any] | None,
 ) -> bool:
-    """Return whether loading may run code that the files name; False if they name none.
+    """Return whether loading may run code that the files name; False if none does.
 
     Every file in ``root`` has been compared with the manifest, where there is one. ``names`` are relative to ``root`` and the
     same on all ranks.

@@ -31,7 +31,7 @@ from dstrial.loop.data.training import CountingIterator, TrainingStream, agreed_
 from dstrial.loop.data.validation import ValidationStream
 from dstrial.loop.metric_sinks import MetricSink, MetricSinks
 from dstrial.loop.metrics import MetricTotals, MetricWindow, as_mapping
-from dstrial.loop.non_finite import NonFiniteGuard, StateEvidence, lost_weight, why_not_save
+from dstrial.loop.non_finite import NonFiniteGuard, StateEvidence, lost_weight, unsafe_to_save_reason
 from dstrial.loop.report_exchange import Exchange, ReportExchange, step_counts
 from dstrial.loop.run_state import RunState
 from dstrial.loop.settings import FitResult, LoopSettings
@@ -49,7 +49,7 @@ logger = logging.getLogger("dstrial.loop")
 
 @contextlib.contextmanager
 def exits_refused(where: Callable[[], str]) -> Iterator[None]:
-    """Turn ``sys.exit(0)`` of user code, which would pass for a normal end, into an error."""
+    """Turn user code's ``sys.exit(0)``, which looks like the end, into an error."""
     try:
         yield
     except SystemExit as exit_:
@@ -104,7 +104,7 @@ class TrainingLoop:
         self._on_steps = on_steps
         self._weights: FiniteWeights | None = None
         self._guard: NonFiniteGuard | None = None
-        self._is_holding_back = False
+        self._is_skipping_save = False
         self._periods = {
             Boundary.REPORT: Period.from_train_unit(settings.reporting_period),
             Boundary.VALIDATE: _optional_period(settings.validation_period),
@@ -176,7 +176,7 @@ class TrainingLoop:
             if settings.step_zero_validation and is_fresh:
                 begin_phase("validating before the first batch")
                 self._validate()
-            stack.callback(self._tell_steps)
+            stack.callback(self._report_steps)
             with self._failure_logged():
                 stopped = self._train()
             with self._heartbeat.during(Phase.SAVE, progress.batches_trained):
@@ -212,7 +212,7 @@ class TrainingLoop:
             is_resumed=self._progress.batches_trained > 0,
         )
 
-    def _tell_steps(self) -> None:
+    def _report_steps(self) -> None:
         counts = step_counts(self._context)
         taken, skipped = (
             sum(count.num_steps for count in counts),
@@ -296,7 +296,7 @@ class TrainingLoop:
         self._reports.start_clock()
         if self._is_chief and progress.batches_trained < self._batches_total:
             self._core.train.set_status("training")
-            self._reports.tell_progress()
+            self._reports.submit_progress()
         stepped_before = self._adapter.micro_batches_stepped
         is_unproven = self._runtime.accumulates_itself
         begin_phase(FIRST_BATCH)
@@ -332,7 +332,7 @@ class TrainingLoop:
         return None
 
     def _require_whole_batch(self, num_stepped: int) -> None:
-        """Refuse a self-accumulating ``train_batch`` that does not train exactly one batch.
+        """Refuse a self-accumulating ``train_batch`` that trains not exactly one batch.
 
         That it does so cannot be seen from outside, and a wrong number would make every count of batches wrong.
 
@@ -364,7 +364,7 @@ class TrainingLoop:
         return self._sync_points.is_single_rank and self._sync_points.is_stop_requested()
 
     def _train_until(self, end_batch: int) -> None:
-        """Train up to ``end_batch``, exclusive, in one epoch; a single rank may stop before.
+        """Train up to ``end_batch``, exclusive, in one epoch; a lone rank may stop before.
 
         This is the hot path: no communication, no synchronisation, no decision.
         """
@@ -446,7 +446,7 @@ class TrainingLoop:
                 "expected weights to save. Lower the learning rate, or set data.dstrial.non_finite to warn or ignore; the "
                 "checkpoints before it are kept."
             )
-        self._reports.tell_progress()
+        self._reports.submit_progress()
         if self._is_chief:
             self._reports.writer.submit(functools.partial(self._core.train.report_progress, 1.0))
 
@@ -549,24 +549,24 @@ class TrainingLoop:
         return found
 
     def _checkpoint(self, *, is_last: bool = False) -> None:
-        """Copy the current state, to be written in the background. Ranks: all, collectively.
+        """Copy the current state and begin to write it. Ranks: all, collectively.
 
         A state whose weights are not finite is never saved. One without a finite loss is saved only where training ends or stops
         (``is_last``), because a checkpoint takes the place of an older one.
         """
         self._reports.require_written()
         found = self._state_evidence()
-        problem = lost_weight(found) if is_last else why_not_save(found)
+        problem = lost_weight(found) if is_last else unsafe_to_save_reason(found)
         if problem is not None:
-            if self._is_chief and not self._is_holding_back:
+            if self._is_chief and not self._is_skipping_save:
                 logger.warning(
                     "the state of batch %d is not saved, and the checkpoints before it are kept: %s",
                     self._progress.batches_trained,
                     problem,
                 )
-            self._is_holding_back = True
+            self._is_skipping_save = True
             return
-        self._is_holding_back = False
+        self._is_skipping_save = False
         if self._is_chief:
             self._core.train.set_status("checkpointing")
         loop_state: dict[str, Any] = {

@@ -116,7 +116,7 @@ class MetricSinks:
         return not is_early and self._runtime.writes_tensorboard
 
     def upload(self, at_once: bool = True) -> None:
-        """Upload this rank's TensorBoard files: the chief's events, and any rank's profiler traces."""
+        """Upload the chief's TensorBoard events, and any rank's profiler traces."""
         if not self._runtime.writes_tensorboard or not (at_once or self.is_upload_due()):
             return
         self._uploaded_s = time.monotonic()

@@ -25,7 +25,7 @@ _MOST_BYTES_HELD = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class LossTail:
+class TrailingNonFinite:
     """How many of the newest values of a loss are not finite.
 
     Attributes:
@@ -49,7 +49,7 @@ class MetricTotals:
 
     values: dict[str, float | None]
     weights: dict[str, float]
-    tails: dict[str, LossTail] = dataclasses.field(default_factory=dict)
+    tails: dict[str, TrailingNonFinite] = dataclasses.field(default_factory=dict)
 
 
 def as_mapping(returned: Any, where: str) -> Mapping[str, Any]:
@@ -66,7 +66,7 @@ def as_mapping(returned: Any, where: str) -> Mapping[str, Any]:
 
 
 def _host_number(value: Any) -> float | None:
-    """Return the mean of a host value; None unless it is a number or an array of numbers."""
+    """Return the mean of a number or an array of numbers; None for other values."""
     if isinstance(value, (int, float)):
         return float(value)
     try:
@@ -111,17 +111,17 @@ def _held_alone(amount: torch.Tensor | float) -> torch.Tensor | float:
     return amount
 
 
-def _tail(losses: Sequence[torch.Tensor | float], total: float | None) -> LossTail:
+def _tail(losses: Sequence[torch.Tensor | float], total: float | None) -> TrailingNonFinite:
     """Return how a loss ends; read single values only if the total is not finite."""
     if total is not None and math.isfinite(total):
-        return LossTail(0, len(losses))
+        return TrailingNonFinite(0, len(losses))
     tensors = [loss for loss in losses if isinstance(loss, torch.Tensor)]
     moved = iter(torch.stack([loss.double() for loss in tensors]).tolist() if tensors else ())
     num_bad = 0
     for loss in losses:
         value = next(moved) if isinstance(loss, torch.Tensor) else loss
         num_bad = 0 if math.isfinite(value) else num_bad + 1
-    return LossTail(num_bad, len(losses))
+    return TrailingNonFinite(num_bad, len(losses))
 
 
 ReducerOf = Callable[[str], pytorch.Reducer]
@@ -131,7 +131,7 @@ def average(_name: str) -> pytorch.Reducer:
     return pytorch.Reducer.AVG
 
 
-class LeavingTotals:
+class AsyncTotals:
     """Totals of one rank, being copied from its device."""
 
     def __init__(self, held: Mapping[str, Any], weight: float, losses: Mapping[str, Sequence[Any]]) -> None:
@@ -159,7 +159,7 @@ class LeavingTotals:
 
 
 def _leave(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """Begin to copy a tensor to the host; return the copy and the event of its end, if any."""
+    """Begin to copy a tensor to the host; return the copy and the event of its end."""
     if tensor.device.type != "cuda":
         return tensor, None  # read by a copy that waits
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -269,11 +269,11 @@ class MetricWindow:
 
     def totals(self) -> MetricTotals:
         """Move all totals to the host, with one copy and synchronisation per device."""
-        return self.leaving_totals().wait()
+        return self.async_totals().wait()
 
-    def leaving_totals(self) -> LeavingTotals:
-        """Begin to move all totals to the host; reset the window, or read the totals, before adding more."""
-        return LeavingTotals(self._totals, self._weight, dict(self._losses))
+    def async_totals(self) -> AsyncTotals:
+        """Begin to move all totals to the host; read them before adding more."""
+        return AsyncTotals(self._totals, self._weight, dict(self._losses))
 
     def batches(self) -> list[dict[str, Any]]:
         """Return every set since the last reset, as NumPy values; empty unless kept."""
@@ -345,7 +345,7 @@ def merge_windows(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def weighed_window(state: Mapping[str, Any], factor: float) -> dict[str, Any]:
+def rescale_window(state: Mapping[str, Any], factor: float) -> dict[str, Any]:
     """Return an open window of averages whose sets count ``factor`` times as much.
 
     After a resume with another number of replicas a batch has another number of sets; its weight in a report stays the same.
@@ -359,7 +359,7 @@ def combine(
     where: str,
     reducer_of: ReducerOf = average,
 ) -> dict[str, float | None]:
-    """Combine the shares of all ranks (None: reports no metrics) into one value per metric, the same everywhere.
+    """Combine the shares of all ranks into one value per metric, on each the same.
 
     Raises:
         TrialContractError: ranks report different metric names.

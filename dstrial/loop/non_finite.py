@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from dstrial.engine.finite_weights import StepCounts
 from dstrial.errors import NonFiniteError
-from dstrial.loop.metrics import LossTail
+from dstrial.loop.metrics import TrailingNonFinite
 
 logger = logging.getLogger("dstrial.loop")
 
@@ -30,7 +30,7 @@ class _Streak:
 
 
 class NonFiniteGuard:
-    """Counts bad reports in a row; fails, warns or ignores when ``patience`` of them have come.
+    """Counts bad reports in a row, and fails, warns or ignores them.
 
     Args:
         calls_per_batch: sets of metrics that a rank reports for a batch.
@@ -60,14 +60,14 @@ class NonFiniteGuard:
 
     def judge(
         self,
-        tails: Sequence[Mapping[str, LossTail]],
+        tails: Sequence[Mapping[str, TrailingNonFinite]],
         averages: Mapping[str, Any],
         counts: Sequence[StepCounts],
         window: tuple[int, int],
         *,
         is_last: bool,
     ) -> None:
-        """Take a report; called on all ranks with the same arguments, without communication.
+        """Take a report; on all ranks with the same arguments, without communication.
 
         Args:
             tails: the newest losses of each rank that reports metrics.
@@ -99,7 +99,9 @@ class NonFiniteGuard:
             fix=_LOWER if skipped else "Call engine.step() after every engine.backward() in train_batch",
         )
 
-    def _judge_losses(self, tails: Sequence[Mapping[str, LossTail]], start: int, batches: int) -> None:
+    def _judge_losses(
+        self, tails: Sequence[Mapping[str, TrailingNonFinite]], start: int, batches: int
+    ) -> None:
         every = [tail for of_rank in tails for tail in of_rank.values()]
         streak = self._losses
         num_bad = min((tail.num_bad for tail in every), default=0)
@@ -154,7 +156,7 @@ class NonFiniteGuard:
         streak.told = True
 
 
-def _shown_loss(tails: Sequence[Mapping[str, LossTail]]) -> str:
+def _shown_loss(tails: Sequence[Mapping[str, TrailingNonFinite]]) -> str:
     names = [name for of_rank in tails[:1] for name in of_rank]
     return "loss" if "loss" in names or not names else names[0]
 
@@ -180,7 +182,7 @@ def lost_weight(found: Sequence[StateEvidence]) -> str | None:
     return None
 
 
-def why_not_save(found: Sequence[StateEvidence]) -> str | None:
+def unsafe_to_save_reason(found: Sequence[StateEvidence]) -> str | None:
     """Return why a state should not replace an older checkpoint; None if it may."""
     known = [evidence.loss_is_finite for evidence in found if evidence.loss_is_finite is not None]
     return lost_weight(found) or ("no loss is finite" if known and not any(known) else None)

@@ -23,7 +23,7 @@ from dstrial.loop.callbacks import Callbacks
 from dstrial.loop.checkpoint_saver import CheckpointSaver
 from dstrial.loop.data.training import TrainingStream
 from dstrial.loop.metric_sinks import MetricSinks
-from dstrial.loop.metrics import LeavingTotals, MetricTotals, MetricWindow, combine
+from dstrial.loop.metrics import AsyncTotals, MetricTotals, MetricWindow, combine
 from dstrial.loop.report_writer import ReportWriter, TrainingReport
 from dstrial.loop.run_state import copied
 from dstrial.loop.sync_point import StopReason, SyncPoints
@@ -49,18 +49,18 @@ class Exchange:
         counts: optimizer steps of every engine.
         reports: whether it is for a report.
         is_deferred: whether training goes on before its end.
-        is_handed_in: whether this rank's payload is on its way.
+        is_sent: whether this rank's payload is on its way.
         sample: of this rank's instruments; None without them.
     """
 
     batches: int
     start: int
     seconds: float
-    totals: LeavingTotals | None
+    totals: AsyncTotals | None
     counts: list[StepCounts]
     reports: bool
     is_deferred: bool
-    is_handed_in: bool = False
+    is_sent: bool = False
     sample: LeavingSample | None = None
 
 
@@ -112,7 +112,7 @@ class ReportExchange:
         self._window_start = 0
         self._mark_s = 0.0
         self._has_reported = False
-        self._begun: Exchange | None = None
+        self._pending: Exchange | None = None
         self._reports_metrics = self._runtime.mpu.should_report_metrics
         self._heartbeat = heartbeat()
 
@@ -147,7 +147,7 @@ class ReportExchange:
     def start_clock(self) -> None:
         self._mark_s = time.monotonic()
 
-    def tell_progress(self) -> None:
+    def submit_progress(self) -> None:
         if self._is_chief:
             told = functools.partial(self._on_progress, self._progress.batches_trained, self._batches_total)
             self.writer.submit(told)
@@ -160,7 +160,7 @@ class ReportExchange:
         self.writer.call(lambda: self._sinks.report("validation", batches, metrics))
 
     def require_written(self) -> None:
-        """Wait until all reports are written; raise a failure of any rank. Ranks: all, collectively."""
+        """Wait until all reports are written, or raise. Ranks: all, collectively."""
         self.writer.flush()
         self._raise_unwritten(self._distributed.allgather(self.writer.failure))
 
@@ -169,7 +169,7 @@ class ReportExchange:
     @property
     def is_under_way(self) -> bool:
         """Whether an exchange has begun and not ended; the same on all ranks."""
-        return self._begun is not None
+        return self._pending is not None
 
     @property
     def has_unreported(self) -> bool:
@@ -177,7 +177,7 @@ class ReportExchange:
 
     @property
     def may_defer(self) -> bool:
-        """Whether training may go on for a batch before an exchange ends; the same on all ranks.
+        """Whether training may go on for a batch before an exchange ends.
 
         Not if the user's callback or reducer belongs to the report: these are called at the batch of the report.
         """
@@ -202,8 +202,8 @@ class ReportExchange:
         self._window_seconds += trained_s
         if self._instruments is not None:
             self._instruments.trained(trained_s)
-        totals = self._window.leaving_totals() if reports and self._reports_metrics else None
-        self._begun = begun = Exchange(
+        totals = self._window.async_totals() if reports and self._reports_metrics else None
+        self._pending = begun = Exchange(
             self._progress.batches_trained,
             self._window_start,
             self._window_seconds,
@@ -217,7 +217,7 @@ class ReportExchange:
         if defers and reports:
             self._close_window()
         if not defers or self._context.device.type == "cpu":
-            self._hand_in(begun)
+            self._send(begun)
 
     def end(self) -> StopReason | None:
         """Finish the exchange and act on it; return why to stop. Ranks: all, collectively.
@@ -226,11 +226,11 @@ class ReportExchange:
             DstrialError: training does not train, or a save has failed.
             Exception: a failure of the writing thread.
         """
-        begun = self._begun
+        begun = self._pending
         assert begun is not None, "an exchange begins before it ends"
-        if not begun.is_handed_in:
-            self._hand_in(begun)
-        self._begun = None
+        if not begun.is_sent:
+            self._send(begun)
+        self._pending = None
         agreement = self._sync_points.end()
         failures = [failure for _, _, _, failure, _ in agreement.shares]
         if not any(failures):
@@ -240,21 +240,21 @@ class ReportExchange:
         averages = combine(shares, "train_batch") if begun.reports else {}
         if begun.reports:
             self._report(dict(averages), begun)
-            self._tell_of_run([sample for _, _, _, _, sample in agreement.shares], begun)
+            self._report_telemetry([sample for _, _, _, _, sample in agreement.shares], begun)
         self._raise_unwritten(failures)
         if begun.reports:
             self._judge(shares, averages, agreement.shares[0][1], begun)
-        self.tell_progress()
+        self.submit_progress()
         if not begun.is_deferred:
             self.start_clock()
         return agreement.stop
 
-    def _hand_in(self, begun: Exchange) -> None:
+    def _send(self, begun: Exchange) -> None:
         share = None if begun.totals is None else begun.totals.wait()
         sample = None if begun.sample is None else begun.sample.wait()
-        handed_in = (share, begun.counts, self._saver.status(), self.writer.failure, sample)
-        self._sync_points.begin(begun.batches, handed_in)
-        begun.is_handed_in = True
+        payload = (share, begun.counts, self._saver.status(), self.writer.failure, sample)
+        self._sync_points.begin(begun.batches, payload)
+        begun.is_sent = True
 
     # ---- a report ------------------------------------------------------------------------------------
 
@@ -287,7 +287,7 @@ class ReportExchange:
         if not begun.is_deferred:
             self._close_window()
 
-    def _tell_of_run(self, samples: Sequence[RankSample | None], begun: Exchange) -> None:
+    def _report_telemetry(self, samples: Sequence[RankSample | None], begun: Exchange) -> None:
         found = [sample for sample in samples if sample is not None]
         if self._telemetry is None or len(found) < len(samples):
             return
@@ -348,5 +348,5 @@ class ReportExchange:
 
 
 def step_counts(context: DeepSpeedTrialContext) -> list[StepCounts]:
-    """Return the optimizer steps of every engine that has an optimizer; others are not stepped by the engine."""
+    """Return the optimizer steps of every engine that has an optimizer."""
     return [StepCounts.of(engine) for engine in context.models if engine.optimizer is not None]

@@ -98,7 +98,7 @@ class ReportWriter:
         self._put(_Job(job))
 
     def call(self, job: Callable[[], T]) -> T:
-        """Run a job on the thread, also after a failure, and return its result or raise its error."""
+        """Run a job on the thread, also after a failure; return its result or raise."""
         outcomes: list[tuple[T | None, BaseException | None]] = []
 
         def keep() -> None:

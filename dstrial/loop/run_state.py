@@ -78,7 +78,7 @@ class Snapshot:
 
 
 def copied(value: Any) -> Any:
-    """Return a copy that shares nothing with ``value``, or ``value`` itself if it cannot be copied."""
+    """Return a copy that shares nothing with ``value``; itself if it has none."""
     if type(value) in _IMMUTABLE:
         return value
     if isinstance(value, _NOT_STATE):
@@ -109,7 +109,7 @@ def reducer_state(reducer: Any) -> dict[str, Any]:
 
 
 def training_reductions(runtime: TrialRuntime, states: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return what another rank's training reducers would add to the next report, in the order of wrapping."""
+    """Return what another rank's training reducers would add to the next report."""
     reductions = []
     for wrapped, state in zip(runtime.wrapped_reducers, states, strict=True):
         if wrapped.for_training:

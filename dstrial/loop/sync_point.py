@@ -111,12 +111,12 @@ class SyncPoints:
         return self._stop_request() is not None
 
     def agree(self, batches_trained: int, share: Any = None) -> SyncResult:
-        """Exchange shares and stop requests, and decide. Ranks: all, collectively (1 all-gather)."""
-        return self._decide(self._distributed.allgather(self._handed_in(batches_trained, share)))
+        """Exchange shares and stop requests, and decide. Ranks: all, collectively."""
+        return self._decide(self._distributed.allgather(self._payload(batches_trained, share)))
 
     def begin(self, batches_trained: int, share: Any = None) -> None:
-        """Start the exchange without blocking; ``end`` returns its result. Ranks: all, collectively."""
-        self._own = self._handed_in(batches_trained, share)
+        """Start the exchange without blocking. Ranks: all, collectively."""
+        self._own = self._payload(batches_trained, share)
         if isinstance(self._distributed, ControlChannel):
             self._gather = self._distributed.begin_allgather(self._own)
 
@@ -125,7 +125,7 @@ class SyncPoints:
         gather, self._gather = self._gather, None
         return self._decide([self._own] if gather is None else gather.wait())
 
-    def _handed_in(self, batches_trained: int, share: Any) -> tuple[Any, StopReason | None, int]:
+    def _payload(self, batches_trained: int, share: Any) -> tuple[Any, StopReason | None, int]:
         is_chief = self._distributed.rank == 0
         proposal = self._proposed_distance(batches_trained) if is_chief else 0
         self._begun_at = batches_trained

@@ -52,7 +52,7 @@ class Validation:
         self._takes_batch_idx = util.has_param(trial.evaluate_batch, "batch_idx", 2)
 
     def agree_on_extent(self) -> bool:
-        """Compare the validation loaders; return whether there is anything to validate with.
+        """Compare the validation loaders; return whether there is anything to validate.
 
         Raises:
             DataError: loaders are empty, or their lengths differ where every replica must do the same.
@@ -100,7 +100,7 @@ class Validation:
         return True
 
     def run(self) -> dict[str, Any]:
-        """Validate with the current weights; return metric name -> value over the whole set, the same on every rank.
+        """Validate with the current weights; return the metrics, the same on every rank.
 
         Ranks: all, collectively.
         """

@@ -40,7 +40,7 @@ class ResumedRun:
         self._given: dict[tuple[int | None, int | None, int | None], list[dict[str, Any]]] = {}
 
     def hyperparameters(self, hparams: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a copy of hyperparameters whose DeepSpeed configs, if any, keep the batch.
+        """Return a copy of hyperparameters whose DeepSpeed configs keep the batch.
 
         Raises:
             ConfigError: a config asks for another batch than the checkpoint's, or the replicas cannot share it evenly.
@@ -62,7 +62,7 @@ class ResumedRun:
         return result
 
     def resolve(self, merged: Mapping[str, Any], data_parallel_size: int) -> dict[str, Any] | None:
-        """Return a config with the batch kept for these replicas; None if it is no engine's."""
+        """Return a config with the batch kept for these replicas; None if of no engine."""
         main = self.saved.engines[0] if self.saved.engines else None
         engine = engine_of(self._as_given(merged, main), self.saved, is_main=True)
         if engine is None:
@@ -77,7 +77,9 @@ class ResumedRun:
         return {**merged, **self._sizes(merged, solution)}
 
     def fit_engine(self, engine: DeepSpeedEngine, engine_idx: int, *, is_chief: bool) -> dict[str, Any]:
-        """Bring a new engine to the batch of its predecessor in the checkpoint; called on all ranks.
+        """Bring a new engine to the batch of its predecessor in the checkpoint.
+
+        Called on all ranks.
 
         Returns:
             ``EngineRecord.given`` of the engine's config, without what this object put there.

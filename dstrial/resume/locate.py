@@ -79,7 +79,7 @@ def resumption_problems(
 def saved_run_of_trial(
     config: Mapping[str, Any], *, trial_id: int, latest_checkpoint: str | None
 ) -> SavedRun | None:
-    """Return the saved run of a cluster's trial; None for a new trial and if the directory is not on this machine."""
+    """Return the saved run of a cluster's trial; None if it is new or not here."""
     is_mirrored = bool(os.environ.get(RUN_DIR_VARIABLE))
     saved = _saved_run(config.get("checkpoint_storage") or {}, latest_checkpoint, is_mirrored=is_mirrored)
     return None if saved is None else saved.of_trial(LOCAL_ID if is_mirrored else trial_id)

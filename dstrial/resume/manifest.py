@@ -1,4 +1,4 @@
-"""Read the parts of a checkpoint directory that a resumed run's config is compared with."""
+"""Read the parts of a checkpoint that a resumed run's config is compared with."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class EngineArrangement:
         return ParallelDims.of_replica(**sizes, is_pipeline=self.engine_kind == "pipeline")
 
     def batch_replicas(self, world_size: int, replica: ParallelDims | None = None) -> int:
-        """Return the replicas in DeepSpeed's batch equation on ``world_size`` ranks, at least 1.
+        """Return the replicas in DeepSpeed's batch equation on ``world_size`` ranks.
 
         DeepSpeed counts each rank of AutoTP as a replica, and ranks that share a sequence as one. Without ``replica``
         replicas are formed as in the checkpoint.
@@ -86,7 +86,9 @@ class EngineRecord(EngineArrangement):
 
     @classmethod
     def from_layout(cls, layout: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> EngineRecord:
-        """Read an engine from a manifest's layout, or from :meth:`to_json`; ``more`` has fields that a layout lacks.
+        """Read an engine from a manifest's layout, or from :meth:`to_json`.
+
+        ``more`` has fields that a layout lacks.
 
         Raises:
             KeyError: a value is missing.
@@ -127,7 +129,7 @@ class SavedRun:
 
     @classmethod
     def from_metadata(cls, checkpoint: str, metadata: Mapping[str, Any]) -> SavedRun | None:
-        """Read metadata of ``core_context.checkpoint.get_metadata`` or a master; None if it says nothing of this kind."""
+        """Read a checkpoint's metadata; None if it says nothing of this kind."""
         engines = metadata.get("engines")
         if metadata.get("format") != CHECKPOINT_FORMAT or not isinstance(engines, Sequence):
             return None

@@ -128,7 +128,7 @@ def fitting_slots(
     extents: Mapping[str, Any] | None = None,
     configs: Sequence[Mapping[str, Any]] = (),
 ) -> int | None:
-    """Return the largest number of slots, from ``at_least`` to ``num_available``, on which a checkpoint can resume."""
+    """Return the largest number of slots, in this range, on which a run can resume."""
     for num_slots in range(num_available, max(at_least, 1) - 1, -1):
         if not resume_problems(saved, num_slots=num_slots, extents=extents, configs=configs):
             return num_slots
@@ -163,7 +163,7 @@ def _zero(config: Mapping[str, Any]) -> tuple[int, str, str]:
 def _is_arranged_otherwise(
     engine: EngineRecord, num_slots: int, replica: ParallelDims, config: Mapping[str, Any] | None
 ) -> bool:
-    """Return whether an engine's state will have another layout than saved, as far as known."""
+    """Return whether an engine will have another layout than saved, if known."""
     if num_slots != engine.world_size or replica != engine.replica:
         return True
     if config is None:
@@ -282,7 +282,7 @@ def check_resumption(
     checks: Sequence[tuple[DeepSpeedSource, CheckResult]],
     findings: Diagnostics,
 ) -> None:
-    """Record in ``findings`` what keeps a checkpoint from resuming with an experiment config.
+    """Record in ``findings`` what keeps a checkpoint from resuming with a config.
 
     ``slots`` 0 means one rank on the CPU; ``checks`` are the experiment's DeepSpeed configs, the main one first.
     """

@@ -55,7 +55,7 @@ class LeavingSample:
             self._norm = host
 
     def wait(self) -> RankSample:
-        """Return the sample; blocks like ``LeavingTotals.wait``, its neighbour."""
+        """Return the sample; blocks like ``AsyncTotals.wait``."""
         if self._has_left is not None:
             self._has_left.synchronize()
         norm = None if self._norm is None else float(self._norm)

@@ -44,7 +44,7 @@ _making_writer = threading.Lock()
 
 
 class _RuntimeAttribute:
-    """A private attribute of Determined's context, used by user code, that lives in the runtime."""
+    """A private attribute of Determined's context that lives in the runtime."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -130,7 +130,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
     # ---- metrics -------------------------------------------------------------------------------------
 
     def reduce_metrics(self, for_training: bool) -> dict[str, Any]:
-        """Combine what the wrapped reducers (of training or of validation) of all ranks have collected.
+        """Combine what the wrapped reducers of all ranks have collected.
 
         For training this includes what absent ranks had collected before the run resumed with fewer ranks.
 
@@ -477,7 +477,7 @@ class DeepSpeedTrialContext(pytorch._PyTorchReducerContext):  # type: ignore[mis
         return resolve_batch(merged, data_parallel_size) if kept is None else kept
 
     def get_global_batch_size(self) -> int:
-        """Return the hyperparameter ``global_batch_size``, rounded down to a multiple of the slots.
+        """Return ``global_batch_size``, rounded down to a multiple of the slots.
 
         DeepSpeed's own batch size is in its JSON.
         """

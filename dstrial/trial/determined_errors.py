@@ -1,4 +1,4 @@
-"""Errors that are also of the types that Determined raises in the same places, for code that catches those.
+"""Errors that are also of the types that Determined raises in the same places.
 
 They are shown under the name of ``dstrial.errors`` that they also are; ``dstrial.errors`` itself imports nothing of Determined.
 

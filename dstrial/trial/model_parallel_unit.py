@@ -40,7 +40,7 @@ def make_data_parallel_mpu(dist_context: core.DistributedContext) -> ModelParall
 
 
 def make_deepspeed_mpu(topology: Any) -> ModelParallelUnit:
-    """Return the arrangement of a DeepSpeed pipeline, from its ``PipelineParallelGrid`` (``engine.mpu``).
+    """Return the arrangement of a pipeline from its grid (``engine.mpu``).
 
     Determined lets every stage report; here only the last one does, the one that computed the loss.
     """

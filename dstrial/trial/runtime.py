@@ -25,7 +25,7 @@ logger = logging.getLogger("dstrial.trial")
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class TrialRuntime:
-    """The state behind one ``DeepSpeedTrialContext``; not user code's, see ``runtime_of``.
+    """The state behind one context; not user code's, see ``runtime_of``.
 
     Attributes:
         core: Determined's Core API, on a cluster or on a run directory; entered.
@@ -103,7 +103,7 @@ class TrialRuntime:
 
     @property
     def kept_reports(self) -> LocalTrainContext | MirroredTrainContext | None:
-        """The train context that keeps progress and reports in a run directory; None on a cluster."""
+        """The train context that keeps reports in a run directory; None on a cluster."""
         train = self.core.train
         return train if isinstance(train, (LocalTrainContext, MirroredTrainContext)) else None
 

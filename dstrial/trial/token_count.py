@@ -9,7 +9,7 @@ import torch
 
 
 def tokens_in(micro_batch: Any) -> int | None:
-    """Return the elements of ``input_ids``, padding included; None unless the micro batch is a mapping with it.
+    """Return the elements of ``input_ids``, padding included; None without it.
 
     Other integer tensors are not guessed to be tokens.
     """

@@ -18,7 +18,7 @@ from dstrial.trial.token_count import tokens_in
 
 
 class _HarnessRefusal(det.TrialController):  # type: ignore[misc]  # determined ships no usable types for it
-    """Tells a user who starts a dstrial trial through Determined's harness how to start it."""
+    """Tells a user of Determined's harness how to start a dstrial trial."""
 
     @classmethod
     def pre_execute_hook(cls, env: Any, distributed_backend: Any) -> None:  # noqa: ARG003  # Determined's hook

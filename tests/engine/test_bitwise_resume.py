@@ -1,8 +1,5 @@
-from collections.abc import Iterator
-from typing import Any
-
-import forked_ranks
 import pytest
+from forked_ranks import RunningProgram, of_all_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -24,23 +21,12 @@ CASES = [
 BARE = ["zero 0", "pipeline seeded layers", "pipeline tied by function"]
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forked_ranks.RunningProgram]:
-    scratch = tmp_path_factory.mktemp("resume")
-    asked = {"scratch": str(scratch), "cases": CASES, "bare": BARE}
-    with forked_ranks.RunningProgram("resume_program", asked, scratch) as running:
-        yield running
-
-
-def of_all_ranks(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    for rank, result in enumerate(results):
-        assert "error" not in result, f"rank {rank}: {result}"
-    return results
+PROGRAM = ("resume_program", {"cases": CASES, "bare": BARE})
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(
-    program: forked_ranks.RunningProgram, case: str
+    program: RunningProgram, case: str
 ) -> None:
     result = program.result(case)
     full, again = of_all_ranks(result["uninterrupted"]), of_all_ranks(result["resumed"])
@@ -52,7 +38,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(
 
 
 @pytest.mark.parametrize("case", BARE)
-def test_without_the_extra_state_something_is_lost(program: forked_ranks.RunningProgram, case: str) -> None:
+def test_without_the_extra_state_something_is_lost(program: RunningProgram, case: str) -> None:
     result = program.result(case)
     full, bare = of_all_ranks(result["uninterrupted"]), of_all_ranks(result["bare"])
     assert any(u["end"]["digest"] != b["end"]["digest"] for u, b in zip(full, bare, strict=True))

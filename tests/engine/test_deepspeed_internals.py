@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import forked_ranks
 import pytest
 import torch
+from forked_ranks import RunningProgram, of_all_ranks
 from packaging.version import Version
 
 import dstrial
@@ -281,18 +281,7 @@ def test_a_config_is_read_from_its_file_and_no_key_of_it_twice(tmp_path: Path) -
 # ---- live engines ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forked_ranks.RunningProgram]:
-    scratch = tmp_path_factory.mktemp("internals")
-    with forked_ranks.RunningProgram("internals_program", {"scratch": str(scratch)}, scratch) as running:
-        yield running
-
-
-def ranks_of(program: forked_ranks.RunningProgram, case: str) -> list[dict[str, Any]]:
-    results = program.result(case)
-    for rank, result in enumerate(results):
-        assert "error" not in result, f"rank {rank}: {result}"
-    return results
+PROGRAM = ("internals_program", {})
 
 
 GRADIENTS = {
@@ -313,9 +302,9 @@ KINDS = {
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", KINDS)
-def test_an_engine_has_every_attribute_and_function(program: forked_ranks.RunningProgram, case: str) -> None:
+def test_an_engine_has_every_attribute_and_function(program: RunningProgram, case: str) -> None:
     stage = int(case[-1]) if case.startswith("zero") else int(case == "bf16 wrapper")
-    for rank, found in enumerate(ranks_of(program, case)):
+    for rank, found in enumerate(of_all_ranks(program.result(case))):
         model = (
             f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
         )
@@ -337,10 +326,10 @@ def test_an_engine_has_every_attribute_and_function(program: forked_ranks.Runnin
 @pytest.mark.ranks
 @pytest.mark.parametrize("case", KINDS)
 def test_an_optimizer_has_its_parameters_and_masters_where_they_are_looked_for(
-    program: forked_ranks.RunningProgram, case: str
+    program: RunningProgram, case: str
 ) -> None:
     total = sum(map(math.prod, SHAPES))
-    for found in (result["optimizer"] for result in ranks_of(program, case)):
+    for found in (result["optimizer"] for result in of_all_ranks(program.result(case))):
         assert found["kind"] == KINDS[case]
         assert found["shapes"] == SHAPES
         assert sum(found["owned"]) == total
@@ -367,30 +356,30 @@ def test_an_optimizer_has_its_parameters_and_masters_where_they_are_looked_for(
 
 
 @pytest.mark.ranks
-def test_zero_3_gathers_its_small_parameters_from_the_pieces(program: forked_ranks.RunningProgram) -> None:
-    for found in ranks_of(program, "zero 3"):
+def test_zero_3_gathers_its_small_parameters_from_the_pieces(program: RunningProgram) -> None:
+    for found in of_all_ranks(program.result("zero 3")):
         assert found["gathered"] == [7.0] * 5
         assert "ds_" in found["tagged"]
 
 
 @pytest.mark.ranks
-def test_masters_can_be_made_of_weights(program: forked_ranks.RunningProgram) -> None:
-    for found in ranks_of(program, "bf16 wrapper"):
+def test_masters_can_be_made_of_weights(program: RunningProgram) -> None:
+    for found in of_all_ranks(program.result("bf16 wrapper")):
         assert found["restored"] == [3.0]
 
 
 @pytest.mark.ranks
 def test_the_containers_that_keep_gradients_alive_are_of_these_names(
-    program: forked_ranks.RunningProgram,
+    program: RunningProgram,
 ) -> None:
-    held = {name for case in KINDS for found in ranks_of(program, case) for name in found["held"]}
+    held = {name for case in KINDS for found in of_all_ranks(program.result(case)) for name in found["held"]}
 
     assert held == set(process.CONTAINERS)
 
 
 @pytest.mark.ranks
-def test_the_wrappers_of_fp16_keep_masters_flat_or_one_by_one(program: forked_ranks.RunningProgram) -> None:
-    (found,) = ranks_of(program, "wrappers")
+def test_the_wrappers_of_fp16_keep_masters_flat_or_one_by_one(program: RunningProgram) -> None:
+    (found,) = of_all_ranks(program.result("wrappers"))
 
     assert (found["fused"], found["flat"]) == ([True, True], [None, [8], [1]])
     assert found["masters"] == [[8, "torch.float32"]]
@@ -402,8 +391,8 @@ def test_the_wrappers_of_fp16_keep_masters_flat_or_one_by_one(program: forked_ra
 
 
 @pytest.mark.ranks
-def test_a_pipeline_has_every_attribute_and_function(program: forked_ranks.RunningProgram) -> None:
-    stages = ranks_of(program, "pipeline")
+def test_a_pipeline_has_every_attribute_and_function(program: RunningProgram) -> None:
+    stages = of_all_ranks(program.result("pipeline"))
     for stage, found in enumerate(stages):
         assert found["wrong attributes"] == []
         assert found["written"] == [0, 1, 2]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import forked_ranks
 import pytest
 from deepspeed_release import needs_0_19_8
+from forked_ranks import RunningProgram
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
@@ -130,16 +129,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forked_ranks.RunningProgram]:
-    scratch = tmp_path_factory.mktemp("memory")
-    argument = {"scratch": str(scratch), "cases": {name: options for name, (options, _) in CASES.items()}}
-    with forked_ranks.RunningProgram("memory_program", argument, scratch) as running:
-        yield running
+PROGRAM = ("memory_program", {"cases": {name: options for name, (options, _) in CASES.items()}})
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_part_is_as_large_as_what_it_holds(program: forked_ranks.RunningProgram, case: str) -> None:
+def test_each_part_is_as_large_as_what_it_holds(program: RunningProgram, case: str) -> None:
     _, expected = CASES[case]
     for rank, measured in enumerate(program.result(case)):
         assert "error" not in measured, measured["message"] + measured["traceback"]
@@ -162,7 +156,7 @@ def test_each_part_is_as_large_as_what_it_holds(program: forked_ranks.RunningPro
     ],
 )
 def test_activations_are_what_backward_needs(
-    program: forked_ranks.RunningProgram, case: str, num_bytes: int, hidden: int
+    program: RunningProgram, case: str, num_bytes: int, hidden: int
 ) -> None:
     for measured in program.result(case):
         # The records, what comes of tanh, and what is squared.

@@ -160,7 +160,7 @@ def test_sets_are_kept_only_when_asked():
 def test_totals_that_are_leaving_are_those_of_their_window():
     window = window_of({"loss": torch.tensor(1.0)}, {"loss": torch.tensor(math.nan)}, watches_losses=True)
     window._totals["held"] = torch.tensor(4.0, dtype=torch.float64)  # as on a device
-    leaving = window.leaving_totals()
+    leaving = window.async_totals()
     window.reset()
     window.add({"loss": torch.tensor(8.0)})
     totals = leaving.wait()

@@ -5,11 +5,11 @@ import torch
 
 from dstrial.engine.finite_weights import StepCounts
 from dstrial.errors import NonFiniteError
-from dstrial.loop.metrics import LossTail, MetricWindow
-from dstrial.loop.non_finite import NonFiniteGuard, StateEvidence, lost_weight, why_not_save
+from dstrial.loop.metrics import MetricWindow, TrailingNonFinite
+from dstrial.loop.non_finite import NonFiniteGuard, StateEvidence, lost_weight, unsafe_to_save_reason
 
 NAN = float("nan")
-GOOD, BAD = LossTail(0, 2), LossTail(2, 2)
+GOOD, BAD = TrailingNonFinite(0, 2), TrailingNonFinite(2, 2)
 
 
 def guard(mode="fail", patience=3, **options):
@@ -55,7 +55,7 @@ def test_a_loss_scale_on_its_way_down_is_how_loss_scaling_begins():
 def test_the_first_batch_is_that_after_the_newest_finite_loss():
     watch = guard()
     with pytest.raises(NonFiniteError, match="since batch 2: 3 reports"):
-        for idx, tail in enumerate([LossTail(1, 2), BAD, BAD, BAD]):
+        for idx, tail in enumerate([TrailingNonFinite(1, 2), BAD, BAD, BAD]):
             watch.judge(
                 [{"loss": tail}],
                 {"loss": NAN},
@@ -69,19 +69,19 @@ def test_a_window_says_how_its_losses_end():
     window = MetricWindow("train_batch", watches_losses=True)
     for value in (1.0, NAN, 2.0, math.inf, NAN):
         window.add({"loss": torch.tensor(value), "lr": 0.1})
-    assert window.totals().tails == {"loss": LossTail(2, 5)}
+    assert window.totals().tails == {"loss": TrailingNonFinite(2, 5)}
     assert window.newest_is_finite() is False
     window.reset()
     assert window.newest_is_finite() is False
     window.add({"loss": 1.0, "lr": NAN})
-    assert window.totals().tails == {"loss": LossTail(0, 1)}
+    assert window.totals().tails == {"loss": TrailingNonFinite(0, 1)}
     assert window.newest_is_finite() is True
 
 
 def test_without_a_loss_by_name_every_metric_counts():
     window = MetricWindow("train_batch", watches_losses=True)
     window.add({"nll": NAN, "lr": 0.1})
-    assert window.totals().tails == {"nll": LossTail(1, 1), "lr": LossTail(0, 1)}
+    assert window.totals().tails == {"nll": TrailingNonFinite(1, 1), "lr": TrailingNonFinite(0, 1)}
 
 
 def test_a_loss_that_is_an_element_of_a_large_tensor_does_not_keep_it():
@@ -95,8 +95,8 @@ def test_a_loss_that_is_an_element_of_a_large_tensor_does_not_keep_it():
 def test_what_speaks_against_a_state():
     good, no_loss, lost = StateEvidence(None, True), StateEvidence(None, False), StateEvidence("w", True)
     silent = StateEvidence(None, None)
-    assert why_not_save([good, no_loss]) is None
-    assert why_not_save([silent, no_loss]) == "no loss is finite"
-    assert why_not_save([silent, silent]) is None
+    assert unsafe_to_save_reason([good, no_loss]) is None
+    assert unsafe_to_save_reason([silent, no_loss]) == "no loss is finite"
+    assert unsafe_to_save_reason([silent, silent]) is None
     assert lost_weight([silent, no_loss]) is None
     assert lost_weight([good, lost]) == "the weights are not finite (w on rank 1)"

@@ -83,6 +83,13 @@ class RunningProgram:
         return json.loads(written.read_text())
 
 
+def of_all_ranks(results: list[Any]) -> list[Any]:
+    """Return the results of all ranks; fail with the error of one that raised."""
+    for rank, result in enumerate(results):
+        assert not (isinstance(result, dict) and "error" in result), f"rank {rank}: {result}"
+    return results
+
+
 def fork_ranks(num_ranks: int, body: Callable[[int], Any], scratch: pathlib.Path) -> list[Any]:
     """Call ``body(rank)`` on ``num_ranks`` fresh processes joined by gloo.
 

@@ -20,7 +20,7 @@ from torch import nn
 from dstrial.checkpoint.layout import Layout, compatible
 from dstrial.engine.adapters.factory import adapt
 from dstrial.engine.deepspeed_internals import engines
-from dstrial.engine.files import engine_files, expected_files
+from dstrial.engine.files import engine_files
 from dstrial.engine.state import load_engine, save_engine
 
 
@@ -107,14 +107,16 @@ def describe(options: dict[str, Any], path: pathlib.Path, rank: int) -> dict[str
     layout = adapter.layout(allgather)
     same = rebuilt(engine, layout)
     save_engine(engine, path, "model0")
-    readers = expected_files(engine, "model0", allgather)
+    readers: dict[str, list[int]] = {}
+    for reader, read in enumerate(allgather(engine_files(engine, "model0").read)):
+        for file in read:
+            readers.setdefault(file, []).append(reader)
     return {
         "layout": layout.to_json(),
         "survives_json": Layout.from_json(layout.to_json()) == layout,
         "differences": compatible(layout, layout),
         "same": same,
-        "readers": readers,
-        "all_readers": allgather(readers),
+        "readers": dict(sorted(readers.items())),
         "written": engine_files(engine, "model0").written,
         "on_disk": sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()),
     }

@@ -8,8 +8,8 @@ from determined import errors
 from in_process_fits import EXP_CONF, fit, trial_class, values
 from small_runs import deepspeed_config
 
-from dstrial import Batch, Epoch, PyTorchCallback, init
-from dstrial.errors import CheckpointLayoutError, TrialContractError
+from dstrial import Batch, DataLoader, Epoch, PyTorchCallback, init
+from dstrial.errors import CheckpointLayoutError, DataError, DstrialError, TrialContractError
 
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("definitions_and_runs")]
 
@@ -114,12 +114,12 @@ NO_SEED = {key: value for key, value in EXP_CONF.items() if key != "reproducibil
         (
             broken(train_batch=lambda self, items, e, b: next(items) and 3),
             errors.InvalidExperimentException,
-            "train_batch must return a dictionary ",
+            "train_batch must return a dictionary .* returned 3 of type int",
         ),
         (
             broken(evaluate_batch=lambda self, items, b: [1]),
             errors.InvalidExperimentException,
-            "evaluate_batch must return a dictionary ",
+            r"evaluate_batch must return a dictionary .* returned \[1\] of type list",
         ),
         (
             broken(
@@ -134,25 +134,47 @@ NO_SEED = {key: value for key, value in EXP_CONF.items() if key != "reproducibil
         (
             broken(build_training_data_loader=lambda self: [1, 2]),
             RuntimeError,
-            r"reproducibility .* disable this check by calling context\.disable_dataset_reproducibility_checks\(\)",
+            r"returned a builtins.list; expected dstrial.DataLoader.* reproducibility "
+            r".* disable this check by calling context\.disable_dataset_reproducibility_checks\(\)",
         ),
         (
             broken(evaluate_batch=lambda self, items, b: {"other": float(len(next(items)))}),
             RuntimeError,
-            "searcher's metric",
+            r"searcher's metric is 'validation_loss', but validation returned \['other'\]",
         ),
         (
             broken(evaluate_full_dataset=lambda self, loader: 3),
             TypeError,
             r"eval\(\) must return a dictionary.*, got int\.",
         ),
+        (
+            broken(evaluate_batch=lambda self, items, b: {"validation_loss": "low"}),
+            errors.InvalidExperimentException,
+            r"no numbers: \['validation_loss'\]",
+        ),
+        # Determined has no errors of its own for these.
+        (
+            broken(evaluation_reducer=lambda self: "mean"),
+            TrialContractError,
+            "expected a determined.pytorch.Reducer",
+        ),
+        (broken(build_training_data_loader=lambda self: None), DataError, "returned None on every rank"),
+        (
+            broken(build_training_data_loader=lambda self: DataLoader([], batch_size=4)),
+            DataError,
+            "has 0 records",
+        ),
+        (
+            broken(build_validation_data_loader=lambda self: DataLoader([], batch_size=4)),
+            DataError,
+            "validation loader of rank 0 is empty",
+        ),
     ],
 )
 def test_errors_are_also_of_determineds_type(go, kind, message):
     with pytest.raises(kind, match=message) as caught:
         go()
-    assert isinstance(caught.value, (TrialContractError, ValueError))
-    assert isinstance(caught.value, Exception)
+    assert isinstance(caught.value, (DstrialError, ValueError))
     assert not str(caught.value).startswith("Internal error")
 
 

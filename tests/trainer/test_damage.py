@@ -4,8 +4,6 @@ import os
 import pathlib
 import re
 import shutil
-import sys
-import tempfile
 
 import pytest
 from in_process_fits import fit, trial_class
@@ -14,8 +12,6 @@ from small_runs import deepspeed_config, experiment, train
 from dstrial.checkpoint.integrity import damaged_error, verify_files
 from dstrial.checkpoint.manifest import read_manifest
 from dstrial.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
-
-TRIALS = pathlib.Path(__file__).parents[1] / "programs"
 
 
 def truncate(path):
@@ -137,27 +133,3 @@ def test_damage_of_a_pipelines_files_is_named_with_its_readers_and_ends_the_run_
     assert resumed.returncode != 0
     assert re.search(rf"CheckpointDamagedError: .*{re.escape(name)} is .*read by rank 1", resumed.output)
     assert run.directory.metrics_path.read_bytes() == reports
-
-
-def print_table():
-    """Print what is said about every damage as a Markdown table."""
-    sys.path.insert(0, str(TRIALS))
-    with tempfile.TemporaryDirectory() as directory:
-        scratch = pathlib.Path(directory)
-        os.environ["DSTRIAL_RUNS_DIR"] = str(scratch / "runs")
-        print("| file | damage | batches trained | error |\n|---|---|---:|---|", flush=True)
-        for name, kind, error, calls in damages_of_one_rank(scratch):
-            print(f"| `{name}` | {kind} | {calls} | {_for_table(error, scratch)} |", flush=True)
-        _, run = train_two_stages(scratch / "pipeline")
-        for name, kind, message in damages_of_two_stages(run):
-            print(f"| pipeline, `{name}` | {kind} | | {_for_table(message, scratch)} |", flush=True)
-
-
-def _for_table(error, scratch):
-    text = re.sub(rf"{re.escape(str(scratch))}\S*/checkpoints/[0-9a-f-]+", "…", str(error))
-    kind = "" if isinstance(error, str) else f"{type(error).__name__}: "
-    return (kind + text).replace("|", "\\|").replace("\n", " ")
-
-
-if __name__ == "__main__":
-    print_table()

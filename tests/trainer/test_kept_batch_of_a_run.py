@@ -203,32 +203,18 @@ def test_the_report_after_a_pause_is_that_of_the_uninterrupted_run(definitions_a
 
 
 @pytest.mark.ranks
-def test_a_changed_batch_is_refused_before_the_trial_is_built(definitions_and_runs, tmp_path):
+def test_changed_batch_is_refused_wherever_the_checkpoint_is_named(definitions_and_runs, tmp_path):
     checkpoint, _ = fit(hyperparameters(tmp_path / "log", train_batch_size=12), batches=2)
+    changed = hyperparameters(tmp_path / "log", train_batch_size=16)
     with pytest.raises(ConfigError, match="train_batch_size is 16; expected 12, the batch of checkpoint"):
-        fit(hyperparameters(tmp_path / "log", train_batch_size=16), str(checkpoint))
-
-
-@pytest.mark.ranks
-def test_a_changed_batch_of_a_checkpoint_that_only_fit_knows_is_refused_when_it_is_loaded(
-    definitions_and_runs, tmp_path
-):
-    checkpoint, _ = fit(hyperparameters(tmp_path / "log", train_batch_size=12), batches=2)
+        fit(changed, str(checkpoint))
     with pytest.raises(
         CheckpointLayoutError, match=r"dstrial\.init\(latest_checkpoint=\.\.\.\), which keeps"
     ):
-        fit(hyperparameters(tmp_path / "log", train_batch_size=16), str(checkpoint), named=False)
-
-
-@pytest.mark.ranks
-def test_metadata_says_with_which_sizes_the_run_began(definitions_and_runs, tmp_path):
-    checkpoint, _ = fit(hyperparameters(tmp_path / "log", train_batch_size=12), batches=1)
+        fit(changed, str(checkpoint), named=False)
     metadata = json.loads((checkpoint / "metadata.json").read_text())
     (engine,) = metadata["engines"]
     assert (metadata["format"], metadata["trial_id"]) == ("dstrial", 0)
     assert engine["given"] == {"train_batch_size": 12, "optimizer": "Adam", "scheduler": "WarmupLR"}
-    assert (engine["train_batch_size"], engine["micro_batch_limit"], engine["expert_parallel_size"]) == (
-        12,
-        12,
-        0,
-    )
+    sizes = [engine[key] for key in ("train_batch_size", "micro_batch_limit", "expert_parallel_size")]
+    assert sizes == [12, 12, 0]

@@ -11,12 +11,11 @@ from small_runs import TIMINGS, deepspeed_config
 from torch import nn
 
 import dstrial
-from dstrial import Batch, DataLoader, Epoch, MetricReducer, PyTorchCallback, Reducer, init
+from dstrial import Batch, Epoch, MetricReducer, PyTorchCallback, Reducer, init
 from dstrial.checkpoint.layout import Layout
 from dstrial.engine.checkpoint_reader.open import open_saved_engine
 from dstrial.engine.export import ModelWeights
 from dstrial.errors import (
-    CheckpointDamagedError,
     CheckpointError,
     CheckpointLayoutError,
     CheckpointNotFoundError,
@@ -135,21 +134,6 @@ def test_validation_is_weighted_by_records_and_reducers_see_each_record_once():
     assert {steps: row["count"] for steps, row in done.rows("training").items()} == {4: 32, 8: 32}
 
 
-def test_a_run_continues_from_its_latest_checkpoint_as_if_it_had_not_stopped():
-    arguments = {
-        "reporting_period": Batch(5),
-        "validation_period": Batch(4),
-        "checkpoint_period": Batch(3),
-        "checkpoint_policy": "none",
-    }
-    whole = fit(max_length=Batch(12), **arguments)
-    first = fit(max_length=Batch(3), **arguments)
-    rest = fit(max_length=Batch(12), run_dir=first.directory.path, latest_checkpoint="latest", **arguments)
-    assert rest.result.batches_trained == 12
-    assert values(rest.rows("training"))[10] == values(whole.rows("training"))[10]
-    assert values(rest.rows("validation"))[12] == values(whole.rows("validation"))[12]
-
-
 def test_resume_with_load_universal_loads_own_checkpoint():
     hparams = {"deepspeed_config": deepspeed_config(1, checkpoint={"load_universal": True})}
     whole = fit(max_length=Batch(6), hparams=hparams)
@@ -199,7 +183,9 @@ def test_compile_before_initialize_under_zero_3_is_refused(monkeypatch):
         return plain_initialize(model=model, **{**arguments, "model_parameters": model.parameters()})
 
     monkeypatch.setattr(deepspeed, "initialize", initialize)
-    with pytest.raises(TrialContractError, match=r"wrapped by torch\.compile.*Call engine\.compile\(\) after"):
+    with pytest.raises(
+        TrialContractError, match=r"wrapped by torch\.compile.*Call engine\.compile\(\) after"
+    ):
         fit(hparams={"deepspeed_config": deepspeed_config(3)})
 
 
@@ -345,60 +331,6 @@ def test_callbacks_are_called_and_their_state_is_restored():
     assert made[-1].count == 2 * 6
 
 
-@pytest.mark.parametrize(
-    ("overrides", "error", "message"),
-    [
-        (
-            {"train_batch": lambda self, items, e, b: next(items) and 3},
-            TrialContractError,
-            "train_batch must return a dictionary .* returned 3 of type int",
-        ),
-        (
-            {"evaluate_batch": lambda self, items, b: [1]},
-            TrialContractError,
-            r"evaluate_batch must return a dictionary .* returned \[1\] of type list",
-        ),
-        (
-            {"evaluate_batch": lambda self, items, b: {"validation_loss": "low"}},
-            TrialContractError,
-            r"no numbers: \['validation_loss'\]",
-        ),
-        (
-            {"evaluation_reducer": lambda self: "mean"},
-            TrialContractError,
-            "expected a determined.pytorch.Reducer",
-        ),
-        ({"build_training_data_loader": lambda self: None}, DataError, "returned None on every rank"),
-        (
-            {"build_training_data_loader": lambda self: DataLoader([], batch_size=4)},
-            DataError,
-            "has 0 records",
-        ),
-        (
-            {"build_validation_data_loader": lambda self: DataLoader([], batch_size=4)},
-            DataError,
-            "validation loader of rank 0 is empty",
-        ),
-        (
-            {"build_training_data_loader": lambda self: [1, 2, 3]},
-            TrialContractError,
-            "returned a builtins.list; expected dstrial.DataLoader",
-        ),
-    ],
-)
-def test_a_trial_that_breaks_its_contract_is_told_so(overrides, error, message):
-    with pytest.raises(error, match=message):
-        fit(trial_class(**overrides))
-
-
-def test_a_trial_without_an_engine_is_told_so():
-    def __init__(self, context):  # noqa: N807
-        self.context = context
-
-    with pytest.raises(TrialContractError, match="has no wrapped model engine; expected at least one"):
-        fit(trial_class(__init__=__init__))
-
-
 def test_wrapping_repeats_the_configuration_check_with_the_real_sizes():
     with pytest.raises(ConfigError, match="zero_optimisation"):
         fit(hparams={"deepspeed_config": deepspeed_config(zero_optimisation={"stage": 2})})
@@ -457,25 +389,6 @@ def newest(done):
     return checkpoint.parent
 
 
-def test_a_damaged_file_is_named_with_the_rank_that_reads_it():
-    done = fit()
-    victim = newest(done) / "model0" / "mp_rank_00_model_states.pt"
-    content = bytearray(victim.read_bytes())
-    content[len(content) // 2] ^= 1
-    victim.write_bytes(content)
-    with pytest.raises(
-        CheckpointDamagedError, match=r"model0/mp_rank_00_model_states\.pt is of checksum .*read by rank 0"
-    ):
-        fit(run_dir=done.directory.path, latest_checkpoint="latest")
-
-
-def test_a_missing_file_is_named():
-    done = fit()
-    (newest(done) / "dstrial_rank0.pt").unlink()
-    with pytest.raises(CheckpointDamagedError, match=r"dstrial_rank0\.pt is missing.*rank 0"):
-        fit(run_dir=done.directory.path, latest_checkpoint="latest")
-
-
 def test_asked_to_resume_without_a_checkpoint_fails(tmp_path):
     done = fit()
     with pytest.raises(CheckpointNotFoundError, match="00000000-0000"):
@@ -483,17 +396,6 @@ def test_asked_to_resume_without_a_checkpoint_fails(tmp_path):
     (newest(done) / "COMPLETE").unlink()
     with pytest.raises(CheckpointNotFoundError, match="no complete checkpoint; expected one to resume"):
         fit(run_dir=done.directory.path, latest_checkpoint="latest")
-
-
-def test_a_run_goes_on_in_another_zero_stage():
-    done = fit()
-    again = fit(
-        hparams={"deepspeed_config": deepspeed_config(1)},
-        run_dir=done.directory.path,
-        latest_checkpoint="latest",
-        max_length=Batch(8),
-    )
-    assert again.result.batches_trained == 8
 
 
 def test_another_optimizer_is_refused_with_both_names():

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class EngineAdapter(Protocol):
-    """What the loop asks of one wrapped DeepSpeed engine; properties are constant and need no communication."""
+    """What the loop asks of one wrapped engine; properties never change."""
 
     @property
     def engine(self) -> Any:
@@ -33,7 +33,7 @@ class EngineAdapter(Protocol):
 
     @property
     def train_calls_per_batch(self) -> int:
-        """Calls of ``train_batch`` per optimizer step: ``gradient_accumulation_steps``, or 1 for a pipeline."""
+        """Calls of ``train_batch`` per step: the accumulation, or 1 for a pipeline."""
 
     @property
     def micro_batch_size(self) -> int:
@@ -76,7 +76,7 @@ class EngineAdapter(Protocol):
     def set_training(self, training: bool) -> None: ...
 
     def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None:
-        """Make ``engine.train_batch()`` without arguments draw from ``iterator``; a no-op for data parallel.
+        """Make ``train_batch()`` draw from ``iterator``; a no-op for data parallel.
 
         The iterator yields micro batches without end; it is None on ranks that read no records.
         """
@@ -97,14 +97,14 @@ class EngineAdapter(Protocol):
     def bind_validation_round(
         self, validation_round: ValidationRound | None, iterator: Iterator[Any] | None
     ) -> None:
-        """Make ``engine.eval_batch`` serve one round, with or without its iterator; None ends validation.
+        """Make ``engine.eval_batch`` serve one round; None ends validation.
 
         The iterator yields this round's micro batches; it is None on ranks that read no records. An iterator that the caller of
         ``eval_batch`` passes takes its place.
         """
 
     def layout(self, allgather: Callable[[Any], list[Any]]) -> Layout:
-        """Return how the engine's state lies over ranks, the same on every rank. Ranks: all, collectively."""
+        """Return how the engine's state lies over ranks. Ranks: all, collectively."""
 
 
 class WrappedEngine:

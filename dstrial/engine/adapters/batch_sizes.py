@@ -22,7 +22,7 @@ def dims_of(engine: DeepSpeedEngine) -> ParallelDims:
 def set_batch_sizes(
     engine: DeepSpeedEngine, *, micro_batch_size: int, micro_batches_per_batch: int, name: str
 ) -> None:
-    """Change the micro batch and the accumulation of an engine that is between two optimizer steps.
+    """Change micro batch and accumulation of an engine between two optimizer steps.
 
     DeepSpeed's own two setters change its config. What its parts have copied from there is changed as well: the schedule
     of a pipeline, the optimizer's accumulation, and the records that the throughput timer counts.
@@ -55,7 +55,7 @@ def set_batch_sizes(
 
 
 def recount_micro_batches(engine: DeepSpeedEngine, saved: Layout, now: Layout) -> None:
-    """Recount a loaded engine's micro batches in the current accumulation; steps end at multiples of it."""
+    """Recount a loaded engine's micro batches in the current accumulation."""
     if saved.micro_batches_per_batch == now.micro_batches_per_batch:
         return
     engine.micro_steps = int(engine.global_steps) * now.micro_batches_per_batch

@@ -14,7 +14,7 @@ from dstrial.engine.parameter_table import collect_layout
 
 
 class DataParallelAdapter(WrappedEngine):
-    """The adapter of a ``DeepSpeedEngine``; without the last two arguments it asks the engine's groups."""
+    """The adapter of a ``DeepSpeedEngine``; rank and size None ask its groups."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class DataParallelAdapter(WrappedEngine):
 
     @property
     def forward_is_collective(self) -> bool:
-        """Whether forward communicates: ZeRO 3 gathers parameters, experts exchange tokens."""
+        """Whether forward communicates, as ZeRO 3 and experts do."""
         return self._forward_is_collective
 
     def bind_training_iterator(self, iterator: Iterator[Any] | None) -> None: ...

@@ -15,7 +15,7 @@ from dstrial.errors import TrialContractError
 def adapt(
     engine: object, *, data_parallel_rank: int | None = None, data_parallel_world_size: int | None = None
 ) -> EngineAdapter:
-    """Return the adapter for ``engine``; bind a pipeline engine's ``train_batch`` and ``eval_batch``.
+    """Return the adapter for ``engine``; a pipeline engine's methods are bound.
 
     ``data_parallel_rank`` and ``data_parallel_world_size`` come from the user's model-parallel unit, if there is one; None asks
     the engine's own groups.
@@ -37,7 +37,9 @@ def require_engine(engine: object) -> None:
             "that deepspeed.initialize returns first. Write: engine, *_ = deepspeed.initialize(...); "
             "self.model_engine = context.wrap_model_engine(engine)."
         )
-    loaded = sys.modules.get("torch._dynamo.eval_frame")  # None where nothing was compiled: it is slow to import
+    loaded = sys.modules.get(
+        "torch._dynamo.eval_frame"
+    )  # None where nothing was compiled: it is slow to import
     if loaded is None or not engine.zero_optimization_partition_weights():
         return
     if any(isinstance(module, loaded.OptimizedModule) for module in engine.module.modules()):

@@ -30,7 +30,7 @@ _VALIDATION_SHAPE = "validation"
 
 
 class PipelineAdapter(WrappedEngine):
-    """The adapter of a ``PipelineEngine``, on which it binds ``train_batch``, ``eval_batch`` and the reduction of outputs."""
+    """The adapter of a ``PipelineEngine``, some of whose methods it binds."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class _Binding:
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Evaluate the bound round; arguments with other values than the defaults make it DeepSpeed's own call.
+        """Evaluate the bound round; with arguments of its own it is DeepSpeed's call.
 
         Returns:
             Mean loss over the round's records of all replicas, weighted by records, shape (), on every rank (with ``bcast_loss``

@@ -55,7 +55,7 @@ def copy_engine(
 
 
 def sizes_to_copy(engine: DeepSpeedEngine) -> list[int]:
-    """Estimate the bytes of each buffer that ``copy_engine`` will need on this rank, for ``HostBuffers.prepare``."""
+    """Estimate the bytes of each buffer that ``copy_engine`` needs on this rank."""
     base = optimizers.base_optimizer(engine.optimizer)
     states = [value for state in getattr(base, "state", {}).values() for value in state.values()]
     masters = optimizers.replica_masters(engine.optimizer)

@@ -15,7 +15,7 @@ def available_bytes(
     own_cgroups: pathlib.Path = _OWN_CGROUPS,
     cgroup_root: pathlib.Path = _CGROUP_ROOT,
 ) -> int | None:
-    """Return the bytes that can be allocated without swapping or being killed; None if the system does not say.
+    """Return the bytes that can be allocated without swapping; None if unknown.
 
     The least of the kernel's own estimate for the machine and of what is left in each control group of this process, where the
     group's page cache counts as free.

@@ -22,7 +22,7 @@ class HostMemory(Protocol):
     """Where buffers come from."""
 
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
-        """Return an uninitialised storage of this size, above 0; any thread, one at a time."""
+        """Return an uninitialised storage of this size; any thread, one at a time."""
         ...
 
     def forget(self) -> None:

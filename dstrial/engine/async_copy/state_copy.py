@@ -59,7 +59,7 @@ class HostBuffers:
         return free + sum(buffer.nbytes() for buffer in self._taken)
 
     def prepare(self, sizes: Sequence[int]) -> None:
-        """Allocate buffers of these sizes, in bytes, in a thread, ahead of the first save, if there is room.
+        """Allocate buffers in a thread, ahead of the first save, if there is room.
 
         A wrong guess costs time or, until the first save, memory, and nothing else.
         """
@@ -151,7 +151,7 @@ class _Held:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _DeviceCopies:
-    """Copies that a device has been asked for; ``event`` follows them, None if the device was synchronised."""
+    """Copies that a device has been asked for; ``event`` comes after them."""
 
     event: Any
     device_idx: int
@@ -288,7 +288,7 @@ class StateCopies:
         self._device_sources.clear()
 
     def write(self) -> None:
-        """Write the copies in order, release the buffers, and raise the first failure of copying or writing.
+        """Write the copies in order, release the buffers, and raise the first failure.
 
         Any thread, one at a time.
         """

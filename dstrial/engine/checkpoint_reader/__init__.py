@@ -1,1 +1,1 @@
-"""Engines as checkpoints have them, read without ranks and without running what a pickle names."""
+"""Engines as checkpoints have them, read without running what a pickle names."""

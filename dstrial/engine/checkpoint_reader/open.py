@@ -20,7 +20,7 @@ _TIED_PREFIX = "tied_modules."
 def open_saved_engine(
     root: str | pathlib.Path, engine_idx: int, layout: Layout, *, trusts_code: bool = False
 ) -> SavedEngine:
-    """Open one engine of a checkpoint of ``DeepSpeedTrial.save``, Accelerate or the Hugging Face Trainer.
+    """Open one engine of a checkpoint of dstrial, Accelerate or Hugging Face.
 
     Args:
         root: the checkpoint's directory.

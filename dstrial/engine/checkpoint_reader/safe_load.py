@@ -93,7 +93,7 @@ def load(
 
 
 def load_mapped(path: pathlib.Path, *, holds: str, trusts_code: bool = False) -> dict[str, Any]:
-    """Load a file on the CPU, its tensors mapped; ``holds`` says for the message what it should hold.
+    """Load a file on the CPU, its tensors mapped.
 
     Raises:
         CheckpointDamagedError: it is missing or cannot be read.
@@ -155,7 +155,7 @@ def contents_of(path: pathlib.Path) -> PickleContents:
 
 
 def unlisted_names(contents: PickleContents, *, may_hold_arrays: bool = False) -> tuple[str, ...]:
-    """Return the names that neither torch's list nor ours has; NumPy's arrays may be allowed."""
+    """Return the names that neither torch's list nor ours has."""
     known = _weights_only_unpickler._get_allowed_globals()
     unlisted = [name for name in contents.names if name not in known and name not in LISTED]
     if may_hold_arrays and not contents.has_odd_dtype:
@@ -196,7 +196,7 @@ def _head(path: pathlib.Path) -> bytes:
 
 
 def _begins_as_pickle(path: pathlib.Path) -> bool:
-    """Return whether a file begins as torch's archive or a pickle of protocol 2 or later."""
+    """Return whether a file begins as torch's archive or a pickle from protocol 2."""
     head = _head(path)
     return head == _ARCHIVE or (len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= pickle.HIGHEST_PROTOCOL)
 
@@ -207,7 +207,7 @@ def _is_loaded_by_us(name: str) -> bool:
 
 @contextlib.contextmanager
 def restoring(*, trusts_code: bool) -> Iterator[None]:
-    """Have torch load by the list only, in this process, inside the block, unless the checkpoint is trusted.
+    """Have torch load by the list only, in this process, unless trusted.
 
     Also what libraries load with ``weights_only=False``: torch's switch in the environment is stronger than their argument.
     DeepSpeed 0.19.8 does so for experts, for universal checkpoints and for fp32 weights of ZeRO 3, beside its checkpoint engine.
@@ -246,7 +246,9 @@ def _torch_listed() -> Iterator[None]:
 
 
 def bind_checkpoint_engine(engine: Any) -> None:
-    """Make DeepSpeed's checkpoint engine load through ``load``, with parameter names of the engine's (un)compiled module.
+    """Make DeepSpeed's checkpoint engine load through ``load``.
+
+    Parameters get the names of the engine's module, compiled or not.
 
     DeepSpeed 0.19.8 loads with ``weights_only=False`` (``torch_checkpoint_engine.py:37``). Only ``load`` is replaced:
     DeepSpeed and ``copied_engine`` tell the kinds apart by the class, which stays.
@@ -262,7 +264,7 @@ def bind_checkpoint_engine(engine: Any) -> None:
 
 
 def make_plain_config(engine: Any) -> None:
-    """Make an engine's config plain dictionaries, because checkpoints hold that object.
+    """Make an engine's config plain dictionaries, as checkpoints hold the object.
 
     The engine saves the object that it was given (``ds_config``); an ``AttrDict`` would bring its class into every checkpoint.
     The user's own object stays as it is.

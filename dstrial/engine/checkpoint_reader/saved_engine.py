@@ -83,7 +83,7 @@ class SavedEngine:
         return self._places
 
     def place(self, name: str) -> ParameterPlace:
-        """Return where a parameter lies; for a tied one, the place of the parameter that it shares."""
+        """Return where a parameter lies, or the one that it shares if it is tied."""
         if name not in self._places:
             raise CheckpointLayoutError(
                 f"{self._directory} has no parameter {name!r}; expected the model that wrote it. "
@@ -130,7 +130,7 @@ class SavedEngine:
         self._copy(self.place(name), key, begin, out)
 
     def recorded(self, name: str, key: str, begin: int, numel: int) -> Iterator[torch.Tensor]:
-        """Yield the elements that ``copy`` copies, but found by DeepSpeed's own records in the files.
+        """Yield what ``copy`` copies, found by DeepSpeed's own records in the files.
 
         ``copy`` uses the manifest's layout. The records are ``param_slice_mappings`` of ZeRO 1, 2 and ``BF16_Optimizer``,
         ``param_shapes`` of ZeRO 3. Other optimizers are not cut and have none: the elements are those of ``copy``.
@@ -254,7 +254,7 @@ class SavedEngine:
         return {key: value for key, value in groups[place.group_idx].items() if key != "params"}
 
     def has_one_scheduler(self) -> bool:
-        """Return whether the learning-rate scheduler's state is the same on all stages of a pipeline."""
+        """Return whether all stages of a pipeline have the same scheduler state."""
         first = self._model_file(0, 0).get("lr_scheduler")
         stages = range(1, self.layout.pipeline_stages)
         return all(is_equal(self._model_file(part, 0).get("lr_scheduler"), first) for part in stages)

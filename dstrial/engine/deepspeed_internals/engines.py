@@ -187,7 +187,7 @@ def expert_parallel_size(engine: DeepSpeedEngine) -> int:
 
 
 def model_file(engine: DeepSpeedEngine, tag: str, *, part: str | None = None) -> str:
-    """Return the file with the weights of this rank (or of ``part``, two digits), relative to the checkpoint.
+    """Return the file with this rank's weights (``part``: two digits).
 
     Source: ``DeepSpeedEngine._get_ckpt_name``, ``runtime/engine.py:4336``.
     """
@@ -288,7 +288,7 @@ Gradients are reduced inside of backward in engines that are no pipelines. ``Loa
 def observe_instructions(
     engine: PipelineEngine, around: Callable[[str, Callable[[], None]], None]
 ) -> Callable[[], None]:
-    """Call each instruction of a pipeline's schedule through ``around(part of the step, instruction)``.
+    """Call each instruction of a pipeline through ``around(part, instruction)``.
 
     Returns a function that puts everything back; the engine's class stays as it is.
 
@@ -331,7 +331,7 @@ GRADIENT_MODULES = ("deepspeed.runtime.zero.linear",)
 
 
 def compute_dtype(engine: DeepSpeedEngine) -> torch.dtype:
-    """Return the type in which an engine multiplies: autocast's, or that of its weights.
+    """Return the type in which an engine multiplies: autocast's or its weights'.
 
     Source: ``torch_autocast_enabled`` and ``torch_autocast_dtype``, ``runtime/engine.py:1687``; 0.19.0 has both.
     """
@@ -347,7 +347,7 @@ PIPELINE_BUFFERS = ("pipe_recv_buf", "grad_layer", "_grad_layer_buf", "meta_buff
 
 
 def pipeline_buffers(engine: DeepSpeedEngine) -> list[Any]:
-    """Return what a pipeline engine keeps for exchange between stages; nothing for other engines.
+    """Return a pipeline engine's buffers for exchange between stages, if any.
 
     What it holds of micro batches that are under way, ``pipe_buffers``, are activations.
     """
@@ -357,7 +357,7 @@ def pipeline_buffers(engine: DeepSpeedEngine) -> list[Any]:
 
 
 def steps_next(engine: DeepSpeedEngine) -> bool:
-    """Return whether the next step is the optimizer's, not one between two micro batches.
+    """Return whether the next step is the optimizer's.
 
     A pipeline's schedule has no other; it says so itself only within (``_force_grad_boundary``, ``runtime/pipe/engine.py:659``).
     """
@@ -365,7 +365,7 @@ def steps_next(engine: DeepSpeedEngine) -> bool:
 
 
 def leave_out_shapes(engine: PipelineEngine, received: Callable[[], Any]) -> None:
-    """Have a stage that runs alone neither send the shapes of activations nor wait for any.
+    """Have a stage that runs alone send no activation shapes and wait for none.
 
     ``received`` is called where the shapes of the previous stage would come; it returns a tensor or tuple of tensors with the
     shapes and types that the stage sends, without memory.
@@ -388,7 +388,7 @@ def leave_out_shapes(engine: PipelineEngine, received: Callable[[], Any]) -> Non
 
 
 def earlier_layers(module: PipelineModule) -> list[Callable[..., Any]]:
-    """Build the layers of all stages before this one, as ``PipelineModule._build`` would.
+    """Build the layers of all stages before this one.
 
     Tied layers with a ``forward_fn`` have weights of their own here, which is the same for shapes.
     """

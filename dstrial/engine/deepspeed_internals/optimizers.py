@@ -42,7 +42,7 @@ class FlatGroups:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SubGroup:
-    """Parameters in one flat buffer of ZeRO 3, in their order there, each cut over the replicas by itself."""
+    """Parameters in one flat buffer of ZeRO 3, each cut over the replicas."""
 
     parameters: Sequence[Any]
     group_idx: int
@@ -153,7 +153,7 @@ def reduction_buckets(optimizer: Any) -> list[Any]:
 
 
 def accumulated_gradient(parameter: Any) -> torch.Tensor | None:
-    """Return a parameter's gradient in the accumulation's type, if that is another type.
+    """Return a parameter's gradient in the accumulation's type, if that differs.
 
     Source: ``use_grad_accum_attribute``, ``runtime/zero/stage_1_and_2.py:398``.
     """

@@ -211,7 +211,9 @@ def release_groups() -> None:
 
 
 def gather_one_by_one() -> tuple[tuple[Any, str, Any], ...]:
-    """Have ZeRO 3 wait for each of the small parameters that it gathers; return what was replaced: owner, name, value.
+    """Have ZeRO 3 wait for each small parameter that it gathers.
+
+    Returns what was replaced: owner, name, value.
 
     Releases before ``GATHERS_AWAITED_SINCE`` wait for the last one only; with gloo the others may not be whole by then.
 

@@ -1,4 +1,4 @@
-"""The process of a dry run: ``python -m dstrial.engine.dryrun REQUEST ANSWER [REQUEST ANSWER ...]``.
+"""The process of dry runs: ``python -m dstrial.engine.dryrun REQUEST ANSWER``.
 
 Several requests are answered in forks of one process that has imported everything; requests with the same user code are forks
 of a process that has imported this code, too, if a fork has what an import leaves.
@@ -33,7 +33,7 @@ _SHARE_OF_FREE = 0.9
 
 
 def main(request_path: str, answer_path: str) -> int:
-    """Answer the request (a JSON file) with a result or ``{"error": {kind, message, place}}``; return 1 for an error."""
+    """Write a result, or ``{"error": {kind, message, place}}`` and return 1."""
     request = _read(request_path)
     sys.path[:0] = request.module_paths
     from dstrial.engine.dryrun.measure import measure
@@ -112,7 +112,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def main_of_many(paths: Sequence[str], num_parallel: int) -> int:
-    """Answer several requests (request, answer, request, ...), each in a fork; one that dies leaves no answer."""
+    """Answer several requests, each in a fork; one that dies leaves no answer."""
     importlib.import_module("dstrial.engine.dryrun.imported_ahead")
     pairs = [(paths[idx], paths[idx + 1]) for idx in range(0, len(paths), 2)]
     alone: list[tuple[str, str]] = []
@@ -182,7 +182,7 @@ def _ends_well(child: int) -> bool:
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """End this process when its parent dies: nobody else keeps its deadline. The parent may be dead already."""
+    """End this process when its parent dies, as nobody else keeps its deadline."""
     with contextlib.suppress(OSError, AttributeError):  # Linux has it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:

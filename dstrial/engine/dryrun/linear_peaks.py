@@ -1,4 +1,4 @@
-"""Bytes by micro batch size, from a trace of two or three steps at two micro batch sizes; pure."""
+"""Bytes by micro batch size, from a trace of steps at two sizes; pure."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Trace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryForms:
-    """Memory of both kinds; ``is_linear`` if both sizes made and freed the same tensors in the same order (lines are exact)."""
+    """Memory of both kinds; lines are exact if both sizes made the same tensors."""
 
     device: MemoryForm
     host: MemoryForm

@@ -39,7 +39,7 @@ class Workload(Protocol):
         ...
 
     def build(self, deepspeed_config: Mapping[str, Any], device: torch.device) -> Sequence[Any]:
-        """Return the engines, with this merged config, whose batch sizes are solved and which must not be changed."""
+        """Return the engines, with this merged config, which must not be changed."""
         ...
 
     def train_micro_batch(self, micro_batch_size: int) -> Any:
@@ -107,7 +107,7 @@ def measure(request: DryRunRequest) -> DryRunResult:
 
 @contextlib.contextmanager
 def begun(request: DryRunRequest) -> Iterator[Callable[[DryRunRequest], DryRunResult]]:
-    """Patch the process and import the user's code; yield what runs this request, or one that begins alike, once."""
+    """Patch the process and import the user's code; yield what runs a request once."""
     reads = patches.ScalarReads()
     tracker = Tracker(_host_test(request.target, request.is_real), None if request.is_real else reads)
     with _patched(request, tracker), _quiet_collector():
@@ -186,7 +186,7 @@ def _num_parameters(engines: Sequence[Any]) -> tuple[int, int]:
 def _train(
     workload: Workload, tracker: Tracker, split: MemorySplit, sizes: list[int], accumulation: int
 ) -> tuple[list[int], list[int]]:
-    """Train a step at each size; return the tokens of every micro batch and the activations of every step."""
+    """Train a step at each size; return tokens by micro batch, activations by step."""
     tokens: list[int] = []
     activations: list[int] = []
     tracker.on_result = split.operation
@@ -207,14 +207,14 @@ def _train(
 
 
 def _in_phase(tracker: Tracker, part: str, instruction: Callable[[], None]) -> None:
-    """Carry out a pipeline's instruction; exchange between stages belongs to the current phase."""
+    """Carry out a pipeline's instruction; exchange belongs to the current phase."""
     if part in PHASES:
         tracker.enter_phase(part)
     instruction()
 
 
 def _config(request: DryRunRequest, num_stages: int) -> tuple[dict[str, Any], int]:
-    """Return the config for the first size, and the workload's calls in a step (1 or 2).
+    """Return the config for the first size, and the workload's calls in a step.
 
     A pipeline is called once, and has as many micro batches under way as there are stages, or two.
     """

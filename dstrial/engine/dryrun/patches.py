@@ -49,7 +49,7 @@ _META = "Meta"
 
 @contextlib.contextmanager
 def virtual_world(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Be one rank of many, with torch's ``fake`` process group: collectives return at once, and fill in nothing."""
+    """Be one rank of many: collectives return at once, and fill in nothing."""
     size = str(world_size)
     # Who asks for an address expects one; nothing listens there.
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -99,7 +99,7 @@ def without_compiled_ops() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """Make ``torch.compile`` a no-op: loading the compiler takes seconds, and a compiled model needs other memory."""
+    """Make ``torch.compile`` a no-op: a compiled model needs other memory."""
 
     def leave(model: Any = None, **_kwargs: object) -> Any:
         return model if model is not None else lambda later: later
@@ -110,7 +110,7 @@ def without_compiler() -> Iterator[None]:
 
 @contextlib.contextmanager
 def module_conversion() -> Iterator[None]:
-    """Let ``nn.Module.to``, ``.half()`` and the like convert fake parameters by giving each new data.
+    """Let ``nn.Module.to`` and the like convert fake parameters, by new data.
 
     torch swaps the tensor objects instead, and refuses if anything else refers to them.
     """
@@ -167,7 +167,7 @@ def data_with_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def device_beside_host(tracker: Tracker, device_bytes: int | None) -> Iterator[None]:
-    """Make ``DEVICE_NAME`` DeepSpeed's accelerator, with ``device_bytes`` of memory (None: no limit)."""
+    """Make ``DEVICE_NAME`` DeepSpeed's accelerator, with so many bytes of memory."""
     accelerator = get_accelerator()
 
     def free(_device_index: int | None = None) -> int:
@@ -177,7 +177,7 @@ def device_beside_host(tracker: Tracker, device_bytes: int | None) -> Iterator[N
         return tensor.clone()
 
     def placed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Let a maker of fake tensors put them on the asked device; torch puts values on ``cpu``."""
+        """Let a maker of fake tensors put them on the asked device, not on ``cpu``."""
 
         def made(*args: Any, **kwargs: Any) -> torch.Tensor:
             tensor = make(*args, **kwargs)

@@ -55,7 +55,7 @@ def dry_run(request: DryRunRequest, *, deadline_s: float = 300.0) -> DryRunResul
 def dry_runs(
     requests: Sequence[DryRunRequest], *, deadline_s: float = 600.0, num_parallel: int = 1
 ) -> list[DryRunResult | DryRunError]:
-    """Run all requests in forks of one process that imports torch and DeepSpeed once; return a result or error for each.
+    """Run all requests in forks of one process; return a result or error for each.
 
     Later calls fork that process, too: it lasts as long as this one. All requests have the same first directory.
     ``num_parallel`` is how many run at the same time; 0 for no fork, with one request.

@@ -29,7 +29,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PhaseMemory:
-    """Most bytes alive at once within a phase of ``PHASES``, as the greatest of some lines.
+    """Most bytes alive at once within a phase, as the greatest of some lines.
 
     Several allocations of one phase may be its peak: one at small micro batches, another at large ones.
     """
@@ -79,7 +79,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flops:
-    """Operations of one micro batch on one rank, forward and backward: without recomputation, and with it."""
+    """Operations of one micro batch on one rank, without and with recomputation."""
 
     model: Line
     hardware: Line
@@ -87,7 +87,7 @@ class Flops:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bypass:
-    """A place (``file:line``) where user code got a constant, because a fake tensor has no values."""
+    """A ``file:line`` where user code got a constant for a fake tensor's value."""
 
     place: str
     value: float
@@ -125,7 +125,7 @@ class DryRunRequest:
     shared_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def is_begun_like(self, other: DryRunRequest) -> bool:
-        """Return whether both differ only in what comes after the import: ``Workload.prepare`` and the engine."""
+        """Return whether both differ only in what comes after the import."""
         own: dict[str, Any] = {"options": {}, "deepspeed_config": {}, "micro_batch_sizes": (2, 4)}
         return dataclasses.replace(self, **own) == dataclasses.replace(other, **own)
 
@@ -249,7 +249,7 @@ def _summed(collectives: Sequence[Collective]) -> tuple[Collective, ...]:
 
 
 def upper_envelope(lines: Iterable[tuple[float, float]], smallest: float = 1.0) -> tuple[Line, ...]:
-    """Return the lines that are greatest somewhere from ``smallest`` on, by slope, from (base, per_record) pairs.
+    """Return the lines, as (base, per_record), that are greatest somewhere.
 
     Source: the convex hull of lines by their slopes, as in any text on computational geometry.
     """

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from dstrial.config.experiment_config.training_checks import TrainingChecks
-from dstrial.loop.metrics import LossTail
+from dstrial.loop.metrics import TrailingNonFinite
 from dstrial.loop.non_finite import NonFiniteGuard
 
 logger = logging.getLogger("dstrial.integrations.huggingface")
@@ -53,7 +53,7 @@ class LossWatch:
             return
         window, self._last_step = (self._last_step, step), step
         self._is_bad = not _is_finite(float(loss), logs.get("grad_norm"))
-        tail = LossTail(1 if self._is_bad else 0, 1)
+        tail = TrailingNonFinite(1 if self._is_bad else 0, 1)
         shown = {
             "loss": loss if not math.isfinite(loss) or not self._is_bad else "filtered out by transformers"
         }

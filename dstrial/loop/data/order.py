@@ -58,7 +58,7 @@ class _TensorSequence(Sequence[int]):
 
 
 class SamplerOrder:
-    """The order of a user's sampler, replayed from epoch 0 because a sampler may keep state over epochs.
+    """The order of a user's sampler, replayed from epoch 0 as it may keep state.
 
     Each epoch has random states of (seed, epoch).
     """
@@ -172,7 +172,7 @@ class GlobalBatches:
         self._block: list[Any] = []
 
     def records(self, batch_idx: int) -> list[Any]:
-        """Return the records of a global batch (``batch_idx`` counts over the run), in order."""
+        """Return the records of a global batch, in order."""
         epoch_idx, batch_in_epoch = divmod(batch_idx, self.epoch_length)
         if epoch_idx != self._epoch_idx:
             self._records = self._order(epoch_idx)

@@ -21,7 +21,7 @@ from dstrial.trial.determined_errors import ForeignLoaderError
 
 
 class SeededRecords(data.Dataset[Any]):
-    """A data set read by ``(epoch_idx, record)``, under random states of (seed, epoch, record).
+    """A data set read under random states of (seed, epoch, record).
 
     Used in loader workers only, which share no random state with training.
     """

@@ -141,13 +141,13 @@ class TrainingStream:
 
     @property
     def records_per_batch(self) -> int | None:
-        """Records of a full batch, over all replicas; None with a loader of the user's own."""
+        """Records of a full batch, over all replicas; None with a user's own loader."""
         if self._batches is None or self._loader.batch_size is None:
             return None
         return self._batches.geometry.train_batch_size
 
     def count_records(self, first_batch: int, end_batch: int) -> int:
-        """Return the records of global batches; with a user's own loader as if all were full."""
+        """Return the records of global batches; all full with a user's own loader."""
         if self._batches is not None and self._loader.batch_size is not None:
             return self._batches.num_records(first_batch, end_batch)
         return (end_batch - first_batch) * self._full_batch_records

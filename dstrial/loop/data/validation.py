@@ -24,7 +24,7 @@ def round_of(sizes: Sequence[int], is_ragged: bool) -> ValidationRound:
 
 
 def unplanned_sizes(num_micro_batches: int, per_round: int) -> list[tuple[int, bool]]:
-    """Plan the rounds over a loader of unknown sizes: (micro batches, whether it may be ragged).
+    """Plan rounds over a loader of unknown sizes: (micro batches, may be ragged).
 
     The last micro batch gets a round of its own, because it may be ragged: hold fewer records.
     """
@@ -35,7 +35,7 @@ def unplanned_sizes(num_micro_batches: int, per_round: int) -> list[tuple[int, b
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Extent:
-    """The size of a validation set: in records where a plan can be made, else in micro batches of this replica."""
+    """The size of a validation set, in records or in micro batches of this replica."""
 
     num_records: int | None = None
     records_per_micro_batch: int | None = None

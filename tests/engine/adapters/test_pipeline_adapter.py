@@ -1,9 +1,6 @@
-from collections.abc import Iterator
-from typing import Any
-
-import forked_ranks
 import pytest
 import small_models
+from forked_ranks import RunningProgram, of_all_ranks
 
 from dstrial.config import ParallelDims
 from dstrial.config.deepspeed_rules.check import check_deepspeed
@@ -28,22 +25,12 @@ ROUNDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[forked_ranks.RunningProgram]:
-    scratch = tmp_path_factory.mktemp("pipeline")
-    with forked_ranks.RunningProgram("pipeline_program", {"scratch": str(scratch)}, scratch) as running:
-        yield running
-
-
-def of_all_ranks(results: list[Any]) -> list[Any]:
-    for rank, result in enumerate(results):
-        assert not (isinstance(result, dict) and "error" in result), f"rank {rank}: {result}"
-    return results
+PROGRAM = ("pipeline_program", {})
 
 
 @pytest.mark.parametrize("arrangement", NUM_RECORDS)
 def test_validating_in_between_leaves_training_as_it_was_to_the_last_bit(
-    program: forked_ranks.RunningProgram, arrangement: str
+    program: RunningProgram, arrangement: str
 ) -> None:
     result = program.result(arrangement)
     undisturbed = of_all_ranks(result.pop("none"))
@@ -54,7 +41,7 @@ def test_validating_in_between_leaves_training_as_it_was_to_the_last_bit(
 
 
 @pytest.mark.parametrize("arrangement", NUM_RECORDS)
-def test_every_record_counts_once_and_alike(program: forked_ranks.RunningProgram, arrangement: str) -> None:
+def test_every_record_counts_once_and_alike(program: RunningProgram, arrangement: str) -> None:
     result = program.result(arrangement)
     for how in result.keys() - {"none"}:
         ranks = of_all_ranks(result[how])
@@ -73,7 +60,7 @@ def test_every_record_counts_once_and_alike(program: forked_ranks.RunningProgram
             assert rank["validations"] == same_replica[0]["validations"]
 
 
-def test_the_engine_stays_a_pipeline_engine(program: forked_ranks.RunningProgram) -> None:
+def test_the_engine_stays_a_pipeline_engine(program: RunningProgram) -> None:
     first, last = of_all_ranks(program.result("one pipeline")["implicit"])
     assert first["is_pipeline_engine"]
     assert last["is_pipeline_engine"]
@@ -81,7 +68,7 @@ def test_the_engine_stays_a_pipeline_engine(program: forked_ranks.RunningProgram
     assert (first["needs_loader"], last["needs_loader"], first["calls"]) == (True, True, 1)
 
 
-def test_explicit_arguments_get_what_deepspeed_gives(program: forked_ranks.RunningProgram) -> None:
+def test_explicit_arguments_get_what_deepspeed_gives(program: RunningProgram) -> None:
     first, last = of_all_ranks(program.result("pass through"))
     assert last["mean"] == pytest.approx(sum(last["each"]) / 2)
     assert last["loss"] == pytest.approx(last["mean"])
@@ -93,7 +80,7 @@ def test_explicit_arguments_get_what_deepspeed_gives(program: forked_ranks.Runni
 
 
 @pytest.mark.parametrize("call", ["train_batch", "eval_batch"])
-def test_a_rank_that_runs_out_of_data_says_so(program: forked_ranks.RunningProgram, call: str) -> None:
+def test_a_rank_that_runs_out_of_data_says_so(program: RunningProgram, call: str) -> None:
     results = program.result(call)
     named = [result for result in results if result["error"] == "DataError"]
     assert named
@@ -102,20 +89,20 @@ def test_a_rank_that_runs_out_of_data_says_so(program: forked_ranks.RunningProgr
 
 
 @pytest.mark.parametrize("call", ["train_batch", "eval_batch"])
-def test_a_call_without_any_data_is_refused(program: forked_ranks.RunningProgram, call: str) -> None:
+def test_a_call_without_any_data_is_refused(program: RunningProgram, call: str) -> None:
     for result in program.result(f"{call} without data"):
         assert result["error"] == "TrialContractError"
         assert "has no data" in result["message"]
 
 
-def test_deepspeeds_monitor_gets_the_weighted_loss(program: forked_ranks.RunningProgram) -> None:
+def test_deepspeeds_monitor_gets_the_weighted_loss(program: RunningProgram) -> None:
     first, last = of_all_ranks(program.result("monitored"))
     assert first[0] == last[0]
     assert any("eval_loss" in text for text in first[1:])
 
 
 def test_the_ranks_of_a_pipeline_share_no_sequences_and_the_check_says_so(
-    program: forked_ranks.RunningProgram,
+    program: RunningProgram,
 ) -> None:
     config = small_models.ds_config(1, sequence_parallel_size=2)
     checked = check_deepspeed(config, ParallelDims(2, is_pipeline=True))

@@ -6,7 +6,7 @@ import pytest
 from sample_layouts import PLAIN_LAYOUT
 
 from dstrial.errors import CheckpointLayoutError
-from dstrial.loop.checkpoint_loader import position_of, recounted
+from dstrial.loop.checkpoint_loader import position_of, rescale_micro_batches
 
 
 def with_accumulation(steps):
@@ -22,14 +22,14 @@ def test_the_position_is_that_of_a_rank_that_reads_data():
 
 def test_the_same_accumulation_leaves_the_position_as_it_is():
     state = {"micro_batches_drawn": 3, "else": 1}
-    assert recounted(state, with_accumulation(4), with_accumulation(4)) == state
+    assert rescale_micro_batches(state, with_accumulation(4), with_accumulation(4)) == state
 
 
 def test_another_accumulation_counts_the_same_records():
-    moved = recounted({"micro_batches_drawn": 8}, with_accumulation(4), with_accumulation(2))
+    moved = rescale_micro_batches({"micro_batches_drawn": 8}, with_accumulation(4), with_accumulation(2))
     assert moved == {"micro_batches_drawn": 4}
 
 
 def test_a_position_between_two_micro_batches_of_now_is_refused():
     with pytest.raises(CheckpointLayoutError, match="after 3 micro batches of 6 records"):
-        recounted({"micro_batches_drawn": 3}, with_accumulation(4), with_accumulation(2))
+        rescale_micro_batches({"micro_batches_drawn": 3}, with_accumulation(4), with_accumulation(2))
