@@ -208,9 +208,7 @@ def _as_real(request: DryRunRequest) -> DryRunRequest:
     return dataclasses.replace(request, shared_options=shared_options, is_real=True, target="cpu")
 
 
-def on_one_device(
-    settings: SearchConfig, *, capacity_bytes: int, deadline_s: float = _DEADLINE_S
-) -> list[tuple[str, DryRunResult]]:
+def on_one_device(settings: SearchConfig, *, capacity_bytes: int) -> list[tuple[str, DryRunResult]]:
     """Dry-run the model on a single device: as it is, and with all it can offload.
 
     Returns a description and the result of each dry run that succeeded.
@@ -225,7 +223,7 @@ def on_one_device(
     requests = [
         dataclasses.replace(request_of(structure, True), world_size=1) for structure in kinds.values()
     ]
-    found = dry_runs(requests, deadline_s=deadline_s, num_parallel=2)
+    found = dry_runs(requests, deadline_s=_DEADLINE_S, num_parallel=2)
     return [(kind, run) for kind, run in zip(kinds, found, strict=True) if not isinstance(run, DryRunError)]
 
 
