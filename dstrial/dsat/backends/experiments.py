@@ -8,7 +8,14 @@ import time
 
 from determined.experimental.client import Experiment, ExperimentState
 
-from dstrial.dsat.core.outcome import Failure, FailureKind, Outcome, failure_from_log, outcome_from_json
+from dstrial.dsat.core.outcome import (
+    NOTHING_MEASURED,
+    Failure,
+    FailureKind,
+    Outcome,
+    failure_from_log,
+    outcome_from_json,
+)
 
 logger = logging.getLogger("dstrial.dsat")
 
@@ -46,10 +53,7 @@ def outcome_of(submitted: Submitted, num_slots: int) -> Outcome | None:
             numbers = {name: value for name, value in measured[-1].items() if isinstance(value, (int, float))}
             return outcome_from_json({"metrics": numbers})
     if state is ExperimentState.COMPLETED:
-        return Failure(
-            FailureKind.USER_ERROR,
-            "it ended without having measured anything: no DeepSpeed engine made a step in a dsat_reporting_context",
-        )
+        return NOTHING_MEASURED
     if state is ExperimentState.ERROR:
         lines = list(trials[0].iter_logs(tail=_NUM_LOG_LINES)) if trials else []
         failure = failure_from_log(lines)
