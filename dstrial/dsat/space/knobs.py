@@ -62,6 +62,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob(f"{ZERO}.offload_param.device", ("none", "cpu"), (3,), is_drawn=False),
 )
 """Source: DeepSpeed 0.19.8 runtime/engine.py, the constructor calls of its ZeRO optimizers; bucket sizes of dsat 0.37."""
+KNOWN_PATHS = frozenset(knob.path for knob in KNOBS)
 
 
 def useful_values(knob: Knob, num_params: float | None) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from dstrial.dsat.core.outcome import Failure, FailureKind, Measured
 from dstrial.dsat.methods.base import ReportFacts
 from dstrial.dsat.report.document import live_document, report_document
 from dstrial.dsat.worker.messages import TaskQueue, TaskResult
-from dstrial.dsat.worker.transport import notes_of
+from dstrial.dsat.worker.transport import notes_of, row_of
 from dstrial.master.store.views.searches import LabelledExperiment, Measurement
 from dstrial.master.web import searches
 
@@ -150,11 +150,7 @@ def test_answers_of_workers_and_measurements_of_trials_become_lines() -> None:
         TaskResult(1, Measured(numbers), 12.0),
         TaskResult(2, Failure(FailureKind.DEVICE_OOM, "no memory <b>", "forward"), 3.0),
     ]
-    rows = []
-    for answer in answers:
-        fields = answer.to_json()
-        row = {**fields.pop("metrics", {}), "answer": json.dumps(fields)}
-        rows.append(Measurement(1, 1, "dsat", answer.number, json.dumps(row)))
+    rows = [Measurement(1, 1, "dsat", one.number, json.dumps(row_of(one))) for one in answers]
     rows.append(Measurement(2, 2, "validation", 30, json.dumps(numbers)))
     rows.append(Measurement(2, 2, "validation", 40, json.dumps({"loss": 1.0})))
     found = searches.live_rows(
