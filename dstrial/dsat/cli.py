@@ -50,18 +50,21 @@ def with_method(words: Sequence[str]) -> list[str]:
 
 def add_methods(subparsers: Any) -> None:
     for method in METHODS.values():
-        parser = subparsers.add_parser(method.name, help=method.summary, description=method.summary)
-        _add_arguments(parser, method)
+        _add_arguments(_parser_of(subparsers, method.name, method.summary), method)
     add_plan(subparsers)
+
+
+def _parser_of(subparsers: Any, name: str, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=text, description=text)
+    parser.set_defaults(given=frozenset())
+    parser.add_argument("config_path", metavar="CONFIG.yaml", help="experiment config")
+    parser.add_argument("model_dir", metavar="MODEL_DIR", help="model definition directory")
+    return parser
 
 
 def add_plan(subparsers: Any) -> None:
     text = "predict what fits and what is fastest on hardware that is not at hand; measures nothing"
-    parser = subparsers.add_parser(PLAN, help=text, description=text)
-    parser.set_defaults(given=frozenset())
-    parser.add_argument("config_path", metavar="CONFIG.yaml", help="experiment config")
-    parser.add_argument("model_dir", metavar="MODEL_DIR", help="model definition directory")
-    add = _adder(parser)
+    add = _adder(_parser_of(subparsers, PLAN, text))
     add("--slots", type=int, help="ranks in all (the config's slots_per_trial)")
     add(
         "--device",
@@ -101,9 +104,6 @@ def _search_flags(parsed: Mapping[str, Any]) -> SearchFlags:
 
 
 def _add_arguments(parser: argparse.ArgumentParser, method: MethodEntry) -> None:
-    parser.set_defaults(given=frozenset())
-    parser.add_argument("config_path", metavar="CONFIG.yaml", help="experiment config")
-    parser.add_argument("model_dir", metavar="MODEL_DIR", help="model definition directory")
     add = _adder(parser)
     _add_old_flags(add, method)
     _add_search_flags(add)

@@ -20,6 +20,7 @@ from dstrial.dsat.core.outcome import (
 )
 from dstrial.dsat.methods import search_method
 from dstrial.dsat.methods.base import Action, ConfigSearch, Finish, Measure, MethodOptions, measures
+from dstrial.dsat.report.document import SearchFacts
 from dstrial.dsat.space.filters import Filters
 from dstrial.dsat.space.space import Space
 from dstrial.search.random_state import SearchRandom
@@ -94,6 +95,18 @@ class Played:
     def oom_share(self) -> float:
         failed = [outcome for _, outcome in self.outcomes.values() if isinstance(outcome, Failure)]
         return len(failed) / len(self.outcomes)
+
+
+def facts_of_search(**changes: Any) -> SearchFacts:
+    usual: dict[str, Any] = {
+        "name": "gpt <1>",
+        "method": "asha",
+        "metric": "throughput",
+        "reason": "all trials completed",
+        "is_finished": True,
+        "num_slots": 8,
+    }
+    return SearchFacts(**{**usual, **changes})
 
 
 def trials_of(played: Played, searched: Space, **fields: Any) -> list[TrialResult]:

@@ -41,6 +41,8 @@ FOR_ACCELERATE = {
 }
 TRAINER = "from transformers import HfArgumentParser, Trainer, TrainingArguments\n"
 ACCELERATE = "from accelerate import Accelerator\n"
+EIGHT = "--per_device_train_batch_size 8"
+AMONG_OTHERS = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 5}
 
 
 def _settings(
@@ -68,26 +70,32 @@ def _own(settings: SearchConfig) -> tuple[int, ...]:
     return tuple(config[key] for key in SIZES)
 
 
-def test_a_trainers_sizes_are_those_of_the_entrypoints_flags(tmp_path: Path) -> None:
-    settings = _settings(tmp_path, "--per-device-train-batch-size=8 --gradient_accumulation_steps 4")
-
-    assert _own(settings) == (64, 8, 4)
-    assert settings.warnings == ()
-    # What the Trainer fills in besides stays to it.
-    assert settings.space.config(settings.space.own())["optimizer"]["params"]["lr"] == "auto"
-
-
-@pytest.mark.parametrize("section", [None, "training_arguments"])
-def test_sizes_among_the_hyperparameters_serve_where_there_is_no_flag(
-    section: str | None, tmp_path: Path
+@pytest.mark.parametrize(
+    ("arguments", "flags", "more", "own"),
+    [
+        ("--per-device-train-batch-size=8 --gradient_accumulation_steps 4", [], {}, (64, 8, 4)),
+        # A number in the config wins over the flags of the entrypoint, those over hyperparameters.
+        (f"{EIGHT} --gradient_accumulation_steps 3", [], {"train_batch_size": 64}, (64, 8, 4)),
+        ("--gradient_accumulation_steps 2", [], {"hparams": AMONG_OTHERS}, (24, 6, 2)),
+        (
+            "--gradient_accumulation_steps 2",
+            [],
+            {"hparams": {"training_arguments": AMONG_OTHERS}},
+            (24, 6, 2),
+        ),
+        (f"{EIGHT} --gradient_accumulation_steps 2", ["--train-batch-size", "64"], {}, (64, 8, 4)),
+        ("", [], {"script": ACCELERATE, **FOR_ACCELERATE, "train_micro_batch_size_per_gpu": 4}, (8, 4, 1)),
+    ],
+)
+def test_sizes_are_taken_from_whoever_decides_them(
+    arguments: str, flags: list[str], more: dict[str, Any], own: tuple[int, ...], tmp_path: Path
 ) -> None:
-    sizes = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 5}
+    settings = _settings(tmp_path, arguments, *flags, **more)
 
-    settings = _settings(
-        tmp_path, "--gradient_accumulation_steps 2", hparams=sizes if section is None else {section: sizes}
-    )
-
-    assert _own(settings) == (24, 6, 2)
+    assert _own(settings) == own
+    assert settings.warnings == ()
+    if "script" not in more:  # what the Trainer fills in besides stays to it
+        assert settings.space.config(settings.space.own())["optimizer"]["params"]["lr"] == "auto"
 
 
 def test_the_trainers_defaults_are_taken_with_a_warning_that_says_what_to_write(tmp_path: Path) -> None:
@@ -101,49 +109,25 @@ def test_the_trainers_defaults_are_taken_with_a_warning_that_says_what_to_write(
     assert "its default of 1 is taken" in steps
 
 
-def test_a_number_in_the_config_wins_over_the_flags(tmp_path: Path) -> None:
-    settings = _settings(
-        tmp_path, "--per_device_train_batch_size 8 --gradient_accumulation_steps 3", train_batch_size=64
-    )
-
-    assert _own(settings) == (64, 8, 4)
-
-
-def test_another_global_batch_is_divided_by_the_flags_micro_batch(tmp_path: Path) -> None:
-    settings = _settings(
-        tmp_path,
-        "--per_device_train_batch_size 8 --gradient_accumulation_steps 2",
-        "--train-batch-size",
-        "64",
-    )
-
-    assert _own(settings) == (64, 8, 4)
-
-
 @pytest.mark.parametrize(
-    ("arguments", "got", "fix"),
+    ("arguments", "more", "problem"),
     [
         (
             "--per_device_train_batch_size $SIZE",
-            r"entrypoint is a command with --per_device_train_batch_size \$SIZE",
+            {},
+            r"entrypoint is a command with --per_device_train_batch_size \$SIZE.*"
             r"Write the number, or set train_micro_batch_size_per_gpu in .*ds\.json",
         ),
-        ("args.json", r"a script with its arguments in args\.json", "Write the arguments themselves"),
+        ("args.json", {}, r"a script with its arguments in args\.json.*Write the arguments themselves"),
+        (
+            "",
+            {"script": ACCELERATE, **FOR_ACCELERATE},
+            r"only the script's DataLoader knows it.*Write the batch_size",
+        ),
     ],
 )
 def test_sizes_that_cannot_be_read_are_refused_with_what_to_write(
-    arguments: str, got: str, fix: str, tmp_path: Path
+    arguments: str, more: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=f"{got}.*{fix}"):
-        _settings(tmp_path, arguments)
-
-
-def test_a_size_that_only_an_accelerate_loop_knows_is_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"only the script's DataLoader knows it.*Write the batch_size"):
-        _settings(tmp_path, script=ACCELERATE, **FOR_ACCELERATE)
-
-
-def test_an_accelerate_loop_whose_micro_batch_is_given_needs_no_more(tmp_path: Path) -> None:
-    settings = _settings(tmp_path, script=ACCELERATE, **FOR_ACCELERATE, train_micro_batch_size_per_gpu=4)
-
-    assert _own(settings) == (8, 4, 1)
+    with pytest.raises(ConfigError, match=problem):
+        _settings(tmp_path, arguments, **more)

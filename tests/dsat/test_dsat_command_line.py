@@ -128,13 +128,6 @@ def test_a_bare_or_equal_deepspeed_flag_in_the_entrypoint_is_right(experiment: P
     assert settings_of(path).trial is None
 
 
-def test_an_experiment_without_a_deepspeed_config_is_refused(experiment: Path) -> None:
-    path = _write(experiment.parent, hyperparameters={"lr": 1})
-
-    with pytest.raises(ConfigError, match=r"hyperparameters\.deepspeed_config is not given"):
-        settings_of(path)
-
-
 def test_a_measuring_trial_is_an_ordinary_single_experiment_that_is_never_restarted(experiment: Path) -> None:
     settings = settings_of(experiment, "-m", "latency")
     candidate = settings.space.smallest()
@@ -325,17 +318,19 @@ def test_only_agents_of_the_experiments_pool_count_unless_none_says_to_be_in_it(
 
 
 @pytest.mark.parametrize(
-    ("entrypoint", "value", "problem"),
+    ("changes", "flags", "problem"),
     [
-        ("model_def:MyTrial", "none.pt", "none.pt; expected a number of batches, or the file of one"),
-        ("model_def:MyTrial", "0", "0; expected at least 1"),
-        ("python3 train.py --deepspeed ds.json", "8", "a script has no loader"),
+        ({"hyperparameters": {"lr": 1}}, [], r"hyperparameters\.deepspeed_config is not given"),
+        ({}, ["none.pt"], "none.pt; expected a number of batches, or the file of one"),
+        ({}, ["0"], "0; expected at least 1"),
+        ({"entrypoint": "python3 train.py --deepspeed ds.json"}, ["8"], "a script has no loader"),
     ],
 )
-def test_a_sample_batch_that_cannot_be_had_is_refused(
-    entrypoint: str, value: str, problem: str, experiment: Path
+def test_no_deepspeed_config_and_a_sample_batch_that_cannot_be_had_are_refused(
+    changes: dict[str, object], flags: list[str], problem: str, experiment: Path
 ) -> None:
-    path = _write(experiment.parent, entrypoint=entrypoint)
+    path = _write(experiment.parent, **changes)
+    sample = [word for value in flags for word in ("--sample-batch", value)]
 
-    with pytest.raises(ConfigError, match=f"--sample-batch is .*{problem}"):
-        settings_of(path, "--sample-batch", value, method="predict")
+    with pytest.raises(ConfigError, match=f"--sample-batch is .*{problem}" if sample else problem):
+        settings_of(path, *sample, method="predict")

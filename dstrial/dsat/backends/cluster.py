@@ -23,14 +23,13 @@ from dstrial.dsat.backends.trial_spec import TrialSpec, results_config
 from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.outcome import Failure, FailureKind
 from dstrial.dsat.worker.messages import TaskQueue
-from dstrial.dsat.worker.transport import are_orders, is_outage, notes_of
+from dstrial.dsat.worker.transport import are_orders, is_outage, notes_of, outage_errors
 from dstrial.errors import ConfigError, ConfigProblem, DstrialError
 
 logger = logging.getLogger("dstrial.dsat")
 
 _POLL_PERIOD_S = 1.0
 _RETRY_S = 2.0
-_AWAY = (errors.BadRequestException, OSError)
 _T = TypeVar("_T")
 _GONE = (
     ExperimentState.CANCELED,
@@ -74,7 +73,7 @@ class ClusterBackend:
                 bindings.get_GetAgents(self._session).agents,
                 str((settings.experiment.raw.get("resources") or {}).get("resource_pool") or ""),
             )
-        except _AWAY as error:
+        except outage_errors() as error:
             if not is_outage(error):
                 raise DstrialError(
                     f"the master refuses to say what it has ({error}); expected it to. Look at its log, and at your rights there."
@@ -300,7 +299,7 @@ class ClusterBackend:
         """Wait for a master that is away; say so once."""
         try:
             yield
-        except _AWAY as error:
+        except outage_errors() as error:
             if not is_outage(error):
                 raise
             if not self._is_outage:

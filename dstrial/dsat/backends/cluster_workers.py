@@ -9,7 +9,7 @@ from typing import Any
 from determined.experimental.client import Experiment, ExperimentState
 
 from dstrial.dsat.backends.cluster import ClusterBackend
-from dstrial.dsat.backends.experiments import RUNS, why_waiting
+from dstrial.dsat.backends.experiments import RUNS, last_lines, why_waiting
 from dstrial.dsat.backends.pool import WorkerExit
 from dstrial.dsat.backends.trial_spec import worker_config
 from dstrial.dsat.config import SearchConfig
@@ -17,7 +17,6 @@ from dstrial.dsat.worker.messages import TaskQueue, TaskResult
 from dstrial.dsat.worker.transport import GROUP, notes_of, queue_from_notes, result_from_row
 
 _POLL_PERIOD_S = 0.5
-_NUM_LOG_LINES = 400
 _CANCELED = (ExperimentState.CANCELED, ExperimentState.DELETED)
 _ENDED = (*_CANCELED, ExperimentState.COMPLETED, ExperimentState.ERROR)
 
@@ -100,8 +99,7 @@ class ClusterPlacement:
             return WorkerExit(is_canceled=True)
         lines: list[str] = []
         with self._master.tolerate_outage():
-            trials = seen.experiment.list_trials()
-            lines = list(trials[0].iter_logs(tail=_NUM_LOG_LINES)) if trials else []
+            lines = last_lines(seen.experiment.list_trials())
         return WorkerExit(lines=lines)
 
     def kill(self, worker: int) -> None:

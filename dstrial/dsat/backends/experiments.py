@@ -5,14 +5,21 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Sequence
 
-from determined.experimental.client import Experiment, ExperimentState
+from determined.experimental.client import Experiment, ExperimentState, Trial
 
-from dstrial.dsat.core.outcome import Failure, FailureKind, Outcome, failure_from_log, outcome_from_json
+from dstrial.dsat.core.outcome import (
+    NOTHING_MEASURED,
+    Failure,
+    FailureKind,
+    Outcome,
+    failure_from_log,
+    outcome_from_json,
+)
 
 logger = logging.getLogger("dstrial.dsat")
 
-_NUM_LOG_LINES = 400
 _WAITING = (ExperimentState.PAUSED, ExperimentState.ACTIVE, ExperimentState.QUEUED)
 RUNS = ("RUNNING", "STATE_RUNNING")
 """States of a trial that has its slots."""
@@ -46,19 +53,20 @@ def outcome_of(submitted: Submitted, num_slots: int) -> Outcome | None:
             numbers = {name: value for name, value in measured[-1].items() if isinstance(value, (int, float))}
             return outcome_from_json({"metrics": numbers})
     if state is ExperimentState.COMPLETED:
-        return Failure(
-            FailureKind.USER_ERROR,
-            "it ended without having measured anything: no DeepSpeed engine made a step in a dsat_reporting_context",
-        )
+        return NOTHING_MEASURED
     if state is ExperimentState.ERROR:
-        lines = list(trials[0].iter_logs(tail=_NUM_LOG_LINES)) if trials else []
-        failure = failure_from_log(lines)
+        failure = failure_from_log(last_lines(trials))
         if failure.kind is FailureKind.NO_ROOM:
             experiment.remove_label(submitted.label)  # the retry of this trial is another experiment
         return failure
     if state in (ExperimentState.CANCELED, ExperimentState.DELETED):
         return Failure(FailureKind.CANCELED, f"experiment {experiment.id} was {state.name.lower()}")
     return None
+
+
+def last_lines(trials: Sequence[Trial]) -> list[str]:
+    """Return the end of the log of an experiment's only trial."""
+    return list(trials[0].iter_logs(tail=400)) if trials else []
 
 
 def why_waiting(experiment: Experiment, num_slots: int) -> str:

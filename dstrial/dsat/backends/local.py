@@ -20,6 +20,7 @@ from dstrial.dsat.config import SearchConfig
 from dstrial.dsat.core.journal import SearchRecord
 from dstrial.dsat.core.outcome import (
     FAILURE_MARK,
+    NOTHING_MEASURED,
     Failure,
     FailureKind,
     Outcome,
@@ -229,10 +230,7 @@ def _outcome(directory: Path, exit_code: int) -> Outcome:
     if measured is not None:
         return measured
     if exit_code == 0:
-        return Failure(
-            FailureKind.USER_ERROR,
-            "it ended without having measured anything: no DeepSpeed engine made a step in a dsat_reporting_context",
-        )
+        return NOTHING_MEASURED
     if exit_code == 130:
         return Failure(FailureKind.CANCELED, "it was interrupted")
     return failure_from_log(log_lines(directory), exit_code=exit_code)

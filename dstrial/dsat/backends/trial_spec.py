@@ -63,35 +63,25 @@ class TrialSpec:
 
 def measuring_spec(settings: SearchConfig, candidate: Candidate, trial_id: int, search_id: str) -> TrialSpec:
     """Return the ``single`` experiment without restarts that measures a candidate."""
-    config = copy.deepcopy(settings.written)
-    for key in _OF_TRAINING:
-        config.pop(key, None)
     hparams = _hyperparameters(settings, candidate)
     flags = settings.flags
     hparams[MEASURING_KEY] = True
     hparams[AROUND_FIT_KEY] = _AROUND_FIT
+    num_batches = max(flags.end_profile_step + 1, _LONGEST_STEPS)
     hparams[SETTINGS_KEY] = {
         "first_step": flags.start_profile_step,
         "min_steps": flags.end_profile_step + 1,
         "max_s": flags.measure_seconds,
-        "num_batches": max(flags.end_profile_step + 1, _LONGEST_STEPS),
+        "num_batches": num_batches,
     }
     if METHODS[settings.method].predicts and trial_id <= _BENCHMARKED:
         hparams[SETTINGS_KEY][BENCHMARK_KEY] = True
     label = f"dsat-{search_id}-{trial_id}"
-    config |= {
-        "name": f"{settings.experiment.name} (dsat trial {trial_id})",
-        "description": f"dsat {settings.method}: {settings.space.describe(candidate)}"[:200],
-        "labels": sorted({*(str(one) for one in config.get("labels") or []), "dsat", label}),
+    config = {
+        **_without_training(settings),
+        **_single(settings, label, f"dsat trial {trial_id}", settings.space.describe(candidate), num_batches),
         "entrypoint": _measuring_entrypoint(settings),
         "hyperparameters": hparams,
-        "searcher": {
-            "name": "single",
-            "metric": flags.metric,
-            "smaller_is_better": settings.smaller_is_better,
-            "max_length": {"batches": hparams[SETTINGS_KEY]["num_batches"]},
-        },
-        "max_restarts": 0,
     }
     config = _with_stages(config, settings, candidate)
     return TrialSpec(trial_id, config, _concrete(settings, hparams), label)
@@ -100,22 +90,13 @@ def measuring_spec(settings: SearchConfig, candidate: Candidate, trial_id: int, 
 def worker_config(settings: SearchConfig, worker: int, search_id: str) -> TrialSpec:
     """Return the ``single`` experiment without restarts in which a worker lives; workers count from 1."""
     assert settings.trial is not None
-    config = copy.deepcopy(settings.written)
-    for key in _OF_TRAINING:
-        config.pop(key, None)
     label = f"dsat-{search_id}-worker-{worker}"
-    config |= {
-        "name": f"{settings.experiment.name} (dsat worker {worker})",
-        "description": f"dsat {settings.method}: measures one configuration after the other",
-        "labels": sorted({*(str(one) for one in config.get("labels") or []), "dsat", label}),
+    does = "measures one configuration after the other"
+    num_batches = settings.options.max_trials
+    config = {
+        **_without_training(settings),
+        **_single(settings, label, f"dsat worker {worker}", does, num_batches),
         "entrypoint": f"python3 -m {_LAUNCHER} -m {_WORKER_MODULE} --trial {settings.trial}",
-        "searcher": {
-            "name": "single",
-            "metric": settings.flags.metric,
-            "smaller_is_better": settings.smaller_is_better,
-            "max_length": {"batches": settings.options.max_trials},
-        },
-        "max_restarts": 0,
     }
     return TrialSpec(0, config, {}, label)
 
@@ -124,21 +105,38 @@ def results_config(settings: SearchConfig, search_id: str) -> TrialSpec:
     """Return the ``single`` experiment without slots whose checkpoint keeps results."""
     written = copy.deepcopy(settings.written)
     label = f"dsat-{search_id}-results"
-    runner = copy.deepcopy(dict(RESULTS_EXPERIMENT))
     names = ("checkpoint_storage", "project", "workspace", "environment", "bind_mounts")
+    single = _single(settings, label, "dsat results", "keeps the results of the search in a checkpoint", 1)
     config = {
         **{name: written[name] for name in names if name in written},
-        **runner,
-        "name": f"{settings.experiment.name} (dsat results)",
-        "description": f"dsat {settings.method}: keeps the results of the search in a checkpoint",
-        "labels": sorted({*(str(one) for one in written.get("labels") or []), "dsat", label}),
-        "searcher": {
-            **runner["searcher"],
-            "metric": settings.flags.metric,
-            "smaller_is_better": settings.smaller_is_better,
-        },
+        **RESULTS_EXPERIMENT,
+        **single,
+        "searcher": {**RESULTS_EXPERIMENT["searcher"], **single["searcher"]},
     }
     return TrialSpec(0, config, {}, label)
+
+
+def _without_training(settings: SearchConfig) -> dict[str, Any]:
+    config = copy.deepcopy(settings.written)
+    for key in _OF_TRAINING:
+        config.pop(key, None)
+    return config
+
+
+def _single(settings: SearchConfig, label: str, name: str, does: str, num_batches: int) -> dict[str, Any]:
+    """Return the fields that all ``single`` experiments of a search have."""
+    return {
+        "name": f"{settings.experiment.name} ({name})",
+        "description": f"dsat {settings.method}: {does}"[:200],
+        "labels": sorted({*(str(one) for one in settings.written.get("labels") or []), "dsat", label}),
+        "searcher": {
+            "name": "single",
+            "metric": settings.flags.metric,
+            "smaller_is_better": settings.smaller_is_better,
+            "max_length": {"batches": num_batches},
+        },
+        "max_restarts": 0,
+    }
 
 
 def worker_command(settings: SearchConfig, config_path: str, mailbox: str, python: str) -> list[str]:

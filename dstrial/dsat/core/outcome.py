@@ -106,6 +106,12 @@ class Failure:
     rank: int | None = None
 
 
+NOTHING_MEASURED = Failure(
+    FailureKind.USER_ERROR,
+    "it ended without having measured anything: no DeepSpeed engine made a step in a dsat_reporting_context",
+)
+"""Of a trial that ended without an error."""
+
 Outcome: TypeAlias = Measured | Failure
 
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from dstrial.dsat.backends.trial_spec import measuring_spec, python_words
 from dstrial.dsat.config import SearchConfig
@@ -118,9 +119,14 @@ def dry_run_space(
 def request_maker(settings: SearchConfig, *, target: Target, capacity_bytes: int | None = None) -> RequestOf:
     space: Space = settings.space
     asked = settings.flags.sample_batch
-    sample_batch = Path(asked) if isinstance(asked, str) else None
-    num_batches = asked if isinstance(asked, int) else NUM_BATCHES
-    trusts_code = settings.flags.trust_code
+    shared: dict[str, Any] = {
+        "world_size": settings.num_slots,
+        "target": target,
+        "exp_conf": settings.experiment.raw,
+        "sample_batch": Path(asked) if isinstance(asked, str) else None,
+        "trusts_code": settings.flags.trust_code,
+        "device_bytes": capacity_bytes,
+    }
 
     def request_of(structure: Structure, is_accumulating: bool) -> DryRunRequest:
         candidate = space.candidate(structure, 0 if is_accumulating else space.batch_size_grid.last)
@@ -132,30 +138,10 @@ def request_maker(settings: SearchConfig, *, target: Target, capacity_bytes: int
         config = space.config(candidate)
         if settings.trial is None:
             words = python_words(settings.experiment.entrypoint)
-            return script_request(
-                words,
-                settings.context_dir,
-                hparams,
-                config,
-                world_size=settings.num_slots,
-                target=target,
-                exp_conf=settings.experiment.raw,
-                sample_batch=sample_batch,
-                trusts_code=trusts_code,
-                device_bytes=capacity_bytes,
-            )
+            return script_request(words, settings.context_dir, hparams, config, **shared)
+        num_batches = asked if isinstance(asked, int) else NUM_BATCHES
         return trial_request(
-            settings.trial,
-            settings.context_dir,
-            hparams,
-            config,
-            world_size=settings.num_slots,
-            target=target,
-            exp_conf=settings.experiment.raw,
-            num_batches=num_batches,
-            sample_batch=sample_batch,
-            trusts_code=trusts_code,
-            device_bytes=capacity_bytes,
+            settings.trial, settings.context_dir, hparams, config, num_batches=num_batches, **shared
         )
 
     return request_of
@@ -208,9 +194,7 @@ def _as_real(request: DryRunRequest) -> DryRunRequest:
     return dataclasses.replace(request, shared_options=shared_options, is_real=True, target="cpu")
 
 
-def on_one_device(
-    settings: SearchConfig, *, capacity_bytes: int, deadline_s: float = _DEADLINE_S
-) -> list[tuple[str, DryRunResult]]:
+def on_one_device(settings: SearchConfig, *, capacity_bytes: int) -> list[tuple[str, DryRunResult]]:
     """Dry-run the model on a single device: as it is, and with all it can offload.
 
     Returns a description and the result of each dry run that succeeded.
@@ -225,7 +209,7 @@ def on_one_device(
     requests = [
         dataclasses.replace(request_of(structure, True), world_size=1) for structure in kinds.values()
     ]
-    found = dry_runs(requests, deadline_s=deadline_s, num_parallel=2)
+    found = dry_runs(requests, deadline_s=_DEADLINE_S, num_parallel=2)
     return [(kind, run) for kind, run in zip(kinds, found, strict=True) if not isinstance(run, DryRunError)]
 
 

@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any, Literal
 
 from dstrial.dsat.core.candidate import Candidate
-from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, outcome_to_json, score
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, score
 from dstrial.dsat.methods.base import (
     NEED_SMALLEST,
     Action,
@@ -138,12 +138,7 @@ class LineageMethod(abc.ABC):
             "unproven": [candidate.to_json() for candidate in self._unproven],
             "lineages": [dataclasses.asdict(lineage) for lineage in self.lineages],
             "known": [
-                {
-                    "trial_id": trial_id,
-                    "candidate": observation.candidate.to_json(),
-                    "outcome": None if observation.outcome is None else outcome_to_json(observation.outcome),
-                    "lineage": self._lineage_of.get(trial_id),
-                }
+                {"trial_id": trial_id, **observation.to_json(), "lineage": self._lineage_of.get(trial_id)}
                 for trial_id, observation in self.observations.items()
             ],
         }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dstrial.dsat.core.candidate import Candidate
-from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, outcome_to_json
+from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome
 from dstrial.dsat.methods.base import (
     NEED_SMALLEST,
     Action,
@@ -97,11 +97,7 @@ class PredictSearch:
             "is_finished": self._is_finished,
             "order": list(self._order),
             "known": [
-                {
-                    "trial_id": trial_id,
-                    "candidate": observation.candidate.to_json(),
-                    "outcome": None if observation.outcome is None else outcome_to_json(observation.outcome),
-                }
+                {"trial_id": trial_id, **observation.to_json()}
                 for trial_id, observation in self.observations.items()
             ],
             "skipped": [candidate.to_json() for candidate in self._sorted_skipped()],

@@ -9,10 +9,9 @@ from typing import Any
 from dstrial.config import check_deepspeed
 from dstrial.dsat.core.candidate import BatchSplit, value_at
 from dstrial.dsat.predictor.zero_features import ZeroFeatures
-from dstrial.dsat.space.knobs import KNOBS, ZERO, Knob, useful_values, width_of
+from dstrial.dsat.space.knobs import KNOBS, KNOWN_PATHS, ZERO, Knob, useful_values, width_of
 from dstrial.dsat.space.space import Space, Structure
 
-_KNOWN = frozenset(knob.path for knob in KNOBS)
 _OFFLOADS = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
 _OVERLAP = f"{ZERO}.overlap_comm"
 _MOST_BASES = 96
@@ -54,7 +53,7 @@ class ConfigGroups:
                     for knob in self.space.knobs(stage)
                     if (knob.path in _OFFLOADS and self._may_offload(knob))
                     or knob.path == _OVERLAP
-                    or knob.path not in _KNOWN
+                    or knob.path not in KNOWN_PATHS
                 ]
                 for structure in self.space.structures(stage, knobs):
                     if self.space.illegal_reason(self.space.candidate(structure, 0)) is not None:
@@ -137,7 +136,7 @@ class ConfigGroups:
 
     def unknown_settings(self, structure: Structure) -> tuple[tuple[str, Any], ...]:
         """Return the settings of a structure about which no rule is known."""
-        return tuple((path, value) for path, value in structure.settings if path not in _KNOWN)
+        return tuple((path, value) for path, value in structure.settings if path not in KNOWN_PATHS)
 
     def settings_beside_setup(self, structure: Structure) -> tuple[tuple[str, Any], ...]:
         """Return the settings of a structure that are no part of its ``setup``."""
@@ -150,7 +149,7 @@ class ConfigGroups:
         found, own = [], dict(structure.settings)
         zero = self.effective(self.without_sizes(structure))
         for knob in self.space.knobs(structure.stage):
-            if knob.path in _OFFLOADS or knob.path == _RATIO or knob.path not in _KNOWN:
+            if knob.path in _OFFLOADS or knob.path == _RATIO or knob.path not in KNOWN_PATHS:
                 continue
             now = own.get(knob.path, value_at(zero, knob.path))
             for value in useful_values(knob, num_params):
@@ -169,7 +168,7 @@ class ConfigGroups:
         return tuple(
             (path, value)
             for path, value in structure.settings
-            if path in _KNOWN and path not in _OFFLOADS and value_at(self._own_effective, path) != value
+            if path in KNOWN_PATHS and path not in _OFFLOADS and value_at(self._own_effective, path) != value
         )
 
     def run_key(self, structure: Structure, *, is_accumulating: bool) -> str:
@@ -177,7 +176,7 @@ class ConfigGroups:
         known = self._keys.get((structure, is_accumulating))
         if known is None:
             setup = self.setup(structure)
-            extras = [(path, value) for path, value in structure.settings if path not in _KNOWN]
+            extras = [(path, value) for path, value in structure.settings if path not in KNOWN_PATHS]
             values = [setup.stage, setup.host_share, setup.has_host_params, extras, is_accumulating]
             known = self._keys[structure, is_accumulating] = json.dumps(values)
         return known

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import statistics
 
-from dstrial.dsat.predictor.zero_features import ZeroFeatures
+from dstrial.dsat.predictor.zero_features import ASSUMED_LAYERS, ZeroFeatures
 from dstrial.engine.dryrun.values import DryRunResult, Line, MemoryForm
 
 MEMORY_PARTS = (
@@ -28,8 +28,6 @@ MEMORY_PARTS = (
 (from stage 2 on), and where they are on their way to the host; what grows with the micro batch in forward, and in all other
 phases; the bucket of gradients, and those that overlapping adds; parameters that stages hold on to because their knobs let
 them."""
-_LAYERS = 50
-"""Modules with parameters of one size, where nobody has counted them; assumed."""
 _OVERLAPPED_STAGE_3 = 0.5
 _GATHERED = 0.5
 _WORTH_LOOKING = 0.6
@@ -166,7 +164,9 @@ def _held_bytes(setup: ZeroFeatures, phase: str, parameters: float) -> float:
     """Bytes that stage 3 gathers ahead and keeps, or stages 1, 2 gather after a step."""
     width = setup.bytes_per_value
     if setup.stage == 3 and phase in ("forward", "backward", "reduce", "gather"):
-        ahead = min(setup.prefetch_elements + 2 * parameters / _LAYERS, setup.live_elements, parameters)
+        ahead = min(
+            setup.prefetch_elements + 2 * parameters / ASSUMED_LAYERS, setup.live_elements, parameters
+        )
         return width * (ahead + setup.kept_elements(parameters))
     if setup.stage in (1, 2) and phase == "step":
         return _GATHERED * width * min(setup.gather_elements, parameters)

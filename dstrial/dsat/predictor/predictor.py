@@ -121,9 +121,9 @@ class Predictor:
 
     # ---- predicting ------------------------------------------------------------------------------
 
-    def predictions(self, candidates: Sequence[Candidate], time: TimeModel | None = None) -> list[Prediction]:
+    def predictions(self, candidates: Sequence[Candidate]) -> list[Prediction]:
         """Return predictions, without the configurations of which nothing is known."""
-        return [self.completed(one) for one in self.times(candidates, time)]
+        return [self.completed(one) for one in self.times(candidates)]
 
     def times(self, candidates: Sequence[Candidate], time: TimeModel | None = None) -> list[Prediction]:
         """Return predictions without memory."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 
 from dstrial.dsat.predictor.hardware import Machine
-from dstrial.dsat.predictor.zero_features import ZeroFeatures
+from dstrial.dsat.predictor.zero_features import ASSUMED_LAYERS, ZeroFeatures
 from dstrial.engine.dryrun.values import Collective, DryRunResult
 
 PARTS = (
@@ -34,8 +34,6 @@ _STATE_BYTES = 30.0
 """Bytes that Adam reads and writes for each parameter: gradient, weight and two moments, and the weight in half precision."""
 _FILLING_TOKENS, _FILLING_SHARE = 512.0, 0.25
 """Tokens, or the share of a record where there are none, whose products fit into the time for which a device is not full."""
-_LAYERS = 50
-"""Modules with parameters of one size, where nobody has counted them; assumed."""
 _MOST_HIDDEN = 0.9
 """Of computing, beside which something else can run."""
 _LEAST_OVERHEAD, _UNSTREAMED = 0.1, 0.3
@@ -118,7 +116,7 @@ def _gathers(
     computing: tuple[float, float],
 ) -> tuple[list[_Exposed], list[float]]:
     """Return gathers, and unhidden seconds of fetches, in forward and in backward."""
-    ahead = min(max(setup.prefetch_elements * _LAYERS / max(run.parameters, 1.0), 0.15), 1.0)
+    ahead = min(max(setup.prefetch_elements * ASSUMED_LAYERS / max(run.parameters, 1.0), 0.15), 1.0)
     ahead *= 1.0 if setup.is_overlapping else _UNSTREAMED
     spared = setup.kept_elements(run.parameters) / max(run.parameters, 1.0)
     gathers, fetches = [], []

@@ -8,6 +8,9 @@ from typing import Any
 
 from dstrial.dsat.space.knobs import ZERO
 
+ASSUMED_LAYERS = 50
+"""Modules with parameters of one size, where they are not counted."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ZeroFeatures:

@@ -16,7 +16,7 @@ from typing import Any
 from dstrial.config import check_deepspeed
 from dstrial.dsat.core.candidate import HYPERPARAMETERS, Candidate, value_at
 from dstrial.dsat.core.outcome import Measured, Outcome
-from dstrial.dsat.space.knobs import KNOBS
+from dstrial.dsat.space.knobs import KNOWN_PATHS
 from dstrial.dsat.space.space import Space, Structure
 
 PROBES = {
@@ -36,7 +36,6 @@ _STEP = "time of a step"
 _LEAST = 0.005
 _LEAST_TIME = 0.02
 _MOST_NOISE = 0.15
-_KNOWN = frozenset(knob.path for knob in KNOBS)
 Pair = tuple[Candidate, Outcome | None]
 
 
@@ -73,7 +72,7 @@ class KnobEffect:
 
 def knobs_without_effect(space: Space) -> tuple[str, ...]:
     """Return the paths that DeepSpeed's rules say nothing about and need a proof."""
-    return tuple(path for path, values in space.extra.items() if path not in _KNOWN or "nvme" in values)
+    return tuple(path for path, values in space.extra.items() if path not in KNOWN_PATHS or "nvme" in values)
 
 
 def trials_for_effects(space: Space) -> list[Candidate]:

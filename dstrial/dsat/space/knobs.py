@@ -62,6 +62,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob(f"{ZERO}.offload_param.device", ("none", "cpu"), (3,), is_drawn=False),
 )
 """Source: DeepSpeed 0.19.8 runtime/engine.py, the constructor calls of its ZeRO optimizers; bucket sizes of dsat 0.37."""
+KNOWN_PATHS = frozenset(knob.path for knob in KNOBS)
 
 
 def useful_values(knob: Knob, num_params: float | None) -> tuple[Any, ...]:
@@ -90,14 +91,9 @@ def drop_dead_keys(merged: dict[str, Any], stage: int) -> None:
 
 def live_zero(effective: Mapping[str, Any], stage: int) -> dict[str, Any]:
     """Return the ZeRO section that a stage reads, of a config with all defaults in it."""
-    zero = dict(effective[ZERO])
-    for key in zero_keys_without_effect(stage):
-        zero.pop(key, None)
-    for section in ("offload_optimizer", "offload_param"):
-        offload = zero.get(section)
-        if isinstance(offload, Mapping) and offload.get("device") in (None, "none"):
-            zero.pop(section)
-    return zero
+    config = {ZERO: dict(effective[ZERO])}
+    drop_dead_keys(config, stage)
+    return config[ZERO]
 
 
 def with_neutral_values(

@@ -132,16 +132,14 @@ class ExperimentTransport:
         return {int(row.steps_completed) for trial in trials for row in trial.iter_metrics(GROUP)}
 
     def report(self, answer: TaskResult) -> None:
-        """Report a row of metrics; one without values carries the failure as text.
+        """Report a row of metrics.
 
         Not through the core context, which returns before the master has the row, and loses it where the master is away.
         """
         from determined.common.api import bindings
 
-        fields = answer.to_json()
-        row = {**fields.pop("metrics", {}), "answer": json.dumps(fields)}
         metrics = bindings.v1TrialMetrics(
-            metrics=bindings.v1Metrics(avgMetrics=row),
+            metrics=bindings.v1Metrics(avgMetrics=row_of(answer)),
             stepsCompleted=answer.number,
             trialId=self._trial_id,
             trialRunId=self._trial_run_id,
@@ -185,8 +183,14 @@ class ExperimentTransport:
                 time.sleep(_RETRY_S)
 
 
+def row_of(answer: TaskResult) -> dict[str, Any]:
+    """Return a result as a row of metrics; all but its values is text in one field."""
+    fields = answer.to_json()
+    return {**fields.pop("metrics", {}), "answer": json.dumps(fields)}
+
+
 def result_from_row(row: Mapping[str, Any]) -> TaskResult:
-    """Return the result that :meth:`ExperimentTransport.report` has reported."""
+    """Return the result of :func:`row_of`."""
     fields = json.loads(row["answer"])
     if "failure" not in fields:
         fields["metrics"] = {
@@ -207,7 +211,7 @@ def are_orders(notes: str) -> bool:
 
 def queue_from_notes(notes: str) -> TaskQueue:
     """Return the queue of :func:`notes_of`; an empty one for other notes."""
-    if not notes.startswith(_NOTES_BEGIN):
+    if not are_orders(notes):
         return TaskQueue()
     try:
         return TaskQueue.from_json(json.loads(notes.removeprefix(_NOTES_BEGIN)))

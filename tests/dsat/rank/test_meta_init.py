@@ -9,23 +9,19 @@ from torch import nn
 from dstrial.dsat.rank.meta_init import renew_parameters, shapes_only
 
 
-def test_parameters_built_as_shapes_have_no_memory_and_keep_what_was_said_of_them() -> None:
+def test_parameters_built_as_shapes_have_no_memory_and_keep_gradient_flag_and_type() -> None:
     with shapes_only():
         layer = nn.Linear(64, 32, bias=False)
         layer.requires_grad_(False)
 
+        moved = nn.Linear(4, 4).to(device="cpu", dtype=torch.bfloat16)
+
     assert layer.weight.is_meta
     assert layer.weight.shape == (32, 64)
     assert not layer.weight.requires_grad
+    assert moved.weight.is_meta
+    assert moved.weight.dtype == torch.bfloat16
     assert not nn.Linear(2, 2).weight.is_meta
-
-
-def test_a_shape_takes_another_type_and_stays_where_it_is() -> None:
-    with shapes_only():
-        layer = nn.Linear(4, 4).to(device="cpu", dtype=torch.bfloat16)
-
-    assert layer.weight.is_meta
-    assert layer.weight.dtype == torch.bfloat16
 
 
 def test_initial_values_are_not_computed_for_a_shape_and_are_computed_again_afterwards() -> None:

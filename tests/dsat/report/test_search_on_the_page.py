@@ -8,14 +8,14 @@ import re
 from pathlib import Path
 
 import pytest
-from surfaces import play, space, surface, trials_of
+from surfaces import facts_of_search, play, space, surface, trials_of
 
 from dstrial.dsat.backends import trial_spec
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured
 from dstrial.dsat.methods.base import ReportFacts
-from dstrial.dsat.report.document import SearchFacts, live_document, report_document
+from dstrial.dsat.report.document import live_document, report_document
 from dstrial.dsat.worker.messages import TaskQueue, TaskResult
-from dstrial.dsat.worker.transport import notes_of
+from dstrial.dsat.worker.transport import notes_of, row_of
 from dstrial.master.store.views.searches import LabelledExperiment, Measurement
 from dstrial.master.web import searches
 
@@ -61,15 +61,7 @@ def test_the_report_that_a_search_leaves_in_notes_is_read_whole() -> None:
     played = play("asha", searched, outcome_of=surface, max_trials=16)
     trials = trials_of(played, searched, seconds=60.0)
     forecasts = {trials[0].trial_id: {"median_s": 0.1, "spread": 0.2, "memory_median_bytes": 1.0}}
-    facts = SearchFacts(
-        name="gpt <1>",
-        method="asha",
-        metric="throughput",
-        reason="all trials completed",
-        is_finished=True,
-        num_slots=8,
-        predicted=ReportFacts(forecasts=forecasts),
-    )
+    facts = facts_of_search(predicted=ReportFacts(forecasts=forecasts))
     document = json.loads(json.dumps(report_document(facts, searched, trials)))
     notes = notes_of(TaskQueue(results={"report.json": json.dumps(document), "trials.json": "[]"}))
 
@@ -97,16 +89,8 @@ def test_the_report_so_far_is_read_too_and_is_small_and_without_configs() -> Non
     played = play("asha", searched, outcome_of=surface, max_trials=16)
     ended = trials_of(played, searched, handle={"worker": 1, "experiment_id": 4})
     trials = [*ended[:-1], dataclasses.replace(ended[-1], outcome=None)]
-    facts = SearchFacts(
-        name="gpt",
-        method="asha",
-        metric="throughput",
-        reason="",
-        is_finished=False,
-        num_slots=8,
-        predicted=ReportFacts(forecasts={trials[-1].trial_id: {"median_s": 0.1}}),
-        notes=("a note",),
-    )
+    predicted = ReportFacts(forecasts={trials[-1].trial_id: {"median_s": 0.1}})
+    facts = facts_of_search(reason="", is_finished=False, predicted=predicted, notes=("a note",))
     document = json.loads(json.dumps(live_document(report_document(facts, searched, trials))))
     notes = notes_of(TaskQueue(report=document))
 
@@ -166,11 +150,7 @@ def test_answers_of_workers_and_measurements_of_trials_become_lines() -> None:
         TaskResult(1, Measured(numbers), 12.0),
         TaskResult(2, Failure(FailureKind.DEVICE_OOM, "no memory <b>", "forward"), 3.0),
     ]
-    rows = []
-    for answer in answers:
-        fields = answer.to_json()
-        row = {**fields.pop("metrics", {}), "answer": json.dumps(fields)}
-        rows.append(Measurement(1, 1, "dsat", answer.number, json.dumps(row)))
+    rows = [Measurement(1, 1, "dsat", one.number, json.dumps(row_of(one))) for one in answers]
     rows.append(Measurement(2, 2, "validation", 30, json.dumps(numbers)))
     rows.append(Measurement(2, 2, "validation", 40, json.dumps({"loss": 1.0})))
     found = searches.live_rows(

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from surfaces import play, space, surface, trials_of
+from surfaces import facts_of_search, play, space, surface, trials_of
 
 from dstrial.dsat.core.candidate import Candidate
 from dstrial.dsat.core.outcome import Failure, FailureKind, Measured, Outcome, TrialResult
 from dstrial.dsat.methods.base import ReportFacts
 from dstrial.dsat.report import formatting
-from dstrial.dsat.report.document import SearchFacts, report_document
+from dstrial.dsat.report.document import report_document
 from dstrial.dsat.report.files import write_report
 from dstrial.dsat.report.live import LiveTable
 
@@ -46,20 +46,8 @@ def _played(outcome_of: Callable[[Candidate], Outcome] = _outcome, max_trials: i
     return trials_of(played, searched, seconds=60.0)
 
 
-def _facts(**changes: Any) -> SearchFacts:
-    usual: dict[str, Any] = {
-        "name": "gpt <1>",
-        "method": "asha",
-        "metric": "throughput",
-        "reason": "all trials completed",
-        "is_finished": True,
-        "num_slots": 8,
-    }
-    return SearchFacts(**{**usual, **changes})
-
-
 def _document(**changes: Any) -> dict[str, Any]:
-    return report_document(_facts(**changes), space(), _played())
+    return report_document(facts_of_search(**changes), space(), _played())
 
 
 class _Links(HTMLParser):
@@ -118,7 +106,7 @@ def test_shares_of_a_step_add_up_to_it_and_idle_time_is_what_no_prediction_expla
     forecasts = {trial.trial_id: {"median_s": 1.0, "parts": {}} for trial in trials}
     forecasts[1]["is_guess"] = True
     predicted = ReportFacts(forecasts, {trial.trial_id: parts for trial in trials})
-    document = report_document(_facts(predicted=predicted), space(), trials)
+    document = report_document(facts_of_search(predicted=predicted), space(), trials)
 
     rows = {row["trial_id"]: row for row in document["trials"]}
     assert [rows[trial_id]["predicted"]["step_s"] for trial_id in (1, 2)] == [None, 1.0]
@@ -163,14 +151,16 @@ def test_what_the_method_predicts_is_missing_is_told_also_of_an_own_configuratio
         {"trial_id": 99, "micro_batch_size": 4, "missing_bytes": 1, "phase": "step"},
     ]
 
-    write_report(tmp_path, _facts(predicted=ReportFacts(margins=margins)), space(), _played(too_large))
+    write_report(
+        tmp_path, facts_of_search(predicted=ReportFacts(margins=margins)), space(), _played(too_large)
+    )
 
     sentence = "your own configuration needs 11 GiB more for micro batch 4, at the peak of its backward phase"
     assert f"{sentence} (tried: out of memory)" in (tmp_path / "report.html").read_text()
 
 
 def test_the_page_loads_nothing_and_shows_gain_failures_and_rates(tmp_path: Path) -> None:
-    document = write_report(tmp_path, _facts(), space(), _played())
+    document = write_report(tmp_path, facts_of_search(), space(), _played())
 
     best = next(row for row in document["trials"] if row["trial_id"] == document["best"])
     page = (tmp_path / "report.html").read_text()
@@ -193,7 +183,7 @@ def test_the_page_loads_nothing_and_shows_gain_failures_and_rates(tmp_path: Path
 
 def test_a_search_in_which_nothing_was_measured_has_a_report_too(tmp_path: Path) -> None:
     trials = _played(lambda _candidate: Failure(FailureKind.DEVICE_OOM, "out of memory"))
-    document = write_report(tmp_path, _facts(reason="nothing fits"), space(), trials)
+    document = write_report(tmp_path, facts_of_search(reason="nothing fits"), space(), trials)
 
     assert document["best"] is None
     page = (tmp_path / "report.html").read_text()
@@ -209,7 +199,7 @@ def test_a_gain_within_the_intervals_is_called_uncertain(
         found = _outcome(candidate)
         return Measured({**found.metrics, "half_width": half_width}) if isinstance(found, Measured) else found
 
-    document = write_report(tmp_path, _facts(), space(), _played(wide))
+    document = write_report(tmp_path, facts_of_search(), space(), _played(wide))
 
     assert document["is_gain_certain"] is is_certain
     assert ("the gain is not certain" in (tmp_path / "report.html").read_text()) is not is_certain

@@ -28,6 +28,7 @@ from dstrial.dsat.worker.transport import (
     notes_of,
     queue_from_notes,
     result_from_row,
+    row_of,
 )
 from dstrial.errors import DstrialError
 from dstrial.local.json_files import read_json_lines, write_json_atomically
@@ -261,9 +262,7 @@ def test_orders_survive_as_notes_and_answers_as_a_row_of_metrics() -> None:
 
     for outcome in (Measured({"latency": 2.0}), Failure(FailureKind.DEVICE_OOM, "no room", "step", 5)):
         answer = TaskResult(3, outcome, 1.5, 2, "out of memory", {"build_s": 0.1})
-        fields = answer.to_json()
-        row = {**fields.pop("metrics", {}), "answer": json.dumps(fields)}
-        assert result_from_row(row) == answer
+        assert result_from_row(row_of(answer)) == answer
 
 
 def test_a_machine_that_became_slower_takes_nothing_from_a_better_configuration() -> None:
