@@ -1,4 +1,4 @@
-"""Values that the Trainer or Accelerate puts in place of ``"auto"`` in a DeepSpeed config. Pure.
+"""Values that the Trainer or Accelerate puts in place of ``"auto"``. Pure.
 
 Accelerate, which the Trainer trains through as well, refuses every ``"auto"`` that is left when it makes the engine, whatever
 DeepSpeed itself would make of it. So an ``"auto"`` that is not listed here is an error for these entrypoints.
@@ -96,7 +96,7 @@ _BY_ACCELERATE: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AutoValues:
-    """Fills in ``"auto"`` when a script trains: the Trainer from its arguments, or Accelerate."""
+    """Fills in ``"auto"`` when a script trains: the Trainer, or Accelerate."""
 
     name: str  # for messages
     is_trainer: bool

@@ -55,7 +55,7 @@ def may_install(text: str) -> bool:
 
 
 def check_startup(raw: dict[str, Any], context_dir: Path, findings: Diagnostics) -> None:
-    """Check a config's installations; warn of what a startup hook cannot do here. Changes ``raw``."""
+    """Check a config's installations; warn of what a startup hook cannot do here."""
     if raw["environment"].get("requirements") is None:
         # Clients compare configs with what Determined's master fills in.
         raw["environment"].pop("requirements", None)

@@ -93,7 +93,7 @@ def _set_argument(draft: Draft, argument: str, key: str, value: float) -> None:
 def _let_argument_win(
     draft: Draft, argument: str, keys: Iterable[str], names: Iterable[str], defaults: str
 ) -> None:
-    """Leave keys without a number to the Trainer, which reads one of ``names`` or has ``defaults``."""
+    """Leave keys without a number to the Trainer's ``names``, or its ``defaults``."""
     given = next((name for name in names if draft.is_given(name)), None)
     for key in keys:
         if draft.key_value(key) == AUTO:
