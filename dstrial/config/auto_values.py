@@ -1,4 +1,4 @@
-"""Values that the Trainer or Accelerate puts in place of ``"auto"`` in a DeepSpeed config. Pure.
+"""Values that the Trainer or Accelerate puts in place of ``"auto"``. Pure.
 
 Accelerate, which the Trainer trains through as well, refuses every ``"auto"`` that is left when it makes the engine, whatever
 DeepSpeed itself would make of it. So an ``"auto"`` that is not listed here is an error for these entrypoints.
@@ -24,14 +24,38 @@ _TOTAL, _MICRO, _STEPS = BATCH_KEYS
 MICRO_FLAG, STEPS_FLAG = "per_device_train_batch_size", "gradient_accumulation_steps"
 SIZE_FLAGS = {_MICRO: MICRO_FLAG, _STEPS: STEPS_FLAG}
 
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NumberPair:
+    """An argument of the Trainer, and DeepSpeed's keys that must have its value."""
+
+    argument: str
+    keys: tuple[str, ...]  # dotted; the first counts if two differ and neither is overwritten
+    also_removed: tuple[str, ...] = ()  # arguments of the same meaning, removed where the key's number wins
+    minimum: float | None = None  # lowest that DeepSpeed takes
+    is_whole: bool = False
+
+
+BETAS = ("adam_beta1", "adam_beta2")
+BETAS_KEY = "optimizer.params.betas"
+LENGTH = NumberPair("max_steps", ("scheduler.params.total_num_steps",), is_whole=True)
+PAIRS = (
+    NumberPair("max_grad_norm", ("gradient_clipping",), minimum=0),
+    # DeepSpeed's WarmupLR and its like set the optimizer's learning rate from the first step on.
+    NumberPair("learning_rate", ("scheduler.params.warmup_max_lr", "optimizer.params.lr")),
+    NumberPair("adam_epsilon", ("optimizer.params.eps",)),
+    NumberPair("weight_decay", ("optimizer.params.weight_decay",)),
+    NumberPair(
+        "warmup_steps",
+        ("scheduler.params.warmup_num_steps",),
+        also_removed=("warmup_ratio",),
+        minimum=1,
+        is_whole=True,
+    ),
+)
 _BY_TRAINER_ARGUMENT: Mapping[str, tuple[str, ...]] = {
-    "gradient_clipping": ("max_grad_norm",),
-    "optimizer.params.lr": ("learning_rate",),
-    "optimizer.params.betas": ("adam_beta1", "adam_beta2"),
-    "optimizer.params.eps": ("adam_epsilon",),
-    "optimizer.params.weight_decay": ("weight_decay",),
-    "scheduler.params.warmup_max_lr": ("learning_rate",),
-    "scheduler.params.warmup_num_steps": ("warmup_steps",),
+    **{key: (pair.argument,) for pair in PAIRS for key in pair.keys},
+    BETAS_KEY: BETAS,
     "fp16.enabled": ("fp16",),
     "bf16.enabled": ("bf16",),
 }
@@ -72,7 +96,7 @@ _BY_ACCELERATE: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AutoValues:
-    """Fills in ``"auto"`` when a script trains: the Trainer from its arguments, or Accelerate."""
+    """Fills in ``"auto"`` when a script trains: the Trainer, or Accelerate."""
 
     name: str  # for messages
     is_trainer: bool

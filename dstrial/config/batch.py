@@ -105,7 +105,7 @@ def _given_sizes(given: Mapping[str, Any], places: Mapping[str, str]) -> dict[st
 
 
 def resolve_batch(config: Mapping[str, Any], data_parallel_size: int) -> dict[str, Any]:
-    """Return a copy of a merged DeepSpeed config in which every batch size is a number.
+    """Return a copy of a DeepSpeed config in which every batch size is a number.
 
     DeepSpeed fails with a TypeError on ``"auto"`` at these three keys, unless another tool has replaced it.
     """

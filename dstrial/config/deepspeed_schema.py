@@ -24,7 +24,7 @@ _TABLES = importlib.resources.files("dstrial.config").joinpath("deepspeed_tables
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeepSpeedRules:
-    """The keys, optimizers and schedulers that one DeepSpeed release accepts; see the module."""
+    """What one DeepSpeed release accepts; see the module for the tables."""
 
     version: str
     root: Section

@@ -75,7 +75,7 @@ def locate(lines: Lines, path: KeyPath, default: str) -> str:
 
 
 class Diagnostics:
-    """A growing list of problems and warnings about one document; ``where`` labels keys without a line."""
+    """Problems and warnings about one document; ``where`` labels keys without a line."""
 
     def __init__(self, lines: Lines, where: str) -> None:
         self._lines = lines
@@ -120,7 +120,7 @@ class Diagnostics:
 
 
 def _add_new(found: list[_T], known: set[_T], one: _T) -> None:
-    """Append an item unless it is there; ``known`` is the set of items at the last call."""
+    """Append an item unless it is there; ``known`` has the items of the last call."""
     # Others append too.
     if len(known) != len(found):
         known.update(found)

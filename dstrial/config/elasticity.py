@@ -38,7 +38,7 @@ def elasticity_of(section: Mapping[str, Any], wish: int) -> Elasticity:
 
 
 def check_elasticity(section: Mapping[str, Any], wish: Any, findings: Diagnostics) -> None:
-    """Report what is wrong with the three keys; ``wish`` is ``slots_per_trial`` as given."""
+    """Report what is wrong with the three keys, and with ``slots_per_trial``."""
     counts: dict[str, int] = {}
     for key in KEYS[:2]:
         value = section.get(key)

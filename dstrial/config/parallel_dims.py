@@ -17,7 +17,7 @@ _IN_REPLICA = ("pp", "tp", "sp")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParallelDims:
-    """The division of the ranks, ``world_size = dp x pp x tp x sp``; ValueError if impossible."""
+    """The division of the ranks: ``world_size = dp x pp x tp x sp``, or ValueError."""
 
     world_size: int
     pp: int = 1  # pipeline stages
@@ -73,7 +73,7 @@ class ParallelDims:
         return max(world_size // self.ranks_per_replica, 1)
 
     def with_section(self, section: Any) -> ParallelDims:
-        """Return one replica with the sizes that ``data.dstrial`` gives, checked elsewhere."""
+        """Return one replica with the sizes that ``data.dstrial`` gives."""
         given = section if isinstance(section, Mapping) else {}
         sizes = {field: getattr(self, field) for field in DIM_KEYS.values()}
         for key, field in DIM_KEYS.items():
@@ -94,7 +94,7 @@ class ParallelDims:
 def replicas_of(
     data_config: Mapping[str, Any], world_size: int, asked: int | None = None, *, otherwise: int = 1
 ) -> int:
-    """Return the data-parallel size by the rule of ``dstrial check``; ConfigError if impossible.
+    """Return the data-parallel size by the rule of ``dstrial check``, or ConfigError.
 
     ``data_config`` is the ``data`` section. ``asked`` are the ranks of one replica by user code; ``otherwise`` they are a resumed
     checkpoint's, if neither the section nor user code says.

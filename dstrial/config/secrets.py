@@ -1,6 +1,6 @@
 """Mask secrets in a shown config; restore them when it is submitted again.
 
-What is secret is told by names. Environment variables are judged broadly, since they are where secrets are handed over and
+Names decide what is secret. Environment variables are judged broadly, since they are where secrets are handed over and
 a masked harmless one costs little; other fields narrowly, since ``num_key_value_heads`` and ``pad_token`` are hyperparameters.
 Pure; the caller keeps the real config.
 """
@@ -68,7 +68,7 @@ _ASSIGNMENT = re.compile(r"""\b([A-Za-z_]\w*)=("(?:[^"\\]|\\.)*"|'[^']*'|[^\s;&|
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SecretNames:
-    """Decides by name what is secret; ``patterns`` are further names, with ``*`` and ``?``."""
+    """Decides by name what is secret; ``patterns`` (``*``, ``?``) are further names."""
 
     patterns: tuple[str, ...] = ()
 
@@ -121,7 +121,7 @@ def secrets_in(value: Any, names: SecretNames) -> list[Secret]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Finder:
-    """Walks a config; ``takes`` says which values count as secrets whatever their name."""
+    """Walks a config; values that ``takes`` accepts are secrets whatever their name."""
 
     names: SecretNames
     takes: Callable[[Any], bool]
@@ -196,7 +196,7 @@ _REMEMBERED_CHARS = 2**16
 
 
 def _remembered(mask: Callable[[str, SecretNames], str], text: str, names: SecretNames) -> str:
-    """Mask a text; cache the result if it is small, for a thousand large texts would fill the memory."""
+    """Mask a text; cache small results, as a thousand large ones fill the memory."""
     # A thousand large texts would fill the memory.
     return _mask_once(mask, text, names) if len(text) <= _REMEMBERED_CHARS else mask(text, names)
 
@@ -281,7 +281,7 @@ def masked_shell(text: str, names: SecretNames) -> str:
 
 
 def unmasked(value: Any, sources: Sequence[Any], where: str = "the config") -> Any:
-    """Return a config with each mask replaced by the secret of the first source that has it.
+    """Return a config with each mask replaced by the first source's secret.
 
     The sources are configs of a parent or a template. The ConfigError names every mask for which no source has a secret.
     """
@@ -292,7 +292,7 @@ def unmasked(value: Any, sources: Sequence[Any], where: str = "the config") -> A
 def unmasked_yaml(
     text: str, sources: Sequence[Any], where: str = "the config", limits: TextLimits = DEFAULT_LIMITS
 ) -> str:
-    """Unmask a YAML text, comments and order kept; return a text that is no YAML as it is."""
+    """Unmask a YAML text, comments and order kept; other texts stay as they are."""
     if MASK not in text:
         return text
     try:

@@ -11,7 +11,7 @@ from dstrial.errors import MissingExtraError, install_command
 
 
 def require(*packages: str, extra: str, who: str) -> None:
-    """Raise MissingExtraError unless the ``packages``, which ``extra`` installs, can be imported."""
+    """Raise MissingExtraError unless the ``packages`` of ``extra`` can be imported."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingExtraError(

@@ -294,7 +294,7 @@ def settle_optimizer_settings(
     *,
     is_chief: bool,
 ) -> None:
-    """Warn of optimizer settings that differ from the checkpoint's; apply ``override_optimizer``."""
+    """Warn of settings unlike the checkpoint's; apply ``override_optimizer``."""
     overrides = dstrial_section(exp_conf).get("override_optimizer") is True
     found = differing_settings(engine, before, overrides=overrides)
     if found and is_chief:

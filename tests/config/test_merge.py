@@ -90,18 +90,20 @@ def test_merging_twice_changes_nothing_more(base, overwrite):
     assert merge_deepspeed(once, overwrite) == once
 
 
-def test_a_null_of_the_base_is_kept():
-    assert merge_deepspeed({"steps_per_print": None}, {}) == {"steps_per_print": None}
-
-
-def test_a_mapping_replaces_what_is_none():
-    assert merge_deepspeed({"zero_optimization": True}, {"zero_optimization": {"stage": 2}}) == {
-        "zero_optimization": {"stage": 2}
-    }
-
-
-def test_a_list_is_replaced_not_joined():
-    assert merge_deepspeed({"betas": [0.9, 0.99]}, {"betas": [0.5]}) == {"betas": [0.5]}
+@pytest.mark.parametrize(
+    ("base", "overwrite", "merged"),
+    [
+        ({"steps_per_print": None}, {}, {"steps_per_print": None}),
+        (
+            {"zero_optimization": True},
+            {"zero_optimization": {"stage": 2}},
+            {"zero_optimization": {"stage": 2}},
+        ),
+        ({"betas": [0.9, 0.99]}, {"betas": [0.5]}, {"betas": [0.5]}),
+    ],
+)
+def test_null_is_kept_and_other_types_are_replaced(base, overwrite, merged):
+    assert merge_deepspeed(base, overwrite) == merged
 
 
 def test_a_file_is_overwritten_in_memory_only(tmp_path):

@@ -45,7 +45,7 @@ _SEARCHER_COMMON = (
 
 
 def check_searcher(raw: dict[str, Any], given: Mapping[str, Any], findings: Diagnostics) -> None:
-    """Check the searcher as ``given``; drop the fields of other searchers from ``raw`` in place."""
+    """Check the searcher; drop the fields of other searchers from ``raw``."""
     searcher = raw["searcher"]
     if not given:
         fix = "Add searcher: {name: single, metric: validation_loss, max_length: {batches: 1000}}."

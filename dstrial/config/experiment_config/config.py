@@ -15,16 +15,14 @@ from typing import Any, Literal
 from dstrial.config.auto_values import AutoValues
 from dstrial.config.batch import BATCH_KEYS, solve_batch
 from dstrial.config.deepspeed_rules.calls import (
-    check_batch_norm,
     check_overruled_sections,
-    check_second_engines,
     check_two_configs,
 )
 from dstrial.config.deepspeed_rules.check import CheckResult, check_deepspeed
 from dstrial.config.deepspeed_rules.ignored import check_on_cpu
 from dstrial.config.deepspeed_source import MAIN_KEY, DeepSpeedSource, other_configs, read_deepspeed
 from dstrial.config.diagnostics import Diagnostics, render
-from dstrial.config.dotted_keys import apply_overrides, check_dotted_names, dstrial_section, value_at
+from dstrial.config.dotted_keys import apply_overrides, check_dotted_names, dstrial_section
 from dstrial.config.elasticity import check_shared_batch
 from dstrial.config.experiment_config.check import (
     check_dstrial_section,
@@ -193,7 +191,7 @@ def check_experiment(
     }
     kind = _device_kind()
     if kind == "cpu" or slots_per_trial == 0 or variables[kind].get("DS_ACCELERATOR") == "cpu":
-        _check_on_cpu(source, [*checks.values()], findings)
+        _check_on_cpu([*checks.values()], findings)
     if resumed is not None:
         check_resumption(raw, resumed, slots_per_trial, slots_key, [*checks.values()], findings)
     deepspeed, checked = checks.pop(MAIN_KEY, (None, None))
@@ -318,16 +316,11 @@ def _check_engine(
     return checked
 
 
-def _check_on_cpu(
-    source: TrialSource, checks: Sequence[tuple[DeepSpeedSource, CheckResult]], findings: Diagnostics
-) -> None:
+def _check_on_cpu(checks: Sequence[tuple[DeepSpeedSource, CheckResult]], findings: Diagnostics) -> None:
     for found, checked in checks:
         own = Diagnostics(found.lines, found.label)
         check_on_cpu(checked.effective, own)
         findings.warnings.extend(own.warnings)
-    if any(value_at(checked.effective, "fp16.enabled") for _, checked in checks):
-        for called in source.called:
-            check_batch_norm(called, findings)
 
 
 def _check_calls(
@@ -337,13 +330,10 @@ def _check_calls(
     findings: Diagnostics,
 ) -> None:
     """Check how the trial's source calls DeepSpeed, against the main engine's config."""
-    is_stage_0 = checked is not None and (checked.effective.get("zero_optimization") or {}).get("stage") == 0
     for called in source.called:
         check_two_configs(called, hyperparameters, findings)
         if checked is not None:
             check_overruled_sections(called, checked.effective, findings)
-        if is_stage_0:
-            check_second_engines(called, findings)
 
 
 def _check_trainer_length(

@@ -28,7 +28,7 @@ _TRIAL_FORM = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrialSource:
-    """The facts that the source of a trial tells."""
+    """The facts that the source of a trial shows."""
 
     trial: str | None  # `module:Class`
     mentions_pipeline: bool = False  # `PipelineModule` appears in the class, or in definitions that it uses

@@ -100,7 +100,7 @@ def is_searched(hyperparameters: Mapping[str, Any]) -> bool:
 def searched_values(
     hyperparameters: Mapping[str, Any], values: Any, path: KeyPath = ("hyperparameters",)
 ) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield the path and value of each hyperparameter that is no constant; None if ``values`` lacks it."""
+    """Yield path and value (None if missing) of each hyperparameter that varies."""
     for name, spec in hyperparameters.items():
         inner = (*path, str(name))
         if not isinstance(spec, Mapping):

@@ -1,7 +1,4 @@
-"""``data.dstrial.loggers``: who is told of a run's metrics. Pure.
-
-They are told besides the run's own record.
-"""
+"""``data.dstrial.loggers``: loggers of a run besides its own record. Pure."""
 
 from __future__ import annotations
 
@@ -87,7 +84,7 @@ def check_loggers(
     installs_itself: bool,
     has_package: Callable[[str], bool] = is_installed,
 ) -> None:
-    """Check the loggers; ``installs_itself`` if the trial may install packages that are missing here."""
+    """Check the loggers; ``installs_itself``: the trial may install their packages."""
     for spec in _read(dstrial_section(raw).get("loggers"), findings):
         if has_package(spec.name):
             continue
@@ -99,7 +96,7 @@ def check_loggers(
 
 
 def with_loggers(given: Any, names: Sequence[str]) -> list[Any] | None:
-    """Return the loggers of a config and those of ``--logger``, each once; None if the former are no list."""
+    """Add ``--logger`` to a config's loggers, each once; None if they are no list."""
     if given is not None and not isinstance(given, list):
         return None
     entries = list(given or [])

@@ -83,7 +83,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _given(config: Any, path: KeyPath) -> tuple[Any] | None:
-    """Return what a config gives at a path or, in a shorter form, above it; None for nothing."""
+    """Return a config's value at a path or, in a shorter form, above it; else None."""
     for part in path:
         if not isinstance(config, Mapping):
             return (config,)
@@ -125,7 +125,7 @@ def deepspeed_checks(config: ExperimentConfig) -> dict[str, tuple[DeepSpeedSourc
 def explained_rows(
     source: DeepSpeedSource, checked: CheckResult, names: SecretNames
 ) -> tuple[ExplainedValue, ...]:
-    """List a DeepSpeed config's settings as :func:`explain` does, monitors' keys masked."""
+    """List a DeepSpeed config's settings as :func:`explain` does, secrets masked."""
     return tuple(
         dataclasses.replace(row, value=MASK) if _is_secret(row, names) else row
         for row in explain(source, checked)

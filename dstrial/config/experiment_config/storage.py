@@ -116,7 +116,7 @@ def complete_storage(storage: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_storage(given: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """Check a storage that stands by itself, type included; ``label`` names its owner in messages."""
+    """Check a storage that stands by itself; messages call its owner ``label``."""
     check_value(given, label)
     findings = Diagnostics({}, label)
     section = Section({"checkpoint_storage": EXPERIMENT.keys["checkpoint_storage"]})

@@ -150,7 +150,7 @@ def check_submission(
         if template is not None:
             document.value.update(merge_template(template, document.value))
         _add_defaults(document.value, defaults)
-    searcher = _named_only(document.value) if is_detached else {}
+    searcher = _strip_searcher(document.value) if is_detached else {}
     experiment = check_experiment(
         document,
         Path(LABEL),
@@ -215,7 +215,7 @@ def _check_slots(
 
 
 def _completed(raw: dict[str, Any], given: Mapping[str, Any], searcher: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a checked config with a master's values; ``searcher`` is a detached run's as written."""
+    """Return a copy of a checked config, completed with a master's values."""
     config = copy.deepcopy(raw)
     config["name"] = given.get("name") or random_name("Experiment")
     if (given.get("reproducibility") or {}).get("experiment_seed") is None:
@@ -228,7 +228,7 @@ def _completed(raw: dict[str, Any], given: Mapping[str, Any], searcher: Mapping[
     return config
 
 
-def _named_only(config: Any) -> dict[str, Any]:
+def _strip_searcher(config: Any) -> dict[str, Any]:
     """Reduce a detached run's searcher to its metric; return it as it was.
 
     Source: Determined 0.38.1, ``core_v2.Config``, whose searcher names a metric and tells one trial from many.
@@ -490,7 +490,7 @@ def random_name(what: str) -> str:
 
 
 def _json_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config as JSON reads it back; refuse numbers that JSON or 64 bits do not have."""
+    """Return the config as JSON reads it back; refuse NaN and more than 64 bits."""
     text = json.dumps(config, default=str)
     plain: dict[str, Any] = json.loads(text)
     if "NaN" in text or "Infinity" in text or _LONG_NUMBER.search(text):
@@ -523,7 +523,7 @@ def _odd_numbers(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, float]]:
 
 
 def read_override(text: str, limits: TextLimits = DEFAULT_LIMITS) -> dict[str, Any]:
-    """Return the changes of ``det experiment continue``; the client sends ``{}`` for none."""
+    """Return the changes of ``det experiment continue``, which sends ``{}`` for none."""
     changes = read_yaml_text(text, "the changed config", limits).value or {}
     if not isinstance(changes, dict):
         raise ConfigError(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib.metadata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,6 @@ from dstrial.config.diagnostics import Diagnostics, locate, render
 from dstrial.config.dotted_keys import value_at
 from dstrial.errors import ConfigProblem
 
-_REMOVED = {
-    "evaluation_strategy": "Write --eval_strategy instead",
-    "no_cuda": "Write --use_cpu instead",
-    "per_gpu_train_batch_size": "Write --per_device_train_batch_size instead",
-    "per_gpu_eval_batch_size": "Write --per_device_eval_batch_size instead",
-    "warmup_ratio": "Write --warmup_steps with a number of steps, or a part of 1, instead",
-    **dict.fromkeys(
-        ("overwrite_output_dir", "fp16_backend", "fp16_opt_level", "half_precision_backend", "sharded_ddp"),
-        "Remove it",
-    ),
-}
-"""Fields of ``TrainingArguments`` that transformers 5 has no longer, and what to do."""
 _GIVEN_TWICE = {"lr_scheduler_type": "scheduler", "optim": "optimizer"}
 _RECONCILES = "get_hf_args_with_overwrites"
 
@@ -47,16 +34,6 @@ def check_trainer_flags(
     ``source`` is the DeepSpeed config of the experiment, and ``called`` are the script and the modules that it imports.
     """
     words = filler.arguments
-    nodes = [node for one in called for node in ast.walk(one.tree)]
-    declared = {
-        node.target.id
-        for node in nodes
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
-    declared |= {str(node.value).lstrip("-") for node in nodes if isinstance(node, ast.Constant)}
-    for name, fix in _REMOVED.items():
-        if words.find(name) is not None and name not in declared and _has_transformers_5():
-            findings.warn("entrypoint", f"has --{name}, which transformers 5 has removed. {fix}")
     if source is None:
         return
     for name, section in _GIVEN_TWICE.items():
@@ -66,6 +43,7 @@ def check_trainer_flags(
                 "entrypoint",
                 f"has --{name}, which has no effect beside {section} ({place}). Remove one of the two",
             )
+    nodes = (node for one in called for node in ast.walk(one.tree))
     if any(getattr(node, "id", getattr(node, "attr", None)) == _RECONCILES for node in nodes):
         return
     for name in ("fp16", "bf16"):
@@ -88,13 +66,6 @@ def check_trainer_flags(
             f"has --deepspeed {named}, but hyperparameters.deepspeed_config is {source.label}, which is the one checked here. "
             f"Name the same file, or pass the arguments through dstrial.dsat.{_RECONCILES}",
         )
-
-
-def _has_transformers_5() -> bool:
-    try:
-        return int(importlib.metadata.version("transformers").partition(".")[0]) >= 5
-    except (importlib.metadata.PackageNotFoundError, ValueError):
-        return False
 
 
 _UNITS = ("batches", "epochs")

@@ -32,7 +32,7 @@ from dstrial.config.parsing.yaml_scalars import Dumper, ScalarError, integer, re
 from dstrial.errors import ConfigError, ConfigProblem
 
 _PLAIN_WORD = re.compile(r"(?!\.\.\.$)[A-Za-z0-9_.+][A-Za-z0-9_.+-]*")
-"""A text that YAML reads as one plain scalar, told without its parser."""
+"""A text that YAML reads as one plain scalar, recognised without a parser."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def yaml_text(value: Any) -> str:
 
 
 def read_yaml(path: Path, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Document:
-    """Read a YAML file; ConfigError if unreadable, not YAML, with a repeated key, or too large."""
+    """Read a YAML file without repeated keys, within the limits."""
     return read_yaml_text(_read_text(path, label, limits), label, limits)
 
 
@@ -78,7 +78,7 @@ def read_yaml_text(text: str, label: str, limits: TextLimits = DEFAULT_LIMITS) -
 
 
 def read_json(path: Path, label: str, limits: TextLimits = DEFAULT_LIMITS) -> Document:
-    """Read a JSON file, strictly: no comments, no trailing commas, no NaN, no repeated key."""
+    """Read a JSON file: no comments, trailing commas, NaN or repeated keys."""
     return read_json_text(_read_text(path, label, limits), label, limits)
 
 

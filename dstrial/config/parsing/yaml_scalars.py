@@ -64,7 +64,7 @@ class ScalarError(ValueError):
 
 
 def scalar(text: str, tag: str | None, *, is_plain: bool) -> Any:
-    """Return the value of a scalar without its quotes; ``tag`` as written, None or ``!`` for none."""
+    """Return a scalar's value; ``tag`` is as written, None or ``!`` for none."""
     if tag is None or tag == "!":
         if not is_plain or tag == "!":
             return _string(text)

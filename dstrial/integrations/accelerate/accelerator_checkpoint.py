@@ -20,7 +20,7 @@ _USE_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 
 
 class AcceleratorCheckpoint(Checkpointable):
-    """Saves and loads with ``save_state`` and ``load_state`` of the script's prepared accelerator.
+    """Saves and loads with the prepared accelerator's ``save_state``, ``load_state``.
 
     Source: accelerate 1.15 ``Accelerator.save_state``: engine *i* under the tag ``pytorch_model`` or ``pytorch_model_<i>``,
         schedulers that DeepSpeed does not own, samplers, registered objects and random states beside them.
@@ -52,7 +52,7 @@ class AcceleratorCheckpoint(Checkpointable):
         self._count_scheduler_steps_of(_num_processes_of(load_path))
 
     def _count_scheduler_steps_of(self, num_saved: int) -> None:
-        """Rescale schedulers that Accelerate steps once per process (``AcceleratedScheduler.step``)."""
+        """Rescale schedulers that ``AcceleratedScheduler`` steps once per process."""
         now = int(self._accelerator.num_processes)
         if num_saved == now or self._accelerator.split_batches:
             return
@@ -128,7 +128,7 @@ def prepared_engines(accelerator: Any) -> list[DeepSpeedEngine]:
 
 @contextlib.contextmanager
 def _into_given_directory(accelerator: Any) -> Iterator[None]:
-    """Have ``save_state`` write where it is told, not where it counts by itself.
+    """Have ``save_state`` write into its argument, not a directory that it numbers.
 
     Source: accelerate 1.15 ``Accelerator.save_state``, which ignores its directory with ``automatic_checkpoint_naming``.
     """

@@ -57,7 +57,7 @@ def require_equal_lengths(lengths: Sequence[int]) -> None:
 
 
 def micro_batch_of(accelerator: Any, own: int | None) -> int:
-    """Return the DeepSpeed config's micro batch; the script's own if the config leaves it open."""
+    """Return the DeepSpeed config's micro batch, or the script's own if it has none."""
     size = accelerator.deepspeed_plugin.deepspeed_config.get(_MICRO)
     if isinstance(size, int):
         return size
@@ -68,7 +68,7 @@ def micro_batch_of(accelerator: Any, own: int | None) -> int:
 
 
 def require_micro_batch(loaders: Iterable[Any], before: int | None, now: int) -> None:
-    """Refuse loaders of the checkpoint's micro batch if the engine now has another one.
+    """Refuse loaders of the checkpoint's micro batch if the engine's is another.
 
     ``loaders`` are all that the accelerator has prepared; one of them is the training loader.
     """

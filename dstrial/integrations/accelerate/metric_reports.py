@@ -67,7 +67,7 @@ class MetricReports:
             )
 
     def validation(self, metrics: Mapping[str, Any], batches_trained: int, epochs_trained: int) -> bool:
-        """Report validation metrics on rank 0; return whether the policy asks for a checkpoint."""
+        """Report validation metrics on rank 0; return whether to save a checkpoint."""
         plan = self._plan
         is_best = plan.checkpoint_policy == "best"
         best_before = self._core.train.get_experiment_best_validation() if is_best else None

@@ -46,7 +46,7 @@ class RunSchedule:
         length: pytorch.TrainUnit | None,
         is_test: bool,
     ) -> RunSchedule:
-        """Read an experiment config; the script's own ``length`` wins, ``is_test`` is two batches.
+        """Read an experiment config, over which the script's ``length`` wins.
 
         An empty config reports every 100 batches. ``global_batch_size`` converts lengths in records.
         """
@@ -95,7 +95,7 @@ class RunSchedule:
 
 
 class ProgressTracker:
-    """Counts a run's batches against its schedule; alike on all ranks, without exchange."""
+    """Counts a run's batches against its schedule; alike on all ranks."""
 
     def __init__(self) -> None:
         self.progress = Progress(epoch_length=None)
@@ -106,7 +106,7 @@ class ProgressTracker:
         self._due: set[Boundary] = set()
 
     def begin(self, plan: RunSchedule, epoch_length: int | None) -> None:
-        """Set the schedule, after the counters are restored; ``epoch_length`` is the checkpoint's."""
+        """Set the schedule, and the checkpoint's ``epoch_length``."""
         self._plan = plan
         self._epoch_length = epoch_length
         self._count_total()

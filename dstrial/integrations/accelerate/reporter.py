@@ -1,4 +1,4 @@
-"""Makes a training loop written with Accelerate a trial; the loop stays the script's."""
+"""``Reporter``: makes a training loop written with Accelerate a trial."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Reporter:
         return dict(runtime_of(self._context).hparams or {})
 
     def micro_batch_size(self, own: int | None = None) -> int:
-        """Return the DeepSpeed config's micro batch, or the script's ``own`` if that is ``"auto"``.
+        """Return the DeepSpeed config's micro batch; if that is ``"auto"``, ``own``.
 
         With it a resumed run keeps its batch on other ranks.
         """
@@ -200,7 +200,7 @@ class Reporter:
         return self._tracker.batches_trained
 
     def batches(self, loader: Any) -> Iterator[Any]:
-        """Yield micro batches, epoch after epoch, from the current position until the run's end.
+        """Yield micro batches, epoch after epoch, from now until the run's end.
 
         Records that were trained before a resume are skipped. A loader that drops its last records gives whole batches, as many
         on any number of ranks; otherwise the last one of an epoch may be smaller. Checkpoints that are due are saved between
@@ -225,7 +225,7 @@ class Reporter:
     # ---- reports and checkpoints of the script's own --------------------------------------------------
 
     def report_training(self, metrics: Mapping[str, Any]) -> None:
-        """Report each metric's mean over ranks now, beside ``step``'s. Ranks: all, collectively."""
+        """Report each metric's mean over ranks now. Ranks: all, collectively."""
         self._resumed("report_training()").report_training(metrics)
 
     def report_validation(self, metrics: Mapping[str, Any]) -> None:
@@ -238,9 +238,10 @@ class Reporter:
         self._resumed("report_validation()").report_validation(metrics)
 
     def save(self) -> str:
-        """Save between two optimizer steps and return the uuid; checksums and upload follow in the background.
+        """Save between two optimizer steps and return the uuid.
 
-        The checkpoint is complete and registered when the next save begins, or the run ends.
+        Checksums and upload follow in the background; the checkpoint is complete and registered when the next save begins,
+        or the run ends.
 
         Ranks: all, collectively.
         """

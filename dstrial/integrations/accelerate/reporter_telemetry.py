@@ -1,4 +1,4 @@
-"""Telemetry of an Accelerate loop (``dstrial.telemetry``), by rank, at every report of its ``Reporter``.
+"""Telemetry of an Accelerate loop, by rank, at every report of its ``Reporter``.
 
 Samples travel with the exchange of the report. Waiting for data and FLOPs are known of loops over ``Reporter.batches`` only.
 """
@@ -80,7 +80,7 @@ class ReporterTelemetry:
             self._counting.enter_context(self._instruments.counting())
 
     def end_batch(self, batches_trained: int, seconds: float, *, pauses: bool) -> None:
-        """Record the end of a batch; ``seconds`` are since the start of training, for a first batch.
+        """Record the end of a batch, for a first one ``seconds`` after training began.
 
         ``pauses``: the script does something else than to train next.
         """
@@ -96,7 +96,7 @@ class ReporterTelemetry:
             self._instruments.end_first_batch(batches_trained, seconds)
 
     def resume(self) -> None:
-        """Record that training goes on; only needed if the script draws its records itself."""
+        """Record that training goes on, for scripts that draw records themselves."""
         if self._instruments is not None and not self._has_loader:
             self._instruments.switch(True)
 

@@ -45,7 +45,7 @@ logger = logging.getLogger("dstrial.integrations.accelerate")
 
 
 class TrialRun:
-    """Trains, reports, saves and stops, all ranks together; made once everything is prepared."""
+    """Trains, reports, saves and stops, all ranks together, once all is prepared."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class TrialRun:
     # ---- start and end -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Load the checkpoint to resume from, if any, and open everything. Ranks: all, collectively."""
+        """Load the checkpoint, if any, and open everything. Ranks: all, collectively."""
         checkpoint = checkpoint_to_resume(self._runtime, self._info)
         self._tracker.begin(self._plan, None if checkpoint is None else self._load(checkpoint))
         batches = self._tracker.batches_trained
@@ -213,7 +213,7 @@ class TrialRun:
         return True
 
     def _exchange(self) -> None:
-        """Agree on stopping; report metrics and learn of the save with it. Ranks: all, collectively."""
+        """Agree on stopping, report metrics, settle the save. Ranks: all, collectively."""
         tracker, batches = self._tracker, self._tracker.batches_trained
         reports = tracker.is_report_due or (tracker.is_at_end and batches > self._window_start)
         share = self._window.totals() if reports and len(self._window) else None
@@ -320,7 +320,7 @@ def checkpoint_to_resume(runtime: TrialRuntime, info: Any) -> str | None:
 
 
 def settings_as_given(runtime: TrialRuntime, engine_idx: int) -> dict[str, Any]:
-    """Return an engine's settings as the experiment gives them: Accelerate's own are solved already."""
+    """Return an engine's settings before Accelerate has solved them."""
     given = runtime.given_hparams or {}
     source = given.get(MAIN_KEY)
     own: dict[str, Any] = runtime.given_settings[engine_idx]

@@ -60,7 +60,7 @@ def given_of(args: TrainingArguments) -> dict[str, Any]:
 def problems_of(
     args: TrainingArguments, searcher: Mapping[str, Any], saved: SavedRun | None, num_ranks: int
 ) -> list[ConfigProblem]:
-    """Return contradictions to the ranks, the searcher, and the checkpoint of this very trial."""
+    """Return contradictions to the ranks, the searcher and this trial's checkpoint."""
     found = []
     is_seen_whole = int(args.world_size) == num_ranks
     if not is_seen_whole:
@@ -82,7 +82,7 @@ def problems_of(
 
 
 def plain_record(args: TrainingArguments, train_batch_size: int) -> EngineRecord:
-    """Return a checkpoint's record of a Trainer without DeepSpeed; ``train_batch_size`` is over all ranks."""
+    """Return a checkpoint's record of the global batch of a Trainer without DeepSpeed."""
     sizes = sizes_of(args)
     return EngineRecord(
         engine_kind="data_parallel",
@@ -125,14 +125,10 @@ def _word(strategy: Any) -> str:
 
 
 class TrainerHandle:
-    """Answers from the Trainer what callbacks are not told, else from its arguments.
-
-    Attributes:
-        trainer: None where it is not known.
-    """
+    """Answers from the Trainer if it is known, else from its arguments."""
 
     def __init__(self) -> None:
-        self.trainer: Any = None
+        self.trainer: Any = None  # unless `train` of this package is used
 
     @property
     def is_known(self) -> bool:

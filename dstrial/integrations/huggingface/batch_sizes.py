@@ -60,7 +60,7 @@ def sizes_to_keep(
 
 
 def kept_sizes(given: ArgumentSizes, saved: SavedRun, num_ranks: int) -> BatchSolution | None:
-    """Return sizes that keep a run's batch; None if it is kept already, or changed on purpose."""
+    """Return sizes that keep a run's batch; None if kept, or changed on purpose."""
     engine = saved.engines[0]
     replicas = engine.batch_replicas(num_ranks)
     if given.train_batch_size(replicas) == engine.train_batch_size or not _is_as_before(given, engine):
@@ -69,7 +69,7 @@ def kept_sizes(given: ArgumentSizes, saved: SavedRun, num_ranks: int) -> BatchSo
 
 
 def batch_problems(given: ArgumentSizes, saved: SavedRun, num_ranks: int) -> list[ConfigProblem]:
-    """Return problems of arguments that make another batch than this very run's checkpoint."""
+    """Return problems of arguments with another batch than the run's checkpoint."""
     engine = saved.engines[0]
     replicas = engine.batch_replicas(num_ranks)
     batch = given.train_batch_size(replicas)
@@ -90,7 +90,7 @@ def batch_problems(given: ArgumentSizes, saved: SavedRun, num_ranks: int) -> lis
 
 
 def _is_as_before(given: ArgumentSizes, engine: EngineRecord) -> bool:
-    """Whether the arguments are those of the run's start, or make its batch on its ranks."""
+    """Whether arguments are the run's first ones, or make its batch on its ranks."""
     began = (engine.given.get(BATCH_KEYS[1]), engine.given.get(BATCH_KEYS[2]))
     if (given.micro_batch_size, given.micro_batches_per_batch) == began:
         return True

@@ -182,7 +182,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             self._stop(state, control)
             if self._leaves_evaluation:
                 control.should_evaluate = False
-        self._only_train(control)
+        self._disable_eval_and_save(control)
         self._expect(args, state, control, otherwise=Phase.BATCH)
 
     def _enter(self, phase: Phase, step: int) -> None:
@@ -190,7 +190,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
         if self._heartbeat.phase is not phase:
             self._heartbeat.follow(phase, step)
 
-    def _only_train(self, control: TrainerControl) -> None:
+    def _disable_eval_and_save(self, control: TrainerControl) -> None:
         """Keep a trial of dsat, whose steps are timed, from evaluating and saving."""
         if self._startup.facts.is_measuring:
             control.should_evaluate = control.should_save = False
@@ -276,7 +276,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             self._stop(state, control)
         if arguments.saves_best(args) and control.should_save and self._trainer_handle.is_known:
             # After this the Trainer saves what is best only, and training is about to end.
-            self._save_schedule.now(self._trainer_handle.trainer, args, state, control, tells_again=False)
+            self._save_schedule.now(self._trainer_handle.trainer, args, state, control, rewrites_later=False)
         elif control.should_save or arguments.saves_best(args):
             self._save_schedule.prepare(args, state.global_step)
         # Other callbacks hear of the evaluation now, or the next of several sets is evaluated.
@@ -291,7 +291,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
     ) -> None:
         """Store a checkpoint of the Trainer's files, unless no loss is finite any more."""
         self._reporter.flush(state)
-        if not self._losses.holds_back(state.global_step):
+        if not self._losses.is_save_unsafe(state.global_step):
             self._save_schedule.store(
                 self._trainer_handle.trainer,
                 args,
@@ -324,7 +324,7 @@ class DetCallback(transformers.TrainerCallback):  # type: ignore[misc]  # mypy d
             self._skip_evaluation(args, state, control)
         if step == self._save_schedule.last_step:
             control.should_save = False  # what is stored is not written a second time
-        self._only_train(control)
+        self._disable_eval_and_save(control)
         self._expect(args, state, control, otherwise=Phase.SCRIPT)
 
     def on_train_end(

@@ -64,7 +64,7 @@ class RunDescription:
 
 
 class CheckpointUploader:
-    """Stores checkpoints of one training; ``kept`` is each one's description of the run."""
+    """Stores checkpoints of one training; ``kept`` describes the run in each."""
 
     def __init__(self, context: core.Context, kept: RunDescription) -> None:
         self._checkpoint = context.checkpoint
@@ -87,7 +87,7 @@ class CheckpointUploader:
         return step in self._stale_steps
 
     def prepare(self, output_dir: pathlib.Path, step: int) -> None:
-        """Break the links of a directory that is about to be written; checkpoints keep the files.
+        """Break the links of a directory before it is written; checkpoints keep the files.
 
         Ranks: all, collectively.
         """
@@ -110,7 +110,7 @@ class CheckpointUploader:
         *,
         shares: bool = True,
     ) -> str:
-        """Store ``directory``, the Trainer's ``checkpoint-<step>``, as a checkpoint; return its uuid.
+        """Store the Trainer's ``checkpoint-<step>`` as a checkpoint; return its uuid.
 
         Without an ``engine``, ``plain`` is the record of the batch. ``shares``: the checkpoint may share files with the
         directory. If a rank cannot read or write its part, CheckpointError is raised and earlier checkpoints stay.

@@ -68,7 +68,7 @@ def _passes(name: str, filter_metrics: Sequence[str] | None) -> bool:
 
 
 def require_searcher_metrics(metrics: Mapping[str, Any], wanted: Sequence[tuple[str, str]]) -> None:
-    """Refuse an evaluation that lacks ``wanted`` metrics: (config key, metric name) each."""
+    """Refuse an evaluation without the ``wanted`` (config key, metric name) pairs."""
     missing = [(key, name) for key, name in wanted if name not in metrics]
     if not missing:
         return
@@ -105,7 +105,7 @@ class Throughput:
             self._pause_began_s = None
 
     def report(self, step: int, tokens: float, train_batch_size: int) -> dict[str, float]:
-        """Return the speed since the last report, and start again; ``train_batch_size`` is over all ranks."""
+        """Return the speed since the last report; ``train_batch_size`` is over all ranks."""
         found: dict[str, float] = {}
         if self._since_s is not None and step > self._step:
             is_paused = self._pause_began_s is not None

@@ -79,7 +79,7 @@ class MetricReporter:
                 self._train.report_training_metrics(step, {**metrics, **_position(state)})
 
     def flush(self, state: TrainerState) -> None:
-        """Report the evaluation sets of a step together, once; all ranks check the searcher's metrics."""
+        """Report the evaluation sets of a step together, once. Ranks: all, alike."""
         step, logs = self._evaluated_step, self._evaluated
         if not logs:
             return

@@ -33,7 +33,7 @@ class LossWatch:
         self._guard: NonFiniteGuard | None = None
         self._last_step = 0
         self._is_bad = False
-        self._has_told = False
+        self._has_warned = False
 
     def start(self, step: int) -> None:
         self._last_step = step
@@ -47,7 +47,7 @@ class LossWatch:
         )
 
     def take(self, logs: Mapping[str, Any], step: int, max_steps: int) -> None:
-        """Judge a line of training metrics, the same on all ranks; NonFiniteError if the patience has ended."""
+        """Judge a log line, the same on all ranks; NonFiniteError ends the patience."""
         loss = logs.get("loss")
         if self._guard is None or not isinstance(loss, (int, float)):
             return
@@ -59,17 +59,17 @@ class LossWatch:
         }
         self._guard.judge([{"loss": tail}], shown, [], window, is_last=step >= max_steps > 0)
 
-    def holds_back(self, step: int) -> bool:
+    def is_save_unsafe(self, step: int) -> bool:
         """Whether a save of the Trainer must not become a checkpoint. Ranks: all, alike."""
         if not self._is_bad or self._mode != "fail":
-            self._has_told = False
+            self._has_warned = False
             return False
-        if self._is_chief and not self._has_told:
+        if self._is_chief and not self._has_warned:
             logger.warning(
                 "the state of step %d is not stored, and the checkpoints before it are kept: no loss is finite",
                 step,
             )
-        self._has_told = True
+        self._has_warned = True
         return True
 
 

@@ -23,10 +23,10 @@ from dstrial.loop.sync_point import StopReason
 from dstrial.ranks.control_channel import timeout_from_environ
 from dstrial.ranks.stop_signals import StopSignals
 
-LOOK_S = 0.1
+POLL_INTERVAL_S = 0.1
 """Seconds a request to stop may go unseen on another rank; in proportion on over 128 ranks, for rank 0 answers all."""
 
-_RANKS_PER_LOOK = 128
+_RANKS_PER_POLL = 128
 _ASKED, _DECIDED = "asked", "decided"
 
 
@@ -60,14 +60,14 @@ class CoordinatedStop:
         size: int,
         stop_request: Callable[[], StopReason | None],
         timeout_s: float,
-        look_s: float = LOOK_S,
+        poll_interval_s: float = POLL_INTERVAL_S,
     ) -> None:
         self._store = store
         self._rank = rank
         self._size = size
         self._stop_request = stop_request
         self._timeout_s = timeout_s
-        self._look_s = look_s * max(1.0, size / _RANKS_PER_LOOK)
+        self._poll_interval_s = poll_interval_s * max(1.0, size / _RANKS_PER_POLL)
         self._lock = threading.Lock()
         self._num_passed = 0
         self._is_held = False
@@ -87,7 +87,7 @@ class CoordinatedStop:
             if not self._is_held:
                 self._num_passed += 1
                 return None
-        if not self._is_decided.wait(self._timeout_s + 2 * self._look_s):
+        if not self._is_decided.wait(self._timeout_s + 2 * self._poll_interval_s):
             raise self._missing([])
         if self._failure is not None:
             raise self._failure
@@ -103,7 +103,7 @@ class CoordinatedStop:
 
     def _watch(self) -> None:
         try:
-            while not self._is_over.wait(self._look_s):
+            while not self._is_over.wait(self._poll_interval_s):
                 request = self._stop_request()
                 if request is not None:
                     self._store.set(_ASKED, request.value)
@@ -145,7 +145,7 @@ class CoordinatedStop:
                 absent = [rank for rank in range(self._size) if not self._store.check([_place(rank)])]
                 self._failure = self._missing(absent)
                 return False
-            time.sleep(self._look_s / 10)
+            time.sleep(self._poll_interval_s / 10)
         return True
 
     def _missing(self, ranks: list[int]) -> RankTimeoutError:
@@ -171,7 +171,7 @@ class PreemptionHandler:
     """Polls for stop requests; all ranks decide alike at the same step.
 
     Steps belong to training, or to an evaluation that may be left. A single rank polls at every step; several ranks learn of a
-    request within :data:`LOOK_S`.
+    request within :data:`POLL_INTERVAL_S`.
     """
 
     def __init__(self, core_context: core.Context, signals: StopSignals | None) -> None:

@@ -57,7 +57,7 @@ class OpenedCheckpoint:
 def opened(
     context: core.Context, uuid: str, trial_id: int, exp_conf: Mapping[str, Any]
 ) -> Iterator[OpenedCheckpoint]:
-    """Open a checkpoint, by uuid or directory, with every file compared with its manifest.
+    """Open a checkpoint, by uuid or directory, and verify it by its manifest.
 
     Errors: none or no Trainer's, a damaged file, or a file that would run code without anybody vouching for it.
     Ranks: all, collectively.
@@ -151,7 +151,7 @@ def directory_for(found: OpenedCheckpoint, train_batch_size: int) -> Iterator[pa
 
 
 def load_engine(engine: DeepSpeedEngine, opened_checkpoint: OpenedCheckpoint, distributed: Any) -> None:
-    """Load weights, optimizer and scheduler in the new engine's layout. Ranks: all, collectively."""
+    """Load weights, optimizer and scheduler in any layout. Ranks: all, collectively."""
     bind_checkpoint_engine(engine)
     with restoring(trusts_code=opened_checkpoint.trusts_code):
         _load_engine(engine, opened_checkpoint, distributed)

@@ -43,16 +43,16 @@ class SaveSchedule:
         state: TrainerState,
         control: TrainerControl,
         *,
-        tells_again: bool = True,
+        rewrites_later: bool = True,
     ) -> None:
         """Have the Trainer save at once instead of later.
 
-        With ``tells_again``, ``prepare`` comes before this step's directory is written once more; else the checkpoint is a copy
-        that shares no file with it.
+        With ``rewrites_later``, the Trainer calls ``prepare`` before it writes this step's directory again; else the checkpoint
+        is a copy that shares no file with it.
         """
         self.prepare(args, state.global_step)
         trainer._save_checkpoint(trainer.model_wrapped, None)
-        self._shares = tells_again
+        self._shares = rewrites_later
         try:
             trainer.callback_handler.on_save(args, state, control)
         finally:
@@ -78,7 +78,7 @@ class SaveSchedule:
     def store(
         self, trainer: Any, args: TrainingArguments, state: TrainerState, train_batch_size: int
     ) -> bool:
-        """Store the Trainer's files; ``trainer`` may be None, ``train_batch_size`` is over all ranks."""
+        """Store the Trainer's files, unless the step is stored; ``trainer`` may be None."""
         step = state.global_step
         if step == self.last_step:
             return False
@@ -109,10 +109,10 @@ class SaveSchedule:
 
 
 class EngineFinder:
-    """Waits for the first forward pass of an engine around a Trainer's model.
+    """Finds the engine around a Trainer's model at its first forward pass.
 
-    An engine is a torch module whose ``module`` is that model, not wrapped; torch tells of every module that is called, and is
-    asked to do so only until the engine has been seen.
+    The engine is a torch module whose ``module`` is that model, not wrapped. Torch's global hook, which is called for every
+    module, is removed once the engine has been found.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""How a Trainer's trial begins: who it is, fitting arguments, its checkpoint."""
+"""Start of a Trainer's trial: its facts, checks of its arguments, its checkpoint."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Startup:
         settle_optimizer_settings(engine, before, self.facts.exp_conf, "Trainer", is_chief=is_chief)
 
     def require_resumed(self, step: int, *, is_attached: bool) -> None:
-        """Refuse training that begins elsewhere than the checkpoint; ``is_attached`` by our ``train``."""
+        """Refuse training that begins elsewhere than the checkpoint."""
         found = self.opened
         if found is None or (is_attached and not found.continues):
             return

@@ -1,4 +1,4 @@
-"""Telemetry of a Trainer's run (``dstrial.telemetry``), at every line that the Trainer logs.
+"""Telemetry of a Trainer's run, at every line that the Trainer logs.
 
 A callback sees the steps, not their inside, and a Trainer's log has no exchange of ours that numbers could travel with: the
 chief measures itself alone, and FLOPs are those of its device. Waiting for data is the time between two steps, in which the

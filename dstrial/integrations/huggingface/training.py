@@ -148,7 +148,7 @@ def _bind(engine: DeepSpeedEngine, callback: DetCallback) -> None:
 
 
 def load_weights(model: torch.nn.Module, opened_checkpoint: OpenedCheckpoint) -> None:
-    """Load another trial's weights, before a Trainer wraps the model. Ranks: all, collectively.
+    """Load another trial's weights into an unwrapped model. Ranks: all, collectively.
 
     Under ZeRO 3 the parameters may be cut over the ranks already; they are gathered one at a time.
     """

@@ -68,13 +68,6 @@ def test_a_template_and_the_masters_variables_lie_under_the_config() -> None:
     assert "searcher" not in spec.config
 
 
-def test_more_slots_than_there_are_are_refused() -> None:
-    given = {"entrypoint": "true", "resources": {"slots": 3}}
-
-    with pytest.raises(ConfigError, match=r"resources\.slots is 3; expected at most 2"):
-        check_command(given, "COMMAND", num_slots=2)
-
-
 def test_only_a_command_may_have_nothing_to_run() -> None:
     assert check_command({}, "COMMAND", num_slots=2).words == ("sh", "-c", "true")
     with pytest.raises(ConfigError, match="entrypoint is not given"):
@@ -91,6 +84,7 @@ def test_only_a_command_may_have_nothing_to_run() -> None:
         ({"entrypoint": "x", "work_dir": "relative"}, "work_dir is"),
         ({"entrypoint": "x", "tensorboard_args": [1]}, "tensorboard_args"),
         ({"entrypoint": "x", "resources": {"priority": 100}}, "priority is 100"),
+        ({"entrypoint": "x", "resources": {"slots": 3}}, r"resources\.slots is 3; expected at most 1"),
         ({"entrypoint": "x", "environment": {"environment_variables": ["DET_MASTER=x"]}}, "DET_MASTER"),
         ({"entrypoint": "x", "environment": {"proxy_ports": [{"proxy_port": 0}]}}, "proxy_port is 0"),
     ],

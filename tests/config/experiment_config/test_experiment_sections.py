@@ -7,6 +7,7 @@ from dstrial.config import Length
 from dstrial.config.dotted_keys import value_at
 from dstrial.errors import ConfigError
 
+NO_WORD = r"entrypoint is .*; expected module:Class, or a command\. Name what is to run"
 KEY = "  deepspeed_config: ds.json\n"
 
 
@@ -260,23 +261,16 @@ def test_an_entrypoint_is_needed_only_where_it_is_asked_for(load):
         load(text, require_entrypoint=True)
 
 
-@pytest.mark.parametrize("entrypoint", ["[]", "['']", "['', x]", "''", "' '"])
-def test_entrypoint_without_a_word_is_refused(load, entrypoint):
-    with pytest.raises(
-        ConfigError, match=r"entrypoint is .*; expected module:Class, or a command\. Name what is to run"
-    ):
-        load(EXPERIMENT.replace("model_def:MyTrial", entrypoint))
-
-
 @pytest.mark.parametrize(
-    "entrypoint",
+    ("entrypoint", "message"),
     [
-        "python3 -m dstrial.launch --trial model_def:NoTrial",
-        "[python3, -m, dstrial.launch, --trial=model_def:NoTrial]",
+        *((one, NO_WORD) for one in ("[]", "['']", "['', x]", "''", "' '")),
+        ("python3 -m dstrial.launch --trial model_def:NoTrial", r"model_def\.py has no NoTrial"),
+        ("[python3, -m, dstrial.launch, --trial=model_def:NoTrial]", r"model_def\.py has no NoTrial"),
     ],
 )
-def test_the_trial_of_a_launch_command_is_looked_up(load, entrypoint):
-    with pytest.raises(ConfigError, match=r"model_def\.py has no NoTrial"):
+def test_entrypoint_without_word_or_trial_is_refused(load, entrypoint, message):
+    with pytest.raises(ConfigError, match=message):
         load(EXPERIMENT.replace("model_def:MyTrial", entrypoint))
 
 

@@ -198,7 +198,7 @@ def test_ranks_of_any_pace_stop_after_the_same_beat_whichever_of_them_wishes_to(
             3,
             lambda rank=rank: StopReason.SIGNAL if rank == 1 and is_wished.is_set() else None,
             timeout_s=30,
-            look_s=0.01,
+            poll_interval_s=0.01,
         )
         for rank in range(3)
     ]
@@ -228,7 +228,7 @@ def test_ranks_of_any_pace_stop_after_the_same_beat_whichever_of_them_wishes_to(
 
 def test_a_rank_that_does_not_say_where_it_is_is_named() -> None:
     joint = CoordinatedStop(
-        torch.distributed.HashStore(), 0, 3, lambda: StopReason.SIGNAL, timeout_s=0.1, look_s=0.01
+        torch.distributed.HashStore(), 0, 3, lambda: StopReason.SIGNAL, timeout_s=0.1, poll_interval_s=0.01
     )
     assert joint._is_decided.wait(60)
     with pytest.raises(RankTimeoutError, match="still without ranks 1, 2 after"):

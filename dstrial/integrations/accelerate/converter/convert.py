@@ -68,7 +68,7 @@ def _with_sizes(draft: ConversionDraft, micro: int | None) -> tuple[dict[str, An
 
 
 def experiment_yaml(conversion: Conversion, source: str) -> str:
-    """Return the text of an experiment config; ``source`` names the Accelerate config in its comment."""
+    """Return an experiment config; its comment calls the Accelerate config ``source``."""
     choices = conversion.choices
     script = choices.entrypoint or _DEFAULT_SCRIPT
     lines = [

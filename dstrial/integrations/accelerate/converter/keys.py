@@ -88,7 +88,7 @@ def _in_json(take: Take) -> Take:
 
 
 def _variable(variable: str) -> Take:
-    """Return what hands a key to ``DeepSpeedPlugin``, as DeepSpeed's JSON does not have it."""
+    """Return what hands a key that DeepSpeed's JSON lacks to ``DeepSpeedPlugin``."""
 
     def take(draft: ConversionDraft, key: str, value: Any) -> None:
         if value in (None, ""):

@@ -1,4 +1,4 @@
-"""``get_hf_args_with_overwrites``: make a Trainer's arguments agree with its trial's DeepSpeed config.
+"""``get_hf_args_with_overwrites``: Trainer arguments that fit a DeepSpeed config.
 
 Reads files, writes one, logs decisions; ``reconcile`` decides.
 """

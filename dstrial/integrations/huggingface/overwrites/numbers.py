@@ -10,47 +10,14 @@ Source: transformers 4.56 and 5.23 ``integrations/deepspeed.py``, ``trainer_conf
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 
+from dstrial.config.auto_values import BETAS, BETAS_KEY, LENGTH, PAIRS, NumberPair
 from dstrial.config.batch import AUTO
 from dstrial.config.deepspeed_schema import deepspeed_rules
 from dstrial.config.diagnostics import render
 from dstrial.integrations.huggingface.overwrites.draft import Draft, Resolution, as_text, auto_hint
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class NumberPair:
-    """An argument of the Trainer, and DeepSpeed's keys that must have its value."""
-
-    argument: str
-    keys: tuple[str, ...]  # dotted; the first counts if two differ and neither is overwritten
-    also_removed: tuple[str, ...] = ()  # arguments of the same meaning, removed where the key's number wins
-    minimum: float | None = None  # lowest that DeepSpeed takes
-    is_whole: bool = False
-
-
-LEARNING_RATE = NumberPair(
-    # DeepSpeed's WarmupLR and its like set the optimizer's learning rate from the first step on.
-    "learning_rate",
-    ("scheduler.params.warmup_max_lr", "optimizer.params.lr"),
-)
-BETAS = ("adam_beta1", "adam_beta2")
-BETAS_KEY = "optimizer.params.betas"
-LENGTH = NumberPair("max_steps", ("scheduler.params.total_num_steps",), is_whole=True)
-PAIRS = (
-    NumberPair("max_grad_norm", ("gradient_clipping",), minimum=0),
-    LEARNING_RATE,
-    NumberPair("adam_epsilon", ("optimizer.params.eps",)),
-    NumberPair("weight_decay", ("optimizer.params.weight_decay",)),
-    NumberPair(
-        "warmup_steps",
-        ("scheduler.params.warmup_num_steps",),
-        also_removed=("warmup_ratio",),
-        minimum=1,
-        is_whole=True,
-    ),
-)
 ARGUMENTS = (
     *(name for pair in PAIRS for name in (pair.argument, *pair.also_removed)),
     *BETAS,
@@ -126,7 +93,7 @@ def _set_argument(draft: Draft, argument: str, key: str, value: float) -> None:
 def _let_argument_win(
     draft: Draft, argument: str, keys: Iterable[str], names: Iterable[str], defaults: str
 ) -> None:
-    """Leave keys without a number to the Trainer, which reads one of ``names`` or has ``defaults``."""
+    """Leave keys without a number to the Trainer's ``names``, or its ``defaults``."""
     given = next((name for name in names if draft.is_given(name)), None)
     for key in keys:
         if draft.key_value(key) == AUTO:
