@@ -261,9 +261,10 @@ class TrainingLoop:
         """Log where training failed and the checkpoint to resume from; the error goes on."""
         try:
             yield
-        except RankError:  # a consequence of another rank's error
-            raise
         except Exception as error:
+            # Consequences of another rank's error: ours, and gloo's "Connection closed by peer".
+            if isinstance(error, RankError) or " by peer" in str(error):
+                raise
             self._saver.close()
             progress = self._progress
             saved = progress.last_checkpoint
