@@ -68,7 +68,7 @@ class SearchConfig:
 
 
 def read_config(flags: SearchFlags) -> SearchConfig:
-    """Read and check everything that a command line names; a ``ConfigError`` has all problems."""
+    """Read and check all that a command line names; raise all problems at once."""
     problems = flag_problems(flags)
     path, model_dir = Path(flags.config_path), Path(flags.model_dir)
     experiment: ExperimentConfig | None = None
@@ -172,7 +172,7 @@ _SECTION = "training_arguments"
 
 
 def with_batch_sizes(experiment: ExperimentConfig) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return a DeepSpeed config with numeric batch sizes, and warnings of what was assumed.
+    """Return a DeepSpeed config with numeric batch sizes, and what was assumed.
 
     A Trainer's sizes are those of its entrypoint's flags, else of hyperparameters of the same name (also below
     ``training_arguments``), else the Trainer's defaults, with a warning. A number in the config wins, as in

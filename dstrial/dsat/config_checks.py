@@ -164,7 +164,7 @@ def values_refused(flags: SearchFlags, space: Space) -> tuple[list[ConfigProblem
 
 
 def accepted(flags: SearchFlags) -> list[str]:
-    """Return warnings about flags without effect, and flags that change what is learned."""
+    """Return warnings about flags without effect, or that change the training."""
     warnings = []
     instead = {
         "search_runner_config": f"pool, labels, workspace and project of what it submits are those of {flags.config_path}",

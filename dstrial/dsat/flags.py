@@ -30,7 +30,7 @@ _DESCRIBES = frozenset({"sample_batch", "trust_code"})
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SearchFlags:
-    """What the command line of a search says, defaults included; ``cli`` has the help of each flag."""
+    """What the command line of a search says, defaults included; help: ``cli``."""
 
     search_method: str
     config_path: str

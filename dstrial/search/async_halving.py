@@ -120,7 +120,7 @@ class AsyncHalving:
     def validation_completed(
         self, random: SearchRandom, request_id: str, metrics: Mapping[str, Any]
     ) -> list[Create | Stop]:
-        """Rank the trial in every rung that it has reached; stop it if it is not among the best."""
+        """Rank the trial in every rung it has reached; stop it if not among the best."""
         if request_id in self._stopped:
             return []
         value = self._sign * number(metrics, self._metric)
@@ -141,7 +141,7 @@ class AsyncHalving:
     def trial_exited_early(
         self, random: SearchRandom, request_id: str, reason: ExitReason
     ) -> list[Create | Stop]:
-        """Count a failed trial as its rung's worst and start the next; one with invalid hyperparameters is forgotten."""
+        """Count a failed trial as its rung's worst; forget one that was invalid."""
         # A trial with invalid hyperparameters is forgotten and replaced.
         if request_id in self._stopped:
             return []

@@ -52,7 +52,7 @@ def _exponential(spec: Mapping[str, Any], exponent: float) -> float:
 
 
 class Grid:
-    """The points of a grid, by index; the first axis by name varies slowest; numbers have a ``count``.
+    """The points of a grid, by index; the first axis by name varies slowest.
 
     Source: Determined 0.38.1, grid searcher; numbers are rounded half away from zero.
     """

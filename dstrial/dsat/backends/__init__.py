@@ -46,7 +46,7 @@ class BackendFactory:
         return self._master
 
     def _made(self) -> Backend:
-        """Return workers for a trial class; a script is launched anew for each configuration."""
+        """Return workers for a trial class; a script is launched anew each time."""
         settings = self._settings
         has_worker = settings.trial is not None and not settings.flags.no_worker
         if settings.flags.local:

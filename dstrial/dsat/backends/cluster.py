@@ -148,7 +148,7 @@ class ClusterBackend:
             self.kill_experiment(submitted.experiment)
 
     def publish(self, report: Mapping[str, Any]) -> bool:
-        """Put the report into the notes of a trial's experiment, unless a person has written there."""
+        """Put the report into a trial's notes, unless a person has written there."""
         experiment = self._shown_by
         if experiment is None:
             return True
@@ -318,7 +318,7 @@ class ClusterBackend:
 
 
 def of_pool(agents: Sequence[bindings.v1Agent], pool: str) -> list[bindings.v1Agent]:
-    """Return the agents of an experiment's resource pool; all of them if it names none.
+    """Return the agents of an experiment's pool; all of them if it names none.
 
     An agent that has not named its pool counts for every pool.
     """

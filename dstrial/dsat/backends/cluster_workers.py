@@ -108,7 +108,7 @@ class ClusterPlacement:
             self._master.kill_experiment(seen.experiment)
 
     def _poll(self, worker: int) -> None:
-        """Ask for the state, then for answers, so that none is missed; at most twice a second."""
+        """Ask for the state, then for answers, at most twice a second; none is missed."""
         seen = self._seen[worker]
         if seen.is_ended or time.monotonic() < seen.next_poll_s:
             return

@@ -63,7 +63,7 @@ class WorkerPlacement(Protocol):
         """Replace the queue of a worker."""
 
     def publish(self, worker: int, queue: TaskQueue) -> bool:
-        """Replace the queue of a worker for people who look on, unless that blocks; return whether it is replaced."""
+        """Replace a queue for people who look on unless that blocks; return whether it is."""
 
     def results(self, worker: int) -> list[TaskResult]:
         """Return all results of a worker so far."""
@@ -72,7 +72,7 @@ class WorkerPlacement(Protocol):
         """Return why a worker has no slots now; empty if it has."""
 
     def exit_of(self, worker: int) -> WorkerExit | None:
-        """Return how a worker has ended; None while it lives, or while that cannot be found out."""
+        """Return how a worker has ended; None while it lives or that is not known."""
 
     def kill(self, worker: int) -> None:
         """End a worker at once."""

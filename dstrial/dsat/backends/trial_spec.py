@@ -88,7 +88,7 @@ def measuring_spec(settings: SearchConfig, candidate: Candidate, trial_id: int, 
 
 
 def worker_config(settings: SearchConfig, worker: int, search_id: str) -> TrialSpec:
-    """Return the ``single`` experiment without restarts in which a worker lives; workers count from 1."""
+    """Return the ``single`` experiment without restarts of a worker; from 1 on."""
     assert settings.trial is not None
     label = f"dsat-{search_id}-worker-{worker}"
     does = "measures one configuration after the other"

@@ -150,7 +150,7 @@ class SearchRecord:
 
 
 def _is_of_others(path: Path) -> bool:
-    """Return whether a file is none that a search leaves if it is killed while it begins."""
+    """Return whether a search that is killed as it begins does not leave such a file."""
     return path.name != OUTPUT_MARK and not (
         path.name.startswith(".search.json.") and path.name.endswith(".tmp")
     )

@@ -146,7 +146,7 @@ def score(outcome: Outcome, metric: str) -> float | None:
 
 
 def classify(text: str, *, phase: str = "") -> Failure:
-    """Return the failure that an exception's traceback, or the end of a log, describes.
+    """Return the failure that an exception's traceback, or a log's end, describes.
 
     An assertion of DeepSpeed's in phase ``init`` is a refused configuration, one later on may be anything.
     """

@@ -35,7 +35,7 @@ def gather_inputs(
     deadline_s: float = _DEADLINE_S,
     print_line: Callable[[str], None] = lambda _line: None,
 ) -> PredictInputs:
-    """Dry-run the structures that a search may measure, within ``deadline_s`` seconds in all.
+    """Dry-run what a search may measure, within ``deadline_s`` seconds in all.
 
     A failed dry run does not end the search: ``predict`` then starts from its first measurement.
     """

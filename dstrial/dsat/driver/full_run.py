@@ -33,7 +33,7 @@ def run_full(
     signals: list[signal.Signals],
     print_line: Callable[[str], None],
 ) -> int:
-    """Train the best configuration to its end here, or submit it to a master; return the exit status."""
+    """Train the best configuration here or on a master; return the exit status."""
     config = full_config(settings, best.candidate)
     path = record.path / "full_experiment.yaml"
     text = yaml_text(config)

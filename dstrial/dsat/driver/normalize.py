@@ -100,7 +100,7 @@ def normalized(
     flops_per_record: float | None,
     num_replicas: int,
 ) -> Outcome:
-    """Return a measurement comparable with the others, or why it is not; failures stay."""
+    """Return a comparable measurement, or why it is none; failures stay."""
     if not isinstance(outcome, Measured):
         return outcome
     wrong = mismatch_with_order(outcome, candidate)

@@ -197,7 +197,7 @@ class LineageMethod(abc.ABC):
             self._num_since_best += 1
 
     def _first(self, outcome: Outcome) -> list[Action]:
-        """Begin with what the user's own configuration, or its smallest micro batch, says of the model."""
+        """Begin with what the user's own configuration says of the model."""
         if isinstance(outcome, Measured):
             self.info = ModelInfo.from_measured(outcome)
             notes: list[Action] = []

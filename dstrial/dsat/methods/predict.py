@@ -47,7 +47,7 @@ _LONGEST_STEPS, _LEAST_S, _BUILD_S = 70, 6.0, 30.0
 
 
 class PredictSearch:
-    """Measures what should gain most over the best, until gains are small; nothing is random."""
+    """Measures what should gain most until gains are small; nothing is random."""
 
     def __init__(
         self, space: Space, options: MethodOptions, filters: Filters, inputs: PredictInputs | None = None
@@ -267,7 +267,7 @@ class PredictSearch:
     def _without_forecast(
         self, best: tuple[Candidate, float] | None, is_open: Sequence[Candidate]
     ) -> Measure | None:
-        """Return the user's structure with the smallest micro batch, to be tried without predictions."""
+        """Return the user's structure with the smallest micro batch; unpredicted."""
         smallest = self.space.smallest()
         is_smaller = smallest.batch.micro_batch_size < self.space.own().batch.micro_batch_size
         if best is not None or is_open or not is_smaller or len(self.observations) > 1:

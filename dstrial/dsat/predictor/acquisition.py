@@ -63,7 +63,7 @@ class Acquisition:
         self._starts: dict[tuple[object, ...], dict[Structure, None]] = {}
 
     def starts(self) -> list[Structure]:
-        """Return where the next descents begin, besides the measured structures; for a snapshot."""
+        """Return where the next descents begin, besides the measured structures."""
         return [one for known in self._starts.values() for one in known]
 
     def find(
@@ -76,7 +76,7 @@ class Acquisition:
         measured: Collection[Candidate],
         cost: float | None = None,
     ) -> list[Proposal]:
-        """Return at most a few candidates of each group that fit with a probability of at least ``fits``.
+        """Return a few candidates of each group that fit with probability ``fits``.
 
         Bounds lie ``num_stds`` standard deviations below the median; ``cost`` is that of the best, None before anything ran.
         """

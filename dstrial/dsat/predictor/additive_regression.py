@@ -54,7 +54,7 @@ class Sample:
 
 
 class AdditiveRegression:
-    """Predicts sums; ``priors`` are mean and standard deviation of the logarithm of each part's factor."""
+    """Predicts sums; ``priors``: mean, deviation of the logarithm of each factor."""
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ class ConfigGroups:
         return Structure(self.space.own_stage, ())
 
     def bases(self) -> list[Structure]:
-        """Return the legal structures that differ in stage, offload, overlap, ``--space``; the user's own first."""
+        """Return legal structures that differ in stage, offload, overlap, ``--space``."""
         if self._bases is None:
             found, seen = [self.own], {self._identity(self.own)}
             for stage in self.space.stages:
@@ -208,7 +208,7 @@ class ConfigGroups:
 
 
 def positions(space: Space, largest: int | None = None) -> Sequence[int]:
-    """Return the positions of the grid that are considered, up to a micro batch of ``largest`` or the grid's end."""
+    """Return the grid's positions up to a micro batch of ``largest``, or to its end."""
     ladder = space.batch_size_grid
     if not ladder.is_free:
         return range(ladder.last + 1)

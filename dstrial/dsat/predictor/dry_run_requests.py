@@ -31,7 +31,7 @@ def trial_request(
     num_stages: int = 1,
     stage: int = 0,
 ) -> DryRunRequest:
-    """Return the request of a trial's dry run, of the first replica's rank of a pipeline's ``stage``."""
+    """Return the request of a trial's dry run, on a pipeline's ``stage``."""
     shared_options: dict[str, Any] = {"trial": trial, "context_dir": str(context_dir.resolve())}
     options = {
         "hparams": dict(hparams),

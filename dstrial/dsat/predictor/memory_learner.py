@@ -109,7 +109,7 @@ class MemoryLearner:
         self._sums: AdditiveRegression | None = None
 
     def measured(self, point: MemoryPoint, phases: Mapping[str, float], reserved_bytes: float | None) -> None:
-        """Take measured peaks of tensors, by phase (``forward``, ``backward``, ``step``) and of ``all``.
+        """Take measured peaks of tensors, by phase and of ``all``.
 
         ``reserved_bytes`` is the most that the allocator held.
         """

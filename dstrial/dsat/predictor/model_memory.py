@@ -1,4 +1,4 @@
-"""Where a model's memory goes on so many devices, and whether it needs several of them; pure."""
+"""Where a model's memory goes, and whether it needs several devices; pure."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Placement:
         }
 
     def largest(self) -> dict[str, float]:
-        """Return bytes of one device by part, each at its largest within a step, and their peak."""
+        """Return bytes of one device by part, each at its largest, and their peak."""
         if self.run is None:
             return {}
         activations = self.run.activations
@@ -68,7 +68,7 @@ class Placement:
 
 
 def answer(placements: Sequence[Placement], capacity_bytes: float, deepspeed: str) -> list[str]:
-    """Return three lines: whether one device is enough, else how many of those asked for are.
+    """Return three lines: whether one device is enough, else how many are.
 
     ``deepspeed`` names the part of the config that decides.
     """
@@ -112,7 +112,7 @@ def answer(placements: Sequence[Placement], capacity_bytes: float, deepspeed: st
 
 
 def _largest_stages(placements: Sequence[Placement]) -> list[Placement]:
-    """Return the placements whose stages are all known; of a pipeline the stage that needs most."""
+    """Return placements with all stages known; of a pipeline the largest stage."""
     by_slots: dict[int, list[Placement]] = {}
     for one in placements:
         by_slots.setdefault(one.num_slots, []).append(one)
@@ -124,7 +124,7 @@ def _largest_stages(placements: Sequence[Placement]) -> list[Placement]:
 
 
 def table(placements: Sequence[Placement], capacity_bytes: float) -> list[str]:
-    """Return the table, in ``table_unit`` a device; ranks, or those of a stage, are alike."""
+    """Return the table, in ``table_unit`` a device; ranks of a stage are alike."""
     divisor = {"GiB": _GIB, "MiB": _GIB // 1024}[table_unit(placements)]
     has_stages = any(one.stage is not None for one in placements)
     heads = [

@@ -34,7 +34,7 @@ _UNITS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanRow:
-    """One structure on the planned hardware, with its fastest micro batch that fits; the smallest where none fits."""
+    """One structure on the planned hardware, with its fastest micro batch that fits."""
 
     candidate: Candidate
     description: str

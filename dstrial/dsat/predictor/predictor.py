@@ -206,7 +206,7 @@ class Predictor:
         return 0.0 if run is None else run.host.peak(candidate.batch.micro_batch_size)
 
     def point(self, candidate: Candidate) -> TimePoint:
-        """Return where a configuration's time goes; raise ``KeyError`` if nothing is known of it."""
+        """Return where a configuration's time goes; ``KeyError`` if that is unknown."""
         point = self.features.time_point(candidate)
         if point is None:
             raise KeyError(candidate)

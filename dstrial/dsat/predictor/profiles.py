@@ -116,7 +116,7 @@ def closed_form(
 def _collectives(
     info: ModelInfo, setup: ZeroFeatures
 ) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """Return the collectives of an accumulation's inner micro batches, and those of the last."""
+    """Return the collectives of inner micro batches, and those of the last."""
     if setup.replicas == 1:
         return (), ()
     width = setup.bytes_per_value

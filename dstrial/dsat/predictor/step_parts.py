@@ -64,7 +64,7 @@ def step_parts(
     micro_batch_size: int,
     accumulation: int,
 ) -> StepParts:
-    """Return where the time of a step goes; ``ran`` was dry-run, ``setup`` is in question."""
+    """Return where a step's time goes; ``ran`` was dry-run, ``setup`` is asked for."""
     is_device = machine.host_copy_bytes_per_s is not None
     rate = machine.flops_per_s
     model, all_flops = (max(line.at(micro_batch_size), 0.0) for line in (run.flops.model, run.flops.hardware))
@@ -131,7 +131,7 @@ def _gathers(
 def _offload_s(
     machine: Machine, bytes_per_value: int, on_host: float, often: int, backward_s: float
 ) -> tuple[float, float]:
-    """Return seconds of gradients to the host, partly hidden by backward, and of weights back."""
+    """Return seconds of gradients to the host, partly hidden, and of weights back."""
     if machine.host_copy_bytes_per_s is None:
         return 0.0, 0.0
     down = often * bytes_per_value * on_host / machine.host_copy_bytes_per_s
@@ -153,7 +153,7 @@ def _overheads(
     *,
     is_device: bool,
 ) -> list[float]:
-    """Return seconds of operations in each phase; a device hides what starts while it works."""
+    """Return seconds of operations in each phase that a device does not hide."""
     last = run.last_operations
     inner = run.inner_operations if accumulation > 1 and run.inner_operations else (1 - _STEP_SHARE) * last
     passes = accumulation * inner * machine.operation_s
@@ -167,7 +167,7 @@ def _overheads(
 
 
 def _fetched_s(run: DryRunResult, machine: Machine, setup: ZeroFeatures, accumulation: int) -> float:
-    """Return seconds of bringing parameters from the host, for forward and for backward."""
+    """Return seconds of fetching parameters from the host, forward and backward."""
     if machine.host_copy_bytes_per_s is None or not setup.has_host_params:
         return 0.0
     num_bytes = 2 * accumulation * setup.bytes_per_value * run.parameters / setup.replicas
@@ -176,7 +176,7 @@ def _fetched_s(run: DryRunResult, machine: Machine, setup: ZeroFeatures, accumul
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Exposed:
-    """Seconds of communication that computing does not hide: never could, could but does not."""
+    """Seconds of communication that never could be hidden; that could, but are not."""
 
     moved_s: float
     called_s: float

@@ -65,12 +65,12 @@ class ZeroFeatures:
 
     @property
     def group(self) -> tuple[int, bool, bool]:
-        """The most important features: stage, optimizer on the host, parameters on the host."""
+        """The main features: stage, optimizer on the host, parameters on the host."""
         return self.stage, self.host_share > 0, self.has_host_params
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of DeepSpeed 0.19.8's gradient buckets: two with overlap in stages 1 and 2, else one.
+        """Bytes of the gradient buckets: two with overlap in stages 1, 2, else one.
 
         Source: DeepSpeed ``runtime/zero/stage_1_and_2.py`` ``setup_buckets`` and ``stage3.py``'s flat bucket.
         """

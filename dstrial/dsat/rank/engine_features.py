@@ -15,7 +15,7 @@ from dstrial.engine.model_flops import counted_flops, is_compiled
 
 
 class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Counts, while entered, operations that reach torch's dispatcher; a fused one counts once."""
+    """Counts, while entered, operations that reach torch's dispatcher."""
 
     supports_higher_order_operators = True
 
@@ -30,7 +30,7 @@ class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
 
 def engine_features(engines: list[Any]) -> dict[str, float]:
-    """Return the traits of a rank's engines, each summed over them; ``knob_effects.PROBES`` says what they count."""
+    """Return the traits of a rank's engines, summed; see ``knob_effects.PROBES``."""
     modules = [module for engine in engines for module in engine.module.modules()]
     return {
         "probe_modules": float(len(modules)),
@@ -56,7 +56,7 @@ class FirstMicroBatch:
         self._seen: set[tuple[str, int]] = set()
 
     def run(self, phase: str, engine: Any, call: Callable[[], Any], *, is_outermost: bool) -> Any:
-        """Make a call of an engine (``forward``, ``backward``, ``train_batch``), counted if it is the first of its phase.
+        """Make a call of an engine, counted if it is the first of its phase.
 
         ``is_outermost`` is false for calls inside of another one, as those of a pipeline's ``train_batch`` are.
         """

@@ -25,7 +25,7 @@ _REPEATS = 5
 
 
 def with_machine(measured: Measured, settings: Mapping[str, Any] | None, dtype: torch.dtype) -> Measured:
-    """Return a measurement, with the machine's metrics if the settings ask for them. Ranks: all, collectively."""
+    """Return a measurement, with the machine's metrics if asked. Ranks: all."""
     if not (settings or {}).get(BENCHMARK_KEY):
         return measured
     return Measured({**measured.metrics, **measure_machine(dtype)})

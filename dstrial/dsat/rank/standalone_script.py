@@ -33,7 +33,7 @@ _NO_MASTER = "http://localhost:1"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a script, or ``-m MODULE``, as a rank of a local trial. Ranks: all, collectively."""
+    """Run a script, or ``-m MODULE``, as a rank of a local trial. Ranks: all."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     known = read_experiment()
     assert known is not None, "the launcher was given --config"
@@ -132,7 +132,7 @@ def stand_in_cluster(
     num_ranks: int,
     address: str,
 ) -> det.ClusterInfo:
-    """Return what ``det.get_cluster_info()`` says to a rank of a trial whose master does not exist."""
+    """Return the cluster info of a rank of a trial without a master."""
     trial = det.TrialInfo(
         trial_id=0,
         experiment_id=0,

@@ -103,7 +103,7 @@ class StepTimer:
     # ---- what engines tell -----------------------------------------------------------------------
 
     def run(self, phase: str, engine: Any, call: Callable[[], Any]) -> Any:
-        """Make an engine's call, timed or counted where the mode asks for it. Ranks: all, collectively."""
+        """Make an engine's call, timed or counted as the mode says. Ranks: all."""
         if engine not in self._engines:
             self._engines.append(engine)
         self.phase = phase
@@ -122,7 +122,7 @@ class StepTimer:
         return result
 
     def stepped(self, engine: Any) -> None:
-        """Count the first engine's step; after a window agree on what is next. Ranks: all, collectively."""
+        """Count a step; after a window agree on what is next. Ranks: all, collectively."""
         self.phase = "training"
         if engine is not self._engines[0] or self.is_done:
             return

@@ -70,7 +70,7 @@ class TrialWorkload:
         sample_batch: str | None = None,
         trusts_code: bool = False,
     ) -> None:
-        """Make the trial, and take the largest of its first ``num_batches`` batches, or the file ``sample_batch``.
+        """Make the trial; take its largest batch of ``num_batches``, or ``sample_batch``.
 
         ``micro_batch_size`` is what the context says meanwhile.
         """

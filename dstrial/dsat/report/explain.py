@@ -173,7 +173,7 @@ def device_needs(
 
 
 def _tried(trials: Sequence[TrialResult], like: TrialResult, micro_batch_size: int) -> str | None:
-    """Return how the same structure ended at another micro batch; None if it was not tried."""
+    """Return how the structure ended at another micro batch; None if not tried."""
     for trial in trials:
         same = (
             trial.candidate.stage == like.candidate.stage

@@ -68,7 +68,7 @@ def format_duration(seconds: float) -> str:
 
 
 def rates(metrics: Mapping[str, float]) -> str:
-    """Return which of the measured throughputs is which; empty where none was measured."""
+    """Return which of the measured throughputs is which; empty without any."""
     return ", ".join(
         f"{four_digits(metrics[name])} {meaning}" for name, meaning in _RATES.items() if metrics.get(name)
     )

@@ -133,5 +133,5 @@ def refusal(found: CheckResult, candidate: Candidate, own_warnings: Collection[s
 
 
 def width_of(effective: Mapping[str, Any]) -> int:
-    """Return 2 for a config with half precision (fp16 or bf16), else 4; ``effective`` has all defaults in it."""
+    """Return 2 for fp16 or bf16, else 4; ``effective`` has all defaults in it."""
     return 2 if effective["fp16"]["enabled"] or effective["bf16"]["enabled"] else 4

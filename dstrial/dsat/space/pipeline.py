@@ -20,7 +20,7 @@ _FOR_IT = 8  # micro batches per stage: 8 P / (8 P + P - 1) is nearly 0.9
 
 
 def efficiency(accumulation: int, num_stages: int) -> float:
-    """Return the share of a step outside of filling and draining a pipeline of equal stages.
+    """Return the share of a step outside of filling and draining a pipeline.
 
     Source: Huang et al. 2019 (GPipe), section 2.3; the same for 1F1B (Narayanan et al. 2021).
     """
@@ -53,7 +53,7 @@ def stages_path(paths: Sequence[str], hyperparameters: Mapping[str, Any], sizes:
 
 
 def with_stages(sizes: ParallelDims, num_stages: Any) -> ParallelDims:
-    """Return the sizes of a job with another number of stages; ``ValueError`` if the ranks cannot be divided so."""
+    """Return the sizes with other stages; ``ValueError`` if ranks are indivisible."""
     if not isinstance(num_stages, int) or isinstance(num_stages, bool):
         raise ValueError(f"pipeline stages are {num_stages!r}; expected a whole number. Correct it.")
     return dataclasses.replace(sizes, pp=num_stages, is_pipeline=True)
@@ -71,7 +71,7 @@ def divided_anew(batch: BatchSplit, sizes: ParallelDims, num_stages: int, *, is_
 
 
 def uneven(num_stages: int, hyperparameters: Mapping[str, Any]) -> str | None:
-    """Return why stages cannot share layers evenly; None if they can, or it is unknown."""
+    """Return why stages cannot share layers evenly; None if they can, or unknown."""
     for name in LAYER_NAMES:
         num_layers = hyperparameters.get(name)
         if isinstance(num_layers, int) and num_layers % num_stages:

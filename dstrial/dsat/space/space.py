@@ -188,7 +188,7 @@ class Space:
         return first
 
     def draw(self, random: SearchRandom, stage: int, num_params: float | None = None) -> Structure:
-        """Draw one value of every knob that the random methods draw; sizes above ``num_params`` count once."""
+        """Draw one value of every drawn knob; sizes above ``num_params`` count once."""
         settings = []
         for knob in self.knobs(stage):
             if knob.is_drawn:

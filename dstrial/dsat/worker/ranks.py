@@ -37,7 +37,7 @@ class RankPool:
         deadline_s: float,
         is_given_up: Callable[[], bool] = lambda: False,
     ) -> TaskResult | None:
-        """Have all ranks measure a configuration; None if it was given up, which is asked once a second.
+        """Have all ranks measure a configuration; None if it was given up.
 
         Raises:
             RankError: a supervisor has gone, and with it a slot.
@@ -81,7 +81,7 @@ class RankPool:
     def _receive_all(
         self, number: int, deadline_at_s: float, is_given_up: Callable[[], bool]
     ) -> tuple[dict[int, dict[str, Any]] | None, bool]:
-        """Return each rank's message, None if given up, and whether the deadline came first."""
+        """Return each rank's message, None if given up, and whether it was too late."""
         said: dict[int, dict[str, Any]] = {}
         until_s = deadline_at_s
         ask_at_s = time.monotonic() + _ASK_PERIOD_S

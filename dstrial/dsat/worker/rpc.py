@@ -53,7 +53,7 @@ class Connection:
             self.socket.sendall(told + b" " + text + b"\n")
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """Return the messages that have come once ``select`` says so; None if the other side has gone."""
+        """Return the messages that have come; None if the other side has gone."""
         try:
             chunk = self.socket.recv(1 << 16)
         except OSError:
@@ -153,7 +153,7 @@ def connect(identity: RankIdentity) -> Connection:
 
 
 def _greeted_supervisor(connection: socket.socket) -> tuple[int, Connection] | None:
-    """Return the rank of a connected supervisor and its connection; None if it is none of this worker."""
+    """Return a supervisor's rank and connection; None if it is of another worker."""
     if not _is_own_account(connection):
         return None
     nonce = secrets.token_hex(16)
@@ -208,12 +208,12 @@ def _connection_key(nonce: str, answer: str, rank: int) -> bytes:
 
 
 def _key() -> bytes:
-    """Return the key of this worker: from its job's secret, if any, and its slots' secret."""
+    """Return this worker's key, of the secrets of its job, if any, and its slots."""
     return tag(key_from_environ(os.environ) or b"", b"dsat", job_name().encode())
 
 
 def _is_own_account(connection: socket.socket) -> bool:
-    """Return whether the other end is of this account, as the kernel knows on one machine."""
+    """Return whether the other end is of this account, as the kernel knows."""
     if connection.family != socket.AF_UNIX:
         return True
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

@@ -114,14 +114,14 @@ def supervise(line: Connection, words: Sequence[str]) -> None:
 
 
 def _status_of(rank: _Rank) -> int:
-    """Return the status of a rank that closed its pipe, after a moment to finish dying."""
+    """Return the status of a rank that closed its pipe, once it has died."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         rank.process.wait(5.0)
     return rank.end()
 
 
 def _variables(message: Mapping[str, Any]) -> dict[str, str]:
-    """Return a rank's environment: its own rendezvous; the launcher's knows only supervisors."""
+    """Return a rank's environment with a rendezvous of its own."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     meeting = kept.get(STORE_VARIABLE)
     if meeting:

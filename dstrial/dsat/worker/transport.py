@@ -99,7 +99,7 @@ class FileTransport:
 
 
 class ExperimentTransport:
-    """The experiment's notes from the driver, and the trial's metrics; retries while the master is away.
+    """The experiment's notes and the trial's metrics; waits for an absent master.
 
     Both are open to any client of any Determined: nothing of the protocol is new.
     """
