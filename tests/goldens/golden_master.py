@@ -93,6 +93,9 @@ def answers(scratch: Path) -> dict[str, str]:
 
 def _seed(master: Any) -> dict[str, Sequence[Any]]:
     """Make one of everything; returns the values for each parameter of a path."""
+    from dstrial.master.clock import parse_time
+    from dstrial.master.store.reports import logs
+
     checkpoint, allocation, task = master.checkpoints[1], "1.request.1", "1.request"
 
     def send(method: str, path: str, body: Any, token: str = "admin") -> dict[str, Any]:
@@ -106,8 +109,8 @@ def _seed(master: Any) -> dict[str, Sequence[Any]]:
     workspace = send("POST", "workspaces", {"name": "golden"})["workspace"]["id"]
     project = {"name": "paints", "description": "of walls", "workspaceId": workspace, "key": "PNT"}
     project_id = send("POST", f"workspaces/{workspace}/projects", project)["project"]["id"]
-    send("POST", f"projects/{project_id}/notes", {"name": "a note", "contents": "# of a project"})
-    send("POST", f"workspaces/{workspace}/pin", {})
+    notes = [{"name": "a note", "contents": "# of a project"}]
+    send("PUT", f"projects/{project_id}/notes", {"notes": notes})
     template = {"name": "base", "config": {"labels": ["x"], "max_restarts": 2}, "workspaceId": 0}
     send("POST", "templates/base", template)
     token = send("POST", "tokens", {"userId": 2, "lifespan": "72h", "description": "of a script"})
@@ -156,8 +159,8 @@ def _seed(master: Any) -> dict[str, Sequence[Any]]:
         "reportTime": _TIME,
     }
     send("POST", "checkpoints", written, "trial-1")
-    line = {"taskId": task, "allocationId": allocation, "timestamp": _TIME, "stdtype": "stdout", "rankId": 0}
-    send("POST", "task/logs", {"logs": [{**line, "log": "a line", "level": "LOG_LEVEL_INFO"}]}, "trial-1")
+    line = logs.LogLine(parse_time(_TIME), "stdout", "INFO", 0, "a line\n")
+    master.services.database.write(lambda tx: logs.add_task_logs(tx, task, 1, allocation, [line]))
     model = {
         "name": "net",
         "description": "of the wall",
@@ -182,13 +185,9 @@ def _seed(master: Any) -> dict[str, Sequence[Any]]:
     generic_id = send("POST", "generic-tasks", generic, "determined")["taskId"]
     return {
         "agent_id": [master.services.agent_id],
-        "slot_id": ["0"],
         "allocation_id": [allocation],
-        "resources_id": ["x"],
         "checkpoint_uuid": [checkpoint],
         "task_id": [task, command_id, board_id, generic_id],
-        "external_id": ["theirs"],
-        "external_trial_id": ["one"],
         "experiment_id": [1, outside],
         "trial_id": [1],
         "run_id": [1],
@@ -196,7 +195,6 @@ def _seed(master: Any) -> dict[str, Sequence[Any]]:
         "version": [1],
         "workspace_id": [1, workspace],
         "project_id": [1, project_id],
-        "key": ["PNT"],
         "pool": ["default"],
         "template": ["base"],
         "user_id": [2],

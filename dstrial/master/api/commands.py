@@ -197,7 +197,7 @@ def _tensorboard_json(request: ApiRequest, row: commands.CommandInfo) -> dict[st
 async def _launched(
     request: ApiRequest, kind: CommandKind, experiment_ids: list[int], trial_ids: list[int]
 ) -> tuple[commands.CommandInfo, dict[str, Any]]:
-    """Store a command, which starts as soon as there are slots; return its row and shown config."""
+    """Store a command, queued for slots; return its row and its shown config."""
     body, services = request.body(), request.services
     spec = await checked(request, body.mapping("config") or {}, kind, body.text("templateName"))
     files = [dict(file) for file in body.field_list("files") or []]

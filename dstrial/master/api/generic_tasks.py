@@ -59,7 +59,7 @@ async def create(request: ApiRequest) -> dict[str, Any]:
 async def _given(request: ApiRequest, body: Fields, forked_from: str | None) -> dict[str, Any]:
     text = body.text("config") or ""
     if not text.strip() and forked_from is not None:
-        row = await request.services.read(commands.require, forked_from)
+        row = await request.services.read(commands.require, forked_from, _KIND)
         assert row.original_config is not None
         original: dict[str, Any] = json.loads(row.original_config)
         return original

@@ -130,8 +130,8 @@ def allocation_json(row: Allocation) -> dict[str, Any]:
 
 
 def submitted(row: commands.CommandInfo, names: SecretNames) -> str:
-    assert row.original_config is not None
-    return masked_json(row.original_config, names)
+    """Return a task's config: as submitted of a generic one, complete of others; JSON."""
+    return masked_json(row.original_config or row.config, names)
 
 
 async def show_task(request: ApiRequest) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Trials: look at them and their workloads, take reports, kill; preemption signals."""
+"""Trials: their workloads, reports, preemption signals and ends."""
 
 from __future__ import annotations
 
