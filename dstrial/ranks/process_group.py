@@ -95,15 +95,6 @@ def prepare_accelerator() -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
 
 
-def keep_compiler_out() -> None:
-    """Import DeepSpeed, and train without torch's compiler until it is used.
-
-    Ranks: each its own; no communication.
-    """
-    # It imports DeepSpeed, whose accelerator has to be chosen before.
-    importlib.import_module("dstrial.engine.deepspeed_internals.compiler").keep_compiler_out()
-
-
 def init_process_group(identity: RankIdentity, *, timeout_s: float) -> RankIdentity:
     """Bring up torch's default process group through DeepSpeed, unless it is up.
 
@@ -134,7 +125,6 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> RankIdent
     """
     global _created
     prepare_accelerator()
-    keep_compiler_out()
     ask_torch_for_free_memory()
     if torch.distributed.is_initialized() or os.environ.get(MANUAL_INIT_VARIABLE):
         return identity

@@ -199,7 +199,9 @@ def test_compile_before_initialize_under_zero_3_is_refused(monkeypatch):
         return plain_initialize(model=model, **{**arguments, "model_parameters": model.parameters()})
 
     monkeypatch.setattr(deepspeed, "initialize", initialize)
-    with pytest.raises(TrialContractError, match=r"wrapped by torch\.compile.*Call engine\.compile\(\) after"):
+    with pytest.raises(
+        TrialContractError, match=r"wrapped by torch\.compile.*Call engine\.compile\(\) after"
+    ):
         fit(hparams={"deepspeed_config": deepspeed_config(3)})
 
 

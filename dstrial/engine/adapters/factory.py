@@ -51,7 +51,9 @@ def require_engine(engine: object) -> None:
             "that deepspeed.initialize returns first. Write: engine, *_ = deepspeed.initialize(...); "
             "self.model_engine = context.wrap_model_engine(engine)."
         )
-    loaded = sys.modules.get("torch._dynamo.eval_frame")  # None where nothing was compiled: it is slow to import
+    loaded = sys.modules.get(
+        "torch._dynamo.eval_frame"
+    )  # None where nothing was compiled: it is slow to import
     if loaded is None or not engine.zero_optimization_partition_weights():
         return
     if any(isinstance(module, loaded.OptimizedModule) for module in engine.module.modules()):
