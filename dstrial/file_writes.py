@@ -56,10 +56,10 @@ def sync_path(path: Path) -> None:
 
 
 def remove_tree(directory: Path, *, is_forced: bool = False) -> None:
-    """Delete a directory, however deep it is; follow no links. A missing one is no error.
+    """Delete a directory, however deep; follow no links. A missing one is no error.
 
-    Python's ``shutil.rmtree`` fails at about 1000 levels (RecursionError, CPython before 3.13). ``is_forced`` deletes the
-    content of read-only directories, too. What can be deleted is deleted before an OSError.
+    Python's ``shutil.rmtree`` fails at about 1000 levels (RecursionError, CPython before 3.13). ``is_forced`` deletes
+    the content of read-only directories, too. What can be deleted is deleted before an OSError.
     """
     problem: OSError | None = None
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessState:
-    """A process at one moment: its state letter (proc(5)) and its start, in ticks since boot."""
+    """A process at one moment: state letter (proc(5)), start in ticks since boot."""
 
     letter: str
     start_ticks: int
@@ -60,7 +60,7 @@ def read_state(pid: int) -> ProcessState | None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when a process started, in ticks since boot, which tells a reused pid apart; None without one."""
+    """Return a process's start in ticks since boot, which tells a reused pid apart."""
     state = read_state(pid)
     return None if state is None else state.start_ticks
 

@@ -28,7 +28,7 @@ _DEVICE_FILES = ("nvidia*", "kfd", "dri/renderD*", "accel*", "davinci*", "hl[0-9
 
 
 def is_on_cluster(environ: Mapping[str, str]) -> bool:
-    """Return whether this may be a process of Determined's cluster or of an embedded master."""
+    """Return whether this may be a process of a cluster or an embedded master."""
     return any(name in environ for name in _CLUSTER_VARIABLES)
 
 

@@ -100,7 +100,10 @@ class RankFailure:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ErrorRecord:
-    """What a rank wrote about the exception that ended it; ``whole`` is the path of the whole traceback."""
+    """What a rank wrote about the exception that ended it.
+
+    ``line`` is empty in records of others. ``whole`` is the path of the whole traceback.
+    """
 
     summary: str
     text: str

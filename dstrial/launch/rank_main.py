@@ -51,7 +51,7 @@ def trial_command(
     test_mode: bool = False,
     python: str = sys.executable,
 ) -> list[str]:
-    """Return the command that trains a trial on one rank, for ``run_ranks``; without a config on a cluster."""
+    """Return the command of one rank of a trial; on a cluster without a config."""
     command = [python, "-m", _MODULE, "--trial", trial, "--context-dir", str(context_dir.resolve())]
     if config is not None:
         command += ["--config", str(config.resolve())]

@@ -43,9 +43,10 @@ def num_accelerators() -> int:
 
 
 def num_slots(asked: int | None, configured: int | None) -> int:
-    """Return how many ranks to start off a cluster: as asked, else as configured, else one per accelerator, else 1.
+    """Return how many ranks to start off a cluster.
 
-    Refuses fewer than 1, and more than the accelerators unless ``DSTRIAL_SHARE_DEVICE=1``. Configured 0 means one rank on CPU.
+    As asked, else as configured (0 means one rank on CPU), else one per accelerator, else 1. Refuses fewer than 1, and more
+    than the accelerators unless ``DSTRIAL_SHARE_DEVICE=1``.
     """
     if asked is not None and asked < 1:
         raise LaunchError(f"--slots is {asked}; expected at least 1. Leave it out to take the config's.")

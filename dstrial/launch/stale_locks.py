@@ -69,7 +69,10 @@ def _unheld(folder: Path) -> dict[Path, tuple[int, int, int]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Build:
-    """An extension that is being compiled; with ``is_kept`` it has a result, and is mostly only loaded under the lock."""
+    """An extension that is being compiled.
+
+    With ``is_kept`` it has a result, and is mostly only loaded, under the same lock.
+    """
 
     operator: str
     folder: Path

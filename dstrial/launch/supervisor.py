@@ -73,7 +73,10 @@ class Supervisor:
     def set_files(
         self, local_rank: int, *, error_file: Path, stderr_file: Path | None, why_left: Callable[[], str]
     ) -> None:
-        """Set a rank's files; ``why_left`` tells why its exit code 0 is a failure, empty where it is none."""
+        """Set a rank's files.
+
+        ``why_left`` tells why exit code 0 is a failure, empty where it is none.
+        """
         self._error_files[local_rank] = error_file
         self._why_left[local_rank] = why_left
         if stderr_file is not None:
@@ -153,7 +156,7 @@ class Supervisor:
         return None if ending is None else ending.failure
 
     def first_ending(self) -> RankEnding | None:
-        """Return the first failure of this machine, and whether a rank elsewhere caused it."""
+        """Return this machine's first failure, and whether a rank elsewhere caused it."""
         endings = (self._ending(local_rank) for local_rank in sorted(self._ended))
         first = first_ending(ending for ending in endings if ending is not None)
         if first is None or not first.is_consequence:

@@ -56,10 +56,10 @@ class _Frame:
 
 
 def short_traceback(error: BaseException, directory: Path | None = None) -> ShortTraceback:
-    """Format an exception for the author of the program; files below ``directory`` are named relative to it.
+    """Format an exception for the author of the program.
 
-    A chained exception is shown if it is the stated cause and says something that the last one does not, or if it was raised
-    in the user's code.
+    Files below ``directory`` (the working directory if None) are named relative to it. A chained exception is shown if it is the
+    stated cause and says something that the last one does not, or if it was raised in the user's code.
     """
     base = f"{(directory or Path.cwd()).resolve()}/"
     described = traceback.TracebackException.from_exception(error, compact=True)

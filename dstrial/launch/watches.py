@@ -24,7 +24,7 @@ logger = logging.getLogger("dstrial.launch")
 def watching(
     look: Callable[[], None], close: Callable[[], None], *, name: str, every_s: float
 ) -> Iterator[None]:
-    """Call ``look`` every ``every_s`` seconds from a thread while a block lasts, then ``close``.
+    """Call ``look`` from a thread while a block lasts, then ``close``.
 
     A look that fails is logged, once in a row of equal ones, and watching goes on.
     """
@@ -52,7 +52,7 @@ def watching(
 
 
 class ShownFile:
-    """A file of the allocation's directory that shows what a watch sees; nothing off a master."""
+    """A file of the allocation's directory that shows what a watch sees."""
 
     def __init__(self, name: str) -> None:
         directory = os.environ.get(ALLOCATION_DIR_VARIABLE)

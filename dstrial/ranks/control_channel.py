@@ -120,9 +120,10 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
         return [stuff] if self._group_channel is None else self._group_channel.allgather(stuff, "allgather")
 
     def begin_allgather(self, stuff: Any) -> PendingGather | None:
-        """Start an ``allgather`` without blocking; ``wait`` of the result returns the values. None on one rank.
+        """Start an ``allgather`` without blocking; ``wait`` of the result has the values.
 
-        Other operations may come before ``wait``, on all ranks in the same order. Ranks: all, collectively.
+        Returns None on one rank. Other operations may come before ``wait``, on all ranks in the same order.
+        Ranks: all, collectively.
         """
         if self._group_channel is None:
             return None
@@ -158,20 +159,23 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
         )
 
     def arrive(self, place: str) -> None:
-        """Note in the store that this rank is at ``place``: a text equal on all ranks, and new each time."""
+        """Note in the store that this rank is at ``place``.
+
+        The text is equal on all ranks, and new each time.
+        """
         if self._group_channel is not None:
             self._group_channel.arrive(place)
 
     def all_arrived(self, place: str, timeout_s: float) -> bool:
-        """Wait until all ranks have passed ``place`` to ``arrive``; return whether they may go on together.
+        """Wait until all ranks are at ``place``; return whether they may go on together.
 
-        False where a rank does not come, or has made other collective operations since. No collective: a rank that gives up
-        blocks nobody.
+        False where a rank does not come, or has made other collective operations since. No collective: a rank that gives
+        up blocks nobody.
         """
         return self._group_channel is None or self._group_channel.all_arrived(place, timeout_s)
 
     def leave(self, reason: str) -> None:
-        """Leave the channel for good; ranks that wait for this one fail with ``reason`` within seconds."""
+        """Leave for good; ranks that wait for this one fail with ``reason`` in seconds."""
         if self._group_channel is not None:
             self._group_channel.leave(reason)
 

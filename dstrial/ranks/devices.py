@@ -34,7 +34,7 @@ def is_shared(identity: RankIdentity, num_devices: int, *, may_share: bool) -> b
 
 
 def device_index(identity: RankIdentity, num_devices: int, kind: str, *, may_share: bool) -> int:
-    """Return the index of this rank's accelerator among the visible ones; ``kind`` is for the error."""
+    """Return the index of this rank's accelerator among the visible ones."""
     if num_devices and may_share:
         return identity.local_rank % num_devices
     # A launcher that shows every rank only its own accelerator leaves one, with index 0.

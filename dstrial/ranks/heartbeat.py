@@ -84,7 +84,10 @@ class Beat:
 
 
 class Heartbeat:
-    """Writes this rank's slot, from the main thread and the thread of saves; into private memory without a buffer."""
+    """Writes this rank's slot; into private memory without a buffer.
+
+    The main thread and the thread of saves use it.
+    """
 
     def __init__(self, buffer: mmap.mmap | bytearray | None = None, offset: int = 0) -> None:
         self._buffer = bytearray(SLOT_BYTES) if buffer is None else buffer
@@ -138,7 +141,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def during(self, phase: Phase, batch: int) -> Iterator[None]:
-        """Say what the main thread does in a block, and keep how long it took if the block ends well."""
+        """Say what the main thread does in a block; keep how long if it ends well."""
         self.begin(phase, batch)
         began_s = time.monotonic()
         yield

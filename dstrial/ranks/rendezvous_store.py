@@ -105,7 +105,10 @@ def as_init_method(store: Any, identity: RankIdentity) -> str:
 
 
 def meet_privately(identity: RankIdentity) -> None:
-    """Have ``env://`` meet as in :func:`open_store`, for user code that makes the process group itself."""
+    """Have ``env://`` meet as in :func:`open_store`.
+
+    For user code that makes the process group itself, if the launcher serves no store.
+    """
     if identity.world_size > 1 and private_path(os.environ, identity) is None:
         return
 
@@ -149,7 +152,7 @@ def _tcp_store(identity: RankIdentity, timeout_s: float) -> Any:
 
 
 def serve_store(addr: str, port: int, timeout: datetime.timedelta) -> Any:
-    """Return a ``TCPStore`` that this process serves at one address; port 0 is a free one."""
+    """Return a ``TCPStore`` that this process serves at one address."""
     try:
         server = listening_socket(addr, port)
     except OSError as error:

@@ -22,7 +22,7 @@ _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def free_port(addr: str = LOOPBACK_ADDR) -> int:
-    """Return a TCP port that is free on loopback, or for another ``addr`` on all interfaces.
+    """Return a TCP port that is free on loopback, or else on all interfaces.
 
     It is outside the range of outgoing connections, and takes nothing from the trial's random numbers.
     """

@@ -38,12 +38,9 @@ def adapt(
 
 
 def require_engine(engine: object) -> None:
-    """Refuse what is no DeepSpeed engine, and one under ZeRO 3 whose module ``torch.compile`` has wrapped.
+    """Refuse what is no DeepSpeed engine, or holds a compiled module under ZeRO 3.
 
-    DeepSpeed 0.19 partitions the wrapped module's parameters, and misses them or fails at the wrapper.
-
-    Raises:
-        TrialContractError: it is none, or cannot train.
+    DeepSpeed 0.19 partitions the parameters of a module that ``torch.compile`` has wrapped, and fails at the wrapper.
     """
     if not isinstance(engine, DeepSpeedEngine):
         raise TrialContractError(
@@ -51,9 +48,8 @@ def require_engine(engine: object) -> None:
             "that deepspeed.initialize returns first. Write: engine, *_ = deepspeed.initialize(...); "
             "self.model_engine = context.wrap_model_engine(engine)."
         )
-    loaded = sys.modules.get(
-        "torch._dynamo.eval_frame"
-    )  # None where nothing was compiled: it is slow to import
+    # Not there where nothing was compiled; importing it takes seconds.
+    loaded = sys.modules.get("torch._dynamo.eval_frame")
     if loaded is None or not engine.zero_optimization_partition_weights():
         return
     if any(isinstance(module, loaded.OptimizedModule) for module in engine.module.modules()):

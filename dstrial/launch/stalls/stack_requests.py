@@ -24,7 +24,7 @@ _MOST_WORKERS = 8
 def ask_for_stacks(
     views: Sequence[RankView], files: Mapping[int, Path], kept: Path | None
 ) -> dict[int, list[ThreadStack]]:
-    """Return the stacks of the ranks that can write them now, within five seconds; ``kept`` keeps the texts."""
+    """Return the stacks of ranks that can write them now, within five seconds."""
     asked: dict[int, tuple[Path, int]] = {}
     for view in views:
         path = files.get(view.rank)
@@ -44,7 +44,10 @@ def ask_for_stacks(
 
 
 def ask_workers(view: RankView, path: Path) -> dict[int, list[ThreadStack]]:
-    """Return the stacks of a rank's forks, such as loader workers, by pid; they write into the rank's file."""
+    """Return the stacks of a rank's forks, such as loader workers, by pid.
+
+    They write into the rank's file.
+    """
     found: dict[int, list[ThreadStack]] = {}
     for pid in children(view.pid)[:_MOST_WORKERS]:
         # One that is no fork of the rank may catch the signal for something else.

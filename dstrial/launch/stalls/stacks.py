@@ -77,9 +77,9 @@ class Wait(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank is: what it waits for, in which collective, and the innermost call of the user's code.
+    """Where a rank is, and what it waits for.
 
-    ``worker_pid`` is the loader worker whose call that is; 0 where it is the rank's own.
+    ``user_frame`` is the innermost call of the user's code, of the loader worker ``worker_pid`` where that is not 0.
     """
 
     wait: Wait

@@ -30,9 +30,9 @@ _DOING = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Account:
-    """What is said of a stall: ``text`` has no full stop, ``guilty`` is the rank that holds the others up, if known.
+    """What is said of a stall; ``text`` has no full stop.
 
-    Without ``is_of_ranks`` the master stalls.
+    ``guilty`` is the rank that holds the others up, if known. Without ``is_of_ranks`` the master stalls.
     """
 
     text: str
@@ -43,7 +43,10 @@ class Account:
 
 
 def account(views: Sequence[RankView], places: Mapping[int, Place]) -> Account:
-    """Say which rank is where, the one that holds the others up first; ``places`` lacks ranks without a stack."""
+    """Say which rank is where, the one that holds the others up first.
+
+    ``places`` lacks ranks without a stack.
+    """
     watched = [view for view in views if view.beat.phase is not Phase.NONE]
     if not watched:
         return account_of_save(views, {})
@@ -65,7 +68,7 @@ def account(views: Sequence[RankView], places: Mapping[int, Place]) -> Account:
 
 
 def account_of_save(views: Sequence[RankView], places: Mapping[int, Place]) -> Account:
-    """Name the rank that a checkpoint in the background waits for; training may go on meanwhile."""
+    """Name the rank that a checkpoint in the background waits for."""
     saving = [view for view in views if view.save_age_s > 0]
     if not saving:
         return Account("no rank says where it is", None)
@@ -104,7 +107,7 @@ def _saving_state(view: RankView, place: Place | None) -> str:
 
 
 def _guilty(views: Sequence[RankView], places: Mapping[int, Place]) -> RankView | None:
-    """Return the rank that holds the others up: the first whose wait no other rank can cause."""
+    """Return the first rank whose wait no other rank can cause."""
     # On an accelerator a rank may wait for others without a call that says so: who works is guilty only if another one waits.
     is_awaited = len(views) == 1 or any(_waits(place) for place in places.values())
     for is_guilty in (

@@ -37,7 +37,10 @@ class NodeAccount:
 
 
 class StallBoard:
-    """One launcher's view of what all of them say, in the store that the first one serves; for one thread."""
+    """One launcher's view of what all of them say in the first one's store.
+
+    For one thread.
+    """
 
     def __init__(self, addr: str, port: int, node_rank: int, num_nodes: int) -> None:
         self._addr = addr
@@ -53,7 +56,7 @@ class StallBoard:
             self._opened().set(f"{_KEY}/{self._node_rank}", said)
 
     def ask(self, wait_s: float) -> list[NodeAccount] | None:
-        """Return what each other launcher says, after at most ``wait_s``; None if the store does not answer."""
+        """Return what each other launcher says; None if the store does not answer."""
         give_up_at_s = time.monotonic() + wait_s
         try:
             while True:

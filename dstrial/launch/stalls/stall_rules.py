@@ -82,7 +82,10 @@ class Stall:
 
 
 def longest_of(views: Sequence[RankView], longest_batch_s: float | None) -> dict[Phase, float]:
-    """Return the longest of each phase that has ended; batches are measured by the launcher."""
+    """Return the longest of each phase that has ended.
+
+    The launcher measures batches.
+    """
     found = {} if longest_batch_s is None else {Phase.BATCH: longest_batch_s}
     for view in views:
         for phase, seconds in zip(Phase, view.beat.longest_s, strict=True):

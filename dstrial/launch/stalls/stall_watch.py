@@ -63,7 +63,7 @@ _OTHERS_MAY_TAKE_S = 3.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WatchedRanks:
-    """The ranks of this machine: their heartbeats, their global numbers by slot, and files by number.
+    """Heartbeats, global numbers by slot, and files of this machine's ranks.
 
     ``memory`` keeps the positions that ranks were ended at. ``board`` connects launchers of several machines.
     """
