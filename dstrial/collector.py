@@ -13,10 +13,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Collect nothing while the block lasts.
-
-    A collector that is switched off is left alone.
-    """
+    """Pause garbage collection in a block, if it is on."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

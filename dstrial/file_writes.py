@@ -15,16 +15,9 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def replace_file(path: Path, content: str | bytes, *, sync: bool = True, is_private: bool = False) -> None:
-    """Replace a file; a reader or a kill sees the old content or the new.
+    """Replace a file atomically: a reader or a kill sees the old content or the new.
 
-    Args:
-        path: the file; its directory must exist.
-        content: the whole new content; text is written as UTF-8.
-        sync: also wait until it is on the disk; False for files that only show progress.
-        is_private: whether other accounts must not read it, whatever the umask.
-
-    Raises:
-        OSError: the disk is full or the directory is not writable; the old content is still there.
+    With ``sync`` also wait for the disk. With ``is_private`` other accounts cannot read it, whatever the umask.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -39,9 +32,7 @@ def replace_file(path: Path, content: str | bytes, *, sync: bool = True, is_priv
 
 
 def make_file(path: Path, content: str | bytes) -> None:
-    """Make a file that only its owner may read, whole and on the disk.
-
-    Of several who do so at once one succeeds.
+    """Create a file that only its owner may read, atomically and on the disk.
 
     Raises:
         FileExistsError: there is one, which stays as it is.
@@ -57,7 +48,6 @@ def make_file(path: Path, content: str | bytes) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Wait until a file's content, or a directory's entries, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -66,16 +56,10 @@ def sync_path(path: Path) -> None:
 
 
 def remove_tree(directory: Path, *, is_forced: bool = False) -> None:
-    """Delete a directory, however deep it is; follow no links.
+    """Delete a directory, however deep; follow no links. A missing one is no error.
 
-    Python's ``shutil.rmtree`` fails at about 1000 levels (RecursionError, CPython before 3.13).
-
-    Args:
-        directory: to be deleted; of a link only the link. What is not there is no error.
-        is_forced: whether to delete what is in read-only directories, too.
-
-    Raises:
-        OSError: the first thing that cannot be deleted; all that can be is deleted.
+    Python's ``shutil.rmtree`` fails at about 1000 levels (RecursionError, CPython before 3.13). ``is_forced`` deletes
+    the content of read-only directories, too. What can be deleted is deleted before an OSError.
     """
     problem: OSError | None = None
     try:

@@ -13,19 +13,14 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProcessState:
-    """A process at one moment.
-
-    Attributes:
-        letter: the state as the kernel tells it, ``R``, ``S``, ``D``, ``T``, ``t`` or ``Z`` (proc(5)).
-        start_ticks: when it started, ticks since boot.
-    """
+    """A process at one moment: state letter (proc(5)), start in ticks since boot."""
 
     letter: str
     start_ticks: int
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has ended, and its parent has not waited for it yet."""
+        """Whether it is a zombie."""
         return self.letter in ("Z", "X")
 
     @property
@@ -65,16 +60,13 @@ def read_state(pid: int) -> ProcessState | None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when a process started, ticks since boot; None if there is none.
-
-    It tells a reused pid apart.
-    """
+    """Return a process's start in ticks since boot, which tells a reused pid apart."""
     state = read_state(pid)
     return None if state is None else state.start_ticks
 
 
 def is_stopped(pid: int) -> bool:
-    """Say whether a process lives and is held by a signal (SIGSTOP) or a debugger."""
+    """Return whether SIGSTOP or a debugger holds a live process."""
     state = read_state(pid)
     return state is not None and state.is_stopped
 
@@ -98,7 +90,6 @@ def children(pid: int) -> list[int]:
 
 
 def has_open(pid: int, path: Path) -> bool:
-    """Say whether a process holds a file open."""
     try:
         return any(one.readlink() == path for one in Path(f"/proc/{pid}/fd").iterdir())
     except OSError:

@@ -18,7 +18,6 @@ import torch
 from torch.autograd.graph import _engine_run_backward
 from torch.utils.flop_counter import FlopCounterMode
 
-from dstrial.engine.deepspeed_internals import compiler
 from dstrial.engine.deepspeed_internals import engines as engines_of_deepspeed
 
 ResultT = TypeVar("ResultT")
@@ -81,7 +80,6 @@ class FlopCounter(FlopCounterMode):
 
     def __enter__(self) -> FlopCounter:
         super().__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        compiler.keep_compiler_out_of(type(self.mode))
         return self
 
     def paused(self, call: Callable[[], ResultT]) -> ResultT:

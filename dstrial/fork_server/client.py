@@ -72,12 +72,8 @@ def _do_nothing(_: object) -> None:
 class Connection:
     """The way to a fork server. Thread-safe.
 
-    Args:
-        connection: one end of a pair of sockets.
-        environment: that the server was started with.
-        added: variables that its imports have set; a process without them gets them.
-        free: names of variables in which forks may differ besides.
-        child: the process, if it is a child of this one and not waited for by anybody else; it is killed if it does not answer.
+    ``added`` are variables that its imports have set: a process without them gets them. Forks may differ in ``free`` ones.
+    A ``child`` that nobody else waits for is killed if it does not answer.
     """
 
     def __init__(
@@ -97,12 +93,7 @@ class Connection:
         connection.settimeout(ANSWER_TIMEOUT_S)
 
     def why_not(self, environment: Mapping[str, str], free: Collection[str] = ()) -> str:
-        """Return why a process with this environment cannot be a fork; empty if it can.
-
-        Args:
-            environment: of the process.
-            free: names of variables in which it may differ besides.
-        """
+        """Return why a process with this environment cannot be a fork; empty if it can."""
         names = differing(self._environment, {**self._added, **environment}, self._free.union(free))
         return f"{', '.join(names)}: not as where it was imported ahead" if names else ""
 
@@ -115,17 +106,9 @@ class Connection:
         free: Collection[str] = (),
         known: Callable[[int], None] = _do_nothing,
     ) -> int:
-        """Start a program as a child of this process.
+        """Start a program as a child of this process; return its pid.
 
-        Args:
-            program: what to run.
-            files: its standard input, output and error, and the files that it keeps.
-            mark: ``NAME=value`` by which /proc/PID/environ tells it.
-            free: names of variables in which it may differ besides.
-            known: called with its pid before it begins; where it raises, nothing begins.
-
-        Returns:
-            Its pid.
+        ``known`` is called with the pid before it begins; where that raises, nothing begins.
 
         Raises:
             ForkRefusedError: only a new process will do.
@@ -149,20 +132,10 @@ class Connection:
         mark: str | None = None,
         known: Callable[[int], None] = _do_nothing,
     ) -> int:
-        """Have a function called in a fork that leads a session, and outlives the server.
+        """Call a function in a fork that leads a session and outlives the server.
 
-        Args:
-            file: a file that imports the standard library only, with the function.
-            name: of the function; after the arguments it gets ``dstrial.fork_server.server.Forks``.
-            arguments: of the function.
-            files: standard input, output and error.
-            title: what /proc/PID/cmdline shows behind the interpreter.
-            places: ``Program.places`` of the program that the function will start.
-            mark: as of ``start_program``.
-            known: as of ``start_program``.
-
-        Returns:
-            Its pid; the server is its parent.
+        ``file`` imports the standard library only; its function ``name`` gets ``Forks`` after the arguments. ``title`` is shown
+        in /proc/PID/cmdline. Returns the pid of the server's child.
 
         Raises:
             ForkRefusedError: only a new process will do.
@@ -226,14 +199,7 @@ class Connection:
 
 
 class ForkServer(Connection):
-    """A fork server of this process, or one that others have started.
-
-    Args:
-        connection: one end of a pair of sockets.
-        environment: of which forks share the key.
-        added: variables that its imports have set, where they are known.
-        free: names of variables in which forks may differ besides.
-    """
+    """A fork server of this process, or one that others have started."""
 
     def __init__(
         self,
@@ -260,21 +226,10 @@ class ForkServer(Connection):
         copied: Sequence[str] = WITH_COPIES,
         huge_pages: bool = False,
     ) -> ForkServer:
-        """Start a server; it ends with this process.
+        """Start a server that imports ``imports`` and ends with this process.
 
-        Args:
-            environment: of a process whose like are to be forked; the server gets what all of them share.
-            imports: modules to be imported ahead.
-            log: file for what the imports print.
-            python: the interpreter.
-            listener: where others of this account may ask it, too: a socket that listens.
-            free: names of variables in which forks may differ besides.
-            copied: modules that start others, as ``WITH_COPIES``.
-            huge_pages: whether it moves its memory into huge pages first. That takes up to a second, and makes each fork take
-                half the time: for a server of many.
-
-        Raises:
-            OSError: it cannot be started.
+        ``listener`` lets others of this account ask it. ``copied`` are modules that start others, as ``WITH_COPIES``. With
+        ``huge_pages`` it first moves its memory, for up to a second, and forks in half the time.
         """
         ours, theirs = socket.socketpair()
         server = cls(ours, key_of(environment), free=free)
@@ -306,11 +261,7 @@ class ForkServer(Connection):
 
     @classmethod
     def connect(cls, path: str) -> ForkServer:
-        """Return one that another process has started and that listens at a path.
-
-        Raises:
-            OSError: nobody listens there, or it does not answer.
-        """
+        """Return a server that another process has started, by the path of its socket."""
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(ANSWER_TIMEOUT_S)
         connection.connect(path)
@@ -333,7 +284,7 @@ class ForkServer(Connection):
         return bool(self._ready and self._ready["ready"])
 
     def is_ready(self, timeout_s: float = 0.0) -> bool:
-        """Say whether it has imported everything, within a time, seconds.
+        """Return whether it has imported everything, within a time.
 
         Raises:
             ForkRefusedError: it has failed; the message says why.
@@ -370,11 +321,8 @@ class ForkServer(Connection):
 class OwnForkServer:
     """A fork server that a process starts when it first needs one. Thread-safe.
 
-    It is waited for: importing takes as long in it as it would in the first of its forks. A process that has a copy of what it
-    was, as a fork has, needs none.
-
-    Args:
-        imports: modules to be imported ahead.
+    It is waited for: importing takes as long in it as it would in the first of its forks. A fork that has a copy of what it was
+    needs none.
     """
 
     pids: ClassVar[set[int]] = set()
@@ -386,12 +334,7 @@ class OwnForkServer:
         self._server: ForkServer | None = None
 
     def get(self, environment: Mapping[str, str], timeout_s: float) -> Connection | None:
-        """Return the server once it has imported everything; None where there is none.
-
-        Args:
-            environment: of the process that is to be forked.
-            timeout_s: seconds to wait for it.
-        """
+        """Return the server once it has imported everything; None where there is none."""
         if of_this_process is not None and not of_this_process.why_not(environment):
             return of_this_process
         with self._lock:
@@ -416,14 +359,8 @@ class OwnForkServer:
 class ForkedPopen(subprocess.Popen[Any]):
     """A ``subprocess.Popen`` whose ``[sys.executable, ...]`` is a fork, if it may be.
 
-    Args:
-        connection: to the server; None for a new process.
-        args: the command, a sequence.
-        told: called with the reason where it is a new process all the same.
-        mark: ``NAME=value`` by which /proc/PID/environ tells it.
-        free: names of variables in which it may differ besides.
-        known: called with its pid before it begins.
-        options: of ``subprocess.Popen``.
+    ``told`` is called with the reason where it is a new process all the same, ``known`` with its pid before it begins. ``mark``
+    is ``NAME=value`` by which /proc/PID/environ tells it.
     """
 
     def __init__(

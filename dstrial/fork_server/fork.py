@@ -44,14 +44,9 @@ _directories_of_imports: list[tuple[tempfile.TemporaryDirectory[str], Callable[[
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """What a fork is to run.
+    """What a fork is to run; ``words`` are those behind the interpreter.
 
-    Attributes:
-        words: of the command line behind the interpreter: ``-m``, a module, its arguments; or a file, its arguments.
-        environment: all its variables.
-        directory: where it starts.
-        leads_session: whether it leads a session of its own.
-        kept_files: open files that it has under the same numbers as who asks for it, besides the three standard ones.
+    ``kept_files`` are open files that it has under the same numbers as the process that asks for it.
     """
 
     words: tuple[str, ...]
@@ -197,14 +192,7 @@ def _may_have_devices() -> bool:
 def become(
     program: Program, origin: Origin, files: Sequence[int], *, prepare: Callable[[], None] = lambda: None
 ) -> NoReturn:
-    """Go on as Python with this command line would, in this process, and end it.
-
-    Args:
-        program: what to run.
-        origin: what this process was like before its fork.
-        files: its standard input, output and error, and the files that it keeps.
-        prepare: what else to do before the program begins.
-    """
+    """Go on as Python with this command line would, in this process, and end it."""
     try:
         _reset_signals(origin)
         _place(files, (0, 1, 2, *program.kept_files))
@@ -246,12 +234,7 @@ def run_call(function: Callable[[], Any], origin: Origin, files: Sequence[int]) 
 def show(origin: Origin, mark: str | None, words: Sequence[str]) -> None:
     """Have /proc/PID/environ and /proc/PID/cmdline show a mark and a command line.
 
-    Both show memory of the first program of a process, whoever it has become (proc(5)).
-
-    Args:
-        origin: where that memory is.
-        mark: ``NAME=value``; None leaves what is there.
-        words: of the command line.
+    Both show memory of the first program of a process (proc(5)).
 
     Raises:
         ValueError: there is no room for the mark.

@@ -80,14 +80,9 @@ def import_places(environment: Mapping[str, str]) -> list[str]:
 def differing(
     one: Mapping[str, str], other: Mapping[str, str], free: Collection[str] = frozenset()
 ) -> list[str]:
-    """Return in which variables of the key two environments differ, sorted.
+    """Return the names of key variables in which two environments differ, sorted.
 
     Names only: values may be secrets.
-
-    Args:
-        one: an environment.
-        other: another one.
-        free: names that are free besides.
     """
     ours, theirs = key_of(one), key_of(other)
     names = {*ours, *theirs}.difference(free)

@@ -14,11 +14,6 @@ MAX_FILES = 8
 
 
 def send(connection: socket.socket, message: dict[str, Any], files: Sequence[int] = ()) -> None:
-    """Send a message.
-
-    Raises:
-        OSError: the other side is gone, or does not read within the socket's timeout.
-    """
     text = json.dumps(message).encode()
     # The files go with the first bytes.
     socket.send_fds(connection, [_HEAD.pack(len(text))], list(files))
@@ -26,11 +21,7 @@ def send(connection: socket.socket, message: dict[str, Any], files: Sequence[int
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Return the next message and its files, which the caller closes; None at the end.
-
-    Raises:
-        OSError: nothing came within the socket's timeout.
-    """
+    """Return the next message and its files, which the caller closes; None at the end."""
     head, files, _, _ = socket.recv_fds(connection, _HEAD.size, MAX_FILES, socket.MSG_CMSG_CLOEXEC)
     if len(head) < _HEAD.size:
         return None

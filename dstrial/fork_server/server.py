@@ -110,14 +110,9 @@ def serve(
     free: Sequence[str] = (),
     at_end: Callable[[], None] = lambda: None,
 ) -> NoReturn:
-    """Do what is asked, until the owner can ask no more.
+    """Do what is asked, until ``owner`` can ask no more.
 
-    Args:
-        owner: whose end is the end of this process.
-        origin: what this process is like.
-        listener: where others of the same account may ask, too; None for nobody.
-        free: names of variables in which what those ask for may differ besides.
-        at_end: called when the owner has gone.
+    Others of the same account may ask at ``listener``. ``at_end`` is called when the owner has gone.
     """
     asking = [owner]
     while True:
@@ -288,11 +283,7 @@ def become_program(
 
 
 class Forks:
-    """What a call may fork: programs, with its own files and process groups.
-
-    Args:
-        origin: what the process that runs the call was like before.
-    """
+    """What a call may fork: programs, with its own files and process groups."""
 
     def __init__(self, origin: Origin) -> None:
         self._origin = origin
@@ -306,11 +297,7 @@ class Forks:
         files: Sequence[int],
         prepare: Callable[[], None],
     ) -> int:
-        """Start ``python WORDS`` as a child of this process; return its pid.
-
-        Raises:
-            OSError: no process can be forked.
-        """
+        """Start ``python WORDS`` as a child of this process; return its pid."""
         program = Program(tuple(words), environment, directory)
         pid = os.fork()
         if pid == 0:

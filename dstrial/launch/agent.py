@@ -60,14 +60,7 @@ _MONITOR_INTERVAL_S = 0.05
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """Where this launcher stands among those of one job.
-
-    Attributes:
-        num_nodes: number of machines, each with a launcher of its own.
-        node_rank: which of them this is, from 0.
-        master_addr: the first machine's address.
-        master_port: port for the rendezvous there; 0 lets a single machine choose a free one.
-    """
+    """Where this launcher stands among those of one job."""
 
     num_nodes: int = 1
     node_rank: int = 0
@@ -77,21 +70,13 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunningRanks:
-    """The ranks of one launch, for a launcher that others have a say in.
-
-    Attributes:
-        supervisor: ends them, and knows who failed.
-        watched: where they say what they do; None where they cannot.
-    """
+    """The ranks of one launch; ``watched`` is None where they have no heartbeats."""
 
     supervisor: Supervisor
     watched: WatchedRanks | None
 
     def positions(self) -> dict[int, int]:
-        """Return how many batches each rank of this machine has trained.
-
-        That is as far as it says.
-        """
+        """Return the batches that each rank of this machine says it has trained."""
         if self.watched is None:
             return {}
         beats = {rank: read_beat(self.watched.beats, slot) for slot, rank in self.watched.ranks.items()}
@@ -122,35 +107,29 @@ def run_ranks(
 ) -> LaunchOutcome:
     """Run a command on ``num_ranks`` ranks of this machine and wait for all of them.
 
-    The first SIGINT, SIGTERM or SIGHUP to this process reaches the ranks as SIGTERM, and only the ranks,
-    not the processes they started; a SIGINT after that kills them. Signals are handled while this
-    function runs in the main thread; in another thread it leaves them alone. Every rank leads a session
-    of its own, so the terminal's Ctrl-C does not reach it, and whatever it leaves behind ends with it.
-    ``OMP_NUM_THREADS`` is 1 for several ranks unless set. Ranks of one machine meet in a file of a directory that only this
-    account can enter, talk over the loopback interface unless ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` are set, and
-    share a secret (``DSTRIAL_SECRET``).
+    The first SIGINT, SIGTERM or SIGHUP to this process reaches the ranks as SIGTERM, and only the ranks, not the processes they
+    started; a SIGINT after that kills them. Signals are handled only in the main thread. Every rank leads a session of its own,
+    so the terminal's Ctrl-C does not reach it, and whatever it leaves behind ends with it. ``OMP_NUM_THREADS`` is 1 for several
+    ranks unless set. Ranks of one machine meet in a file of a private directory, talk over loopback unless
+    ``GLOO_SOCKET_IFNAME`` and ``NCCL_SOCKET_IFNAME`` are set, and share a secret (``DSTRIAL_SECRET``).
 
     Args:
-        command: program and arguments, the same for all ranks; not interpreted by a shell.
+        command: program and arguments, not interpreted by a shell.
         num_ranks: ranks on this machine.
         env: variables for the ranks, on top of those of this process.
         log_dir: ``rank_<n>/stdout.log`` and ``stderr.log`` are written below it, replacing earlier ones;
             None leaves the ranks this process's own output (or, with ``on_line``, pipes).
-        shutdown_timeout_s: how long after a request to stop the ranks are killed, seconds.
-        failure_grace_s: how long after the first failure the other ranks are killed, seconds.
+        shutdown_timeout_s: how long after a request to stop the ranks are killed.
+        failure_grace_s: how long after the first failure the other ranks are killed.
         on_line: called from another thread with rank, ``"stdout"`` or ``"stderr"``, and each line.
         on_stop: called from another thread with the signal's name when the request is passed on.
-        placement: for a job on several machines; None for this one alone.
-        serves_store: whether the ranks may make a process group without us, and so need a store at ``MASTER_ADDR`` and
-            ``MASTER_PORT`` (on one machine: on loopback). A trial's do not.
-        tracebacks_dir: where a rank that fails leaves its whole traceback, as ``rank_<n>.txt``, and so shows it shortened; made
-            when needed. None for ``rank_<n>/traceback.txt`` below ``log_dir``, or for none.
-        on_start: called from another thread with what the ranks do before their first batch, a line now and then where it
-            takes long, and with who holds the others up where ranks go on no more; None to log it.
-        stalls: when ranks that train count as stalled, and what follows; None for the defaults.
-        stall_memory: file that keeps at which positions ranks were ended for a stall, over the launches of one trial; None where
-            nothing starts them again.
-        on_ready: called once, before the first rank starts, with what others may end the ranks by.
+        placement: for a job on several machines.
+        serves_store: whether ranks may make a process group without dstrial, and so need a store at ``MASTER_ADDR``.
+        tracebacks_dir: for whole tracebacks, ``rank_<n>.txt``; ``rank_<n>/traceback.txt`` below ``log_dir`` if None.
+        on_start: called from another thread with lines on a long start and on stalls; None logs them.
+        stalls: when ranks count as stalled, and what follows.
+        stall_memory: file of the positions that ranks were ended at, over the launches of one trial.
+        on_ready: called once before the first rank starts.
 
     Returns:
         How it ended; a failing rank is no exception here.
@@ -268,7 +247,7 @@ def _rank_variables(
 def _private_variables(
     env: Mapping[str, str], work_dir: Path, master_port: int, num_ranks: int
 ) -> dict[str, str]:
-    """What a machine's ranks share: a file to meet in, a secret, loopback only."""
+    """Return what a machine's ranks share: a file to meet in, a secret, loopback only."""
     given = {**os.environ, **env}
     return {
         STORE_VARIABLE: store_variable(work_dir / "store", port=master_port, num_ranks=num_ranks),
@@ -296,7 +275,7 @@ def _make_agent(
 
 
 class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch.distributed.elastic
-    """Tells the agent each rank's variables, and where output and errors go."""
+    """Gives the agent each rank's variables, and where output and errors go."""
 
     def __init__(
         self,
@@ -327,10 +306,7 @@ class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch
     def watched_ranks(
         self, num_ranks: int, memory: Path | None, board: StallBoard | None
     ) -> WatchedRanks | None:
-        """Make what ranks say in training.
-
-        None where it cannot be made, and nobody watches.
-        """
+        """Make the heartbeat file; None where it cannot be made, and nothing is watched."""
         try:
             beats = make_heartbeat_file(self._heartbeats, num_ranks)
         except OSError as error:
@@ -341,7 +317,7 @@ class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch
         return WatchedRanks(beats, self._ranks, self._stacks_files, kept, memory, board)
 
     def end_stalled(self, rank: int | None, text: str) -> None:
-        """Have all ranks ended because they stall, and one of them named for it."""
+        """Record a stall as the error of one rank, which ends all of them."""
         named = next(iter(self._ranks.values())) if rank is None else rank
         error = RankStalledError(text)
         write_record(self._work_dir / f"rank_{named}.error.json", error, text, line=text)
@@ -359,7 +335,6 @@ class _RankFiles(LogsSpecs):  # type: ignore[misc]  # mypy does not follow torch
         )
 
     def phase_files(self) -> list[Path]:
-        """Where starting ranks say what they do; empty before the ranks are known."""
         return list(self._phase_files.values())
 
     @property
@@ -439,9 +414,8 @@ class _RankAgent(LocalElasticAgent):  # type: ignore[misc]  # mypy does not foll
 
 @contextlib.contextmanager
 def _ranks_as_forks() -> Iterator[None]:
-    """Start ranks as forks, where there is something to fork.
+    """Start ranks as forks of the fork server that this process has, if any.
 
-    That is what this launcher was, if it is a fork itself, or what has imported the same for them.
     The agent starts a rank by ``SubprocessHandler._popen`` (torch 2.6 to 2.13, ``multiprocessing/subprocess_handler``).
     """
     connection = client.of_this_process

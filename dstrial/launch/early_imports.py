@@ -28,7 +28,7 @@ _DEVICE_FILES = ("nvidia*", "kfd", "dri/renderD*", "accel*", "davinci*", "hl[0-9
 
 
 def is_on_cluster(environ: Mapping[str, str]) -> bool:
-    """Say whether this may be a process of Determined's cluster or of our master."""
+    """Return whether this may be a process of a cluster or an embedded master."""
     return any(name in environ for name in _CLUSTER_VARIABLES)
 
 
@@ -36,9 +36,7 @@ def is_on_cluster(environ: Mapping[str, str]) -> bool:
 def importing_for_ranks(environ: Mapping[str, str], num_ranks: int) -> Iterator[None]:
     """Have a process import what ranks do, which ``run_ranks`` within the block forks.
 
-    Args:
-        environ: of the ranks, but for what tells them who they are.
-        num_ranks: how many there will be on this machine.
+    ``environ`` is that of the ranks, but for what tells them their numbers.
     """
     server = _start(environ, num_ranks) if _is_possible(environ) else None
     client.of_this_process = server or client.of_this_process
@@ -70,7 +68,6 @@ def _start(environ: Mapping[str, str], num_ranks: int) -> client.ForkServer | No
 
 
 def is_ready(connection: client.Connection) -> bool:
-    """Wait until ranks can be forked; say whether they can."""
     if not isinstance(connection, client.ForkServer):
         return True
     try:

@@ -52,19 +52,8 @@ _PEER_ERROR_PHRASES = (
 class RankFailure:
     """How one rank failed.
 
-    Attributes:
-        rank: global rank.
-        local_rank: rank on its machine.
-        pid: its process id.
-        exit_code: as a shell sees it: 128 + n for a rank that signal n ended.
-        signal_name: for example ``SIGKILL``; None for a rank that exited by itself.
-        host: the machine's name.
-        error: the traceback it recorded, else the end of its standard error; may be empty.
-        summary: type and message of the exception, one line; empty without a record.
-        advice: what was held and what to change, where that is known; else empty.
-        whole: path of the whole traceback where ``error`` is a part of it; else empty.
-        is_lost: whether no rank failed, but its host does not answer any more; ``rank`` is then the first of that host.
-        batches_trained: as the rank has said last; None where it has said nothing.
+    ``exit_code`` is a shell's: 128 + n for signal n. ``error`` is the recorded traceback, else the end of its standard error;
+    ``whole`` the path of the whole one. With ``is_lost`` its host does not answer, and ``rank`` is the first of that host.
     """
 
     rank: int
@@ -113,13 +102,7 @@ class RankFailure:
 class ErrorRecord:
     """What a rank wrote about the exception that ended it.
 
-    Attributes:
-        summary: type and message of the exception.
-        text: its traceback.
-        time_s: when it was recorded, seconds since the epoch.
-        line: type and message on one line, as they are shown; empty in records of others.
-        advice: what was held and what to change; may be empty.
-        whole: path of the whole traceback; empty where ``text`` is all of it.
+    ``line`` is empty in records of others. ``whole`` is the path of the whole traceback.
     """
 
     summary: str

@@ -51,18 +51,7 @@ def trial_command(
     test_mode: bool = False,
     python: str = sys.executable,
 ) -> list[str]:
-    """Return the command that trains a trial on one rank, for ``run_ranks``.
-
-    Args:
-        trial: ``module:Class``.
-        context_dir: directory of the model definition; ranks run in it.
-        config: the experiment's YAML file; None on a cluster, which knows the experiment.
-        overrides: ``key=value`` each, on top of the config.
-        run_dir: where the run keeps its files; None leaves it to the trainer.
-        resume: what to resume from, as ``dstrial.trainer.run_trial`` takes it.
-        test_mode: train a few batches only.
-        python: the interpreter.
-    """
+    """Return the command of one rank of a trial; on a cluster without a config."""
     command = [python, "-m", _MODULE, "--trial", trial, "--context-dir", str(context_dir.resolve())]
     if config is not None:
         command += ["--config", str(config.resolve())]
@@ -78,15 +67,8 @@ def trial_command(
 def script_command(words: Sequence[str], *, directory: Path | None = None) -> list[str]:
     """Return the command for a user's SCRIPT ARGS.
 
-    A Python file, ``-m MODULE``, and either behind this interpreter's ``python`` run in this module, which
-    records their traceback. Anything else runs as it is.
-
-    Args:
-        words: the script and its arguments.
-        directory: where the ranks start; a Python file is looked for there. None to leave that to the ranks.
-
-    Raises:
-        LaunchError: the Python file does not exist.
+    A Python file, ``-m MODULE``, and either behind ``python`` run in this module, which records their traceback. Anything else
+    runs as it is. A missing Python file in ``directory``, where the ranks start, is a ``LaunchError``.
     """
     rest = list(words)
     if (
@@ -108,7 +90,6 @@ def script_command(words: Sequence[str], *, directory: Path | None = None) -> li
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run this rank. Ranks: each its own."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     _end_with_launcher()
     dump_stacks_on_signal()
@@ -150,7 +131,7 @@ def _leave() -> None:
 
 
 def _record_failure(error: BaseException) -> None:
-    """Leave this rank's last exception to our launcher; without one, show it."""
+    """Leave this rank's last exception to dstrial's launcher; without one, show it."""
     advice = memory_advice(error)
     short = short_traceback(error)
     whole = "" if short.is_whole else keep_whole(whole_traceback(error))

@@ -28,11 +28,8 @@ _stores = vars(torch.distributed)
 class Rendezvous(RendezvousHandler):  # type: ignore[misc]  # mypy does not follow torch.distributed.elastic
     """The launchers of one job, as the elastic agent asks for them.
 
-    Args:
-        placement: where this launcher stands.
-        run_id: of this launch.
-        serves_store: whether ranks may look for a store at ``MASTER_ADDR`` and ``MASTER_PORT``; a single launcher then
-            serves one on loopback. Several always have one, which the first serves.
+    ``serves_store`` says whether ranks may look for a store at ``MASTER_ADDR`` and ``MASTER_PORT``. Several launchers always have
+    one, which the first serves.
     """
 
     def __init__(self, placement: Placement, run_id: str, *, serves_store: bool) -> None:
@@ -53,7 +50,6 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]  # mypy does not foll
         """Port of the ranks' store; of nothing yet if none is served."""
 
     def get_backend(self) -> str:
-        """Return a name, for the agent's log."""
         return "dstrial"
 
     @property
@@ -62,7 +58,6 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]  # mypy does not foll
         return self._has_store
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the store in which the agents count their ranks, and what ranks are told."""
         told = RendezvousStoreInfo(self.master_addr, self.master_port)
         if self._is_alone:
             return RendezvousInfo(_stores["HashStore"](), 0, 1, told)
@@ -78,21 +73,17 @@ class Rendezvous(RendezvousHandler):  # type: ignore[misc]  # mypy does not foll
         return RendezvousInfo(shared, self._placement.node_rank, self._placement.num_nodes, told)
 
     def is_closed(self) -> bool:
-        """Return False: nobody joins later."""
         return False
 
     def set_closed(self) -> None:
         """Do nothing."""
 
     def num_nodes_waiting(self) -> int:
-        """Return 0: nobody joins later."""
         return 0
 
     def get_run_id(self) -> str:
-        """Return what the ranks see as ``TORCHELASTIC_RUN_ID``."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """End the store that is served here."""
         self._store = None
         return True

@@ -23,11 +23,7 @@ _CLUSTER_PORT = 29400
 
 
 def slots_argument(text: str) -> int:
-    """Read ``--slots``, as ``type=`` of an ``argparse`` argument.
-
-    Raises:
-        argparse.ArgumentTypeError: it is no integer of at least 1.
-    """
+    """Read ``--slots``, as ``type=`` of an ``argparse`` argument."""
     try:
         value = int(text)
     except ValueError:
@@ -49,16 +45,8 @@ def num_accelerators() -> int:
 def num_slots(asked: int | None, configured: int | None) -> int:
     """Return how many ranks to start off a cluster.
 
-    Args:
-        asked: ``--slots``; None if not given.
-        configured: ``resources.slots_per_trial`` of the config; None without one, 0 means one rank on CPU.
-
-    Returns:
-        What was asked for, else what is configured, else one per accelerator, else 1.
-
-    Raises:
-        LaunchError: fewer than 1, or more than there are accelerators on a machine that has any, unless
-            ``DSTRIAL_SHARE_DEVICE=1`` lets ranks share them.
+    As asked, else as configured (0 means one rank on CPU), else one per accelerator, else 1. Refuses fewer than 1, and more
+    than the accelerators unless ``DSTRIAL_SHARE_DEVICE=1``.
     """
     if asked is not None and asked < 1:
         raise LaunchError(f"--slots is {asked}; expected at least 1. Leave it out to take the config's.")

@@ -31,17 +31,8 @@ _LOCAL_FILE_SYSTEMS = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "ove
 def remove_stale_locks(root: Path | None = None) -> list[Path]:
     """Remove, and log, each lock below compiled extensions that no process holds.
 
-    A lock is abandoned when it lies on a file system of this machine and none of its processes has it open, or,
-    on a shared file system, when it is also older than half an hour; and when it still is so 2 seconds later, for
-    which this waits. Only Linux tells; elsewhere nothing is done.
-
-    Args:
-        root: the folder; that of torch if None (``TORCH_EXTENSIONS_DIR``, else ``~/.cache/torch_extensions``).
-
-    Returns:
-        The paths removed.
-
-    Ranks: none; for the launcher, before it starts ranks.
+    A lock is abandoned when it lies on a file system of this machine and no process has it open, or, on a shared file system,
+    when it is also older than half an hour; and when it still is so 2 seconds later. Linux only.
     """
     return [lock for lock in find_stale_locks(root) if _remove(lock)]
 
@@ -80,12 +71,7 @@ def _unheld(folder: Path) -> dict[Path, tuple[int, int, int]]:
 class Build:
     """An extension that is being compiled.
 
-    Attributes:
-        operator: its name.
-        folder: where the result is kept.
-        since_s: when it began, seconds since the epoch.
-        holder: ``" by process 12"``; empty where that cannot be seen.
-        is_kept: whether a result is there already: then it is mostly being loaded, which takes the lock, too.
+    With ``is_kept`` it has a result, and is mostly only loaded, under the same lock.
     """
 
     operator: str

@@ -40,13 +40,7 @@ _WITHOUT = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Activity:
-    """What holds the start up now.
-
-    Attributes:
-        text: in a few words, for example ``importing model_def``.
-        since_s: when it began, seconds since the epoch.
-        detail: what else is to be known, sentences; may be empty.
-    """
+    """What holds the start up now; ``detail`` is more sentences, or empty."""
 
     text: str
     since_s: float
@@ -54,12 +48,9 @@ class Activity:
 
 
 def is_due(age_s: float, told_age_s: float | None, silence_s: float) -> bool:
-    """Say whether an activity is to be told (again).
+    """Return whether an activity is due to be told (again).
 
-    Args:
-        age_s: how long it has lasted, seconds.
-        told_age_s: how long it had lasted when it was told last; None if it was not.
-        silence_s: how long nothing has been told, seconds.
+    ``silence_s`` is how long nothing at all has been told.
     """
     if told_age_s is None:
         return silence_s >= _SILENCE_S
@@ -69,17 +60,11 @@ def is_due(age_s: float, told_age_s: float | None, silence_s: float) -> bool:
 
 
 def lasting(age_s: float) -> str:
-    """Return how long something has lasted, as a suffix; empty below a second."""
     return f", for {age_s:.0f} s" if age_s >= 1 else ""
 
 
 def activity(phases: Sequence[tuple[str, float] | None], began_s: float) -> Activity | None:
-    """Choose what to tell of several ranks: the longest phase; None if all started.
-
-    Args:
-        phases: what each rank says, and since when; None for one that has said nothing yet.
-        began_s: when the ranks were started.
-    """
+    """Return the phase that has lasted longest of all ranks; None if all have started."""
     under_way = [(_AT_FIRST, began_s) if phase is None else phase for phase in phases]
     under_way = [phase for phase in under_way if phase[0] not in ("", TRAINING)]
     if not under_way:
@@ -89,14 +74,6 @@ def activity(phases: Sequence[tuple[str, float] | None], began_s: float) -> Acti
 
 
 def build_activity(operator: str, since_s: float, folder: Path, holder: str) -> Activity:
-    """Describe the build of an operator.
-
-    Args:
-        operator: its name, for example ``fused_adam``.
-        since_s: when it began, seconds since the epoch.
-        folder: where the result is kept.
-        holder: who builds it, with a leading space; may be empty.
-    """
     clock = time.strftime("%H:%M:%S", time.localtime(since_s))
     without = _WITHOUT.get(operator)
     way = f"To do without, {without}; to compile before" if without else "To compile before"
@@ -118,15 +95,7 @@ def watched_start(
     """Tell what ranks do until they have started, and watch builds of extensions.
 
     Builds hold all ranks and all trials of a user up at the same lock without a word (torch 2.13
-    ``cpp_extension._jit_compile``, ``FileBaton.wait``). The lock of one that has died is removed.
-
-    Args:
-        phase_files: returns the file of each rank.
-        print_line: shows a line; called from another thread.
-        root: the folder of compiled extensions; that of torch if None.
-        every_s: how often to look, seconds.
-
-    Ranks: none; for the launcher, around its ranks.
+    ``cpp_extension._jit_compile``, ``FileBaton.wait``). The lock of a dead build is removed.
     """
     watch = _Watch(phase_files, print_line, root)
     with watching(watch.look, watch.close, name="dstrial-start-watch", every_s=every_s):

@@ -44,12 +44,8 @@ _TRACKER_TIMEOUT_S = 5.0
 class Supervisor:
     """The state of the ranks of one launch on this machine.
 
-    ``tick`` is called by the agent's thread, ``request_stop`` and ``kill_now`` by signal handlers.
-
-    Args:
-        shutdown_timeout_s: after a request to stop, ranks still alive are killed this much later, seconds.
-        failure_grace_s: after the first failure, ranks still alive are killed this much later, seconds.
-        on_stop: called once, with the signal's name, when a request to stop is passed on to the ranks.
+    ``tick`` is called by the agent's thread, ``request_stop`` and ``kill_now`` by signal handlers. After ``shutdown_timeout_s``
+    from a request to stop, and ``failure_grace_s`` from the first failure, ranks that are alive are killed.
     """
 
     def __init__(
@@ -77,9 +73,9 @@ class Supervisor:
     def set_files(
         self, local_rank: int, *, error_file: Path, stderr_file: Path | None, why_left: Callable[[], str]
     ) -> None:
-        """Say where a rank records its error and prints its standard error, if in a file.
+        """Set a rank's files.
 
-        ``why_left`` tells why its exit code 0 is a failure; empty where it is none.
+        ``why_left`` tells why exit code 0 is a failure, empty where it is none.
         """
         self._error_files[local_rank] = error_file
         self._why_left[local_rank] = why_left
@@ -95,7 +91,6 @@ class Supervisor:
         ).start()
 
     def kill_now(self) -> None:
-        """Kill all ranks at the next tick."""
         self._kill_requested = True
 
     def end_left(self, local_rank: int) -> None:
@@ -105,13 +100,12 @@ class Supervisor:
             _kill_group(self._pids[local_rank])
 
     def tell_peer_failed(self) -> None:
-        """Treat ranks of other machines as those of this one: somebody there has failed."""
+        """Note that a rank of another machine has failed."""
         if self._failing_since_s is None:
             self._failing_since_s = time.monotonic()
 
     @property
     def is_failing(self) -> bool:
-        """Whether a rank of this machine has failed."""
         return self._has_failure()
 
     def request_stop(self, signal_: signal.Signals) -> None:
@@ -123,12 +117,10 @@ class Supervisor:
 
     @property
     def stop_signal(self) -> str | None:
-        """The signal that asked for a stop, None if none did."""
         return self._stop_signal
 
     @property
     def was_killed_by_user(self) -> bool:
-        """Whether a second SIGINT ended the ranks."""
         return self._killed_by_user
 
     def tick(self) -> bool:
@@ -164,10 +156,7 @@ class Supervisor:
         return None if ending is None else ending.failure
 
     def first_ending(self) -> RankEnding | None:
-        """The failure that caused the others of this machine.
-
-        And whether a rank elsewhere caused it.
-        """
+        """Return this machine's first failure, and whether a rank elsewhere caused it."""
         endings = (self._ending(local_rank) for local_rank in sorted(self._ended))
         first = first_ending(ending for ending in endings if ending is not None)
         if first is None or not first.is_consequence:
@@ -277,7 +266,7 @@ class Supervisor:
 def _kill_group(group: int) -> bool:
     """Kill a process group but for resource trackers; return whether one lives.
 
-    They delete semaphores and shared memory of the others when these have ended, and then end themselves.
+    Trackers delete semaphores and shared memory of the others, and then end themselves.
     """
     has_tracker = False
     for entry in Path("/proc").iterdir():

@@ -39,13 +39,9 @@ _FRAME = re.compile(r'  File "(?P<file>[^"\n]+)", line \d+, in [^\n]*\n(?:    [^
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShortTraceback:
-    """An exception as it is shown.
+    """An exception as it is shown: the user's frames of a traceback, and one line.
 
-    Attributes:
-        text: traceback with the user's frames, without a final newline; only the message for an error of dstrial's own that
-            no frame of the user's leads to. The middle of more than ``MAX_SHOWN_CHARS`` is cut.
-        summary: type and message, one line of about ``MAX_LINE_CHARS`` at most.
-        is_whole: whether nothing was left out.
+    For an error of dstrial's own that no user frame leads to, ``text`` is only the message.
     """
 
     text: str
@@ -60,14 +56,10 @@ class _Frame:
 
 
 def short_traceback(error: BaseException, directory: Path | None = None) -> ShortTraceback:
-    """Format an exception for whoever wrote the program.
+    """Format an exception for the author of the program.
 
-    A chained exception is shown if it is the stated cause and says something that the last one does not, or if it was raised
-    in the user's code.
-
-    Args:
-        error: the exception, with its traceback.
-        directory: the user's files in it are named relative to it; None for the working directory.
+    Files below ``directory`` (the working directory if None) are named relative to it. A chained exception is shown if it is the
+    stated cause and says something that the last one does not, or if it was raised in the user's code.
     """
     base = f"{(directory or Path.cwd()).resolve()}/"
     described = traceback.TracebackException.from_exception(error, compact=True)

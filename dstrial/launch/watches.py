@@ -24,18 +24,9 @@ logger = logging.getLogger("dstrial.launch")
 def watching(
     look: Callable[[], None], close: Callable[[], None], *, name: str, every_s: float
 ) -> Iterator[None]:
-    """Look again and again while a block lasts, in a thread.
+    """Call ``look`` from a thread while a block lasts, then ``close``.
 
-    A look that fails is logged, once in a row of equal ones, and the next one is made all the same: ranks train on, and who
-    watches them has to stay.
-
-    Args:
-        look: called every ``every_s`` seconds, from the thread.
-        close: called once at the end, from the thread.
-        name: of the thread.
-        every_s: how often to look, seconds.
-
-    Ranks: none; for the launcher, around its ranks.
+    A look that fails is logged, once in a row of equal ones, and watching goes on.
     """
     is_over = threading.Event()
 
@@ -61,13 +52,7 @@ def watching(
 
 
 class ShownFile:
-    """A file of the allocation's directory that tells others what a watch sees.
-
-    Off a master there is no such directory, and nothing is shown.
-
-    Args:
-        name: of the file.
-    """
+    """A file of the allocation's directory that shows what a watch sees."""
 
     def __init__(self, name: str) -> None:
         directory = os.environ.get(ALLOCATION_DIR_VARIABLE)

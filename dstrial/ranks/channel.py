@@ -65,7 +65,7 @@ class _Underway:
 
 
 class PendingGather:
-    """What ``begin_allgather`` has begun. Ranks: those of the lane, all."""
+    """The result of ``begin_allgather``. Ranks: those of the lane, all."""
 
     def __init__(self, lane: GroupChannel, underway: _Underway) -> None:
         self._lane = lane
@@ -87,10 +87,6 @@ class PendingGather:
         """Return what every rank passed, in their order. Ranks: all, at the same place.
 
         A value that is too long for one message takes a second collective here.
-
-        Raises:
-            RankTimeoutError: not all ranks came in time; names the missing ones.
-            RankError: a peer has gone.
         """
         lane = self._lane
         values = [lane._unpickle(message) for message in lane._finish(self._underway)]
@@ -101,13 +97,7 @@ class PendingGather:
 class GroupChannel:
     """Pickled objects over one gloo group, each operation with a deadline.
 
-    A message is its length, a tag over who sent it in which operation and over what it says, and the pickle.
-
-    Args:
-        name: of the lane, the same on all its ranks and given once in a job.
-        ranks: which take part, in their order here.
-        rank: this one.
-        timeout_s: deadline of each operation, seconds.
+    A message is its length, an HMAC tag over sender, operation and content, and the pickle. ``name`` is used once in a job.
 
     Raises:
         RankTimeoutError: not all ranks came in time; names the missing ones.
@@ -161,7 +151,6 @@ class GroupChannel:
             raise self._start_error(operation, error) from error
 
     def allgather(self, value: Any, name: str) -> list[Any]:
-        """Return what every rank passed, in their order; ``name`` is told in errors."""
         operation = _Operation(name, self._next_number())
         messages = self._exchange(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), operation)
         return [self._unpickle(message) for message in messages]
@@ -177,7 +166,6 @@ class GroupChannel:
         return PendingGather(self, self._begin(payload, operation, buffers))
 
     def broadcast(self, value: Any, name: str) -> Any:
-        """Return what the first rank passed; ``name`` is told in errors."""
         operation = _Operation(name, self._next_number())
         source = self._ranks[0]
         payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL) if self._rank == source else b""
@@ -285,7 +273,7 @@ class GroupChannel:
         return self._num_operations - 1
 
     def leave(self, reason: str) -> None:
-        """Take part no more, and have those who wait know why."""
+        """Leave the group; ranks that wait for this one fail with the reason."""
         self._store.set(_LEFT, f"rank {self._rank}: {reason}")
 
     def _require_all(self, operation: _Operation) -> None:
@@ -295,7 +283,6 @@ class GroupChannel:
             )
 
     def close(self) -> None:
-        """Give up the group."""
         # Its destructor ends gloo's threads. Any reference that is left, such as a traceback's, puts that off.
         del self._group
 

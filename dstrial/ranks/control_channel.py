@@ -29,11 +29,7 @@ _channel_numbers = itertools.count()
 
 
 def timeout_from_environ(default_s: float = DEFAULT_TIMEOUT_S) -> float:
-    """Return how long ranks wait for each other, seconds, from ``DSTRIAL_TIMEOUT_S``.
-
-    Raises:
-        RankError: the variable is no positive number.
-    """
+    """Return ``DSTRIAL_TIMEOUT_S``: how long ranks wait for each other, seconds."""
     text = os.environ.get(TIMEOUT_VARIABLE)
     if not text:
         return default_s
@@ -51,13 +47,9 @@ def timeout_from_environ(default_s: float = DEFAULT_TIMEOUT_S) -> float:
 class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determined ships no types
     """A ``DistributedContext`` over gloo, to pass to ``determined.core.init``.
 
-    Every method is collective over all ranks (the ``_local`` ones over the ranks of a machine), has a
-    deadline, and must be called by the same thread in the same order everywhere. On one rank nothing
-    is communicated and no group exists.
-
-    Args:
-        identity: who this process is.
-        timeout_s: deadline of each operation, seconds; None takes ``DSTRIAL_TIMEOUT_S``, else 1800.
+    Every method is collective over all ranks (the ``_local`` ones over the ranks of a machine), has a deadline (``timeout_s``,
+    else ``DSTRIAL_TIMEOUT_S``, else 1800), and must be called by the same thread in the same order everywhere. One rank
+    communicates nothing.
 
     Raises:
         RankTimeoutError: not all ranks created their channel in time; names the missing ones.
@@ -125,18 +117,12 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
         return key
 
     def allgather(self, stuff: Any) -> list[Any]:
-        """Return what every rank passed, ordered by rank. Ranks: all, collectively."""
         return [stuff] if self._group_channel is None else self._group_channel.allgather(stuff, "allgather")
 
     def begin_allgather(self, stuff: Any) -> PendingGather | None:
-        """Begin what ``allgather`` does, and wait for nobody.
+        """Start an ``allgather`` without blocking; ``wait`` of the result has the values.
 
-        The ``wait`` of what is returned gives the values, at the same place of the program on all ranks. Whatever else is
-        called before that is called in the same order on all ranks, as ever.
-
-        Returns:
-            None on one rank, where there is nothing to wait for.
-
+        Returns None on one rank. Other operations may come before ``wait``, on all ranks in the same order.
         Ranks: all, collectively.
         """
         if self._group_channel is None:
@@ -144,18 +130,15 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
         return self._group_channel.begin_allgather(stuff, "allgather")
 
     def gather(self, stuff: Any) -> list[Any] | None:
-        """Return all ranks' values on the chief, else None. Ranks: all, collectively."""
         if self._group_channel is None:
             return [stuff]
         everything = self._group_channel.allgather(stuff, "gather")
         return everything if self.rank == 0 else None
 
     def broadcast(self, stuff: Any) -> Any:
-        """Return what the chief passed. Ranks: all, collectively."""
         return stuff if self._group_channel is None else self._group_channel.broadcast(stuff, "broadcast")
 
     def allgather_local(self, stuff: Any) -> list[Any]:
-        """Return a machine's values by local rank. Ranks: a machine's, collectively."""
         return (
             [stuff]
             if self._local_group_channel is None
@@ -163,14 +146,12 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
         )
 
     def gather_local(self, stuff: Any) -> list[Any] | None:
-        """Return a machine's values on its first rank. Ranks: a machine's, collectively."""
         if self._local_group_channel is None:
             return [stuff]
         everything = self._local_group_channel.allgather(stuff, "gather_local")
         return everything if self.local_rank == 0 else None
 
     def broadcast_local(self, stuff: Any = None) -> Any:
-        """Return the value of a machine's first rank. Ranks: a machine's, collectively."""
         return (
             stuff
             if self._local_group_channel is None
@@ -178,15 +159,11 @@ class ControlChannel(core.DistributedContext):  # type: ignore[misc]  # determin
         )
 
     def leave(self, reason: str) -> None:
-        """Take part no more: who waits for this rank fails with ``reason`` within seconds.
-
-        The channel is of no use to anybody afterwards. Ranks: each its own; no communication.
-        """
+        """Leave for good; ranks that wait for this one fail with ``reason`` in seconds."""
         if self._group_channel is not None:
             self._group_channel.leave(reason)
 
     def close(self) -> None:
-        """Give up the groups; may be repeated. Ranks: each its own; no communication."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -12,11 +12,7 @@ SHARE_VARIABLE = "DSTRIAL_SHARE_DEVICE"
 
 
 def may_share(environ: Mapping[str, str]) -> bool:
-    """Return whether ``DSTRIAL_SHARE_DEVICE`` lets ranks share an accelerator.
-
-    Raises:
-        RankError: it is neither 0 nor 1.
-    """
+    """Return whether ``DSTRIAL_SHARE_DEVICE`` lets ranks share an accelerator."""
     text = environ.get(SHARE_VARIABLE, "")
     if text not in ("", "0", "1"):
         raise RankError(
@@ -29,11 +25,6 @@ def is_shared(identity: RankIdentity, num_devices: int, *, may_share: bool) -> b
     """Return whether ranks share an accelerator, the same on every rank of a job.
 
     On several machines it is what was allowed, since no machine knows what the others have.
-
-    Args:
-        identity: any rank of this machine.
-        num_devices: accelerators that this rank sees.
-        may_share: what :func:`may_share` says.
     """
     return (
         may_share
@@ -43,17 +34,7 @@ def is_shared(identity: RankIdentity, num_devices: int, *, may_share: bool) -> b
 
 
 def device_index(identity: RankIdentity, num_devices: int, kind: str, *, may_share: bool) -> int:
-    """Return the index of this rank's accelerator among those that it sees.
-
-    Args:
-        identity: this rank.
-        num_devices: accelerators that it sees.
-        kind: their name, for the error.
-        may_share: what :func:`may_share` says.
-
-    Raises:
-        RankError: there are more ranks on this machine than accelerators.
-    """
+    """Return the index of this rank's accelerator among the visible ones."""
     if num_devices and may_share:
         return identity.local_rank % num_devices
     # A launcher that shows every rank only its own accelerator leaves one, with index 0.
@@ -71,12 +52,7 @@ def refuse_instances(identity: RankIdentity, environ: Mapping[str, str]) -> None
     """Refuse to train several ranks on several instances of GPUs in MIG mode.
 
     CUDA shows a process the first instance of ``CUDA_VISIBLE_DEVICES`` only, so all ranks would meet on it, and NCCL connects
-    no instances.
-
-    Raises:
-        RankError: that is so, and ``DSTRIAL_SHARE_DEVICE`` is not 1.
-
-    Source: NVIDIA's MIG user guide, "CUDA Device Enumeration".
+    no instances. Source: NVIDIA's MIG user guide, "CUDA Device Enumeration".
     """
     words = [word.strip() for word in environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     instances = [word for word in words if word.startswith("MIG-")]

@@ -64,20 +64,11 @@ class Phase(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Beat:
-    """What a slot says.
+    """One slot's content.
 
-    Attributes:
-        phase: what the main thread does.
-        waits_for_data: whether it waits for its loader inside a batch.
-        batch: batches trained so far.
-        since_s: when the phase began, for a batch when that very batch began; seconds of the machine's monotonic clock.
-        save_batch: batches trained in the checkpoint that is written in the background.
-        save_since_s: when that began; 0 if none is written.
-        pid: of the rank.
-        start_ticks: when that process started, ticks since boot.
-        thread_id: its main thread, as ``threading.get_ident`` tells.
-        longest_s: the longest that has ended so far of each phase, seconds; 0 where none has. Of batches only the last of each
-            row without anything between them counts.
+    ``since_s`` is when the phase began, for a batch when that very batch began, by the machine's monotonic clock; ``save_*``
+    are of the checkpoint that is written in the background (0: none). ``longest_s`` has the longest ended so far of each phase
+    (0: none); of a row of batches only the last counts.
     """
 
     phase: Phase
@@ -93,13 +84,9 @@ class Beat:
 
 
 class Heartbeat:
-    """Writes one slot, that of this rank.
+    """Writes this rank's slot; into private memory without a buffer.
 
-    Its main thread and the thread of saves use it.
-
-    Args:
-        buffer: what holds the slot; private memory if None.
-        offset: where the slot begins there.
+    The main thread and the thread of saves use it.
     """
 
     def __init__(self, buffer: mmap.mmap | bytearray | None = None, offset: int = 0) -> None:
@@ -150,15 +137,11 @@ class Heartbeat:
 
     @property
     def phase(self) -> Phase:
-        """What the main thread has last said that it does."""
         return Phase(_MAIN.unpack_from(self._buffer, self._offset)[0])
 
     @contextlib.contextmanager
     def during(self, phase: Phase, batch: int) -> Iterator[None]:
-        """Say what the main thread does in a block.
-
-        How long it took is kept if it ends well.
-        """
+        """Say what the main thread does in a block; keep how long if it ends well."""
         self.begin(phase, batch)
         began_s = time.monotonic()
         yield
@@ -166,11 +149,9 @@ class Heartbeat:
         self.begin(Phase.BETWEEN, batch)
 
     def begin_save(self, batch: int) -> None:
-        """Say that a checkpoint is written in the background from now on."""
         _SAVE.pack_into(self._buffer, self._offset + _SAVE_AT, batch, time.monotonic())
 
     def end_save(self) -> None:
-        """Say that it is written, or has failed."""
         batch, since_s = _SAVE.unpack_from(self._buffer, self._offset + _SAVE_AT)
         if since_s:
             self._note(Phase.SAVE, time.monotonic() - since_s)
@@ -220,11 +201,6 @@ def _opened(named: str, pid: int) -> Heartbeat:
 
 
 def make_heartbeat_file(path: Path, num_slots: int) -> mmap.mmap:
-    """Make the file for the ranks of this machine, and map it.
-
-    Raises:
-        OSError: it cannot be made.
-    """
     # Written, not only sized: a write to a mapped page that the disk has no room for ends a process by SIGBUS.
     path.write_bytes(bytes(num_slots * SLOT_BYTES))
     with path.open("r+b") as file:

@@ -57,9 +57,9 @@ _created: _Created | None = None
 
 
 def has_accelerator(environ: Mapping[str, str] | None = None) -> bool:
-    """Say, without importing DeepSpeed, whether it will train on more than the CPU.
+    """Return, without importing DeepSpeed, whether it will train on more than the CPU.
 
-    ``DS_ACCELERATOR`` of ``environ`` (``os.environ`` if None) decides if it is set. Ranks: any; no communication.
+    ``DS_ACCELERATOR`` decides if it is set.
     """
     chosen = (os.environ if environ is None else environ).get("DS_ACCELERATOR")
     if chosen:
@@ -87,21 +87,10 @@ def num_torch_accelerators() -> int:
 def prepare_accelerator() -> None:
     """Choose DeepSpeed's CPU accelerator in this process if the machine has no other.
 
-    Has to be called before deepspeed is first imported: DeepSpeed settles its accelerator then.
-
-    Ranks: any; no communication.
+    DeepSpeed settles its accelerator when it is first imported.
     """
     if "DS_ACCELERATOR" not in os.environ and not has_accelerator():
         os.environ["DS_ACCELERATOR"] = "cpu"
-
-
-def keep_compiler_out() -> None:
-    """Import DeepSpeed, and train without torch's compiler until it is used.
-
-    Ranks: each its own; no communication.
-    """
-    # It imports DeepSpeed, whose accelerator has to be chosen before.
-    importlib.import_module("dstrial.engine.deepspeed_internals.compiler").keep_compiler_out()
 
 
 def init_process_group(identity: RankIdentity, *, timeout_s: float) -> RankIdentity:
@@ -134,7 +123,6 @@ def init_process_group(identity: RankIdentity, *, timeout_s: float) -> RankIdent
     """
     global _created
     prepare_accelerator()
-    keep_compiler_out()
     ask_torch_for_free_memory()
     if torch.distributed.is_initialized() or os.environ.get(MANUAL_INIT_VARIABLE):
         return identity
@@ -288,15 +276,10 @@ def _receive_on_host(
 
 
 def device(identity: RankIdentity) -> torch.device:
-    """Make this rank's accelerator the current one and return it.
-
-    Returns:
-        For example ``cuda:1`` on local rank 1; ``cpu`` where there is no accelerator.
+    """Make this rank's accelerator the current one and return it, such as ``cuda:1``.
 
     Raises:
         RankError: there are more ranks on this machine than accelerators, and ``DSTRIAL_SHARE_DEVICE`` is not 1.
-
-    Ranks: any; no communication.
     """
     prepare_accelerator()
     from deepspeed.accelerator import get_accelerator
@@ -319,8 +302,6 @@ def shutdown() -> None:
     """End the process group and unset the variables that ``init_process_group`` made.
 
     Safe to call more than once, without a group, and after an error.
-
-    Ranks: each its own; no communication.
     """
     global _created
     created, _created = _created, None

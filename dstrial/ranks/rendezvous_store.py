@@ -48,10 +48,6 @@ _LIBUV_TAKES_SOCKETS = Version(torch.__version__) >= Version("2.13")
 def open_store(identity: RankIdentity, *, timeout_s: float) -> Any:
     """Return a new store that all ranks share, once all are there.
 
-    Args:
-        identity: who this process is.
-        timeout_s: deadline for all ranks to come, seconds.
-
     Raises:
         RankTimeoutError: not all came in time; names the missing ones.
         RankError: rank 0's port is taken.
@@ -76,14 +72,8 @@ def open_store(identity: RankIdentity, *, timeout_s: float) -> Any:
 def located(identity: RankIdentity, *, timeout_s: float) -> RankIdentity:
     """Return the identity with the address at which rank 0 serves the rendezvous.
 
-    Where Slurm's list of nodes is all that is known, rank 0 is looked for: on the first node, where it nearly always is, and on
-    one other after another.
-
-    Args:
-        identity: who this process is.
-        timeout_s: deadline for rank 0 to come, seconds; after it the first node is returned.
-
-    Ranks: each its own, before ``open_store``; one connection to rank 0, which has to be on its way there.
+    Where only Slurm's list of nodes is known, nodes are tried in turn, the first one first; it is returned after ``timeout_s``.
+    Ranks: each its own, before ``open_store``.
     """
     if identity.rank == 0 or not identity.nodes:
         return identity
@@ -115,11 +105,9 @@ def as_init_method(store: Any, identity: RankIdentity) -> str:
 
 
 def meet_privately(identity: RankIdentity) -> None:
-    """Have ``env://`` meet as in :func:`open_store`, if the launcher serves no store.
+    """Have ``env://`` meet as in :func:`open_store`.
 
-    For user code that makes the process group itself, before we can.
-
-    Ranks: each its own; no communication.
+    For user code that makes the process group itself, if the launcher serves no store.
     """
     if identity.world_size > 1 and private_path(os.environ, identity) is None:
         return
@@ -164,16 +152,7 @@ def _tcp_store(identity: RankIdentity, timeout_s: float) -> Any:
 
 
 def serve_store(addr: str, port: int, timeout: datetime.timedelta) -> Any:
-    """Return a ``TCPStore`` that this process serves, at one address.
-
-    Args:
-        addr: at which clients connect.
-        port: 0 for a free one.
-        timeout: of what is asked of it here.
-
-    Raises:
-        RankError: the port is taken.
-    """
+    """Return a ``TCPStore`` that this process serves at one address."""
     try:
         server = listening_socket(addr, port)
     except OSError as error:

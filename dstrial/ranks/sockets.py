@@ -22,15 +22,9 @@ _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def free_port(addr: str = LOOPBACK_ADDR) -> int:
-    """Return a TCP port that is free now and that no outgoing connection will take.
+    """Return a TCP port that is free on loopback, or else on all interfaces.
 
-    Neither the seed of a trial chooses it, which another one may have, too, nor does it take from the trial's random numbers.
-
-    Args:
-        addr: where it has to be free: on loopback, or on all interfaces for any other address.
-
-    Raises:
-        OSError: none is free.
+    It is outside the range of outgoing connections, and takes nothing from the trial's random numbers.
     """
     host = LOOPBACK_ADDR if is_loopback(addr) else ""
     start = random.Random().randrange(len(_PORTS))
@@ -47,13 +41,6 @@ def listening_socket(addr: str, port: int) -> socket.socket:
     A host name is not bound: it may resolve to loopback here (Debian's ``127.0.1.1``) and to another interface where the
     others look it up. The same for an address that this machine does not have, behind a container's NAT. Both listen on
     all interfaces.
-
-    Args:
-        addr: at which the others connect.
-        port: 0 for any.
-
-    Raises:
-        OSError: the port is taken.
     """
     if addr == "localhost":
         addr = LOOPBACK_ADDR
@@ -72,7 +59,6 @@ def listening_socket(addr: str, port: int) -> socket.socket:
 
 
 def is_loopback(addr: str) -> bool:
-    """Say whether an address is reached on this machine only."""
     return addr == "localhost" or (_version(addr) is not None and ipaddress.ip_address(addr).is_loopback)
 
 

@@ -22,13 +22,12 @@ from dstrial.engine.adapters.factory import adapt
 from dstrial.engine.checkpoint_reader.saved_engine import SavedEngine
 from dstrial.engine.reshape import load_reshaped
 from dstrial.engine.state import engine_extra_state, save_engine
-from dstrial.ranks.process_group import keep_compiler_out, without_compiled_collectives
+from dstrial.ranks.process_group import without_compiled_collectives
 
 LOSS_SCALE = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}
 
 
 def begin() -> None:
-    keep_compiler_out()
     torch.compiler.set_stance("force_eager")  # else Muon is compiled, in half a minute
     with without_compiled_collectives(is_cpu=True):
         deepspeed.init_distributed("gloo")

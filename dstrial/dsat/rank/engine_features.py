@@ -10,7 +10,7 @@ import torch
 from deepspeed import PipelineEngine
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dstrial.engine.deepspeed_internals import compiler, optimizers
+from dstrial.engine.deepspeed_internals import optimizers
 from dstrial.engine.model_flops import counted_flops, is_compiled
 
 
@@ -22,7 +22,6 @@ class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.num_operations = 0
-        compiler.keep_compiler_out_of(type(self))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.num_operations += 1
@@ -49,7 +48,6 @@ class FirstMicroBatch:
 
     def __init__(self) -> None:
         self.flops = 0.0
-        compiler.keep_compiler_out_of(type(self))
         self.flops_recomputed = 0.0
         self.activation_bytes = 0.0
         self.num_operations = 0.0

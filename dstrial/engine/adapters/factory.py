@@ -27,9 +27,9 @@ def adapt(
 
 
 def require_engine(engine: object) -> None:
-    """Refuse other objects, and under ZeRO 3 a module that was compiled before.
+    """Refuse what is no DeepSpeed engine, or holds a compiled module under ZeRO 3.
 
-    DeepSpeed 0.19 misses the parameters of a wrapped module, or fails at the wrapper.
+    DeepSpeed 0.19 partitions the parameters of a module that ``torch.compile`` has wrapped, and fails at the wrapper.
     """
     if not isinstance(engine, DeepSpeedEngine):
         raise TrialContractError(
@@ -37,9 +37,8 @@ def require_engine(engine: object) -> None:
             "that deepspeed.initialize returns first. Write: engine, *_ = deepspeed.initialize(...); "
             "self.model_engine = context.wrap_model_engine(engine)."
         )
-    loaded = sys.modules.get(
-        "torch._dynamo.eval_frame"
-    )  # None where nothing was compiled: it is slow to import
+    # Not there where nothing was compiled; importing it takes seconds.
+    loaded = sys.modules.get("torch._dynamo.eval_frame")
     if loaded is None or not engine.zero_optimization_partition_weights():
         return
     if any(isinstance(module, loaded.OptimizedModule) for module in engine.module.modules()):

@@ -1,7 +1,7 @@
 """Every undocumented name of DeepSpeed that dstrial reads, calls or replaces.
 
 ``engines`` has what belongs to engines and pipelines, ``optimizers`` what belongs to optimizers, their parameters and the classes
-that they save, ``process`` what DeepSpeed keeps once per process, ``compiler`` what it and torch load to compile nothing.
+that they save, ``process`` what DeepSpeed keeps once per process.
 Nothing else in dstrial imports a submodule of DeepSpeed beyond ``PUBLIC_MODULES``, reads an attribute of an engine that is
 neither documented nor in ``engines.ATTRIBUTES``, or replaces anything in DeepSpeed. These modules import nothing of dstrial, so
 that ``dstrial.ranks`` may use them too.

@@ -34,7 +34,7 @@ LATE_MODULES = ("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.runtime
 """Modules that DeepSpeed imports only when it is used, and that take long."""
 
 MODULES_OF_ENGINES = ("deepspeed.module_inject.auto_ep_config", "deepspeed.moe.ep_repack")
-"""Modules that DeepSpeed imports with the first engine, in 40 ms, whatever its model; they load no compiler."""
+"""Modules that DeepSpeed imports with the first engine, in 40 ms, whatever its model."""
 
 MODULES_OF_ENGINES_SINCE = "0.19.8"
 """The first release, of those that are tested, that has them."""

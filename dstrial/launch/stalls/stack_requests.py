@@ -24,15 +24,7 @@ _MOST_WORKERS = 8
 def ask_for_stacks(
     views: Sequence[RankView], files: Mapping[int, Path], kept: Path | None
 ) -> dict[int, list[ThreadStack]]:
-    """Return the stacks of the ranks that can write them now.
-
-    Takes up to five seconds.
-
-    Args:
-        views: the ranks.
-        files: to which each appends its stacks, by number.
-        kept: directory for what they write, as it stands; None to keep nothing.
-    """
+    """Return the stacks of ranks that can write them now, within five seconds."""
     asked: dict[int, tuple[Path, int]] = {}
     for view in views:
         path = files.get(view.rank)
@@ -52,11 +44,9 @@ def ask_for_stacks(
 
 
 def ask_workers(view: RankView, path: Path) -> dict[int, list[ThreadStack]]:
-    """Return the stacks of a rank's forks by process id, as of its loader's workers.
+    """Return the stacks of a rank's forks, such as loader workers, by pid.
 
-    Args:
-        view: the rank.
-        path: the file to which it appends its stacks, and they theirs, one after another.
+    They write into the rank's file.
     """
     found: dict[int, list[ThreadStack]] = {}
     for pid in children(view.pid)[:_MOST_WORKERS]:

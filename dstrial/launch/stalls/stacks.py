@@ -45,10 +45,7 @@ _WRAPPERS = frozenset({"wrapper", "_wait", "wait"})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Frame:
-    """One call: where it stands in which file.
-
-    ``line`` is 0 where Python does not know.
-    """
+    """One call; ``line`` is 0 where Python does not know it."""
 
     file: str
     line: int
@@ -60,11 +57,7 @@ class Frame:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ThreadStack:
-    """The calls of a thread, the most recent one first.
-
-    Attributes:
-        thread_id: as ``threading.get_ident`` tells.
-    """
+    """The calls of a thread, the most recent one first."""
 
     thread_id: int
     frames: tuple[Frame, ...]
@@ -84,13 +77,9 @@ class Wait(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank is.
+    """Where a rank is, and what it waits for.
 
-    Attributes:
-        wait: what it waits for.
-        operation: the collective, for example ``all_reduce``; empty where it waits for no other rank.
-        user_frame: the innermost call of the user's code; None without one.
-        worker_pid: the worker of its loader whose call that is; 0 where it is the rank's own.
+    ``user_frame`` is the innermost call of the user's code, of the loader worker ``worker_pid`` where that is not 0.
     """
 
     wait: Wait
@@ -140,13 +129,7 @@ def _no_line(_file: str, _line: int) -> str:
 def place_of(
     stacks: Sequence[ThreadStack], thread_id: int, line_of: Callable[[str, int], str] = _no_line
 ) -> Place | None:
-    """Say where a rank is; None without a stack.
-
-    Args:
-        stacks: all its threads.
-        thread_id: of its main thread.
-        line_of: returns a line of a source file; empty where there is none.
-    """
+    """Return where a rank is by its threads' stacks; ``line_of`` reads a source line."""
     stack = main_stack(stacks, thread_id)
     if stack is None or not stack.frames:
         return None
@@ -179,10 +162,7 @@ def saving_stack(stacks: Sequence[ThreadStack]) -> ThreadStack | None:
 
 
 def place_of_save(stacks: Sequence[ThreadStack]) -> Place | None:
-    """Say where a checkpoint is that a rank writes in the background, if any.
-
-    Its call may be ours.
-    """
+    """Return where a rank's save in the background is; its call may be dstrial's."""
     stack = saving_stack(stacks)
     if stack is None:
         return None
@@ -191,12 +171,7 @@ def place_of_save(stacks: Sequence[ThreadStack]) -> Place | None:
 
 
 def place_in_worker(place: Place, workers: Mapping[int, Sequence[ThreadStack]]) -> Place:
-    """Return where a rank that waits for data is, with the worker that reads.
-
-    Args:
-        place: of the rank.
-        workers: the stacks of the loader's workers, by process id.
-    """
+    """Return the place of a rank that waits for data, with the worker that reads."""
     for pid, stacks in workers.items():
         # The main thread of a worker: the one that reads, where others are the libraries'.
         for stack in reversed(stacks):

@@ -30,14 +30,9 @@ _DOING = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Account:
-    """What is said of a stall.
+    """What is said of a stall; ``text`` has no full stop.
 
-    Attributes:
-        text: who is where, one sentence without its point.
-        guilty: the rank that holds the others up; None where that cannot be told.
-        advice: what to do, one sentence; may be empty.
-        is_of_ranks: whether the ranks themselves are what stalls, and not the master.
-        lasting: what has lasted, for the sentence behind.
+    ``guilty`` is the rank that holds the others up, if known. Without ``is_of_ranks`` the master stalls.
     """
 
     text: str
@@ -50,9 +45,7 @@ class Account:
 def account(views: Sequence[RankView], places: Mapping[int, Place]) -> Account:
     """Say which rank is where, the one that holds the others up first.
 
-    Args:
-        views: the ranks of this machine.
-        places: what the stacks say, by rank; without those of which there is no stack.
+    ``places`` lacks ranks without a stack.
     """
     watched = [view for view in views if view.beat.phase is not Phase.NONE]
     if not watched:
@@ -75,14 +68,7 @@ def account(views: Sequence[RankView], places: Mapping[int, Place]) -> Account:
 
 
 def account_of_save(views: Sequence[RankView], places: Mapping[int, Place]) -> Account:
-    """Say which rank a checkpoint that is written in the background waits for.
-
-    Training may go on meanwhile.
-
-    Args:
-        views: the ranks of this machine.
-        places: where the threads are that write it, by rank.
-    """
+    """Name the rank that a checkpoint in the background waits for."""
     saving = [view for view in views if view.save_age_s > 0]
     if not saving:
         return Account("no rank says where it is", None)
@@ -121,10 +107,7 @@ def _saving_state(view: RankView, place: Place | None) -> str:
 
 
 def _guilty(views: Sequence[RankView], places: Mapping[int, Place]) -> RankView | None:
-    """Choose who holds the others up.
-
-    That is the first of what cannot be the fault of another.
-    """
+    """Return the first rank whose wait no other rank can cause."""
     # On an accelerator a rank may wait for others without a call that says so: who works is guilty only if another one waits.
     is_awaited = len(views) == 1 or any(_waits(place) for place in places.values())
     for is_guilty in (

@@ -29,13 +29,7 @@ _stores = vars(torch.distributed)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeAccount:
-    """What the launcher of another machine says.
-
-    Attributes:
-        node_rank: which machine.
-        text: who is where there, one sentence without its point; empty if it tells of no stall.
-        has_guilty: whether one of its ranks holds the others up.
-    """
+    """What the launcher of another machine says; ``text`` is empty without a stall."""
 
     node_rank: int
     text: str
@@ -43,13 +37,9 @@ class NodeAccount:
 
 
 class StallBoard:
-    """One launcher's view of what all of them say; for one thread.
+    """One launcher's view of what all of them say in the first one's store.
 
-    Args:
-        addr: of the store, which the first launcher serves.
-        port: of the store.
-        node_rank: this launcher.
-        num_nodes: launchers of the job.
+    For one thread.
     """
 
     def __init__(self, addr: str, port: int, node_rank: int, num_nodes: int) -> None:
@@ -60,17 +50,13 @@ class StallBoard:
         self._store: Any = None
 
     def tell(self, text: str, *, has_guilty: bool) -> None:
-        """Let the other launchers read who is where here; empty to take it back."""
+        """Publish this machine's account; empty withdraws it."""
         said = json.dumps({"text": text, "has_guilty": has_guilty})
         with contextlib.suppress(RuntimeError):  # torch's errors of a store whose other end is gone
             self._opened().set(f"{_KEY}/{self._node_rank}", said)
 
     def ask(self, wait_s: float) -> list[NodeAccount] | None:
-        """Return what the others say, one for each; None if the store does not answer.
-
-        Args:
-            wait_s: how long those that have said nothing yet may take, seconds; they look at their ranks at other moments.
-        """
+        """Return what each other launcher says; None if the store does not answer."""
         give_up_at_s = time.monotonic() + wait_s
         try:
             while True:

@@ -36,23 +36,13 @@ _KINDS = {Phase.BETWEEN: Phase.BATCH}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StallSettings:
-    """What ``data.dstrial`` says of stalls.
-
-    Attributes:
-        timeout_s: how much longer than the longest so far a batch, validation or checkpoint may take.
-        action: whether a stall is only told, or ends the ranks so that the trial starts again.
-    """
+    """What ``data.dstrial`` says of stalls."""
 
     timeout_s: float = TrainingChecks().stall_timeout
     action: Literal["report", "restart"] = "report"
 
     @classmethod
     def from_config(cls, exp_conf: Mapping[str, Any] | None) -> StallSettings:
-        """Read an experiment config; the defaults without one.
-
-        Raises:
-            ConfigError: a value is not one of those that are possible.
-        """
         checks = TrainingChecks.from_config(exp_conf)
         return cls(float(checks.stall_timeout), checks.stall_action)
 
@@ -61,17 +51,7 @@ class StallSettings:
 class RankView:
     """One rank at one moment.
 
-    Attributes:
-        rank: its number over all machines.
-        pid: its process.
-        beat: what it last said.
-        age_s: for how long it has said nothing else.
-        save_age_s: for how long its save in the background has gone on; 0 without one.
-        is_stopped: whether a signal or a debugger holds its process.
-        is_traced: whether that is a debugger.
-        stopped_s: for how long, seconds.
-        is_uninterruptible: whether it has waited inside the kernel, out of every signal's reach, at every look.
-        kernel_function: what it waits in there; may be empty.
+    ``is_uninterruptible`` is set only where every one of several looks found the process waiting inside the kernel.
     """
 
     rank: int
@@ -88,14 +68,10 @@ class RankView:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stall:
-    """Ranks that do not go on.
+    """Ranks that do not go on, for ``lasted_s``.
 
-    Attributes:
-        kind: what takes too long.
-        position: that and the batches trained; the same again after a restart that changed nothing.
-        lasted_s: for how long no rank has gone on, seconds.
-        longest_s: the longest of this kind that has ended; None before the first.
-        is_certain: whether more than a line is due: it lasts longer than any before, or a rank is stopped.
+    ``position`` names what takes too long and the batches trained, equal after a restart that changed nothing. ``longest_s`` is
+    the longest of its kind so far. With ``is_certain`` more than a line is due.
     """
 
     kind: Phase
@@ -106,11 +82,9 @@ class Stall:
 
 
 def longest_of(views: Sequence[RankView], longest_batch_s: float | None) -> dict[Phase, float]:
-    """Return the longest of each phase that has ended, over all ranks.
+    """Return the longest of each phase that has ended.
 
-    Args:
-        views: the ranks.
-        longest_batch_s: the longest batch, which the launcher measures; None before the first.
+    The launcher measures batches.
     """
     found = {} if longest_batch_s is None else {Phase.BATCH: longest_batch_s}
     for view in views:
@@ -172,16 +146,10 @@ def _stall(
 def may_restart(
     stall: Stall, settings: StallSettings, done: Sequence[str], *, is_of_ranks: bool = True
 ) -> bool:
-    """Say whether the ranks are to be ended for a stall.
+    """Return whether the ranks are to be ended for a stall.
 
-    Not for what may only be slow; not for a master that does not answer; and once per position: what stalls there again does
-    not stall by chance.
-
-    Args:
-        stall: the stall.
-        settings: what follows from one.
-        done: the positions that ranks of the trial were ended at before.
-        is_of_ranks: whether a rank stalls, and not what all of them wait for.
+    Not for what may only be slow; not for a master that does not answer; and once per position: a second stall there is no
+    chance.
     """
     is_due = settings.action == "restart" and stall.is_certain
     return is_due and is_of_ranks and stall.position not in done

@@ -63,15 +63,9 @@ _OTHERS_MAY_TAKE_S = 3.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WatchedRanks:
-    """Where the ranks of this machine say what they do.
+    """Heartbeats, global numbers by slot, and files of this machine's ranks.
 
-    Attributes:
-        beats: their heartbeats.
-        ranks: their numbers over all machines, by slot; empty before they are known.
-        stacks_files: to which each appends its stacks, by number.
-        kept_stacks: directory for the stacks of all threads; None to keep none.
-        memory: file of the positions that ranks were ended at; None where nothing starts them again.
-        board: where the launchers of several machines tell each other; None on a single one.
+    ``memory`` keeps the positions that ranks were ended at. ``board`` connects launchers of several machines.
     """
 
     beats: mmap.mmap | bytearray
@@ -95,15 +89,9 @@ class _Seen:
 
 
 class StallWatch:
-    """The state of a watch; ``look`` is called again and again, by one thread.
+    """Watches ranks; ``look`` is called again and again, by one thread.
 
-    Args:
-        watched: the ranks.
-        settings: when they count as stalled, and what follows.
-        print_line: shows a line.
-        end_ranks: ends all ranks, for a rank and a reason.
-        end_left: ends the rank of a slot.
-        clock: seconds that never run backwards.
+    ``end_left`` ends the rank of a slot whose program has ended.
     """
 
     def __init__(
@@ -134,7 +122,6 @@ class StallWatch:
         self._left: set[int] = set()
 
     def look(self) -> None:
-        """Look at all ranks once, and say what is due."""
         if self._has_ended_them:
             return
         now_s = self._clock()
@@ -168,7 +155,7 @@ class StallWatch:
             self._tell(found, views)
 
     def close(self) -> None:
-        """Take back what is shown, and say where ranks went on after the last look."""
+        """Remove what is shown, and say where ranks went on after the last look."""
         self._show(None)
         if self._stall is not None and not self._has_ended_them:
             for slot in self._watched.ranks:

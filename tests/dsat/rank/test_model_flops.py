@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -80,29 +77,3 @@ def test_an_engine_that_trains_otherwise_than_ordered_is_an_error_in_the_trainin
     assert failure is not None
     assert failure.kind is FailureKind.USER_ERROR
     assert "train_micro_batch_size_per_gpu 8, zero_stage 1; expected 4, 2" in failure.message
-
-
-COUNTING = """
-import sys, torch, torch.utils.checkpoint
-of_torch = {"sympy"} & sys.modules.keys()  # which activation checkpoints import in 2.6
-from dstrial.ranks.process_group import keep_compiler_out, prepare_accelerator
-prepare_accelerator()
-keep_compiler_out()
-from dstrial.dsat.rank import rank_server, standalone_script
-from dstrial.dsat.rank.engine_features import OperationCount
-from dstrial.engine.model_flops import counted_flops
-layer = torch.nn.Linear(4, 4)
-with OperationCount() as operations:
-    counted = counted_flops(lambda: layer(torch.ones(1, 4)).sum().backward())
-assert counted[1:] == (2 * 2 * 16, 0), counted
-assert operations.num_operations > 3
-print(sorted({"torch._dynamo", "torch._inductor", "sympy", "onnx"} & sys.modules.keys() - of_torch))
-"""
-
-
-@pytest.mark.process
-def test_a_rank_that_measures_and_counts_has_not_loaded_the_compiler() -> None:
-    ended = subprocess.run([sys.executable, "-c", COUNTING], capture_output=True, text=True, timeout=120)
-
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines()[-1] == "[]"

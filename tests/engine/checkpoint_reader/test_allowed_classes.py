@@ -26,9 +26,8 @@ def test_every_kind_is_saved_with_listed_classes_and_loaded_by_the_list(tmp_path
 def _save_and_load_all(directory: str) -> dict[str, Any]:
     import deepspeed
 
-    from dstrial.ranks.process_group import keep_compiler_out, without_compiled_collectives
+    from dstrial.ranks.process_group import without_compiled_collectives
 
-    keep_compiler_out()
     with without_compiled_collectives(is_cpu=True):
         deepspeed.init_distributed("gloo")
     return {kind: _save_and_load(kind, Path(directory) / kind) for kind in KINDS}

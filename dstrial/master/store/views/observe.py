@@ -198,7 +198,7 @@ def stall_in(directory: Path) -> tuple[str, float] | None:
 
 
 def untrained_phase_in(directory: Path) -> str | None:
-    """Return what an allocation's ranks do before their first batch; None afterwards and for other scripts."""
+    """Return what an allocation's ranks do before their first batch; else None."""
     said = _said(directory / "starting.json", "untrained")
     return None if said is None else said[0]
 
