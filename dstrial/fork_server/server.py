@@ -58,7 +58,10 @@ def main(words: Sequence[str]) -> None:
     os.environ.pop(ROOM_VARIABLE, None)
     # DeepSpeed sets it when it is imported; here it is set before.
     environment = {name: value for name, value in os.environ.items() if name != NVML_CHECK_VARIABLE}
-    path = sys.path[1 + len(import_places(environment)) :]
+    places = set(
+        map(os.path.abspath, import_places(environment))
+    )  # site.py leaves duplicates out of sys.path
+    path = [place for place in sys.path[1:] if place not in places]
     with collector.paused_for_good():
         failures, absent = _import(options["imports"])
     if options["huge_pages"]:

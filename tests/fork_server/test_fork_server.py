@@ -167,6 +167,20 @@ def test_a_file_that_would_replace_one_of_the_imports_or_too_many_of_them_are_no
             os.close(file)
 
 
+def test_fork_keeps_the_standard_library_with_pythonpath_twice(tmp_path: Path) -> None:
+    variables = {**_VARIABLES, "PYTHONPATH": os.pathsep.join([str(tmp_path)] * 3)}
+    server = ForkServer.start(variables, [], log=tmp_path / "log")
+    try:
+        wait_for(server.is_ready, deadline_s=_DEADLINE_S)
+        told: list[str] = []
+        words = [sys.executable, _script(tmp_path, "import cProfile, xml.dom\n")]
+        with ForkedPopen(server, words, env=variables, told=told.append) as process:
+            assert process.wait(_DEADLINE_S) == 0
+        assert told == []
+    finally:
+        server.close()
+
+
 def test_a_mark_without_room_is_no_fork(server: ForkServer, tmp_path: Path) -> None:
     script = _script(tmp_path, "")
     reasons: list[str] = []
