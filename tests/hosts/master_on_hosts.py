@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import small_runs
+import hosts_runs
 import yaml
 from machines import Machine, Machines
 
@@ -30,7 +30,7 @@ _LOGIN = "/api/v1/auth/login"
 _LOOK_S = 0.3
 _PATIENCE = 2.0  # times what a test asks for, where other tests keep the processors busy
 CONFIG: dict[str, Any] = {
-    **small_runs.CONFIG,
+    **hosts_runs.CONFIG,
     "resources": {"slots_per_trial": 1},
     "hyperparameters": {"zero_stage": 1, "pause_s": 0.0, "micro_batch_size": 2},
 }
@@ -65,7 +65,7 @@ class MasterOnHosts:
         self.hosts = made.all[1:] if allocation is None and slurm is None and not has_ray else made.all
         self.model = place / "model"
         self.model.mkdir(exist_ok=True)
-        small_runs.copy_into(self.model, "small_trial.py", "small_pipeline.py")
+        hosts_runs.copy_into(self.model, "small_trial.py", "small_pipeline.py")
         hostfile = "".join(f"{machine.name} slots={slots}\n" for machine in self.hosts)
         (place / "hosts").write_text(hostfile)
         (place / "home").mkdir(exist_ok=True)

@@ -10,12 +10,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import small_runs
+import hosts_runs
 from slurm_cluster import SlurmCluster
-from small_runs import ENVIRON
+from hosts_runs import ENVIRON
 
 TWO_NODES = ("--sbatch-arg=--nodes=2", "--sbatch-arg=--ntasks-per-node=1")
-CONFIG = {**small_runs.CONFIG, "resources": {"slots_per_trial": 2}}
+CONFIG = {**hosts_runs.CONFIG, "resources": {"slots_per_trial": 2}}
 _PATIENCE = 2.0  # times what a test asks for, where other tests keep the processors busy
 _LOOK_S = 0.1
 

@@ -15,7 +15,7 @@ from bad_requests import refused as refused_by_master
 from bad_requests import refused_at_submission
 from master_on_hosts import CONFIG, MasterOnHosts, wait_until
 from ray_cluster import RayCluster, ray_cluster, wait_until_nothing_is_left
-from small_runs import losses
+from hosts_runs import losses
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 _SLOW = {**CONFIG["hyperparameters"], "pause_s": 0.1}

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from slurm_cluster import SlurmCluster, slurm_cluster
 from slurm_run import CONFIG, TWO_NODES, SlurmRun, run_directory
-from small_runs import ENVIRON, batches, copy_into, losses
+from hosts_runs import ENVIRON, batches, copy_into, losses
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 

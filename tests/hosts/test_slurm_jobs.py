@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import SlurmCluster, slurm_cluster
-from small_runs import ENVIRON, batches, copy_into
+from hosts_runs import ENVIRON, batches, copy_into
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 _DOCUMENT = Path(__file__).parents[2] / "docs" / "slurm.md"

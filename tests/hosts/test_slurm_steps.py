@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import small_runs
+import hosts_runs
 import yaml
 from slurm_cluster import SlurmCluster, slurm_cluster
-from small_runs import ENVIRON, copy_into, losses
+from hosts_runs import ENVIRON, copy_into, losses
 
 from dstrial.slurm.nodelist import expand_nodes
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 _ENVIRON = {**ENVIRON, "DSTRIAL_TIMEOUT_S": "60", "MICRO": "3"}
-CONFIG = {**small_runs.CONFIG, "hyperparameters": {"zero_stage": 1, "pause_s": 0.0, "micro_batch_size": 3}}
+CONFIG = {**hosts_runs.CONFIG, "hyperparameters": {"zero_stage": 1, "pause_s": 0.0, "micro_batch_size": 3}}
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from machines import Machine, Machines, machines
-from small_runs import CONFIG, ENVIRON, copy_into, losses
+from hosts_runs import CONFIG, ENVIRON, copy_into, losses
 from waiting import wait_for
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]

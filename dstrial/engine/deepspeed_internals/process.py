@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
@@ -35,6 +36,11 @@ LATE_MODULES = ("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.runtime
 
 MODULES_OF_ENGINES = ("deepspeed.module_inject.auto_ep_config", "deepspeed.moe.ep_repack")
 """Modules that DeepSpeed imports with the first engine, in 40 ms, whatever its model."""
+
+COMPILER_MODULES = ("torch._dynamo", "torch._inductor.compile_fx")
+"""Modules that torch's optimizers and DeepSpeed import with the first engine, in 2 s of processor time, and compile nothing."""
+COMPILER_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+"""Set by the import of those for the temporary directory of this process; set again when it is needed (torch 2.13)."""
 
 MODULES_OF_ENGINES_SINCE = "0.19.8"
 """The first release, of those that are tested, that has them."""
@@ -106,9 +112,12 @@ def torch_backend() -> Any:
 
 def import_modules_of_engines() -> None:
     """Import what the first engine would, as far as this release has it."""
-    for name in MODULES_OF_ENGINES:
+    cache = os.environ.get(COMPILER_CACHE_VARIABLE)
+    for name in (*MODULES_OF_ENGINES, *COMPILER_MODULES):
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
+    if cache is None:
+        os.environ.pop(COMPILER_CACHE_VARIABLE, None)  # a fork may have another temporary directory
 
 
 @contextlib.contextmanager
