@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import hosts_runs
-from slurm_cluster import SlurmCluster
 from hosts_runs import ENVIRON
+from slurm_cluster import SlurmCluster
 
 TWO_NODES = ("--sbatch-arg=--nodes=2", "--sbatch-arg=--ntasks-per-node=1")
 CONFIG = {**hosts_runs.CONFIG, "resources": {"slots_per_trial": 2}}

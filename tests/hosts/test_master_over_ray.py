@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from bad_requests import refused as refused_by_master
 from bad_requests import refused_at_submission
+from hosts_runs import losses
 from master_on_hosts import CONFIG, MasterOnHosts, wait_until
 from ray_cluster import RayCluster, ray_cluster, wait_until_nothing_is_left
-from hosts_runs import losses
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 _SLOW = {**CONFIG["hyperparameters"], "pause_s": 0.1}

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hosts_runs import ENVIRON, batches, copy_into, losses
 from slurm_cluster import SlurmCluster, slurm_cluster
 from slurm_run import CONFIG, TWO_NODES, SlurmRun, run_directory
-from hosts_runs import ENVIRON, batches, copy_into, losses
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 

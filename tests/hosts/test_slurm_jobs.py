@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from slurm_cluster import SlurmCluster, slurm_cluster
 from hosts_runs import ENVIRON, batches, copy_into
+from slurm_cluster import SlurmCluster, slurm_cluster
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 _DOCUMENT = Path(__file__).parents[2] / "docs" / "slurm.md"

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import hosts_runs
+import pytest
 import yaml
-from slurm_cluster import SlurmCluster, slurm_cluster
 from hosts_runs import ENVIRON, copy_into, losses
+from slurm_cluster import SlurmCluster, slurm_cluster
 
 from dstrial.slurm.nodelist import expand_nodes
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from machines import Machine, Machines, machines
 from hosts_runs import CONFIG, ENVIRON, copy_into, losses
+from machines import Machine, Machines, machines
 from waiting import wait_for
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
