@@ -75,6 +75,7 @@ _QUEUE_PERIOD_S = 1.0
 _KILL_AGAIN_S = 2.0
 # How long ranks that stall may take to stop: what holds them up may just have ended.
 _STALLED_STOP_S = 30.0
+_UNTRAINED_STOP_US = 5_000_000  # launchers note the first batch up to 0.5 s late, and later on a busy machine
 _LOOK_AGAIN_S = 1.0
 # How long a master that ends stores what killed trials have printed.
 _REST_OF_OUTPUT_S = 15.0
@@ -453,11 +454,15 @@ class Scheduler:
         why = None if row.kill_us is not None else self._why_late(row)
         if why is not None:
             self._database.write(lambda tx: _release(tx, row, f"it did not stop within {why}", is_kill=True))
-        elif row.preempt_us is not None and row.kill_us is None:
+        elif (
+            row.preempt_us is not None
+            and row.kill_us is None
+            and now_us() > row.preempt_us + _UNTRAINED_STOP_US
+        ):
             phase = untrained_phase_in(Path(row.directory))
             if (
                 phase is not None
-            ):  # nothing to save, and nobody listens for minutes where an operator is compiled
+            ):  # nothing to save, and ranks that compile an operator do not listen for minutes
                 text = f"it is asked to stop before its first batch ({phase})"
                 self._database.write(lambda tx: _release(tx, row, text, is_kill=True))
         if row.preempt_us is not None and _is_command(row) and row.id not in self._terminated:
