@@ -269,11 +269,10 @@ class TrainingLoop:
             progress = self._progress
             saved = progress.last_checkpoint
             logger.error(
-                "rank %d failed at batch %d of %d (%s); %s",
+                "rank %d failed at batch %d of %d; %s",
                 self._distributed.rank,
                 progress.batches_trained,
                 self._batches_total,
-                sync_point.described(error),
                 "there is no checkpoint to resume from"
                 if saved is None
                 else f"resume from the checkpoint of batch {saved}",

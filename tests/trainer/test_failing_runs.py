@@ -143,8 +143,7 @@ def test_failing_callback_names_batch_and_checkpoint(method, caplog):
     periods = {"validation_period": Batch(4), "reporting_period": Batch(4), "checkpoint_period": Batch(3)}
     with pytest.raises(LookupError, match="had enough"):
         fit(wrong("CallbackFails"), hparams, max_length=Batch(8), **periods)
-    assert "rank 0 failed at batch 4 of 8 (LookupError: the callback has had enough)" in caplog.text
-    assert "resume from the checkpoint of batch 3" in caplog.text
+    assert "rank 0 failed at batch 4 of 8; resume from the checkpoint of batch 3" in caplog.text
     assert len(list(pathlib.Path("runs").glob("*/*/checkpoints/*/COMPLETE"))) == 1
 
 
