@@ -130,7 +130,7 @@ def main(args: argparse.Namespace) -> int:
     counts = count(groups)
     text = json.dumps(document(groups, seconds), indent=2, ensure_ascii=False) + "\n"
     if args.output is not None:
-        _keep(Path(args.output), text)
+        _keep(Path(args.output), DOCUMENT_NAME, text)
     if args.as_json:
         sys.stdout.write(text)
     else:
@@ -139,10 +139,10 @@ def main(args: argparse.Namespace) -> int:
     return 1 if counts["problem"] else 0
 
 
-def _keep(directory: Path, text: str) -> None:
+def _keep(directory: Path, name: str, text: str) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        replace_file(directory / DOCUMENT_NAME, text)
+        replace_file(directory / name, text)
     except OSError as error:
         raise _unwritable(directory, error) from error
 
@@ -154,21 +154,18 @@ def _unwritable(directory: Path, error: OSError) -> DstrialError:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from dstrial.doctor.proof import prove
+    from dstrial.doctor.proof import RESULT_NAME, prove
 
     if args.fast:
         args.usage_error("--fast does not go with --train")
     output = None if args.output is None else Path(args.output)
-    try:
-        found = prove(
-            minutes=_DEFAULT_MINUTES if args.minutes is None else args.minutes,
-            output=output,
-            show=(lambda _: None) if args.as_json else _show_step,
-        )
-    except OSError as error:
-        if output is None:
-            raise
-        raise _unwritable(output, error) from error
+    if output is not None:
+        _keep(output, RESULT_NAME, "{}\n")  # whether it can be written shows before minutes of training
+    found = prove(
+        minutes=_DEFAULT_MINUTES if args.minutes is None else args.minutes,
+        output=output,
+        show=(lambda _: None) if args.as_json else _show_step,
+    )
     if args.as_json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
     return int(any(step["status"] != "ok" for step in found["steps"]))

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dstrial.doctor import devices
-from dstrial.doctor.background import within
+from dstrial.doctor.background import NoAnswerError, within
+from dstrial.errors import DstrialError
 from dstrial.file_writes import replace_file
 from dstrial.local.run_directory import RunDirectory
 from dstrial.telemetry.summary import summary_rows
@@ -72,6 +73,10 @@ class StepFailedError(Exception):
 class OutOfTimeError(Exception):
     """The minutes are over."""
 
+    def __init__(self, output: str = "") -> None:
+        super().__init__()
+        self.output = output
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
@@ -85,7 +90,12 @@ class Target:
     @classmethod
     def here(cls, environ: Mapping[str, str]) -> Target:
         """Return 1 or 2 accelerators of this machine, or 2 CPU ranks."""
-        hardware = within(30.0, devices.measure)
+        try:
+            hardware = within(30.0, devices.measure)
+        except NoAnswerError as error:
+            raise DstrialError(
+                f"the driver of the devices gives {error}; `dstrial doctor` says more."
+            ) from error
         seen = set(devices.visible(hardware, environ)[0])
         if environ.get("DS_ACCELERATOR") == "cpu" or not (seen or hardware.num_amd):
             return cls("cpu", 2, "fp32")
@@ -129,10 +139,13 @@ class Proof:
         try:
             what, found = call()
             status = "ok"
-        except OutOfTimeError:
+        except OutOfTimeError as error:
             status, what = "not reached", "the minutes were up; pass more --minutes"
+            output = error.output
         except StepFailedError as error:
             what, output = str(error), error.output
+        except (LookupError, OSError, ValueError) as error:  # a file or line that the step should have left
+            what = f"{type(error).__name__}: {error}"
         step = Step(name, status, what, round(time.monotonic() - began_s, 1), output)
         self.steps.append(step)
         if self._output is not None:
@@ -225,14 +238,16 @@ class Proof:
             try:
                 exit_code = process.wait(left_s)
             except subprocess.TimeoutExpired:
-                raise OutOfTimeError from None
+                raise OutOfTimeError(_end_of(log)) from None
             finally:
                 _end(process)
-        printed = log.read_text(encoding="utf-8", errors="replace")
         if exit_code != 0:
-            shown = "\n".join(printed.splitlines()[-_SHOWN_LINES:])
-            raise StepFailedError(f"`python -m {' '.join(words)}` ended with {exit_code}", shown)
-        return printed
+            raise StepFailedError(f"`python -m {' '.join(words)}` ended with {exit_code}", _end_of(log))
+        return log.read_text(encoding="utf-8", errors="replace")
+
+
+def _end_of(log: Path) -> str:
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN_LINES:])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -329,11 +344,10 @@ def _checkpoint_at(run: RunDirectory, batch: int) -> Path:
 def prove(*, minutes: float, output: Path | None, show: Callable[[Step], None]) -> dict[str, Any]:
     """Run the proof within ``minutes`` and return the value of ``result.json``.
 
-    ``output`` gets that file and a log of each step; without it, nothing is kept.
+    ``output``, a directory, gets that file and a log of each step; without it, nothing is kept.
     """
     if output is not None:
         output = output.absolute()
-        output.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="doctor-"))
     try:
         proof = Proof(Target.here(os.environ), scratch, output, minutes, show)

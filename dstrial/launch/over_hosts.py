@@ -440,7 +440,15 @@ class _Hosts:
         ended = [host.outcome for host in self._hosts if host.outcome is not None]
         at_once = any(one.ended_at_once for one in ended)
         first = first_ending(endings)
-        exit_code = next((code for code in exit_codes if code), 0)
+        exit_code = max(exit_codes, default=0)
+        # A rank without a trained batch ends at once when it is stopped, and ranks of other hosts may lose it.
+        if (
+            first is not None
+            and first.is_consequence
+            and self._signals
+            and 128 + signal.SIGTERM in exit_codes
+        ):
+            first = None
         if at_once:
             exit_code = 128 + signal.SIGINT
         elif first is not None:

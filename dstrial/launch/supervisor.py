@@ -176,7 +176,9 @@ class Supervisor:
     def _ending(self, local_rank: int) -> RankEnding | None:
         ended_s, status = self._ended[local_rank]
         record = read_record(self._error_files[local_rank])
-        ours = (status == -signal.SIGTERM and local_rank in self._term_sent_s) or (
+        # Whatever signals this process may signal its ranks, too: systemd and Slurm signal all processes of a job.
+        is_stopped = self._stop_signal is not None or local_rank in self._term_sent_s
+        ours = (status == -signal.SIGTERM and is_stopped) or (
             status == -signal.SIGKILL and local_rank in self._kill_sent
         )
         if status == 0 and record is None:

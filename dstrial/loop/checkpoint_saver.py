@@ -165,6 +165,7 @@ class CheckpointSaver:
                 copied = self._copy(pathlib.Path(path), loop_state, metadata)
                 block = stack.pop_all()
         except _LeaveAtOnce as left:
+            progress.last_checkpoint = previous
             if not isinstance(left.error, OSError):
                 raise left.error from left.error.__cause__
             described = self._describe(pathlib.Path(path), progress.batches_trained, left.error)

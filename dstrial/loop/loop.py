@@ -13,7 +13,7 @@ from determined import pytorch, util
 
 from dstrial.engine.engine_hooks import LostGradientCheck, observe_engines
 from dstrial.engine.finite_weights import FiniteWeights, StepCounts
-from dstrial.errors import DataError, NonFiniteError, RankError, TrialContractError
+from dstrial.errors import CheckpointError, DataError, NonFiniteError, RankError, TrialContractError
 from dstrial.loop import sync_point
 from dstrial.loop.boundaries import (
     Boundary,
@@ -179,10 +179,10 @@ class TrainingLoop:
             stack.callback(self._report_steps)
             with self._failure_logged():
                 stopped = self._train()
-            with self._heartbeat.during(Phase.SAVE, progress.batches_trained):
-                self._saver.finish()
-            self._reports.upload()
-            self._reports.require_written()
+                with self._heartbeat.during(Phase.SAVE, progress.batches_trained):
+                    self._saver.finish()
+                self._reports.upload()
+                self._reports.require_written()
             if stopped is None:
                 self._reports.finish_telemetry()
         skipped = sum(counts.num_skipped for counts in step_counts(self._context))
@@ -265,6 +265,8 @@ class TrainingLoop:
             # Consequences of another rank's error: ours, and gloo's "Connection closed by peer".
             if isinstance(error, RankError) or " by peer" in str(error):
                 raise
+            if isinstance(error, CheckpointError) and not self._is_chief:
+                raise  # all ranks raise the failure of one
             self._saver.close()
             progress = self._progress
             saved = progress.last_checkpoint
