@@ -55,6 +55,8 @@ def _one(prepare: Prepare, *, is_owners: bool = False) -> Callable[[ApiRequest],
 def _many(perform: Perform, *, is_owners: bool = False) -> Callable[[ApiRequest], Any]:
     async def handle(request: ApiRequest) -> dict[str, Any]:
         results = []
+        if request.body().get("filters"):
+            raise request.body().wrong("filters", "none; experiments are named by experimentIds")
         for experiment_id in dict.fromkeys(request.body().ids("experimentIds")):
             error = ""
             try:

@@ -45,7 +45,10 @@ _LOG_PERIOD_S = 30.0  # between two lines of a task that waits
 _MIN_DESCRIPTOR = 64  # hooks may use lower ones for redirections
 # Files of a model definition that may say what is installed. Others may change, and the environment stays the same.
 _SUFFIXES = (".txt", ".in", ".toml", ".cfg", ".lock", ".sh", ".whl", ".gz", ".zip", ".bz2", "setup.py")
-_LOCAL_REQUIREMENT = re.compile(r"^\s*(-e\b|--editable\b|\.|\S+/\s*$|(\S+\s*@\s*)?file:)", re.MULTILINE)
+# Directories, and files of requirements that may name them.
+_LOCAL_REQUIREMENT = re.compile(
+    r"^\s*(-[er]|--editable\b|--requirement\b|\.|(\S+\s*@\s*)?file:|(?!.*://)[^#\n]*/)", re.MULTILINE
+)
 # The second line is one of sh and of Python: first lines have no spaces and 127 bytes (pip 23.2.1 _vendor/distlib/scripts.py).
 _PIP = """#!/bin/sh
 '''exec' "{python}" "$0" "$@"

@@ -64,9 +64,15 @@ class Connection(H11Protocol):
     def _set_deadline(self) -> None:
         self._cancel_deadline()
         # An answer that an authenticated client reads slowly may lie in the transport's buffer, which close() sends.
-        end = self.transport.close if self._is_authenticated else self.transport.abort
+        end = self._close if self._is_authenticated else self.transport.abort
         self._is_authenticated = False
         self._deadline = self.loop.call_later(_DEADLINE_S, end)
+
+    def _close(self) -> None:
+        if self.transport.is_closing():  # for so long, and the client does not read
+            self.transport.abort()
+        else:
+            self.transport.close()
 
     def _cancel_deadline(self) -> None:
         if self._deadline is not None:

@@ -137,11 +137,15 @@ class StorageWait:
     def ready(self, rows: Sequence[WaitingTrial]) -> list[WaitingTrial]:
         """Leave out those that still wait for their storage: they hold up nobody else."""
         self._logged = {row.id: self._logged[row.id] for row in rows if row.id in self._logged}
-        return [row for row in rows if row.id not in self._logged or not self.holds_up(row)]
+        known: dict[int, str | None] = {}
+        return [row for row in rows if row.id not in self._logged or not self.holds_up(row, known)]
 
-    def holds_up(self, row: WaitingTrial) -> bool:
-        """Say whether a trial that could start has to wait for its storage."""
-        trouble = self.trouble(row.experiment_id)
+    def holds_up(self, row: WaitingTrial, known: dict[int, str | None] | None = None) -> bool:
+        """Say whether a trial that could start has to wait for its storage; ``known`` has answers by experiment."""
+        known = {} if known is None else known
+        if row.experiment_id not in known:  # a slow storage answers once for all trials of an experiment
+            known[row.experiment_id] = self.trouble(row.experiment_id)
+        trouble = known[row.experiment_id]
         logged = self._logged.get(row.id)
         if trouble is None:
             if logged is not None:

@@ -128,7 +128,10 @@ def bring_back(database: Path, copy: Path) -> Restored:
     return dataclasses.replace(restored, kept=kept)
 
 
-def _prepare(copy: Path, new: Path, given: Mapping[str, int]) -> Restored:
+_SKIPPED_IDS = 10_000  # after a copy's, where the replaced database cannot say which it has given
+
+
+def _prepare(copy: Path, new: Path, given: Mapping[str, int] | None) -> Restored:
     """Make a checked database of a copy, in which no id of ``given`` is given again."""
     new.unlink(missing_ok=True)
     with sqlite_file.reading(copy) as source, _copied(source, new) as made:
@@ -146,22 +149,24 @@ def _prepare(copy: Path, new: Path, given: Mapping[str, int]) -> Restored:
         return Restored(None, int(count), int(last), _ids_of(made).get("experiments", 0) + 1)
 
 
-def _given_ids(database: Path) -> Mapping[str, int]:
-    """Return the ids that the replaced database has given, as far as it can be read."""
+def _given_ids(database: Path) -> Mapping[str, int] | None:
+    """Return the ids that the replaced database has given; None if it cannot be read."""
     with contextlib.suppress(sqlite3.DatabaseError):
         if database.exists() and database.stat().st_size:
             with sqlite_file.reading(database) as connection:
                 return _ids_of(connection)
-    return {}
+    return None if database.exists() or sqlite_file.list_copies(database) else {}
 
 
 def _ids_of(connection: sqlite3.Connection) -> dict[str, int]:
     return {str(row[0]): int(row[1]) for row in connection.execute("SELECT name, seq FROM sqlite_sequence")}
 
 
-def _raise_ids(made: sqlite3.Connection, given: Mapping[str, int]) -> None:
+def _raise_ids(made: sqlite3.Connection, given: Mapping[str, int] | None) -> None:
     """Have no id given twice: files on disks and links of people name them."""
     had = _ids_of(made)
+    if given is None:
+        given = {name: number + _SKIPPED_IDS for name, number in had.items()}
     tables = {str(row[0]) for row in made.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     for name, number in given.items():
         if name in had:

@@ -19,7 +19,7 @@ from urllib.parse import quote
 from dstrial.errors import DatabaseDamagedError, MasterError
 from dstrial.master import recovery_hints
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 _BUSY_TIMEOUT_S = 30.0
 _CORRUPT, _NOT_A_DATABASE = 11, 26  # SQLite's codes of a damaged page, and of a damaged first one
 _NAME = re.compile(r"(daily|master)-(\d{8}-\d{6})\.db")
@@ -127,6 +127,8 @@ def check_whole(connection: sqlite3.Connection) -> str:
         connection.execute("PRAGMA cell_size_check = 1")
         found = [str(row[0]) for row in connection.execute("PRAGMA quick_check(5)")]
     except sqlite3.DatabaseError as error:
+        if not is_damage(error):
+            raise  # no room, for example
         return str(error)
     return "" if found == ["ok"] else "; ".join(" ".join(line.split()) for line in found)
 

@@ -1,4 +1,4 @@
--- schema version 9
+-- schema version 10
 BEGIN TRANSACTION;
 CREATE TABLE access_tokens (
     id          INTEGER PRIMARY KEY AUTOINCREMENT,
