@@ -141,7 +141,10 @@ class StorageWait:
         return [row for row in rows if row.id not in self._logged or not self.holds_up(row, known)]
 
     def holds_up(self, row: WaitingTrial, known: dict[int, str | None] | None = None) -> bool:
-        """Say whether a trial that could start has to wait for its storage; ``known`` has answers by experiment."""
+        """Say whether a trial that could start has to wait for its storage.
+
+        ``known`` keeps the answers of one poll by experiment.
+        """
         known = {} if known is None else known
         if row.experiment_id not in known:  # a slow storage answers once for all trials of an experiment
             known[row.experiment_id] = self.trouble(row.experiment_id)
