@@ -152,10 +152,15 @@ def hash_token(token: str) -> str:
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).hexdigest()
 
 
+def _new_token() -> str:
+    """Return a token that a command line takes for a value: `det token login -x` has an option."""
+    return secrets.token_urlsafe(32).replace("-", "_")
+
+
 def _insert(
     tx: Transaction, kind: str, user_id: int, allocation_id: str | None, expires_us: int | None
 ) -> str:
-    token = secrets.token_urlsafe(32)
+    token = _new_token()
     tx.execute(
         "INSERT INTO tokens (token_hash, kind, user_id, allocation_id, created_us, expires_us) "
         "VALUES (?, ?, ?, ?, ?, ?)",
@@ -201,7 +206,7 @@ def create_access_token(
             f"user {user['username']!r} has {count} access tokens; expected fewer than {_MAX_ACTIVE}.",
             Hint.REVOKE_TOKENS,
         )
-    token = secrets.token_urlsafe(32)
+    token = _new_token()
     cursor = tx.execute(
         "INSERT INTO access_tokens (token_hash, user_id, description, created_us, expires_us) VALUES (?, ?, ?, ?, ?)",
         (hash_token(token), user_id, _checked(description), now, expires_us),

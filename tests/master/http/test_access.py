@@ -146,3 +146,10 @@ def test_who_logs_out_leaves_only_with_that_token(fresh_master: Master) -> None:
     assert fresh_master.send("POST", "/api/v1/auth/logout", token="determined").status == 200
     assert fresh_master.get("/api/v1/me", "determined").status == 401
     assert fresh_master.get("/api/v1/me", other).status == 200
+
+
+@process
+def test_token_is_no_option_of_a_command_line(fresh_master: Master) -> None:
+    made = fresh_master.services.database.write(lambda tx: [tokens.create_token(tx, 2) for _ in range(500)])
+
+    assert [token for token in made if token.startswith("-")] == []
