@@ -153,7 +153,7 @@ def hash_token(token: str) -> str:
 
 
 def _new_token() -> str:
-    """Return a token that a command line takes for a value: `det token login -x` has an option."""
+    """Return a token without dashes: `det` takes one in front for an option."""
     return secrets.token_urlsafe(32).replace("-", "_")
 
 
