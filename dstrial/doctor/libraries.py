@@ -64,7 +64,7 @@ class Package:
 class ImportFailure:
     """A library that could not be imported."""
 
-    library: str
+    package: str
     reason: str  # the exception, or how the process ended
     place: str = ""  # file, line and function in which the import hung
 
@@ -204,7 +204,7 @@ def _judge_failure(failure: ImportFailure) -> Finding:
             "Install it anew; a file of the same name in the working directory or on PYTHONPATH shadows it."
         )
     where = f" (it hangs at {failure.place})" if failure.place else ""
-    return problem(f"import {failure.library}", f"{reason}{where}", todo)
+    return problem(f"import {failure.package}", f"{reason}{where}", todo)
 
 
 def _took(libraries: Libraries, library: str) -> str:

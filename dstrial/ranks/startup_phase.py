@@ -45,8 +45,6 @@ def _write(fields: dict[str, object]) -> None:
     named = os.environ.get(PHASE_FILE_VARIABLE)
     if not named:
         return
-    try:
+    # If the launcher was killed, its directory is gone, and nobody reads the file.
+    with contextlib.suppress(OSError):
         replace_file(Path(named), json.dumps(fields), sync=False)
-    except OSError:  # the launcher's directory is gone, or has no room: the old phase holds no more
-        with contextlib.suppress(OSError):
-            Path(named).unlink()

@@ -35,7 +35,7 @@ def test_an_import_that_hangs_is_named_with_its_place():
     )
     found = libraries.read_probe(output, TRACE, 1, 3.0)
     (failure,) = found.failures
-    assert (failure.library, failure.place) == ("deepspeed", "/site/torch/cuda/nccl.py:12 in <module>")
+    assert (failure.package, failure.place) == ("deepspeed", "/site/torch/cuda/nccl.py:12 in <module>")
     assert found.torch == TorchBuild("2.13.0", "/site/torch/__init__.py", has_nccl=False)
 
 
@@ -62,7 +62,7 @@ def test_one_cause_is_told_once():
         {"stage": "dstrial", "seconds": 0.1, "error": error},
     )
     found = libraries.read_probe(output, "", 0, 3.0)
-    assert [failure.library for failure in found.failures] == ["deepspeed"]
+    assert [failure.package for failure in found.failures] == ["deepspeed"]
     (finding,) = [one for one in libraries.judge(found, {}, Hardware(), {}) if one.status == "problem"]
     assert "DS_ACCELERATOR" in finding.todo
 

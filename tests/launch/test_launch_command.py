@@ -167,6 +167,25 @@ def test_a_rank_lost_to_one_that_stopped_before_its_first_batch_is_no_failure(tm
     assert "failed first" not in stderr
 
 
+def test_sigterm_to_ranks_and_launcher_at_once_is_a_stop(tmp_path: Path) -> None:
+    """As systemd and Slurm send it: to all processes of a job."""
+    (tmp_path / "sleeps.py").write_text(
+        "import os, pathlib, time\npathlib.Path('ready.' + os.environ['RANK']).write_text(str(os.getpid()))\ntime.sleep(600)\n"
+    )
+    with launched("--slots", "2", "sleeps.py", cwd=tmp_path) as process:
+        wait_until(lambda: len([p for p in tmp_path.glob("ready.*") if p.read_text()]) == 2)
+        process.send_signal(signal.SIGSTOP)  # so that it finds the ranks ended before it can signal them
+        for rank in range(2):
+            pid = int((tmp_path / f"ready.{rank}").read_text())
+            os.kill(pid, signal.SIGTERM)
+            wait_until(lambda pid=pid: not is_running(pid))
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGCONT)
+        _, stderr = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 128 + signal.SIGTERM, stderr
+    assert "failed first" not in stderr
+
+
 def test_a_second_ctrl_c_ends_ranks_that_do_not_stop(tmp_path: Path) -> None:
     with launched("--slots", "2", str(PROGRAMS), "never_stop", cwd=tmp_path) as process:
         wait_until(lambda: all(path.read_text() for path in tmp_path.glob("ready.*")))

@@ -454,20 +454,23 @@ class Scheduler:
         why = None if row.kill_us is not None else self._why_late(row)
         if why is not None:
             self._database.write(lambda tx: _release(tx, row, f"it did not stop within {why}", is_kill=True))
-        elif (
-            row.preempt_us is not None
-            and row.kill_us is None
-            and now_us() > row.preempt_us + _UNTRAINED_STOP_US
-        ):
-            phase = untrained_phase_in(Path(row.directory))
-            if (
-                phase is not None
-            ):  # nothing to save, and ranks that compile an operator do not listen for minutes
-                text = f"it is asked to stop before its first batch ({phase})"
-                self._database.write(lambda tx: _release(tx, row, text, is_kill=True))
+        elif (phase := self._untrained_phase(row)) is not None:
+            text = f"it is asked to stop before its first batch ({phase})"
+            self._database.write(lambda tx: _release(tx, row, text, is_kill=True))
         if row.preempt_us is not None and _is_command(row) and row.id not in self._terminated:
             self._terminated.add(row.id)
             self._backend.ask_to_stop(run)
+
+    def _untrained_phase(self, row: Allocation) -> str | None:
+        """Return what ranks that should stop do before their first batch; else None.
+
+        They have nothing to save, and those that compile an operator do not listen for minutes. A rank's file may be out of date
+        where its disk is full: a run that has reported has trained.
+        """
+        if row.preempt_us is None or row.kill_us is not None or row.num_reports:
+            return None
+        is_due = now_us() > row.preempt_us + _UNTRAINED_STOP_US
+        return untrained_phase_in(Path(row.directory)) if is_due else None
 
     def _why_late(self, row: Allocation) -> str | None:
         """Return which grace period to stop is over, None while there is some left.

@@ -38,6 +38,13 @@ def states(master: Master) -> dict[int, str]:
     return {row["id"]: row["state"] for row in master.rows("SELECT id, state FROM experiments ORDER BY id")}
 
 
+def test_bulk_actions_refuse_filters(fresh_master: Master) -> None:
+    body = {"projectId": 1, "experimentIds": [], "filters": {"userIds": [1]}}
+    answer = fresh_master.send("POST", "/api/v1/projects/-1/experiments/pause", body, token="determined")
+    assert answer.status == 400
+    assert "filters is" in answer.error
+
+
 def test_bulk_actions_answer_for_each_experiment(session: api.Session, fresh_master: Master) -> None:
     ids = {"projectId": -1, "experimentIds": [1, 2, 99, 4]}
 

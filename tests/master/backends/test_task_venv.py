@@ -216,13 +216,15 @@ def test_same_hook_and_files_share_an_environment_and_run_the_hook_each_time(
     assert shown(logs[0]) == shown(logs[1])
 
 
+@pytest.mark.parametrize("directory", ["./own", "-r more.txt"])
 def test_named_requirements_are_installed_once_and_local_ones_for_each_task(
-    master: MasterForTest, given: Callable[..., dict[str, Any]], tmp_path: Path
+    directory: str, master: MasterForTest, given: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     with tarfile.open(source_distribution(tmp_path, "localdep", "1.0", build_lines="")) as archive:
         archive.extractall(tmp_path, filter="data")
     local = {f"own/{path.name}": path.read_bytes() for path in (tmp_path / "localdep-1.0").iterdir()}
-    variables, needs = ("SHOWN=tinydep,localdep",), "tinydep==1.0\n./own\n"
+    local["more.txt"] = b"./own\n"
+    variables, needs = ("SHOWN=tinydep,localdep",), f"tinydep==1.0\n{directory}\n"
     of_environment = given(*variables, environment={"requirements": "needs.txt"})
     of_data = given(*variables) | {"data": {"dstrial": {"requirements": "needs.txt"}}}
 

@@ -86,6 +86,13 @@ def test_a_damaged_or_lost_database_is_refused_and_left_alone(
     assert [path.read_bytes() if path.exists() else b"" for path in (killed, log)] == before
 
 
+def test_an_interrupted_check_is_no_damage(killed: Path) -> None:
+    with sqlite_file.reading(killed) as connection:
+        connection.set_progress_handler(lambda: 1, 1)
+        with pytest.raises(sqlite3.OperationalError, match="interrupted"):
+            sqlite_file.check_whole(connection)
+
+
 def test_an_emptied_database_with_a_log_is_refused(killed: Path) -> None:
     shutil.rmtree(sqlite_file.directory_of(killed))
     killed.write_bytes(b"")
