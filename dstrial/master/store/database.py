@@ -302,7 +302,11 @@ class Database:
                     future.set_exception(self._translated(error))
             return
         if topics and self._on_commit is not None:
-            self._on_commit(topics)
+            # The rows are stored: an error here must not look like a failed write, which clients repeat.
+            try:
+                self._on_commit(topics)
+            except Exception:
+                logger.exception("listeners were not notified of %s", ", ".join(sorted(topics)))
         for future, result in done:
             future.set_result(result)
 

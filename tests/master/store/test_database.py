@@ -66,6 +66,20 @@ def test_topics_are_published_after_the_commit_and_not_for_what_failed(tmp_path:
     database.close()
 
 
+def test_write_succeeds_if_notifying_fails_after_commit(tmp_path: Path) -> None:
+    """A client that sees an error sends its write again, and stores the row twice."""
+
+    def notify(topics: set[str]) -> None:
+        raise RuntimeError("the event loop is closed")
+
+    database = Database(tmp_path / "master.db", notify)
+
+    assert database.submit(put("a", "1")).result(10) == "a"
+    assert database.submit(put("b", "2")).result(10) == "b"
+    assert keys(database) == {"a", "b"}
+    database.close()
+
+
 def test_a_reader_sees_one_moment_while_others_write(tmp_path: Path) -> None:
     database = Database(tmp_path / "master.db")
     database.write(put("a", "1"))
