@@ -149,6 +149,7 @@ class Services:
     activity: Activity = dataclasses.field(default_factory=Activity)
     signing_key: str = dataclasses.field(default="", repr=False)
     scheduler_step: tuple[str, float] | None = None
+    scheduler_problem: str = ""  # why the scheduler's last attempt failed
     tokens: TokenStore = dataclasses.field(init=False)
     webhook_sender: Sender = dataclasses.field(init=False)
     log_triggers: LogTriggers = dataclasses.field(init=False)
@@ -296,9 +297,13 @@ class Services:
             f"the scheduler has been {what} for {late_s:.0f} s; expected at most {_SCHEDULER_LATE_S:.0f} s. No trial starts or "
             f"ends: see `dstrial logs`. Trials that run go on while the master restarts: `kill -9 {os.getpid()}; dstrial up`."
         )
+        problem = self.scheduler_problem and (
+            f"the scheduler has failed and tries again: {self.scheduler_problem}. No trial starts or ends: see `dstrial logs`."
+        )
         return (
             self.database.describe_trouble()
             or file_limit.shortage()
+            or problem
             or (scheduler if late_s > _SCHEDULER_LATE_S else "")
         )
 

@@ -298,7 +298,10 @@ class Backend(Protocol):
         """Delete the files of an ended run, on all nodes."""
 
     def begin(self) -> None:
-        """Connect to the nodes within some seconds; after :meth:`find` of all that runs."""
+        """Connect to the nodes within some seconds; after :meth:`find` of all that runs.
+
+        Called again, after a backoff, if it raises.
+        """
 
     def look(self, *, is_busy: bool) -> None:
         """Do periodic work; ``is_busy`` while anything runs."""

@@ -127,18 +127,25 @@ class StorageWait:
     def __init__(self, database: Database, storages: Storages) -> None:
         self._database = database
         self._storages = storages
-        self._logged: dict[int, str] = {}
+        self._held: dict[int, tuple[WaitingTrial, str]] = {}  # by trial, with the logged trouble
 
     def trouble(self, experiment_id: int) -> str | None:
         with self._database.read() as connection:
-            config = json.loads(experiments.require(connection, experiment_id).config)
-        return self._storages.trouble(config["checkpoint_storage"])
+            experiment = experiments.get(connection, experiment_id)
+        if experiment is None:  # deleted meanwhile
+            return None
+        return self._storages.trouble(json.loads(experiment.config)["checkpoint_storage"])
+
+    def look_again(self) -> None:
+        """Check the storages of the trials that wait for one; may take seconds."""
+        known: dict[int, str | None] = {}
+        for row, _ in list(self._held.values()):
+            self.holds_up(row, known)
 
     def ready(self, rows: Sequence[WaitingTrial]) -> list[WaitingTrial]:
-        """Leave out those that still wait for their storage: they hold up nobody else."""
-        self._logged = {row.id: self._logged[row.id] for row in rows if row.id in self._logged}
-        known: dict[int, str | None] = {}
-        return [row for row in rows if row.id not in self._logged or not self.holds_up(row, known)]
+        """Leave out those that wait for their storage, and forget all others that did."""
+        self._held = {row.id: self._held[row.id] for row in rows if row.id in self._held}
+        return [row for row in rows if row.id not in self._held]
 
     def holds_up(self, row: WaitingTrial, known: dict[int, str | None] | None = None) -> bool:
         """Say whether a trial that could start has to wait for its storage.
@@ -149,21 +156,20 @@ class StorageWait:
         if row.experiment_id not in known:  # a slow storage answers once for all trials of an experiment
             known[row.experiment_id] = self.trouble(row.experiment_id)
         trouble = known[row.experiment_id]
-        logged = self._logged.get(row.id)
+        _, logged = self._held.get(row.id, (row, None))
         if trouble is None:
-            if logged is not None:
-                del self._logged[row.id]
+            if self._held.pop(row.id, None) is not None:
                 self._say(row, "its checkpoint storage is back, and the trial goes on", "INFO")
             return False
         if logged != trouble:
-            self._logged[row.id] = trouble
+            self._held[row.id] = row, trouble
             logger.warning("trial %d waits: %s", row.id, trouble)
             self._say(row, f"waiting for its checkpoint storage: {trouble}", "WARNING")
         return True
 
     def is_waiting(self, trial_id: int) -> bool:
         """Say whether a trial was held back when it was looked at last."""
-        return trial_id in self._logged
+        return trial_id in self._held
 
     def _say(self, row: WaitingTrial, text: str, level: str) -> None:
         self._database.write(lambda tx: add_master_line(tx, row.task_id, row.id, text, level=level))

@@ -18,9 +18,16 @@ from dstrial.master.backends.environment import tracebacks_directory
 from dstrial.master.lifecycle import checkpoint_gc, containers
 from dstrial.master.lifecycle.storages import Storages
 from dstrial.master.pubsub import PubSub
+from dstrial.master.scheduler.retries import Retries
 from dstrial.master.store import allocations, background_jobs, checkpoints, experiments, models
 from dstrial.master.store.backups import make_daily_copy
-from dstrial.master.store.database import Database, IntegrityError, Transaction, find_cluster_id
+from dstrial.master.store.database import (
+    Database,
+    IntegrityError,
+    OperationalError,
+    Transaction,
+    find_cluster_id,
+)
 from dstrial.master.store.reports import logs
 from dstrial.master.store.reports.metric_values import as_number
 
@@ -52,6 +59,7 @@ class Janitor:
         venvs_path: Path | None = None,
         storages: Storages | None = None,
         period_s: float = _PERIOD_S,
+        retries: Retries | None = None,
     ) -> None:
         self._database = database
         self._event = changes.listen("scheduler")
@@ -61,6 +69,7 @@ class Janitor:
         self._put_off: dict[int, float] = {}
         self._logged_put_off: set[int] = set()
         self._period_s = period_s
+        self._retries = retries or Retries(first_s=_LOOK_AGAIN_S)  # by job
         self._forget_at_s = time.monotonic()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="dstrial-janitor", daemon=True)
@@ -80,9 +89,11 @@ class Janitor:
         while not self._is_stopping:
             try:
                 self._work()
+                self._retries.forget(None)
             except Exception:
-                logger.exception("the janitor had a problem and goes on")
-                self._event.wait(_LOOK_AGAIN_S)
+                logger.exception("the janitor has failed and tries again")
+                self._retries.failed(None)
+                self._event.wait(self._retries.postponed()[None])
                 self._event.clear()
 
     def _work(self) -> None:
@@ -104,9 +115,15 @@ class Janitor:
             return
         try:
             self._perform(row)
-        except Exception:
-            logger.exception("%s of experiment %d is put off", row.kind, row.experiment_id)
-            self._put_off[row.id] = time.monotonic() + _LOOK_AGAIN_S
+        except Exception as error:
+            logger.exception("%s of experiment %d has failed", row.kind, row.experiment_id)
+            counts = not isinstance(error, OperationalError) and not self._database.describe_trouble()
+            if self._retries.failed(row.id, counts=counts):
+                self._abandon(row, error)
+            else:
+                self._put_off[row.id] = time.monotonic() + self._retries.postponed()[row.id]
+        else:
+            self._retries.forget(row.id)
 
     def _perform(self, row: background_jobs.BackgroundJob) -> None:
         experiment_id, payload = int(row.experiment_id), json.loads(row.payload)
@@ -136,11 +153,22 @@ class Janitor:
             self._put_off_job(row, str(error))
             return
         except (DstrialError, OSError, IntegrityError, ValueError, LookupError) as error:
-            logger.error("%s of experiment %d: %s", row.kind, experiment_id, text_of(error))
-            if row.kind == "delete_experiment":
-                why = text_of(error)
-                self._database.write(lambda tx: _mark_delete_failed(tx, experiment_id, why))
+            self._abandon(row, error)
+            return
         self._database.write(lambda tx: background_jobs.done(tx, row.id))
+
+    def _abandon(self, row: background_jobs.BackgroundJob, error: Exception) -> None:
+        """Drop a job that fails; a deletion says so at its experiment."""
+        experiment_id, why = int(row.experiment_id), text_of(error)
+        logger.error("%s of experiment %d is abandoned: %s", row.kind, experiment_id, why)
+
+        def drop(tx: Transaction) -> None:
+            if row.kind == "delete_experiment":
+                _mark_delete_failed(tx, experiment_id, why)
+            background_jobs.done(tx, row.id)
+
+        self._database.write(drop)
+        self._retries.forget(row.id)
 
     def _put_off_job(self, row: background_jobs.BackgroundJob, trouble: str) -> None:
         if row.id not in self._logged_put_off:

@@ -7,6 +7,7 @@ A problem of one trial is that trial's, never the thread's.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import hashlib
 import json
@@ -20,8 +21,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrial.errors import DstrialError, MasterError
-from dstrial.master import backends
+from dstrial.errors import DatabaseDamagedError, DstrialError, MasterError
+from dstrial.master import backends, file_limit
 from dstrial.master.advice import text_of
 from dstrial.master.backends import AllocationExit, AllocationRequest, RunRef, run_of
 from dstrial.master.backends.backend import Answer, Key, Output, SlotsGoneError
@@ -47,6 +48,7 @@ from dstrial.master.scheduler.queue import (
     waits_for_others,
 )
 from dstrial.master.scheduler.resizing import Capacity, Resizing, note_slots
+from dstrial.master.scheduler.retries import Retries
 from dstrial.master.scheduler.supervisor_watch import SupervisorWatch
 from dstrial.master.scheduler.wishes import begins_of, describe, growth_of, wishes_of, write_answer
 from dstrial.master.store import allocations as allocation_rows
@@ -54,7 +56,7 @@ from dstrial.master.store import commands, jobs, nodes, users
 from dstrial.master.store import experiments as experiment_rows
 from dstrial.master.store import trials as trial_rows
 from dstrial.master.store.allocations import Allocation
-from dstrial.master.store.database import Connection, SqlError, Transaction
+from dstrial.master.store.database import Connection, OperationalError, SqlError, Transaction
 from dstrial.master.store.reports import log_quota
 from dstrial.master.store.reports import metrics as metric_rows
 from dstrial.master.store.reports.log_quota import LogOwner
@@ -76,7 +78,6 @@ _KILL_AGAIN_S = 2.0
 # How long ranks that stall may take to stop: what holds them up may just have ended.
 _STALLED_STOP_S = 30.0
 _UNTRAINED_STOP_US = 5_000_000  # launchers note the first batch up to 0.5 s late, and later on a busy machine
-_LOOK_AGAIN_S = 1.0
 # How long a master that ends stores what killed trials have printed.
 _REST_OF_OUTPUT_S = 15.0
 # For how long a node that is gone still counts.
@@ -84,6 +85,8 @@ _MOMENT_US = 5_000_000
 
 # For so long who has stopped for a larger job, and given its own back, waits for nothing less, its checkpoint included.
 _MOVE_S = 120.0
+
+_THREAD = "scheduler"  # key of `_retries` for the thread's own failures
 
 # Stands for the number of slots in `_logged` while the agent is disabled.
 _AGENT_OFF = -1
@@ -104,6 +107,15 @@ class _Fitting:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class _Lacking:
+    """A trial that needs more slots than there are."""
+
+    row: jobs.WaitingTrial
+    num_slots: int  # that there are
+    why: str | None  # its checkpoint cannot resume with fewer; None without one
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Queue:
     """Who waits for slots at one poll, and the slots there are."""
 
@@ -115,6 +127,7 @@ class _Queue:
     trials: list[Waiting] = dataclasses.field(
         default_factory=list
     )  # of ``rows``, in order; empty where all nodes are disabled
+    lacking: list[_Lacking] = dataclasses.field(default_factory=list)
     others: list[commands.CommandInfo] = dataclasses.field(default_factory=list)  # commands
     enabled: set[int] = dataclasses.field(default_factory=set)
     largest: int = 0  # most enabled slots of a node
@@ -126,8 +139,9 @@ class _Queue:
 class Scheduler:
     """Owns the slots of this machine and the processes of trials and commands."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, retries: Retries | None = None) -> None:
         self._services = services
+        self._retries = retries or Retries()  # by allocation or trial id, and _THREAD
         self._database = services.database
         self._event = services.pubsub.listen("scheduler")
         self._storages = services.storages
@@ -145,7 +159,6 @@ class Scheduler:
         self._late_s: dict[
             str, tuple[int, float]
         ] = {}  # The stored deadline, and when that is without jumps.
-        self._troubled_s: dict[str, float] = {}
         self._terminated: set[str] = set()
         self._commands = CommandWatch(services)
         self._supervisors = SupervisorWatch(services.database, services.backend)
@@ -160,6 +173,7 @@ class Scheduler:
             int, float
         ] = {}  # Until when who has stopped for a larger job waits for nothing less.
         self._last_poll = LastPoll(-1, -math.inf)
+        self._is_begun = False
         self._is_draining = False
         self._is_stopping = False
         self._is_killing = False
@@ -181,15 +195,19 @@ class Scheduler:
         self._remove_left_over({row.id for row in live})
         with self._database.read() as connection:
             rows = jobs.waiting_trials(connection)
-            self._waiting(connection, rows, len(self._services.slots))
+            _, lacking = self._waiting(connection, rows, len(self._services.slots))
+        self._log_lacking(lacking)
         self._janitor.start()
         self._thread.start()
 
     def _waiting(
         self, connection: Connection, rows: list[jobs.WaitingTrial], num_enabled: int
-    ) -> list[Waiting]:
-        """Return who waits for how many slots; resumable trials may wait for fewer."""
-        waiting = []
+    ) -> tuple[list[Waiting], list[_Lacking]]:
+        """Return which trials wait for how many slots, and which need more than there are.
+
+        A trial that can resume may wait for fewer slots than configured.
+        """
+        waiting, lacking = [], []
         for row in rows:
             wanted, most = row.slots_per_trial, row.max_slots
             available = num_enabled if most is None else min(num_enabled, most)
@@ -203,9 +221,9 @@ class Scheduler:
                     trial = trial_rows.require(connection, row.id)
                     config = json.loads(experiment_rows.require(connection, row.experiment_id).config)
                     why = resume.why_it_waits(connection, trial, config, available)
-                    self._log_trial_waiting(row, num_enabled, why)
+                    lacking.append(_Lacking(row, num_enabled, why))
             waiting.append(Waiting(row.id, row.experiment_id, num_slots, most))
-        return waiting
+        return waiting, lacking
 
     def _slots_to_go_on_with(
         self, connection: Connection, row: jobs.WaitingTrial, available: int
@@ -227,14 +245,18 @@ class Scheduler:
         )
         return num_slots
 
-    def _log_trial_waiting(self, row: jobs.WaitingTrial, num_slots: int, why: str | None) -> None:
-        """Log that a trial needs more slots than there are."""
-        wanted = row.slots_per_trial
-        slots = f"{wanted} slot{'s' if wanted != 1 else ''}"
-        text = f"the trial needs {slots} and waits; this master has {num_slots}. {self._how_to_have(wanted)}"
-        if why is not None:
-            text += f", for its checkpoint cannot go on with fewer: {why}"
-        logger.warning("trial %d: %s", row.id, text)
+    def _log_lacking(self, lacking: Sequence[_Lacking]) -> None:
+        """Log which trials need more slots than there are; outside of any snapshot."""
+        for one in lacking:
+            row, wanted = one.row, one.row.slots_per_trial
+            slots = f"{wanted} slot{'s' if wanted != 1 else ''}"
+            text = f"the trial needs {slots} and waits; this master has {one.num_slots}. {self._how_to_have(wanted)}"
+            if one.why is not None:
+                text += f", for its checkpoint cannot go on with fewer: {one.why}"
+            logger.warning("trial %d: %s", row.id, text)
+            self._add_line(row, text)
+
+    def _add_line(self, row: jobs.WaitingTrial, text: str) -> None:
         self._database.write(lambda tx: add_master_line(tx, row.task_id, row.id, text, level="WARNING"))
 
     def _how_to_have(self, num_slots: int) -> str:
@@ -307,12 +329,12 @@ class Scheduler:
         if not self._is_draining:
             self._is_draining = True
             deadline_s = time.monotonic() + timeout_s
-            while self._release_all() and not self._is_killing and time.monotonic() < deadline_s:
+            while self._can_end_trials() and not self._is_killing and time.monotonic() < deadline_s:
                 self._event.set()
                 time.sleep(_TICK_S)
             self._is_killing = True
             give_up_at_s = time.monotonic() + _REST_OF_OUTPUT_S
-            while self._release_all() and (time.monotonic() < give_up_at_s or self._has_processes()):
+            while self._can_end_trials() and (time.monotonic() < give_up_at_s or self._has_processes()):
                 self._event.set()
                 time.sleep(_TICK_S)
             self._is_stopping = True
@@ -320,6 +342,15 @@ class Scheduler:
         if threading.current_thread() is not self._thread:
             self._thread.join()
         self._janitor.stop()
+
+    def _can_end_trials(self) -> bool:
+        """Stop every trial's processes; return whether any are left that the thread will end.
+
+        If the back end cannot begin, nothing can be stopped: trials go on, and the next master adopts them.
+        """
+        if not self._is_begun:
+            return not self._services.scheduler_problem
+        return self._release_all()
 
     def _release_all(self) -> bool:
         """Stop every trial's processes; return whether any are left."""
@@ -361,15 +392,21 @@ class Scheduler:
         return any(self._backend.observe(_run_of(row)) is None for row in live)
 
     def _run(self) -> None:
-        self._services.note_scheduler("connecting to the nodes")
-        self._backend.begin()
         while not self._is_stopping:
             try:
+                if not self._is_begun:
+                    self._services.note_scheduler("connecting to the nodes")
+                    self._backend.begin()
+                    self._is_begun = True
                 wait_s = self._tick()
-            except Exception:
-                logger.exception("the scheduler had a problem and goes on")
-                wait_s = _TICK_S
-                time.sleep(_IDLE_TICK_S)
+            except Exception as error:
+                logger.exception("the scheduler has failed and tries again")
+                self._services.scheduler_problem = text_of(error)
+                self._retries.failed(_THREAD)
+                wait_s = self._retries.postponed().get(_THREAD, 0.0)
+            else:
+                self._services.scheduler_problem = ""
+                self._retries.forget(_THREAD)
             self._event.wait(wait_s)
             self._event.clear()
 
@@ -380,15 +417,18 @@ class Scheduler:
             live = allocation_rows.all_live(connection)
         wait_s = _TICK_S if live else _IDLE_TICK_S
         for row in live:
-            if time.monotonic() < self._troubled_s.get(row.id, 0.0):
+            if not self._retries.is_due(row.id):
                 continue
             self._services.note_scheduler(f"looking after allocation {row.id}")
             try:
                 if self._watch(row):
                     wait_s = 0.0
-            except Exception:
-                logger.exception("allocation %s had a problem and is looked at again", row.id)
-                self._troubled_s[row.id] = time.monotonic() + _LOOK_AGAIN_S
+            except Exception as error:
+                logger.exception("allocation %s could not be looked after", row.id)
+                if self._retries.failed(row.id, counts=self._is_own_fault(error)):
+                    self._give_up(row, error)
+            else:
+                self._retries.forget(row.id)
         self._services.note_scheduler("assigning slots")
         if not self._is_draining and self._is_queue_due() and self._assign():
             wait_s = min(wait_s, _TICK_S)
@@ -396,6 +436,25 @@ class Scheduler:
         self._backend.look(is_busy=bool(live))
         self._services.note_scheduler("waiting")
         return wait_s
+
+    def _is_own_fault(self, error: Exception) -> bool:
+        """Say whether an error may be one trial's: a full disk and a lack of files are everybody's."""
+        if isinstance(error, OperationalError | DatabaseDamagedError) or file_limit.is_shortage(error):
+            return False
+        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return not is_full and not self._database.describe_trouble()
+
+    def _give_up(self, row: Allocation, error: Exception) -> None:
+        """End an allocation that the master cannot look after, as a failure of its trial."""
+        why = f"the master could not look after it ({type(error).__name__}: {error}); see `dstrial logs`"
+        logger.error("allocation %s is ended: %s", row.id, why)
+        run = _run_of(row)
+        try:
+            self._backend.kill(run, leaves_record=False)
+            exited = life.exited if _is_command(row) else allocations.allocation_exited
+            self._finish(row, run, AllocationExit(1, None, now_us(), why, was_lost=False), exited, None)
+        except Exception:
+            logger.exception("allocation %s could not be ended and is tried again", row.id)
 
     # What runs
 
@@ -549,6 +608,17 @@ class Scheduler:
                 if traceback is not None or exit_.explanation is not None:
                     break
         exited = life.exited if _is_command(row) else self._trial_exited(row, run, exit_)
+        self._finish(row, run, exit_, exited, traceback)
+
+    def _finish(
+        self,
+        row: Allocation,
+        run: RunRef,
+        exit_: AllocationExit,
+        exited: Callable[..., None],
+        traceback: str | None,
+    ) -> None:
+        """Store an exit and what follows from it, and delete the allocation's files."""
 
         def end(tx: Transaction) -> None:
             log_quota.tell_at_end(tx, _log_of(row))
@@ -564,7 +634,7 @@ class Scheduler:
         self._terminated.discard(row.id)
         self._killed_s.pop(row.id, None)
         self._late_s.pop(row.id, None)
-        self._troubled_s.pop(row.id, None)
+        self._retries.forget(row.id)
         self._backend.forget(run)
 
     def _trial_exited(self, row: Allocation, run: RunRef, exit_: AllocationExit) -> Callable[..., None]:
@@ -586,8 +656,10 @@ class Scheduler:
 
     def _assign(self) -> list[Allocation]:
         """Give free slots to waiting trials and commands; return what has begun."""
+        self._storage_wait.look_again()
         with self._database.read() as connection:
             queue = self._queue(connection)
+        self._log_lacking(queue.lacking)
         if queue.is_idle:
             self._backend.request(growth_of(self._growing, self._describe), queue.kept)
             return []
@@ -636,14 +708,13 @@ class Scheduler:
         }
         known = {place.id for place in places}
         excluded = [row for row in found if row.id in kept_off and kept_off[row.id] >= known]
-        rows = [row for row in found if row not in excluded] if excluded else found
+        rows = self._storage_wait.ready([row for row in found if row not in excluded] if excluded else found)
         others = commands.waiting(connection)
         live = allocation_rows.all_live(connection)
         kept: list[Key] = [row.task_id if _is_command(row) else row.trial_id for row in live]
         is_idle = not rows and not others and not excluded
         if is_idle and not self._resizing.is_due(connection):
             return _Queue(live, kept, _capacity(live, set(), set(), {}), is_idle=True)
-        rows = self._storage_wait.ready(rows)
         off = jobs.disabled_slots(connection, {slot.id for place in places for slot in place.slots})
         # A node that is gone for a moment counts, so that nothing goes on with fewer slots because of it.
         some_time_ago_us = now_us() - _MOMENT_US
@@ -673,10 +744,16 @@ class Scheduler:
         )
         if queue.is_all_off:
             return queue
-        return dataclasses.replace(queue, trials=self._trials_of(connection, queue, kept_off))
+        waiting, lacking = self._waiting(connection, queue.rows, len(queue.enabled))
+        trials = self._trials_of(connection, queue, waiting, kept_off)
+        return dataclasses.replace(queue, trials=trials, lacking=lacking)
 
     def _trials_of(
-        self, connection: Connection, queue: _Queue, kept_off: Mapping[int, frozenset[int]]
+        self,
+        connection: Connection,
+        queue: _Queue,
+        waiting: Sequence[Waiting],
+        kept_off: Mapping[int, frozenset[int]],
     ) -> list[Waiting]:
         """Return what each trial of a queue waits for; ``kept_off``: excluded nodes."""
         is_single_node = functools.cache(functools.partial(_is_single_node, connection))
@@ -693,9 +770,7 @@ class Scheduler:
                 queue.capacity,
                 is_alone=is_alone,
             )
-            for row, one in zip(
-                queue.rows, self._waiting(connection, queue.rows, len(queue.enabled)), strict=True
-            )
+            for row, one in zip(queue.rows, waiting, strict=True)
         ]
 
     def _ask_engine(self, queue: _Queue, waiting: Sequence[Waiting]) -> Answer | None:
@@ -912,7 +987,9 @@ class Scheduler:
         run = _run_of(row)
         try:
             handle = self._backend.submit(request(), run)
-        except (DstrialError, OSError) as error:
+        except Exception as error:
+            if not isinstance(error, DstrialError | OSError):
+                logger.exception("allocation %s could not be started", row.id)
             self._end(row, run, failed_start(error))
             return
         if handle is not None:

@@ -11,6 +11,8 @@ from waiting import wait_for
 
 from dstrial.master.pubsub import PubSub
 from dstrial.master.scheduler.janitor import Janitor
+from dstrial.master.scheduler.retries import Retries
+from dstrial.master.store import background_jobs
 from dstrial.master.store.database import Database, Transaction
 from dstrial.master.store.reports.logs import add_master_line
 from dstrial.master.store.sqlite_file import list_copies
@@ -67,5 +69,25 @@ def test_the_database_is_copied_once_a_day_unless_it_is_damaged(tmp_path: Path) 
             copy.path.unlink()
             time.sleep(0.3)
             assert list_copies(path) == []
+        finally:
+            janitor.stop()
+
+
+def test_job_that_always_fails_is_abandoned(tmp_path: Path) -> None:
+    changes = PubSub()
+    with contextlib.closing(Database(tmp_path / "master.db", changes.publish)) as database:
+        store_experiment(database, tmp_path, STORAGE)
+        payload = {"uuids": 5, "allocation_id": "1.a.1"}
+        database.write(lambda tx: background_jobs.request(tx, "sweep", 1, payload))
+
+        def is_pending() -> bool:
+            with database.read() as connection:
+                return background_jobs.next_pending(connection, {}) is not None
+
+        assert is_pending()
+        janitor = Janitor(database, changes, log_retention_days=None, retries=Retries(first_s=0.01))
+        janitor.start()
+        try:
+            wait_for(lambda: not is_pending(), deadline_s=20)
         finally:
             janitor.stop()

@@ -184,7 +184,8 @@ class HostLink:
         self._thread = threading.Thread(target=self._keep, name=f"dstrial-link-{host.name}", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        if self._thread.ident is None:  # `Backend.begin` is called again if it raised
+            self._thread.start()
 
     def numbers_of(self, slot_ids: Sequence[int]) -> tuple[int, ...]:
         by_id = {slot_id: number for number, slot_id in self._ids.items()}

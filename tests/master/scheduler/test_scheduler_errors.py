@@ -1,0 +1,153 @@
+"""Errors under the scheduler: retried with backoff, shown by health, and bounded where one trial is at fault."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import pytest
+import yaml
+from serving import Master
+from submitting import config
+from waiting import wait_for
+
+from dstrial.master.backends import AllocationExit, LocalBackend, RunRef
+from dstrial.master.scheduler.retries import Retries
+from dstrial.master.scheduler.scheduler import Scheduler
+from dstrial.master.services import Services
+from dstrial.master.store.database import Connection, Transaction
+
+pytestmark = pytest.mark.process
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def scheduling(services: Services) -> Iterator[Scheduler]:
+    scheduler = Scheduler(services, Retries(first_s=0.05, longest_s=0.5))
+    scheduler.start()
+    try:
+        yield scheduler
+    finally:
+        scheduler.stop(graceful=False, timeout_s=0)
+
+
+def submit(master: Master, entrypoint: str, **changes: Any) -> int:
+    """Submit an experiment with one trial and return the trial's id."""
+    script = {
+        "path": "a.py",
+        "type": 48,
+        "content": base64.b64encode(b"").decode(),
+        "mtime": "0",
+        "mode": 420,
+    }
+    body = {
+        "activate": True,
+        "config": yaml.safe_dump(config(entrypoint, **changes)),
+        "modelDefinition": [script],
+    }
+    created = master.send("POST", "/api/v1/experiments", body, token="determined")
+    assert created.status == 200, created.content
+    experiment_id = created.json["experiment"]["id"]
+    [row] = master.rows("SELECT id FROM trials WHERE experiment_id = ?", experiment_id)
+    return int(row["id"])
+
+
+def state_of(master: Master, trial_id: int) -> str:
+    return str(master.rows("SELECT state FROM trials WHERE id = ?", trial_id)[0]["state"])
+
+
+def log_of(master: Master, trial_id: int) -> str:
+    rows = master.rows("SELECT log FROM logs WHERE trial_id = ? ORDER BY id", trial_id)
+    return "".join(row["log"] for row in rows)
+
+
+def local_backend(kind: type[LocalBackend], services: Services) -> LocalBackend:
+    """Return a back end like the master's own, of a subclass."""
+    own = services.backend
+    assert isinstance(own, LocalBackend)
+    return kind("test", services.own_slots, own._fork_servers, is_warm=False)
+
+
+class Unready(LocalBackend):
+    """Cannot begin before ``is_ready`` is set."""
+
+    is_ready = threading.Event()
+
+    def begin(self) -> None:
+        if not self.is_ready.is_set():
+            raise RuntimeError("can't start new thread")
+
+
+def test_backend_that_cannot_begin_is_retried_and_shown(fresh_master: Master) -> None:
+    services = fresh_master.services
+    services.backend = local_backend(Unready, services)
+    with scheduling(services):
+        wait_for(lambda: fresh_master.get("/health", None).status == 503, deadline_s=20)
+        assert "can't start new thread" in fresh_master.get("/health", None).error
+        trial_id = submit(fresh_master, "true")
+
+        Unready.is_ready.set()
+
+        wait_for(lambda: state_of(fresh_master, trial_id) == "COMPLETED")
+        assert fresh_master.get("/health", None).status == 200
+
+
+class Blind(LocalBackend):
+    """Raises for one allocation's exit, as for a file that makes a parser fail."""
+
+    trial_id = 0
+
+    def observe(self, run: RunRef) -> AllocationExit | None:
+        if (run.directory / "workdir" / "blind").exists():
+            raise LookupError("no such field")
+        return super().observe(run)
+
+
+def test_allocation_that_always_raises_fails_its_trial(fresh_master: Master) -> None:
+    services = fresh_master.services
+    services.backend = local_backend(Blind, services)
+    with scheduling(services):
+        blind = submit(fresh_master, "touch blind; sleep 600")
+        other = submit(fresh_master, "true")
+
+        wait_for(lambda: state_of(fresh_master, blind) == "ERROR")
+
+        assert "could not look after it (LookupError: no such field)" in log_of(fresh_master, blind)
+        wait_for(lambda: state_of(fresh_master, other) == "COMPLETED")
+        assert not list((services.state_dir / "allocations").glob("*/workdir/blind"))
+
+
+def test_scheduler_never_writes_inside_a_snapshot(fresh_master: Master) -> None:
+    """A snapshot that waits for a write keeps SQLite's log from being checkpointed for as long."""
+    services, database = fresh_master.services, fresh_master.services.database
+    reading, inside = threading.local(), []
+    read, submit_ = database.read, database.submit
+
+    @contextlib.contextmanager
+    def watched_read() -> Iterator[Connection]:
+        reading.depth = getattr(reading, "depth", 0) + 1
+        try:
+            with read() as connection:
+                yield connection
+        finally:
+            reading.depth -= 1
+
+    def watched_submit(function: Callable[[Transaction], T]) -> Any:
+        if getattr(reading, "depth", 0):
+            inside.append(function)
+        return submit_(function)
+
+    database.read, database.submit = watched_read, watched_submit  # type: ignore[method-assign]
+    fresh_master.change("UPDATE experiments SET state = 'PAUSED'")
+    large = submit(fresh_master, "true")
+    fresh_master.change("UPDATE experiments SET slots_per_trial = 99 WHERE id = 3")
+    with scheduling(services):
+        small = submit(fresh_master, "true")
+
+        wait_for(lambda: state_of(fresh_master, small) == "COMPLETED")
+        wait_for(lambda: "the trial needs 99 slots and waits" in log_of(fresh_master, large))
+
+    assert inside == []
